@@ -33,13 +33,11 @@ if TYPE_CHECKING:
     from .inference.contexts.request import GeneratedToken
     from .inference.contexts.step_inputs import StepInputs
     from .inference.engines.async_engine import AsyncEngine
-    from .inference.engines.async_stream import AsyncStream
     from .inference.engines.drafter import Drafter, NgramDrafter
     from .inference.engines.dynamic_engine import DynamicInferenceEngine
-    from .inference.engines.engine_observer import EngineObserver
-    from .inference.engines.model import Model
-    from .inference.engines.step_report import StepReport
-    from .inference.engines.token_stream import TokenStream
+    from .inference.engines.engine_observer import EngineObserver, StepReport
+    from .inference.engines.runner import Model
+    from .inference.engines.streams import AsyncStream, TokenStream
     from .inference.kernels.kernel_set import kernel_set
     from .inference.kernels.reference.attention import AttentionRows
     from .loaded_model import LoadedModel, load
@@ -88,13 +86,11 @@ _NAMES_OF_MODULES = {
     "mambaslots.inference.contexts.request": "GeneratedToken",
     "mambaslots.inference.contexts.step_inputs": "StepInputs",
     "mambaslots.inference.engines.async_engine": "AsyncEngine",
-    "mambaslots.inference.engines.async_stream": "AsyncStream",
     "mambaslots.inference.engines.drafter": "Drafter NgramDrafter",
     "mambaslots.inference.engines.dynamic_engine": "DynamicInferenceEngine",
-    "mambaslots.inference.engines.engine_observer": "EngineObserver",
-    "mambaslots.inference.engines.model": "Model",
-    "mambaslots.inference.engines.step_report": "StepReport",
-    "mambaslots.inference.engines.token_stream": "TokenStream",
+    "mambaslots.inference.engines.engine_observer": "EngineObserver StepReport",
+    "mambaslots.inference.engines.runner": "Model",
+    "mambaslots.inference.engines.streams": "AsyncStream TokenStream",
     "mambaslots.inference.kernels.reference.attention": "AttentionRows",
     "mambaslots.inference.kernels.kernel_set": "kernel_set",
     "mambaslots.loaded_model": "LoadedModel load",

@@ -8,7 +8,7 @@ import torch
 from ..config import InferenceConfig
 from ..inference.contexts.pool_sizes import GIGABYTE, PoolSizes
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..inference.engines.model import Model
+from ..inference.engines.runner import Model
 from ..loaded_model import LoadedModel, load, stored_dtype
 from ..parallel_groups import ParallelGroups
 from ..state_spec import HybridStateSpec

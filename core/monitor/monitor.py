@@ -13,7 +13,7 @@ from ..inference.contexts.cache.hashing import salt_bytes
 from ..inference.contexts.cache.prefix_cache import RootUse
 from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..inference.engines.step_report import NewTokens
+from ..inference.engines.engine_observer import NewTokens
 from ..request import FinishReason, RequestResult
 from ..validation import instance, integer, real, shown
 from ..version import VERSION

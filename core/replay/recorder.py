@@ -14,7 +14,7 @@ from typing import Self
 
 from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..inference.engines.step_report import NewTokens
+from ..inference.engines.engine_observer import NewTokens
 from ..request import RequestResult
 from ..validation import instance
 

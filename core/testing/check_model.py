@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ..config import MAX_SPECULATIVE_TOKENS
-from ..inference.engines.model import Model
+from ..inference.engines.runner import Model
 from ..state_spec import HybridStateSpec
 from ..validation import INT32_MAX, integer, integers, real, shown
 from .watched_model import Finding, Rule, WatchedModel

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..inference.contexts.step_inputs import StepInputs
-from ..inference.engines.model import Model
+from ..inference.engines.runner import Model
 from ..state_spec import HybridStateSpec
 from ..validation import shown
 from .step_memory import StepMemory

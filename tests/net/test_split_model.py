@@ -7,7 +7,8 @@ import mambaslots as ms
 import numpy as np
 import pytest
 import torch
-from mambaslots.inference.engines import dynamic_engine, graph_runner
+from mambaslots.inference.engines import dynamic_engine
+from mambaslots.inference.engines import runner as graph_runner
 from oracle.distributed_world import World, splits
 from oracle.drafters import MODES
 from oracle.model_kinds import OF_TRANSFORMERS, present_kind

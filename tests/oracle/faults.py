@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import mambaslots as ms
 from mambaslots.inference.contexts.cache.prefix_match import CachedPath
-from mambaslots.inference.engines import dynamic_engine, log_probs, sampling
+from mambaslots.inference.engines import dynamic_engine, sampling
 
 Owner = Callable[[ms.DynamicInferenceEngine], object]
 
@@ -22,7 +22,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 POINTS: dict[str, tuple[Owner, str]] = {
-    "scheduling": (lambda e: e._books.scheduler, "schedule"),
+    "scheduling": (lambda e: e._state.scheduler, "schedule"),
     "matching": (lambda e: e.context.prefix_cache, "match"),
     "admission": (lambda e: e.context._admission, "schedule"),
     "admitted": (lambda e: e.context, "schedule"),
@@ -45,7 +45,7 @@ POINTS: dict[str, tuple[Owner, str]] = {
     "trim": (lambda e: e.context.prefix_cache._checkpoints, "_trim"),
     "end": (lambda e: e.context, "end_step"),
     "sample": (lambda e: sampling, "_choose"),
-    "log_softmax": (lambda e: log_probs, "log_softmax"),
+    "log_softmax": (lambda e: sampling, "log_softmax"),
     "sampled": (lambda e: dynamic_engine, "sample_step"),
     "waited": (lambda e: sampling.SampledStep, "wait"),
     "leaving": (lambda e: e.context, "release"),

@@ -362,7 +362,7 @@ class Ledger:
         self.check_integrity()
         metadata = context.mamba_metadata
         left = {
-            "requests": len(engine._books.requests),
+            "requests": len(engine._state.requests),
             "running requests": stats.num_running,
             "waiting requests": stats.num_waiting,
             "paused requests": stats.num_paused,
@@ -381,7 +381,7 @@ class Ledger:
     @property
     def _num_unheard_ends(self) -> int:
         """Requests that have ended, which an observer takes for running; an interrupted one was dropped."""
-        books, running = self.engine._books, set[int]()
+        books, running = self.engine._state, set[int]()
         if self.watch in books.observers._observers:
             running |= self.watch.running
         if self.monitor is not None and self.monitor in books.observers._observers:

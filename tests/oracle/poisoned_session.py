@@ -27,9 +27,8 @@ import torch
 from mambaslots.inference.contexts.step_buffer import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
 from mambaslots.inference.engines.dynamic_engine import DynamicInferenceEngine
-from mambaslots.inference.engines.graph_runner import GraphRunner
 from mambaslots.inference.engines.memory_poison import MemoryPoison
-from mambaslots.inference.engines.model_runner import ModelRunner
+from mambaslots.inference.engines.runner import GraphRunner, ModelRunner
 from mambaslots.net.transfer.staging import Staging
 from torch import Tensor
 from torch.utils._device import _device_constructors

@@ -5,7 +5,7 @@ from dataclasses import replace
 from random import Random
 
 import mambaslots as ms
-from mambaslots.inference.engines.model import Model
+from mambaslots.inference.engines.runner import Model
 from oracle.serving import fetch_always
 
 from .faulty_copies import make_faulty

@@ -5,8 +5,8 @@ from typing import Any
 import mambaslots as ms
 import pytest
 from mambaslots.inference.contexts.step_inputs import StepInputs
-from mambaslots.inference.engines import graph_runner
-from mambaslots.inference.engines.graph_runner import GraphBuckets, GraphRunner
+from mambaslots.inference.engines import runner as graph_runner
+from mambaslots.inference.engines.runner import GraphBuckets, GraphRunner
 from oracle.serving import small_engine
 from torch import Tensor
 

@@ -1,34 +1,101 @@
 """What callers of an engine pass, checked."""
 
+import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...config import InferenceConfig
+from ...parallel_groups import ParallelGroups
 from ...request import SamplingParams
 from ...validation import instance, integer, integers, is_unordered, optional_integer, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
-from ..contexts.cache.hashing import salt_bytes
+from ..contexts.cache.hashing import SaltKey, drawn_key, given_key, salt_bytes
 from .drafter import Drafter, NgramDrafter
 
 Prompt = Sequence[int] | Tensor
 Salt = bytes | str | None
 
 
-@dataclass(frozen=True)
-class _NamedPrompt:
-    """One of several prompts, with its name in messages."""
+class Limits(NamedTuple):
+    """What a request must fit into. `pool_tokens`: tokens of the whole KV pool."""
 
-    name: str
-    prompt: Prompt
+    vocab_size: int
+    config: InferenceConfig
+    pool_tokens: int
 
 
-def checked_prompts(prompts: Iterable[Prompt], name: str = "prompts") -> list[Any]:
-    """`prompts` as a list of what `checked_prompt` takes; a ValueError says what else `prompts` is.
+class CheckedRequest(NamedTuple):
+    """The arguments of a request that can run.
 
-    The prompts themselves are not checked yet. `name`: what messages call them, in the plural.
+    Attributes:
+        tokens: the prompt, then the answer's first `sampling.num_generated` tokens.
+        next_token: the token after the prompt, of a request that scores.
+    """
+
+    tokens: list[int]
+    sampling: SamplingParams
+    plan: CheckpointPlan
+    salt: bytes | None
+    next_token: int | None = None
+
+
+def checked_request(
+    prompt: Prompt,
+    sampling_params: SamplingParams | None,
+    cache_salt: Salt,
+    checkpoint_plan: CheckpointPlan | None,
+    limits: Limits,
+    name: str = "prompt",
+) -> CheckedRequest:
+    """A request as the caller passed it, checked; a ValueError where it can never run."""
+    tokens = checked_prompt(name, prompt, limits.vocab_size)
+    if not tokens:
+        raise ValueError(f"{name} is empty; accepted: at least one token")
+    sampling = checked_sampling(sampling_params, limits.vocab_size)
+    plan = checked_plan(checkpoint_plan, limits.config)
+    salt = salt_bytes("cache_salt", cache_salt)
+    _check_given(tokens, sampling)
+    num_prompt_tokens = len(tokens) - sampling.num_generated
+    longest = min(limits.config.max_sequence_length, limits.pool_tokens)
+    if num_prompt_tokens + sampling.num_tokens_to_generate > longest:
+        raise ValueError(
+            f"prompt and answer have {num_prompt_tokens} + {sampling.num_tokens_to_generate} tokens; "
+            f"accepted: together at most max_sequence_length ({limits.config.max_sequence_length}) "
+            f"and the KV pool ({limits.pool_tokens})"
+        )
+    return CheckedRequest(tokens, sampling, plan, salt)
+
+
+def checked_sequence(
+    name: str, sequence: Prompt, start: int, cache_salt: Salt, plan: CheckpointPlan | None, limits: Limits
+) -> CheckedRequest:
+    """A sequence to score, from token `start` on, as a request that ends with its prompt, checked."""
+    tokens = checked_prompt(name, sequence, limits.vocab_size)
+    if len(tokens) < 2:
+        raise ValueError(f"{name} has {len(tokens)} tokens; accepted: at least 2, a context and one to score")
+    if len(tokens) > min(limits.config.max_sequence_length, limits.pool_tokens):
+        raise ValueError(
+            f"{name} has {len(tokens)} tokens; accepted: at most max_sequence_length "
+            f"({limits.config.max_sequence_length}) and the KV pool ({limits.pool_tokens})"
+        )
+    start = integer(f"start of {name}", start, 1, len(tokens) - 1)
+    checked = checked_plan(plan, limits.config)
+    if plan is None:  # other sequences may share the context
+        checked = replace(checked, marks=(*checked.marks, start - 1))
+    sampling = SamplingParams(
+        num_tokens_to_generate=1, skip_prompt_log_probs=False, prompt_log_probs_start=start
+    )
+    return CheckedRequest(tokens[:-1], sampling, checked, salt_bytes("cache_salt", cache_salt), tokens[-1])
+
+
+def named_prompts(prompts: Iterable[Prompt], name: str = "prompts") -> list[tuple[str, Any]]:
+    """Each prompt with its name in messages, "prompts[1]"; a ValueError where `prompts` is no list of them.
+
+    `name`: what messages call them, in the plural. A single prompt is "prompt".
     """
     if isinstance(prompts, (str, bytes)):
         raise ValueError(
@@ -51,8 +118,8 @@ def checked_prompts(prompts: Iterable[Prompt], name: str = "prompts") -> list[An
             "for one"
         )
     if len(listed) == 1:
-        return listed
-    return [_NamedPrompt(f"{name}[{index}]", prompt) for index, prompt in enumerate(listed)]
+        return [(name[:-1], listed[0])]
+    return [(f"{name}[{index}]", prompt) for index, prompt in enumerate(listed)]
 
 
 def _is_number(value: object) -> bool:
@@ -60,22 +127,14 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int) or (hasattr(value, "__index__") and not getattr(value, "shape", ()))
 
 
-def checked_prompt(name: str, prompt: Prompt | _NamedPrompt, vocab_size: int) -> list[int]:
-    """`prompt` as a list of token ids within the vocabulary; else a ValueError.
-
-    `name`: what messages call the prompt, unless it comes from a list of several prompts.
-    """
-    if isinstance(prompt, _NamedPrompt):
-        tokens = checked_prompt(prompt.name, prompt.prompt, vocab_size)
-        if not tokens:
-            raise ValueError(f"{prompt.name} is empty; accepted: at least one token")
-        return tokens
+def checked_prompt(name: str, prompt: Prompt, vocab_size: int) -> list[int]:
+    """`prompt` as a list of token ids within the vocabulary, perhaps empty; else a ValueError."""
     if isinstance(prompt, (str, bytes)):
         raise ValueError(f"{name} is {shown(prompt)}; accepted: a list of token ids: tokenize text first")
     return integers(name, prompt, 0, vocab_size - 1)
 
 
-def check_given(tokens: Sequence[int], sampling: SamplingParams) -> None:
+def _check_given(tokens: Sequence[int], sampling: SamplingParams) -> None:
     """Raise a ValueError where the answer's first tokens, which the prompt ends with, are a whole answer."""
     given = sampling.num_generated
     if given and given >= len(tokens):
@@ -85,69 +144,6 @@ def check_given(tokens: Sequence[int], sampling: SamplingParams) -> None:
         )
     if given and tokens[-1] in sampling.stops:
         raise ValueError("the last token that was generated ends the answer; accepted: a token that does not")
-
-
-def check_length(
-    num_prompt_tokens: int, sampling: SamplingParams, config: InferenceConfig, pool: int
-) -> None:
-    """Raise a ValueError for a request that can never run.
-
-    Args:
-        num_prompt_tokens: tokens of the prompt, without those of the answer.
-        sampling: has the answer's length.
-        config: the engine's.
-        pool: how many tokens the whole KV pool holds.
-    """
-    if not num_prompt_tokens:
-        raise ValueError("prompt is empty; accepted: at least one token")
-    length = num_prompt_tokens + sampling.num_tokens_to_generate
-    lengths = f"{num_prompt_tokens} + {sampling.num_tokens_to_generate}"
-    if length > min(config.max_sequence_length, pool):
-        raise ValueError(
-            f"prompt and answer have {lengths} tokens; accepted: together at most max_sequence_length "
-            f"({config.max_sequence_length}) and the KV pool ({pool})"
-        )
-
-
-class ScoredSequence(NamedTuple):
-    """A sequence to score: tokens `start` and later ones, under the model's distribution."""
-
-    tokens: list[int]
-    start: int
-    salt: bytes | None
-    plan: CheckpointPlan
-
-
-def checked_sequence(
-    number: int,
-    sequence: Prompt | _NamedPrompt,
-    start: int,
-    cache_salt: Salt,
-    plan: CheckpointPlan | None,
-    *,
-    vocab_size: int,
-    config: InferenceConfig,
-    pool: int,
-) -> ScoredSequence:
-    """A sequence to score as the caller passed it, checked; a ValueError where it can never be scored.
-
-    `number`: its place among the sequences, for messages. `pool`: how many tokens the whole KV pool holds.
-    """
-    name = f"sequences[{number}]"
-    tokens = checked_prompt(name, sequence, vocab_size)
-    if len(tokens) < 2:
-        raise ValueError(f"{name} has {len(tokens)} tokens; accepted: at least 2, a context and one to score")
-    longest = min(config.max_sequence_length, pool)
-    if len(tokens) > longest:
-        raise ValueError(
-            f"{name} has {len(tokens)} tokens; accepted: at most max_sequence_length "
-            f"({config.max_sequence_length}) and the KV pool ({pool})"
-        )
-    start = integer(f"start of {name}", start, 1, len(tokens) - 1)
-    taken = checked_plan(plan, config)
-    if plan is None:  # other sequences may share the context
-        taken = replace(taken, marks=(*taken.marks, start - 1))
-    return ScoredSequence(tokens, start, salt_bytes("cache_salt", cache_salt), taken)
 
 
 def checked_sampling(sampling_params: SamplingParams | None, vocab_size: int) -> SamplingParams:
@@ -191,3 +187,34 @@ def one_each(name: str, value: Any, count: int, noun: str = "prompt") -> list[An
             )
         return list(value)
     return [value] * count
+
+
+def agreed_salt_key(
+    setting: bytes | str | None, groups: ParallelGroups, device: torch.device | None = None
+) -> SaltKey:
+    """The salt key of the configuration, else of the environment, else a drawn one; the same on every rank.
+
+    A collective where the model is split: rank 0 then sends a drawn key to the others.
+
+    Raises:
+        ValueError: ranks have different keys, or one has none that is accepted; on all ranks.
+    """
+    key, failure = None, ""
+    try:
+        key = given_key(setting, os.environ)
+    except ValueError as error:
+        failure = str(error)
+    shared = (failure, None if key is None else SaltKey(key).key_id)
+    of_ranks = groups.gather(shared, device) if groups.is_split else [shared]
+    failures = [failure for failure, _ in of_ranks if failure]
+    if failures:
+        raise ValueError(failures[0])
+    key_ids = [key_id for _, key_id in of_ranks]
+    if len(set(key_ids)) > 1:
+        raise ValueError(
+            f"salt_key has the key ids {key_ids} on the model's ranks; accepted: one key on all ranks, or "
+            "none on any"
+        )
+    if key is not None:
+        return SaltKey(key)
+    return SaltKey(groups.gather(drawn_key(), device)[0] if groups.is_split else drawn_key())

@@ -14,10 +14,9 @@ from ...request import EarlyEnd, RequestResult, SamplingParams
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from .arguments import Prompt, Salt
-from .async_stream import Answer, AsyncStream, OpenAnswers
 from .dynamic_engine import DynamicInferenceEngine
 from .engine_thread import EngineThread, Message
-from .token_stream import TokenStream
+from .streams import Answer, AsyncStream, TokenStream
 
 T = TypeVar("T")
 _LONGEST_STEP_S = 10.0
@@ -67,7 +66,9 @@ class AsyncEngine:
             )
         self._max_waiting = integer("max_waiting_requests", max_waiting_requests, 1)
         self._max_step_failures = integer("max_step_failures", max_step_failures, 1)
-        self._open = OpenAnswers()
+        self._open: set[Answer] = set()  # only the loop's thread touches them
+        self._none_open = asyncio.Event()
+        self._none_open.set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: EngineThread | None = None
         self._num_sent = 0
@@ -140,16 +141,16 @@ class AsyncEngine:
             timeout_s = real("timeout_s", timeout_s, 0.0, LONGEST_TIMEOUT_S)
         thread = self._usable("drain")
         self._draining = True
-        if self._open.none_open.is_set():
+        if self._none_open.is_set():
             return True
         try:
-            await asyncio.wait_for(self._open.none_open.wait(), timeout_s)
+            await asyncio.wait_for(self._none_open.wait(), timeout_s)
             return True
         except TimeoutError:
-            for answer in self._open.answers:
+            for answer in self._open:
                 thread.post_cancel(answer)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._open.none_open.wait(), _LONGEST_STEP_S)
+                await asyncio.wait_for(self._none_open.wait(), _LONGEST_STEP_S)
             return False
 
     async def __aenter__(self) -> "AsyncEngine":
@@ -211,7 +212,9 @@ class AsyncEngine:
         num_waiting = sum(self._num_unfinished()) - self._engine.config.max_requests
         if num_waiting >= self._max_waiting:
             raise QueueFullError(num_waiting, self._max_waiting)
-        answer = Answer(self._open)
+        answer = Answer(self._forget)
+        self._open.add(answer)
+        self._none_open.clear()
         open_stream = partial(
             _open_stream,
             prompt=prompt,
@@ -229,7 +232,7 @@ class AsyncEngine:
         except BaseException:
             reply.cancel()
             thread.post_cancel(answer)  # the engine may have the request by now
-            self._open.remove(answer)
+            self._forget(answer)
             raise
 
     async def generate(
@@ -274,6 +277,12 @@ class AsyncEngine:
         reply: asyncio.Future[T] = self._loop.create_future()
         thread.post(Message(partial(thread.call, function), reply))
         return await reply
+
+    def _forget(self, answer: Answer) -> None:
+        """Forget an answer that has ended, if it is known."""
+        self._open.discard(answer)
+        if not self._open:
+            self._none_open.set()
 
     def _end(self, answer: Answer, reason: EarlyEnd) -> None:
         """For streams; any thread may call this at any moment."""

@@ -17,7 +17,6 @@ from . import attention_check, forward_check, product_check, replaced_products
 from .attention_check import AttentionSizes
 from .blas_switches import BLAS_SWITCHES
 from .dummy_steps import DummySteps
-from .model import Model
 from .product_speed import is_faster
 from .recorded_products import (
     ATTENTION,
@@ -29,6 +28,7 @@ from .recorded_products import (
     products,
 )
 from .replaced_products import WithReplacedProducts, is_replaceable
+from .runner import Model
 
 SETTING = "batch_invariant is True"
 _SMALL, _LARGE = 64, 128  # tokens of the recorded prefills; their logits: 32 and 128

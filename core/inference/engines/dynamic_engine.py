@@ -1,22 +1,17 @@
-"""Continuous batching over a `DynamicInferenceContext`.
+"""Continuous batching over a `DynamicInferenceContext`."""
 
-This file is over 400 lines long because it is the public face of serving: half of it documents calls.
-"""
-
-import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 
 from ...cache_stats import EngineStats, SpeculationStats
 from ...config import InferenceConfig
-from ...errors import KVBlockCapacityError, MambaSlotCapacityError
+from ...errors import MambaSlotCapacityError
 from ...parallel_groups import on_device_of
 from ...request import EarlyEnd, FinishReason, RequestResult, SamplingParams, ScoreResult
 from ...state_spec import HybridStateSpec
@@ -27,34 +22,28 @@ from ..contexts.cache.pinned_prefixes import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from ..kernels.kernel_set import kernel_set
-from .acceptance import count_accepted
-from .agreed_salt_key import agreed_salt_key
 from .arguments import (
+    CheckedRequest,
+    Limits,
     Prompt,
     Salt,
-    ScoredSequence,
-    check_given,
-    check_length,
+    agreed_salt_key,
     checked_drafter,
-    checked_plan,
     checked_prompt,
-    checked_prompts,
-    checked_sampling,
+    checked_request,
     checked_sequence,
+    named_prompts,
     one_each,
 )
 from .drafter import Drafter
-from .engine_books import EngineBooks, LaunchedStep, StepUndo
-from .engine_observer import EngineObserver
-from .graph_runner import GraphBuckets, GraphRunner
+from .dummy_steps import set_min_tokens
+from .engine_observer import EngineObserver, NewTokens, StepReport
+from .engine_state import EngineState, LaunchedStep
 from .memory_poison import MemoryPoison
-from .model import Model
-from .model_runner import ModelRunner
 from .progress import ProgressLine
-from .sampling import request_seed, sample_step
-from .step_report import NewTokens, StepReport
-from .tier_speed import set_min_tokens
-from .token_stream import Lease, TokenStream
+from .runner import GraphBuckets, GraphRunner, Model, ModelRunner
+from .sampling import count_accepted, request_seed, sample_step
+from .streams import TokenStream
 
 if TYPE_CHECKING:
     from .batch_invariance import BatchInvariance
@@ -67,9 +56,9 @@ class DynamicInferenceEngine:
     requests may be added and statistics read; other calls raise RuntimeError. `generate` serves a batch to
     the end; `add_request` and `step`, or `stream`, serve requests as they come.
 
-    A call that is interrupted (by Control-C, the exception of a signal handler, or MemoryError) loses no
-    request and no token. If need be, all cached prefixes and pins are forgotten, and running requests are
-    queued again: a warning is logged then.
+    Control-C and SIGTERM wait for the end of a step. A step that fails (by MemoryError, a failing model or a
+    second Control-C) loses no request and no token: its requests are queued again. If need be, all cached
+    prefixes and pins are forgotten, too, and a warning is logged.
 
     Attributes:
         model, config: what the engine was built with.
@@ -111,24 +100,27 @@ class DynamicInferenceEngine:
         self._runner = self._new_runner()
         self._drafter = checked_drafter(drafter, config.num_speculative_tokens)
         self._looks_ahead = config.why_steps_wait(spec.device) is None
-        self._books = EngineBooks(self.context, self._drafter, self._runner.drop_graphs)
+        self._state = EngineState(self.context, self._drafter, self._runner.drop_graphs)
         self._new_ids = count()
         # Apart from the ids of users' requests, so that no seed depends on what is cached or scored.
         self._ids_without_seed = count(-1, -1)
         self._num_resets = 0
         self._weights_version: object = None
+        # An interrupt between two steps breaks the engine where ranks make their calls by themselves.
+        self._interrupts_break = self._is_split
+        self._cancels = True  # abandoned requests
 
     def __repr__(self) -> str:
         """One line: model, device, queue, and how full the pools are."""
         served = f"{type(self.model).__name__} on {self.context.spec.device}"
-        scheduler = self._books.scheduler
+        scheduler = self._state.scheduler
         queue = f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting"
         return f"<DynamicInferenceEngine: {served}; {queue}; {self.context.prefix_cache.stats()}>"
 
     @property
     def has_one_caller(self) -> bool:
         """Whether calls in one process suffice; else each rank of a split model makes all calls itself."""
-        return self._books.calls.reach_all_ranks or not self.context.spec.groups.is_split
+        return not self._is_split
 
     @property
     def _forward(self) -> Model:
@@ -175,25 +167,14 @@ class DynamicInferenceEngine:
                 prompt and answer are longer than `max_sequence_length` or than the KV pool.
             RuntimeError: a failed step has broken the engine.
         """
-        request = self._new_request(prompt, sampling_params, cache_salt, checkpoint_plan, self._new_ids)
+        checked = self._checked(prompt, sampling_params, cache_salt, checkpoint_plan)
+        request = self._new_request(checked, next(self._new_ids))
         try:
-            self._books.enter(request)
+            self._apply("add", request)
             return request.request_id
         except BaseException:
-            self._books.abandoned.append(request.request_id)  # nobody will know the id
+            self._state.abandoned.append(request.request_id)  # no caller will know the id
             raise
-
-    def _new_request(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None,
-        cache_salt: Salt,
-        checkpoint_plan: CheckpointPlan | None,
-        ids: Iterator[int],
-        owned: bool = False,
-    ) -> DynamicInferenceRequest:
-        checked = self._checked(prompt, sampling_params, cache_salt, checkpoint_plan)
-        return self._request_of(*checked, next(ids), owned)
 
     def _checked(
         self,
@@ -201,50 +182,40 @@ class DynamicInferenceEngine:
         sampling_params: SamplingParams | None,
         cache_salt: Salt,
         checkpoint_plan: CheckpointPlan | None,
-    ) -> tuple[list[int], SamplingParams, CheckpointPlan, bytes | None]:
-        """The tokens, sampling, plan and salt of a request; a ValueError where it can never run."""
-        if self._books.state.stepping:
-            self._books.state.check_not_broken()
-        else:
+        name: str = "prompt",
+    ) -> CheckedRequest:
+        """The arguments of a request; a ValueError where it can never run. Possible during a step, too."""
+        if self._state.stepping is None:
             self.check_usable("add_request")
-        tokens = checked_prompt("prompt", prompt, self.context.spec.vocab_size)
-        sampling = checked_sampling(sampling_params, self.context.spec.vocab_size)
-        plan = checked_plan(checkpoint_plan, self.config)
-        salt = salt_bytes("cache_salt", cache_salt)
-        check_given(tokens, sampling)
-        check_length(len(tokens) - sampling.num_generated, sampling, self.config, self._num_pool_tokens)
-        return tokens, sampling, plan, salt
+        else:
+            self._state.check_not_broken()
+        return checked_request(prompt, sampling_params, cache_salt, checkpoint_plan, self.limits, name)
 
     @property
-    def _num_pool_tokens(self) -> int:
-        """How many tokens the whole KV pool holds."""
-        return self.context.prefix_cache.kv_blocks.total_count * self.config.block_size_tokens
+    def limits(self) -> Limits:
+        """What a request must fit into."""
+        pool_tokens = self.context.prefix_cache.kv_blocks.total_count * self.config.block_size_tokens
+        return Limits(self.context.spec.vocab_size, self.config, pool_tokens)
 
-    def _request_of(
-        self,
-        tokens: list[int],
-        sampling: SamplingParams,
-        plan: CheckpointPlan,
-        salt: bytes | None,
-        request_id: int,
-        owned: bool,
-        next_token: int | None = None,
+    def _new_request(
+        self, checked: CheckedRequest, request_id: int, owned: bool = False
     ) -> DynamicInferenceRequest:
+        tokens, sampling = checked.tokens, checked.sampling
         num_prompt_tokens = len(tokens) - sampling.num_generated
         request = DynamicInferenceRequest(
             request_id=request_id,
             prompt_tokens=tokens[:num_prompt_tokens],
             sampling=sampling,
-            plan=plan,
-            hashes=self._new_chain(salt),
+            plan=checked.plan,
+            hashes=self._new_chain(checked.salt),
             arrival_s=time.perf_counter(),
             seed=request_seed(sampling, self._seed, request_id),
             owned=owned,
-            next_token=next_token,
+            next_token=checked.next_token,
             given_tokens=tokens[num_prompt_tokens:],
         )
         if self.config.enable_prefix_caching:
-            request.hashes.extend_to(tokens)  # here, so that a crowd that arrives holds up no step
+            request.hashes.extend_to(tokens)  # here, so that a crowd of new requests delays no step
         return request
 
     def cancel(self, request_id: int, *, reason: EarlyEnd = "cancelled") -> RequestResult:
@@ -261,26 +232,22 @@ class DynamicInferenceEngine:
         if reason not in get_args(EarlyEnd):
             raise ValueError(f"reason is {shown(reason)}; accepted: {', '.join(get_args(EarlyEnd))}")
         self.check_usable("cancel")
-        request = self._request(request_id)
-        result = self._books.end(request, reason)
-        unclaimed = self._books.unclaimed
-        try:
-            self._books.observers.tell_ended()
-            return result
-        finally:
-            if request_id in unclaimed:
-                del unclaimed[request_id]
+        self._request(request_id)
+        result: RequestResult = self._apply("end", request_id, reason)
+        self._state.unclaimed.pop(request_id, None)
+        self._state.observers.notify_ended()
+        return result
 
     def _request(self, request_id: int) -> DynamicInferenceRequest:
-        request = self._books.requests.get(integer("request_id", request_id, 0))
+        request = self._state.requests.get(integer("request_id", request_id, 0))
         if request is None:
             raise ValueError(f"request_id is {request_id}; accepted: a request that has not ended")
         return request
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do, or to report."""
-        self._books.settle()
-        return bool(self._books.requests or self._books.reports)
+        self._settle()
+        return bool(self._state.requests or self._state.reports)
 
     def computed_prefix(self, request_id: int) -> list[int]:
         """The tokens of an unfinished request that are computed: KV and state for them exist now."""
@@ -292,7 +259,7 @@ class DynamicInferenceEngine:
     @property
     def num_unfinished_requests(self) -> int:
         """Requests that wait or run; any thread may read this."""
-        return len(self._books.requests)
+        return len(self._state.requests)
 
     def step(self, *, claims_results: bool = True) -> StepReport:
         """Advance every request that can go on: by a part of its prompt, or by a token and accepted drafts.
@@ -312,16 +279,12 @@ class DynamicInferenceEngine:
                 queued again: a later `step` restarts them from their last cached states.
         """
         self.check_usable("step")
-        reports = self._books.reports
         try:
-            if not reports:
+            if not self._state.reports:
                 self._make_step(reports=True, claims_results=claims_results)
-            try:
-                return reports[0]
-            finally:
-                del reports[0]  # no call, which a signal could interrupt, comes between this and the return
+            return self._state.reports.popleft()
         except BaseException as error:
-            self._books.state.note_interrupt(error)
+            self._note_interrupt(error)
             raise
 
     def _make_step(self, reports: bool = False, claims_results: bool = True) -> None:
@@ -329,78 +292,115 @@ class DynamicInferenceEngine:
 
         Args:
             reports: whether the results of requests without an owner are reported.
-            claims_results: whether `take_result` has no result that is reported.
+            claims_results: whether `take_result` lacks the results that are reported.
         """
-        self._books.calls.make("step", partial(self._step_here, reports, claims_results))
-        self._books.drain()
+        self._apply("step", reports, claims_results)
+        self._cancel_abandoned()
+
+    def _note_interrupt(self, error: BaseException) -> None:
+        """Break the engine of a split model that is interrupted between two steps.
+
+        ValueError and RuntimeError come on every rank alike.
+        """
+        if self._interrupts_break and not isinstance(error, (ValueError, RuntimeError)):
+            self._state.note_failure(error)
+
+    # ---- calls that change the engine
+
+    def _apply(self, call: str, *arguments: Any) -> Any:
+        """Make a call that changes requests, cache or pools: each public method makes its changes here.
+
+        A subclass that leads the other ranks of a split model overrides this: it sends the call to them, then
+        calls `super()._apply`. The calls and their arguments:
+
+            add(request)        end(request_id, reason)     step(reports, claims_results)
+            pin(chain)          unpin(index)                reset_prefix_cache()
+            suspend()           resume()                    set_weights_version(version)
+            reset(weights_version, allocated)
+        """
+        return getattr(self, f"_on_{call}")(*arguments)
+
+    def _on_add(self, request: DynamicInferenceRequest) -> None:
+        self._state.add(request)
+
+    def _on_end(self, request_id: int, reason: FinishReason) -> RequestResult:
+        with self.changing_cache():
+            return self._state.end(self._state.requests[request_id], reason)
+
+    @property
+    def _may_cancel(self) -> bool:
+        """Whether abandoned requests may be cancelled now; not on a rank that another rank leads."""
+        return self._cancels
+
+    def _cancel_abandoned(self) -> None:
+        """Cancel the requests whose streams were dropped, and notify observers of all that have ended."""
+        state = self._state
+        while state.abandoned and self._may_cancel:
+            request_id = state.abandoned[0]
+            if request_id in state.requests:
+                self._apply("end", request_id, "cancelled")
+            state.unclaimed.pop(request_id, None)
+            state.abandoned.popleft()
+        state.observers.notify_ended()
+
+    def _settle(self) -> None:
+        """As `check_usable`, but does nothing during a step, or where the engine is broken."""
+        if self._state.stepping is None and self._state.broken_by is None:
+            self.check_usable("settle")
 
     @torch.inference_mode()
-    def _step_here(self, reports: bool = False, claims_results: bool = True) -> None:
-        """This rank's part of a step."""
+    def _on_step(self, reports: bool = False, claims_results: bool = True) -> None:
         if not self.context.memory.allocated:
             raise RuntimeError("step is called on a suspended engine; resume it first")
-        books = self._books
+        state = self._state
         begun_s = time.perf_counter()
-        undo = books.begin_step()
-        with books.in_step(sys._getframe(), undo), on_device_of(self.context.spec.device):
-            steps, tokens, invalid = self._run_step(undo)
+        with state.in_step(), on_device_of(self.context.spec.device):
+            steps, tokens, invalid = self._run_step()
             finished = self._finish_completed(steps, invalid)
             if self._drafter is not None:
                 self._count_drafts(steps, tokens)
             if reports:
                 for result in finished if claims_results else ():
-                    books.unclaimed.pop(result.request_id, None)
-                books.reports.append(self._report(steps, tokens, finished))
-        admitted, books.scheduler.admitted = books.scheduler.admitted, {}
-        if books.observers:
-            books.observers.step_made(steps, admitted, tokens, time.perf_counter() - begun_s)
+                    state.unclaimed.pop(result.request_id, None)
+                state.reports.append(self._report(steps, tokens, finished))
+        admitted, state.scheduler.admitted = state.scheduler.admitted, {}
+        if state.observers:
+            state.observers.step_made(steps, admitted, tokens, time.perf_counter() - begun_s)
 
-    def _run_step(self, undo: StepUndo) -> tuple[Sequence[RequestStep], NewTokens, Sequence[int]]:
-        step = self._books.take_unread()  # the step that the last call launched ahead
+    def _run_step(self) -> tuple[Sequence[RequestStep], NewTokens, Sequence[int]]:
+        step = self._state.take_unread()  # the step that the last call launched ahead
         if step is None:
-            scheduled = self._schedule(undo)  # match, plan, hold KV blocks
+            scheduled = self._state.scheduler.schedule()  # match, plan, hold KV blocks
             if not scheduled:
                 return (), {}, ()
-            step = self._launch(scheduled, None, undo)
+            step = self._launch(scheduled, None)
         ahead = self._looks_ahead and not self._runner.captures_next
-        following = self._books.scheduler.following(step.requests) if ahead else []
+        following = self._state.scheduler.following(step.requests) if ahead else []
         if following:
             tokens_there = step.sampled.tokens_of([one.request for one in following])
-            self._books.unread = self._launch(following, tokens_there, undo)
+            self._state.unread = self._launch(following, tokens_there)
         if step.check_logits is not None:
             step.check_logits()
         tokens = step.sampled.wait()
         self._runner.after_step(self._forward)
         return step.requests, tokens, step.sampled.invalid
 
-    def _launch(
-        self, scheduled: Sequence[RequestStep], sampled_tokens: Tensor | None, undo: StepUndo
-    ) -> LaunchedStep:
-        """Launch a step. `sampled_tokens`: its tokens, where it follows a step that nobody has read."""
+    def _launch(self, scheduled: Sequence[RequestStep], sampled_tokens: Tensor | None) -> LaunchedStep:
+        """Launch a step. `sampled_tokens`: its tokens, where it follows a step whose tokens are not read."""
         if self._invariance is not None:
             self._invariance.check_switches()
-        undo.settled = False
         step = self.context.begin_step(scheduled, self._runner.padded, sampled_tokens)  # reserve, publish
-        undo.settled = True
         logits = self._runner.run(self._forward, step.inputs)  # forward
         check_logits = self._poison.check(logits) if self._poison is not None else None
         sampled = sample_step(step.requests, logits)  # launched; nothing waits yet
-        undo.settled = False
         # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
         self.context.end_step(sampled.num_accepted, sampled.is_valid)
         return LaunchedStep(step.requests, sampled, check_logits)
 
-    def _schedule(self, undo: StepUndo) -> list[RequestStep]:
-        try:
-            return self._books.scheduler.schedule()
-        except KVBlockCapacityError as error:
-            undo.settled = error.request_id is not None
-            raise
-
     def _report(
         self, steps: Sequence[RequestStep], tokens: NewTokens, finished: tuple[RequestResult, ...]
     ) -> StepReport:
-        admitted = self._books.scheduler.admitted
+        admitted = self._state.scheduler.admitted
         return StepReport(
             admitted=tuple(step.request.request_id for step in steps if step.request in admitted),
             generated={request_id: new[-1] for request_id, new in tokens.items()},
@@ -418,12 +418,12 @@ class DynamicInferenceEngine:
             if reason is not None and request.result is None:  # of a step ahead, requests may have ended
                 reasons.setdefault(request.request_id, reason)
         return tuple(
-            self._books.finish(self._books.requests[request_id], reason)
+            self._state.end(self._state.requests[request_id], reason)
             for request_id, reason in reasons.items()
         )
 
     def _count_drafts(self, steps: Sequence[RequestStep], tokens: NewTokens) -> None:
-        so_far = self._books.speculation
+        so_far = self._state.speculation
         for step in steps:
             if step.decoding and step.request.request_id in tokens:
                 new = [one.token for one in tokens[step.request.request_id]]
@@ -433,22 +433,20 @@ class DynamicInferenceEngine:
                     so_far.num_drafted + len(step.drafts),
                     so_far.num_accepted + count_accepted(step.drafts, new),
                 )
-        self._books.speculation = so_far
+        self._state.speculation = so_far
 
     def check_usable(self, call: str) -> None:
-        """Put the books in order: repair what an interrupted call left, cancel what nobody waits for.
+        """Repair what a failed call has left, and cancel abandoned requests.
 
         Raises:
             RuntimeError: a step runs, the engine is broken, or the repair fails. The message names `call`.
         """
-        self._books.check_usable(call)
+        self._state.check_usable(call)
+        self._cancel_abandoned()
 
-    def changing_cache(self, *in_order: type[Exception]) -> AbstractContextManager[None]:
-        """Inside, prefixes may be put into the cache between steps; what stops that is repaired.
-
-        `in_order`: errors that leave the cache's books in order.
-        """
-        return self._books.changing(*in_order)
+    def changing_cache(self, *harmless: type[Exception]) -> AbstractContextManager[None]:
+        """Inside, prefixes may enter the cache; errors are repaired, but for `harmless` ones."""
+        return self._state.changing(*harmless)
 
     def generate(
         self,
@@ -474,15 +472,18 @@ class DynamicInferenceEngine:
             The results, in the order of the prompts.
         """
         shown_as = "generate" if boolean("progress", progress) else None
-        listed = checked_prompts(prompts)
+        listed = named_prompts(prompts)
         params = one_each("sampling_params", sampling_params, len(listed))
         salts = one_each("cache_salt", cache_salt, len(listed))
         plans = one_each("checkpoint_plan", checkpoint_plan, len(listed))
         self.check_usable("generate")
-        arguments = zip(listed, params, salts, plans, strict=True)
-        checked = [self._checked(*each) for each in arguments]  # all of them, before one counts as a request
-        requests = (self._request_of(*each, next(self._new_ids), owned=True) for each in checked)
-        return self._serve(requests, shown_as)
+        checked = [  # all of them, before one counts as a request
+            self._checked(prompt, sampling, salt, plan, name)
+            for (name, prompt), sampling, salt, plan in zip(listed, params, salts, plans, strict=True)
+        ]
+        return self._serve(
+            (self._new_request(each, next(self._new_ids), owned=True) for each in checked), shown_as
+        )
 
     def score(
         self,
@@ -516,22 +517,23 @@ class DynamicInferenceEngine:
             RuntimeError: as `step`.
         """
         shown_as = "score" if boolean("progress", progress) else None
-        listed = checked_prompts(sequences, "sequences")
+        listed = named_prompts(sequences, "sequences")
         starts = one_each("start", start, len(listed), "sequence")
         salts = one_each("cache_salt", cache_salt, len(listed), "sequence")
         plans = one_each("checkpoint_plan", checkpoint_plan, len(listed), "sequence")
         self.check_usable("score")
-        vocab_size, config, pool = self.context.spec.vocab_size, self.config, self._num_pool_tokens
+        arguments = zip(listed, starts, salts, plans, strict=True)
         checked = [
-            checked_sequence(number, *each, vocab_size=vocab_size, config=config, pool=pool)
-            for number, each in enumerate(zip(listed, starts, salts, plans, strict=True))
+            checked_sequence(f"sequences[{number}]", sequence, first, salt, plan, self.limits)
+            for number, ((_, sequence), first, salt, plan) in enumerate(arguments)
         ]
-        results = self._serve(map(self._scoring_request, checked), shown_as)
+        ids = self._ids_without_seed
+        results = self._serve((self._new_request(each, next(ids), owned=True) for each in checked), shown_as)
         return [
             ScoreResult(
                 log_probs=result.prompt_log_probs or [],
-                start=sequence.start,
-                num_tokens=len(sequence.tokens),
+                start=sequence.sampling.prompt_log_probs_start,
+                num_tokens=len(sequence.tokens) + 1,
                 num_resumed_tokens=result.num_resumed_tokens,
                 computed_by_reason=result.computed_by_reason,
                 num_recomputed_tokens=result.num_recomputed_tokens,
@@ -540,17 +542,6 @@ class DynamicInferenceEngine:
             for sequence, result in zip(checked, results, strict=True)
         ]
 
-    def _scoring_request(self, sequence: ScoredSequence) -> DynamicInferenceRequest:
-        """A request that ends with its prompt: the sequence's last token is the one behind the prompt."""
-        wanted = SamplingParams(
-            num_tokens_to_generate=1, skip_prompt_log_probs=False, prompt_log_probs_start=sequence.start
-        )
-        *prompt, last = sequence.tokens
-        request_id = next(self._ids_without_seed)
-        return self._request_of(
-            prompt, wanted, sequence.plan, sequence.salt, request_id, owned=True, next_token=last
-        )
-
     def _serve(
         self, wanted: Iterable[DynamicInferenceRequest], shown_as: str | None = None
     ) -> list[RequestResult]:
@@ -558,15 +549,13 @@ class DynamicInferenceEngine:
 
         `shown_as`: the call's name on a line that shows how far it is; None shows none.
         """
-        lease = Lease(self._books.abandoned, self.has_one_caller)
-        results: list[RequestResult] = []
+        requests: list[DynamicInferenceRequest] = []
         try:
-            requests = []
             for request in wanted:
                 requests.append(request)
-                lease.request_ids.append(request.request_id)
-                self._books.enter(request)
+                self._apply("add", request)
             line = None if shown_as is None else ProgressLine(shown_as, requests)
+            results: list[RequestResult] = []
             for request in requests:
                 while request.result is None:
                     self._advance()
@@ -577,11 +566,11 @@ class DynamicInferenceEngine:
                 line.end()
             return results
         except BaseException as error:
-            self._books.state.note_interrupt(error)
+            self._state.abandoned.extend(request.request_id for request in requests)
+            self._note_interrupt(error)
             raise
         finally:
-            lease.end()
-            self._books.settle()
+            self._settle()
 
     def _advance(self) -> None:
         """Make a step for `generate`, `warm` or a stream."""
@@ -602,18 +591,17 @@ class DynamicInferenceEngine:
         cancels the request. Dropping the last reference to a stream, in any thread, also cancels the request,
         at the engine's next call; not on a split model without a `LeadingEngine`.
         """
-        # Ranks that make their calls themselves collect garbage at different times: there a request ends only
-        # where `close` is called.
-        lease = Lease(self._books.abandoned, self.has_one_caller)
+        checked = self._checked(prompt, sampling_params, cache_salt, checkpoint_plan)
+        request = self._new_request(checked, next(self._new_ids), owned=True)
         try:
-            request = self._new_request(
-                prompt, sampling_params, cache_salt, checkpoint_plan, self._new_ids, owned=True
+            self._apply("add", request)
+            # Ranks that make their calls themselves collect garbage at different times: there a request ends
+            # only where `close` is called.
+            return TokenStream(
+                request, self._advance, self._settle, self._state.abandoned, self.has_one_caller
             )
-            lease.request_ids.append(request.request_id)
-            self._books.enter(request)
-            return TokenStream(request, lease, self._advance, self._books.settle)
         except BaseException:
-            lease.end()
+            self._state.abandoned.append(request.request_id)
             raise
 
     def take_result(self, request_id: int) -> RequestResult | None:
@@ -624,14 +612,8 @@ class DynamicInferenceEngine:
                 the result.
         """
         request_id = integer("request_id", request_id, 0)
-        self._books.settle()
-        unclaimed = self._books.unclaimed
-        result = unclaimed.get(request_id)
-        try:
-            return result
-        finally:
-            if request_id in unclaimed:
-                del unclaimed[request_id]
+        self._settle()
+        return self._state.unclaimed.pop(request_id, None)
 
     # ---- the cache
 
@@ -649,9 +631,8 @@ class DynamicInferenceEngine:
         whole = len(prefix) // size * size
         if cache.resumable_tokens(chain) < whole:
             once, plan = SamplingParams(num_tokens_to_generate=1), CheckpointPlan(marks=(whole,))
-            request = self._new_request(
-                prefix[:whole], once, cache_salt, plan, self._ids_without_seed, owned=True
-            )
+            checked = self._checked(prefix[:whole], once, cache_salt, plan)
+            request = self._new_request(checked, next(self._ids_without_seed), owned=True)
             self._serve([request])
         return cache.resumable_tokens(chain)
 
@@ -668,30 +649,32 @@ class DynamicInferenceEngine:
         cache = self.context.prefix_cache
         if not cache.resumable_tokens(chain):
             return cache.pin(chain)  # raises, and changes nothing
-        return self._books.calls.make("pin", partial(self._pin, chain), chain.root, chain.tokens)
+        pinned: PinnedPrefix = self._apply("pin", chain)
+        return pinned
 
-    def _pin(self, chain: PrefixHashChain) -> PinnedPrefix:
-        with self._books.changing(MambaSlotCapacityError):
+    def _on_pin(self, chain: PrefixHashChain) -> PinnedPrefix:
+        with self.changing_cache(MambaSlotCapacityError):
             return self.context.prefix_cache.pin(chain)
 
     def pins(self) -> list[PinnedPrefix]:
         """The pinned prefixes, in the order in which they were pinned."""
-        self._books.settle()
+        self._settle()
         return list(self.context.prefix_cache.pins)
 
     def unpin(self, prefix: PinnedPrefix) -> None:
         """Release a pinned prefix; ValueError for a prefix that is not pinned."""
         self.check_usable("unpin")
-        cache = self.context.prefix_cache
-        if not any(prefix is pinned for pinned in cache.pins):
-            cache.pins.unpin(prefix)  # raises, and changes nothing
+        pins = self.context.prefix_cache.pins
+        index = next((index for index, pinned in enumerate(pins) if pinned is prefix), None)
+        if index is None:
+            pins.unpin(prefix)  # raises, and changes nothing
         else:
-            number = [pinned is prefix for pinned in cache.pins].index(True)
-            self._books.calls.make("unpin", partial(self._unpin, prefix), number)
+            self._apply("unpin", index)
 
-    def _unpin(self, prefix: PinnedPrefix) -> None:
-        with self._books.changing():
-            self.context.prefix_cache.pins.unpin(prefix)
+    def _on_unpin(self, index: int) -> None:
+        pins = self.context.prefix_cache.pins
+        with self.changing_cache():
+            pins.unpin(list(pins)[index])
 
     def _check_allocated(self, call: str) -> None:
         self.check_usable(call)
@@ -710,10 +693,10 @@ class DynamicInferenceEngine:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix and pin. Requests under way go on, but cache nothing any more."""
         self.check_usable("reset_prefix_cache")
-        self._books.calls.make("reset_prefix_cache", self._reset_prefix_cache)
+        self._apply("reset_prefix_cache")
 
-    def _reset_prefix_cache(self) -> None:
-        with self._books.forgetting():
+    def _on_reset_prefix_cache(self) -> None:
+        with self._state.forgetting():
             self._forget_prefixes()
 
     def _forget_prefixes(self) -> None:
@@ -740,10 +723,10 @@ class DynamicInferenceEngine:
                 f"version is {shown(version)}; accepted: what compares with the version before as a whole"
             ) from error
         if changed:
-            self._books.calls.make("set_weights_version", partial(self._name_weights, version), version)
+            self._apply("set_weights_version", version)
 
-    def _name_weights(self, version: object) -> None:
-        with self._books.forgetting():
+    def _on_set_weights_version(self, version: object) -> None:
+        with self._state.forgetting():
             self._forget_prefixes()
             self._runner.drop_graphs()
             self._weights_version = version
@@ -756,11 +739,11 @@ class DynamicInferenceEngine:
         Raises:
             ValueError: the object lacks a method of `EngineObserver`.
         """
-        self._books.observers.add(observer)
+        self._state.observers.add(observer)
 
     def unobserve(self, observer: EngineObserver) -> None:
         """Stop telling `observer`; ValueError for one that does not observe."""
-        self._books.observers.remove(observer)
+        self._state.observers.remove(observer)
 
     def stats(self, *, settle: bool = True) -> EngineStats:
         """A snapshot of the cache, the drafts and the queue.
@@ -769,14 +752,14 @@ class DynamicInferenceEngine:
         nothing, and may be made in any thread; counts may then be off by what a step changes meanwhile.
         """
         if settle:
-            self._books.settle()
+            self._settle()
         return EngineStats(
             cache=self.context.cache_stats(),
-            speculation=self._books.speculation,
-            num_running=len(self._books.scheduler.running),
-            num_paused=self._books.scheduler.num_paused,
-            num_waiting=len(self._books.scheduler.waiting),
-            num_rebuilds=self._books.num_rebuilds,
+            speculation=self._state.speculation,
+            num_running=len(self._state.scheduler.running),
+            num_paused=self._state.scheduler.num_paused,
+            num_waiting=len(self._state.scheduler.waiting),
+            num_rebuilds=self._state.num_rebuilds,
         )
 
     def describe(self) -> str:
@@ -832,8 +815,8 @@ class DynamicInferenceEngine:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the books contradict themselves; O(pools and requests)."""
-        self._books.settle()
-        self._books.check_integrity()
+        self._settle()
+        self._state.check_integrity()
 
     def suspend(self) -> None:
         """Free the memory of all pools. Running requests are queued again, and every prefix is forgotten.
@@ -842,32 +825,41 @@ class DynamicInferenceEngine:
         """
         self.check_usable("suspend")
         if self.context.memory.allocated:
-            self._books.calls.make("suspend", self._suspend)
+            self._apply("suspend")
 
-    def _suspend(self) -> None:
-        with self._books.forgetting():
-            self._books.scheduler.restart(self._books.scheduler.running)
-            self._books.unread = None  # its requests are queued again, and compute its tokens again
+    def _on_suspend(self) -> None:
+        with self._state.forgetting():
+            self._state.scheduler.restart(self._state.scheduler.running)
+            self._state.unread = None  # its requests are queued again, and compute its tokens again
             self._runner.drop_graphs()
             self.context.suspend()
 
     def resume(self) -> None:
         """Allocate the pools again, empty; queued requests start from their first token."""
         self.check_usable("resume")
-        self._books.calls.make("resume", self.context.resume)
+        self._apply("resume")
+
+    def _on_resume(self) -> None:
+        self.context.resume()
 
     def reset(self) -> None:
         """Drop every request, result, prefix and count. Repairs an engine that a failed step has broken.
 
         Requests that have not ended end with the reason "reset", which their streams tell.
         """
-        if self._books.state.stepping:
-            self._books.state.check_usable("reset")
-        told = self._weights_version, self.context.memory.allocated
-        self._books.calls.make("reset", self._books.reset, *told)
+        if self._state.stepping is not None:
+            self.check_usable("reset")
+        self._apply("reset", self._weights_version, self.context.memory.allocated)
         if self._is_split:  # ranks that failed at different requests go on with the same ids
             self._num_resets += 1
             self._new_ids = count(self._num_resets << 32)
+
+    def _on_reset(self, weights_version: object, allocated: bool) -> None:
+        """`weights_version`, `allocated`: those of the rank that makes the call."""
+        self._state.reset()
+        self._weights_version = weights_version
+        if allocated != self.context.memory.allocated:
+            self._on_resume() if allocated else self._on_suspend()
 
 
 def _checked_invariance(model: Model, spec: HybridStateSpec, config: InferenceConfig) -> "BatchInvariance":

@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -14,10 +15,8 @@ from weakref import WeakSet
 
 from ...errors import EngineDeadError, KVBlockCapacityError
 from ...request import EarlyEnd
-from .async_stream import Answer
 from .dynamic_engine import DynamicInferenceEngine
-from .loop_bell import LoopBell, LoopClosedError
-from .token_stream import TokenStream
+from .streams import Answer, TokenStream
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +28,12 @@ _running_threads: "set[EngineThread]" = set()
 _starting = Lock()
 
 
+class LoopClosedError(RuntimeError):
+    """The event loop is closed: nothing can be called in it any more."""
+
+
 class Counts(NamedTuple):
-    """What the engine's thread tells of its queue.
+    """The queue of the engine's thread.
 
     Attributes:
         num_received: requests that came from the loop so far.
@@ -55,8 +58,8 @@ class EngineThread(Thread):
 
     Calls are made between two steps. Where many wait, they share the time with the steps: checking and
     hashing a crowd of long prompts delays running answers by some milliseconds a step. Without requests the
-    thread sleeps until a call comes. What comes of requests and calls goes to the loop with one wake-up after
-    a step, and one after the calls before a step.
+    thread sleeps until a call comes. New tokens and results of calls go to the loop with one wake-up after a
+    step, and one after the calls before a step.
 
     The thread ends after `post_stop`, where the loop is closed, and where it gives up: what was raised is no
     `Exception` (SystemExit out of a model), or the engine cannot even be reset.
@@ -72,7 +75,7 @@ class EngineThread(Thread):
     ) -> None:
         """
         Args:
-            engine: nobody else may call it while the thread runs.
+            engine: no other thread may call it while the thread runs.
             loop: runs what the thread posts.
             max_step_failures: after so many failed steps in a row all requests end with the last error.
         """
@@ -81,7 +84,9 @@ class EngineThread(Thread):
         self.failure: BaseException | None = None
         self.ended: asyncio.Future[None] = loop.create_future()
         self._engine = engine
-        self._bell = LoopBell(loop)
+        self._loop = loop
+        self._posted: deque[Callable[[], None]] = deque()  # for the loop
+        self._wake_posted = False
         self._max_step_failures = max_step_failures
         self._num_step_failures = 0
         self._num_received = 0
@@ -202,7 +207,7 @@ class EngineThread(Thread):
             raise
         finally:
             if message.reply is not None:
-                self._bell.post(partial(_resolve, message.reply, value, error))
+                self._post(partial(_resolve, message.reply, value, error))
 
     def _make_step(self) -> bool:
         """Advance all requests; returns False where nothing is to do until a call comes."""
@@ -240,15 +245,39 @@ class EngineThread(Thread):
                     self._announce(answer)
 
     def _announce(self, answer: Answer) -> None:
-        if not answer.announced:
-            answer.announced = True
+        if not answer.wake_posted:
+            answer.wake_posted = True
             self._count()  # before the loop can see the end: after `drain`, nothing waits or runs
-            self._bell.post(answer.wake)
+            self._post(answer.wake)
+
+    def _post(self, function: Callable[[], None]) -> None:
+        """Let the loop call a quick function that raises nothing, at the next `_wake_loop`."""
+        self._posted.append(function)
+
+    def _wake_loop(self) -> None:
+        if not self._posted or self._wake_posted:
+            return
+        self._wake_posted = True  # before the call: the loop may run at once
+        try:
+            self._loop.call_soon_threadsafe(self._run_posted)
+        except RuntimeError as error:
+            raise LoopClosedError(str(error)) from error
+
+    def _run_posted(self) -> None:
+        """In the loop: call what is posted. After Control-C the interrupted function is called again."""
+        self._wake_posted = False  # before the functions: what is posted from now on wakes the loop again
+        try:
+            while self._posted:
+                self._posted[0]()
+                self._posted.popleft()
+        except BaseException:
+            self._loop.call_soon(self._run_posted)
+            raise
 
     def _publish(self) -> None:
-        """Tell any thread how many requests wait, and the loop what has come."""
+        """Publish how many requests wait, and wake the loop."""
         self._count()
-        self._bell.ring()
+        self._wake_loop()
 
     def _count(self) -> None:
         num_running = len(self._engine.context.requests)
@@ -299,9 +328,9 @@ class EngineThread(Thread):
                 self._end_request(request_id, None if self.failure is None else _dead(self.failure))
         finally:
             self.counts = Counts(self._num_received)
-            self._bell.post(self._note_end)
+            self._post(self._note_end)
             with suppress(LoopClosedError):
-                self._bell.ring()
+                self._wake_loop()
 
     def _note_end(self) -> None:
         """In the loop: refuse the calls that were not made."""

@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..contexts.row_ladder import FEW_ROWS
 from ..contexts.step_inputs import StepInputs
-from .model import Model
 from .recorded_products import DecomposingMode, Product, operator_name, weight_key
+from .runner import Model
 
 _REPLACED = ("aten.mm", "aten.addmm")
 

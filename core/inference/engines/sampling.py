@@ -3,7 +3,7 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -15,8 +15,6 @@ from ...validation import described, holds_data, integers, shown
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
 from ..kernels import token_draws
 from ..kernels.token_draws import WHOLE, TokenDraw
-from .acceptance import accepted_tokens
-from .log_probs import log_probs_of, top_log_probs
 
 
 class SampledStep:
@@ -358,3 +356,84 @@ class _Results:
         if self._copied is not None:
             self._copied.synchronize()
         return [part.tolist() for part in torch.split(self._numbers, self._lengths)]
+
+
+def accepted_tokens(drafts: Sequence[int], drawn: Sequence[int], stops: Collection[int | None]) -> list[int]:
+    """A request's new tokens: `drawn` up to the first token that differs from its draft or ends the answer.
+
+    Args:
+        drafts: the drafted tokens.
+        drawn: one token more than `drafts`. `drawn[i]` was drawn from the distribution after `drafts[:i]`,
+            and counts if all of `drafts[:i]` are accepted.
+        stops: tokens that end the answer.
+    """
+    tokens: list[int] = []
+    for i, token in enumerate(drawn):
+        tokens.append(token)
+        if token in stops or i == len(drafts) or token != drafts[i]:
+            break
+    return tokens
+
+
+def count_accepted(drafts: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many of `tokens`, a result of `accepted_tokens`, had been drafted."""
+    return sum(draft == token for draft, token in zip(drafts, tokens, strict=False))
+
+
+LOG_PROB_ROWS = 256
+"""The log-probs of so many rows of logits are computed at once, so that they take little memory."""
+TOP_ROWS = 64
+"""As LOG_PROB_ROWS, for the most likely tokens."""
+
+
+def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The log-probs [rows] of one token for each row of logits, with the same bits in any batch of rows."""
+    blocks = zip(torch.split(logits, LOG_PROB_ROWS), torch.split(tokens, LOG_PROB_ROWS), strict=True)
+    return torch.cat([log_softmax(rows).gather(1, chosen[:, None])[:, 0] for rows, chosen in blocks])
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Log-probabilities of the model's own distribution, in max(float32, the logits' dtype).
+
+    The bits of a row do not depend on the other rows. torch's CUDA kernel adds up a row in an order that
+    depends on the row's address modulo 16 bytes; so all rows start at multiples of 16 bytes.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    missing = -wide.shape[1] % (16 // wide.element_size()) if wide.device.type == "cuda" else 0
+    if not missing:
+        return torch.log_softmax(wide, dim=-1)
+    padded = torch.nn.functional.pad(wide, (0, missing), value=-torch.inf)
+    return torch.log_softmax(padded, dim=-1)[:, : wide.shape[1]]
+
+
+def top_log_probs(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """The most likely tokens of each row, and their log-probs under the model's own distribution.
+
+    Tokens are ordered by their logits, equal ones by their ids; so the first is the greedy token. Does not
+    synchronise. A row with NaN gets any ids.
+
+    Args:
+        logits: [rows, vocabulary].
+        number: tokens of a row, from 1 to the vocabulary.
+
+    Returns:
+        Ids [rows, number] int64, and log-probs [rows, number] of the dtype of `log_softmax`.
+    """
+    blocks = [_top_of_block(rows, number) for rows in torch.split(logits, TOP_ROWS)]
+    ids, log_probs = zip(*blocks, strict=True)
+    return torch.cat(ids), torch.cat(log_probs)
+
+
+def _top_of_block(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    # topk returns any of several equal values: it says which logit is the last one, and not whose.
+    vocab_size = logits.shape[1]
+    last = logits.topk(number, dim=-1).values[:, -1:]
+    above, equal = logits > last, logits == last
+    num_equal = number - above.sum(dim=-1, keepdim=True, dtype=torch.int32)
+    chosen = above | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= num_equal))
+    from_the_end = torch.arange(vocab_size, 0, -1, dtype=torch.int32, device=logits.device)
+    keys = torch.where(chosen, from_the_end, 1).topk(number, dim=-1).values  # of ascending ids
+    ids = vocab_size - keys.long()
+    order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
+    ids = ids.gather(1, order)
+    return ids, log_softmax(logits).gather(1, ids)

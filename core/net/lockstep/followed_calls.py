@@ -6,17 +6,18 @@ Beside `LeadingEngine`, this is the one file outside `inference/engines/` that r
 import time
 from collections.abc import Callable
 from itertools import count
+from typing import Any
 
 from ...inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ...inference.contexts.cache.hashing import PrefixHashChain
 from ...inference.contexts.request import DynamicInferenceRequest
-from ...inference.engines.call_maker import CallsHere
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...request import FinishReason, SamplingParams
 
 
 class FollowedCalls:
-    """Makes on this rank what a leading rank calls. Each public method is a name for `CallMaker.make`.
+    """Makes on this rank what a leading rank calls. Each public method has the name of a call of
+    `DynamicInferenceEngine._apply`.
 
     The leading rank has checked the arguments and has put its books in order. Nobody waits for results here:
     all requests are as if they had an owner, and no step is reported.
@@ -25,15 +26,14 @@ class FollowedCalls:
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         """`engine`: of this rank. Until `close`, requests end here only where the leading rank ends them."""
         self._engine = engine
-        self._books = books = engine._books
-        self._calls_before = books.calls
-        books.calls = CallsHere(may_end_requests=False)
+        self._state = engine._state
+        engine._cancels = False
 
     def close(self) -> None:
         """Let this rank make its calls itself again."""
-        self._books.calls = self._calls_before
+        self._engine._cancels = True
 
-    def enter(
+    def add(
         self,
         request_id: int,
         prompt: list[int],
@@ -60,29 +60,29 @@ class FollowedCalls:
             given_tokens=given_tokens,
             owned=True,
         )
-        self._books.enter(request)
+        self._engine._on_add(request)
 
     def end(self, request_id: int, reason: FinishReason) -> None:
         """End a request between two steps."""
-        self._books.end(self._books.requests[request_id], reason)
-        self._books.observers.tell_ended()
+        self._engine._on_end(request_id, reason)
+        self._state.observers.notify_ended()
 
     def step(self) -> None:
         """Make a step."""
-        self._books.state.check_usable("step")
-        self._engine._step_here()
-        self._books.drain()
+        self._state.check_usable("step")
+        self._engine._on_step()
+        self._state.observers.notify_ended()
 
     def pin(self, root: bytes, blocks: list[bytes]) -> None:
         """Pin the prefix of these blocks; `root` and `blocks` are those of its `PrefixHashChain`."""
         chain = PrefixHashChain(self._engine.config.block_size_tokens, root)
         for content in blocks:
             chain.append(content)
-        self._engine._pin(chain)
+        self._engine._on_pin(chain)
 
     def unpin(self, number: int) -> None:
         """Unpin the prefix of this number in the order of `DynamicInferenceEngine.pins`."""
-        self._engine.unpin(self._engine.pins()[number])
+        self._engine._on_unpin(number)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix and pin."""
@@ -90,7 +90,7 @@ class FollowedCalls:
 
     def set_weights_version(self, version: object) -> None:
         """Name the weights, and forget every cached prefix, whatever the name was before."""
-        self._engine._name_weights(version)
+        self._engine._on_set_weights_version(version)
 
     def suspend(self) -> None:
         """Free the memory of all pools."""
@@ -106,13 +106,7 @@ class FollowedCalls:
         Args:
             weights_version, allocated: those of the leading rank's engine.
         """
-        engine = self._engine
-        engine.reset()
-        engine._weights_version = weights_version
-        if allocated:
-            engine.resume()
-        else:
-            engine.suspend()
+        self._engine._on_reset(weights_version, allocated)
 
     def run(
         self, function: Callable[..., object], arguments: tuple[object, ...], ids: tuple[int, int]
@@ -121,16 +115,35 @@ class FollowedCalls:
 
         `ids`: the next ids of requests, of those with a seed and of those without.
         """
-        books, engine = self._books, self._engine
+        state, engine = self._state, self._engine
         engine._new_ids, engine._ids_without_seed = count(ids[0]), count(ids[1], -1)
         try:
             function(engine, *arguments)
         finally:
-            books.abandoned.clear()  # the leading rank ends what its leases have left
-            books.unclaimed.clear()
-            books.reports.clear()
+            state.abandoned.clear()  # the leading rank ends what its leases have left
+            state.unclaimed.clear()
+            state.reports.clear()
 
     @property
     def broken(self) -> bool:
         """Whether a call has failed here, so that only `reset` is of use."""
-        return self._books.state.broken
+        return self._state.broken_by is not None
+
+
+def followed_arguments(call: str, arguments: tuple[Any, ...]) -> tuple[object, ...]:
+    """The arguments of the method of `FollowedCalls`, for a call of `DynamicInferenceEngine._apply`."""
+    if call == "step":
+        return ()
+    if call == "pin":
+        return arguments[0].root, arguments[0].tokens
+    if call == "add":
+        return asked_of(arguments[0])
+    return arguments
+
+
+def asked_of(request: DynamicInferenceRequest) -> tuple[object, ...]:
+    """The arguments of `FollowedCalls.add` for an equal request on another rank; the salt is not in them."""
+    return (
+        request.request_id, request.prompt_tokens, request.sampling, request.plan, request.hashes.root,
+        request.seed, request.next_token, request.given_tokens,
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from ...errors import KVBlockCapacityError, MambaSlotCapacityError
-from ...inference.engines.recovery import EngineState
+from ...inference.engines.engine_state import EngineState
 from ..heartbeat import Heartbeat, RankDiedError
 from .followers import Followers
 from .messages import CLOSE, Outcome, call_message
@@ -23,7 +23,7 @@ _CLOSING_S = 10.0
 
 
 class LeaderCalls:
-    """The `CallMaker` of a leading rank: tells the followers of each call, and makes the call here.
+    """The calls of a leading rank: tells the followers of each call, and makes the call here.
 
     Before a call in which ranks wait for each other, a step, all followers have come to the end of the calls
     before. A follower on which one of them ended otherwise than here would not come to the step: then the
@@ -31,8 +31,6 @@ class LeaderCalls:
 
     A request that is added from inside a step waits for the step's end: followers hear of it then.
     """
-
-    reach_all_ranks = True
 
     def __init__(
         self, followers: Followers, state: EngineState, device: torch.device, heartbeat: Heartbeat | None
@@ -85,7 +83,7 @@ class LeaderCalls:
             return change()
         self.caller = threading.current_thread()
         if self._making_in == threading.get_ident():
-            if name != "enter":
+            if name != "add":
                 raise RuntimeError(f"{name} is called from inside a step; call it between steps")
             self._late.append((change, told))
             return cast(T, None)
@@ -121,7 +119,7 @@ class LeaderCalls:
                 return self._lead(name, change, told)
             finally:
                 while self._late:
-                    self._lead("enter", *self._late.popleft())
+                    self._lead("add", *self._late.popleft())
 
     def _reset[T](self, change: Callable[[], T], told: tuple[object, ...]) -> T:
         self._check_open()
@@ -150,7 +148,7 @@ class LeaderCalls:
                 raise
             finally:
                 self._runs_on_all = False
-                self._followers.note_own(Outcome.of(error, self._state.broken))
+                self._followers.note_own(Outcome.of(error, self._state.broken_by is not None))
             self._followers.await_answers(None)
             self._followers.check_lives()
             differences = self._followers.differences()

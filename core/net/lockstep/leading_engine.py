@@ -4,6 +4,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
 from types import TracebackType
@@ -12,10 +13,11 @@ from typing import Any, Self
 from ...config import InferenceConfig
 from ...inference.engines.drafter import Drafter
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...inference.engines.model import Model
+from ...inference.engines.runner import Model
 from ...parallel_groups import ParallelGroups
 from ...validation import LONGEST_TIMEOUT_S, instance, real, shown
 from ..heartbeat import Heartbeat
+from .followed_calls import followed_arguments
 from .leader_calls import LeaderCalls
 from .meeting import meet_followers
 
@@ -84,11 +86,31 @@ class LeadingEngine(DynamicInferenceEngine):
         groups = self.context.spec.groups
         if groups.is_split:
             followers = meet_followers(groups, self.context.spec.device, timeout_s)
-            calls = LeaderCalls(followers, self._books.state, self.context.spec.device, heartbeat)
+            calls = LeaderCalls(followers, self._state, self.context.spec.device, heartbeat)
             self._finalizer = weakref.finalize(self, calls.closer())
-            self._books.state.interrupts_break = False
-            self._books.calls = self._leading = calls
+            self._interrupts_break = False
+            self._leading = calls
             _open[calls] = groups
+
+    @property
+    def has_one_caller(self) -> bool:
+        return True
+
+    @property
+    def _may_cancel(self) -> bool:
+        return self._leading is None or self._leading.may_end_requests
+
+    def _apply(self, call: str, *arguments: Any) -> Any:
+        make = partial(super()._apply, call, *arguments)
+        if self._leading is None:
+            return make()
+        return self._leading.make(call, make, *followed_arguments(call, arguments))
+
+    def changing_cache(self, *harmless: type[Exception]) -> AbstractContextManager[None]:
+        """As `DynamicInferenceEngine.changing_cache`; RuntimeError where only this rank would change."""
+        if self._leading is not None:
+            self._leading.check_changes()
+        return super().changing_cache(*harmless)
 
     def call_on_all(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call `function(engine, *arguments)` on all ranks at once, each with its own engine.

@@ -15,7 +15,7 @@ LEFT = b"\0"
 _ANSWER = b"\1"
 CLOSE = "close"
 _NAMES = (
-    "step", "enter", "end", "pin", "unpin", "reset_prefix_cache", "set_weights_version", "suspend", "resume",
+    "step", "add", "end", "pin", "unpin", "reset_prefix_cache", "set_weights_version", "suspend", "resume",
     "reset", "load", "run", CLOSE,
 )  # fmt: skip
 _CODES: Mapping[str, bytes] = {name: bytes([code]) for code, name in enumerate(_NAMES)}

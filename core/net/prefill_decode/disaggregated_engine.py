@@ -10,17 +10,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ...errors import QueueFullError
 from ...inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ...inference.contexts.cache.hashing import PrefixHashChain, salt_bytes
-from ...inference.engines.arguments import (
-    Prompt,
-    Salt,
-    check_length,
-    checked_plan,
-    checked_prompt,
-    checked_sampling,
-)
+from ...inference.engines.arguments import Prompt, Salt, checked_prompt, checked_request
 from ...inference.engines.async_engine import AsyncEngine
-from ...inference.engines.async_stream import AsyncStream
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
+from ...inference.engines.streams import AsyncStream
 from ...request import SamplingParams
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real
 from .engine_channel import check_engine
@@ -190,13 +183,9 @@ class DisaggregatedEngine(AsyncEngine):
     ) -> AsyncStream:
         """As `AsyncEngine.stream`, once the prefix of a long prompt is there or will not come."""
         self._check_open("stream")
-        engine = self._engine
-        config, vocab_size = engine.config, engine.context.spec.vocab_size
-        tokens = checked_prompt("prompt", prompt, vocab_size)
-        sampling, plan = checked_sampling(sampling_params, vocab_size), checked_plan(checkpoint_plan, config)
-        pool = engine.context.prefix_cache.kv_blocks.total_count * config.block_size_tokens
-        check_length(len(tokens), sampling, config, pool)
-        salt = salt_bytes("cache_salt", cache_salt)
+        limits = self._engine.limits
+        request = checked_request(prompt, sampling_params, cache_salt, checkpoint_plan, limits)
+        tokens, sampling, salt = request.tokens, request.sampling, request.salt
         last = len(tokens) - 1  # the deepest position to resume from
         if not sampling.skip_prompt_log_probs:
             last = min(last, sampling.prompt_log_probs_start - 1)
@@ -204,7 +193,7 @@ class DisaggregatedEngine(AsyncEngine):
         self._none_on_their_way.clear()
         try:
             await self._prefill(tokens[:last], salt)
-            return await super().stream(tokens, sampling, cache_salt=salt, checkpoint_plan=plan)
+            return await super().stream(tokens, sampling, cache_salt=salt, checkpoint_plan=checkpoint_plan)
         finally:
             self._num_on_their_way -= 1
             if not self._num_on_their_way:

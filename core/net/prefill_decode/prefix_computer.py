@@ -11,8 +11,8 @@ from ...inference.contexts.cache.pinned_prefixes import PinnedPrefix
 from ...inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...inference.engines.step_report import NewTokens
-from ...inference.engines.token_stream import TokenStream
+from ...inference.engines.engine_observer import NewTokens
+from ...inference.engines.streams import TokenStream
 from ...request import RequestResult, SamplingParams
 
 

@@ -85,7 +85,7 @@ def test_a_cancelled_prefill_leaves_no_findable_state_that_was_never_written(mod
         request_id = engine.add_request(PROMPT, PARAMS)
         for _ in range(num_steps):
             engine.step()
-        request = engine._books.requests.get(request_id)
+        request = engine._state.requests.get(request_id)
         computed = request.holding.num_computed if request and request.holding else 0
         if request is not None:
             engine.cancel(request_id)

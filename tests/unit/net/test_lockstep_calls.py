@@ -6,20 +6,19 @@ from dataclasses import fields
 import mambaslots as ms
 import mambaslots.net as msd
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
-from mambaslots.inference.engines.engine_books import asked_of
-from mambaslots.net.lockstep.followed_calls import FollowedCalls
+from mambaslots.net.lockstep.followed_calls import FollowedCalls, asked_of
 from mambaslots.net.lockstep.messages import call_message, read_call
 from oracle.serving import small_engine
 
 # What a public method tells the other ranks; those that make steps tell of each request and each step.
 MADE_ON_ALL_RANKS = {
-    "add_request": {"enter"},
+    "add_request": {"add"},
     "cancel": {"end"},
     "step": {"step"},
-    "generate": {"enter", "step", "end"},
-    "score": {"enter", "step", "end"},
-    "stream": {"enter", "step", "end"},
-    "warm": {"enter", "step", "end"},
+    "generate": {"add", "step", "end"},
+    "score": {"add", "step", "end"},
+    "stream": {"add", "step", "end"},
+    "warm": {"add", "step", "end"},
     "pin": {"pin"},
     "unpin": {"unpin"},
     "reset_prefix_cache": {"reset_prefix_cache"},
@@ -34,7 +33,7 @@ READS_AFTER_ENDS = {
 }  # fmt: skip
 READS = {
     "computed_prefix", "num_unfinished_requests", "weights_version", "describe", "memory_summary",
-    "has_one_caller", "observe", "unobserve",
+    "has_one_caller", "limits", "observe", "unobserve",
 }  # fmt: skip
 # Refused outside `call_on_all`.
 FOR_OTHERS = {"changing_cache"}
@@ -73,11 +72,11 @@ def test_everything_that_a_request_was_asked_for_is_told() -> None:
     engine, other = (small_engine() for _ in range(2))
     calls = FollowedCalls(other)
     request_id = engine.add_request([1, 2, 3] * 9, ms.SamplingParams(seed=5), cache_salt=b"tenant")
-    request = engine._books.requests[request_id]
+    request = engine._state.requests[request_id]
     request.given_tokens = [4, 5]
     request.next_token = 6
-    calls.enter(*asked_of(request))
-    copy = other._books.requests[request_id]
+    calls.add(*asked_of(request))
+    copy = other._state.requests[request_id]
     for name in told - {"hashes"}:
         assert getattr(copy, name) == getattr(request, name), name
     assert copy.hashes.keys[:3] == request.hashes.keys[:3]

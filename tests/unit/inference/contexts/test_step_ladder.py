@@ -12,8 +12,7 @@ from mambaslots.inference.contexts.row_ladder import (
     rungs,
 )
 from mambaslots.inference.contexts.step_inputs import StepShape
-from mambaslots.inference.engines.graph_runner import GraphBuckets, GraphRunner
-from mambaslots.inference.engines.model_runner import ModelRunner
+from mambaslots.inference.engines.runner import GraphBuckets, GraphRunner, ModelRunner
 from oracle.serving import small_model
 
 

@@ -18,8 +18,8 @@ from mambaslots.inference.contexts.cache.tier import HostTier
 from mambaslots.inference.contexts.step_buffer import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepShape
 from mambaslots.inference.contexts.tier_copies import HostCopies
-from mambaslots.inference.engines.graph_runner import GraphRunner
 from mambaslots.inference.engines.memory_poison import MemoryPoison
+from mambaslots.inference.engines.runner import GraphRunner
 from mambaslots.inference.engines.sampling import _Results
 from mambaslots.net.transfer.format import TransferError
 from mambaslots.net.transfer.nccl_pipe import NcclPipe

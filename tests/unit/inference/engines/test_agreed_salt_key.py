@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from mambaslots.inference.contexts.cache.hashing import ENVIRONMENT_NAME, SaltKey
-from mambaslots.inference.engines.agreed_salt_key import agreed_salt_key
+from mambaslots.inference.engines.arguments import agreed_salt_key
 
 ONE = SimpleNamespace(is_split=False)
 

@@ -17,7 +17,6 @@ from unittest.mock import patch
 import mambaslots as ms
 import pytest
 from mambaslots.inference.engines import async_engine, engine_thread
-from mambaslots.inference.engines.loop_bell import LoopBell
 from mambaslots.parallel_groups import ParallelGroups
 from oracle.gated_model import PATIENCE_S, GatedModel, raising_calls
 from oracle.serving import random_tokens, small_engine
@@ -36,7 +35,7 @@ def assert_nothing_left(engine: ms.DynamicInferenceEngine) -> None:
     """No thread, no request, no row and no KV is left, and the engine serves."""
     assert [thread for thread in threading.enumerate() if thread.name == "mambaslots-engine"] == []
     assert not engine.has_unfinished_requests()
-    assert not engine._books.unclaimed
+    assert not engine._state.unclaimed
     engine.check_integrity()
     assert_idle(engine)
     assert engine.generate([PROMPTS[0]], PARAMS)[0].tokens == expected(PROMPTS[0])
@@ -371,7 +370,7 @@ def test_a_request_whose_caller_goes_before_the_engine_has_it_is_cancelled() -> 
         with pytest.raises(asyncio.CancelledError):
             await asking
         gate.open()
-        assert await server.call(lambda engine: len(engine._books.requests)) == 1
+        assert await server.call(lambda engine: len(engine._state.requests)) == 1
         assert await tokens_of(first) == expected(PROMPTS[0])
 
     engine = small_engine()
@@ -487,7 +486,7 @@ def test_failing_requests_that_a_call_added_do_not_keep_the_thread_busy() -> Non
         while gate.errors:
             await server.call(lambda engine: None)
         assert (await server.generate(PROMPTS[0], PARAMS)).tokens == expected(PROMPTS[0])
-        assert await server.call(lambda engine: len(engine._books.requests)) == 0
+        assert await server.call(lambda engine: len(engine._state.requests)) == 0
 
     engine = small_engine()
     gate = GatedModel(engine, is_open=True)
@@ -682,10 +681,10 @@ def test_functions_behind_an_interrupted_one_run_when_the_loop_goes_on() -> None
         ran.append("interrupted")
 
     loop = asyncio.new_event_loop()
-    bell = LoopBell(loop)
+    thread = engine_thread.EngineThread(small_engine(), loop, 1)
     for function in (lambda: ran.append("before"), interrupted, lambda: ran.append("behind"), loop.stop):
-        bell.post(function)
-    bell.ring()
+        thread._post(function)
+    thread._wake_loop()
     with pytest.raises(KeyboardInterrupt):
         loop.run_forever()
     assert ran == ["before"]

@@ -3,9 +3,8 @@
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.engines import graph_runner
-from mambaslots.inference.engines.graph_runner import CapturedForward, GraphBuckets
-from mambaslots.inference.engines.model_runner import ModelRunner
+from mambaslots.inference.engines import runner as graph_runner
+from mambaslots.inference.engines.runner import CapturedForward, GraphBuckets, ModelRunner
 from oracle.context_driver import make_request
 from oracle.float32_rule import Comparison
 from oracle.serving import random_tokens, tiny_model

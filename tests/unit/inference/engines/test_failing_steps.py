@@ -308,22 +308,6 @@ def test_a_reset_that_fails_is_completed_by_the_next_call() -> None:
     serve_checked(engine, [HEADS[4]])
 
 
-def test_what_an_interrupted_call_leaves_in_memory_disturbs_no_later_call() -> None:
-    """The context manager of a change may live as long as somebody keeps the exception."""
-    engine = small_engine()
-    request_id = engine.add_request(HEADS[4])
-    engine.step()
-    kept = engine._books.changing()
-    kept.__enter__()  # and an interrupt came before the first line inside
-    engine.check_integrity()
-    with engine._books.changing():
-        del kept
-        gc.collect()
-        engine._books.finish(engine._books.requests[request_id], "cancelled")
-    assert engine.stats().num_rebuilds == 0
-    assert_idle(engine)
-
-
 # ---- calls from inside a step, and streams
 
 
@@ -416,7 +400,7 @@ def test_a_stream_let_go_of_inside_a_step_is_cancelled_when_it_ends(length: int,
     engine.context.check_integrity()
     assert len(list(kept)) == (length if fails else length - 1)
     assert not engine.has_unfinished_requests()
-    assert not engine._books.unclaimed
+    assert not engine._state.unclaimed
     assert_idle(engine)
 
 
@@ -431,7 +415,7 @@ def test_an_abandoned_stream_leaves_nothing(how: str, taken: int) -> None:
         next(stream)
         client.arrived.clear()
     for request_id in client.asked:  # steps made by the stream reported to nobody
-        client.arrived[request_id] = client.engine._books.requests[request_id].generated
+        client.arrived[request_id] = client.engine._state.requests[request_id].generated
     if how == "closed":
         stream.close()
     elif how == "dropped in a cycle":
@@ -441,9 +425,9 @@ def test_an_abandoned_stream_leaves_nothing(how: str, taken: int) -> None:
     del stream
     gc.collect()
     client.engine.check_integrity()
-    assert list(client.engine._books.requests) == list(client.asked)
+    assert list(client.engine._state.requests) == list(client.asked)
     client.finish()
-    assert not client.engine._books.unclaimed
+    assert not client.engine._state.unclaimed
     assert_idle(client.engine)
 
 
@@ -485,15 +469,15 @@ def test_a_generate_that_raises_leaves_no_orphan(point: str, after: bool, number
             raised = True
     assert raised == bool(seen["failed"])
     client.engine.context.check_integrity()
-    assert not raised or set(client.engine._books.requests) <= {others}
+    assert not raised or set(client.engine._state.requests) <= {others}
     done = client.engine.take_result(others)
     if done is None:
-        client.arrived[others] = client.engine._books.requests[others].generated
+        client.arrived[others] = client.engine._state.requests[others].generated
         client.finish()
     else:
         client.arrived[others] = list(done.tokens)
         client.take(done)
-    assert not client.engine._books.unclaimed
+    assert not client.engine._state.unclaimed
     assert_idle(client.engine)
 
 
@@ -513,7 +497,7 @@ def test_a_request_of_the_step_under_way_is_not_released() -> None:
     engine = small_engine()
     first, second = (engine.add_request(random_tokens(17, seed)) for seed in (1, 2))
     context = engine.context
-    chunks = engine._books.scheduler.schedule()
+    chunks = engine._state.scheduler.schedule()
     inputs = context.begin_step(chunks).inputs
     for chunk in chunks:
         with pytest.raises(RuntimeError, match="is part of the step under way"):
@@ -579,7 +563,7 @@ def test_a_rebuild_keeps_the_counts_and_what_it_forgets_counts_as_reset() -> Non
     before, cache = counts_since_the_beginning(engine), engine.stats().cache
     assert before["ages of states"]
     assert before["ages of blocks"]
-    engine._books._rebuild()
+    engine._state._rebuild()
     engine.check_integrity()
     assert counts_since_the_beginning(engine) == before | {
         "state reset": cache.num_committed_slots,
@@ -587,44 +571,3 @@ def test_a_rebuild_keeps_the_counts_and_what_it_forgets_counts_as_reset() -> Non
     }
     engine.reset()
     assert not any(counts_since_the_beginning(engine).values())
-
-
-@pytest.mark.parametrize("after", [False, True])
-def test_an_interrupt_at_the_ages_of_blocks_costs_no_prefix(after: bool) -> None:
-    engine = evicting_engine()
-    before, kept = counts_since_the_beginning(engine), engine.stats().cache.num_cached_kv_blocks
-    departures = engine.context.kv_block_allocator.tree.turnover
-    note_ages = departures.note_ages
-
-    def interrupted(now_ns: int, last_used_ns: list[int]) -> None:
-        if after:
-            note_ages(now_ns, last_used_ns)
-        raise Interrupted
-
-    with patch.object(departures, "note_ages", interrupted), pytest.raises(Interrupted):
-        engine.generate([random_tokens(60, 9)])
-    engine.check_integrity()
-    stats = engine.stats()
-    assert stats.num_rebuilds == 0
-    assert stats.cache.num_cached_kv_blocks > kept // 2
-    now = counts_since_the_beginning(engine)
-    assert all(now[name] >= number for name, number in before.items())
-    serve_checked(engine, [HEADS[4], HEADS[4]])
-
-
-@pytest.mark.parametrize("amount", [-2, 2])
-def test_counts_that_contradict_each_other_cost_no_cache_and_never_fall(amount: int) -> None:
-    engine = evicting_engine()
-    cache = engine.context.prefix_cache
-    for departures in (cache.slots.map.turnover, cache.kv_blocks.tree.turnover):
-        departures.num_entered += amount
-    before, kept = counts_since_the_beginning(engine), engine.stats().cache.num_cached_kv_blocks
-    with pytest.raises(AssertionError, match="the count of"):
-        engine.check_integrity()
-    with pytest.raises(Interrupted), engine._books.changing():
-        raise Interrupted
-    engine.check_integrity()
-    stats = engine.stats()
-    assert (stats.num_rebuilds, stats.cache.num_cached_kv_blocks) == (0, kept)
-    now = counts_since_the_beginning(engine)
-    assert all(now[name] >= number for name, number in before.items())

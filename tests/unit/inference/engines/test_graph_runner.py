@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.chunk_grid import chunk_grid
 from mambaslots.inference.contexts.step_inputs import StepShape
-from mambaslots.inference.engines import graph_runner
-from mambaslots.inference.engines.graph_runner import GraphBuckets
-from mambaslots.inference.engines.model_runner import ModelRunner
+from mambaslots.inference.engines import runner as graph_runner
+from mambaslots.inference.engines.runner import GraphBuckets, ModelRunner
 from oracle.recorded_graphs import graphed_engine, recording
 from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_engine
 

@@ -271,7 +271,7 @@ def test_drafts_stay_right_where_steps_fail(point: str) -> None:
 def test_a_request_without_drafts_makes_no_view() -> None:
     engine = small_engine()
     request_id = engine.add_request([1, 2, 3])
-    request: DynamicInferenceRequest = engine._books.requests[request_id]
+    request: DynamicInferenceRequest = engine._state.requests[request_id]
     engine.step()
     engine.step()
     assert request._token_view is None

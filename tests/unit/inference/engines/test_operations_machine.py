@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.inference.contexts.cache.pinned_prefixes import PinnedPrefix
-from mambaslots.inference.engines.token_stream import TokenStream
+from mambaslots.inference.engines.streams import TokenStream
 from mambaslots.monitor import Monitor
 from oracle.budget import costly
 from oracle.drafters import MODES, MixedDrafter
@@ -49,7 +49,7 @@ class OperationsMachine(RuleBasedStateMachine):
         for request_id in list(self.client.asked):
             result = self.engine.take_result(request_id)
             if result is None:
-                self.client.arrived[request_id] = list(self.engine._books.requests[request_id].generated)
+                self.client.arrived[request_id] = list(self.engine._state.requests[request_id].generated)
             else:
                 self.client.arrived[request_id] = list(result.tokens)
                 self.client.take(result)
@@ -177,7 +177,7 @@ class OperationsMachine(RuleBasedStateMachine):
     @invariant()
     def observers_know_who_is_served_and_what_was_answered(self) -> None:
         recorder, stats = self.recorder, self.engine.stats()
-        assert recorder.requests.keys() == self.engine._books.requests.keys()
+        assert recorder.requests.keys() == self.engine._state.requests.keys()
         for request_id, result in recorder.ended:
             assert recorder.tokens.get(request_id, []) == result.tokens
         shown = self.monitor.snapshot()
@@ -206,7 +206,7 @@ class OperationsMachine(RuleBasedStateMachine):
             self.client.finish()
             assert self.engine.context.kv_block_allocator.held_count == 0
             assert self.engine.context.requests == []
-            assert not self.engine._books.unclaimed
+            assert not self.engine._state.unclaimed
             self.engine.unobserve(self.recorder)  # which no error has dropped
             self.monitor.close()
 
@@ -242,7 +242,7 @@ class FewSlotsMachine(OperationsMachine):
     @precondition(lambda self: self.running)
     @rule(times=st.integers(1, 12))
     def step(self, times: int) -> None:
-        scheduler, rows = self.engine._books.scheduler, self.engine.config.max_requests
+        scheduler, rows = self.engine._state.scheduler, self.engine.config.max_requests
         for _ in range(times):
             waiting, num_running = list(scheduler.waiting.values()), len(scheduler.running)
             report = self.client.step()

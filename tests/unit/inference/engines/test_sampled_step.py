@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
-from mambaslots.inference.engines.acceptance import accepted_tokens
-from mambaslots.inference.engines.sampling import request_seed, sample_step
+from mambaslots.inference.engines.sampling import accepted_tokens, request_seed, sample_step
 from oracle.sampled_rows import sample_rows
 from oracle.serving import random_tokens, small_engine
 

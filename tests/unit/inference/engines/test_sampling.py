@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.engines import sampling
-from mambaslots.inference.engines.log_probs import log_softmax
+from mambaslots.inference.engines.sampling import log_softmax
 from mambaslots.inference.kernels import token_draws
 from oracle.sampled_rows import sample_rows, token_distribution
 from torch.utils._python_dispatch import TorchDispatchMode

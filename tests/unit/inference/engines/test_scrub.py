@@ -9,7 +9,7 @@ import pytest
 import torch
 from mambaslots.inference.contexts.cache.left_entries import LeftEntries
 from mambaslots.inference.contexts.tier_copies import HostCopies
-from mambaslots.inference.engines.recovery import EngineState
+from mambaslots.inference.engines.engine_state import EngineState
 from oracle import drafters
 from oracle.model_kinds import MIX
 from oracle.scrubbed import NewOwners, assert_scrubbed
@@ -115,8 +115,7 @@ def test_each_place_that_frees_memory_is_noted(
 @pytest.mark.parametrize("part", ["give", "scrub", "at the end of a call"])
 def test_each_time_of_zeroing_is_needed(kind: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if part == "at the end of a call":
-        plain = EngineState.__init__
-        monkeypatch.setattr(EngineState, "__init__", lambda state, split, _: plain(state, split))
+        monkeypatch.setattr(EngineState, "_complete", lambda state: setattr(state, "_repair", None))
     elif part == "give":
         give = LeftEntries.give
 

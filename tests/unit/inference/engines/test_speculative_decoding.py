@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.pools import StatePool
 from mambaslots.inference.contexts.request import RequestStep
-from mambaslots.inference.engines import graph_runner
-from mambaslots.inference.engines.acceptance import accepted_tokens, count_accepted
-from mambaslots.inference.engines.graph_runner import GraphBuckets, GraphRunner
-from mambaslots.inference.engines.sampling import sample
+from mambaslots.inference.engines import runner as graph_runner
+from mambaslots.inference.engines.runner import GraphBuckets, GraphRunner
+from mambaslots.inference.engines.sampling import accepted_tokens, count_accepted, sample
 from oracle.drafters import MixedDrafter, RightDrafter, WrongDrafter
 from oracle.recurrent_lm import RecurrentLM
 from oracle.sampled_rows import token_distribution
@@ -290,7 +289,7 @@ class TestStates:
         sequence = prompt + answer
         compared = 0
         while engine.has_unfinished_requests():
-            request = engine._books.requests[request_id]
+            request = engine._state.requests[request_id]
             engine.step()
             context = engine.context
             blocks = request.holding.path.blocks if request.holding else []
@@ -419,7 +418,7 @@ class TestOthers:
             random_tokens(7, seed=1), ms.SamplingParams(num_tokens_to_generate=25)
         )
         kv = engine.context.kv_block_allocator
-        request = engine._books.requests[request_id]
+        request = engine._state.requests[request_id]
         while engine.has_unfinished_requests():
             engine.step()
             holding = request.holding
@@ -503,7 +502,7 @@ class TestContext:
     def test_a_chunk_of_a_prompt_takes_no_drafts(self):
         engine = speculating(lambda: Noted(), most=3)
         engine.add_request(random_tokens(9, seed=1))
-        (request,) = engine._books.scheduler.waiting.values()
+        (request,) = engine._state.scheduler.waiting.values()
         chunk = engine.context.schedule(request, 64)
         assert chunk.max_drafts(3) == 0
         assert engine.context.draft(chunk, [1]) is chunk

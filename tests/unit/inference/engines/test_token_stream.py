@@ -6,7 +6,7 @@ from collections import deque
 
 import mambaslots as ms
 import pytest
-from mambaslots.inference.engines.token_stream import Lease
+from mambaslots.inference.engines.streams import TokenStream
 from oracle.serving import random_tokens, small_engine
 
 PROMPTS = [random_tokens(20, seed=1), random_tokens(33, seed=2)]
@@ -235,14 +235,20 @@ def test_letting_go_of_a_stream_of_a_split_model_cancels_nothing_and_closing_doe
     assert_nothing_runs(engine)
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_a_lease_let_go_of_ends_only_where_it_may(ends: bool) -> None:
-    abandoned: deque[int] = deque()
-    lease = Lease(abandoned, ends_when_let_go=ends)
-    lease.request_ids.append(7)
-    del lease
+@pytest.mark.parametrize("cancels", [True, False])
+def test_a_dropped_stream_cancels_only_where_it_may(cancels: bool) -> None:
+    engine, abandoned = small_engine(), deque[int]()
+    request_id = engine.add_request(PROMPTS[0], PARAMS)
+    stream = TokenStream(
+        engine._state.requests[request_id],
+        lambda: None,
+        lambda: None,
+        abandoned,
+        cancels_when_dropped=cancels,
+    )
+    del stream
     gc.collect()
-    assert list(abandoned) == [7] * ends
+    assert list(abandoned) == [request_id] * cancels
 
 
 def test_a_stream_ends_when_its_engine_is_reset() -> None:
@@ -280,7 +286,7 @@ def test_a_stream_let_go_of_during_a_step_leaves_no_result() -> None:
     engine.model = forgetting  # type: ignore[assignment]
     while engine.has_unfinished_requests():
         engine.step()
-    assert not engine._books.unclaimed
+    assert not engine._state.unclaimed
     assert_nothing_runs(engine)
 
 

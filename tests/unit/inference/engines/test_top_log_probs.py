@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.engines import log_probs, sampling
-from mambaslots.inference.engines.log_probs import top_log_probs
+from mambaslots.inference.engines import sampling
+from mambaslots.inference.engines.sampling import top_log_probs
 from oracle.drafters import MODES, speculating
 from oracle.faults import InjectedError, failing
 from oracle.recurrent_lm import RecurrentLM
@@ -60,7 +60,7 @@ def test_the_top_of_each_row_is_that_of_a_stable_sort(
     no_token[:, vocab_size // 2] = False
     logits[no_token] = -torch.inf
     number = min(number, vocab_size)
-    with patch.object(log_probs, "TOP_ROWS", block):
+    with patch.object(sampling, "TOP_ROWS", block):
         ids, values_there = top_log_probs(logits, number)
     expected_ids, expected = sorted_rows(logits, number)
     assert torch.equal(ids, expected_ids)
