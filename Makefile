@@ -85,7 +85,7 @@ $(FOR_DEMO): setup.py pyproject.toml
 	  echo "Install it (Debian: apt-get install python3.12-venv; pyenv: pyenv install 3.12; or python.org),"; \
 	  echo "or name yours: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable '.[plot]'
+	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
 $(FOR_SERVER): $(FOR_DEMO)

@@ -9,14 +9,11 @@ from oracle.fresh_process import run_script
 
 ROOT = Path(__file__).parents[2]
 RUNNER = ROOT / "tests/oracle/ask_for_help.py"
-FILES = [
-    *(
-        path
-        for folder in ("examples", "benchmarks", "tools")
-        for path in sorted((ROOT / folder).glob("*.py"))
-    ),
+SCRIPTS = [
+    *(path for folder in ("examples", "benchmarks", "tools") for path in (ROOT / folder).glob("*.py")),
     *(ROOT / "benchmarks/replay" / name for name in ("rows.py", "routed.py")),
 ]
+FILES = [path for path in SCRIPTS if "parse_args()" in path.read_text()]
 
 
 def test_help_is_printed_and_nothing_runs() -> None:
@@ -26,4 +23,4 @@ def test_help_is_printed_and_nothing_runs() -> None:
         source = Path(path).read_text()
         headline = (ast.get_docstring(ast.parse(source)) or "").splitlines()[0]
         assert headline in text, f"{path} --help does not say: {headline}"
-        assert text.startswith("usage:") == ("parse_args()" in source), path
+        assert text.startswith("usage:"), path
