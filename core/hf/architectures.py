@@ -41,16 +41,13 @@ STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 class Architecture:
     """How models of one `model_type` are served.
 
-    Args:
-        causal_lm: the class of transformers.
-        mixer: the class of its mixers.
-        forward: what takes the place of their forward.
+    Attributes:
+        causal_lm, mixer: the classes of transformers.
+        forward: what replaces the mixers' forward.
         states: the states of all mixers.
-        attention: the class of its attention; None where the model has none.
-        activation: the field of the config with the activation behind the convolutions; None where there is
-            no activation.
-        mixer_layers, attention_layers, other_layers: the names in `config.layer_types` of layers that have a
-            mixer, attention, or neither.
+        attention: the class of its attention, or None.
+        activation: the field of the config with the activation behind the convolutions, or None.
+        mixer_layers, attention_layers, other_layers: the names in `config.layer_types`.
         divided: the fields of the config whose units the mixers of several ranks divide; empty where ranks
             cannot split the model.
         shared: the fields whose units several ranks may hold alike.
@@ -173,11 +170,7 @@ WRAPPERS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
 def text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
-    """A copy of the config of the text model in `config`, checked to be one that is served.
-
-    Raises:
-        ValueError: the architecture, or something that the config asks for, is not served.
-    """
+    """A copy of the config of the text model in `config`; a ValueError names what of it is not served."""
     known = ", ".join(sorted([*ARCHITECTURES, *WRAPPERS]))
     text: Any = config
     if config.model_type in WRAPPERS:
@@ -240,12 +233,6 @@ def state_spec(
 
     Recurrent states are float32, or what the config says as `mamba_ssm_cache_dtype` or `mamba_ssm_dtype`;
     float64 in a float64 model. Convolution windows, keys and values have the model's dtype.
-
-    Args:
-        text: what `text_config` returned.
-        dtype: the model's dtype.
-        device: where the model runs.
-        groups: the ranks that the model is split over; None for one rank.
     """
     config: Any = text
     groups = groups or ParallelGroups()
@@ -285,18 +272,11 @@ def _state_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
 
 
 def skeleton(config: "PreTrainedConfig", dtype: torch.dtype) -> "PreTrainedModel":
-    """The text model of a config, as transformers builds it, without weights: all tensors on the meta device.
+    """The text model of a config, as transformers builds it, with all tensors on the meta device.
 
-    Whoever puts the weights in place then calls `restore_buffers`: a checkpoint has no non-persistent
-    buffers, and tensors that come from `to_empty` hold anything. Tensors that transformers keeps in float32
-    in narrower models are float32.
-
-    Args:
-        config: of a checkpoint; of the text model, or of a model that has one as its `text_config`.
-        dtype: of the weights.
-
-    Raises:
-        ValueError: the architecture, or something that the config asks for, is not served.
+    The caller puts the weights in place and then calls `restore_buffers`, because a checkpoint has no
+    non-persistent buffers. Tensors that transformers keeps in float32 in narrower models are float32. Raises
+    a ValueError where the architecture, or something that the config asks for, is not served.
     """
     from transformers import AutoModelForCausalLM
 
@@ -316,15 +296,7 @@ def skeleton(config: "PreTrainedConfig", dtype: torch.dtype) -> "PreTrainedModel
 
 
 def restore_buffers(model: "PreTrainedModel", device: torch.device | str) -> None:
-    """Compute the buffers that no checkpoint holds: rotary frequencies, and Falcon-H1's multipliers.
-
-    Args:
-        model: from `skeleton`. Its non-persistent buffers are replaced, its other tensors are not touched.
-        device: where the model runs.
-
-    Raises:
-        ValueError: the model has a non-persistent buffer of another name.
-    """
+    """Compute the buffers that no checkpoint holds: rotary frequencies, and Falcon-H1's multipliers."""
     config: Any = model.config
     for path, module in model.named_modules():
         values: dict[str, Tensor] = {}

@@ -46,11 +46,8 @@ class Tensors(Protocol):
 class Checkpoint:
     """The safetensors files of a folder. Nothing is read but their headers until `read` is called.
 
-    Args:
-        folder: has `model.safetensors`, or `model.safetensors.index.json` and the files that it names.
-
-    Raises:
-        CheckpointError: a file is missing, truncated or corrupt, or the folder has only pickle files.
+    Raises a CheckpointError where a file is missing, truncated or corrupt, or the folder has only pickle
+    files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -181,12 +178,7 @@ _STEP_ELEMENTS = 2**22
 def block_size(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Rows and columns that share a scale in a block-scaled FP8 checkpoint; None if nothing is quantised.
 
-    Args:
-        folder: the checkpoint's.
-        config: its `config.json`.
-
-    Raises:
-        CheckpointError: the checkpoint is quantised in another way, or a file does not say how.
+    Raises a CheckpointError where the checkpoint is quantised in another way, or a file does not say how.
     """
     file, export = folder / CONFIG, folder / "hf_quant_config.json"
     found = section(file, config, "quantization_config")
@@ -217,12 +209,10 @@ def _is_size(value: object) -> bool:
 class Float8Checkpoint:
     """The tensors of `checkpoint` without scales: `read` multiplies a weight by the scales of its blocks.
 
-    Args:
-        checkpoint: the tensors as they are stored.
-        blocks: rows and columns that share a scale.
-
-    Raises:
-        CheckpointError: a weight has no scales, scales have no weight, or their shapes do not fit.
+    The format is that of `quant_method` "fp8": a weight of dtype float8_e4m3fn, [..., rows, columns], has a
+    tensor with "_scale_inv" behind its name, [..., ceil(rows / block rows), ceil(columns / block columns)].
+    Other weights are stored as they are. Raises a CheckpointError where a weight has no scales, scales have
+    no weight, or shapes do not fit.
     """
 
     def __init__(self, checkpoint: Checkpoint, blocks: tuple[int, int]) -> None:
@@ -281,16 +271,9 @@ class Float8Checkpoint:
 def dequantize(
     weight: torch.Tensor, scale: torch.Tensor, blocks: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """`weight` times the scale of each element's block, computed in at least float32.
+    """`weight` [..., rows, columns] times the scale of each element's block, computed in at least float32.
 
-    Args:
-        weight: [..., rows, columns].
-        scale: [..., ceil(rows / blocks[0]), ceil(columns / blocks[1])].
-        blocks: rows and columns of a block; the last blocks may be smaller.
-        dtype: of the result.
-
-    Returns:
-        A new tensor of the shape of `weight`. What is allocated beside it is small.
+    `blocks` are rows and columns of a block; the last blocks may be smaller. Allocates little but the result.
     """
     columns, compute = weight.shape[-1], torch.promote_types(dtype, torch.float32)
     result = torch.empty(weight.shape, dtype=dtype, device=weight.device)

@@ -18,13 +18,10 @@ from ..validation import shown
 class CurrentStep:
     """What the replaced modules of one served model read; the modules share one object.
 
-    Args:
-        groups: the ranks that the model is split over; None for one rank.
-
     Attributes:
-        inputs: the step. `kernels`: the functions to compute it with. Both exist inside `running` only.
-        waiting: what the next norm of the residual stream adds to this stream first, [1, T, hidden]; None
-            where nothing waits.
+        inputs, kernels: the step, and the functions to compute it with; both exist inside `running` only.
+        waiting: what the next norm of the residual stream adds to this stream first, [1, T, hidden], or None.
+        groups: the ranks that the model is split over.
     """
 
     inputs: StepInputs
@@ -35,9 +32,8 @@ class CurrentStep:
         self.groups = groups or ParallelGroups()
 
     def summed(self, partial: Tensor) -> Tensor:
-        """The sum of what the ranks computed, in the dtype of `partial`, which is overwritten.
-
-        The ranks add in float32 or wider.
+        """The sum of the ranks' results, in the dtype of `partial`, which is overwritten; added in float32 or
+        wider.
         """
         if self.groups.tensor_size == 1:
             return partial
@@ -65,11 +61,8 @@ ATTENTION_NAME = "mambaslots"
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """Where one attention module of a served model keeps its keys and values.
-
-    Args:
-        layer: the module's index in `StepInputs.kv_cache`.
-        step: the step that the model computes now.
+    """Where one attention module of a served model keeps its keys and values: `layer` of
+    `StepInputs.kv_cache`.
     """
 
     layer: int
@@ -80,42 +73,21 @@ class PagedAttention:
         module.mambaslots_attention = self  # type: ignore[assignment]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Store the keys and values of all tokens [T, kv heads, D], and attend.
-
-        Returns: [T, heads, D] for query [T, heads, D].
-        """
+        """Store the keys and values of all tokens [T, kv heads, D], and attend: [T, heads, D]."""
         inputs = self.step.inputs
         return attend(query, key, value, inputs.kv_cache[self.layer], inputs, self.step.kernels, scale=scale)
 
 
 def attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    *,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """The attention function that transformers calls.
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float, *, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The attention function that transformers calls, of a module at which a `PagedAttention` is installed.
 
-    Args:
-        module: a module at which a `PagedAttention` is installed.
-        query: [1, heads, T, D]. key, value: [1, kv heads, T, D]. Rotated, normalised and scaled as the model
-            does it.
-        attention_mask: None; the step says what a token sees.
-        scaling: the factor of the scores.
-
-        sliding_window, softcap, s_aux: what other attention would need; None.
-
-    Returns: the output, [1, T, heads, D] in the dtype of `query`, and no weights.
-
-    Raises:
-        ValueError: the model asks for attention that is not served.
+    query is [1, heads, T, D], key and value are [1, kv heads, T, D], rotated, normalised and scaled as the
+    model does it. Returns the output [1, T, heads, D] and no weights; a ValueError names attention that is
+    not served.
     """
     _check_served(
         module, attention_mask=attention_mask, sliding_window=sliding_window, softcap=softcap, s_aux=s_aux
@@ -132,10 +104,8 @@ def _check_served(module: nn.Module, **unserved: object) -> None:
 
 
 def register_attention() -> None:
-    """Tell transformers the name; more than once is fine.
-
-    No mask function is registered under the name: transformers then makes no mask, and looks at no position
-    id on the host.
+    """Register the name at transformers, without a mask function: transformers then makes no mask on the
+    host.
     """
     from transformers import AttentionInterface
 
@@ -149,20 +119,13 @@ EXPERTS_NAME = "mambaslots"
 def experts_forward(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """transformers' experts, "grouped_mm" on a GPU and "eager" elsewhere.
+    """transformers' experts, "grouped_mm" on a GPU and "eager" elsewhere: what this rank's experts add, [T,
+    hidden].
 
     "grouped_mm" sorts the tokens by expert and multiplies all experts in one launch. It does not synchronise
-    in bfloat16 on a GPU of compute capability 9.0; "eager" reads on the host which experts have tokens.
-
-    Where ranks split the experts, "grouped_mm" leaves out those of other ranks. Not all of transformers'
-    "eager" experts can: there a token's expert of another rank is one of this rank with the weight zero.
-
-    Args:
-        module: the experts of one layer, or a rank's part of them.
-        hidden_states: [T, hidden].
-        top_k_index, top_k_weights: [T, K], the experts of each token, among all ranks', and their weights.
-
-    Returns: [T, hidden], what the experts of this rank add.
+    in bfloat16 on a GPU of compute capability 9.0; "eager" reads on the host which experts have tokens. Where
+    ranks split the experts, "grouped_mm" drops those of other ranks. In "eager" a token's expert of another
+    rank is one of this rank with the weight zero.
     """
     from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -182,7 +145,7 @@ def experts_forward(
 
 
 def register_experts() -> None:
-    """Tell transformers the name; more than once is fine."""
+    """Register the name at transformers."""
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(EXPERTS_NAME, experts_forward)

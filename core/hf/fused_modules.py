@@ -18,13 +18,7 @@ def eps_of(norm: Any) -> float:
 
 
 class NormForward:
-    """The forward of an RMS norm: x / rms(x) * (weight + offset), in one launch on a GPU.
-
-    Args:
-        norm: the module; its weight is used, and not copied.
-        step: the step that the model computes now.
-        offset: what transformers adds to the weight: 1 in Qwen's models, else 0.
-    """
+    """The forward of an RMS norm: x / rms(x) * (weight + offset), in one launch on a GPU."""
 
     def __init__(self, norm: nn.Module, step: CurrentStep, offset: float) -> None:
         self._norm: Any = norm
@@ -42,9 +36,8 @@ class NormForward:
         return self._step.kernels.rms_norm(hidden_states, weight, self._eps, offset=self._offset)
 
     def after_waiting(self, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add what waits in the step to the residual stream, and normalise the sum.
-
-        Returns: the residual stream, and its norm. Nothing waits afterwards.
+        """The residual stream with what waits in the step added to it, and the norm of this sum. Nothing
+        waits afterwards.
         """
         added, self._step.waiting = self._step.waiting, None
         if added is None:
@@ -56,26 +49,12 @@ class NormForward:
         return self._step.kernels.add_rms_norm(residual, added, weight, self._eps, offset=self._offset)
 
 
-class FinalNormForward:
-    """The forward of the norm behind the last layer, which adds the output of that layer first.
-
-    Args:
-        norm: of the module.
-    """
-
-    def __init__(self, norm: NormForward) -> None:
-        self._norm = norm
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        return self._norm.after_waiting(hidden_states)[1]
-
-
 @dataclass(frozen=True)
 class AttentionShape:
     """How an attention module of transformers differs from the plain one.
 
-    Args:
-        norms: the names of the norms of queries and keys; None where there are none.
+    Attributes:
+        norms: the names of the norms of queries and keys, or None.
         norm_offset: what transformers adds to the weights of these norms.
         out: the name of the last projection.
         is_gated: whether the query's projection also gives a gate for each head's output.
@@ -88,13 +67,7 @@ class AttentionShape:
 
 
 class AttentionForward:
-    """The forward of an attention module that rotates the first channels of each head, or none.
-
-    Args:
-        attention: the module, at which a `PagedAttention` is installed; its weights are used.
-        step: the step that the model computes now.
-        shape: how the module differs from the plain one.
-    """
+    """The forward of an attention module that rotates the first channels of each head, or none."""
 
     def __init__(self, attention: Any, step: CurrentStep, shape: AttentionShape) -> None:
         self._attention = attention

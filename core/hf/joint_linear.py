@@ -20,16 +20,11 @@ _ATTRIBUTE = "mambaslots_joint_linear"
 class JointLinear:
     """The linear modules `names` of `owner`, as one.
 
-    `join` lays their weights side by side in one tensor. Each module's parameter stays the same object and
-    becomes a view of its rows: names and values of a state dict do not change, and a write into a parameter
-    is a write into the joint weight. A call first checks that all parameters still lie there. Where one does
-    not, because it was never joined, was replaced or moved to another device, the modules are called one by
-    one.
-
-    Args:
-        owner: a module whose children `names` are linear. Gets an attribute, by which `join_weights` finds
-            this object.
-        names: of the children, in the order of their outputs.
+    `join` lays their weights in one tensor. Each module's parameter stays the same object and becomes a view
+    of its
+    rows: a state dict does not change, and a write into a parameter is a write into the joint weight. A call
+    first checks that all parameters still lie there. Where one does not, because it was never joined, was
+    replaced or moved to another device, the modules are called one by one.
     """
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...]) -> None:
@@ -47,16 +42,12 @@ class JointLinear:
         return torch.cat([self._modules[name](x) for name in self._names], dim=-1)  # type: ignore[misc]
 
     def join(self, num_users: Counter[int]) -> bool:
-        """Lay the weights side by side; the tensors that held them are freed.
+        """Lay the weights in one tensor; the tensors that held them are freed. Returns whether that was done
+        now.
 
-        Nothing happens where they lie so already, and where a parameter is on the meta device, is of a class
-        of its own or has other users. Nothing happens where dtypes or devices differ, where some modules have
-        a bias and others have none, and where a module is more than a linear one.
-
-        Args:
-            num_users: the number of parameters of the model at each address.
-
-        Returns: whether the weights were laid side by side now.
+        Nothing happens where a parameter is on the meta device, is of a class of its own or has other users
+        (`num_users`: parameters at each address), where dtypes or devices differ, where some modules have a
+        bias and others have none, and where a module is more than a linear one.
         """
         if self._is_joined():
             return False

@@ -27,15 +27,12 @@ _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 def checkpoint_folder(path_or_name: str | Path) -> Path:
-    """The folder of a checkpoint, which is downloaded where `path_or_name` is a name on the hub.
-
-    Args:
-        path_or_name: a folder, or a name like "organisation/model". A folder of that name comes first.
+    """The folder of a checkpoint, which is downloaded where `path_or_name` is a name like
+    "organisation/model".
 
     Raises:
         CheckpointError: there is no such folder, and no such name on the hub.
-        ConnectionError: the name has not been downloaded, and the hub cannot be reached. The cause is
-            its `__cause__`.
+        ConnectionError: the name has not been downloaded, and the hub cannot be reached.
         OSError: the files cannot be written.
     """
     if folder := existing_folder("path_or_name", path_or_name):

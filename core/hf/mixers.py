@@ -11,15 +11,10 @@ from .joint_linear import JointLinear
 
 
 class Mamba2Forward:
-    """The forward of a Mamba-2 mixer, over the states of a step's sequences.
+    """The forward of a Mamba-2 mixer (nemotron_h, granitemoehybrid, bamba, mamba2).
 
     The time steps are clamped to the module's `time_step_limit` in prefills and in decodes. transformers
     clamps them wherever it computes a text as a whole, and not where it decodes with its own cache.
-
-    Args:
-        mixer: the module; its weights are used, and not copied.
-        layer: its index among the model's mixers.
-        step: the step that the model computes now.
     """
 
     def __init__(self, mixer: nn.Module, layer: int, step: CurrentStep) -> None:
@@ -31,31 +26,16 @@ class Mamba2Forward:
         self._group_width = self._norm_width()
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[1, T, hidden] -> [1, T, hidden]; what transformers passes beside it is for its own cache."""
+        """[1, T, hidden] -> [1, T, hidden]; what else transformers passes is for its own cache."""
         mixer, inputs, kernels = self._mixer, self._step.inputs, self._step.kernels
-        gate, raw, dt = torch.split(
-            self._project(hidden_states[0]),
-            [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads],
-            dim=-1,
-        )
+        inner, heads, layer, conv = mixer.intermediate_size, mixer.num_heads, self._layer, mixer.conv1d
+        gate, raw, dt = torch.split(self._project(hidden_states[0]), [inner, mixer.conv_dim, heads], dim=-1)
         dt, A = kernels.time_steps(dt, mixer.dt_bias, mixer.A_log, self._shortest, self._longest)
-        xBC = convolve(
-            raw, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, "conv", self._layer, inputs, kernels
-        )
-        x, B, C = torch.split(
-            xBC, [mixer.intermediate_size, *[mixer.n_groups * mixer.ssm_state_size] * 2], dim=-1
-        )
-        y = scan_ssd(
-            torch.unflatten(x, -1, (mixer.num_heads, mixer.head_dim)),
-            dt,
-            A,
-            torch.unflatten(B, -1, (mixer.n_groups, mixer.ssm_state_size)),
-            torch.unflatten(C, -1, (mixer.n_groups, mixer.ssm_state_size)),
-            mixer.D,
-            self._layer,
-            inputs,
-            kernels,
-        )
+        xBC = convolve(raw, conv.weight.squeeze(1), conv.bias, "conv", layer, inputs, kernels)
+        x, B, C = torch.split(xBC, [inner, *[mixer.n_groups * mixer.ssm_state_size] * 2], dim=-1)
+        x = torch.unflatten(x, -1, (heads, mixer.head_dim))
+        B, C = (torch.unflatten(part, -1, (mixer.n_groups, mixer.ssm_state_size)) for part in (B, C))
+        y = scan_ssd(x, dt, A, B, C, mixer.D, layer, inputs, kernels)
         out: Tensor = mixer.out_proj(self._gate(y.flatten(1), gate))
         return out[None]
 
@@ -118,13 +98,7 @@ Hv // Hk may stand in the place of Hv."""
 
 
 class GatedDeltaNetForward:
-    """The forward of Qwen3.5's gated delta net, over the states of a step's sequences.
-
-    Args:
-        mixer: the module; its weights are used, and not copied.
-        layer: its index among the model's mixers.
-        step: the step that the model computes now.
-    """
+    """The forward of Qwen3.5's gated delta net."""
 
     projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     """The modules that read the hidden states, in the order in which `_project` takes their outputs."""
@@ -141,31 +115,17 @@ class GatedDeltaNetForward:
         self._value_heads = (heads, mixer.head_v_dim)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[1, T, hidden] -> [1, T, hidden]; what transformers passes beside it is for its own cache."""
+        """[1, T, hidden] -> [1, T, hidden]; what else transformers passes is for its own cache."""
         mixer, inputs, kernels = self._mixer, self._step.inputs, self._step.kernels
         raw, gate, b, a = self._project(hidden_states)
         g, beta = kernels.delta_gates(a, b, mixer.A_log, mixer.dt_bias, doubled=self._doubled())
         conv = mixer.conv1d
-        qkv = convolve(
-            raw,
-            conv.weight.squeeze(1),
-            conv.bias,
-            "gdn_conv",
-            self._layer,
-            inputs,
-            kernels,
-        )
+        weight, layer = conv.weight.squeeze(1), self._layer
+        qkv = convolve(raw, weight, conv.bias, "gdn_conv", layer, inputs, kernels)
         q, k, v = torch.split_with_sizes(qkv, self._parts, dim=-1)
-        out = scan_gated_delta_rule(
-            torch.unflatten(q, -1, self._key_heads),
-            torch.unflatten(k, -1, self._key_heads),
-            torch.unflatten(v, -1, self._value_heads),
-            g,
-            beta,
-            self._layer,
-            inputs,
-            kernels,
-        )
+        q, k = torch.unflatten(q, -1, self._key_heads), torch.unflatten(k, -1, self._key_heads)
+        v = torch.unflatten(v, -1, self._value_heads)
+        out = scan_gated_delta_rule(q, k, v, g, beta, layer, inputs, kernels)
         return self._finish(out, gate)[None]
 
     def _project(self, hidden: Tensor) -> Projections:
@@ -227,13 +187,7 @@ class OlmoHybridForward(GatedDeltaNetForward):
 
 
 class ShortConvForward:
-    """The forward of LFM2's short convolution, over the windows of a step's sequences.
-
-    Args:
-        mixer: the module; its weights are used, and not copied.
-        layer: its index among the model's short convolutions.
-        step: the step that the model computes now.
-    """
+    """The forward of LFM2's gated short convolution."""
 
     def __init__(self, mixer: nn.Module, layer: int, step: CurrentStep) -> None:
         self._mixer: Any = mixer
@@ -241,18 +195,12 @@ class ShortConvForward:
         self._step = step
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[1, T, hidden] -> [1, T, hidden]; what transformers passes beside it is for its own cache."""
+        """[1, T, hidden] -> [1, T, hidden]; what else transformers passes is for its own cache."""
         mixer, inputs = self._mixer, self._step.inputs
         B, C, x = mixer.in_proj(hidden_states[0]).chunk(3, dim=-1)
+        weight, kernels = mixer.conv.weight.squeeze(1), self._step.kernels
         convolved = convolve(
-            B * x,
-            mixer.conv.weight.squeeze(1),
-            mixer.conv.bias,
-            "short_conv",
-            self._layer,
-            inputs,
-            self._step.kernels,
-            activation=False,
+            B * x, weight, mixer.conv.bias, "short_conv", self._layer, inputs, kernels, activation=False
         )
         out: Tensor = mixer.out_proj(C * convolved)
         return out[None]

@@ -32,10 +32,9 @@ class ServedModel:
     """A causal language model of transformers over paged KV and states by slot.
 
     The modules of `model` are changed, instance by instance: the forwards of mixers are replaced, and those
-    of norms, layers, MLPs, attention and head, which the kernels compute in fewer launches. Attention goes
-    through the function that is registered as "mambaslots". Embeddings, rotary angles, routers and experts
-    are computed by transformers' own modules. Weights need no gradients. Those that read the same
-    input are laid side by side, and are views of one tensor afterwards; the others stay where they lie.
+    of norms, layers, MLPs, attention and head, which the kernels compute in fewer launches. Embeddings,
+    rotary angles, routers and experts are computed by transformers' own modules. Weights need no gradients.
+    Those that read the same input become views of one tensor.
 
     The model computes one step at a time; two threads must not call it at once.
 
@@ -44,16 +43,11 @@ class ServedModel:
             use outside the served model afterwards.
         groups: the ranks that the model is split over; None for one rank. Each rank passes the same whole
             model, or one whose weights `load` read in parts, and keeps its part: heads, columns of MLPs,
-            experts, rows of the head.
-
-    Attributes:
-        model: the model.
-        config: the config of the whole text model.
-        groups: the ranks.
+            experts, rows of the head. Example: 32 heads over 4 ranks are 8 heads each.
 
     Raises:
-        ValueError: the architecture, a mixer, or something that the config asks for, is not served, or
-            cannot be split over `groups`.
+        ValueError: the architecture, a mixer, or something that the config asks for, is not served, or cannot
+            be split over `groups`.
     """
 
     def __init__(self, model: "PreTrainedModel", groups: ParallelGroups | None = None) -> None:
@@ -84,13 +78,12 @@ class ServedModel:
         return self._embedding.device
 
     def state_spec(self) -> HybridStateSpec:
-        """What a context allocates for this model, on the device of the weights.
-
-        Weights that came or were replaced since the model was built are joined; see `fused.joint`.
+        """What a context allocates for this model, on the device of the weights; joins weights that were
+        replaced.
 
         Raises:
-            ImportError: the device's kernels need a package that is not installed.
-            ValueError: the device's kernels cannot compute these states.
+            ImportError, ValueError: the device's kernels need a package that is not installed, or cannot
+                compute these states.
         """
         kernels = kernel_set(self.device, self.dtype)
         spec = architectures.state_spec(self.config, self.dtype, self.device, self.groups)

@@ -173,28 +173,17 @@ _SPLITTERS: dict[str, Splitter] = {
 
 _EXPERTS = "n_routed_experts", "num_local_experts", "num_experts"
 _WIDTHS = (
-    "intermediate_size",
-    "shared_intermediate_size",
-    "shared_expert_intermediate_size",
-    "moe_shared_expert_intermediate_size",
+    *("intermediate_size", "shared_intermediate_size"),
+    *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
 )
 
 
 class ModelSplit:
-    """The parts of all weights of a whole model.
+    """The parts of all weights of a whole model, by the names of parameters and buffers in `parts`.
 
-    Args:
-        model: a causal language model of transformers, whole, with its weights or on the device "meta". Gets
-            an attribute, by which `of` finds this object.
-        config: of the text model.
-        groups: the ranks. Of one rank, nothing is split.
-
-    Attributes:
-        parts: by the names of parameters and buffers; None where another rank keeps the whole weight. Others
-            stay whole.
-
-    Raises:
-        ValueError: the architecture or a size cannot be split over these ranks.
+    A part is None where another rank keeps the whole weight; weights without a part stay whole. The model
+    gets an attribute, by which `of` finds this object. Raises a ValueError where the architecture or a size
+    cannot be split.
     """
 
     def __init__(self, model: nn.Module, config: Any, groups: ParallelGroups) -> None:

@@ -19,15 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StateSizes:
-    """What one sequence of a model costs in the cache.
-
-    Attributes:
-        name: of the model.
-        model_type: of its text model.
-        dtype: of the weights, the convolution windows and the KV.
-        state_bytes: of one state: all tensors and layers.
-        kv_bytes_per_token: of all attention layers.
-    """
+    """What one sequence of a model costs in the cache: bytes of one state, and of the KV of a token."""
 
     name: str
     model_type: str
@@ -42,16 +34,7 @@ class StateSizes:
 
 
 def state_sizes(name: str, config: "PreTrainedConfig", dtype: torch.dtype | None = None) -> StateSizes:
-    """The sizes of a model of this config; no weights are made.
-
-    Args:
-        name: of the model.
-        config: of a checkpoint.
-        dtype: of the weights; None takes the config's, and bfloat16 where the config names none.
-
-    Raises:
-        ValueError: the architecture, or something that the config asks for, is not served.
-    """
+    """The sizes of a model of this config, without weights; `dtype` None: the config's, or bfloat16."""
     text: Any = architectures.text_config(config)
     kept = dtype or text.dtype or config.dtype or torch.bfloat16
     spec = architectures.state_spec(text, kept)
@@ -59,11 +42,7 @@ def state_sizes(name: str, config: "PreTrainedConfig", dtype: torch.dtype | None
 
 
 def read_config(path: str | Path) -> "PreTrainedConfig":
-    """The config in a file, or in the file `config.json` of a folder.
-
-    Raises:
-        ValueError: there is no such file, or it is no config of an architecture that is served.
-    """
+    """The config in a file, or in the file `config.json` of a folder; a ValueError where there is none."""
     from transformers import AutoConfig
 
     file = Path(path)

@@ -43,9 +43,8 @@ class CheckpointTokenizer:
         return ids
 
     def encode_with_cuts(self, text: str) -> tuple[list[int], list[Cut]]:
-        """`encode` without added special tokens, and a cut for each added token.
-
-        A tokenizer of transformers that is written in Python knows no cuts.
+        """`encode` without added special tokens, and a cut for each added token; no cuts of a tokenizer in
+        Python.
         """
         if not self.tokenizer.is_fast:
             return self.encode(text, add_special_tokens=False), []
@@ -63,10 +62,8 @@ class CheckpointTokenizer:
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The text of a chat, from the checkpoint's template in transformers' sandbox.
-
-        Raises:
-            ValueError: the template refuses the messages.
+        """The text of a chat, from the checkpoint's template; a ValueError where the template refuses the
+        messages.
         """
         try:
             text = self.tokenizer.apply_chat_template(
@@ -106,11 +103,7 @@ def _longest_token(pipeline: Mapping[str, Any]) -> int | None:
 
 
 def load_text(folder: Path) -> TextCodec | None:
-    """The tokenizer and chat template in `folder`; None where it has no file of a tokenizer.
-
-    Raises:
-        CheckpointError: transformers cannot read the tokenizer.
-    """
+    """The tokenizer and chat template in `folder`; None where it has no file of a tokenizer."""
     if not any(found for pattern in _FILES for found in folder.glob(pattern)):
         return None
     try:

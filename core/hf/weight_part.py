@@ -12,13 +12,7 @@ from ..parallel_groups import ParallelGroups, Part
 
 @dataclass(frozen=True)
 class WeightPart:
-    """Indices of one dimension of a weight.
-
-    Attributes:
-        dim: the dimension.
-        ranges: consecutive indices, one range behind another in the part.
-        total: indices that the whole weight has.
-    """
+    """Indices of one dimension `dim` of a weight, as consecutive ranges, of `total` in the whole weight."""
 
     dim: int
     ranges: tuple[range, ...]
@@ -73,16 +67,7 @@ def shifted(ranges: Sequence[range], offset: int) -> list[range]:
 
 
 class ModuleSplit:
-    """The parts of a module's weights, and the module's attributes that say how wide it is.
-
-    Args:
-        module: a whole module.
-        groups: the ranks.
-
-    Attributes:
-        parts: by the name of a parameter or buffer within the module; None where another rank keeps it.
-        sizes: the new values of the module's attributes.
-    """
+    """The parts of a module's weights by name (None: of another rank), and its attributes' new sizes."""
 
     def __init__(self, module: nn.Module, groups: ParallelGroups) -> None:
         self.module: Any = module

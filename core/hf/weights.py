@@ -59,9 +59,8 @@ class WeightSource:
         dtype: torch.dtype,
         parts: Parts = MappingProxyType({}),
     ) -> dict[str, Tensor]:
-        """The model's weights, name to new tensor; on the device "meta" nothing is read.
-
-        `parts`: what is kept of weights that ranks split; nothing of a weight whose part is None.
+        """The model's weights, name to new tensor; on the device "meta" nothing is read. `parts`: what is
+        kept.
         """
 
         def read(name: str) -> Tensor:
@@ -98,10 +97,11 @@ class WeightSource:
         dtype: torch.dtype,
         part: WeightPart | None,
     ) -> Tensor | None:
-        """The weight, filled tensor by tensor; None where a conversion does more than stack and concatenate,
-        or where ranks split it otherwise than by what is stacked.
+        """The weight, filled tensor by tensor: transformers' own operations hold all tensors and their result
+        at once.
 
-        transformers' own operations hold all tensors and what they make of them at once.
+        None where a conversion does more than stack and concatenate, or where ranks split it otherwise than
+        by what is stacked.
         """
         operations = [] if self.converter is None else list(self.converter.operations)
         merge = operations.pop(0) if operations and isinstance(operations[0], MergeModulelist) else None
@@ -146,10 +146,8 @@ class WeightSources:
 
     @classmethod
     def find(cls, model: PreTrainedModel, checkpoint: Tensors) -> "WeightSources":
-        """Sources of all weights of `model`, whose tensors may be on the device "meta".
-
-        Raises:
-            CheckpointError: a weight is missing, is not of the model's shape, or has no place in the model.
+        """Sources of all weights of `model`; a CheckpointError names a weight that is missing, superfluous or
+        misshapen.
         """
         wanted, kind = model.state_dict(), type(model).__name__
         by_target, strange = _match(model, wanted, checkpoint.names)
@@ -207,9 +205,8 @@ def _ignored(model: PreTrainedModel, names: Collection[str]) -> list[str]:
 
 
 def _check_dtypes(source: WeightSource, checkpoint: Tensors) -> None:
-    """Raise a CheckpointError that names a tensor whose elements cannot be weights.
-
-    Integers and floating point of 8 bits are elements of a quantisation that the config does not name.
+    """Raise a CheckpointError that names a tensor whose elements cannot be weights: of an unnamed
+    quantisation.
     """
     for name in source.names:
         if (dtype := checkpoint.dtype(name)) not in _DTYPES:
@@ -290,23 +287,15 @@ def load_weights(
     device: torch.device,
     parts: Parts | None = None,
 ) -> None:
-    """Give `model` the weights of the checkpoint in `folder`.
+    """Give `model`, whose tensors are on the device "meta", the weights of the checkpoint in `folder`.
 
     All names and shapes are checked before the first weight is read. Weights are read one after another: at
     no time more is allocated than the weights, and once more the largest tensor that is made of several or
-    stored in another dtype.
+    stored in another dtype. After an error the model is of no use.
 
     Args:
-        model: a transformers model whose tensors are on the device "meta"; gets new ones, of the same dtypes.
-            Buffers that no checkpoint holds stay as they are. After an error the model is of no use.
-        folder: the checkpoint's.
-        blocks: what `float8.block_size` says of the checkpoint.
-        device: where the weights go.
-        parts: what this rank keeps of the weights that ranks split, by their names; None for a weight of
-            another rank, which stays on the device "meta".
-
-    Raises:
-        CheckpointError: the files are not what `model` needs; the message names the file or the weight.
+        blocks: what `block_size` says of the checkpoint.
+        parts: what this rank keeps of the weights that ranks split; None for a weight of another rank.
     """
     with ExitStack() as stack:
         stored = stack.enter_context(Checkpoint(folder))
