@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,79 +20,67 @@ _DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "BOOL": torch.bool,
 }  # fmt: skip
+_SCALE = "_scale_inv"
+_ACTIVATION_SCALES = (".activation_scale", ".input_scale")
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+_STEP_ELEMENTS = 2**22
 
 
-class Tensors(Protocol):
-    """Named tensors on disk."""
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Of the values: float32 for elements that are stored beside scales."""
-
-    def read(
-        self, name: str, device: torch.device, dtype: torch.dtype, part: WeightPart | None = None
-    ) -> torch.Tensor:
-        """A new tensor on `device`, of `part` alone where that is not None.
-
-        Floating point becomes `dtype`; integers stay what they are.
-        """
-
-
-class Checkpoint:
+class Checkpoint(ExitStack):
     """The safetensors files of a folder. Nothing is read but their headers until `read` is called.
 
-    Raises a CheckpointError where a file is missing, truncated or corrupt, or the folder has only pickle
-    files.
+    With `blocks`, weights are stored as `quant_method` "fp8" stores them: a weight of dtype float8_e4m3fn,
+    [..., rows, columns], has a tensor with "_scale_inv" behind its name, [..., ceil(rows / block rows),
+    ceil(columns / block columns)]. `read` multiplies a weight by the scales of its blocks, which are no
+    tensors of their own.
+
+    Raises a CheckpointError where a file is missing, truncated or corrupt, the folder has only pickle files,
+    a weight has no scales, scales have no weight, or their shapes do not fit.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._open_files = ExitStack()
+    def __init__(self, folder: Path, blocks: tuple[int, int] | None = None) -> None:
+        super().__init__()
         self._files: dict[str, tuple[Path, Any]] = {}
+        self._blocks = blocks
+        self._scaled: set[str] = set()
+        self.activation_scales: tuple[str, ...] = ()
         try:
             self._open(folder)
+            self.names = tuple(self._files)
+            if blocks is not None:
+                self._find_scales(blocks)
         except BaseException:
-            self._open_files.close()
+            self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._files.clear()
-        self._open_files.close()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._files)
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all tensors on disk."""
-        sizes = (torch.Size(self.shape(name)).numel() * self.dtype(name).itemsize for name in self._files)
-        return sum(sizes)
+        return sum(
+            torch.Size(self.shape(name)).numel() * self._stored_dtype(name).itemsize for name in self._files
+        )
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        code = self._slice(name).get_dtype()
-        if code not in _DTYPES:
-            raise CheckpointError(f"{name} has the dtype {code}; accepted: {', '.join(_DTYPES)}")
-        return _DTYPES[code]
+        """Of the values: float32 for elements that are stored with scales."""
+        return torch.float32 if name in self._scaled else self._stored_dtype(name)
 
     def read(
+        self, name: str, device: torch.device, dtype: torch.dtype, part: WeightPart | None = None
+    ) -> torch.Tensor:
+        """A new tensor on `device`, of `part` alone where that is not None; floating point becomes
+        `dtype`."""
+        if name not in self._scaled or self._blocks is None:
+            return self._read(name, device, dtype, part)
+        weight, scale = (self._read(each, device, None) for each in (name, name + _SCALE))
+        whole = dequantize(weight, scale, self._blocks, dtype)
+        return whole if part is None else part.take(whole)
+
+    def _read(
         self, name: str, device: torch.device, dtype: torch.dtype | None, part: WeightPart | None = None
     ) -> torch.Tensor:
-        """A new tensor on `device`, of `part` alone where that is not None.
-
-        Floating point becomes `dtype`, where that is not None.
-        """
         path, file = self._files[name]
         try:
             if part is not None:
@@ -103,8 +90,41 @@ class Checkpoint:
             raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
         return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
+    def _stored_dtype(self, name: str) -> torch.dtype:
+        code = self._slice(name).get_dtype()
+        if code not in _DTYPES:
+            raise CheckpointError(f"{name} has the dtype {code}; accepted: {', '.join(_DTYPES)}")
+        return _DTYPES[code]
+
     def _slice(self, name: str) -> Any:
         return self._files[name][1].get_slice(name)
+
+    def _find_scales(self, blocks: tuple[int, int]) -> None:
+        stored = self.names
+        scales = {name for name in stored if name.endswith(_SCALE)}
+        activations = {name for name in stored if name.endswith(_ACTIVATION_SCALES)}
+        self.activation_scales = tuple(sorted(activations))
+        self.names = tuple(name for name in stored if name not in scales | activations)
+        self._scaled = {name for name in self.names if name + _SCALE in scales}
+        for name in self.names:
+            dtype = self._stored_dtype(name)
+            if dtype == torch.float8_e4m3fn and name not in self._scaled:
+                raise CheckpointError(f"{name} is stored in float8_e4m3fn, and {name + _SCALE} is missing")
+            if dtype != torch.float8_e4m3fn and name in self._scaled:
+                raise CheckpointError(
+                    f"{name} is stored in {dtype} beside {name + _SCALE}; accepted: torch.float8_e4m3fn"
+                )
+        for name in scales:
+            weight = name.removesuffix(_SCALE)
+            if weight not in self._scaled:
+                raise CheckpointError(f"{name} has no weight: {weight} is missing")
+            *before, rows, columns = self.shape(weight) if len(self.shape(weight)) > 1 else (1, 0, 0)
+            accepted = (*before, -(-rows // blocks[0]), -(-columns // blocks[1]))
+            if self.shape(name) != accepted or self._stored_dtype(name) not in _SCALE_DTYPES:
+                raise CheckpointError(
+                    f"{name} is {self._stored_dtype(name)}, {self.shape(name)}; accepted for {weight}, "
+                    f"{self.shape(weight)}: floating point, {accepted}"
+                )
 
     def _open(self, folder: Path) -> None:
         index = _weight_map(folder) if (folder / _INDEX).is_file() else None
@@ -116,7 +136,7 @@ class Checkpoint:
                 raise CheckpointError(f"{folder / _INDEX} names {file_name}, which is missing")
             try:
                 # `pread` leaves no pages of the file in this process; a map counts them as its memory.
-                file = self._open_files.enter_context(safe_open(path, framework="pt", backend="pread"))
+                file = self.enter_context(safe_open(path, framework="pt", backend="pread"))
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} is truncated or no safetensors file: {error}") from error
             for name in file.offset_keys():
@@ -169,12 +189,6 @@ def _no_safetensors(folder: Path) -> str:
     return f"{folder} has neither {_WHOLE} nor {_INDEX}"
 
 
-_SCALE = "_scale_inv"
-_ACTIVATION_SCALES = (".activation_scale", ".input_scale")
-_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
-_STEP_ELEMENTS = 2**22
-
-
 def block_size(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Rows and columns that share a scale in a block-scaled FP8 checkpoint; None if nothing is quantised.
 
@@ -204,68 +218,6 @@ def block_size(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | Non
 
 def _is_size(value: object) -> bool:
     return type(value) is int and value > 0
-
-
-class Float8Checkpoint:
-    """The tensors of `checkpoint` without scales: `read` multiplies a weight by the scales of its blocks.
-
-    The format is that of `quant_method` "fp8": a weight of dtype float8_e4m3fn, [..., rows, columns], has a
-    tensor with "_scale_inv" behind its name, [..., ceil(rows / block rows), ceil(columns / block columns)].
-    Other weights are stored as they are. Raises a CheckpointError where a weight has no scales, scales have
-    no weight, or shapes do not fit.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, blocks: tuple[int, int]) -> None:
-        self._checkpoint, self._blocks = checkpoint, blocks
-        stored = checkpoint.names
-        scales = {name for name in stored if name.endswith(_SCALE)}
-        activations = {name for name in stored if name.endswith(_ACTIVATION_SCALES)}
-        self.activation_scales = tuple(sorted(activations))
-        self._names = tuple(name for name in stored if name not in scales | activations)
-        self._scaled = {name for name in self._names if name + _SCALE in scales}
-        for name in self._names:
-            is_float8 = checkpoint.dtype(name) == torch.float8_e4m3fn
-            if is_float8 and name not in self._scaled:
-                raise CheckpointError(f"{name} is stored in float8_e4m3fn, and {name + _SCALE} is missing")
-            if name in self._scaled and not is_float8:
-                dtype = checkpoint.dtype(name)
-                raise CheckpointError(
-                    f"{name} is stored in {dtype} beside {name + _SCALE}; accepted: torch.float8_e4m3fn"
-                )
-        for name in scales:
-            self._check_scale(name)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self._names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._checkpoint.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return torch.float32 if name in self._scaled else self._checkpoint.dtype(name)
-
-    def read(
-        self, name: str, device: torch.device, dtype: torch.dtype, part: WeightPart | None = None
-    ) -> torch.Tensor:
-        if name not in self._scaled:
-            return self._checkpoint.read(name, device, dtype, part)
-        weight = self._checkpoint.read(name, device, None)
-        scale = self._checkpoint.read(name + _SCALE, device, None)
-        whole = dequantize(weight, scale, self._blocks, dtype)
-        return whole if part is None else part.take(whole)
-
-    def _check_scale(self, name: str) -> None:
-        weight = name.removesuffix(_SCALE)
-        if weight not in self._scaled:
-            raise CheckpointError(f"{name} has no weight: {weight} is missing")
-        *before, rows, columns = self.shape(weight) if len(self.shape(weight)) > 1 else (1, 0, 0)
-        accepted = (*before, -(-rows // self._blocks[0]), -(-columns // self._blocks[1]))
-        if self.shape(name) != accepted or self._checkpoint.dtype(name) not in _SCALE_DTYPES:
-            raise CheckpointError(
-                f"{name} is {self._checkpoint.dtype(name)}, {self.shape(name)}; accepted for {weight}, "
-                f"{self.shape(weight)}: floating point, {accepted}"
-            )
 
 
 def dequantize(

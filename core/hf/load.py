@@ -23,12 +23,12 @@ from .weights import load_weights
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 _SUBFOLDERS = ["*/*"]
+_MOST_LAYERS = 10_000
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 def checkpoint_folder(path_or_name: str | Path) -> Path:
-    """The folder of a checkpoint, which is downloaded where `path_or_name` is a name like
-    "organisation/model".
+    """The folder of a checkpoint, which is downloaded where `path_or_name` is an "organisation/model".
 
     Raises:
         CheckpointError: there is no such folder, and no such name on the hub.
@@ -63,9 +63,6 @@ def _downloaded(name: str) -> Path:
             f"{name!r} is no folder here and not in the cache of huggingface_hub, and the hub cannot be "
             "reached; accepted without a network: a folder"
         ) from error
-
-
-_MOST_LAYERS = 10_000
 
 
 def load(

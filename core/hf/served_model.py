@@ -78,12 +78,9 @@ class ServedModel:
         return self._embedding.device
 
     def state_spec(self) -> HybridStateSpec:
-        """What a context allocates for this model, on the device of the weights; joins weights that were
-        replaced.
+        """What a context allocates for this model; joins weights that were replaced.
 
-        Raises:
-            ImportError, ValueError: the device's kernels need a package that is not installed, or cannot
-                compute these states.
+        Raises an ImportError or a ValueError where the device's kernels cannot compute these states.
         """
         kernels = kernel_set(self.device, self.dtype)
         spec = architectures.state_spec(self.config, self.dtype, self.device, self.groups)

@@ -3,12 +3,12 @@
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,13 @@ from transformers.core_model_loading import (
 )
 
 from ..files import CheckpointError
-from .checkpoint import Checkpoint, Float8Checkpoint, Tensors
+from .checkpoint import Checkpoint
 from .weight_part import WeightPart
 
 Parts = Mapping[str, WeightPart | None]
 """What a rank keeps of the weights that ranks split, by their names; None: nothing."""
+
+logger = logging.getLogger(__name__)
 
 _META = torch.device("meta")
 _MAX_SHOWN = 20
@@ -52,16 +54,10 @@ class WeightSource:
     patterns: list[str] = field(default_factory=list)
 
     def weights(
-        self,
-        model: PreTrainedModel,
-        checkpoint: Tensors,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
         parts: Parts = MappingProxyType({}),
-    ) -> dict[str, Tensor]:
-        """The model's weights, name to new tensor; on the device "meta" nothing is read. `parts`: what is
-        kept.
-        """
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """The model's weights, name to new tensor, of which `parts` are kept; on "meta" nothing is read."""
 
         def read(name: str) -> Tensor:
             if device == _META:
@@ -90,13 +86,9 @@ class WeightSource:
         return weights
 
     def _merged(
-        self,
-        model: PreTrainedModel,
-        checkpoint: Tensors,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
         part: WeightPart | None,
-    ) -> Tensor | None:
+    ) -> Tensor | None:  # fmt: skip
         """The weight, filled tensor by tensor: transformers' own operations hold all tensors and their result
         at once.
 
@@ -130,8 +122,7 @@ class WeightSource:
         return weight
 
 
-@dataclass(frozen=True)
-class WeightSources:
+class WeightSources(NamedTuple):
     """Where each weight of a model comes from.
 
     Attributes:
@@ -144,25 +135,26 @@ class WeightSources:
     ignored: tuple[str, ...]
     missing: frozenset[str]
 
-    @classmethod
-    def find(cls, model: PreTrainedModel, checkpoint: Tensors) -> "WeightSources":
-        """Sources of all weights of `model`; a CheckpointError names a weight that is missing, superfluous or
-        misshapen.
-        """
-        wanted, kind = model.state_dict(), type(model).__name__
-        by_target, strange = _match(model, wanted, checkpoint.names)
-        ignored = _ignored(model, strange)
-        if superfluous := [name for name in strange if name not in ignored]:
-            raise CheckpointError(f"the checkpoint has weights that {kind} has not: {listed(superfluous)}")
-        made: set[str] = set()
-        for source in by_target.values():
-            _check_dtypes(source, checkpoint)
-            _check_merged(source, wanted[source.target].shape)
-            made.update(_checked_shapes(source, model, wanted, checkpoint))
-        missing = wanted.keys() - made
-        if absent := sorted(missing - _tied_to_present(model, made), key=dot_natural_key):
-            raise CheckpointError(f"the checkpoint lacks weights of {kind}: {listed(absent)}")
-        return cls(tuple(by_target.values()), tuple(ignored), frozenset(missing))
+
+def find_sources(model: PreTrainedModel, checkpoint: Checkpoint) -> WeightSources:
+    """Sources of all weights of `model`; a CheckpointError names a missing, superfluous or misshapen
+    weight."""
+    wanted, kind = model.state_dict(), type(model).__name__
+    by_target, strange = _match(model, wanted, checkpoint.names)
+    ignored = _ignored(model, strange)
+    if superfluous := [name for name in strange if name not in ignored]:
+        raise CheckpointError(f"the checkpoint has weights that {kind} has not: {listed(superfluous)}")
+    made: set[str] = set()
+    for source in by_target.values():
+        _check_dtypes(source, checkpoint)
+        _check_merged(source, wanted[source.target].shape)
+        made.update(_checked_shapes(source, model, wanted, checkpoint))
+    missing = wanted.keys() - made
+    ties = [{name, other} for name, other in model.all_tied_weights_keys.items()]
+    tied = set().union(*(tie for tie in ties if not tie.isdisjoint(made)))
+    if absent := sorted(missing - tied, key=dot_natural_key):
+        raise CheckpointError(f"the checkpoint lacks weights of {kind}: {listed(absent)}")
+    return WeightSources(tuple(by_target.values()), tuple(ignored), frozenset(missing))
 
 
 def _match(
@@ -204,10 +196,8 @@ def _ignored(model: PreTrainedModel, names: Collection[str]) -> list[str]:
     return [name for name in names if is_ignored(name)]
 
 
-def _check_dtypes(source: WeightSource, checkpoint: Tensors) -> None:
-    """Raise a CheckpointError that names a tensor whose elements cannot be weights: of an unnamed
-    quantisation.
-    """
+def _check_dtypes(source: WeightSource, checkpoint: Checkpoint) -> None:
+    """Raise a CheckpointError that names a tensor whose elements cannot be weights."""
     for name in source.names:
         if (dtype := checkpoint.dtype(name)) not in _DTYPES:
             raise CheckpointError(
@@ -245,7 +235,7 @@ def _split_at_index(name: str, pattern: str) -> tuple[str, int, str]:
 
 
 def _checked_shapes(
-    source: WeightSource, model: PreTrainedModel, wanted: dict[str, Tensor], checkpoint: Tensors
+    source: WeightSource, model: PreTrainedModel, wanted: dict[str, Tensor], checkpoint: Checkpoint
 ) -> Iterator[str]:
     """The weights that `source` makes."""
     names = f"{source.names[0]} to {source.names[-1]}" if len(source.names) > 1 else source.names[0]
@@ -264,12 +254,6 @@ def _checked_shapes(
         yield name
 
 
-def _tied_to_present(model: PreTrainedModel, made: Collection[str]) -> set[str]:
-    """Weights that are another name of a weight that is there."""
-    ties = [{name, other} for name, other in model.all_tied_weights_keys.items()]
-    return set().union(*(tie for tie in ties if not tie.isdisjoint(made)))
-
-
 def listed(names: Collection[str]) -> str:
     """Names for a message: the first ones, and how many more there are."""
     shown = list(names)[:_MAX_SHOWN]
@@ -277,16 +261,10 @@ def listed(names: Collection[str]) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-logger = logging.getLogger(__name__)
-
-
 def load_weights(
-    model: PreTrainedModel,
-    folder: Path,
-    blocks: tuple[int, int] | None,
-    device: torch.device,
+    model: PreTrainedModel, folder: Path, blocks: tuple[int, int] | None, device: torch.device,
     parts: Parts | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Give `model`, whose tensors are on the device "meta", the weights of the checkpoint in `folder`.
 
     All names and shapes are checked before the first weight is read. Weights are read one after another: at
@@ -297,13 +275,11 @@ def load_weights(
         blocks: what `block_size` says of the checkpoint.
         parts: what this rank keeps of the weights that ranks split; None for a weight of another rank.
     """
-    with ExitStack() as stack:
-        stored = stack.enter_context(Checkpoint(folder))
-        checkpoint: Tensors = stored if blocks is None else Float8Checkpoint(stored, blocks)
-        sources = WeightSources.find(model, checkpoint)
+    with Checkpoint(folder, blocks) as checkpoint:
+        sources = find_sources(model, checkpoint)
         if sources.ignored:
             logger.info("%s: not loaded, not of the text model: %s", folder, listed(sources.ignored))
-        if isinstance(checkpoint, Float8Checkpoint) and checkpoint.activation_scales:
+        if checkpoint.activation_scales:
             scales = listed(checkpoint.activation_scales)
             logger.info("%s: not used, activations are not quantised: %s", folder, scales)
         dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
@@ -311,7 +287,7 @@ def load_weights(
             weights = source.weights(model, checkpoint, device, dtypes[source.target], parts or {})
             for name in tuple(weights):
                 _place(model, name, weights.pop(name))
-        stored_bytes = stored.num_bytes
+        stored_bytes = checkpoint.num_bytes
     model.tie_weights(missing_keys=set(sources.missing), recompute_mapping=False)
     if blocks is not None:
         in_memory = sum(weight.nbytes for weight in model.parameters())
