@@ -67,13 +67,9 @@ class Architecture:
 
 
 def _mamba2(
-    fields: Mapping[str, str],
-    config: Any,
-    layers: int,
-    dtype: torch.dtype,
-    state_dtype: torch.dtype,
+    fields: Mapping[str, str], config: Any, layers: int, dtype: torch.dtype, state_dtype: torch.dtype,
     groups: ParallelGroups,
-) -> tuple[StateTensor, ...]:
+) -> tuple[StateTensor, ...]:  # fmt: skip
     """`fields`: the config's names of the arguments of `mamba2_states`."""
     sizes = {argument: getattr(config, field) for argument, field in fields.items()}
     sizes |= {name: part_of(sizes[name], groups) for name in ("heads", "groups")}
@@ -181,10 +177,7 @@ def text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
                 f"{WRAPPERS[config.model_type]!r}"
             )
     if text.model_type not in ARCHITECTURES:
-        reason = ""
-        if text.model_type == "kimi_linear":
-            reason = " (its latent attention and its decays by key channel have no kernels here)"
-        raise ValueError(f"model_type is {text.model_type!r}{reason}; accepted: {known}")
+        raise ValueError(f"model_type is {text.model_type!r}; accepted: {known}")
     text = copy.deepcopy(text)
     text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
     _check_features(text)
@@ -224,11 +217,9 @@ def _check_features(text: Any) -> None:
 
 
 def state_spec(
-    text: "PreTrainedConfig",
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
+    text: "PreTrainedConfig", dtype: torch.dtype, device: torch.device | str = "cpu",
     groups: ParallelGroups | None = None,
-) -> HybridStateSpec:
+) -> HybridStateSpec:  # fmt: skip
     """What a context allocates for a model of this config, computed from the config alone.
 
     Recurrent states are float32, or what the config says as `mamba_ssm_cache_dtype` or `mamba_ssm_dtype`;
@@ -262,8 +253,7 @@ def state_spec(
 def _state_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
     """The first field that is set; at least float64 in a float64 model."""
     for field in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"):
-        value = getattr(config, field, None)
-        if value is not None:
+        if (value := getattr(config, field, None)) is not None:
             name = str(value).removeprefix("torch.")
             if name not in STATE_DTYPES:
                 raise ValueError(f"{field} is {name!r}; accepted: {', '.join(STATE_DTYPES)}")

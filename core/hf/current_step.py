@@ -32,9 +32,7 @@ class CurrentStep:
         self.groups = groups or ParallelGroups()
 
     def summed(self, partial: Tensor) -> Tensor:
-        """The sum of the ranks' results, in the dtype of `partial`, which is overwritten; added in float32 or
-        wider.
-        """
+        """The sum of the ranks' results, in the dtype of `partial`, which is overwritten."""
         if self.groups.tensor_size == 1:
             return partial
         wide = partial.to(self.kernels.compute_dtype(partial.dtype))
@@ -61,16 +59,10 @@ ATTENTION_NAME = "mambaslots"
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """Where one attention module of a served model keeps its keys and values: `layer` of
-    `StepInputs.kv_cache`.
-    """
+    """Where one attention module keeps its keys and values: `layer` of `StepInputs.kv_cache`."""
 
     layer: int
     step: CurrentStep
-
-    def install(self, module: nn.Module) -> None:
-        """Let `attention_forward` find this object at `module`."""
-        module.mambaslots_attention = self  # type: ignore[assignment]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Store the keys and values of all tokens [T, kv heads, D], and attend: [T, heads, D]."""
@@ -89,24 +81,17 @@ def attention_forward(
     model does it. Returns the output [1, T, heads, D] and no weights; a ValueError names attention that is
     not served.
     """
-    _check_served(
-        module, attention_mask=attention_mask, sliding_window=sliding_window, softcap=softcap, s_aux=s_aux
-    )
+    unserved = (attention_mask, sliding_window, softcap, s_aux)
+    for name, asked in zip(("attention_mask", "sliding_window", "softcap", "s_aux"), unserved, strict=True):
+        if asked is not None:
+            raise ValueError(f"{name} of {type(module).__name__} is {shown(asked)}; accepted: None")
     paged: PagedAttention = module.mambaslots_attention  # type: ignore[assignment]
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return paged(queries, keys, values, scaling)[None], None
 
 
-def _check_served(module: nn.Module, **unserved: object) -> None:
-    for name, value in unserved.items():
-        if value is not None:
-            raise ValueError(f"{name} of {type(module).__name__} is {shown(value)}; accepted: None")
-
-
 def register_attention() -> None:
-    """Register the name at transformers, without a mask function: transformers then makes no mask on the
-    host.
-    """
+    """Register the name at transformers, without a mask function: no mask is then made on the host."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
@@ -119,8 +104,7 @@ EXPERTS_NAME = "mambaslots"
 def experts_forward(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """transformers' experts, "grouped_mm" on a GPU and "eager" elsewhere: what this rank's experts add, [T,
-    hidden].
+    """transformers' experts, "grouped_mm" on a GPU and "eager" elsewhere: what this rank's experts add.
 
     "grouped_mm" sorts the tokens by expert and multiplies all experts in one launch. It does not synchronise
     in bfloat16 on a GPU of compute capability 9.0; "eager" reads on the host which experts have tokens. Where

@@ -22,10 +22,7 @@ class NormForward:
 
     def __init__(self, norm: nn.Module, step: CurrentStep, offset: float) -> None:
         self._norm: Any = norm
-        self._step = step
-        self._offset = offset
-        self._eps = eps_of(norm)
-        self._original = norm.forward
+        self._step, self._offset, self._eps, self._original = step, offset, eps_of(norm), norm.forward
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """[..., n] -> [..., n] in the same dtype."""
@@ -36,9 +33,7 @@ class NormForward:
         return self._step.kernels.rms_norm(hidden_states, weight, self._eps, offset=self._offset)
 
     def after_waiting(self, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream with what waits in the step added to it, and the norm of this sum. Nothing
-        waits afterwards.
-        """
+        """The residual stream plus what waits in the step, and the norm of this sum; nothing waits then."""
         added, self._step.waiting = self._step.waiting, None
         if added is None:
             return residual, self(residual)
@@ -81,10 +76,7 @@ class AttentionForward:
         self._eps = eps_of(getattr(attention, shape.norms[0])) if shape.norms is not None else 0.0
 
     def __call__(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs: Any,
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """[1, T, hidden] -> [1, T, hidden]; `position_embeddings` are cosines and sines, [1, T, R]."""
         module, shape, hidden = self._attention, self._shape, hidden_states[0]

@@ -35,16 +35,10 @@ class LayerForward:
     """
 
     def __init__(
-        self,
-        branches: Sequence[tuple[NormForward, Branch]],
-        step: CurrentStep,
-        adds: bool,
+        self, branches: Sequence[tuple[NormForward, Branch]], step: CurrentStep, adds: bool,
         returned: Callable[[Tensor], Any],
-    ) -> None:
-        self._branches = branches
-        self._step = step
-        self._adds = adds
-        self._returned = returned
+    ) -> None:  # fmt: skip
+        self._branches, self._step, self._adds, self._returned = branches, step, adds, returned
 
     def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         return self._returned(self.added(hidden_states, **kwargs))
@@ -132,8 +126,7 @@ class LayerStack:
     """A base model whose embeddings go to the layers as they are, without transformers' own forward.
 
     That forward makes masks, caches and output objects that a served model has no use for, and handles
-    keyword
-    arguments in every layer: about as much time of the host as three layers.
+    keyword arguments in every layer: about as much time of the host as three layers.
     """
 
     def __init__(self, base: Any, layers: Sequence[LayerForward], final_norm: NormForward) -> None:
@@ -161,8 +154,7 @@ class Fusion:
         layer: the class of the layers whose branches are known, behind `prefix`; None: no layer is replaced.
         branches: of such a layer. returned: what it returns.
         final_norm: the name of the norm behind the last layer. None where another layer may follow one that
-        is
-            replaced: each layer then adds its last output itself.
+            is replaced: each layer then adds its last output itself.
         mlp, attention: their forwards; None: they stay as they are.
         is_stack: whether the model is an embedding, layers, a norm and a head, with nothing between them.
     """
@@ -222,11 +214,7 @@ FUSIONS: dict[str, Fusion] = {
 
 
 def install(model: nn.Module, config: Any, step: CurrentStep) -> LayerStack | None:
-    """Replace the forwards of a model's norms, layers, MLPs, attention and head; unknown modules stay as they
-    are.
-
-    Returns what runs the layers, or None where transformers' own forward runs them.
-    """
+    """Replace the forwards of known modules; returns what runs the layers, or None if transformers does."""
     fusion = FUSIONS[config.model_type]
     norms: dict[nn.Module, NormForward] = {}
     for module in _modules(model, fusion.prefix + "RMSNorm"):
@@ -254,9 +242,7 @@ def install(model: nn.Module, config: Any, step: CurrentStep) -> LayerStack | No
 
 
 def _install_head(model: nn.Module, config: Any, step: CurrentStep) -> None:
-    """Logits in float32 from the product itself, where the head is a product and nothing else; ranks gather
-    theirs.
-    """
+    """Logits in float32 from the product itself, where the head is a product and nothing else."""
     head: Any = model.lm_head
     if type(head) is not nn.Linear or head.bias is not None:
         return

@@ -21,10 +21,9 @@ class JointLinear:
     """The linear modules `names` of `owner`, as one.
 
     `join` lays their weights in one tensor. Each module's parameter stays the same object and becomes a view
-    of its
-    rows: a state dict does not change, and a write into a parameter is a write into the joint weight. A call
-    first checks that all parameters still lie there. Where one does not, because it was never joined, was
-    replaced or moved to another device, the modules are called one by one.
+    of its rows: a state dict does not change, and a write into a parameter is a write into the joint weight.
+    A call first checks that all parameters still lie there. Where one does not, because it was never joined,
+    was replaced or moved to another device, the modules are called one by one.
     """
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...]) -> None:
@@ -42,8 +41,7 @@ class JointLinear:
         return torch.cat([self._modules[name](x) for name in self._names], dim=-1)  # type: ignore[misc]
 
     def join(self, num_users: Counter[int]) -> bool:
-        """Lay the weights in one tensor; the tensors that held them are freed. Returns whether that was done
-        now.
+        """Lay the weights in one tensor, and free those that held them; returns whether that was done now.
 
         Nothing happens where a parameter is on the meta device, is of a class of its own or has other users
         (`num_users`: parameters at each address), where dtypes or devices differ, where some modules have a

@@ -80,18 +80,14 @@ def load(
     Args:
         path_or_name: a folder with `config.json` and safetensors files, or a name on the hub.
         device: where the weights go.
-        dtype: of the weights; None for the dtype that the checkpoint names. Block-scaled FP8 weights become
-            this dtype.
-        groups: the ranks that the model is split over; None for one rank. Each of them reads its part of the
-            weights.
+        dtype: of the weights, also of block-scaled FP8 ones; None for the dtype that the checkpoint names.
+        groups: the ranks that the model is split over, each of which reads its part; None for one rank.
 
     Raises:
         CheckpointError: a ValueError that names the file or the weight that is missing, superfluous,
             truncated, of another shape or quantised in a way that is not served.
-        ConnectionError: the name has not been downloaded, and the hub cannot be reached.
-        OSError: files of the hub cannot be written.
-        ValueError: the architecture is not served, a size cannot be split over `groups`, or an argument is
-            none that is accepted.
+        ConnectionError, OSError: the hub cannot be reached, or its files cannot be written.
+        ValueError: the architecture is not served, or a size cannot be split over `groups`.
     """
     target = validation.device("device", device)
     groups = ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)

@@ -103,18 +103,14 @@ class ServedModel:
     def _logits(self, inputs: StepInputs) -> Tensor:
         """[L, vocab_size], in the dtype of the head."""
         model: Any = self.model
-        if self._stack is None:
-            output = model(
-                input_ids=inputs.token_ids[None],
-                position_ids=inputs.positions[None],
-                use_cache=False,
-                return_dict=True,
-                logits_to_keep=inputs.logit_tokens,
-            )
-            logits: Tensor = output.logits[0]
-        else:
+        if self._stack is not None:
             hidden = self._stack(inputs.token_ids, inputs.positions)
-            logits = model.lm_head(hidden[inputs.logit_tokens])
+            logits: Tensor = model.lm_head(hidden[inputs.logit_tokens])
+            return logits
+        logits = model(
+            input_ids=inputs.token_ids[None], position_ids=inputs.positions[None], use_cache=False,
+            return_dict=True, logits_to_keep=inputs.logit_tokens,
+        ).logits[0]  # fmt: skip
         return logits
 
     @property
@@ -145,7 +141,7 @@ class ServedModel:
         modules = self._modules_of(architecture.attention)
         self._check_count(architecture.attention, modules, architecture.attention_layers)
         for layer, module in enumerate(modules):
-            PagedAttention(layer, self._step).install(module)
+            module.mambaslots_attention = PagedAttention(layer, self._step)  # type: ignore[assignment]
         register_attention()
         self.model.set_attn_implementation(ATTENTION_NAME)
 

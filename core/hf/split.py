@@ -22,8 +22,8 @@ def split_attention(split: ModuleSplit) -> None:
     kv = span(part_of(config.num_key_value_heads, split.groups), head_dim)
     # With a gate of the output, a head's rows are its query and its gate.
     split.rows("q_proj", [span(heads, attention.q_proj.out_features // config.num_attention_heads)])
-    split.rows("k_proj", [kv])
-    split.rows("v_proj", [kv])
+    for name in ("k_proj", "v_proj"):
+        split.rows(name, [kv])
     split.columns("o_proj" if hasattr(attention, "o_proj") else "out_proj", [span(heads, head_dim)])
 
 
@@ -91,12 +91,8 @@ def split_mamba2(split: ModuleSplit) -> None:
     if hasattr(mixer, "mup_vector"):
         split.tensor("mup_vector", projected, dim=2)
     split.columns("out_proj", [x])
-    split.sizes |= {
-        "num_heads": heads.count,
-        "n_groups": groups.count,
-        "intermediate_size": len(x),
-        "conv_dim": sum(map(len, conv)),
-    }
+    split.sizes |= {"num_heads": heads.count, "n_groups": groups.count, "intermediate_size": len(x)}
+    split.sizes["conv_dim"] = sum(map(len, conv))
 
 
 def split_gated_delta_net(split: ModuleSplit) -> None:
@@ -117,13 +113,8 @@ def split_gated_delta_net(split: ModuleSplit) -> None:
     for name in ("A_log", "dt_bias"):
         split.tensor(name, [span(heads, 1)])
     split.columns("out_proj", [v])
-    split.sizes |= {
-        "num_k_heads": keys.count,
-        "num_v_heads": heads.count,
-        "key_dim": len(q),
-        "value_dim": len(v),
-        "conv_dim": sum(map(len, conv)),
-    }
+    split.sizes |= {"num_k_heads": keys.count, "num_v_heads": heads.count}
+    split.sizes |= {"key_dim": len(q), "value_dim": len(v), "conv_dim": sum(map(len, conv))}
 
 
 def _split_interleaved(split: ModuleSplit) -> None:
@@ -291,10 +282,8 @@ def _check_sizes(model: nn.Module, config: Any, groups: ParallelGroups) -> None:
     for name in shared:
         total = getattr(config, name)
         if total % size and size % total:
-            raise ValueError(
-                f"{name} is {total}; accepted: a multiple or a divisor of the {size} ranks of the tensor "
-                "group"
-            )
+            ranks = f"the {size} ranks of the tensor group"
+            raise ValueError(f"{name} is {total}; accepted: a multiple or a divisor of {ranks}")
     for _, module, splitter in _split_modules(model, config):
         if splitter is split_mlp:
             width = mlp_width(module)

@@ -61,9 +61,8 @@ def read_config(path: str | Path) -> "PreTrainedConfig":
 def table(rows: Sequence[StateSizes]) -> str:
     """The sizes, one model a line; MB are 10**6 bytes."""
     width = max(len("model"), *(len(row.name) for row in rows))
-    lines = [
-        f"{'model':{width}}  {'architecture':18}  {'state, MB':>9}  {'KV, bytes/token':>15}  equal tokens"
-    ]
+    head = f"{'architecture':18}  {'state, MB':>9}  {'KV, bytes/token':>15}  equal tokens"
+    lines = [f"{'model':{width}}  {head}"]
     for row in rows:
         tokens = row.num_equal_tokens
         equal = "no KV" if tokens is None else f"{tokens:,.0f}"

@@ -226,7 +226,7 @@ def _check_merged(source: WeightSource, shape: torch.Size) -> None:
 
 
 def _split_at_index(name: str, pattern: str) -> tuple[str, int, str]:
-    """What stands before and behind the number that "*" stands for in `pattern`, and that number."""
+    """Where `pattern` has its "*", `name` has a number: the text before it, the number, the text after it."""
     before, _, after = pattern.partition("*")
     found = re.search(rf"{re.escape(before)}(\d+){re.escape(after)}", name)
     if found is None:

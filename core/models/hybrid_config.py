@@ -184,10 +184,8 @@ class HybridConfig:
                 self.conv_kernel, self.dtype, self.compute_dtype, self.delta_chunk_size,
             )  # fmt: skip
         if "C" in self.pattern:
-            channels = self.part_of("hidden_size", groups)
-            states += short_conv_states(
-                self.layers_of("C", groups), channels, self.short_conv_kernel, self.dtype
-            )
+            layers, channels = self.layers_of("C", groups), self.part_of("hidden_size", groups)
+            states += short_conv_states(layers, channels, self.short_conv_kernel, self.dtype)
         return states
 
     def stage_layers(self, groups: ParallelGroups) -> tuple[int, int]:

@@ -37,12 +37,9 @@ class HybridLM(nn.Module):
     """
 
     def __init__(
-        self,
-        config: HybridConfig,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
+        self, config: HybridConfig, seed: int = 0, device: torch.device | str = "cpu",
         groups: ParallelGroups | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config = instance("config", config, HybridConfig)
         self.seed: int | None = integer("seed", seed, 0, (1 << 63) - 1)
@@ -68,9 +65,8 @@ class HybridLM(nn.Module):
         norms = [weights.ones(f"norms.{index}", config.hidden_size) for index in range(len(config.pattern))]
         self.norms = nn.ParameterList(norms[first:stop])
         final_norm = weights.ones("final_norm", config.hidden_size)
-        lm_head = weights.linear(
-            "lm_head", config.vocab_size, config.hidden_size, gain=3.0, rows=weights.vocabulary_rows()
-        )
+        rows = weights.vocabulary_rows()
+        lm_head = weights.linear("lm_head", config.vocab_size, config.hidden_size, gain=3.0, rows=rows)
         if groups.is_first_stage:
             self.embedding = embedding
         if groups.is_last_stage:
@@ -80,12 +76,9 @@ class HybridLM(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls,
-        folder: str | Path,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None,
+        cls, folder: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None,
         groups: ParallelGroups | None = None,
-    ) -> Self:
+    ) -> Self:  # fmt: skip
         """The model that `save_pretrained` wrote.
 
         Args:

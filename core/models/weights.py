@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,22 +20,8 @@ from ..validation import shown
 from .hybrid_config import HybridConfig
 
 
-class WeightSource(Protocol):
-    """Where whole parameters come from: a generator, or the file of a saved model."""
-
-    @property
-    def name(self) -> str:
-        """Says which weights these are; ranks compare it."""
-
-    def normal(self, name: str, shape: tuple[int, ...], std: float) -> Tensor:
-        """The parameter `name`; normal numbers where the source draws them."""
-
-    def constant(self, name: str, values: Tensor) -> Tensor:
-        """The parameter `name`; `values` where the source draws nothing for it."""
-
-
 class RandomWeights:
-    """Draws parameters, in order, from one generator, in float64; torch's global generator is not used."""
+    """Draws parameters, in order, from one generator, in float64; `name` says which weights these are."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.name = f"seed {seed}"
@@ -58,7 +44,11 @@ class ModelWeights:
     """
 
     def __init__(
-        self, config: HybridConfig, source: WeightSource, device: torch.device, groups: ParallelGroups
+        self,
+        config: HybridConfig,
+        source: "RandomWeights | SavedWeights",
+        device: torch.device,
+        groups: ParallelGroups,
     ) -> None:
         self.groups = groups
         self.shard = config.shard(groups)
@@ -148,9 +138,8 @@ def read_config(folder: Path, dtype: torch.dtype | None) -> HybridConfig:
     path = folder / CONFIG
     content = read_object(path)
     if content.get("model_type") != MODEL_TYPE:
-        raise CheckpointError(
-            f"model_type of {path} is {content.get('model_type')!r}; accepted: {MODEL_TYPE!r}"
-        )
+        named = content.get("model_type")
+        raise CheckpointError(f"model_type of {path} is {named!r}; accepted: {MODEL_TYPE!r}")
     names = {field.name: field.default is MISSING for field in fields(HybridConfig)}
     if strange := sorted(content.keys() - names.keys() - _IGNORED):
         raise CheckpointError(f"{path} has {', '.join(strange)}; accepted: {', '.join(names)}")
@@ -210,10 +199,7 @@ class SavedWeights:
         self.name = f"weights {digest[:16]}"
 
     def check_widths(self, config: HybridConfig) -> None:
-        """Raise a CheckpointError where layers of `config` are wider than every tensor of the file.
-
-        Checked before layers are built: these list their channels, whatever the file has.
-        """
+        """Raise a CheckpointError where layers, which list their channels, are wider than every tensor."""
         shapes = [self._file.get_slice(name).get_shape() for name in self._left]
         widest = max((size for shape in shapes for size in shape), default=0)
         widths = {
@@ -258,3 +244,7 @@ class SavedWeights:
                 f"{name} of {self._path} has the dtype {tensor.dtype}; accepted: {', '.join(_DTYPES)}"
             )
         return tensor
+
+
+type WeightSource = RandomWeights | SavedWeights
+"""Where whole parameters come from: a generator, or the file of a saved model."""

@@ -67,8 +67,7 @@ def segment_rows(
         longest_query: at least the queries of the longest pair.
         copies: whether each segment has a copy of all queries of the rows, one after the other: True for
             `WITHIN_AND_BEHIND`, False for `WITHIN`. With `BEHIND` and without copies, the segments need a
-            call each,
-            because they share queries: the tensors then have a first dimension more, of segments.
+            call each, because they share queries: the tensors then have a first dimension more, of segments.
     """
     device = rows.block_table.device
     columns = segment_tokens // block_size

@@ -243,8 +243,7 @@ def _chunk(
     """Store one chunk's entering state and new values; returns the state after it.
 
     With SLICE, products are computed in slices of so many keys or tokens, read back from what the program has
-    just
-    stored: float32 operands of a whole product do not fit the registers.
+    just stored: float32 operands of a whole product do not fit the registers.
     """
     operand: tl.constexpr = keys.dtype.element_ty
     n = tl.arange(0, BLOCK_K)

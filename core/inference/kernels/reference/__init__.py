@@ -22,12 +22,11 @@ from .chunks import compute_dtype
 class KernelSet:
     """The functions that a model calls: here in plain torch, in `GpuKernelSet` in Triton.
 
-    Each function says what it computes and the shapes of its arguments. `H`,
-    `P`, `G` and `N` are heads, channels of a head, groups and state size of Mamba; `Hk`, `Hv`, `Dk` and `Dv`
-    are key heads, value heads and the sizes of their keys and values. A function computes in `compute_dtype`,
-    and returns the dtype of its first tensor, rounded once. Gates and logits stay in the compute dtype.
-    `out`, where a function has it, is a contiguous tensor of the shape and dtype of the result, which is
-    written there and returned.
+    Each function says what it computes and the shapes of its arguments. `H`, `P`, `G` and `N` are heads,
+    channels of a head, groups and state size of Mamba; `Hk`, `Hv`, `Dk` and `Dv` are key heads, value heads
+    and the sizes of their keys and values. A function computes in `compute_dtype`, and returns the dtype of
+    its first tensor, rounded once. Gates and logits stay in the compute dtype. `out`, where a function has
+    it, is a contiguous tensor of the shape and dtype of the result, which is written there and returned.
 
     Example: `kernel_set(torch.device("cpu"), torch.bfloat16).rms_norm(x, weight, 1e-5)` with x [7, 512] and
     weight [512] computes in float32 and returns bfloat16 [7, 512].

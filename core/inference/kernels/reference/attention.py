@@ -1,4 +1,4 @@
-"""Rotary positions, the paged KV cache and attention, in plain torch; `reference` has them all.
+"""Rotary positions, the paged KV cache and attention in plain torch.
 
 A KV cache is that of one layer: [2 (K, V), blocks, block size, KV heads, head dim].
 """

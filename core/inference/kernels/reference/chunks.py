@@ -1,4 +1,4 @@
-"""What the scans of `reference` share: slots, chunks padded to one shape, and the order between chunks."""
+"""What the scans share: slots, chunks padded to one shape, and the order between chunks."""
 
 from collections.abc import Callable
 

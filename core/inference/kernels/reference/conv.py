@@ -1,6 +1,6 @@
-"""The causal convolution of decode by replay in plain torch; `reference` re-exports both functions.
+"""The causal convolution of mixers in plain torch: packed prefill, decode, and decode by replay.
 
-A request keeps its last raw inputs in a ring of R places: position p of its sequence lies at p % R.
+For decode by replay a request keeps its last raw inputs in a ring: position p of its sequence lies at p % R.
 """
 
 import torch

@@ -1,17 +1,13 @@
-"""The gated delta rule in plain torch: packed prefill in chunks, and decode token by token.
+"""The gated delta rule in plain torch: prefill in chunks, decode token by token, and decode by replay.
 
 A state S [Dk, Dv] of one value head maps keys to values. A token decays S by exp(g), replaces the value that
 S holds for the token's key by the token's own value, as far as beta says, and reads S at the token's query:
 
     S = exp(g) S;   S = S + k (beta (v - S^T k))^T;   o = S^T q
 
-Yang et al. 2024, "Gated Delta Networks" (arXiv 2412.06464). `reference` re-exports both functions.
-
-----
-The gated delta rule of decode by replay in plain torch; `reference` re-exports both functions.
-
-A request keeps its state at the last grid point, and the inputs of the tokens since, position p of its
-sequence at p % chunk_size. The recurrence goes from that state over these inputs, token by token.
+Yang et al. 2024, "Gated Delta Networks" (arXiv 2412.06464). For decode by replay, a request keeps its state
+at the last grid point, and the inputs of the tokens since, position p of its sequence at p % chunk_size. The
+recurrence goes from that state over these inputs, token by token.
 """
 
 import torch

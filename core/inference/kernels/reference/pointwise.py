@@ -1,11 +1,4 @@
-"""Norms, activations and products of the `KernelSet` in plain torch.
-
-Every function computes in `compute_dtype`, float32 or wider, and returns the dtype of its first argument,
-rounded once at the end. `head_product` returns the compute dtype.
-
-----
-Gates and gated norms of mixers in plain torch; `reference` re-exports them.
-"""
+"""Norms, activations, gates and the head's product in plain torch."""
 
 import torch
 import torch.nn.functional as F

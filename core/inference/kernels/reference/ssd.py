@@ -1,6 +1,5 @@
-"""Mamba-2's decode by replay in plain torch: outputs from a chunk's first state and the inputs since.
-
-Runs in any float dtype, row by row, and synchronises.
+"""Mamba-2's scan and recurrence in plain torch, and decode by replay from a chunk's first state and the
+inputs since.
 """
 
 import torch
