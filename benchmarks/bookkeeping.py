@@ -239,9 +239,8 @@ class StockBlockLives(BlockLives):
 class OurBlockLives(BlockLives):
     def _connect(self, num_kv_blocks: int, policy: str) -> None:
         host = SlotHost(2)
-        self._kv = host.kv_block_allocator = KVBlockAllocator(num_kv_blocks, True, policy)
+        self._kv = host.kv_block_allocator = KVBlockAllocator(num_kv_blocks)
         self._slots = host.slot_allocator(ms.MambaSlotAllocator, num_kv_blocks)
-        self._kv.leaves.holds_state = self._slots.has_state
 
     def _live(self) -> None:
         kv, slots, keys = self._kv, self._slots, self._keys

@@ -53,7 +53,7 @@ class SlotHost:
         self.mamba_ssm_states = torch.zeros(1, self.max_requests, 2)
 
     def slot_allocator(self, allocator: type[Any], max_slots: int) -> Any:
-        """An allocator of that class, told of deregistrations as stock's context does it."""
+        """An allocator of that class; subscribes stock's to deregistrations, ours does itself."""
         slots = allocator(
             context=self,
             max_slots=max_slots,
@@ -63,7 +63,8 @@ class SlotHost:
             conv_states_dtype=torch.float32,
             ssm_states_dtype=torch.float32,
         )
-        self.kv_block_allocator.on_blocks_deregistered = slots.on_kv_blocks_deregistered
+        if isinstance(slots, MambaSlotAllocator):
+            self.kv_block_allocator.on_blocks_deregistered = slots.on_kv_blocks_deregistered
         return slots
 
 

@@ -72,16 +72,9 @@ class Mamba2AttentionMetadataBuilder:
     """Builds the `Mamba2AttentionMetadata` of each step on the CPU."""
 
     def __init__(
-        self,
-        kv_cache_spec: object,
-        layer_names: list[str],
-        vllm_config: Any,
-        device: torch.device | str,
+        self, kv_cache_spec: object, layer_names: list[str], vllm_config: Any, device: torch.device | str
     ) -> None:
         """`vllm_config.model_config.get_mamba_chunk_size()` is the chunk size; ValueError without one."""
-        self.kv_cache_spec = kv_cache_spec
-        self.layer_names = layer_names
-        self.vllm_config = vllm_config
         self.device = checked_device("device", device)
         get_chunk_size = getattr(getattr(vllm_config, "model_config", None), "get_mamba_chunk_size", None)
         if not callable(get_chunk_size):
@@ -91,10 +84,7 @@ class Mamba2AttentionMetadataBuilder:
         self.chunk_size = integer("model_config.get_mamba_chunk_size()", get_chunk_size(), 1, MAX_POSITION)
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: Any,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Mamba2AttentionMetadata:
         """The metadata of one step, its tensors on the builder's device.
 
@@ -162,10 +152,7 @@ class Mamba2AttentionMetadataBuilder:
         )
 
     def _compute_chunk_metadata(
-        self,
-        num_prefills: int,
-        num_computed_tokens_p_cpu: Tensor,
-        query_start_loc_p_cpu: Tensor,
+        self, num_prefills: int, num_computed_tokens_p_cpu: Tensor, query_start_loc_p_cpu: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`build_chunk_metadata` with the builder's chunk size, the only part of the builder that is read."""
         metadata = build_chunk_metadata(num_computed_tokens_p_cpu, query_start_loc_p_cpu, self.chunk_size)
