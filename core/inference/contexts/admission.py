@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ...config import InferenceConfig
 from ...errors import RequestOverflowError
-from .cache.checkpoint_plan import Boundary
+from .cache.checkpoint_plan import Boundary, checked_boundaries
 from .cache.prefix_cache import PrefixCache
 from .cache.prefix_match import PrefixMatch
 from .request import DynamicInferenceRequest, Holding, RequestStep
@@ -197,10 +197,6 @@ class Admission:
         """The boundaries in (start, stop] whose states the request's plan takes."""
         if not holding.path.shares or start // self._block_size == stop // self._block_size:
             return ()
-        return holding.path.plan.boundaries(
-            start=start,
-            stop=stop,
-            prompt_tokens=holding.prefill_length,
-            block_size_tokens=self._block_size,
-            seen_tokens=holding.branch_tokens,
+        return checked_boundaries(
+            holding.path.plan, start, stop, holding.prefill_length, self._block_size, holding.branch_tokens
         )

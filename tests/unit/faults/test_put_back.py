@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).parents[3]
 CONTEXTS = "inference/contexts/"
 POLICIES = "inference/contexts/cache/"
-HOST_KV = "self._kv_hash.__self__.context.kv_block_allocator"
-"""How `StateSlots` can reach the host's KV allocator: it is given no more than a method of the facade."""
+HOST_KV = "self._index._context.kv_block_allocator"
+"""How `StateSlots` can reach the host's KV allocator."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ FAULTS = {
         "fault_01",
         (
             (
-                CONTEXTS + "prefix_matcher.py",
+                POLICIES + "prefix_match.py",
                 "most = num_tokens - 1 if limit is None",
                 "most = max(0, num_tokens - 2) if limit is None",
             ),
@@ -73,13 +73,13 @@ FAULTS = {
                 "match = request.match or self.match(request)",
             ),
             (
-                CONTEXTS + "durable_slots.py",
+                POLICIES + "state_slots.py",
                 "if self.map.block_of(slot) < 0:",
                 "if False:",
             ),
             (
-                CONTEXTS + "durable_slots.py",
-                "self.order.use(slot)",
+                POLICIES + "state_slots.py",
+                "self.policy.use(slot)",
                 "pass",
             ),
         ),
@@ -88,12 +88,12 @@ FAULTS = {
         "fault_05",
         (
             (
-                CONTEXTS + "prefix_tree.py",
+                POLICIES + "prefix_tree.py",
                 "        canonical = self.match(parent, hashes, tokens)\n",
                 "        canonical = []\n",
             ),
             (
-                CONTEXTS + "prefix_tree.py",
+                POLICIES + "prefix_tree.py",
                 "            if key in block_of_hash:",
                 "            if False:",
             ),
@@ -103,12 +103,12 @@ FAULTS = {
         "fault_06",
         (
             (
-                CONTEXTS + "kv_block_allocator.py",
+                POLICIES + "kv_block_allocator.py",
                 '        self._forget_states(None, "reset")\n',
                 "",
             ),
             (
-                CONTEXTS + "prefix_cache.py",
+                POLICIES + "prefix_cache.py",
                 "        self.slots.clear()  # first: no state may be findable once its block is free\n",
                 "",
             ),
@@ -160,7 +160,7 @@ FAULTS = {
         "fault_11",
         (
             (
-                CONTEXTS + "slot_map.py",
+                POLICIES + "slot_map.py",
                 "            if block_named.setdefault(key, block) == block:\n",
                 "            if block_named.setdefault(key, block):\n",
             ),
@@ -170,7 +170,7 @@ FAULTS = {
         "fault_12_a_failing",
         (
             (
-                CONTEXTS + "durable_slots.py",
+                POLICIES + "state_slots.py",
                 "        evicted = self._evict(num_slots - num_free, keep, num_free, cause)"
                 " if num_free < num_slots else []\n",
                 "        lost = self.free[len(self.free) - num_free :]\n"
@@ -185,7 +185,7 @@ FAULTS = {
         "fault_12_states_of",
         (
             (
-                CONTEXTS + "durable_slots.py",
+                POLICIES + "state_slots.py",
                 "lambda slot: slot not in kept",
                 f"lambda slot: not {HOST_KV}.block_ref_counts[self.map.block_of(slot)]",
             ),
@@ -320,7 +320,7 @@ FAULTS = {
         "fault_23",
         (
             (
-                CONTEXTS + "durable_slots.py",
+                POLICIES + "state_slots.py",
                 "        kept = self.pins.keys() | keep\n",
                 f"        kept = self.pins.keys() | keep\n        {HOST_KV}.block_hashes.nonzero()\n",
             ),

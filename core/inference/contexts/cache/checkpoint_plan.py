@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, get_args
 
 from ....validation import INT32_MAX, boolean, integer, integers, optional_integer
 
@@ -22,15 +22,6 @@ class Boundary(NamedTuple):
     keeps: bool = False
 
 
-class StatePlan(Protocol):
-    """A plan of one's own: `InferenceConfig.checkpoint_plan` accepts any object with this method."""
-
-    def boundaries(
-        self, *, start: int, stop: int, prompt_tokens: int, block_size_tokens: int, seen_tokens: int = 0
-    ) -> tuple[Boundary, ...]:
-        """The boundaries in (start, stop] to store; see `CheckpointPlan.boundaries`."""
-
-
 @dataclass(frozen=True)
 class CheckpointPlan:
     """Which states to store. Lengths and positions are tokens, rounded down to a block boundary.
@@ -38,6 +29,8 @@ class CheckpointPlan:
     A recurrence cannot be rewound: a state is stored when a step crosses the boundary, or never. With blocks
     of 256 tokens, a prompt of 600 tokens stores the state at 512 (`tail`); decoding stores 768, then 1024 in
     its place (`decode="rolling"`).
+
+    A plan of one's own is a subclass that overrides `boundaries`; (position, kind) pairs will do.
 
     Attributes:
         tail: store the deepest boundary that a repeat of the prompt can resume from (<= N-1 for N prompt
@@ -145,6 +138,30 @@ class CheckpointPlan:
         if self.prefill_interval is not None:
             step = self.prefill_interval
             yield from ((p, "interval") for p in range(start - start % step + step, stop + 1, step))
+
+
+def checked_boundaries(
+    plan: CheckpointPlan, start: int, stop: int, prompt_tokens: int, block_size_tokens: int, seen_tokens: int
+) -> tuple[Boundary, ...]:
+    """What `plan.boundaries` returns, checked where the plan is one of a user's own."""
+    found = plan.boundaries(
+        start=start,
+        stop=stop,
+        prompt_tokens=prompt_tokens,
+        block_size_tokens=block_size_tokens,
+        seen_tokens=seen_tokens,
+    )
+    if type(plan) is CheckpointPlan:
+        return found
+    boundaries = tuple(Boundary(*each) for each in found)
+    positions = {each.position for each in boundaries if each.kind in KINDS_BY_WORTH}
+    inside = all(start < position <= stop and position % block_size_tokens == 0 for position in positions)
+    if not inside or len(positions) < len(boundaries):
+        raise ValueError(
+            f"checkpoint_plan.boundaries is {boundaries}; accepted: distinct multiples of "
+            f"{block_size_tokens} in ({start}, {stop}], each with a kind of {', '.join(KINDS_BY_WORTH)}"
+        )
+    return boundaries
 
 
 PLAN_SYNTAX = (

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ....validation import INT32_MAX, boolean, integer
 from .borrowing import Borrowing
-from .checkpoint_plan import StatePlan
+from .checkpoint_plan import CheckpointPlan
 from .checkpoints import PathStep, StepCheckpoints
 from .eviction import PolicyChoice, checked_policy
 from .hashing import PrefixHashChain
@@ -193,7 +193,7 @@ class PrefixCache:
     def open(
         self,
         chain: PrefixHashChain,
-        plan: StatePlan,
+        plan: CheckpointPlan,
         table_row: TableRow,
         *,
         max_resume_tokens: int | None = None,

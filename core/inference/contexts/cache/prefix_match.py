@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .checkpoint_plan import StatePlan
+from .checkpoint_plan import CheckpointPlan
 from .hashing import PrefixHashChain
 from .prefix_tree import PrefixTree
 from .reasons import Span, compute_spans
@@ -36,7 +36,9 @@ class CachedPath:
         request: the eviction policy's number for the sequence's request, or -1.
     """
 
-    def __init__(self, chain: PrefixHashChain, plan: StatePlan, table_row: TableRow, shares: bool) -> None:
+    def __init__(
+        self, chain: PrefixHashChain, plan: CheckpointPlan, table_row: TableRow, shares: bool
+    ) -> None:
         """`table_row`: [blocks of the longest sequence], all -1. The path writes its `blocks` there."""
         self.chain = chain
         self.plan = plan

@@ -3,7 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.cache.eviction import LRUEviction
+from mambaslots.inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan, checked_boundaries
+from mambaslots.inference.contexts.cache.eviction import EvictionPolicy, LRUEviction, checked_policy
+from mambaslots.inference.contexts.cache.state_slots import StateSlots
+from oracle.kv_index import Index
 
 
 def anything(slot):
@@ -82,3 +85,55 @@ def test_the_order_is_that_of_a_list_kept_by_hand(calls, pinned, count):
 def test_an_unknown_slot_is_an_error(call):
     with pytest.raises(KeyError):
         getattr(LRUEviction(), call)(1 if call == "use" else [1])
+
+
+# ---- policies and plans of one's own
+
+
+class LastInFirstOut(EvictionPolicy):
+    def __init__(self):
+        self.slots = []
+
+    def insert(self, slots):
+        self.slots += slots
+
+    def use(self, slot):
+        assert slot in self.slots
+
+    def remove(self, slots, remember=True):
+        self.slots = [slot for slot in self.slots if slot not in slots]
+
+    def clear(self):
+        self.slots = []
+
+    def victims(self, count, evictable):
+        return [slot for slot in reversed(self.slots) if evictable(slot)][:count]
+
+
+@pytest.mark.parametrize("policy", [LastInFirstOut, LastInFirstOut()], ids=["class", "object"])
+def test_a_policy_of_ones_own_decides(policy):
+    slots = StateSlots(2, checked_policy("eviction_policy", policy), Index())
+    for block in (1, 2, 3):
+        assert len(slots.commit(slots.reserve([block]))) == 1
+        slots.check_integrity()
+    assert list(slots.map.slot_by_block) == [1, 3]
+
+
+@pytest.mark.parametrize("policy", ["fifo", None, 3, dict, object()])
+def test_what_is_no_policy_is_refused(policy):
+    with pytest.raises(ValueError, match=r"eviction_policy is .*; accepted: one of 'value', 'lru'"):
+        checked_policy("eviction_policy", policy)
+
+
+class EveryThird(CheckpointPlan):
+    def boundaries(self, *, start, stop, prompt_tokens, block_size_tokens, seen_tokens=0):
+        return [(p, "interval") for p in range(3 * block_size_tokens, stop + 1, 3 * block_size_tokens)]
+
+
+def test_a_plan_of_ones_own_is_checked():
+    assert checked_boundaries(EveryThird(), 0, 24, 24, 4, 0) == (
+        Boundary(12, "interval"),
+        Boundary(24, "interval"),
+    )
+    with pytest.raises(ValueError, match=r"checkpoint_plan.boundaries is .*; accepted: .* \(12, 24\]"):
+        checked_boundaries(EveryThird(), 12, 24, 24, 4, 0)
