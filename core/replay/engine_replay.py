@@ -9,7 +9,7 @@ import numpy as np
 from ..config import InferenceConfig
 from ..inference.contexts.cache.hashing import PrefixHashChain
 from ..inference.contexts.cache.pool_stats import NANOSECONDS
-from ..inference.contexts.dynamic_context import BooksOnlyContext
+from ..inference.contexts.dynamic_context import ContextWithoutMemory
 from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ..inference.engines.scheduler import Scheduler
 from ..request import SamplingParams
@@ -109,7 +109,7 @@ class Arrivals:
 
 
 class EngineReplay:
-    """One trace, served by the `Scheduler` over a `BooksOnlyContext`, on a clock that counts steps.
+    """One trace, served by the `Scheduler` over a `ContextWithoutMemory`, on a clock that counts steps.
 
     Admission, matches, plans, slots, evictions and preemption are the engine's own. The forward is left out,
     and the tokens of answers are the trace's. Decodes that change only positions are made many at once: up to
@@ -143,7 +143,7 @@ class EngineReplay:
             after_step: called after each step; of decodes made at once, after the last.
         """
         self.now_ns = 0
-        self.context = BooksOnlyContext(spec, config, clock=lambda: self.now_ns)
+        self.context = ContextWithoutMemory(spec, config, clock=lambda: self.now_ns)
         self.scheduler = Scheduler(self.context)
         self._trace = trace
         self._cost = cost
@@ -241,7 +241,7 @@ class EngineReplay:
     # ---- steps
 
     def _make(self, steps: Sequence[RequestStep]) -> None:
-        steps = self.context.begin_books(steps)
+        steps = self.context.reserve_step(steps)
         self.context.end_step()
         num_decodes = sum(step.decoding for step in steps)
         num_prefill_tokens = sum(step.length for step in steps if not step.decoding)
@@ -289,7 +289,7 @@ class EngineReplay:
     def _pass_decodes(self, number: int, step_ns: int) -> None:
         if number:
             running = list(self.scheduler.running)
-            self.context.pass_decodes(running, number)
+            self.context.skip_decodes(running, number)
             self.now_ns += number * step_ns
             for request in running:
                 self._generate(request, number)

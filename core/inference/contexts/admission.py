@@ -14,7 +14,7 @@ from .states import RequestStates
 
 
 class Admission:
-    """Gives requests what their next step needs, all of it or nothing.
+    """Allocates what requests need for their next step, all of it or nothing.
 
     This class alone writes `Holding.branch_tokens` and `Holding.spans`.
     """
@@ -85,11 +85,7 @@ class Admission:
     def _fetch(
         self, request: DynamicInferenceRequest, match: PrefixMatch, num_computed: int, token_budget: int
     ) -> bool:
-        """Bring back a deeper state than the match has, for a request that can go on at once.
-
-        Returns:
-            Whether the match is to be made again.
-        """
+        """Fetch a deeper state for a request that can go on at once; whether the match is stale now."""
         tier, holding = self._cache.tier, request.holding
         if tier is None or (holding is not None and not holding.path.shares):
             return False
@@ -117,10 +113,7 @@ class Admission:
         return RequestStep.of(request, holding, start, start + 1, decoding=True, boundaries=boundaries)
 
     def _following(self, request: DynamicInferenceRequest, holding: Holding) -> RequestStep | None:
-        """The decode of a token that nobody has read yet.
-
-        None where the step would need a KV block, complete one, or take a state: the books need the token.
-        """
+        """The decode of a token that only the device knows; None where it needs or completes a KV block."""
         start = holding.num_computed
         if start == len(holding.path.blocks) * self._block_size or (start + 1) % self._block_size == 0:
             return None
@@ -147,10 +140,7 @@ class Admission:
         self._cache.trim(holding.path, self._num_blocks(holding.num_computed))
 
     def _stop(self, start: int, length: int, budget: int) -> int:
-        """Where the step ends. A step that is cut ends on a block or chunk, where a state can be kept.
-
-        Where decodes replay, a step is cut there or not made.
-        """
+        """Where the step ends. A cut step ends on a block or chunk; where decodes replay it must."""
         if length - start <= budget:
             return length
         replays = self._config.replays
@@ -163,17 +153,14 @@ class Admission:
         return start if replays else start + budget
 
     def _affords(self, request: DynamicInferenceRequest, match: PrefixMatch, stop: int) -> bool:
-        """Whether the step's blocks can be had; a waiting request needs the blocks of its whole prompt."""
+        """Whether the step's blocks are available; a waiting request needs the blocks of its whole prompt."""
         holding = request.holding
         if holding is None:
             return self._cache.affords(self._num_blocks(len(request.tokens)), match, None)
         return self._cache.affords(self._num_blocks(stop), match, holding.path)
 
     def _has_slots(self, resume_slot: int) -> bool:
-        """Whether a waiting request can get live slots; running ones unpin what they need not keep.
-
-        A request whose state is only in a durable slot keeps that slot pinned while its own live slot idles.
-        """
+        """Whether a waiting request can get live slots, once running ones unpin what they resumed from."""
         for holding in self._rows.holdings:
             if self._rows.has_slots(resume_slot):
                 return True

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...validation import INT32_MAX, integer, integers, shown
+from ...validation import INT32_MAX
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -66,32 +66,15 @@ def chunk_grid(
         checkpoint_rows, checkpoint_positions: [checkpoints] the row and the absolute token position of
             each state to store, in any order.
 
-    Runs on the CPU, synchronises nothing, keeps no reference to its arguments.
-
     Raises:
-        ValueError: a negative count, `chunk_size` < 1, sequences of unequal lengths, or a checkpoint at
-            which no chunk of its row ends: not a multiple of `chunk_size` in (computed, computed + length].
+        ValueError: a checkpoint at which no chunk of its row ends: its position is no multiple of
+            `chunk_size` in (computed, computed + length].
     """
-    chunk_size = integer("chunk_size", chunk_size, 1, MAX_POSITION)
-    before = _integer_array("computed", computed)
-    counts = _integer_array("lengths", lengths)
-    _require_equal_sizes("computed", before, "lengths", counts)
-    if counts.size and counts.view(np.uint64).max() > INT32_MAX:  # negative ones are huge in this view
-        at = int(counts.view(np.uint64).argmax())
-        raise ValueError(
-            f"lengths has {counts[at]} at index {at}; accepted: integers >= 0, together at most {INT32_MAX}"
-        )
+    before, counts = np.asarray(computed, np.int64), np.asarray(lengths, np.int64)
+    rows, positions = np.asarray(checkpoint_rows, np.int64), np.asarray(checkpoint_positions, np.int64)
     starts = np.zeros(counts.size + 1, np.int64)
     counts.cumsum(out=starts[1:])
-    if starts[-1] > INT32_MAX:
-        raise ValueError(f"lengths has {starts[-1]} tokens in all; accepted: at most {INT32_MAX}")
     chunks = absolute_chunks(before, starts, chunk_size)
-
-    rows = _integer_array("checkpoint_rows", checkpoint_rows)
-    positions = _integer_array("checkpoint_positions", checkpoint_positions)
-    _require_equal_sizes("checkpoint_rows", rows, "checkpoint_positions", positions)
-    if rows.size and not 0 <= rows.min() <= rows.max() < before.size:
-        raise ValueError(f"checkpoint_rows is {rows.tolist()}; accepted: rows from 0 to {before.size - 1}")
     begins = before[rows]
     ends = begins + counts[rows]
     misplaced = (positions % chunk_size != 0) | (positions <= begins) | (positions > ends)
@@ -177,16 +160,3 @@ def row_lengths(computed: Int64Array, starts: Int64Array) -> Int64Array:
                 f"computed is {computed[row]} in row {row}; accepted: integers from 0 to {MAX_POSITION}"
             )
     return lengths
-
-
-def _integer_array(name: str, values: Integers) -> Int64Array:
-    if not isinstance(values, np.ndarray):
-        return np.array(integers(name, values, -(2**63), 2**63 - 1), dtype=np.int64)
-    if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
-        raise ValueError(f"{name} is {shown(values)}; accepted: a 1-D sequence of integers")
-    return values.astype(np.int64)
-
-
-def _require_equal_sizes(name: str, array: Int64Array, other_name: str, other: Int64Array) -> None:
-    if array.size != other.size:
-        raise ValueError(f"{name} has {array.size} entries and {other_name} {other.size}; accepted: as many")

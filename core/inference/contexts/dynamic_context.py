@@ -188,23 +188,19 @@ class DynamicInferenceContext:
         return self._admission.match(request)
 
     def schedule(self, request: DynamicInferenceRequest, token_budget: int) -> RequestStep | None:
-        """Give a request what its next step needs.
+        """Allocate what a request's next step of at most `token_budget` tokens needs.
 
         A request without a row is admitted: it gets a row, live slots and references to the KV blocks that it
-        shares, and the state that it resumes from is pinned. Later parts of a prefill are matched again by
-        the same rule, and may jump ahead to states that other requests have stored since.
+        shares, and the state that it resumes from is pinned. Later parts of a prefill are matched again, and
+        may jump ahead to states that other requests have stored since.
 
         A request whose known tokens are all computed gets a step that `follows`: the decode of the token that
-        the last step samples, which nobody has read yet. `begin_step` then needs the sampled tokens. There is
-        no such step where the books need the token: to complete a block, or to take a state.
-
-        Args:
-            request: one that waits, or holds a row of this context.
-            token_budget: maximum number of tokens of the step.
+        the last step samples; `begin_step` then needs the sampled tokens. No step follows where it would
+        complete a KV block or store a state.
 
         Returns:
-            The step; None, with nothing changed, where too few KV blocks or tokens are left, or where no step
-                can follow.
+            The step; None, with nothing changed, where too few KV blocks or tokens are left, or no step can
+                follow.
 
         Raises:
             RequestOverflowError: no row is free.
@@ -221,22 +217,21 @@ class DynamicInferenceContext:
             raise
 
     def draft(self, step: RequestStep, tokens: Sequence[int]) -> RequestStep:
-        """Extend a scheduled decode with drafts, which the same step verifies.
-
-        Takes the first of `tokens`: at most `step.max_drafts(...)`, and only as many as there are unheld KV
-        blocks for. Returns the step to use in place of `step`, or `step` itself where no draft is taken.
-        """
+        """The step with the first of `tokens` as drafts, up to `step.max_drafts(...)`, if blocks are free."""
         self._check_between_steps("draft")
-        self._check_step(step)
+        if not isinstance(step, RequestStep) or not self._rows.has(step.request):
+            raise ValueError(
+                f"step is {shown(step)}; accepted: a RequestStep of a request with a row of this context"
+            )
         drafts = integers("tokens", tokens, 0, self.spec.vocab_size - 1)
         drafts = drafts[: step.max_drafts(self.config.num_speculative_tokens)]
         return self._admission.draft(step, drafts) if drafts else step
 
     def release(self, request: DynamicInferenceRequest, *, discard: bool = False) -> None:
-        """Take back all that the request holds. A later `schedule` resumes from its deepest cached state.
+        """Free all that the request holds. A later `schedule` resumes from its deepest cached state.
 
-        `discard`: whether the KV and states along the request's prefix are forgotten, too, as far as nobody
-        else holds them: because the model went wrong there.
+        `discard`: also forget the KV and states along the request's prefix that no other request holds,
+        because the model went wrong there.
 
         Raises:
             RuntimeError: a step under way computes the request.
@@ -265,17 +260,15 @@ class DynamicInferenceContext:
         """Reserve slots for the planned states, and publish the model's inputs, decode rows first.
 
         Args:
-            steps: one or more results of `schedule` and `draft`, each of another request. All of them follow
-                the last step, or none.
+            steps: results of `schedule` and `draft`, each of another request. All of them follow, or none.
             padding: maps the step's shape to the shape to pad to, which must be at least as large.
-            sampled_tokens: [steps] int64 on the device, for steps that follow: the token that each of them
-                decodes. Read in stream order.
+            sampled_tokens: [steps] int64 on the device, for steps that follow: what each of them decodes.
 
         Returns:
             The step. Its index tensors are copied to the device at once, without synchronising.
         """
         self.memory.scrubber.scrub()
-        self._begin_books(steps, sampled_tokens)
+        self._reserve(steps, sampled_tokens)
         inputs = self._builder.build(
             self._steps,
             self.request_to_kv_block_ids.numpy(),
@@ -288,7 +281,7 @@ class DynamicInferenceContext:
             observer.step_begun(self._steps, inputs)
         return Step(self._steps, inputs)
 
-    def _begin_books(self, steps: Sequence[RequestStep], sampled_tokens: Tensor | None) -> None:
+    def _reserve(self, steps: Sequence[RequestStep], sampled_tokens: Tensor | None) -> None:
         """Check the steps, reserve slots for their states, and gather their states."""
         self._check_between_steps("begin_step")
         if not isinstance(steps, Sequence):
@@ -317,12 +310,11 @@ class DynamicInferenceContext:
         """Register KV, commit states and advance requests, once the forward is launched. No synchronisation.
 
         Args:
-            num_accepted: request id -> how many tokens of the request's step are right. Called for each
-                request with drafts; when the call returns, the right tokens must be among the request's
-                tokens. KV and states of wrong drafts are ignored.
-            is_valid: request id -> whether the model's results for the request are numbers. Called for each
-                request with drafts, and for each whose step completes a KV block or takes a state. Nothing of
-                an invalid step is registered, committed or counted; release its request afterwards.
+            num_accepted: request id -> how many tokens of the step are right, which the call appends to the
+                request's tokens. Called for each request with drafts; wrong drafts are ignored.
+            is_valid: request id -> whether the model's results are numbers. Called for each request with
+                drafts, and for each whose step completes a KV block or stores a state. Nothing of an invalid
+                step is registered, committed or counted; release its request afterwards.
         """
         if is_valid is not None:
             self._drop_invalid(is_valid)
@@ -379,18 +371,13 @@ class DynamicInferenceContext:
             request.num_counted = step.stop  # a decode: no prompt token, none computed before
             return
         counts = step.token_counts()
-        num_seen = self._num_requests_seen + (request.num_counted == 0)
-        num_counted = max(request.num_counted, step.stop)
-        totals = self._ledger + counts, num_seen, request.ledger + counts, num_counted
-        # One statement, so that an interrupt counts a step everywhere or nowhere.
-        self._ledger, self._num_requests_seen, request.ledger, request.num_counted = totals
+        self._num_requests_seen += request.num_counted == 0
+        self._ledger += counts
+        request.ledger += counts
+        request.num_counted = max(request.num_counted, step.stop)
 
     def abort_step(self) -> None:
-        """Undo a step whose forward failed or did not happen; nothing that the forward wrote is used.
-
-        Every request of the step is released. A request that is scheduled again restarts from its last cached
-        state.
-        """
+        """Undo a step whose forward failed: nothing that it wrote is used, and its requests are released."""
         aborted, self._steps = self._steps, ()
         self.prefix_cache.abort()  # also what `begin_step` reserved before it failed
         self.memory.scrubber.scratch.scrub()
@@ -416,11 +403,7 @@ class DynamicInferenceContext:
     # ---- the whole
 
     def reset_prefix_cache(self) -> None:
-        """Forget every prefix, state, pin and ghost. Running requests go on, but cache nothing any more.
-
-        A state that a request has only in a durable slot is copied to the request's live slot first.
-        RuntimeError during a step.
-        """
+        """Forget every prefix, state, pin and ghost. Running requests go on, but cache nothing any more."""
         self._check_between_steps("reset_prefix_cache")
         for holding in self._rows.holdings:
             self._states.move_to_live(holding)
@@ -433,7 +416,7 @@ class DynamicInferenceContext:
             self.release(request)
         self.reset_prefix_cache()
         if self.prefix_cache.tier is not None:
-            self.memory.scrubber.host_rows.scrub()  # it takes device memory, which `free` gives back
+            self.memory.scrubber.host_rows.scrub()  # it needs the device memory that `free` frees
             self.prefix_cache.tier.copies.free()
         self.memory.free()
 
@@ -442,11 +425,9 @@ class DynamicInferenceContext:
         self.memory.allocate()
 
     def reset(self, *, keep_counts: bool = False) -> None:
-        """Drop every request, prefix, state, pin, reservation and count, also in the middle of a step.
+        """Drop every request, prefix, state, pin, reservation and count, whatever a failure left behind.
 
-        Works on inconsistent books, too: whatever a failure left behind is gone afterwards.
-
-        `keep_counts`: whether the counts stay, of prompt tokens and of what entered and left the cache.
+        `keep_counts`: keep the counts of prompt tokens, and of what was cached and evicted.
         """
         self._steps = ()
         self._rows.abandon()
@@ -484,12 +465,6 @@ class DynamicInferenceContext:
                 "row, or in a row of this context"
             )
 
-    def _check_step(self, step: RequestStep) -> None:
-        if not isinstance(step, RequestStep) or not self._rows.has(step.request):
-            raise ValueError(
-                f"step is {shown(step)}; accepted: a RequestStep of a request with a row of this context"
-            )
-
     def _is_ready(self, step: RequestStep) -> bool:
         return (
             isinstance(step, RequestStep)
@@ -506,33 +481,23 @@ class DynamicInferenceContext:
             raise RuntimeError(f"{call} is called on a suspended context; resume it first")
 
 
-class BooksOnlyContext(DynamicInferenceContext):
-    """The rows, slots, blocks and decisions of a `DynamicInferenceContext`, with pools that take no memory.
+class ContextWithoutMemory(DynamicInferenceContext):
+    """The rows, slots, blocks and decisions of a `DynamicInferenceContext`, with pools of no bytes.
 
-    A step consists of `schedule` for each request, `begin_books` and `end_step`. Decodes that change nothing
-    but their requests' positions are passed over, many at once.
+    A step consists of `schedule` for each request, `reserve_step` and `end_step`. Decodes that change nothing
+    but their requests' positions are skipped, many at once.
     """
 
     def _spec_of_memory(self) -> HybridStateSpec:
         return self.spec.without_bytes()
 
-    def begin_books(self, steps: Sequence[RequestStep]) -> tuple[RequestStep, ...]:
-        """Begin a step as `begin_step` does, but publish nothing: no model computes the step.
-
-        Args:
-            steps: as `begin_step` takes them; none of them follows another.
-
-        Returns:
-            The steps with the slots that are reserved for them, decodes first.
-        """
-        self._begin_books(steps, None)
+    def reserve_step(self, steps: Sequence[RequestStep]) -> tuple[RequestStep, ...]:
+        """As `begin_step`, without inputs for a model; returns the steps with their reserved slots."""
+        self._reserve(steps, None)
         return self._steps
 
     def num_quiet_decodes(self, request: DynamicInferenceRequest) -> int:
-        """How many next decodes of a request change no book but the request's position; O(1).
-
-        Such decodes need no KV block, complete none, take no state, and leave no pinned state.
-        """
+        """How many next decodes change nothing but the request's position: no KV block, no state; O(1)."""
         holding = request.holding
         if holding is None or not holding.decoding or holding.path.state_slot >= 0:
             return 0
@@ -541,12 +506,12 @@ class BooksOnlyContext(DynamicInferenceContext):
             return 0
         return size - 1 - start % size
 
-    def pass_decodes(self, requests: Iterable[DynamicInferenceRequest], num_tokens: int) -> None:
-        """Count `num_tokens` decodes of each request as made, at most `num_quiet_decodes` of each.
+    def skip_decodes(self, requests: Iterable[DynamicInferenceRequest], num_tokens: int) -> None:
+        """Count `num_tokens` decodes of each request as made; the caller appends their tokens.
 
-        The caller appends the tokens that the decodes generate to the requests.
+        `num_tokens`: at most `num_quiet_decodes` of each request.
         """
         for request in requests:
             if request.holding is not None:
-                self._states.pass_over(request.holding, num_tokens)
+                self._states.skip(request.holding, num_tokens)
                 request.num_counted = max(request.num_counted, request.holding.num_computed)

@@ -16,23 +16,16 @@ _UNLIMITED = INT32_MAX + 2
 """What a rank affords where a unit has no bytes. The minimum over the ranks counts."""
 
 NUM_STAGING_SLOTS = 2
-"""Slots that hold states inside prefills until they are encoded, where no live slot is idle.
-
-The default plan takes two such states a prompt: its tail, and where it branches off a known path.
-"""
-
+"""Slots for states inside prefills until they are encoded: the default plan's tail and branch point."""
 _MOST_NAMES = 1 << 20
-"""KV blocks without bytes that a context makes by itself for cached prefixes, at most."""
+"""KV blocks without bytes that a context makes for cached prefixes, at most."""
 
 
 @dataclass(frozen=True)
 class PoolSizes:
     """Units of the two pools, equal on all ranks of a model.
 
-    Attributes:
-        num_kv_blocks, num_mamba_slots: how many of each are numbered. Where states and KV share one memory,
-            the numbers of both together name more than there is.
-        division: of the memory that states and KV share; None where each pool has its own.
+    `division`: of one memory that states and KV share; the numbers of both then name more than there is.
     """
 
     num_kv_blocks: int
@@ -65,42 +58,33 @@ class PoolSizes:
 
 
 class _Shares(NamedTuple):
-    """What one rank could buy for its `total_gb`.
+    """What one rank could buy for its `total_gb`."""
 
-    Attributes:
-        budget: bytes of states and KV, live states included, and what they are spent on.
-        caching: whether prefixes are cached.
-        strided: whether the model takes KV blocks with gaps between them.
-        gb: the rank's `total_gb`.
-        inputs: bytes of the inputs of running requests, and of live states where cached ones are encoded.
-    """
-
-    budget: RankBudget
+    budget: RankBudget  # bytes of states and KV, live states included, and what they are spent on
     caching: bool
-    strided: bool
+    strided: bool  # whether the model accepts KV blocks with gaps between them
     gb: float
-    inputs: int
+    inputs: int  # bytes of running requests' inputs, and of live states where cached ones are encoded
 
     @property
     def _left(self) -> int:
-        """Bytes behind live states and inputs."""
+        """Bytes without live states and inputs."""
         return self.budget.memory - self.budget.num_live * self.budget.sizes.slot
 
     @property
     def slots(self) -> int:
-        """Cached states that all that is left pays for."""
         slot = self.budget.sizes.slot
         return self._left // slot if slot else _UNLIMITED
 
-    def slots_beside(self, num_blocks: int) -> int:
-        """Cached states for half of what is left: one or more, with so many KV blocks beside them."""
+    def slots_with(self, num_blocks: int) -> int:
+        """Cached states for half of the rest: one or more, with so many KV blocks."""
         slot, block = self.budget.sizes
         if not slot:
             return _UNLIMITED
         return min(max(self._left // 2, slot), self._left - num_blocks * block) // slot
 
-    def blocks_beside(self, num_slots: int) -> int:
-        """KV blocks that the rest pays for beside so many cached states."""
+    def blocks_with(self, num_slots: int) -> int:
+        """KV blocks for the rest after so many cached states."""
         slot, block = self.budget.sizes
         return (self._left - num_slots * slot) // block if block else _UNLIMITED
 
@@ -113,8 +97,8 @@ class _Shares(NamedTuple):
 def _shared(config: InferenceConfig, spec: HybridStateSpec) -> PoolSizes:
     """The pools that `total_gb` buys: live states and inputs first, then cached states and KV in one memory.
 
-    Where a model has no states or no KV, or nothing is cached, the one kind that is left gets all. Encoded
-    states and KV have memory of their own: one half each.
+    A model without states or KV, or without caching, spends all on the other kind. Encoded states and KV get
+    a half each.
     """
     caching, block = config.enable_prefix_caching, config.block_size_tokens
     longest = -(-config.max_sequence_length // block)
@@ -124,8 +108,8 @@ def _shared(config: InferenceConfig, spec: HybridStateSpec) -> PoolSizes:
     memory = int((config.total_gb or 0.0) * GIGABYTE) - inputs
     encoded = caching and config.durable_state_dtype is not None
     if encoded:  # live states are no part of what is divided
-        beside = (num_live + NUM_STAGING_SLOTS) * spec.slot_bytes
-        inputs, memory, num_live = inputs + beside, memory - beside, 0
+        apart = (num_live + NUM_STAGING_SLOTS) * spec.slot_bytes
+        inputs, memory, num_live = inputs + apart, memory - apart, 0
         sizes = UnitSizes(spec.durable_slot_bytes(config.durable_state_dtype), sizes.block)
     mine = _Shares(
         RankBudget(sizes, memory, num_live), caching, spec.strided_blocks, config.total_gb or 0.0, inputs
@@ -142,8 +126,8 @@ def _shared(config: InferenceConfig, spec: HybridStateSpec) -> PoolSizes:
         return PoolSizes(division.num_kv_blocks, division.num_durable_slots, division)
     slots = 0
     if caching and has_states:
-        slots = min(rank.slots_beside(longest) if has_kv else rank.slots for rank in ranks)
-    blocks = min(rank.blocks_beside(slots) for rank in ranks)
+        slots = min(rank.slots_with(longest) if has_kv else rank.slots for rank in ranks)
+    blocks = min(rank.blocks_with(slots) for rank in ranks)
     if blocks < longest or (caching and has_states and slots < 1):
         raise _too_small(config, ranks, [rank.least_bytes(longest) for rank in ranks])
     if not has_kv:
@@ -197,11 +181,10 @@ def input_bytes(config: InferenceConfig, spec: HybridStateSpec) -> int:
 
 
 def _blocks_without_bytes(config: InferenceConfig, num_slots: int) -> int:
-    """KV blocks of a model without attention where no number is given: they are names of prefixes only.
+    """KV blocks of a model without attention with `total_gb`: names of prefixes only.
 
-    Running requests have room in any case. In addition there are four times the blocks of the longest
-    prefixes that the slots can name, so that a state is lost for want of a slot and not for want of a name;
-    but at most `_MOST_NAMES`, because the host's bookkeeping of a block takes some hundred bytes.
+    Those of running requests, and four times those of the longest prefixes of all slots, but at most
+    `_MOST_NAMES`, because the bookkeeping of a block takes some hundred bytes.
     """
     blocks_per_sequence = -(-config.max_sequence_length // config.block_size_tokens)
     names = min(4 * num_slots * blocks_per_sequence, _MOST_NAMES)

@@ -31,7 +31,7 @@ def power_of_two(count: int) -> int:
 
 
 def padded_to_ladder(shape: StepShape) -> StepShape:
-    """The shape to pad a step to: its tokens and its logits are rungs of `policies.row_ladder`.
+    """The shape to pad a step to: its tokens and its logits are rungs.
 
     A step without prefills gets more decode rows, whose tokens are a power of two. A step with prefills gets
     more prefill tokens. A shape that is padded already stays the same.
@@ -45,11 +45,7 @@ def padded_to_ladder(shape: StepShape) -> StepShape:
 
 
 def largest_on_ladder(largest: StepShape) -> StepShape:
-    """Upper bounds of the sizes of padded steps, captured ones included.
-
-    Args:
-        largest: `StepShape.largest`, upper bounds of the sizes without padding.
-    """
+    """Upper bounds of the sizes of padded steps; `largest`: `StepShape.largest`, those without padding."""
     width, decodes = power_of_two(largest.decode_tokens), rung(largest.decodes)
     tokens = largest.prefill_tokens + MOST_PADDING
     return largest._replace(

@@ -122,7 +122,7 @@ class RequestStates:
         if written != holding.state_index:  # the slot was refused; no launched kernel overwrites it yet
             self._copy([written], [holding.state_index])
 
-    def pass_over(self, holding: Holding, num_tokens: int) -> None:
+    def skip(self, holding: Holding, num_tokens: int) -> None:
         """Count tokens as computed whose decodes left the request's state where it is."""
         holding.num_computed += num_tokens
 

@@ -86,7 +86,7 @@ Array = npt.NDArray[np.integer[Any]]
 
 
 class StepBuffer:
-    """Holds the index tensors of one step, side by side, at offsets that follow from the step's shape.
+    """Holds the index tensors of one step at offsets that follow from the step's shape.
 
     On a GPU there are two pinned host buffers, in turn, and one device buffer that never moves:
 
@@ -94,9 +94,9 @@ class StepBuffer:
         host 1   | token_ids | positions | ... | checkpoints |      steps 1, 3, 5, ...
         device   | token_ids | positions | ... | checkpoints |      what the kernels of every step read
 
-    `arrays` returns a host buffer once the buffer's last copy is over; `send` copies the buffer without
-    waiting. The device buffer is overwritten in stream order: after the kernels of the previous step. On a
-    CPU the tensors are the host buffer itself: a step's tensors are overwritten two steps later.
+    `arrays` waits for the buffer's last copy; `send` copies without waiting, in stream order after the
+    kernels of the previous step. On a CPU the tensors are the host buffer itself, overwritten two steps
+    later.
     """
 
     def __init__(self, largest: StepShape, device: torch.device) -> None:
@@ -116,11 +116,7 @@ class StepBuffer:
         self._tensors: dict[tuple[int, StepShape], dict[str, Tensor]] = {}
 
     def arrays(self, shape: StepShape) -> dict[str, Array]:
-        """The host arrays of the next step, by name, for the caller to fill; their contents are stale.
-
-        Waits until the copy of the step before the last is over, which is the case once that step's tokens
-        have been read.
-        """
+        """The host arrays of the next step, by name, for the caller to fill; their contents are stale."""
         self._turn ^= 1
         if self._copied:
             self._copied[self._turn].synchronize()

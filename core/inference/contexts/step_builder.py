@@ -20,13 +20,6 @@ Padding = Callable[[StepShape], StepShape]
 """Maps a step's shape to the shape to pad to, which is at least as large in every size."""
 
 
-class BatchDimensions(NamedTuple):
-    """Numbers of rows of a step, under megatron-core's names."""
-
-    decode_req_count: int
-    prefill_req_count: int
-
-
 class StepBuilder:
     """Fills the step buffer for one step after another, and sends it to the device."""
 
@@ -38,14 +31,6 @@ class StepBuilder:
         replays: bool = False,
         batch_invariant: bool = False,
     ) -> None:
-        """
-        Args:
-            buffer: where the index tensors of a step lie.
-            block_size_tokens: tokens of a KV block.
-            chunk_size: tokens of a chunk.
-            replays: whether decodes replay inputs.
-            batch_invariant: passed on to the model.
-        """
         self._buffer = buffer
         self._replays = replays
         self._batch_invariant = batch_invariant
@@ -61,17 +46,10 @@ class StepBuilder:
         padding: Padding,
         sampled_tokens: Tensor | None = None,
     ) -> StepInputs:
-        """The inputs of a step. Their tensors are copied to the device at once, without synchronising.
+        """The inputs of `steps`, decodes first; copied to the device without synchronising.
 
-        KV of tokens in registered blocks is not written again.
-
-        Args:
-            steps: what each request does, decodes first.
-            block_table: [rows, blocks] the KV blocks of all rows of the context.
-            states: where the requests' states are, and go.
-            memory: the pools, passed on to the model.
-            padding: maps the step's shape to the shape to pad to.
-            sampled_tokens: [steps] on the device: what takes the place of the steps' tokens, one each.
+        KV of tokens in registered blocks is not written again. `block_table`: [rows, blocks] of all rows.
+        `sampled_tokens`: [steps] on the device, in place of the steps' tokens.
         """
         packing = _Packing.of(steps)
         values = _token_values(steps, packing)

@@ -244,8 +244,8 @@ def _unpin(rows: Tensor, stream: torch.cuda.Stream) -> None:
 def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> HostTier | None:
     """Host memory and files for the durable states of a pool; None without `host_cache_gb`. A collective.
 
-    Indexes alone for a pool whose slots have no bytes: of a `BooksOnlyContext`, with the bytes of the model's
-    states, and of a pipeline stage without states, with as many slots as the other stages afford.
+    Indexes alone for a pool whose slots have no bytes: of a `ContextWithoutMemory`, with the bytes of the
+    model's states, and of a pipeline stage without states, with as many slots as the other stages afford.
 
     Raises:
         ValueError: a budget buys no state on some rank, or its memory or directory cannot be had. All ranks

@@ -7,7 +7,6 @@ import mambaslots as ms
 import numpy as np
 import pytest
 import torch
-from mambaslots.inference.contexts.chunk_grid import chunk_grid
 from mambaslots.inference.engines.sampling import sample
 from mambaslots.vllm.chunk_metadata import (
     Mamba2AttentionMetadataBuilder,
@@ -21,41 +20,6 @@ from oracle.picture import picture
 LONGEST = 2**48
 INT64_MAX = 2**63 - 1
 _chunk_size = bad.integer(1, LONGEST)
-
-# ---- chunk_grid
-
-GRID = {
-    "computed": [8, 0], "lengths": [8, 3], "chunk_size": 8, "checkpoint_rows": [0],
-    "checkpoint_positions": [16],
-}  # fmt: skip
-_arrays = (
-    np.array([0.5, 1.5]), np.array([True, False]), np.array(["1", "2"]), np.array([[1, 2]]),
-    np.array([1, 2], dtype=object), np.array(1), np.array([1j, 2]), np.array([-1, 2]),
-    np.array([1, 2**63], dtype=np.uint64), np.array([INT64_MAX, 1]), np.array([-(2**63), 1]),
-)  # fmt: skip
-_counts = (
-    [8], [8, 3, 1], [8, -1], [8, INT64_MAX], [INT64_MAX, INT64_MAX], [2**62, 2**62], [8, 2**63], *_arrays,
-)  # fmt: skip
-GRID_ARGUMENTS = {
-    "computed": bad.ids(0, LONGEST).also([], *_counts, [8, LONGEST + 1]),
-    "lengths": bad.ids(0, INT32_MAX).also([], *_counts, [2**30, 2**30], [INT32_MAX, 1]),
-    "chunk_size": _chunk_size,
-    "checkpoint_rows": bad.ids(0, 1).also([], [2], [0, 1]),
-    "checkpoint_positions": bad.ids(16, 16).also([], [8], [24], [15], [16, 16], [0], [INT64_MAX]),
-}
-
-
-@pytest.mark.parametrize("name", GRID_ARGUMENTS)
-def test_a_grid_of_what_is_no_step(name: str) -> None:
-    others = {"computed": "|lengths", "lengths": "|computed", "checkpoint_rows": "|checkpoint_positions"}
-    others["checkpoint_positions"] = "|checkpoint_rows"
-    refuse_all(
-        "chunk_grid",
-        GRID_ARGUMENTS[name],
-        lambda value: chunk_grid(**GRID | {name: value}),  # type: ignore[arg-type]
-        f"({name}{others.get(name, '')})",
-    )
-
 
 # ---- compute_varlen_chunk_metadata
 

@@ -146,25 +146,3 @@ def test_positions_and_chunk_sizes_beyond_32_bits(chunk_size):
 def test_no_chunk_ends_at_such_a_checkpoint(row, position):
     with pytest.raises(ValueError, match=rf"checkpoint_positions\[1\] is {position} in row {row}"):
         chunk_grid([8, 0], [20, 0], 8, [0, row], [16, position])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (([-1], [4], 8), "computed"),
-        (([0], [-4], 8), "lengths"),
-        (([0, 0], [4], 8), "computed has 2 entries and lengths 1"),
-        (([[0]], [4], 8), "computed"),
-        (([0.0], [4], 8), "computed"),
-        (([0], [True], 8), "lengths"),
-        (([0], [4], 0), "chunk_size"),
-        (([0], [4], None), "chunk_size"),
-        (([0], [8], 8, [0], []), "checkpoint_rows has 1 entries"),
-        (([0], [8], 8, [1], [8]), "checkpoint_rows"),
-        (([0], [8], 8, [-1], [8]), "checkpoint_rows"),
-        (([], [], 8, [0], [8]), "checkpoint_rows"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, named):
-    with pytest.raises(ValueError, match=named):
-        chunk_grid(*arguments)

@@ -11,7 +11,7 @@ import mambaslots.net as msd
 import pytest
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.prefix_cache import DirtyStates, PrefixCache
-from mambaslots.inference.contexts.dynamic_context import BooksOnlyContext
+from mambaslots.inference.contexts.dynamic_context import ContextWithoutMemory
 from mambaslots.net.routing import state_publisher
 from oracle.everything import Fuzzer
 from oracle.ledger import LeftWrongError
@@ -310,7 +310,7 @@ def test_a_context_of_books_alone_can_be_published() -> None:
     config = ms.InferenceConfig(
         block_size_tokens=BLOCK, max_tokens=32, num_kv_blocks=20, num_mamba_slots=4, max_sequence_length=40
     )
-    events = msd.StatePublisher(BooksOnlyContext(ToyLM().state_spec(), config), "a").take()
+    events = msd.StatePublisher(ContextWithoutMemory(ToyLM().state_spec(), config), "a").take()
     assert events is not None
     assert events.is_snapshot
 
