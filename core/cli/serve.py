@@ -148,20 +148,18 @@ def _only_data(options: argparse.Namespace) -> argparse.Namespace:
 
 def server_settings(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `ServerSettings`."""
+    same = (
+        "host", "port", "max_waiting_requests", "body_timeout_s", "request_timeout_s", "drain_timeout_s",
+        "trace",
+    )  # fmt: skip
     return {
-        "host": options.host,
-        "port": options.port,
+        **{name: getattr(options, name) for name in same},
         "model_name": options.model_name or Path(options.model).resolve().name,
         "api_keys": read_keys(options.api_keys) if options.api_keys else {},
         "admin_key": os.environ.get(ADMIN_KEY) or None,
-        "max_waiting_requests": options.max_waiting_requests,
         "max_body_bytes": int(options.max_body_mb * (1 << 20)) if options.max_body_mb else None,
-        "body_timeout_s": options.body_timeout_s,
-        "request_timeout_s": options.request_timeout_s,
-        "drain_timeout_s": options.drain_timeout_s,
         "allowed_origins": tuple(options.allowed_origin),
         "allowed_hosts": tuple(options.allowed_host),
-        "trace": options.trace,
     }
 
 

@@ -23,15 +23,11 @@ class EngineRequest:
 
     Attributes:
         request_id: the same in all attempts.
-        prompt: token ids: the client's prompt, then what lost replicas have generated.
-        num_generated: how many of the last tokens of `prompt` lost replicas have generated. They belong to
-            the answer: they count for its length and for its random numbers.
-        sampling: how tokens are chosen; its seed is set.
-        cache_salt: the engine's salt.
-        plan: which states are taken; None for the replica's own plan.
-        keys: the hash of each whole block of `prompt`, in order; a router compares them with what replicas
-            hold. Empty where the replicas cache nothing.
-        tenant: whom the replica's figures count the request for; None where requests have no salt.
+        prompt: token ids: the client's prompt, then the tokens that lost replicas have generated.
+        num_generated: how many of the last tokens of `prompt` lost replicas have generated. They count
+            towards the answer's length, and sampling continues with the next random number.
+        keys: the hash of each whole block of `prompt`, for the router; empty where replicas cache nothing.
+        tenant: in whose figures the request counts; None where requests have no salt.
         lost: names of the replicas that were lost while they answered; a router avoids them.
     """
 
@@ -58,12 +54,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """How a replica's part of an answer ended.
-
-    Attributes:
-        finish_reason: as `RequestResult.finish_reason`.
-        num_recomputed_tokens: tokens that the replica computed again after it preempted the request.
-    """
+    """How a replica's part of an answer ended, and the tokens that it computed again after preemptions."""
 
     finish_reason: FinishReason
     num_recomputed_tokens: int = 0
@@ -71,18 +62,11 @@ class AnswerEnd:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """Some of what a replica answers. It can be pickled.
+    """Some of a replica's answer. It can be pickled.
 
-    The first part says that the replica has the request: it may be empty. The last part has `end` or `error`.
-
-    Attributes:
-        tokens: new tokens, with what is asked for of them.
-        prompt: what became of the prompt; in the first part that has tokens or `end`, None in the others.
-        end: how the answer ended.
-        error: why the replica refuses the request. ValueError: it can never run. QueueFullError: too many
-            wait. KVBlockCapacityError: pinned prefixes leave too little memory. A replica that cannot go on
-            for another reason raises ReplicaLostError.
-        replica: the name of the replica, in its first part; "" where it has none.
+    The first part says that the replica has the request: it may be empty. It has the replica's name. The
+    first part with tokens or `end` has the prompt's figures. The last part has `end` or `error`, which says
+    why the replica refuses the request (ValueError, QueueFullError or KVBlockCapacityError).
     """
 
     tokens: tuple[GeneratedToken, ...] = ()
@@ -95,16 +79,11 @@ class AnswerPart:
 async def answer_parts(
     engine: ServedEngine, request: EngineRequest, replica: str = ""
 ) -> AsyncGenerator[AnswerPart]:
-    """Serve a request and yield its answer. Who closes or cancels this generator cancels the request.
-
-    Args:
-        engine: serves the request.
-        request: the request.
-        replica: the name of this replica, for the first part.
+    """Serve a request and yield its answer; closing or cancelling this generator cancels the request.
 
     Raises:
-        ReplicaLostError: the engine takes no requests any more, its steps fail, or it was drained or reset
-            before the answer was complete.
+        ReplicaLostError: the engine refuses requests, its steps fail, or it was drained or reset before the
+            answer was complete.
     """
     try:
         stream = await engine.stream(
@@ -147,14 +126,11 @@ async def _parts(stream: AnswerStream) -> AsyncGenerator[AnswerPart]:
 
 
 class FleetAnswer:
-    """What has come of one request, and what is still asked of replicas. One event loop uses it.
+    """The tokens of one request so far, and the request for the rest of them. One event loop uses it.
 
     Attributes:
-        request_id: the fleet's number of the request.
-        tokens: of the answer, as far as they have come.
-        prompt_figures: what became of the prompt at the first replica that came to a token.
-        early_end: how the client has ended the answer; None while the client wants all of it.
         opened: set once a replica has the request, or the answer has ended.
+        early_end: how the client has ended the answer, or None.
         result, error: how the answer ended, one of them; both None until then.
         lost: names of the replicas that were lost while they answered.
     """
@@ -171,15 +147,7 @@ class FleetAnswer:
         plan: CheckpointPlan | None,
         tenant: str | None,
     ) -> None:
-        """
-        Args:
-            request_id: the fleet's number of the request.
-            name: the request's name for replicas.
-            prompt: the client's prompt.
-            sampling: has a seed.
-            chain: the hashes of the prompt's blocks; None where nothing is cached.
-            cache_salt, plan, tenant: as in `EngineRequest`.
-        """
+        """`name` is for replicas. `chain`: hashes of the prompt's blocks; None without a cache."""
         self.request_id = request_id
         self.tokens: list[GeneratedToken] = []
         self.prompt_figures: PromptFigures | None = None
@@ -207,7 +175,7 @@ class FleetAnswer:
         return len(self._prompt) + len(self.tokens)
 
     def next_request(self) -> EngineRequest:
-        """The request for a replica that goes on behind the tokens that have come."""
+        """The request for a replica that continues after the tokens so far."""
         sequence = (*self._prompt, *(one.token for one in self.tokens))
         if self._chain is not None:
             self._chain.extend_to(sequence)
@@ -227,7 +195,6 @@ class FleetAnswer:
         )
 
     def add(self, part: AnswerPart) -> None:
-        """Take a part of the answer."""
         if self.prompt_figures is None:
             self.prompt_figures = part.prompt
         if part.tokens and self._ttft_s is None:
@@ -288,18 +255,13 @@ class FleetAnswer:
 
 
 class FleetStream:
-    """The tokens of one request to a fleet, as they come; `FleetEngine.stream` makes streams.
+    """The tokens of one request to a fleet, as they come; used as an `AsyncStream` is, by one reader.
 
-    Used as an `AsyncStream` is, by one reader: each item has all tokens since the last one. Iterating raises
-    the error that ended the request. Who leaves a stream early cancels it, or uses `async with`.
+    Iterating raises the error that ended the request. Leaving `async with` cancels the request.
     """
 
     def __init__(self, answer: FleetAnswer, end: Callable[[FleetAnswer, EarlyEnd], None]) -> None:
-        """
-        Args:
-            answer: what comes of the request.
-            end: ends the request at its replica.
-        """
+        """`end` ends the request at its replica."""
         self._answer = answer
         self._end = end
         self._num_read = 0
@@ -322,7 +284,7 @@ class FleetStream:
     def cancel(self) -> None:
         """Cancel the request, unless it has ended. Returns at once.
 
-        Iterating then goes on to the tokens that had come, and ends once the replica's call has ended.
+        Iterating then continues to the tokens that had come, and ends once the replica's call has ended.
         """
         self._end(self._answer, "cancelled")
 

@@ -16,13 +16,7 @@ from ..serve.served_engine import LocalEngine
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """A replica's figures at one moment. It can be pickled.
-
-    Attributes:
-        replica: its name.
-        metrics: its metrics in Prometheus' text format, as `LocalEngine.metrics_text` returns them.
-        snapshot: as `Monitor.snapshot` makes it; None where the replica has no page.
-    """
+    """A replica's metrics in Prometheus' text format, and its snapshot. It can be pickled."""
 
     replica: str
     metrics: bytes
@@ -30,22 +24,14 @@ class ReplicaReport:
 
 
 async def replica_report(engine: LocalEngine, replica: str) -> ReplicaReport:
-    """The figures of a replica's engine now; made in other threads, so that the event loop does not wait."""
+    """Made in other threads, so that the event loop does not wait."""
     metrics, _ = await engine.metrics_text()
     return ReplicaReport(replica, metrics, await engine.snapshot())
 
 
 @dataclass
 class FleetCounts:
-    """What a fleet counts.
-
-    Attributes:
-        num_requests: requests that were taken.
-        num_lost: how often a replica was lost while it answered.
-        num_retries: how often the rest of an answer went to another replica.
-        num_given_up: requests that lost too many replicas.
-        num_waiting, num_running: requests that no replica has confirmed, and those that one has.
-    """
+    """Requests; replicas lost while they answered; retries; requests that lost too many replicas."""
 
     num_requests: int = 0
     num_lost: int = 0
@@ -58,14 +44,7 @@ class FleetCounts:
 def fleet_metrics_text(
     counts: FleetCounts, num_replicas: int, reports: Sequence[ReplicaReport]
 ) -> tuple[bytes, str]:
-    """All metrics; those of a replica have its name in the label `replica`.
-
-    Returns:
-        The body of a reply to Prometheus, and its content type.
-
-    Raises:
-        ValueError: a report is no text of Prometheus.
-    """
+    """The body of a reply to Prometheus, and its content type; the label `replica` has a replica's name."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_FleetCollector(counts, num_replicas, reports))
     return generate_latest(registry), CONTENT_TYPE_LATEST
@@ -109,14 +88,10 @@ Snapshot = Mapping[str, Any]
 
 
 def merged_snapshot(snapshots: Mapping[str, Snapshot]) -> dict[str, Any]:
-    """One snapshot of several replicas.
+    """One snapshot of several replicas, by their names.
 
-    Counts and pools are added. Percentiles of durations cannot be added: each is that of the slowest replica,
-    and that of the ages of evicted states the one of the replica that evicts the youngest. Points of the
-    series are added by their interval. Ids of requests begin with the replica's name.
-
-    Args:
-        snapshots: by the names of the replicas, at least one.
+    Counts and pools are added, and points of the series by their interval. Percentiles cannot be added: each
+    is that of the slowest replica, and that of eviction ages the one of the replica that evicts the youngest.
     """
     all_of = list(snapshots.values())
     first = all_of[0]
@@ -177,7 +152,7 @@ def _pool(pools: Sequence[Mapping[str, int]]) -> dict[str, int]:
 def _extremes(
     figures: Sequence[Mapping[str, float | None]], extreme: Callable[[list[float]], float]
 ) -> dict[str, float | None]:
-    """For each name the extreme of the values that are there; None where none is."""
+    """For each name the extreme of the values, or None."""
     found = {name: [one[name] for one in figures] for name in figures[0]}
     known = {name: [value for value in values if value is not None] for name, values in found.items()}
     return {name: extreme(values) if values else None for name, values in known.items()}
@@ -193,8 +168,7 @@ def _tenants(tenants: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _series(series: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The sums of the points that end in the same interval.
 
-    Intervals of replicas end at different moments. The last one is the last that all replicas have a point
-    in, so that levels do not fall at the end.
+    The last interval is the last that all replicas have a point in, so that levels do not fall at the end.
     """
     every_s = series[0]["every_s"]
     by_interval: dict[int, list[Mapping[str, Any]]] = {}

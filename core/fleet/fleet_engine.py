@@ -35,14 +35,11 @@ Call = Callable[[EngineRequest], AsyncIterator[AnswerPart]]
 
 
 class FleetEngine:
-    """Sends each request to a replica, and on to another one where that is lost: a `ServedEngine`.
+    """Sends each request to a replica, and to another one where that is lost: a `ServedEngine`.
 
-    A request whose replica is lost goes on behind the tokens that have come. The other replica computes
-    prompt and answer so far as one prompt, or resumes from what it has cached of them. Token i of an answer
-    has the random number of the request's seed and i wherever it is computed, so the answer has the tokens
-    that it would have had, as far as a prefill and a decode have the same bits: see docs/bits.md.
-
-    All calls are made in the event loop in which `start` was called.
+    A request whose replica is lost continues after the tokens that have come: token i of an answer has the
+    random number of the request's seed and i wherever it is computed. So the answer has the tokens that it
+    would have had, as far as a prefill and a decode have the same bits: see docs/bits.md.
     """
 
     def __init__(
@@ -57,21 +54,14 @@ class FleetEngine:
         max_retries: int = 2,
         retry_delay_s: float = 0.1,
     ) -> None:
-        """
-        Args:
-            facts: of each replica's engine.
-            salt_key: of each replica's engine; hashes the blocks of prompts.
-            call: chooses a replica and yields its `answer_parts`. It raises ReplicaLostError where the
-                replica is lost, and NoReplicaError where there is none. It is closed, or its task cancelled,
-                where the request is.
-            num_replicas: how many replicas serve now; returns at once. None: always one.
-            reports: what the replicas report of themselves. None: nothing.
-            max_waiting_requests: requests that may wait beside those that all replicas can run at once.
-            max_retries: how many lost replicas a request survives.
-            retry_delay_s: wait so long before a second retry, twice as long before a third one.
-
-        Raises:
-            ValueError: an argument is of another kind, or the replicas have another salt key.
+        """Args:
+        facts, salt_key: of each replica's engine.
+        call: chooses a replica and yields its `answer_parts`; raises ReplicaLostError or NoReplicaError.
+        num_replicas: how many replicas serve now; returns at once. None: always one.
+        reports: the replicas' reports. None: no figures.
+        max_waiting_requests: requests that may wait besides those that all replicas can run at once.
+        max_retries: how many lost replicas a request survives.
+        retry_delay_s: the delay before a second retry; twice as long before a third one.
         """
         self._facts = instance("facts", facts, EngineFacts)
         self._salt_key = instance("salt_key", salt_key, SaltKey)
@@ -125,11 +115,7 @@ class FleetEngine:
     # ---- its life
 
     def start(self) -> None:
-        """Begin, in the event loop that runs now.
-
-        Raises:
-            RuntimeError: no event loop runs, or this was called before.
-        """
+        """Begin, in the event loop that runs now."""
         asyncio.get_running_loop()
         if self._none_open is not None:
             raise RuntimeError("the FleetEngine was started before; make another one")
@@ -137,13 +123,9 @@ class FleetEngine:
         self._none_open.set()
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Take no more requests, and wait for the others.
+        """Refuse new requests and wait for the others; cancel those that run after `timeout_s`.
 
-        Args:
-            timeout_s: after so many seconds the others are cancelled; None waits for all.
-
-        Returns:
-            Whether all requests came to their own end.
+        Returns whether none was cancelled.
         """
         if timeout_s is not None:
             timeout_s = real("timeout_s", timeout_s, 0.0, LONGEST_TIMEOUT_S)
@@ -155,11 +137,7 @@ class FleetEngine:
         return False
 
     async def close(self, timeout_s: float | None = None) -> bool:
-        """Cancel all requests. The replicas go on.
-
-        Returns:
-            Whether all calls have ended within `timeout_s`; None waits for them.
-        """
+        """Cancel all requests; the replicas continue. Returns whether all calls ended within `timeout_s`."""
         if timeout_s is not None:
             timeout_s = real("timeout_s", timeout_s, 0.0, LONGEST_TIMEOUT_S)
         self._is_draining = True
@@ -187,14 +165,7 @@ class FleetEngine:
         checkpoint_plan: CheckpointPlan | None = None,
         tenant: str | None = None,
     ) -> FleetStream:
-        """Send a prompt to a replica. Returns once one has the request.
-
-        Args:
-            prompt: token ids.
-            sampling_params: how tokens are chosen. Without a seed it gets a random one.
-            cache_salt: as for `DynamicInferenceEngine.add_request`.
-            checkpoint_plan: which states are taken; None for the replicas' plan.
-            tenant: whom figures of replicas count requests with this salt for.
+        """Send a prompt to a replica; returns once one has the request.
 
         Raises:
             ValueError: the request can never run.
@@ -297,7 +268,7 @@ class FleetEngine:
             await asyncio.sleep(self._retry_delay_s * (num_lost - 1))
 
     async def _call_replica(self, answer: FleetAnswer, is_retry: bool) -> None:
-        """Send the rest of an answer to one replica, and take what it answers to the end."""
+        """Send the rest of an answer to one replica, and add its parts to the answer."""
         request = await self._next_request(answer)
         parts, name = self._call(request), ""
         try:
@@ -331,10 +302,7 @@ class FleetEngine:
         return await asyncio.to_thread(fleet_metrics_text, counts, self._num_replicas(), reports)
 
     async def snapshot(self) -> dict[str, Any] | None:
-        """The figures of all replicas together; None where none reports.
-
-        Made at most every 2 s, however many pages ask.
-        """
+        """The figures of all replicas, made at most every 2 s; None where none reports."""
         async with self._reading:
             now = asyncio.get_running_loop().time()
             if now - self._read_s >= _SNAPSHOT_S:

@@ -44,18 +44,14 @@ _LOST = (
 
 
 class ReplicaCalls:
-    """Asks the replicas behind a handle.
-
-    Args:
-        handle: of the deployment of `EngineReplica`. Its request router chooses the replica.
-    """
+    """Calls of replicas by a handle of Ray Serve, whose request router chooses the replica."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
         self._streams = handle.options(method_name="stream", stream=True)
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[AnswerPart]:
-        """Have a request answered. Closing the iterator ends the request.
+        """The parts of an answer. Closing the iterator ends the request.
 
         Raises:
             ReplicaLostError: the replica that served the request is gone, or gave up.
@@ -79,11 +75,11 @@ class ReplicaCalls:
                 parts.cancel()
 
     async def ask(self, method: str, *arguments: object) -> Any:
-        """What any replica answers to a question; waits for the first replica."""
+        """The answer of any replica; waits for the first replica."""
         return await self._handle.options(method_name=method).remote(*arguments)
 
     async def ask_all(self, method: str, *arguments: object, timeout_s: float) -> list[Any]:
-        """What the replicas answer that are there and answer in time; [] where none does."""
+        """The answers of the replicas that answer in time."""
         try:
             asked = self._handle.broadcast(method, *arguments)
             answers = await asked.results_async(timeout_s=timeout_s, return_exceptions=True)
@@ -108,9 +104,7 @@ _SILENT_S = 10.0
 
 
 class Ingress:
-    """What Ray Serve deploys as the application's ingress: it reads bodies, makes tokens and hashes of
-    prompts, and asks a replica for the answer.
-    """
+    """What Ray Serve deploys as the application's ingress: the server over a `FleetEngine`."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self,
@@ -120,14 +114,7 @@ class Ingress:
         server: ServerSettings,
         settings: FleetSettings,
     ) -> None:
-        """
-        Args:
-            replicas: the handle of the replicas' deployment.
-            load_text: loads text and defaults of the model.
-            salt_key: the key of all replicas, under which salts are hashed.
-            server: whom the server serves, and how much it takes.
-            settings: how many replicas there are.
-        """
+        """`replicas`: the handle of their deployment. `load_text` loads text and defaults of the model."""
         self._calls = ReplicaCalls(replicas)
         self._load_text = load_text
         self._salt_key = SaltKey(salt_key)
@@ -161,8 +148,8 @@ class Ingress:
         return await service.drain()
 
     async def _count_replicas(self) -> None:
-        """Count the replicas that answer, again and again. Where none does in time, the last count stays for
-        a while: replicas that are busy are there.
+        """Count the replicas that answer every second. Where none does, the last count stays for 10 s:
+        replicas that are busy are there.
         """
         loop = asyncio.get_running_loop()
         heard_s = loop.time()

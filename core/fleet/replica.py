@@ -34,14 +34,7 @@ from .warming import serve_hand_over, take_over
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """Where a replica runs.
-
-    Attributes:
-        replica: its name.
-        host: the machine's name.
-        processes: the ids of the processes of its ranks; the first has the engine that is called.
-        num_running: requests that have a row.
-    """
+    """Where a replica runs: process ids of its ranks, the leading one first, and its running requests."""
 
     replica: str
     host: str
@@ -58,38 +51,22 @@ _MEETING_S = 600.0
 
 
 class FollowingRank:
-    """A process of a replica but its first; it runs as a Ray actor."""
+    """A process of a replica but its first; a Ray actor."""
 
     def run(self, make_engine: MakeEngine, host: str, port: int, rank: int, num_ranks: int) -> None:
-        """Follow rank 0 until it closes its engine.
-
-        Raises:
-            RankDiedError: rank 0 is lost.
-        """
+        """Follow rank 0 until it closes its engine; RankDiedError where rank 0 is lost."""
         groups = _join(_meeting(host, port, is_master=False), rank, num_ranks)
         follow(make_engine(groups))
 
     def process(self) -> int:
-        """The process's id."""
         return os.getpid()
 
 
 class Ranks:
-    """The other ranks of a replica, as its first rank sees them.
-
-    Ray ends them with the process that has made them.
-
-    Attributes:
-        engine: of the first rank.
-    """
+    """The other ranks of a replica, as its first rank sees them; Ray ends them with its process."""
 
     def __init__(self, make_engine: MakeEngine, settings: FleetSettings) -> None:
-        """Start the other ranks in this replica's placement group, and build the engine together.
-
-        Args:
-            make_engine: makes the engine of each rank.
-            settings: how many ranks there are, and what each needs.
-        """
+        """Start the other ranks in this replica's placement group, and build the engine together."""
         self._actors: list[Any] = []
         self._runs: list[Any] = []
         if settings.ranks == 1:
@@ -115,7 +92,6 @@ class Ranks:
         self.engine = make_engine(_join(store, 0, settings.ranks))
 
     async def processes(self) -> list[int]:
-        """The ids of the processes of the other ranks."""
         return list(await asyncio.gather(*(actor.process.remote() for actor in self._actors)))
 
     async def lost(self) -> BaseException:
@@ -154,20 +130,16 @@ def _join(store: TCPStore, rank: int, num_ranks: int) -> ParallelGroups:
 
 
 class EngineReplica:
-    """What Ray Serve deploys as a replica.
+    """The class that Ray Serve deploys as a replica.
 
-    Ray calls the constructor, then `check_health` from time to time. Where the replica has to end, Ray waits
-    for its requests before it calls the destructor.
+    Ray calls the constructor, then `check_health` from time to time. Before a replica ends, Ray waits for its
+    requests, then calls the destructor.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, make_engine: MakeEngine, settings: FleetSettings
     ) -> None:
-        """
-        Args:
-            make_engine: makes the engine of each rank.
-            settings: how many requests there may be, and where states are told.
-        """
+        """`make_engine` makes the engine of each rank."""
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._ranks = Ranks(make_engine, settings)
         engine = self._ranks.engine
@@ -207,38 +179,36 @@ class EngineReplica:
             self._feed.wake()
 
     async def facts(self) -> EngineFacts:
-        """What does not change."""
         return self._engine.facts
 
     async def pulse(self) -> Pulse:
-        """That the replica is there."""
         processes = (os.getpid(), *await self._ranks.processes())
         return Pulse(self._name, socket.gethostname(), processes, self._engine.num_running)
 
     async def report(self) -> ReplicaReport:
-        """The replica's figures now."""
         return await replica_report(self._engine, self._name)
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """What routers need to know of the replica; Ray gives it to them."""
+        """Ray gives it to routers."""
         return {BLOCK_SIZE: self._engine.facts.block_size_tokens}
 
     async def check_health(self) -> None:
-        """Raise what the engine's thread has given up for; Ray then starts another replica instead."""
+        """Raise the failure of the engine; Ray then starts another replica instead."""
         failure = self._engine.failure
         if failure is not None:
             raise RuntimeError(f"the engine of replica {self._name} has given up") from failure
 
     async def _end_when_lost(self) -> None:
-        """End this process where the engine has given up, or a rank is lost."""
+        """End this process where the engine has failed, or a rank is lost."""
         lost = asyncio.create_task(self._ranks.lost()) if self._ranks.are_others else None
         while self._engine.failure is None and (lost is None or not lost.done()):
             await asyncio.sleep(0.1)
         self._end_process(self._engine.failure if lost is None or not lost.done() else lost.result())
 
     def _end_process(self, reason: BaseException | None) -> None:
-        """End at once. Ray sees that, sends no more requests here, and whoever waits for an answer asks
-        another replica. A replica that raised errors would get more requests, because its queue is short.
+        """End at once. Ray then sends no more requests here, and callers that wait ask another replica.
+
+        A replica that raised errors would get more requests, because its queue is short.
         """
         logger.error("mambaslots: replica %s is lost: %s", self._name, reason)
         logging.shutdown()

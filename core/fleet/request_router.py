@@ -37,8 +37,8 @@ class _Sent:
 class ReplicaLoads:
     """Counts the requests that a router has chosen a replica for and that have not ended.
 
-    Ray knows how many requests a replica has, but not those that are chosen and not sent yet: a burst would
-    go to one replica. A request that is chosen for a replica and never sent is forgotten after 30 s.
+    Ray's queue lengths lack those that are chosen and not sent yet: a burst would go to one replica. A
+    request that is chosen for a replica and never sent is forgotten after 30 s.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,22 +46,18 @@ class ReplicaLoads:
         self._sent: dict[str, _Sent] = {}
 
     def note_chosen(self, request: str, order: Sequence[str], num_tokens: int) -> None:
-        """Note that a request is to try replicas in this order; a second choice replaces the first."""
+        """A request is to try replicas in this order; a second choice replaces the first."""
         self._sent[request] = _Sent(order[0], num_tokens, self._clock(), tuple(order))
 
     def order_of(self, request: str, replicas: Collection[str]) -> tuple[str, ...]:
-        """In which order a request that none of these replicas has taken yet is to try them.
-
-        Returns:
-            () where no order was chosen, or was chosen among others or more than 30 s ago.
-        """
+        """The order chosen among these replicas for a request that none has accepted yet, or ()."""
         sent = self._sent.get(request)
         if sent is None or sent.is_routed or sent.since_s < self._clock() - _LONGEST_SENDING_S:
             return ()
         return sent.order if set(sent.order) == set(replicas) else ()
 
     def note_routed(self, request: str, replica: str) -> bool:
-        """Note that a replica has a request. Returns whether another replica was chosen for it."""
+        """A replica has a request. Returns whether another replica was chosen for it."""
         sent = self._sent.get(request)
         if sent is None:
             return False
@@ -76,12 +72,7 @@ class ReplicaLoads:
             del self._sent[request]
 
     def loads(self, replicas: Iterable[str], queue_lengths: Mapping[str, int | None]) -> list[ReplicaLoad]:
-        """The loads now.
-
-        Args:
-            replicas: names.
-            queue_lengths: requests of each replica, as Ray last knew; None or absent where Ray does not know.
-        """
+        """The loads now. `queue_lengths`: requests of each replica, as Ray last knew, or None."""
         horizon = self._clock() - _LONGEST_SENDING_S
         counts: dict[str, tuple[int, int]] = {}
         for request, sent in list(self._sent.items()):
@@ -104,23 +95,15 @@ BLOCK_SIZE = "block_size_tokens"
 
 
 class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
-    """Ranks replicas as a `StateRouter` does.
+    """Ranks replicas as a `StateRouter` does; Ray calls it in one event loop.
 
-    Ray gives it the replicas that live, their queue lengths and each request; an `EngineRequest` brings the
-    hashes of its blocks. Ray tries the replicas in the order that this class returns: a replica whose queue
-    is full gets no request. What the router knows of states may be old, which costs a miss.
-
-    Ray calls it in one event loop. It is not first in first out: what is chosen for one request must not
-    go to another.
+    An `EngineRequest` has the hashes of its blocks. Ray tries the replicas in the order that this class
+    returns: a replica whose queue is full gets no request. It is not first in first out: what is chosen for
+    one request must not go to another.
     """
 
     def initialize_state(self, *, channel: str, seed: int = 0) -> None:
-        """Ray calls this with `request_router_kwargs`.
-
-        Args:
-            channel: the name of the actor of a `StateChannel`.
-            seed: of the router's random choices.
-        """
+        """Ray calls this with `request_router_kwargs`; `channel` names the actor of a `StateChannel`."""
         self._router = StateRouter(seed)
         self._loads = ReplicaLoads()
         self._channel = channel
@@ -154,18 +137,15 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
         return [[replicas[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """A replica has the request."""
         if self._loads.note_routed(_request_id(pending_request), replica_id.unique_id):
             request = _route_request(pending_request, self.curr_replicas.get(replica_id))
             if request is not None:
                 self._router.note_routed(request, replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """A request has ended, or a replica has refused it."""
         self._loads.note_ended(internal_request_id, replica_id.unique_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """A replica is dead."""
         super().on_replica_actor_died(replica_id)
         self._router.forget(replica_id.unique_id)
 
@@ -182,7 +162,7 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
 def _route_request(
     pending_request: PendingRequest | None, replica: RunningReplica | None
 ) -> RouteRequest | None:
-    """What a router is asked about a call; None for a call that has no prompt."""
+    """The router's view of a call; None for a call that has no prompt."""
     first = pending_request.args[0] if pending_request is not None and pending_request.args else None
     if not isinstance(first, EngineRequest) or replica is None:
         return None

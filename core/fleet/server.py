@@ -41,16 +41,10 @@ _LOGGERS = ("ray", "ray.serve")
 
 @contextmanager
 def cluster(num_cpus: float | None = None) -> Iterator[bool]:
-    """Be connected to Ray.
+    """Be connected to Ray, and yield whether the cluster was there before.
 
-    Where `RAY_ADDRESS` is set, that cluster is joined, and left at the end. Otherwise a cluster of this
-    machine begins, and ends with all that runs in it. It sends no usage statistics.
-
-    Args:
-        num_cpus: what Ray takes this machine to have; None for its cores.
-
-    Yields:
-        Whether the cluster was there before.
+    The cluster that `RAY_ADDRESS` names is joined. Without it a cluster of this machine begins, and ends with
+    all that runs in it. It sends no usage statistics.
     """
     address = os.environ.get(ADDRESS)
     for name, value in _OWN_DEFAULTS.items():
@@ -82,16 +76,8 @@ def cluster(num_cpus: float | None = None) -> Iterator[bool]:
 def placed(settings: FleetSettings, device: str, joined: bool) -> FleetSettings:
     """The settings with what Ray reserves for each rank.
 
-    On GPUs a rank has one, and a core. On CPUs the ranks of a cluster of this process share the machine's
-    cores; on a cluster that is joined a rank has a core.
-
-    Args:
-        settings: say how many ranks there are.
-        device: "cpu", "cuda", or "auto" for GPUs where the cluster has some.
-        joined: whether the cluster is not ours; it may grow.
-
-    Raises:
-        ValueError: the cluster has too few GPUs, and does not grow.
+    On GPUs a rank has one, and a core. On CPUs the ranks of an own cluster share the machine's cores; on a
+    cluster that is joined a rank has a core. ValueError: an own cluster has too few GPUs.
     """
     resources = ray.cluster_resources()
     num_gpus, num_cpus = resources.get("GPU", 0.0), resources.get("CPU", 1.0)
@@ -118,11 +104,7 @@ def check_http(host: str, port: int) -> None:
 
 
 def check_address(host: str, port: int) -> int:
-    """The port to listen at: `port`, or a free one for 0.
-
-    Raises:
-        OSError: the address cannot be used.
-    """
+    """The port to listen at: `port`, or a free one for 0. OSError: the address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.create_server((host, port), family=family) as listener:
@@ -143,7 +125,7 @@ def fleet_application(
     server: ServerSettings,
     settings: FleetSettings,
 ) -> serve.Application:
-    """The whole application; the arguments are those of `core/fleet/server.py:serve_replicas`."""
+    """The whole application; the arguments are those of `serve_replicas`."""
     most = server.max_waiting_requests + settings.max_replicas * settings.max_requests
     ingress = serve.deployment(
         serve.ingress()(Ingress),
@@ -161,7 +143,6 @@ def fleet_application(
 
 
 def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serve.Application:
-    """The replicas of an engine, bound to what makes them."""
     needs = {"num_cpus": settings.cpus_per_rank, "num_gpus": settings.gpus_per_rank}
     options: dict[str, Any] = {
         "name": "EngineReplica",
@@ -214,23 +195,17 @@ def serve_replicas(
 
     Prints one line when all replicas are ready. The first signal drains: new requests get status 503, running
     ones have `server.drain_timeout_s` to end. The second signal ends them, the third one this process at
-    once. All that was started is ended: on a cluster that was there before, the application alone.
+    once. On a cluster that was there before, only the application is ended.
 
     Args:
         make_engine: makes a replica's engine, in its own process. It can be pickled.
-        load_text: loads text and defaults of the model, in the process that answers clients.
+        load_text: loads text and defaults of the model, in the ingress.
         salt_key: the key of all replicas, under which salts are hashed.
-        server: whom the server serves, and how much it takes.
-        settings: how many replicas there are; what Ray reserves for each is found out here.
-        device: as for `placed`.
+        server, settings: of the ingress and the replicas; what Ray reserves for each is computed here.
+        device: "cpu", "cuda", or "auto" for GPUs where the cluster has some.
 
     Returns:
         The exit code: 0 after a shutdown, 1 where Ray has stopped.
-
-    Raises:
-        OSError: the address cannot be used, or the cluster does not answer.
-        ValueError: the cluster has too few GPUs, or serves HTTP elsewhere.
-        RuntimeError: the replicas could not be started.
     """
     joins = bool(os.environ.get("RAY_ADDRESS"))
     if not joins:
@@ -284,7 +259,7 @@ def _serve_until_told(handle: Any, server: ServerSettings, settings: FleetSettin
 
 @contextmanager
 def _signals() -> Iterator[list[signal.Signals]]:
-    """The signals that came so far; the third one ends the process."""
+    """The signals so far; the third one ends the process."""
     came: list[signal.Signals] = []
 
     def note(number: int, frame: FrameType | None) -> None:

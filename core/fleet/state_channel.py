@@ -26,12 +26,7 @@ _LIVELY_S = 3.0
 
 
 class Orders(NamedTuple):
-    """What a replica is asked to do, in reply to what it tells.
-
-    Attributes:
-        wants_snapshot: whether the channel has missed events of this replica.
-        hand_overs: hand-overs to replicas that have joined, which this replica shall serve.
-    """
+    """The reply to a publication: whether events were missed, and hand-overs to serve."""
 
     wants_snapshot: bool
     hand_overs: tuple["HandOver", ...] = ()
@@ -39,12 +34,7 @@ class Orders(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Prefixes that one replica shall send to another.
-
-    Attributes:
-        name: of this hand-over alone.
-        host, port: the store where both meet.
-    """
+    """An order to send prefixes to another replica; both meet at the store at `host` and `port`."""
 
     name: str
     host: str
@@ -52,13 +42,9 @@ class HandOver:
 
 
 class News(NamedTuple):
-    """What a reader has not heard yet.
+    """What a reader has not received yet.
 
-    Attributes:
-        instance: of the channel; another one begins to count anew.
-        version: for the next read.
-        events: encoded events, in order.
-        replicas: all replicas that the channel knows.
+    `instance` is the channel's; another one counts anew. `version` is for the next read.
     """
 
     instance: str
@@ -69,7 +55,7 @@ class News(NamedTuple):
 
 @dataclass(slots=True)
 class _Held:
-    """What one replica holds, as far as the channel has heard."""
+    """What one replica holds, as published."""
 
     epoch: int
     next_sequence: int
@@ -78,11 +64,10 @@ class _Held:
 
 
 class StateChannel:
-    """Takes events from replicas, and gives them to readers, who wait for them. It runs as a Ray actor.
+    """A Ray actor that receives events of replicas' states, and gives them to routers.
 
-    The channel keeps the last events, and what each replica holds, so that a reader that comes late or that
-    was slow gets snapshots. It can be lost at any time: a new one asks every replica for a snapshot. What it
-    says may be old, which costs a miss.
+    It keeps the last events, and what each replica holds, so that a late or slow reader gets snapshots. It
+    can be lost at any time: a new one asks every replica for a snapshot. Stale knowledge costs a miss.
     """
 
     def __init__(self) -> None:
@@ -97,7 +82,7 @@ class StateChannel:
     # ---- for replicas
 
     async def publish(self, replica: str, events: Sequence[bytes] = ()) -> Orders:
-        """Take events of a replica; a call without events says that the replica is there.
+        """Record events of a replica; a call without events is a heartbeat.
 
         Raises:
             ValueError: `events` are no events, or those of another replica; nothing has changed.
@@ -113,20 +98,13 @@ class StateChannel:
         return Orders(held is None or not in_order, tuple(self._orders.pop(replica, ())))
 
     async def leave(self, replica: str) -> None:
-        """Forget a replica, which ends."""
         self._held.pop(replica, None)
         self._orders.pop(replica, None)
 
     async def donor(self, joining: str, hand_over: HandOver, asked: Sequence[str] = ()) -> str | None:
-        """Order a hand-over from the replica that holds most states, of those that were heard just now.
+        """Order a hand-over from the live replica that holds most states, and is not in `asked`.
 
-        Args:
-            joining: the replica that wants states.
-            hand_over: the order.
-            asked: replicas that did not serve one.
-
-        Returns:
-            The replica that gets the order; None where no other holds any state.
+        Returns its name; None where no other holds any state.
         """
         self._forget_silent()
         lively_s = time.monotonic() - _LIVELY_S
@@ -144,12 +122,7 @@ class StateChannel:
     # ---- for readers
 
     async def read(self, instance: str, version: int, timeout_s: float) -> News:
-        """The events behind `version`, as soon as there are some, but after `timeout_s` in any case.
-
-        Args:
-            instance, version: of the last news; "" and 0 at first.
-            timeout_s: seconds to wait at most.
-        """
+        """The events after `version`, as soon as there are some; none after `timeout_s`."""
         if instance == self._instance and version == self._version:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -166,7 +139,7 @@ class StateChannel:
     # ---- what it knows
 
     def _take(self, events: StateEvents, encoded: bytes) -> bool:
-        """Note the events. Returns whether none were missed before them."""
+        """Record the events. Returns whether none were missed before them."""
         held = self._held.get(events.replica)
         if events.is_snapshot:
             held = _Held(events.epoch, events.sequence, set(), 0.0)
@@ -195,7 +168,7 @@ class StateChannel:
         )
 
     def _forget_silent(self) -> None:
-        """Forget replicas that have not been heard for long; they send a snapshot when they come back."""
+        """Forget replicas without a heartbeat; they send a snapshot when they come back."""
         horizon = time.monotonic() - _FORGET_AFTER_S
         for name in [name for name, held in self._held.items() if held.heard_s < horizon]:
             del self._held[name]
@@ -203,7 +176,7 @@ class StateChannel:
 
 
 def _events_of(replica: str, encoded: bytes) -> StateEvents:
-    """The events in these bytes; ValueError where `replica` tells of another one's states."""
+    """The events in these bytes; ValueError for those of another replica than the caller."""
     events = decode_events(encoded)
     if events.replica != replica:
         raise ValueError(f"events.replica is {shown(events.replica)}; accepted: {shown(replica)}, who tells")
@@ -236,7 +209,7 @@ def open_channel(name: str) -> Any:
 
 
 def find_channel(name: str) -> Any | None:
-    """The actor of a channel; None where nobody has made it yet."""
+    """The actor of a channel, or None."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
@@ -244,13 +217,7 @@ def find_channel(name: str) -> Any | None:
 
 
 class ChannelReader:
-    """Gives a router the events of a channel, as they come. A lost channel is opened again.
-
-    Args:
-        name: the channel's.
-        router: takes the events.
-        open_actor: makes or finds the channel's actor.
-    """
+    """Gives a router the events of a channel, as they come; opens a lost channel again."""
 
     def __init__(
         self, name: str, router: StateRouter, open_actor: Callable[[str], Any] = open_channel
@@ -279,7 +246,7 @@ class ChannelReader:
             await asyncio.sleep(_RETRY_S)
 
     def take(self, news: News) -> None:
-        """Give the router what it has not heard, and let it forget replicas that the channel forgot."""
+        """Apply news to the router; it forgets replicas that the channel forgot."""
         self._instance, self._version = news.instance, news.version
         for encoded in news.events:
             if not self._router.apply(decode_events(encoded)):
@@ -301,24 +268,19 @@ _IDLE_S = 1.0
 
 
 class Publisher(Protocol):
-    """Tells what has changed in an engine's cache; `StatePublisher` is one."""
+    """Reports changes in an engine's cache; `StatePublisher` is one."""
 
     def take(self) -> StateEvents | None:
-        """What has changed since the last call."""
+        """The changes since the last call."""
 
     def snapshot(self) -> StateEvents:
-        """All that has been told."""
+        """All states that were reported."""
 
 
 class StateFeed:
-    """Tells a channel of an engine's states, every 30 ms while requests run, and does what it is asked to.
+    """Publishes an engine's states to a channel every 30 ms while requests run, and serves its hand-overs.
 
-    Args:
-        replica: the replica's name.
-        channel: the name of the channel's actor.
-        engine: has the states.
-        publisher: tells what has changed; called in the engine's thread. None: there are no states.
-        serve_hand_over: sends prefixes to a replica that has joined.
+    `publisher` is called in the engine's thread; None: there are no states.
     """
 
     def __init__(
@@ -340,11 +302,11 @@ class StateFeed:
         self._hand_overs: set[asyncio.Task[None]] = set()
 
     def wake(self) -> None:
-        """A request has come or ended: look at the cache soon."""
+        """A request was added or has ended: look at the cache soon."""
         self._woken.set()
 
     async def run(self) -> None:
-        """Tell until the engine has given up, or the task is cancelled."""
+        """Publish until the engine has failed, or the task is cancelled."""
         loop = asyncio.get_running_loop()
         while self._engine.failure is None:
             told_s = loop.time()
@@ -364,7 +326,7 @@ class StateFeed:
             self._woken.clear()
 
     async def _tell(self) -> None:
-        """Tell what has changed; a snapshot makes up for a message that was not taken."""
+        """Publish the changes; a snapshot makes up for a message that was not received."""
         if self._actor is None:
             self._actor = find_channel(self._channel)
             if self._actor is None:
@@ -386,6 +348,6 @@ class StateFeed:
             task.add_done_callback(self._hand_overs.discard)
 
     def leave(self) -> None:
-        """Tell that the replica ends; waits for nothing."""
+        """Report that the replica ends; waits for nothing."""
         if self._actor is not None:
             self._actor.leave.remote(self._replica)

@@ -30,19 +30,9 @@ _channels: dict[str, TransferChannel] = {}
 
 
 async def take_over(replica: str, channel: str, engine: AsyncEngine, timeout_s: float) -> int:
-    """Let a replica that has states hand over those that were used last; all calls of `engine` are short.
+    """Let a replica that has states hand over those that were used last; returns how many were received.
 
-    Whatever fails, a donor that does not come or dies, costs at most `timeout_s`, and this replica begins
-    with what it has got.
-
-    Args:
-        replica: the name of this replica.
-        channel: the name of the actor of the `StateChannel`, which chooses the donor.
-        engine: of this replica.
-        timeout_s: seconds for all.
-
-    Returns:
-        How many states came.
+    A donor that does not come or dies costs at most `timeout_s`; the replica then starts with what it has.
     """
     begun_s, deadline = time.monotonic(), time.monotonic() + timeout_s
     actor = find_channel(channel)
@@ -72,7 +62,7 @@ async def take_over(replica: str, channel: str, engine: AsyncEngine, timeout_s: 
 
 
 async def _receive_rounds(engine: AsyncEngine, store: TCPStore, order: HandOver, deadline: float) -> int:
-    """Take hand-over after hand-over until the source ends. Returns how many states came."""
+    """Receive hand-overs until the source ends. Returns how many states were received."""
     number = num_states = 0
     meeting = min(deadline, time.monotonic() + _MEETING_S)
     while await _told(store, f"{order.name}-source-{number}", deadline if number else meeting) == _ROUND:
@@ -111,7 +101,7 @@ async def serve_hand_over(engine: AsyncEngine, order: HandOver, timeout_s: float
 
 
 async def _told(store: TCPStore, key: str, deadline: float) -> str:
-    """What the other side has written under `key`; nothing where it has not in time."""
+    """The other side's value of `key`; "" where it is not written in time."""
     while not await asyncio.to_thread(store.check, [key]):
         if time.monotonic() > deadline:
             return ""

@@ -47,13 +47,9 @@ _SMALLER_BLOCK = (
 def why_not_deeper(
     spans: Sequence[Sequence[Any]], resume_point: int, num_prompt_tokens: int, grid: int
 ) -> str:
-    """Why a request did not resume deeper than it did.
+    """Why a request did not resume deeper than `resume_point`, with the setting that helps.
 
-    Args:
-        spans: [start, stop, reason] of computed prompt tokens, in order.
-        resume_point: the length of the prefix that the request last resumed, or 0.
-        num_prompt_tokens: tokens of the prompt.
-        grid: tokens of the smallest block that the model allows.
+    `spans` are [start, stop, reason] of computed prompt tokens, in order.
     """
     if not spans:
         return "It has computed nothing yet."
@@ -78,22 +74,12 @@ _ADVICE: dict[ComputeReason, str] = {
 
 
 class MissWatch:
-    """Looks for settings that cost hits. Each warning is given once.
-
-    Attributes:
-        warnings: the sentences that were logged, in order.
-    """
+    """Looks for settings that cost hits. Each warning is given once."""
 
     def __init__(
         self, engine: DynamicInferenceEngine, max_lost_share: float, window_tokens: int, stats: EngineStats
     ) -> None:
-        """
-        Args:
-            engine: its settings are judged.
-            max_lost_share: a reason that costs a larger share of the prompt tokens of a window is warned of.
-            window_tokens: prompt tokens of a window.
-            stats: the engine's figures now.
-        """
+        """A reason that costs more than `max_lost_share` of `window_tokens` prompt tokens is warned of."""
         spec, config = engine.context.spec, engine.config
         self.warnings: list[str] = []
         self._config = config
@@ -114,7 +100,6 @@ class MissWatch:
             )
 
     def note_prompt(self, num_tokens: int) -> None:
-        """Note the length of a new prompt."""
         self._lengths.append(num_tokens)
 
     def look(self, stats: EngineStats, num_slots_of_pins: int = 0) -> None:

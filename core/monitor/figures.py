@@ -28,13 +28,7 @@ NUM_POINTS = 450
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many values there were in each class.
-
-    Attributes:
-        bounds: upper bounds of the classes; a last class has none.
-        counts: for each class the number of its values.
-        sum: the sum of all values.
-    """
+    """How many values there were in each class; `bounds` are upper bounds, and a last class has none."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -67,7 +61,6 @@ class Latency:
 
     @property
     def percentiles(self) -> dict[str, float | None]:
-        """p50, p90 and p99 of the last values; None where there are none."""
         return percentiles(self._recent)
 
 
@@ -85,17 +78,13 @@ class TenantFigures:
 
 @dataclass(frozen=True)
 class MonitorFigures:
-    """What a monitor has counted since its start.
+    """The counts of a monitor since its start.
 
     Attributes:
-        stats: the engine's own figures.
         num_added: users' requests that were queued, or ran when the monitor began.
         num_ended: finish reason -> users' requests that ended.
-        num_generated: tokens of their answers.
         first_token, inter_token, step, queue: durations in seconds: from arrival to the first token, between
             two tokens, of a step, from arrival to the first step.
-        tenants: by name.
-        num_warnings: warnings that were given.
     """
 
     stats: EngineStats
@@ -226,17 +215,12 @@ class RequestRecord:
     """One request: numbers only, no tokens and no text.
 
     Attributes:
-        request: the request; dropped when it has ended.
-        tenant: in whose figures it counts.
-        arrived_s: seconds since 1970.
-        grid: tokens of the smallest block that the model allows.
-        spans: why its prompt tokens were computed: [start, stop, reason] in order; tokens between two
-            spans were resumed.
+        request: dropped when it has ended.
+        spans: why its prompt tokens were computed: [start, stop, reason]; tokens between spans were resumed.
         resume_point: the length of the prefix that it last resumed.
         queued_s: seconds until its first step; None before that.
-        resumed_tokens, prompt_tokens_done: prompt tokens that were resumed, and those resumed or computed.
-        first_token_s, last_token_s: when tokens came, on the monitor's clock.
-        num_tokens: generated tokens.
+        prompt_tokens_done: prompt tokens that were resumed or computed.
+        first_token_s, last_token_s: on the monitor's clock.
     """
 
     request: DynamicInferenceRequest | None
@@ -258,7 +242,6 @@ class RequestRecord:
     finish_reason: str | None = None
 
     def note_step(self, step: RequestStep) -> None:
-        """Note a step of a prefill."""
         counted = self.spans[-1][1] if self.spans else 0
         for span in step.spans:
             start = max(span.start, step.start, counted)

@@ -135,14 +135,12 @@ class Monitor:
     # ---- calls of the engine
 
     def request_added(self, request: DynamicInferenceRequest) -> None:
-        """Begin a record."""
         with self._lock:
             if self._record_of(request) is not None:
                 self._misses.note_prompt(len(request.prompt_tokens))
             self._look(self._clock())
 
     def request_resumed(self, step: RequestStep) -> None:
-        """Note where the request begins."""
         with self._lock:
             record = self._record_of(step.request)
             if record is not None:

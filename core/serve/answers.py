@@ -21,10 +21,8 @@ class AnswerToken:
     """A token of an answer, as clients see it.
 
     Attributes:
-        token: its id.
         text: what it adds to the text after the token before it; U+FFFD for a part of a character.
         offset: where in the answer's text it begins.
-        log_prob: None unless asked for.
         top: the likeliest tokens in its place, with log-probs, the likeliest first.
     """
 
@@ -65,16 +63,9 @@ class TokenTexts:
 class AnswerText:
     """The text of one answer, cut before its first stop string, and the tokens that belong to it.
 
-    A token whose text reaches into a stop string does not belong to the answer.
-
-    Args:
-        text: makes text of tokens; None for a model without a tokenizer, whose answers are token ids.
-        stops: strings that end the answer.
-        previous: the last token of the prompt.
-        keeps_tokens: whether pieces hold tokens, too.
-
-    Attributes:
-        num_tokens: tokens that were generated, up to the one that completed a stop string.
+    A token whose text reaches into a stop string does not belong to the answer. `text` is None for a model
+    without a tokenizer, whose answers are token ids. `previous` is the last token of the prompt. `num_tokens`
+    counts tokens up to the one that completed a stop string.
     """
 
     def __init__(
@@ -94,7 +85,6 @@ class AnswerText:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found."""
         return self._stops.found
 
     def push(self, tokens: Sequence[GeneratedToken]) -> Piece:
@@ -153,10 +143,6 @@ class StopStrings:
     stop "stop", pieces "a s", "to", "p b": returns "a ", "", "".
 
     Each character costs a step of the automaton of Knuth, Morris and Pratt (1977) for each stop string.
-
-    Attributes:
-        found: whether a stop string was found.
-        num_returned: how many characters were returned so far.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -225,7 +211,7 @@ def _fallbacks(stop: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Usage:
-    """The tokens of a request: those of its prompts, those of them that were cached, those of its answers."""
+    """The tokens of a request: of its prompts, cached ones of these, and of its answers."""
 
     num_prompt_tokens: int
     num_cached_tokens: int

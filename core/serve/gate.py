@@ -43,12 +43,7 @@ class Gate:
     """
 
     def __init__(self, app: ASGIApp, keys: "Keys", routes: Sequence[BaseRoute] = ()) -> None:
-        """
-        Args:
-            app: answers the requests that are admitted.
-            keys: of tenants and the operator.
-            routes: name requests in the log that are not admitted.
-        """
+        """`routes` name requests in the log that are not admitted."""
         self._app = app
         self._keys = keys
         self._routes = routes
@@ -118,23 +113,14 @@ def where(error: BaseException) -> str:
 
 
 class Keys:
-    """The keys of a server, as digests. Paths under /v1 are for tenants, others for the operator.
-
-    Args:
-        api_keys: the key of each tenant; empty for a server that is open.
-        admin_key: the operator's key, or None.
-    """
+    """The keys of a server, as digests. Paths under /v1 are for tenants, others for the operator."""
 
     def __init__(self, api_keys: Mapping[str, str], admin_key: str | None) -> None:
         self._tenants = [(tenant, _digest(key.encode())) for tenant, key in api_keys.items()]
         self._admin = None if admin_key is None else _digest(admin_key.encode())
 
     def admit(self, path: str, headers: _Headers) -> str:
-        """The tenant whose request for `path`, as routes name it, has these headers.
-
-        Raises:
-            RequestError: the key is missing or wrong (401), or no key opens `path` (403).
-        """
+        """The tenant whose request has these headers; RequestError 401 for a wrong key, 403 for none."""
         if path.startswith("/v1/"):
             return self._tenant(headers) if self._tenants else DEFAULT_TENANT
         if path not in _OPEN_PATHS and not path.startswith(_OPEN_FOLDERS):
@@ -172,9 +158,9 @@ class Keys:
 
 
 def engine_salt(tenant: str, client_salt: str | None, has_keys: bool) -> bytes | None:
-    """The engine's salt of a tenant and its client's salt, different for each pair.
+    """The engine's salt of a tenant and its client's salt; None without keys and without a client's salt.
 
-    None without keys and without a client's salt. ("ann", "x") gives b'["ann", "x"]'.
+    ("ann", "x") gives b'["ann", "x"]'.
     """
     if client_salt is None and not has_keys:
         return None
@@ -210,10 +196,6 @@ class HostCheck:
     A web page can let a name of its own point to this machine. The browser then takes the server for the
     page's own, and names that host. A request without the header is admitted: browsers always send it.
     (Starlette's TrustedHostMiddleware refuses it, and knows no loopback addresses.)
-
-    Args:
-        app: answers the others.
-        names: accepted with "localhost" and addresses of loopback.
     """
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:

@@ -50,15 +50,7 @@ _STREAM_HEADERS = [
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer that the engine is to generate.
-
-    Attributes:
-        index: its number among the answers to the request.
-        prompt: the number of its prompt.
-        tokens: the prompt.
-        sampling: how the answer is chosen.
-        plan: which states are cached on the way.
-    """
+    """One answer that the engine is to generate: the index-th of a request, to its prompt-th prompt."""
 
     index: int
     prompt: int
@@ -81,15 +73,7 @@ class Job:
 
 
 class Generation:
-    """Generates all answers of a job at once; a `run` that is cancelled cancels its requests.
-
-    Args:
-        engine: serves the prompts.
-        text: makes text of tokens; None for a model without a tokenizer.
-        job: what is wanted.
-        cache_salt: the engine's salt.
-        tenant: whose requests these are.
-    """
+    """Generates all answers of a job at once; a `run` that is cancelled cancels its requests."""
 
     def __init__(
         self,
@@ -113,11 +97,7 @@ class Generation:
         return Usage(self._job.num_prompt_tokens, self._num_cached, self._num_answer_tokens)
 
     async def run(self, emit: Emit) -> None:
-        """Generate all answers and give each piece to `emit`.
-
-        Raises:
-            RequestError: the engine refuses a request, or could not end one.
-        """
+        """Generate all answers, and give each piece to `emit`; RequestError where that fails."""
         streams: list[AnswerStream] = []
         try:
             async with asyncio.TaskGroup() as tasks:  # the engine has all requests before it has answers
@@ -195,7 +175,7 @@ def _finish_reason(result: RequestResult) -> str:
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a group that is no group; the others follow from it or equal it."""
+    """The first error of a group; the others follow from it or equal it."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -205,12 +185,7 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 class GeneratedAnswer(Response):
     """An answer that is generated while the response is sent.
 
-    Args:
-        generation: generates it.
-        form: how it is written.
-        num_answers: how many answers there are.
-        deadline: when the loop's clock shows this time, the request has failed.
-        finished: called once, at the end.
+    At `deadline` of the loop's clock the request has failed. `finished` is called once, at the end.
     """
 
     def __init__(

@@ -28,14 +28,9 @@ _TYPES = {
 
 
 class RequestError(Exception):
-    """A request that is answered with an error.
+    """A request that is answered with an error: an HTTP status and one sentence for the client.
 
-    Attributes:
-        status: the HTTP status, 400 to 599.
-        message: one sentence for the client.
-        param: the field that the sentence is about, or None.
-        code: a word for programs, or None.
-        headers: further headers of the answer, by lower-case names.
+    `param` is the field that the sentence is about, `code` a word for programs.
     """
 
     def __init__(
@@ -58,7 +53,6 @@ class RequestError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object of the answer."""
         default = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = _TYPES.get(self.status, default)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -122,9 +116,7 @@ def _unavailable(message: str, code: str) -> RequestError:
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The body of a request whose content is JSON.
 
-    Raises:
-        RequestError: the content is of another type (415), or longer than `max_bytes` (413).
-        ClientDisconnect: the client is gone.
+    RequestError: the content is of another type (415), or longer than `max_bytes` (413).
     """
     kind, _, parameters = request.headers.get("content-type", "").partition(";")
     charset = parameters.strip().lower().removeprefix("charset=").strip('"')
@@ -173,11 +165,9 @@ def body_too_slow() -> RequestError:
 
 
 def parsed_object(body: bytes) -> dict[str, Any]:
-    """The JSON object that `body` holds.
+    """The JSON object that `body` holds; its numbers are finite, and its strings are Unicode.
 
-    Raises:
-        RequestError: `body` is no UTF-8, no JSON or no object, is nested too deeply, or holds NaN, an
-            infinite number or half a surrogate pair.
+    RequestError: it is no UTF-8, no JSON or no object, or is nested too deeply.
     """
     try:
         parsed = json.loads(

@@ -22,8 +22,8 @@ from ..monitor.monitor import Monitor
 def metrics_text(monitor: Monitor) -> tuple[bytes, str]:
     """The body of a reply to Prometheus with all metrics of an engine, and its content type.
 
-    Any thread may call it; docs/operations.md explains each metric. Labels have few values: reasons, causes,
-    uses of a pool, and at most 66 tenants. No metric holds content of a prompt.
+    Any thread may call it; docs/operations.md explains each metric. Labels have few values, and no metric
+    holds content of a prompt.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(MonitorCollector(monitor))
@@ -31,7 +31,7 @@ def metrics_text(monitor: Monitor) -> tuple[bytes, str]:
 
 
 class MonitorCollector(Collector):
-    """A collector for a registry of prometheus_client; reads the monitor at each scrape."""
+    """Reads the monitor at each scrape."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor

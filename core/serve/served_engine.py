@@ -20,13 +20,9 @@ class EngineFacts:
     """What does not change while an engine serves; replicas send it to processes without a model.
 
     Attributes:
-        vocab_size: token ids are less.
-        max_sequence_length: the engine's setting.
         pool_tokens: tokens that the whole KV pool holds.
         max_requests: requests that run at once.
-        block_size_tokens: tokens of a block.
         caches_prefixes: whether prefixes are cached, so that blocks have hashes.
-        checkpoint_plan: which states are taken unless a request says otherwise.
         salt_key_id: names the key of salts; another key makes other hashes.
     """
 
@@ -63,7 +59,7 @@ class AnswerStream(Protocol):
 
     @property
     def result(self) -> RequestResult | None:
-        """The request's result; None until the answer has ended, and where an error ended it."""
+        """None until the answer has ended, and where an error ended it."""
 
     @property
     def prompt_figures(self) -> PromptFigures | None:
@@ -100,10 +96,7 @@ class ServedEngine(Protocol):
         """Begin, in the event loop that runs now."""
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Refuse new requests and wait for the others; cancel those that run after `timeout_s`.
-
-        Returns whether none was cancelled.
-        """
+        """Refuse new requests, wait for the others for `timeout_s`; returns whether none was cancelled."""
 
     async def close(self, timeout_s: float | None = None) -> bool:
         """Cancel all requests, and end. Returns whether it has ended within `timeout_s`."""
@@ -121,9 +114,7 @@ class ServedEngine(Protocol):
 
         Raises:
             ValueError: the request can never run.
-            QueueFullError: too many requests wait.
-            EngineDeadError: the engine has failed.
-            NoReplicaError: no replica serves now.
+            QueueFullError, EngineDeadError, NoReplicaError: the engine cannot answer now.
             RuntimeError: `drain` or `close` was called.
         """
 
@@ -135,12 +126,7 @@ class ServedEngine(Protocol):
 
 
 class LocalEngine:
-    """A `ServedEngine` over one engine, which it watches with a monitor.
-
-    Attributes:
-        engine: serves the prompts.
-        monitor: counts what the engine does.
-    """
+    """A `ServedEngine` over one engine, which it watches with a monitor."""
 
     def __init__(
         self,
@@ -150,15 +136,7 @@ class LocalEngine:
         max_waiting_requests: int = 1024,
         trace: Callable[[str], None] | None = None,
     ) -> None:
-        """
-        Args:
-            engine: no other thread may call it while this runs.
-            model_name, trace: as for `Monitor`.
-            max_waiting_requests: as for `AsyncEngine`.
-
-        Raises:
-            ValueError: an argument is of another kind.
-        """
+        """No other thread may call `engine` while this runs. `trace`: as for `Monitor`."""
         self.engine = AsyncEngine(engine, max_waiting_requests=max_waiting_requests)
         self.monitor = Monitor(engine, model_name=model_name, trace=trace)
         self.facts = EngineFacts.of(engine)

@@ -44,16 +44,7 @@ _SALT_HEADER = "x-cache-salt"
 
 
 class Preparation:
-    """Turns requests into jobs: tokens, sampling parameters and checkpoint plans. Any thread may call it.
-
-    Args:
-        facts: the engine's limits and plan.
-        loaded: the model's text and defaults.
-        max_choices: answers to one request.
-
-    Attributes:
-        longest: the most tokens of a prompt and its answer together.
-    """
+    """Turns requests into jobs: tokens, sampling parameters and checkpoint plans. Any thread may call it."""
 
     def __init__(self, facts: EngineFacts, loaded: LoadedModel | LoadedText, max_choices: int) -> None:
         self.longest = min(facts.max_sequence_length, facts.pool_tokens)
@@ -83,11 +74,7 @@ class Preparation:
         return self._job("prompt", prompts, request, _DEFAULT_COMPLETION_TOKENS)
 
     def chat(self, request: ChatRequest, body: dict[str, Any]) -> Job:
-        """The job of a chat, as the client wrote it in `body`.
-
-        Raises:
-            RequestError: the model's template refuses the messages, or they are too long.
-        """
+        """The job of a chat, written as `body`; a RequestError where the template refuses it."""
         text = self._text("messages")
         if text.chat_template is None:
             raise bad_field(
@@ -200,13 +187,6 @@ class Service:
     Bodies are parsed, and prompts encoded, in two worker threads: long bodies have one of their own, so that
     short ones do not wait for them. Python's parser of JSON lets no other thread run, neither the event loop
     nor the engine's: `max_body_bytes` bounds how long all streams stop for a body.
-
-    Attributes:
-        engine: serves the prompts.
-        loaded, settings: what the server was made with.
-        max_body_bytes: longest body of a request.
-        preparation: makes jobs of requests.
-        is_draining: whether new requests are refused.
     """
 
     def __init__(
@@ -229,10 +209,7 @@ class Service:
         self._none_open = asyncio.Event()
 
     async def drain(self) -> bool:
-        """Refuse new requests and wait for the others. Returns whether none was cancelled.
-
-        Requests that run after `settings.drain_timeout_s` are cancelled.
-        """
+        """Refuse new requests and wait for the others. Returns whether none was cancelled."""
         self.is_draining = True
         deadline = asyncio.get_running_loop().time() + self.settings.drain_timeout_s
         if not isinstance(self.engine.failure, NoReplicaError | None):
@@ -276,16 +253,10 @@ class Service:
         job_of: Callable[[bytes, str | None], Job],
         form: type[Form],
     ) -> GeneratedAnswer:
-        """The response to a request; it generates its answer when it is sent.
+        """The response to a request, whose body is not read yet; it generates its answer when it is sent.
 
-        Args:
-            request: its body is not read yet.
-            tenant: whose request it is.
-            job_of: makes a job of the body and of the salt in the header; runs in a worker thread.
-            form: how the answer is written.
-
-        Raises:
-            RequestError: the request is refused.
+        `job_of` makes a job of the body and of the salt in the header, in a worker thread. RequestError:
+        refused.
         """
         if self.trouble is not None:
             raise self.trouble
@@ -318,13 +289,11 @@ class Service:
             raise
 
     def completion_job(self, body: bytes, header_salt: str | None) -> Job:
-        """The job of a body of /v1/completions."""
         request = CompletionRequest.read(parsed_object(body), self._context)
         _add_salt(request, header_salt)
         return self.preparation.completion(request)
 
     def chat_job(self, body: bytes, header_salt: str | None) -> Job:
-        """The job of a body of /v1/chat/completions."""
         parsed = parsed_object(body)
         request = ChatRequest.read(parsed, self._context)
         _add_salt(request, header_salt)

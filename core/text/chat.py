@@ -126,17 +126,11 @@ class ChatBranches:
     """Renders the chats that clients send next, and finds where each branches off the text.
 
     A template may change what it wrote before: it drops the thinking of earlier answers, moves the tools to
-    the last user message, or merges messages. So no position is computed from one text. Each is the length
-    of the longest common prefix with another chat's text. A chat that the template refuses gives no branch.
+    the last user message, or merges messages. So each position is the length of the longest common prefix
+    with another chat's text. A chat that the template refuses gives no branch.
 
-    A chat of one turn takes 3 renderings beside its own, a longer one at most 8. Tools take one more, and so
+    A chat of one turn takes 3 renderings besides its own, a longer one at most 8. Tools take one more, and so
     does each marked message. Renderings stop at `_MAX_RENDERED` messages.
-
-    Args:
-        text: of `messages`, as `render` gave it.
-        messages: the chat, oldest message first.
-        render: the template.
-        has_tools: whether the answer may call a tool.
     """
 
     def __init__(self, text: str, messages: Sequence[Message], render: Render, has_tools: bool) -> None:
@@ -258,12 +252,7 @@ def _common_length(first: str, second: str) -> int:
 
 
 class Cut(NamedTuple):
-    """A special token in a text: what goes before it has the same tokens whatever follows it.
-
-    Attributes:
-        start, stop: its characters in the text.
-        token: its place in the tokens.
-    """
+    """A special token in a text, at [start, stop): the tokens before it do not depend on what follows it."""
 
     start: int
     stop: int
@@ -282,14 +271,8 @@ def branch_tokens(
 ) -> tuple[int, ...]:
     """The number of leading tokens that `text` shares with each other chat, without repeats and zeros.
 
-    A character before a branch may be part of a token that goes on behind it, differently in the two texts.
-    So the other chat is encoded, from the last cut before the branch on, and compared token by token.
-
-    Args:
-        text, tokens: the chat and its tokens.
-        cuts: of `text`, ascending.
-        branches: of `text`.
-        encode: text to tokens, without added special tokens.
+    A character before a branch may be part of a token that differs between the two texts. So the other chat
+    is encoded, from the last cut before the branch on, and compared token by token.
     """
     found: dict[int, None] = {}
     stops = [cut.stop for cut in cuts]

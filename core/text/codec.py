@@ -50,13 +50,7 @@ class BoundedTokenizer(Tokenizer, Protocol):
 
 
 class PromptTooLongError(ValueError):
-    """A chat has more tokens than the caller takes.
-
-    Attributes:
-        num_tokens: tokens of the chat, or fewer.
-        limit: how many the caller takes.
-        is_exact: whether the chat has `num_tokens`, no more.
-    """
+    """A chat has more tokens than `limit`: `num_tokens`, or at least so many."""
 
     def __init__(self, num_tokens: int, limit: int, is_exact: bool) -> None:
         found = f"{'' if is_exact else 'at least '}{num_tokens}"
