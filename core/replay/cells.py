@@ -19,15 +19,7 @@ from .trace import Trace
 
 @dataclass(frozen=True)
 class TraceSource:
-    """Where a trace comes from.
-
-    Attributes:
-        origin: one of the generated `KINDS`, or the path of a file.
-        seed: of a generated trace.
-        shards, shard: which part of a file's requests is served: shard `shard` of `shards`.
-        num_requests: how many of the first requests are served; None for all.
-        speed: how many times as fast the requests arrive.
-    """
+    """A kind with a seed, or a file; of it the first requests, `speed` times as fast."""
 
     origin: str
     seed: int = 0
@@ -144,9 +136,7 @@ class _ProgressLine:
 
     def __init__(self, num_cells: int) -> None:
         self._num_cells = num_cells
-        self._start_s = time.monotonic()
-        self._shown_s = float("-inf")
-        self._width = 0
+        self._start_s, self._shown_s = time.monotonic(), float("-inf")
         self._on_terminal = False
         with suppress(AttributeError, ValueError):
             self._on_terminal = sys.stderr.isatty()
@@ -156,14 +146,14 @@ class _ProgressLine:
         now_s = time.monotonic()
         if now_s - self._shown_s >= (0.1 if self._on_terminal else 10.0):
             self._shown_s = now_s
-            self._write(f"replay: {num_done:,} of {self._num_cells:,} cells; {doing}", not self._on_terminal)
+            line = f"replay: {num_done:,} of {self._num_cells:,} cells; {doing}"
+            self._write(f"\r\x1b[K{line}" if self._on_terminal else f"{line}\n")
 
     def end(self) -> None:
-        self._write(f"replay: {self._num_cells:,} cells, {time.monotonic() - self._start_s:,.1f} s", True)
+        clear = "\r\x1b[K" if self._on_terminal else ""
+        self._write(f"{clear}replay: {self._num_cells:,} cells, {time.monotonic() - self._start_s:,.1f} s\n")
 
-    def _write(self, line: str, ends: bool) -> None:
-        padded = "\r" + line.ljust(self._width) if self._on_terminal else line
-        self._width = len(line)
+    def _write(self, line: str) -> None:
         with suppress(OSError, ValueError, AttributeError):  # closed, a broken pipe, no stderr
-            sys.stderr.write(padded + "\n" * ends)
+            sys.stderr.write(line)
             sys.stderr.flush()

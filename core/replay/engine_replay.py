@@ -50,11 +50,8 @@ def _chain(prompt: Tokens, answer: Tokens, size: int, contents: dict[int, bytes]
 class Arrivals:
     """When the requests of a trace arrive. Times are nanoseconds since the trace began.
 
-    A session's requests keep the gaps that the trace has between them. A request whose session still waits
-    for an answer arrives when that answer ends, and later requests of the session are delayed equally:
-    requests at 0 s and 5 s, first answer at 7 s: the second one arrives at 7 s.
-
-    `one_after_another`: each request waits for the answer of the request before it in the trace.
+    A session's requests keep their gaps, and none arrives before the answer to the one before it: requests at
+    0 s and 5 s, first answer at 7 s: the second one arrives at 7 s. `one_after_another`: all are one session.
     """
 
     def __init__(self, trace: Trace, *, one_after_another: bool = False) -> None:
@@ -111,14 +108,9 @@ class Arrivals:
 class EngineReplay:
     """One trace, served by the `Scheduler` over a `ContextWithoutMemory`, on a clock that counts steps.
 
-    Admission, matches, plans, slots, evictions and preemption are the engine's own. The forward is left out,
-    and the tokens of answers are the trace's. Decodes that change only positions are made many at once: up to
-    the next block boundary, end or arrival.
-
-    Attributes:
-        context, scheduler: of the engine.
-        now_ns: time since the trace began.
-        first_token_ns: of each request, from its arrival to its first token; None until then.
+    Admission, matches, plans, slots, evictions and preemption are the engine's own; the tokens of answers are
+    the trace's. Decodes that change only positions are made many at once, up to the next block boundary, end
+    or arrival, unless `token_by_token`. `source`, `after_step`: for one of several engines on one clock.
     """
 
     def __init__(
@@ -132,16 +124,6 @@ class EngineReplay:
         source: Arrivals | None = None,
         after_step: Callable[[], None] | None = None,
     ) -> None:
-        """
-        Args:
-            trace: all requests that can arrive.
-            spec: of the model; its tensors are not made.
-            config: of the engine; with `max_requests=1` requests arrive one after another.
-            cost: seconds of a step.
-            token_by_token: whether each decode is a step of its own.
-            source: arrivals, for one of several engines on one clock.
-            after_step: called after each step; of decodes made at once, after the last.
-        """
         self.now_ns = 0
         self.context = ContextWithoutMemory(spec, config, clock=lambda: self.now_ns)
         self.scheduler = Scheduler(self.context)
@@ -153,7 +135,7 @@ class EngineReplay:
         self._after_step = after_step
         self._answers: dict[int, list[int]] = {}  # of unfinished requests
         self._resumed = [0] * len(trace.requests)
-        self.first_token_ns: list[int | None] = [None] * len(trace.requests)
+        self.first_token_ns: list[int | None] = [None] * len(trace.requests)  # from its arrival
         self._num_ended = 0
         self._num_refused_tokens = 0
 

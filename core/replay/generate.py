@@ -1,7 +1,7 @@
 """Generated traces: a kind, a seed and a scale give the same requests everywhere."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -16,8 +16,7 @@ _TOKENS_PER_S = 2.0  # a person reads and writes 1.5 words a second, at 0.75 wor
 class Draws:
     """Random numbers and texts of one seed.
 
-    Each draw transforms uniform numbers of one generator here, so that a trace depends on numpy's bit stream
-    alone, which numpy keeps from version to version.
+    A trace depends on numpy's bit stream alone, which numpy keeps from version to version.
     """
 
     def __init__(self, *seed: int) -> None:
@@ -63,6 +62,14 @@ class Draws:
         return (self._generator.random(num_tokens) * _NUM_TOKEN_IDS).astype(np.int32)
 
 
+def _sessions(draws: Draws, count: float, gap_s: float) -> Iterator[tuple[int, float]]:
+    """(session, seconds) of sessions that begin as a Poisson process, `gap_s` apart on average."""
+    at_s = 0.0
+    for session in range(max(1, round(count))):
+        at_s += draws.exponential(gap_s)
+        yield session, at_s
+
+
 def _joined(parts: Sequence[Tokens]) -> Tokens:
     return np.concatenate(parts).astype(np.int32, copy=False)
 
@@ -71,11 +78,8 @@ def _chat(draws: Draws, scale: float) -> list[TraceRequest]:
     """Sessions begin as a Poisson process, about 120 at once; 8 system prompts by Zipf, geometric turns."""
     systems = [draws.text(draws.lognormal(1000, 0.5, 300, 4000)) for _ in range(8)]
     requests: list[TraceRequest] = []
-    start_s = 0.0
-    for session in range(max(1, round(240 * scale))):
-        start_s += draws.exponential(1.7)
+    for session, at_s in _sessions(draws, 240 * scale, 1.7):
         history = [systems[draws.zipf(len(systems))]]
-        at_s = start_s
         for _ in range(draws.geometric(11.0)):
             user = draws.text(draws.lognormal(60, 0.8, 4, 2000))
             reply = draws.text(draws.lognormal(200, 0.6, 8, 2000))
@@ -91,11 +95,8 @@ def _fork(draws: Draws, scale: float) -> list[TraceRequest]:
     """Conversations where answers are generated again, or an earlier turn is edited."""
     system = draws.text(900)
     requests: list[TraceRequest] = []
-    start_s = 0.0
-    for session in range(max(1, round(150 * scale))):
-        start_s += draws.exponential(9.0)
+    for session, at_s in _sessions(draws, 150 * scale, 9.0):
         turns = [[system, draws.text(draws.lognormal(60, 0.8, 4, 2000))]]
-        at_s = start_s
         for _ in range(draws.geometric(14.0)):
             prompt = _joined([part for turn in turns for part in turn])
             reply = draws.text(draws.lognormal(250, 0.6, 8, 2000))
@@ -122,10 +123,7 @@ def _agent(draws: Draws, scale: float) -> list[TraceRequest]:
     templates = [draws.text(draws.log_uniform(2000, 8000)) for _ in range(5)]
     removed = draws.text(12)
     requests: list[TraceRequest] = []
-    start_s = 0.0
-    for session in range(max(1, round(72 * scale))):
-        start_s += draws.exponential(8.0)
-        at_s = start_s
+    for session, at_s in _sessions(draws, 72 * scale, 8.0):
         template = templates[draws.integer(0, len(templates) - 1)]
         head = [template, draws.text(draws.lognormal(150, 0.6, 20, 2000))]
         turns: list[list[Tokens]] = []
@@ -143,11 +141,8 @@ def _agent(draws: Draws, scale: float) -> list[TraceRequest]:
 def _documents(draws: Draws, scale: float) -> list[TraceRequest]:
     """Documents of 4,000 to 32,000 tokens, each with questions of 30 to 300 tokens."""
     requests: list[TraceRequest] = []
-    start_s = 0.0
-    for session in range(max(1, round(120 * scale))):
-        start_s += draws.exponential(22.0)
+    for session, at_s in _sessions(draws, 120 * scale, 22.0):
         document = draws.text(draws.log_uniform(4000, 32000))
-        at_s = start_s
         for _ in range(draws.geometric(14.0)):
             question = draws.text(draws.integer(30, 300))
             answer = draws.text(draws.lognormal(150, 0.6, 8, 1000))
@@ -159,9 +154,7 @@ def _documents(draws: Draws, scale: float) -> list[TraceRequest]:
 def _unique(draws: Draws, scale: float) -> list[TraceRequest]:
     """Prompts that share nothing, each a session of its own: traffic that no cache helps."""
     requests: list[TraceRequest] = []
-    at_s = 0.0
-    for session in range(max(1, round(1500 * scale))):
-        at_s += draws.exponential(0.5)
+    for session, at_s in _sessions(draws, 1500 * scale, 0.5):
         prompt = draws.text(draws.lognormal(1200, 0.8, 20, 16000))
         requests.append(TraceRequest(at_s, session, prompt, draws.text(draws.lognormal(150, 0.6, 8, 1000))))
     return requests

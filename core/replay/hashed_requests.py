@@ -6,7 +6,7 @@ from typing import overload
 
 import numpy as np
 
-from .trace import Tokens, TraceRequest
+from .trace import TraceRequest
 from .trace_line import Numbers, TraceLine
 
 _MAX_ENDS = 8  # candidates per block for the request before
@@ -100,26 +100,15 @@ class HashedRequests(Sequence[TraceRequest]):
             return [self[one] for one in range(*index.indices(len(self)))]
         index = range(len(self))[index]
         line = self._lines[index]
-        prompt, stop = line.num_prompt, line.num_prompt + line.num_answer
-        return TraceRequest(
-            line.arrival_s, self._sessions[index], self._prompt(index), self._answer(index, prompt, stop)
-        )
-
-    def _prompt(self, index: int) -> Tokens:
-        line = self._lines[index]
-        return self._repeated(
-            [self._in_prompt(index, block) for block in range(-(-line.num_prompt // line.hash_tokens))],
-            0, line.num_prompt, line.hash_tokens,
-        )  # fmt: skip
-
-    def _answer(self, index: int, start: int, stop: int) -> Tokens:
-        size = self._lines[index].hash_tokens
-        blocks = range(start // size, -(-stop // size))
-        return self._repeated([self._in_answer(index, block) for block in blocks], start, stop, size)
-
-    def _repeated(self, numbers: list[int], start: int, stop: int, size: int) -> Tokens:
-        first = start - start % size
-        return np.repeat(np.asarray(numbers, np.int32), size)[start - first : stop - first]
+        size, num_prompt, stop = line.hash_tokens, line.num_prompt, line.num_prompt + line.num_answer
+        blocks = [self._in_prompt(index, block) for block in range(-(-num_prompt // size))]
+        prompt = np.repeat(np.asarray(blocks, np.int32), size)[:num_prompt]
+        first = num_prompt // size
+        blocks = [self._in_answer(index, block) for block in range(first, -(-stop // size))]
+        answer = np.repeat(np.asarray(blocks, np.int32), size)[
+            num_prompt - first * size : stop - first * size
+        ]
+        return TraceRequest(line.arrival_s, self._sessions[index], prompt, answer)
 
     def _in_prompt(self, index: int, block: int) -> int:
         """The token of a block of a prompt."""

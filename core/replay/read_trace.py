@@ -52,7 +52,11 @@ def read_trace(path: str | PathLike[str], *, shards: int = 1, shard: int = 0) ->
         chosen = [index for index, route in enumerate(routes) if _shard_of(route, shards) == shard]
         lines, paths = [lines[index] for index in chosen], [paths[index] for index in chosen]
     lineage = infer_lineage(lines, paths, size or _ROUTING_TOKENS, head)
-    sessions = _sessions(lines, lineage)
+    known: dict[object, int] = {}
+    sessions = [
+        known.setdefault((inferred,) if line.session is None else line.session, len(known))
+        for line, inferred in zip(lines, lineage.sessions, strict=True)
+    ]
     requests: Sequence[TraceRequest]
     if size:
         requests = HashedRequests(lines, lineage, sessions, len(numbers))
@@ -126,16 +130,6 @@ def _head(line: TraceLine, path: Numbers, size: int) -> list[int]:
     """What a router hashes of a prompt: the numbers of its blocks, the partial one too where it is known."""
     blocks: list[int] = path[: line.num_prompt // size].tolist()
     return blocks if line.partial < 0 else [*blocks, line.partial]
-
-
-def _sessions(lines: Sequence[TraceLine], lineage: Lineage) -> list[int]:
-    """A number for each request's session."""
-    known: dict[tuple[bool, str | int], int] = {}
-    sessions = []
-    for line, inferred in zip(lines, lineage.sessions, strict=True):
-        name = (False, inferred) if line.session is None else (True, line.session)
-        sessions.append(known.setdefault(name, len(known)))
-    return sessions
 
 
 def _request(lines: Sequence[TraceLine], lineage: Lineage, index: int, session: int) -> TraceRequest:

@@ -26,21 +26,14 @@ def silent(num_served: int, num_all: int) -> None:
 class ModelShape:
     """What a model costs in the cache and to compute.
 
-    Attributes:
-        name: what tables call it.
-        state_bytes: of one live state.
-        durable_state_bytes: of one cached state; fewer where cached states are encoded.
-        kv_bytes_per_token: of all attention layers.
-        grid_tokens: a KV block is a multiple of this.
-        hidden_size, num_recurrent_layers, num_attention_layers, num_mlp_layers, state_size: for the
-            arithmetic of a prefill.
+    The last five numbers are for the arithmetic of a prefill.
     """
 
     name: str
-    state_bytes: int
-    durable_state_bytes: int
-    kv_bytes_per_token: int
-    grid_tokens: int
+    state_bytes: int  # of one live state
+    durable_state_bytes: int  # of one cached state; fewer where cached states are encoded
+    kv_bytes_per_token: int  # of all attention layers
+    grid_tokens: int  # a KV block is a multiple of this
     hidden_size: int
     num_recurrent_layers: int
     num_attention_layers: int
@@ -108,24 +101,15 @@ class ReplaySetting:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What one row resumed of one trace.
-
-    Attributes:
-        num_requests: requests served.
-        prompt_tokens, resumed_tokens: of all prompts, each token counted once.
-        lost_by_reason: computed prompt tokens by reason; empty for rows without reasons.
-        num_states_taken: states that were stored.
-        state_capacity: cached states that fit; 0 where a row has no such number.
-        resumed_lengths: resumed tokens of each request of the trace; empty for rows without them.
-    """
+    """What one row resumed of one trace; each token of a prompt counts once."""
 
     num_requests: int
     prompt_tokens: int
     resumed_tokens: int
-    lost_by_reason: Mapping[str, int] = field(default_factory=dict)
+    lost_by_reason: Mapping[str, int] = field(default_factory=dict)  # computed prompt tokens
     num_states_taken: int = 0
-    state_capacity: int = 0
-    resumed_lengths: tuple[int, ...] = field(default=(), repr=False)
+    state_capacity: int = 0  # cached states that fit
+    resumed_lengths: tuple[int, ...] = field(default=(), repr=False)  # of each request
 
     @property
     def share(self) -> float:
@@ -148,7 +132,7 @@ def _nemotron_h_8b(state_dtype: str | None) -> ModelShape:
         layers=24, heads=128, head_dim=64, groups=8, state_dim=128, conv_kernel=4,
         conv_dtype=torch.bfloat16, ssm_dtype=torch.float32, grid=128,
     )  # fmt: skip
-    spec = _spec(states, num_attention_layers=4, num_kv_heads=8, head_dim=128)
+    spec = _spec(states, 4, 8, 128)
     return shape_of("nemotron-h-8b", spec, state_dtype, hidden_size=4096, num_mlp_layers=24)
 
 
@@ -157,16 +141,13 @@ def _qwen3_5_35b(state_dtype: str | None) -> ModelShape:
         layers=30, key_heads=16, key_dim=128, value_heads=32, value_dim=128, conv_kernel=4,
         conv_dtype=torch.bfloat16, state_dtype=torch.float32,
     )  # fmt: skip
-    spec = _spec(states, num_attention_layers=10, num_kv_heads=2, head_dim=256)
+    spec = _spec(states, 10, 2, 256)
     return shape_of("qwen3.5-35b", spec, state_dtype, hidden_size=2048, num_mlp_layers=40)
 
 
-def _spec(
-    states: tuple[StateTensor, ...], num_attention_layers: int, num_kv_heads: int, head_dim: int
-) -> HybridStateSpec:
-    return HybridStateSpec(
-        states, num_attention_layers, num_kv_heads, head_dim, torch.bfloat16, 1 << 17, torch.device("cpu")
-    )
+def _spec(states: tuple[StateTensor, ...], layers: int, heads: int, dim: int) -> HybridStateSpec:
+    """With attention layers, KV heads and their dimension."""
+    return HybridStateSpec(states, layers, heads, dim, torch.bfloat16, 1 << 17, torch.device("cpu"))
 
 
 MODELS: dict[str, Callable[[str | None], ModelShape]] = {
