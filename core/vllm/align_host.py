@@ -13,7 +13,7 @@ The functions read these attributes of the host's objects:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -82,7 +82,6 @@ class StagedBuffer:
         return self._hosts[self._current]
 
 
-@dataclass
 class MambaSpecDecodeGPUContext:
     """The states of a model on the device, and the numbers that the align kernels read there.
 
@@ -91,39 +90,29 @@ class MambaSpecDecodeGPUContext:
     a method without it, or with None, reads them by batch row.
     """
 
-    config: MambaCacheConfig
-    num_state_types: int
-    kernels: ModuleType
-    state_idx: StagedBuffer
-    num_scheduled_tokens: StagedBuffer
-    num_computed_tokens: StagedBuffer
-    num_draft_tokens: StagedBuffer
-    query_start_loc: StagedBuffer
-    rows: Tensor
-    src_col: Tensor
-    token_bias: Tensor
-    _layout: AlignLayout | None = None
-    _counts: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    def __init__(
+        self, max_num_reqs: int, kv_cache_config: MambaCacheConfig, num_state_types: int, device: torch.device
+    ) -> None:
+        num_rows = integer("max_num_reqs", max_num_reqs, 1, INT32_MAX)
+        self.config, self.num_state_types = kv_cache_config, num_state_types
+        self.kernels = kernels_for(device)
+        self.state_idx = StagedBuffer(num_rows, device)
+        self.num_scheduled_tokens = StagedBuffer(num_rows, device)
+        self.num_computed_tokens = StagedBuffer(num_rows, device)
+        self.num_draft_tokens = StagedBuffer(num_rows, device)
+        self.query_start_loc = StagedBuffer(num_rows + 1, device)
+        self.rows = torch.arange(num_rows, dtype=torch.int32, device=device)
+        self.src_col = torch.full_like(self.rows, -1)
+        self.token_bias = torch.zeros_like(self.rows)
+        self._layout: AlignLayout | None = None
+        self._counts: dict[torch.dtype, Tensor] = {}
 
     @classmethod
     def create(
         cls, max_num_reqs: int, kv_cache_config: MambaCacheConfig, num_state_types: int, device: torch.device
     ) -> "MambaSpecDecodeGPUContext":
-        """Allocate the buffers of at most `max_num_reqs` requests; states are bound later."""
-        num_rows = integer("max_num_reqs", max_num_reqs, 1, INT32_MAX)
-        return cls(
-            kv_cache_config,
-            num_state_types,
-            kernels_for(device),
-            state_idx=StagedBuffer(num_rows, device),
-            num_scheduled_tokens=StagedBuffer(num_rows, device),
-            num_computed_tokens=StagedBuffer(num_rows, device),
-            num_draft_tokens=StagedBuffer(num_rows, device),
-            query_start_loc=StagedBuffer(num_rows + 1, device),
-            rows=torch.arange(num_rows, dtype=torch.int32, device=device),
-            src_col=torch.full((num_rows,), -1, dtype=torch.int32, device=device),
-            token_bias=torch.zeros(num_rows, dtype=torch.int32, device=device),
-        )
+        """For at most `max_num_reqs` requests; states are bound later."""
+        return cls(max_num_reqs, kv_cache_config, num_state_types, device)
 
     @property
     def is_initialized(self) -> bool:
