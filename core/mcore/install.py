@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan, shown_plan
-from ..inference.contexts.cache.eviction import EVICTION_POLICIES
-from ..validation import boolean, instance, one_of
+from ..inference.contexts.cache.eviction import PolicyChoice, checked_policy
+from ..validation import boolean, instance
 from ..version import VERSION
 from . import admission, answers, kv_blocks, lifecycle, mixer, stages
 from .built_contexts import BuiltContexts
@@ -78,7 +78,7 @@ class Installation:
             "num_replaced_methods": self.num_methods,
             "left_alone": {part: list(faults) for part, faults in self.left_alone.items()},
             "plan": shown_plan(self.settings.plan),
-            "eviction": self.settings.eviction,
+            "eviction": getattr(self.settings.eviction, "__name__", self.settings.eviction),
             "cache_answers": self.settings.cache_answers,
         }
 
@@ -100,7 +100,7 @@ def shown_versions(megatron_core: str | None = None) -> str:
 
 def install(
     plan: CheckpointPlan | None = None,
-    eviction: str | None = None,
+    eviction: PolicyChoice | None = None,
     cache_answers: bool = True,
     strict: bool = True,
 ) -> Installation:
@@ -112,7 +112,7 @@ def install(
     Args:
         plan: which states are taken; None for `CheckpointPlan()`. Building a context raises ValueError where
             the plan's intervals are no multiples of its block.
-        eviction: "value" or "lru" for states; None: what the host's configuration says.
+        eviction: "value", "lru" or a subclass of `EvictionPolicy`; None: what the host's configuration says.
         cache_answers: also hash and register what is generated, and take its states, for the next turn.
         strict: raise UnknownHostError, with nothing changed, where a method to be corrected is not one we
             know; False warns, names the faults that come back, and leaves alone what belongs together with
@@ -129,7 +129,7 @@ def install(
     plan = instance("plan", CheckpointPlan() if plan is None else plan, CheckpointPlan)
     plan.check_useful()
     if eviction is not None:
-        eviction = one_of("eviction", eviction, EVICTION_POLICIES)
+        eviction = checked_policy("eviction", eviction)
     boolean("cache_answers", cache_answers)
     boolean("strict", strict)
     if _applied:
@@ -183,7 +183,7 @@ def uninstall() -> None:
 @contextmanager
 def installed(
     plan: CheckpointPlan | None = None,
-    eviction: str | None = None,
+    eviction: PolicyChoice | None = None,
     cache_answers: bool = True,
     strict: bool = True,
 ) -> Iterator[Installation]:

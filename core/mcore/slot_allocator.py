@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan
+from ..inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan, checked_boundaries
 from ..inference.contexts.cache.checkpoints import RollingStates
+from ..inference.contexts.cache.eviction import PolicyChoice
 from ..inference.contexts.intermediate_states import HostSettings, StateSource
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from ..inference.kernels.state_copy import copy_states
@@ -26,7 +27,7 @@ class Settings:
     """What `install` was called with."""
 
     plan: CheckpointPlan = field(default_factory=CheckpointPlan)
-    eviction: str | None = None
+    eviction: PolicyChoice | None = None
     cache_answers: bool = True
 
 
@@ -205,9 +206,7 @@ class HostSlotAllocator(MambaSlotAllocator):
     def _decode_boundary(self, crossing: Crossing) -> Boundary | None:
         """What the plan says of the boundary; None where it stores no state there."""
         stop, size = crossing.position, self.context.block_size_tokens
-        found = self.settings.plan.boundaries(
-            start=stop - 1, stop=stop, prompt_tokens=0, block_size_tokens=size
-        )
+        found = checked_boundaries(self.settings.plan, stop - 1, stop, 0, size, 0)
         return found[0] if found else None
 
     def settle_answers(self) -> None:

@@ -5,7 +5,7 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import mambaslots.mcore
 import megatron.core
 import pytest
 import torch
+from mambaslots.inference.contexts.cache.eviction import LRUEviction
 from mambaslots.mcore import UnknownHostError, known_sources
 from mambaslots.mcore.__main__ import main
 from mambaslots.mcore.overrides import REGISTRY
@@ -90,6 +91,41 @@ def test_missing_megatron_core_is_said_with_what_installs_it(monkeypatch: pytest
         mambaslots.mcore.install()
     monkeypatch.undo()
     assert host_methods() == before
+
+
+class EveryBlock(ms.CheckpointPlan):
+    """A plan of one's own."""
+
+    def boundaries(self, *, start: int, stop: int, block_size_tokens: int, **_: int) -> Any:
+        first = start - start % block_size_tokens + block_size_tokens
+        return [(position, "interval") for position in range(first, stop + 1, block_size_tokens)]
+
+
+def test_a_plan_of_ones_own_says_which_states_are_stored() -> None:
+    prompt = tokens(3 * BLOCK + 2, seed=1)
+    with mambaslots.mcore.installed(plan=EveryBlock()):
+        host = RecurrentHost(make_context())
+        host.serve(prompt)
+        assert host.context.mamba_slot_allocator.committed_count == 3
+        assert host.serve(prompt[: BLOCK + 1])[0] == BLOCK
+        host.check_idle()
+
+
+class Newest(LRUEviction):
+    """A policy of one's own: evicts the state that was used last."""
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        return [slot for slot in reversed(self._order) if evictable(slot)][:count]
+
+
+def test_a_policy_of_ones_own_chooses_the_victims() -> None:
+    with mambaslots.mcore.installed(eviction=Newest) as installation:
+        slots = make_context(slots=2).mamba_slot_allocator
+        first, _ = slots.allocate_slots_batch([3, 4])
+        slots.note_use(first)
+        slots.allocate_slots_batch([5])
+        assert (slots.has_state(3), slots.has_state(4)) == (False, True)
+        assert installation.as_dict()["eviction"] == "Newest"
 
 
 @pytest.mark.parametrize("policy", ["lru", "ref_zero"])

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...validation import INT32_MAX, instance, integer, one_of, shown
+from ...validation import INT32_MAX, instance, integer, shown
 from ..kernels.state_tensors import StateTensors
-from .cache.checkpoint_plan import CheckpointPlan
-from .cache.eviction import EVICTION_POLICIES
+from .cache.checkpoint_plan import CheckpointPlan, checked_boundaries
+from .cache.eviction import PolicyChoice, checked_policy
 from .cache.state_slots import StateSlots, choose_for_slots
 
 MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
@@ -29,7 +29,8 @@ class HostSettings:
 
     Attributes:
         num_blocks: blocks of `kv_block_allocator`: its `total_count`, or `pool_size` in newer hosts.
-        eviction_policy: `prefix_caching_eviction_policy`, by name or as an enumeration; "lru" without one.
+        eviction_policy: `prefix_caching_eviction_policy`: a name, an enumeration, an `EvictionPolicy`; "lru"
+            without one.
         plan: `checkpoint_plan`; the default plan without one.
         max_requests: rows of requests.
         max_offsets_per_request: states inside a prefill that a request can store in one step.
@@ -41,7 +42,7 @@ class HostSettings:
     """
 
     num_blocks: int
-    eviction_policy: str
+    eviction_policy: PolicyChoice
     plan: CheckpointPlan
     max_requests: int
     max_offsets_per_request: int
@@ -55,7 +56,7 @@ class HostSettings:
         plan = getattr(context, "checkpoint_plan", None)
         return cls(
             num_blocks=_block_count(context),
-            eviction_policy=eviction_policy_name(getattr(context, "prefix_caching_eviction_policy", "lru")),
+            eviction_policy=_eviction_policy(getattr(context, "prefix_caching_eviction_policy", "lru")),
             plan=instance(
                 "context.checkpoint_plan", CheckpointPlan() if plan is None else plan, CheckpointPlan
             ),
@@ -71,8 +72,8 @@ class HostSettings:
         )
 
 
-def eviction_policy_name(policy: object) -> str:
-    """The name of a policy that a host states by name or as a member of an enumeration.
+def _eviction_policy(policy: object) -> PolicyChoice:
+    """The policy that a host states.
 
     megatron-core's "ref_zero" is about KV blocks: the host frees them with their last request, and their
     states with them. The states of blocks in use are evicted as under "lru".
@@ -80,7 +81,7 @@ def eviction_policy_name(policy: object) -> str:
     policy = getattr(policy, "value", policy)
     if isinstance(policy, str):
         policy = "lru" if policy.lower() == "ref_zero" else policy.lower()
-    return one_of("context.prefix_caching_eviction_policy", policy, EVICTION_POLICIES)
+    return checked_policy("context.prefix_caching_eviction_policy", policy)
 
 
 def _size(context: Any, name: str, default: int, minimum: int = 0) -> int:
@@ -197,9 +198,7 @@ class IntermediateStates:
         if not getattr(req, "precomputed_block_hashes", True) or stop <= start:
             return
         seen = (-(-finished // block) + num_matched_blocks) * block if num_matched_blocks else 0
-        boundaries = settings.plan.boundaries(
-            start=start, stop=stop, prompt_tokens=prompt, block_size_tokens=block, seen_tokens=seen
-        )
+        boundaries = checked_boundaries(settings.plan, start, stop, prompt, block, seen)
         blocks = context.request_to_kv_block_ids[row]
         inside = [b.position for b in boundaries if b.position < stop]
         on_grid = [position for position in inside if (position - start) % settings.ssd_chunk_size == 0]
