@@ -1,23 +1,26 @@
-"""What makes the bits of a request's answers depend on the request alone, and what checks it at the start."""
+"""The mode in which the bits of an answer depend on its request alone, and its check when an engine starts.
+
+`tools/check_bits.py` compares at length: attention in many batches, and the speed of products.
+"""
 
 import os
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...config import InferenceConfig
 from ...parallel_groups import on_device_of
 from ...state_spec import HybridStateSpec
-from ..contexts.row_ladder import FEW_ROWS, power_of_two, rung, rungs
+from ..contexts.row_ladder import power_of_two, rung, rungs
 from ..contexts.step_inputs import StepShape
 from ..kernels import attention
-from . import attention_check, forward_check, product_check, replaced_products
-from .attention_check import AttentionSizes
-from .blas_switches import BLAS_SWITCHES
+from . import forward_check, product_check
 from .dummy_steps import DummySteps
-from .product_speed import is_faster
+from .product_check import WithReplacedProducts, is_replaceable
 from .recorded_products import (
     ATTENTION,
     BatchVarianceError,
@@ -27,7 +30,6 @@ from .recorded_products import (
     StepSizes,
     products,
 )
-from .replaced_products import WithReplacedProducts, is_replaceable
 from .runner import Model
 
 SETTING = "batch_invariant is True"
@@ -35,15 +37,12 @@ _SMALL, _LARGE = 64, 128  # tokens of the recorded prefills; their logits: 32 an
 
 
 class CheckedProduct(NamedTuple):
-    """A product that was compared. Holds no weights.
+    """A product that was compared in `num_rungs` numbers of rows. Holds no weights.
 
     Attributes:
         name: the operator, sizes and dtypes.
         weight_key: `recorded_products.weight_key` of its calls.
-        num_rungs: how many numbers of rows were compared.
         replaced: whether `kernels.sequential_product` computes it instead.
-        for_few_rows: whether `kernels.sequential_product` computes it for few rows, because the library takes
-            longer.
         refused: where its bits differ, if it cannot be replaced.
     """
 
@@ -51,8 +50,15 @@ class CheckedProduct(NamedTuple):
     weight_key: tuple[Any, ...]
     num_rungs: int
     replaced: bool = False
-    for_few_rows: bool = False
     refused: str = ""
+
+
+class AttentionSizes(NamedTuple):
+    """An attention of a model, as `kernels.attention.fixed_splits` takes it."""
+
+    dtype: torch.dtype
+    head_dim: int
+    block_size: int
 
 
 class BatchInvariance:
@@ -91,7 +97,7 @@ class BatchInvariance:
 
         Raises:
             ValueError: a setting, or an operation of the model, cannot keep bits. The message names it.
-            RuntimeError: another engine holds torch's switches, and somebody has changed one.
+            RuntimeError: another engine holds torch's switches, and one was changed.
         """
         check_settings(spec, config)
         self._spec = spec
@@ -114,20 +120,17 @@ class BatchInvariance:
             raise
 
     def close(self) -> None:
-        """Let torch's switches go; calling twice is fine. A collected object is closed."""
+        """Release torch's switches; calling twice is fine. A collected object is closed."""
         self._release()
 
     def check_switches(self) -> None:
-        """Raise RuntimeError where somebody has changed a switch; for every step, takes microseconds."""
+        """Raise RuntimeError where a switch was changed; for every step, takes microseconds."""
         BLAS_SWITCHES.check()
 
     def served(self, model: Model) -> Model:
         """The model with its replaced products; `model` itself where no product is replaced."""
         replaced = {checked.weight_key for checked in self.products if checked.replaced}
-        for_few_rows = {checked.weight_key for checked in self.products if checked.for_few_rows}
-        if not (replaced or for_few_rows):
-            return model
-        return WithReplacedProducts(model, replaced, for_few_rows)
+        return WithReplacedProducts(model, replaced) if replaced else model
 
     def describe(self) -> tuple[str, ...]:
         """What was chosen and checked, and what is not promised; a line each."""
@@ -142,18 +145,9 @@ class BatchInvariance:
             f"compared, {len(replaced) or 'no'} shapes differ",
         ]
         lines += [f"product replaced by one that adds over K in order: {name}" for name in replaced]
-        lines += [
-            f"product of at most {FEW_ROWS} rows by one that is faster, with equal bits: {checked.name}"
-            for checked in self.products
-            if checked.for_few_rows
-        ]
         if spec.num_attention_layers:
-            cuts = {
-                attention.fixed_splits(spec.device, sizes.dtype, sizes.head_dim, sizes.block_size)
-                for sizes in self.attentions
-            }
-            count = len(self.attentions)
-            lines.append(f"attention: {', '.join(sorted(cuts))}; {count} shapes compared, 0 differ")
+            cuts = {attention.fixed_splits(spec.device, *sizes) for sizes in self.attentions}
+            lines.append(f"attention: {', '.join(sorted(cuts))}")
         decodes = "decodes over the end of a chunk" if self._replays else "not decodes, which do not replay"
         lines.append(f"whole model: prefills in parts, beside others, and {decodes}: 0 logits differ")
         size = spec.groups.tensor_size
@@ -193,13 +187,6 @@ class BatchInvariance:
                 f"{SETTING}, and a row gets other bits than among {product_check.BASE_ROWS} rows by "
                 f"{'; '.join(refused)}; accepted: products whose rows do not depend on the number of rows"
             )
-        for sizes in attentions:
-            case = attention_check.first_difference(sizes, self._spec.device)
-            if case:
-                raise BatchVarianceError(
-                    f"{SETTING}, and {sizes} gives {case} other bits than in one prefill; accepted: a "
-                    f"GPU and a version of {attention.PACKAGE} that keep bits with one split"
-                )
 
     def _check_forwards(self, model: Model, config: InferenceConfig) -> None:
         """Where the model is split, this is a collective; all ranks see the same logits."""
@@ -219,30 +206,13 @@ class BatchInvariance:
         case = product_check.first_difference(product, most)
         checked = CheckedProduct(product.name, product.weight_key, count)
         if not case:
-            return checked._replace(for_few_rows=self._hurries(product, most))
+            return checked
         if self._replaces and is_replaceable(product):
-            again = product_check.first_difference(product, most, replaced_products.sequential)
+            again = product_check.first_difference(product, most, product_check.sequential)
             if not again:
                 return checked._replace(replaced=True)
             case = f"{case}, and by the sequential product {again}"
         return checked._replace(refused=case)
-
-    def _hurries(self, product: Product, most: int) -> bool:
-        """Whether another kernel computes few rows of a product faster, and with the same bits."""
-        if not self._replaces or not is_replaceable(product):
-            return False
-        if not is_faster(product, replaced_products.sequential_for_few_rows, FEW_ROWS // 2):
-            return False
-
-        def mixed(arguments: Sequence[Any]) -> Tensor:
-            rows = arguments[product.rows[0].argument]
-            few = len(rows) <= FEW_ROWS
-            result: Tensor = (replaced_products.sequential_for_few_rows if few else product.call.run)(
-                arguments
-            )
-            return result
-
-        return not product_check.first_difference(product, most, mixed)
 
 
 def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:
@@ -346,15 +316,116 @@ def _attention(call: Call, block_size: int) -> AttentionSizes:
             f"{SETTING}, and the model calls {call.name} with num_splits {named['num_splits']}; accepted: 1, "
             "as kernels.paged_attention has it for inputs.attention_rows"
         )
-    return AttentionSizes(
-        heads=query.shape[1],
-        kv_heads=keys.shape[2],
-        head_dim=query.shape[2],
-        block_size=block_size,
-        dtype=keys.dtype,
-        scale=named["softmax_scale"],
-    )
+    return AttentionSizes(keys.dtype, query.shape[2], block_size)
 
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One of torch's switches, and the value that products need to keep bits, also as users write it."""
+
+    name: str
+    read: Callable[[], object]
+    write: Callable[[Any], object]
+    needed: object
+    shown: str
+
+
+def _reduction(dtype: str) -> Switch:
+    name = f"allow_{dtype}_reduced_precision_reduction"
+    matmul = torch.backends.cuda.matmul
+
+    def read() -> object:
+        return getattr(matmul, name), getattr(matmul, f"{name}_split_k")
+
+    def write(value: tuple[bool, bool]) -> None:
+        setattr(matmul, name, value)
+
+    return Switch(f"torch.backends.cuda.matmul.{name}", read, write, (False, False), "(False, False)")
+
+
+def _accumulation() -> Switch:
+    name, matmul = "allow_fp16_accumulation", torch.backends.cuda.matmul
+    return Switch(
+        f"torch.backends.cuda.matmul.{name}",
+        lambda: getattr(matmul, name),
+        lambda value: setattr(matmul, name, value),
+        False,
+        "False",
+    )
+
+
+SWITCHES = (
+    Switch(
+        "torch.backends.cuda.preferred_blas_library",
+        torch.backends.cuda.preferred_blas_library,
+        torch.backends.cuda.preferred_blas_library,
+        torch._C._BlasBackend.Cublaslt,
+        "'cublaslt'",
+    ),
+    _reduction("bf16"),
+    _reduction("fp16"),
+    _accumulation(),
+)
+"""With these, cuBLAS does not split K: the first entry of a pair is the reduction's precision, the second is
+whether K may be split."""
+
+
+class BlasSwitches:
+    """Holds torch's switches of the process while an engine needs them; thread-safe.
+
+    The last release restores the values from before, except for a switch that was changed meanwhile.
+    """
+
+    def __init__(self, switches: tuple[Switch, ...] = SWITCHES) -> None:
+        self._switches = switches
+        self._lock = RLock()  # a finalizer may run in the thread that holds it
+        self._holders = 0
+        self._before: tuple[object, ...] = ()
+
+    def hold(self, owner: object) -> Callable[[], object]:
+        """Set the switches until the result is called, or `owner` is collected; calling twice is fine.
+
+        Raises:
+            RuntimeError: other engines hold the switches, and one was changed.
+        """
+        with self._lock:
+            self._holders += 1  # first: a finalizer that runs now puts nothing back
+            try:
+                if self._holders == 1:
+                    self._before = tuple(switch.read() for switch in self._switches)
+                    for switch in self._switches:
+                        switch.write(switch.needed)
+                self.check()
+                release = weakref.finalize(owner, self._release)
+            except BaseException:
+                self._release()
+                raise
+            release.atexit = False
+            return release
+
+    def check(self) -> None:
+        """Raise RuntimeError where a held switch has another value; takes a few microseconds."""
+        for switch in self._switches:
+            if switch.read() != switch.needed:
+                raise RuntimeError(
+                    f"{switch.name} is {switch.read()}; accepted: {switch.shown}, while an engine with "
+                    "batch_invariant lives, because bits of products depend on the number of rows otherwise"
+                )
+
+    def _release(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            if self._holders:
+                return
+            for switch, before in zip(self._switches, self._before, strict=False):
+                if switch.read() == switch.needed:
+                    switch.write(before)
+            self._before = ()
+
+
+BLAS_SWITCHES = BlasSwitches()
+"""The process's one."""

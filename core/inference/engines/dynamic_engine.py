@@ -120,7 +120,7 @@ class DynamicInferenceEngine:
     @property
     def has_one_caller(self) -> bool:
         """Whether calls in one process suffice; else each rank of a split model makes all calls itself."""
-        return not self._is_split
+        return not self.context.spec.groups.is_split
 
     @property
     def _forward(self) -> Model:

@@ -286,10 +286,11 @@ class EngineState:
 
     def reset(self) -> None:
         """End every request with the reason "reset", and drop every result, prefix and count."""
-        self._in_change = False
-        with self.changing(repair=self._reset):
+        self._in_change, self._repair = False, self._reset  # in place of every other repair
+        with signals_held():
             self._reset()
-        self.broken_by = None
+            self._complete()
+            self.broken_by = None
         self.observers.notify_ended()
 
     def _reset(self) -> None:

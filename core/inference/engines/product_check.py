@@ -1,13 +1,16 @@
-"""Whether the rows of a product have the same bits whatever the number of rows."""
+"""Whether the rows of a product have the same bits in any number of rows, and a product that has."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..contexts.row_ladder import rungs
-from .recorded_products import CHOICE, GROUPED, Product
+from ..contexts.step_inputs import StepInputs
+from .recorded_products import CHOICE, GROUPED, DecomposingMode, Product, operator_name, weight_key
+from .runner import Model
 
 BASE_ROWS = 256
 """Different rows of the operands. Larger products repeat them, so that a row comes at several places."""
@@ -176,3 +179,47 @@ def bits(values: Tensor) -> Tensor:
     """Floating-point numbers as integers, so that a NaN equals itself."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return values.contiguous().view(integers[values.element_size()])
+
+
+_REPLACED = ("aten.mm", "aten.addmm")
+
+
+def sequential(arguments: Sequence[Any]) -> Tensor:
+    """A product from its arguments, by `kernels.sequential_product`."""
+    from ..kernels.products import matmul
+
+    tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
+    out_dtype = next((leaf for leaf in arguments if isinstance(leaf, torch.dtype)), None)
+    bias = tensors[0] if len(tensors) == 3 else None
+    result: Tensor = matmul(tensors[-2], tensors[-1], bias, out_dtype)
+    return result
+
+
+class WithReplacedProducts(DecomposingMode):  # type: ignore[no-untyped-call]
+    """A model some of whose products `sequential` computes; it can be captured as the model can."""
+
+    def __init__(self, model: Model, replaced: set[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model, self._replaced = model, replaced
+        self.state_spec = model.state_spec
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        with self:
+            return self._model(inputs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = operator_name(func)
+        if name in _REPLACED:
+            arguments = tree_leaves((args, kwargs))
+            if weight_key(name, arguments) in self._replaced:
+                return sequential(arguments)
+        return func(*args, **kwargs)
+
+
+def is_replaceable(product: Product) -> bool:
+    """Whether the product is x @ weight, or x @ weight + bias, of the rows x of a step."""
+    arguments = product.call.arguments
+    tensors = [index for index, leaf in enumerate(arguments) if isinstance(leaf, Tensor)]
+    scaled = any(isinstance(leaf, (int, float)) for leaf in arguments)  # alpha and beta
+    is_linear = [row[:2] for row in product.rows] == [(tensors[-2], 0)]
+    return product.call.name in _REPLACED and is_linear and not scaled and arguments[tensors[0]].dim() < 3

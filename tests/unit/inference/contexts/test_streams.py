@@ -343,11 +343,10 @@ SCENARIOS: dict[str, tuple[Scenario, ...]] = {
     "inference/engines/sampling.py": (sampled,),
     "net/transfer/staging.py": (hand_over,),
     "net/transfer/nccl_pipe.py": (hand_over,),
-    "inference/engines/graph_runner.py": (graphs,),
+    "inference/engines/runner.py": (graphs,),
 }
 FOR_TIMES = {
-    ("inference/engines/product_speed.py", "_seconds"): "events measure",
-    ("inference/engines/tier_speed.py", "_prefill"): "the clock stops when the device is done",
+    ("inference/engines/dummy_steps.py", "_prefill"): "the clock stops when the device is done",
 }
 
 

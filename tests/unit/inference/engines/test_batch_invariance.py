@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mambaslots.inference.contexts.row_ladder import rungs
-from mambaslots.inference.engines import (
-    batch_invariance,
-    forward_check,
-    product_check,
-    replaced_products,
+from mambaslots.inference.engines import batch_invariance, forward_check, product_check
+from mambaslots.inference.engines.batch_invariance import (
+    BLAS_SWITCHES,
+    SWITCHES,
+    BatchInvariance,
+    BlasSwitches,
+    Switch,
+    check_settings,
+    record,
 )
-from mambaslots.inference.engines.attention_check import AttentionSizes
-from mambaslots.inference.engines.attention_check import first_difference as attention_difference
-from mambaslots.inference.engines.batch_invariance import BatchInvariance, check_settings, record
-from mambaslots.inference.engines.blas_switches import BLAS_SWITCHES, SWITCHES, BlasSwitches, Switch
 from mambaslots.inference.engines.dummy_steps import DummySteps
 from mambaslots.inference.engines.recorded_products import (
     BatchVarianceError,
@@ -83,7 +83,7 @@ class TestRefusals:
 
     def test_attention_without_flash_attention(self, monkeypatch):
         monkeypatch.setattr(
-            batch_invariance.attention_flash, "rejection", lambda *_: "FlashAttention-3 needs x"
+            batch_invariance.attention, "flash_rejection", lambda *_: "FlashAttention-3 needs x"
         )
         with pytest.raises(ValueError, match="and FlashAttention-3 needs x; accepted: a model that FlashAtt"):
             check_settings(on("cuda", model_of("M*")), CONFIG)
@@ -544,13 +544,13 @@ class TestReplacedProducts:
             return own(product, 64, exact(product))
 
         widths = []
-        own_product = replaced_products.sequential
+        own_product = product_check.sequential
 
-        def sequential(arguments: Any, few_rows: bool = False) -> Tensor:
+        def sequential(arguments: Any) -> Tensor:
             widths.append(arguments[-1].shape[1])
             return own_product(arguments)
 
-        monkeypatch.setattr(replaced_products, "sequential", sequential)
+        monkeypatch.setattr(product_check, "sequential", sequential)
         monkeypatch.setattr(product_check, "first_difference", difference)
         invariance = BatchInvariance(model, spec, CONFIG)
         invariance._check(model, CONFIG)
@@ -576,13 +576,13 @@ class TestReplacedProducts:
         chosen = next(one for one in found if one.call.arguments[-1].shape == (32, 100))
         invariance.products = (batch_invariance.CheckedProduct(chosen.name, chosen.weight_key, 4, True),)
         calls = []
-        own = replaced_products.sequential
+        own = product_check.sequential
 
-        def sequential(arguments: Any, few_rows: bool = False) -> Tensor:
+        def sequential(arguments: Any) -> Tensor:
             calls.append(len(arguments[0]))
             return own(arguments)
 
-        monkeypatch.setattr(replaced_products, "sequential", sequential)
+        monkeypatch.setattr(product_check, "sequential", sequential)
         results = []
         for served in (invariance.served(model), model):
             engine = ms.DynamicInferenceEngine(served, CONFIG)
@@ -591,43 +591,6 @@ class TestReplacedProducts:
         assert calls == [20, 1, 1]
         assert results[0].tokens == results[1].tokens
         assert results[0].log_probs == pytest.approx(results[1].log_probs, abs=1e-4)
-
-    def test_a_product_of_few_rows_may_be_another(self, monkeypatch):
-        """Where it is faster and has the same bits in a mix with the library's."""
-        model, seen = model_of("M-", torch.float32), []
-        own, exactly = product_check.first_difference, exact
-
-        def difference(product: Product, most: int, run: Any = None) -> str:
-            if run is not None:
-                seen.append(product.call.arguments[-1].shape)
-                return "among 64 rows" if product.call.arguments[-1].shape == (32, 100) else ""
-            return own(product, 64, exactly(product))
-
-        monkeypatch.setattr(batch_invariance, "is_faster", lambda product, run, rows: rows == 32)
-        monkeypatch.setattr(product_check, "first_difference", difference)
-        invariance = BatchInvariance(model, model.state_spec(), CONFIG)
-        invariance._check(model, CONFIG)
-        hurried = [checked.weight_key[2] for checked in invariance.products if checked.for_few_rows]
-        assert torch.Size((32, 100)) in seen
-        assert len(hurried) == len(seen) - 1, "all but the one whose bits differ"
-        rows = []
-        own_product = replaced_products.sequential
-
-        def sequential(arguments: Any, few_rows: bool = False) -> Tensor:
-            assert few_rows
-            rows.append(len(next(leaf for leaf in arguments if isinstance(leaf, Tensor))))
-            return own_product(arguments, few_rows)
-
-        monkeypatch.setattr(replaced_products, "sequential", sequential)
-        for length in (20, 70):
-            results = []
-            for served in (invariance.served(model), model):
-                engine = ms.DynamicInferenceEngine(served, replace(CONFIG, max_tokens=128))
-                params = ms.SamplingParams(num_tokens_to_generate=3, return_log_probs=True)
-                results.append(engine.generate([list(range(length))], params)[0])
-            assert results[0].tokens == results[1].tokens
-            assert results[0].log_probs == pytest.approx(results[1].log_probs, abs=1e-4)
-        assert set(rows) == {20, 1}, "not the 70 rows"
 
 
 def wide_config() -> ms.InferenceConfig:
@@ -704,12 +667,6 @@ class TestOnAGPU:
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
             torch.backends.cuda.preferred_blas_library("cublaslt")
             invariance.close()
-
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    @pytest.mark.parametrize("sizes", [(32, 8, 128, 256), (16, 2, 256, 64), (32, 2, 128, 16)])
-    def test_attention_rows_keep_bits(self, dtype, sizes):
-        attention = AttentionSizes(*sizes, dtype, None)
-        assert attention_difference(attention, torch.device("cuda")) == ""
 
     @pytest.mark.parametrize("experts", [8, 64, 128, 512])
     def test_choices_among_equal_scores_keep_bits(self, experts):

@@ -169,19 +169,6 @@ def test_control_c_in_an_observer_stops_one_call_and_breaks_nothing(policy: str)
     assert tally["failed"] >= 2
 
 
-def test_control_c_in_an_observer_while_cancelling_cancels() -> None:
-    engine = small_engine()
-    request_id, other = engine.add_request(HEADS[4]), engine.add_request(HEADS[12])
-    engine.step()
-    with observer_that_raises(engine, Interrupted, {0}), pytest.raises(Interrupted):
-        engine.cancel(request_id)
-    engine.context.check_integrity()
-    with pytest.raises(ValueError, match="accepted: a request that has not ended"):
-        engine.cancel(request_id)
-    engine.cancel(other)
-    assert_idle(engine)
-
-
 # ---- what the model returns
 
 
