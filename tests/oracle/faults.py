@@ -42,7 +42,6 @@ POINTS: dict[str, tuple[Owner, str]] = {
     "register_chain": (lambda e: e.context.kv_block_allocator, "register_chain"),
     "commit": (lambda e: e.context.prefix_cache.slots, "commit"),
     "advance": (lambda e: e.context._states, "advance"),
-    "trim": (lambda e: e.context.prefix_cache._checkpoints, "after_verification"),
     "end": (lambda e: e.context, "end_step"),
     "sample": (lambda e: sampling, "_choose"),
     "log_softmax": (lambda e: sampling, "log_softmax"),
