@@ -56,7 +56,7 @@ SHARES = {
     "test_delta_replay.py": 2, "test_conv_replay.py": 2, "test_ssd_scan.py": 2,
 }  # fmt: skip
 """Files whose tests take longer than others' -> into how many parts they are cut."""
-MODEL_TESTS = ("test_kernel_sets.py", "test_speculation_kernels.py")
+MODEL_TESTS = ("test_kernel_sets.py",)
 GRAPH_TEST = "tests/unit/inference/engines/test_graphs_over_tier_gpu.py"
 PLANTS, PRODUCT = "plants", "product"
 GRACE = 45

@@ -46,7 +46,7 @@ class Architecture:
         forward: what replaces the mixers' forward.
         states: the states of all mixers.
         attention: the class of its attention, or None.
-        activation: the field of the config with the activation behind the convolutions, or None.
+        activation: the field of the config with the activation after the convolutions, or None.
         mixer_layers, attention_layers, other_layers: the names in `config.layer_types`.
         divided: the fields of the config whose units the mixers of several ranks divide; empty where ranks
             cannot split the model.

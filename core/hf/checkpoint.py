@@ -30,7 +30,7 @@ class Checkpoint(ExitStack):
     """The safetensors files of a folder. Nothing is read but their headers until `read` is called.
 
     With `blocks`, weights are stored as `quant_method` "fp8" stores them: a weight of dtype float8_e4m3fn,
-    [..., rows, columns], has a tensor with "_scale_inv" behind its name, [..., ceil(rows / block rows),
+    [..., rows, columns], has a tensor with "_scale_inv" after its name, [..., ceil(rows / block rows),
     ceil(columns / block columns)]. `read` multiplies a weight by the scales of its blocks, which are no
     tensors of their own.
 
@@ -112,7 +112,7 @@ class Checkpoint(ExitStack):
                 raise CheckpointError(f"{name} is stored in float8_e4m3fn, and {name + _SCALE} is missing")
             if dtype != torch.float8_e4m3fn and name in self._scaled:
                 raise CheckpointError(
-                    f"{name} is stored in {dtype} beside {name + _SCALE}; accepted: torch.float8_e4m3fn"
+                    f"{name} is stored in {dtype} with {name + _SCALE}; accepted: torch.float8_e4m3fn"
                 )
         for name in scales:
             weight = name.removesuffix(_SCALE)

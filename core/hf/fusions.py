@@ -30,7 +30,7 @@ class LayerForward:
     """The forward of a decoder layer.
 
     The output of the last branch waits in the step, and the next norm adds it to the residual stream: a sum
-    and the norm behind it are one launch. Ranks that split the model add up what their branches give. With
+    and the norm after it are one launch. Ranks that split the model add up what their branches give. With
     `adds`, the layer itself adds its last output, for a successor that does not.
     """
 
@@ -44,7 +44,7 @@ class LayerForward:
         return self._returned(self.added(hidden_states, **kwargs))
 
     def added(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """The residual stream behind the layer, or in front of what waits in the step."""
+        """The residual stream after the layer, or in front of what waits in the step."""
         for norm, branch in self._branches:
             hidden_states, normed = norm.after_waiting(hidden_states)
             self._step.waiting = self._step.summed(branch(normed, **kwargs))
@@ -151,9 +151,9 @@ class Fusion:
     Attributes:
         prefix: of the names of transformers' classes.
         norm_offset: what the RMS norms add to their weights.
-        layer: the class of the layers whose branches are known, behind `prefix`; None: no layer is replaced.
+        layer: the class of the layers whose branches are known, after `prefix`; None: no layer is replaced.
         branches: of such a layer. returned: what it returns.
-        final_norm: the name of the norm behind the last layer. None where another layer may follow one that
+        final_norm: the name of the norm after the last layer. None where another layer may follow one that
             is replaced: each layer then adds its last output itself.
         mlp, attention: their forwards; None: they stay as they are.
         is_stack: whether the model is an embedding, layers, a norm and a head, with nothing between them.

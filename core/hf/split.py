@@ -51,7 +51,7 @@ def mlp_width(mlp: object) -> int:
 
 
 def split_experts(split: ModuleSplit) -> None:
-    """Whole experts. A token's experts on other ranks get the number behind the last expert of this rank."""
+    """Whole experts. A token's experts on other ranks get the number after the last expert of this rank."""
     experts = split.module
     part = uneven_part_of(experts.num_experts, split.groups)
     for name, weight in experts.named_parameters(recurse=False):
@@ -63,7 +63,7 @@ def split_experts(split: ModuleSplit) -> None:
         split.tensor(name, [span(part, 1)])
     split.sizes |= {
         "num_experts": part.count,
-        "_is_expert_parallel": True,  # transformers then skips the number behind the last expert
+        "_is_expert_parallel": True,  # transformers then skips the number after the last expert
         "mambaslots_experts": part,
     }
 
@@ -160,7 +160,7 @@ _SPLITTERS: dict[str, Splitter] = {
     "GatedDeltaNet": split_gated_delta_net,
     "ShortConv": split_short_conv,
 }
-"""By the name of a class behind the prefix of its architecture."""
+"""By the name of a class after the prefix of its architecture."""
 
 _EXPERTS = "n_routed_experts", "num_local_experts", "num_experts"
 _WIDTHS = (

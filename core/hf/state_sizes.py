@@ -1,4 +1,4 @@
-"""How large a state is beside the KV of a token, computed from configs alone.
+"""How large a state is compared with the KV of a token, computed from configs alone.
 
 `python -m mambaslots.hf.state_sizes FOLDER_OR_CONFIG.json ...` prints a table.
 """

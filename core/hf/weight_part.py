@@ -62,7 +62,7 @@ def span(part: Part, width: int, offset: int = 0) -> range:
 
 
 def shifted(ranges: Sequence[range], offset: int) -> list[range]:
-    """The same ranges, `offset` further behind."""
+    """The same ranges, moved by `offset`."""
     return [range(each.start + offset, each.stop + offset) for each in ranges]
 
 

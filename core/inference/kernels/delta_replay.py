@@ -376,7 +376,7 @@ def gather_kernel(
                 tl.store(places + row, row)  # as two int32: chunk 0 of sequence `row`
             else:
                 new = tl.arange(0, BLOCK_NEW)
-                place = row * CHUNK + tl.minimum(start + new, CHUNK - 1)  # padding may lie behind the chunk
+                place = row * CHUNK + tl.minimum(start + new, CHUNK - 1)  # padding may lie after the chunk
                 tl.store(places + row * TOKENS + new, place, mask=new < TOKENS)
 
 

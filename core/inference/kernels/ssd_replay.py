@@ -121,7 +121,7 @@ def gates_of(
     gates, dt, k, offset, length, rate, before, dt_token_stride, tokens: tl.constexpr,
     log_offset: tl.constexpr,
 ):  # fmt: skip
-    """The steps and sums of tokens k, finite behind the tokens. `before` is the sum of the kept tokens."""
+    """The steps and sums of tokens k, finite after the tokens. `before` is the sum of the kept tokens."""
     step = tl.load(gates + k, mask=k < offset, other=0.0)
     total = tl.load(gates + log_offset + k, mask=k < offset, other=0.0)
     last = before

@@ -63,7 +63,7 @@ def side_by_side(v0, v1, v2, v3, v4, v5, v6, v7):
 
 @triton.jit
 def load_step(dt, token, token_stride, length, is_head):
-    """The time steps of one token, 0 behind the tokens."""
+    """The time steps of one token, 0 after the tokens."""
     return tl.load(dt + token * token_stride, mask=is_head & (token < length), other=0.0).to(tl.float32)
 
 

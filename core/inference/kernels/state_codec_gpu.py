@@ -26,7 +26,7 @@ class Tiles(NamedTuple):
     """How the groups of one layer of a tensor lie in tiles.
 
     Attributes:
-        outer, group, inner: the shape as [entries before the scale's axis, its entries, entries behind it].
+        outer, group, inner: the shape as [entries before the scale's axis, its entries, entries after it].
         block_x, block_y: rows and columns of a tile.
     """
 

@@ -69,7 +69,7 @@ def score_kernel(
     # Meta-parameters
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(logits - largest) / temperature of a block of a draw's row; -inf behind the vocabulary."""
+    """(logits - largest) / temperature of a block of a draw's row; -inf after the vocabulary."""
     draw = tl.program_id(0).to(tl.int64)
     row = tl.load(settings + draw).to(tl.int64)
     inverse = tl.load(settings + num_draws + draw).to(scores.dtype.element_ty)

@@ -85,7 +85,7 @@ def heads_of_a_program(heads: int, block_dim: int) -> int:
 
 
 def _parts(programs: int) -> int:
-    """Over how many programs the heads of a token, and the zeros behind it, are spread."""
+    """Over how many programs the heads of a token, and the zeros after it, are spread."""
     return max(1, min(MAX_PARTS, FEW_PROGRAMS // programs))
 
 
@@ -113,7 +113,7 @@ def write_kv_kernel(
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """A program has a part of the heads of an entry, and of the zeros behind it."""
+    """A program has a part of the heads of an entry, and of the zeros after it."""
     entry = tl.program_id(0)
     position = tl.load(positions + entry).to(tl.int64)
     if position >= 0:
@@ -149,7 +149,7 @@ def rotary_and_write_kv_kernel(
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """A program has a part of the heads of a token, or of an entry and of the zeros behind it."""
+    """A program has a part of the heads of a token, or of an entry and of the zeros after it."""
     program = tl.program_id(0).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
     dims = tl.arange(0, BLOCK_HALF)
@@ -210,7 +210,7 @@ def zero_rest_of_block(
     cache, positions, entry, position, num_entries, value_cache_offset, block_stride,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Zero the rows behind the entry in its block, if the entry ends a run of entries from the block's row 0.
+    """Zero the rows after the entry in its block, if the entry ends a run of entries from the block's row 0.
 
     Costs two loads when there is nothing to do.
     """

@@ -131,7 +131,7 @@ def test_scales_may_be_powers_of_two() -> None:
         (lambda tensors: tensors.pop(PROJECTION), rf"{PROJECTION}_scale_inv has no weight: {PROJECTION} is"),
         (
             lambda tensors: tensors.update({PROJECTION: torch.ones(tensors[PROJECTION].shape)}),
-            rf"{PROJECTION} is stored in torch.float32 beside {PROJECTION}_scale_inv",
+            rf"{PROJECTION} is stored in torch.float32 with {PROJECTION}_scale_inv",
         ),
         (
             lambda tensors: tensors.update({HEAD: tensors[HEAD].to(torch.float8_e5m2)}),

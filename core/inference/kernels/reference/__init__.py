@@ -8,8 +8,8 @@ source before it writes any destination, so that a row may be updated in place.
 Inputs may be padded to larger shapes. Padding writes nothing:
 
     row             has no token, or in decode kernels one; source and destination are -1
-    token           lies behind the real tokens; row is -1; its output is unspecified
-    chunk           lies behind the chunks that `row_chunk_starts` counts; is empty
+    token           lies after the real tokens; row is -1; its output is unspecified
+    chunk           lies after the chunks that `row_chunk_starts` counts; is empty
     checkpoint      row is -1, end is 0, destination is -1
     position of KV  is -1
 """

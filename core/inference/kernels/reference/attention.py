@@ -15,8 +15,8 @@ class AttentionRows(NamedTuple):
     """The rows of a step, decode rows first, and their places in the paged KV cache.
 
     A row's queries are the last tokens of the row's sequence. The tokens of decode row r lie at
-    r * decode_tokens; padding lies behind the row's real tokens. Prefill rows lie one after another, behind
-    all decode rows and their padding; padding tokens lie behind the last prefill row. A padding row has no
+    r * decode_tokens; padding lies after the row's real tokens. Prefill rows lie one after another, after
+    all decode rows and their padding; padding tokens lie after the last prefill row. A padding row has no
     tokens, no KV, and 0 in the block table. Attention of padding tokens is unspecified.
 
     Attributes:
@@ -170,7 +170,7 @@ def _attend_single_tokens(
 
 
 def _attend_prefills(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale: float) -> Tensor:
-    """Attention of the tokens behind the decode rows, row by row; padding tokens get zeros."""
+    """Attention of the tokens after the decode rows, row by row; padding tokens get zeros."""
     dtype = compute_dtype(query.dtype)
     block_size, kv_heads = kv_cache.shape[2:4]
     decodes, decoded = rows.num_decodes, rows.num_decode_tokens

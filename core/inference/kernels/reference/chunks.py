@@ -51,7 +51,7 @@ class PaddedChunks:
         self._places = torch.where(self._inside, places, tokens)
 
     def padded(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """[tokens, ...] -> [chunks, chunk_size, ...] in `dtype`; zeros behind a chunk's tokens."""
+        """[tokens, ...] -> [chunks, chunk_size, ...] in `dtype`; zeros after a chunk's tokens."""
         behind = packed.new_zeros(1, *packed.shape[1:])
         return torch.cat([packed, behind]).to(dtype)[self._places]
 

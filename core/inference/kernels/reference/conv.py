@@ -39,7 +39,7 @@ def causal_conv1d_prefill(
     taps = torch.arange(width, device=x.device)
 
     # Each row's carried window goes in front of the row's tokens, and one gather serves rows of any length.
-    # Padding tokens belong to a row behind the last, whose window is zeros.
+    # Padding tokens belong to a row after the last, whose window is zeros.
     packed = x.new_zeros(tokens + (rows.shape[0] + 1) * width, conv_dim)
     window_starts = query_start_loc[:-1] + rows * width
     carried = read_states(conv_states[..., :width], sources)
@@ -95,7 +95,7 @@ def causal_conv1d_replay(
     An output is the sum of `causal_conv1d_prefill`, in the same order, and so has the same bits.
 
     Args:
-        x: [rows, T, conv_dim] raw inputs. Tokens of a row behind its length are padding.
+        x: [rows, T, conv_dim] raw inputs. Tokens of a row after its length are padding.
         weight, bias, activation, out: as for `causal_conv1d_prefill`.
         conv_states: [slots, conv_dim, >= kernel - 1]. Written at `destinations`.
         conv_inputs: [slots, R, conv_dim] rings; R is at least kernel - 1 + T. Written at the positions of the
@@ -110,7 +110,7 @@ def causal_conv1d_replay(
     """
     rows, tokens, _ = x.shape
     width, ring = weight.shape[1] - 1, conv_inputs.shape[1]
-    place = torch.arange(width + tokens, device=x.device)  # of a token behind the oldest input that is read
+    place = torch.arange(width + tokens, device=x.device)  # of a token after the oldest input that is read
     positions = starts.long()[:, None] + place - width
     own_ring = slots.clamp(min=0)[:, None]
     real = (slots[:, None] >= 0) & (place - width < lengths[:, None])

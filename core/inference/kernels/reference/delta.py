@@ -59,7 +59,7 @@ def gated_delta_rule_scan(
     queries = queries * q.shape[-1] ** -0.5
     values, strength = (chunks.padded(x, dtype).movedim(1, 2) for x in (v, beta))
 
-    # One strong decay would leave a float32 sum few bits for the differences of the tokens behind it.
+    # One strong decay would leave a float32 sum few bits for the differences of the tokens after it.
     log_decay = chunks.padded(g, torch.float64).movedim(1, 2).cumsum(-1)
     from_start, to_end = log_decay.to(dtype).exp(), (log_decay[..., -1:] - log_decay).to(dtype).exp()
     # Above the diagonal the difference is positive, and its exponential could overflow.
@@ -162,7 +162,7 @@ def gated_delta_rule_replay(
 
     Args:
         q, k: [rows, T, Hk, Dk] raw. v: [rows, T, Hv, Dv]. g, beta: [rows, T, Hv]. All as for the scan. Tokens
-            of a row behind its length are padding.
+            of a row after its length are padding.
         states: [slots, Hv, Dk, Dv]. Written at `destinations`.
         k_inputs, v_inputs: [slots, chunk_size, Hk, Dk] and [slots, chunk_size, Hv, Dv]. Written at the
             positions of the rows' tokens. Read from the grid point to `starts`.
@@ -171,7 +171,7 @@ def gated_delta_rule_replay(
         starts, lengths: [rows] the position of each row's first token, and its number of tokens, which all
             lie in one chunk.
         sources: [rows] the index in `states` of the state at the grid point, -1: zeros.
-        destinations: [rows] the index for the state behind the chunk, -1: nowhere. It is named only where the
+        destinations: [rows] the index for the state after the chunk, -1: nowhere. It is named only where the
             row's tokens complete the chunk.
         chunk_size: 1 or more.
 
@@ -185,7 +185,7 @@ def gated_delta_rule_replay(
     for inputs, step in ((k_inputs, k), (v_inputs, v), (g_inputs, g), (beta_inputs, beta)):
         inputs[slots[row], firsts[row] + new] = step[row, new].to(inputs.dtype)
 
-    # A chunk's tokens behind the new ones are zeros, which change no state and no output.
+    # A chunk's tokens after the new ones are zeros, which change no state and no output.
     ends = (firsts + lengths).masked_fill(slots < 0, 0)
     chunk = torch.arange(int(ends.max()) if rows else 0, device=device)
     real = (chunk < ends[:, None])[..., None]
@@ -215,7 +215,7 @@ def keep_delta_inputs(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, k_inputs: Tensor, v_inputs: Tensor, g_inputs: Tensor,
     beta_inputs: Tensor, slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor,
 ) -> None:  # fmt: skip
-    """Store the inputs of each prefill row's tail, the tokens behind its last grid point.
+    """Store the inputs of each prefill row's tail, the tokens after its last grid point.
 
     Args:
         k: [tokens, Hk, Dk]. v: [tokens, Hv, Dv]. g, beta: [tokens, Hv]. Packed rows.

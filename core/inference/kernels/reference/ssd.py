@@ -116,7 +116,7 @@ def ssd_replay(
 
     A chunk begins at the last multiple g of `chunk_size` at or before a row's start. Reads the row's state at
     g and the inputs of [g, start), and stores the inputs of the row's tokens. Where a row has a destination,
-    the state behind the row's tokens goes there. With l the sums of dt * A from g on, and for token m
+    the state after the row's tokens goes there. With l the sums of dt * A from g on, and for token m
     (Dao & Gu 2024, arXiv 2405.21060, section 6):
 
         y[m] = exp(l[m]) C[m] h(g) + sum over k <= m of exp(l[m] - l[k]) C[m] B[k] dt[k] x[k] + D x[m]
@@ -133,7 +133,7 @@ def ssd_replay(
         starts, lengths: [rows], the position of a row's first token, and its number of tokens, at most T. No
             row goes beyond its chunk's end. Outputs of tokens from `length` on are unspecified.
         sources: [rows], where in `ssm_states` the state at g lies; -1: zeros.
-        destinations: [rows], where the state behind the tokens goes, -1: nowhere. A destination may be the
+        destinations: [rows], where the state after the tokens goes, -1: nowhere. A destination may be the
             row's own source, no other row's.
         chunk_size: the tokens of a chunk.
         out: where y goes; None allocates it.
@@ -177,7 +177,7 @@ def keep_ssd_inputs(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, gates: Tensor,
     slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
 ) -> None:  # fmt: skip
-    """Store the inputs of each row's tail, the tokens behind the row's last grid point, for `ssd_replay`.
+    """Store the inputs of each row's tail, the tokens after the row's last grid point, for `ssd_replay`.
 
     Args:
         x: [tokens, H, P], B: [tokens, G, N] and dt: [tokens, H], of packed rows. A: [H].
