@@ -1,14 +1,14 @@
 """Requests to replicas, their answers in parts, and one answer put together from them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 from ..errors import KVBlockCapacityError, QueueFullError
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.hashing import PrefixHashChain
 from ..inference.contexts.request import GeneratedToken
+from ..inference.engines.streams import Answer
 from ..request import EarlyEnd, FinishReason, PromptFigures, RequestResult, SamplingParams
 from ..serve.served_engine import AnswerStream, ServedEngine
 
@@ -125,14 +125,13 @@ async def _parts(stream: AnswerStream) -> AsyncGenerator[AnswerPart]:
     yield AnswerPart(prompt=None if was_sent else stream.prompt_figures, end=end)
 
 
-class FleetAnswer:
-    """The tokens of one request so far, and the request for the rest of them. One event loop uses it.
+class FleetAnswer(Answer):
+    """The tokens of one request so far, and the request for the rest of them; an `AsyncStream` reads it.
 
     Attributes:
         opened: set once a replica has the request, or the answer has ended.
         early_end: how the client has ended the answer, or None.
-        result, error: how the answer ended, one of them; both None until then.
-        lost: names of the replicas that were lost while they answered.
+            lost: names of the replicas that were lost while they answered.
     """
 
     def __init__(
@@ -148,26 +147,23 @@ class FleetAnswer:
         tenant: str | None,
     ) -> None:
         """`name` is for replicas. `chain`: hashes of the prompt's blocks; None without a cache."""
-        self.request_id = request_id
-        self.tokens: list[GeneratedToken] = []
-        self.prompt_figures: PromptFigures | None = None
+        super().__init__(on_end=lambda answer: None)
+        self.request_id: int = request_id
         self.early_end: EarlyEnd | None = None
         self.opened = asyncio.Event()
-        self.result: RequestResult | None = None
-        self.error: BaseException | None = None
         self.lost: tuple[str, ...] = ()
         self._name = name
         self._prompt = prompt
         self._sampling = sampling
         self._chain = chain
         self._cache_salt, self._plan, self._tenant = cache_salt, plan, tenant
-        self._changed = asyncio.Event()
         self._begun_s = asyncio.get_running_loop().time()
         self._ttft_s: float | None = None
 
     @property
-    def ended(self) -> bool:
-        return self.result is not None or self.error is not None
+    def tokens(self) -> Sequence[GeneratedToken]:
+        """The tokens of the answer so far."""
+        return self._arrived
 
     @property
     def num_tokens(self) -> int:
@@ -199,42 +195,25 @@ class FleetAnswer:
             self.prompt_figures = part.prompt
         if part.tokens and self._ttft_s is None:
             self._ttft_s = asyncio.get_running_loop().time() - self._begun_s
-        self.tokens += part.tokens
+        self.extend(part.tokens)
         if part.end is not None:
-            self.end(part.end)
-        self.opened.set()
-        self._changed.set()
+            self.end(self.result_with(part.end))
+        self.wake()
 
     def complete(self) -> bool:
         """End an answer whose last token has come, though its end has not. Returns whether it has ended."""
         if self.tokens and self.tokens[-1].token in self._sampling.stops:
-            self.end(AnswerEnd("stop"))
+            self.end(self.result_with(AnswerEnd("stop")))
         elif len(self.tokens) >= self._sampling.num_tokens_to_generate:
-            self.end(AnswerEnd("length"))
+            self.end(self.result_with(AnswerEnd("length")))
+        self.wake()
         return self.ended
 
-    def end(self, end: AnswerEnd) -> None:
-        """Make the result, unless the answer has ended."""
-        if not self.ended:
-            self.result = self._result(end.finish_reason, end.num_recomputed_tokens)
-        self._wake()
-
-    def fail(self, error: BaseException) -> None:
-        """End the answer with an error, unless it has ended."""
-        if not self.ended:
-            self.error = error
-        self._wake()
-
-    def _wake(self) -> None:
+    def wake(self) -> None:
         self.opened.set()
-        self._changed.set()
+        super().wake()
 
-    async def wait(self) -> None:
-        """Wait for `add`, `end` or `fail`."""
-        self._changed.clear()
-        await self._changed.wait()
-
-    def _result(self, reason: FinishReason, num_recomputed: int) -> RequestResult:
+    def result_with(self, end: AnswerEnd) -> RequestResult:
         sampling, figures = self._sampling, self.prompt_figures or PromptFigures(0, {})
         tops = [() if one.top_log_probs is None else one.top_log_probs for one in self.tokens]
         return RequestResult(
@@ -248,69 +227,7 @@ class FleetAnswer:
             num_prompt_tokens=len(self._prompt),
             num_resumed_tokens=figures.num_resumed_tokens,
             computed_by_reason=figures.computed_by_reason,
-            num_recomputed_tokens=num_recomputed,
+            num_recomputed_tokens=end.num_recomputed_tokens,
             ttft_s=self._ttft_s,
-            finish_reason=reason,
+            finish_reason=end.finish_reason,
         )
-
-
-class FleetStream:
-    """The tokens of one request to a fleet, as they come; used as an `AsyncStream` is, by one reader.
-
-    Iterating raises the error that ended the request. Leaving `async with` cancels the request.
-    """
-
-    def __init__(self, answer: FleetAnswer, end: Callable[[FleetAnswer, EarlyEnd], None]) -> None:
-        """`end` ends the request at its replica."""
-        self._answer = answer
-        self._end = end
-        self._num_read = 0
-
-    @property
-    def request_id(self) -> int:
-        """The fleet's number of the request."""
-        return self._answer.request_id
-
-    @property
-    def result(self) -> RequestResult | None:
-        """The request's result; None until the answer has ended, and where an error ended it."""
-        return self._answer.result
-
-    @property
-    def prompt_figures(self) -> PromptFigures | None:
-        """What became of the prompt; None until a token, or the result, is there."""
-        return self._answer.prompt_figures
-
-    def cancel(self) -> None:
-        """Cancel the request, unless it has ended. Returns at once.
-
-        Iterating then continues to the tokens that had come, and ends once the replica's call has ended.
-        """
-        self._end(self._answer, "cancelled")
-
-    def finish(self) -> None:
-        """As `cancel`, for an answer that is complete: `result` has the finish reason "stop"."""
-        self._end(self._answer, "stop")
-
-    def __aiter__(self) -> AsyncIterator[tuple[GeneratedToken, ...]]:
-        return self
-
-    async def __anext__(self) -> tuple[GeneratedToken, ...]:
-        answer = self._answer
-        while self._num_read == len(answer.tokens) and not answer.ended:
-            await answer.wait()
-        new = tuple(answer.tokens[self._num_read :])
-        self._num_read += len(new)
-        if new:
-            return new
-        if answer.error is not None:
-            raise answer.error.with_traceback(None)
-        raise StopAsyncIteration
-
-    async def __aenter__(self) -> "FleetStream":
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()

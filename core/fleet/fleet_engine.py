@@ -14,10 +14,11 @@ from typing import Any
 from ..errors import NoReplicaError, QueueFullError
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.hashing import PrefixHashChain, SaltKey
+from ..inference.engines.streams import Answer, AsyncStream
 from ..request import EarlyEnd, SamplingParams
 from ..serve.served_engine import EngineFacts
 from ..validation import LONGEST_TIMEOUT_S, instance, integer, real
-from .answers import AnswerEnd, AnswerPart, EngineRequest, FleetAnswer, FleetStream, ReplicaLostError
+from .answers import AnswerEnd, AnswerPart, EngineRequest, FleetAnswer, ReplicaLostError
 from .figures import FleetCounts, ReplicaReport, fleet_metrics_text, merged_snapshot
 
 logger = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ class FleetEngine:
         cache_salt: bytes | None = None,
         checkpoint_plan: CheckpointPlan | None = None,
         tenant: str | None = None,
-    ) -> FleetStream:
+    ) -> AsyncStream:
         """Send a prompt to a replica; returns once one has the request.
 
         Raises:
@@ -195,7 +196,8 @@ class FleetEngine:
             raise
         if answer.error is not None and not answer.tokens:
             raise answer.error
-        return FleetStream(answer, self._end)
+        loop = asyncio.get_running_loop()
+        return AsyncStream(answer, loop, partial(self._end_in, loop))
 
     def _new_answer(
         self,
@@ -223,6 +225,18 @@ class FleetEngine:
             tenant=tenant if cache_salt is not None else None,
         )
 
+    def _end_in(self, loop: asyncio.AbstractEventLoop, answer: Answer, reason: EarlyEnd) -> None:
+        """`_end`, from any thread: a stream that is dropped may be collected in another one."""
+        assert isinstance(answer, FleetAnswer)
+        try:
+            is_here = asyncio.get_running_loop() is loop
+        except RuntimeError:
+            is_here = False
+        if is_here:
+            self._end(answer, reason)
+        elif not loop.is_closed():
+            loop.call_soon_threadsafe(self._end, answer, reason)
+
     def _end(self, answer: FleetAnswer, reason: EarlyEnd) -> None:
         """End a request early, unless it has ended or is ending."""
         task = self._open.get(answer)
@@ -236,12 +250,14 @@ class FleetEngine:
             await self._call_replicas(answer)
         except Exception as error:
             if answer.early_end is None:
-                answer.fail(error)
+                answer.end(None, error)
+                answer.wake()
         except asyncio.CancelledError:
             pass
 
     def _ended(self, answer: FleetAnswer, task: asyncio.Task[None]) -> None:
-        answer.end(AnswerEnd(answer.early_end or "cancelled"))  # unless it has ended
+        answer.end(answer.result_with(AnswerEnd(answer.early_end or "cancelled")))  # unless it has ended
+        answer.wake()
         del self._open[answer]
         if not self._open and self._none_open is not None:
             self._none_open.set()
