@@ -163,17 +163,10 @@ def counted(layout: AlignLayout, block: int, odds: float) -> Counted:
 
 
 def launches(device: Device, window: Window, bandwidth: float) -> list[Timed]:
-    """The three launches; of the copying ones, with 0 to all requests having something to copy."""
+    """Both launches, with 0 to all requests having something to copy."""
     kernels, layout, rows = window.kernels, window.layout, window.rows
     numbers = window.numbers
-    columns, counts, source, offset = (numbers([1] * REQUESTS) for _ in range(4))
-    computed = numbers([600] * REQUESTS)
-    starts = numbers([row * (1 + DRAFTS) for row in range(REQUESTS + 1)])
-
-    def preprocess() -> None:
-        kernels.preprocess_align(rows, columns, computed, starts, counts, source, offset, REQUESTS, 512)
-
-    found = [timed(device, "preprocess", 0, 0, 0, preprocess, bandwidth)]
+    found = []
     for n in COUNTS:
         for bias in (0, 2)[: n + 1]:
             crossing = [row < n for row in range(REQUESTS)]

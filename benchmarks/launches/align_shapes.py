@@ -6,15 +6,12 @@ from launches.specialisation import Specialisation
 from mambaslots.vllm.align_kernels import (
     COPY_BYTES,
     GROUP,
-    LANES,
     LAYOUT_NUMBERS,
     NUM_WARPS,
     postprocess_mamba_fused_kernel,
     precopy_mamba_align_fused_kernel,
-    preprocess_mamba_align_fused_kernel,
 )
 
-BLOCK_SIZE = 512
 WINDOW = 16
 """Bytes of a window of 7 bfloat16 inputs, rounded up to a power of two."""
 LAYOUT = {"block_table_ptrs_ptr": "*i64", "state_records_ptr": "*i64", "num_reqs": "i32"} | dict(
@@ -24,25 +21,11 @@ LAYOUT = {"block_table_ptrs_ptr": "*i64", "state_records_ptr": "*i64", "num_reqs
 
 def hopper_specialisations() -> list[Specialisation]:
     """Both conv layouts, and both forms of the postprocessing."""
-    found = [preprocess()]
+    found: list[Specialisation] = []
     for dim_first in (True, False):
         found.append(precopy(dim_first))
         found += [postprocess(dim_first, precomputed) for precomputed in (True, False)]
     return found
-
-
-def preprocess() -> Specialisation:
-    pointers = (
-        "idx_mapping", "state_idx", "num_computed_tokens", "query_start_loc", "num_accepted_tokens",
-        "src_col", "src_off",
-    )  # fmt: skip
-    return Specialisation(
-        "preprocess_mamba_align",
-        preprocess_mamba_align_fused_kernel,
-        {f"{name}_ptr": "*i32" for name in pointers} | {"num_reqs": "i32"},
-        {"BLOCK_SIZE": LANES, "MAMBA_BLOCK_SIZE": BLOCK_SIZE},
-        num_warps=NUM_WARPS,
-    )
 
 
 def precopy(dim_first: bool) -> Specialisation:

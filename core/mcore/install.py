@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan, shown_plan
-from ..inference.contexts.cache.eviction import PolicyChoice, checked_policy
-from ..validation import boolean, instance
+from ..inference.contexts.cache.eviction import EvictionPolicy, PolicyChoice, checked_policy
+from ..validation import boolean, instance, shown
 from ..version import VERSION
 from . import admission, answers, kv_blocks, lifecycle, mixer, stages
 from .built_contexts import BuiltContexts
@@ -130,6 +130,8 @@ def install(
     plan.check_useful()
     if eviction is not None:
         eviction = checked_policy("eviction", eviction)
+        if isinstance(eviction, EvictionPolicy):
+            raise ValueError(f"eviction is {shown(eviction)}; accepted: its class, called for each context")
     boolean("cache_answers", cache_answers)
     boolean("strict", strict)
     if _applied:

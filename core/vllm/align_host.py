@@ -97,13 +97,10 @@ class MambaSpecDecodeGPUContext:
         self.config, self.num_state_types = kv_cache_config, num_state_types
         self.kernels = kernels_for(device)
         self.state_idx = StagedBuffer(num_rows, device)
+        self.src_col = StagedBuffer(num_rows, device)
         self.num_scheduled_tokens = StagedBuffer(num_rows, device)
         self.num_computed_tokens = StagedBuffer(num_rows, device)
         self.num_draft_tokens = StagedBuffer(num_rows, device)
-        self.query_start_loc = StagedBuffer(num_rows + 1, device)
-        self.rows = torch.arange(num_rows, dtype=torch.int32, device=device)
-        self.src_col = torch.full_like(self.rows, -1)
-        self.token_bias = torch.zeros_like(self.rows)
         self._layout: AlignLayout | None = None
         self._counts: dict[torch.dtype, Tensor] = {}
 
@@ -301,13 +298,12 @@ def preprocess_mamba(
     mamba_state_idx.update(zip(req_ids, step.columns.tolist(), strict=True))
     if not step.moves.any():
         return
-    num_reqs, state_idx = len(req_ids), copy_bufs.state_idx.send(columns)
-    copy_bufs.kernels.preprocess_align(
-        copy_bufs.rows, state_idx, copy_bufs.num_computed_tokens.send(computed.tolist()),
-        copy_bufs.query_start_loc.send([0, *scheduled.cumsum().tolist()]),
-        input_batch.num_accepted_tokens_gpu, copy_bufs.src_col, copy_bufs.token_bias, num_reqs, block,
-    )  # fmt: skip
-    copy_bufs.run_fused_precopy(num_reqs, state_idx, copy_bufs.src_col, copy_bufs.token_bias, None)
+    num_reqs = len(req_ids)
+    source = copy_bufs.src_col.send(columns)[:num_reqs]
+    running = copy_bufs.state_idx.send(step.columns.tolist())[:num_reqs]
+    accepted = input_batch.num_accepted_tokens_gpu[:num_reqs]
+    copy_bufs.run_fused_precopy(num_reqs, running, source, (accepted - 1).clamp(min=0), None)
+    accepted.masked_fill_((source >= 0) & (source != running), 1)
 
 
 def stage_postprocess_inputs_to_gpu(

@@ -1,6 +1,5 @@
 """The align kernels in Triton; `align_reference` has the same launchers in plain torch, with their arguments.
 
-    preprocess   finds where each state is and advances the columns; one lane per row
     precopy      copies states to their new columns, for models that update a state in place
     postprocess  finds the boundary that the accepted tokens reached, and copies its state there
 
@@ -28,8 +27,6 @@ TILES = 64
 """Most programs that share one state."""
 GROUP = 128
 """Batch rows that a program ranks at once."""
-LANES = 128
-"""Batch rows of one program of the preprocessing."""
 NUM_WARPS = 4
 LAYOUT_NUMBERS = ("block_table_stride_req", "block_table_columns", "num_states", "num_tiles")
 """What a launch says of a layout besides its pointers and meta-parameters."""
@@ -208,39 +205,6 @@ def _shift_rows(shifted, ALIGN: tl.constexpr, WINDOW: tl.constexpr):
         tl.store(destination_words + offset, moved, mask=inside)
 
 
-@triton.jit
-def preprocess_mamba_align_fused_kernel(
-    # Pointers
-    idx_mapping_ptr,
-    state_idx_ptr,
-    num_computed_tokens_ptr,
-    query_start_loc_ptr,
-    num_accepted_tokens_ptr,
-    src_col_ptr,
-    src_off_ptr,
-    # Dimensions
-    num_reqs,
-    # Meta-parameters
-    BLOCK_SIZE: tl.constexpr,
-    MAMBA_BLOCK_SIZE: tl.constexpr,
-):
-    """One lane per batch row; no other lane reads or writes the numbers of that row's request."""
-    batch = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    inside = batch < num_reqs
-    rows = tl.load(idx_mapping_ptr + batch, mask=inside, other=-1).to(tl.int64)
-    known = inside & (rows >= 0)
-    column = tl.load(state_idx_ptr + rows, mask=known, other=-2).to(tl.int64)
-    accepted = tl.load(num_accepted_tokens_ptr + rows, mask=known, other=1).to(tl.int64)
-    tl.store(src_col_ptr + rows, column, mask=known)
-    tl.store(src_off_ptr + rows, tl.maximum(accepted - 1, 0), mask=known)
-    begin = tl.load(query_start_loc_ptr + batch, mask=known, other=0).to(tl.int64)
-    end = tl.load(query_start_loc_ptr + batch + 1, mask=known, other=0).to(tl.int64)
-    after = tl.load(num_computed_tokens_ptr + rows, mask=known, other=0).to(tl.int64) + end - begin
-    running = (after + MAMBA_BLOCK_SIZE - 1) // MAMBA_BLOCK_SIZE - 1
-    tl.store(state_idx_ptr + rows, running, mask=known & (column >= -1))
-    tl.store(num_accepted_tokens_ptr + rows, 1, mask=known & (column >= 0) & (column != running))
-
-
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def precopy_mamba_align_fused_kernel(
     # Pointers
@@ -341,25 +305,6 @@ def postprocess_mamba_fused_kernel(
         copy_rows(
             moves, rows, columns, dst_cols, biases, layout, COPY_BLOCK_SIZE, WINDOW, CONV_STATE_DIM_FIRST
         )
-
-
-def preprocess_align(
-    idx_mapping: Tensor,
-    state_idx: Tensor,
-    num_computed: Tensor,
-    query_start_loc: Tensor,
-    num_accepted: Tensor,
-    src_col: Tensor,
-    src_off: Tensor,
-    num_reqs: int,
-    block_size_tokens: int,
-) -> None:
-    """`align_reference.preprocess_align` in one launch; does not synchronise."""
-    if num_reqs:
-        preprocess_mamba_align_fused_kernel[(triton.cdiv(num_reqs, LANES),)](
-            idx_mapping, state_idx, num_computed, query_start_loc, num_accepted, src_col, src_off, num_reqs,
-            BLOCK_SIZE=LANES, MAMBA_BLOCK_SIZE=block_size_tokens, num_warps=NUM_WARPS,
-        )  # fmt: skip
 
 
 def precopy_align(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .align_rule import Flags, Integers, advance, save_boundary
+from .align_rule import Flags, Integers, save_boundary
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -147,39 +147,6 @@ def _record(state: AlignState, conv_dim_first: bool, device: torch.device, num_t
         row_stride=row_stride,
         num_slots=len(states),
     )
-
-
-def preprocess_align(
-    idx_mapping: Tensor,
-    state_idx: Tensor,
-    num_computed: Tensor,
-    query_start_loc: Tensor,
-    num_accepted: Tensor,
-    src_col: Tensor,
-    src_off: Tensor,
-    num_reqs: int,
-    block_size_tokens: int,
-) -> None:
-    """Before a forward: record where each state is, and advance the columns to this step.
-
-    Writes `state_idx` (-1 before: no state yet; lower: no request, stays), `num_accepted` (1 where a state
-    changes its column), and `src_col` and `src_off`, the column and the accepted drafts before the call.
-    `idx_mapping` [>= num_reqs] is the request row of each batch row, -1 for padding; `num_computed` [rows]
-    the tokens before this step; `query_start_loc` [>= num_reqs + 1] each batch row's first token.
-    """
-    batch, rows = _request_rows(idx_mapping, num_reqs)
-    starts = _numbers(query_start_loc)
-    step = advance(
-        _numbers(state_idx)[rows],
-        _numbers(num_accepted)[rows],
-        _numbers(num_computed)[rows],
-        starts[batch + 1] - starts[batch],
-        block_size_tokens,
-    )
-    _write(state_idx, rows, step.columns)
-    _write(num_accepted, rows, step.accepted)
-    _write(src_col, rows, step.sources)
-    _write(src_off, rows, step.biases)
 
 
 def precopy_align(

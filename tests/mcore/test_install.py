@@ -73,6 +73,7 @@ def test_leaving_the_block_uninstalls_also_after_an_error() -> None:
         ("plan", ms.CheckpointPlan(tail=False, branch=False, chunk_ends=False, decode="off")),
         ("eviction", "fifo"),
         ("eviction", "ref_zero"),
+        ("eviction", LRUEviction()),
         ("cache_answers", 1),
         ("strict", None),
     ],

@@ -4,7 +4,6 @@ import math
 from contextlib import nullcontext
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -335,43 +334,6 @@ class TestPostprocess:
             align.postprocess_align(layout, counts, counts, counts, counts, None, 1, 4)
 
 
-class TestPreprocess:
-    @costly()
-    @given(data=st.data())
-    def test_columns_advance_and_counts_begin_anew_where_they_do(self, device, data):
-        draw = data.draw
-        index = draw(st.sampled_from(INDEX_DTYPES))
-        rows = draw(st.integers(1, 6))
-        block = draw(st.sampled_from([1, 2, 3, 560]))
-        lists = st.lists(st.integers(0, 3 * block), min_size=rows, max_size=rows)
-        computed, scheduled = draw(lists), draw(lists)
-        columns = draw(st.lists(st.integers(-2, 3), min_size=rows, max_size=rows))
-        accepted = draw(st.lists(st.integers(0, 4), min_size=rows, max_size=rows))
-        batch = draw(st.lists(st.integers(0, rows - 1), unique=True))
-        mapping = [row if draw(st.integers(0, 4)) else -1 for row in batch]
-        starts = [0]
-        for row in batch:
-            starts.append(starts[-1] + scheduled[row])
-        expected = [list(columns), list(accepted), [7] * rows, [7] * rows]
-        for row in mapping:
-            if row >= 0:
-                expected[2][row], expected[3][row] = columns[row], max(accepted[row] - 1, 0)
-                if columns[row] > -2:
-                    last = computed[row] + scheduled[row] - 1
-                    expected[0][row] = last // block
-                    if columns[row] >= 0 and expected[0][row] != columns[row]:
-                        expected[1][row] = 1
-        for kernels in (align_reference, align):
-            state_idx, counts, src_col, src_off = (
-                numbers(values, index, device) for values in (columns, accepted, [7] * rows, [7] * rows)
-            )
-            kernels.preprocess_align(
-                numbers([*mapping, 0], index, device), state_idx, numbers(computed, index, device),
-                numbers(starts, index, device), counts, src_col, src_off, len(mapping), block,
-            )  # fmt: skip
-            assert [state_idx.tolist(), counts.tolist(), src_col.tolist(), src_off.tolist()] == expected
-
-
 class DeviceLives(Lives):
     """Lives whose copies the kernels decide; their decisions must equal those of `AlignRows`."""
 
@@ -390,18 +352,9 @@ class DeviceLives(Lives):
         return found
 
     def copy_before(self, rows, computed, scheduled, before):
-        columns, accepted = self.by_row(rows, before.sources, -2), self.by_row(rows, before.biases + 1, 1)
-        starts = torch.from_numpy(np.concatenate([[0], scheduled.cumsum()]))
-        source, bias = torch.full_like(columns, -9), torch.full_like(columns, -9)
-        mapping = torch.from_numpy(rows)
-        self.kernels.preprocess_align(
-            mapping, columns, self.by_row(rows, computed, 0), starts, accepted, source, bias, len(rows),
-            self.block,
-        )  # fmt: skip
-        named = rows[rows >= 0]
-        assert columns[named].tolist() == before.columns[rows >= 0].tolist()
-        assert accepted[named].tolist() == before.accepted[rows >= 0].tolist()
-        self.kernels.precopy_align(self.bound(), columns, source, bias, mapping, len(rows))
+        columns, source = self.by_row(rows, before.columns, -2), self.by_row(rows, before.sources, -2)
+        bias = self.by_row(rows, before.biases, 0)
+        self.kernels.precopy_align(self.bound(), columns, source, bias, torch.from_numpy(rows), len(rows))
 
     def copy_after(self, rows, accepted, computed, scheduled, drafted, after):
         counts, columns = self.by_row(rows, accepted, 0), self.by_row(rows, after.sources, -2)
@@ -535,18 +488,14 @@ class TestGpu:
         return [numbers(listed, torch.int32, "cuda") for listed in values]
 
     def step(self, kernels, layout, state):
-        columns, computed, starts, accepted, source, offset, mapping, new, counts, out = state
-        kernels.preprocess_align(mapping, columns, computed, starts, accepted, source, offset, 3, 4)
-        kernels.precopy_align(layout, columns, source, offset, mapping, 3)
+        columns, source, bias, mapping, new, counts, out = state
+        kernels.precopy_align(layout, columns, source, bias, mapping, 3)
         out.copy_(counts)
         kernels.postprocess_align(layout, counts, columns, new, out, mapping, 3, 4)
 
     def state(self):
         # Row 0 changes its column, row 1 reaches a boundary within its step, row 2 is not in the batch.
-        return self.vectors(
-            [0, 0, 0], [3, 2, 1], [0, 3, 6, 6], [2, 1, 1], [0] * 3, [0] * 3, [1, 0, -1], [5, 4, 9], [3, 2, 1],
-            [0] * 3,
-        )  # fmt: skip
+        return self.vectors([1, 0, 0], [0, 0, 0], [1, 0, 0], [1, 0, -1], [5, 4, 9], [3, 2, 1], [0] * 3)
 
     def test_nothing_waits_for_the_gpu(self, cuda):
         memory, layout = self.case()
@@ -573,7 +522,7 @@ class TestGpu:
         for mapping in ([1, 0, -1], [-1, -1, -1], [2, 1, 0]):
             for buffer, values in zip(state, first, strict=True):
                 buffer.copy_(values)
-            state[6].copy_(numbers(mapping, torch.int32, cuda))
+            state[3].copy_(numbers(mapping, torch.int32, cuda))
             other = [buffer.clone() for buffer in state]
             memory.put_back(before)
             self.step(align_reference, layout, other)
