@@ -9,12 +9,12 @@ class _CapacityError(RuntimeError):
     what = "units"
 
     def __init__(self, required: int, available: int) -> None:
-        super().__init__(f"{shown(required)} {self.what} required, {available} available")
+        super().__init__(required, available)
         self.required = required
         self.available = available
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.required, self.available), self.__dict__
+    def __str__(self) -> str:
+        return f"{shown(self.required)} {self.what} required, {self.available} available"
 
 
 class MambaSlotCapacityError(_CapacityError):
@@ -48,7 +48,7 @@ class RequestOverflowError(_CapacityError):
 
 
 class QueueFullError(RuntimeError):
-    """An `AsyncEngine` takes no further request now, because as many wait as may. Ask again later.
+    """An `AsyncEngine` accepts no further request now, because `limit` requests wait. Retry later.
 
     Attributes:
         num_waiting: requests that wait for a row.
@@ -56,17 +56,17 @@ class QueueFullError(RuntimeError):
     """
 
     def __init__(self, num_waiting: int, limit: int) -> None:
-        super().__init__(f"{num_waiting} requests wait, {limit} may")
+        super().__init__(num_waiting, limit)
         self.num_waiting = num_waiting
         self.limit = limit
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.num_waiting, self.limit), self.__dict__
+    def __str__(self) -> str:
+        return f"{self.num_waiting} requests wait, {self.limit} may"
 
 
 class EngineDeadError(RuntimeError):
-    """The thread of an `AsyncEngine` has given up; the error's cause says why."""
+    """The thread of an `AsyncEngine` has ended; the error's cause says why."""
 
 
 class NoReplicaError(RuntimeError):
-    """No replica serves now, or replica after replica was lost while it answered. Ask again later."""
+    """No replica serves now, or replica after replica was lost while it answered. Retry later."""

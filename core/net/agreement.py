@@ -82,7 +82,7 @@ class Agreement:
             self._note(decision)
         self._note_slots()
         context.observe(self)
-        context.kv_block_allocator.observe_deregistration(self._blocks_deregistered)
+        context.prefix_cache.kv_blocks.observe_deregistration(self._blocks_deregistered)
 
     def close(self) -> None:
         """Stop observing; compares nothing and waits for no other rank. A second call does nothing.
@@ -94,7 +94,7 @@ class Agreement:
             return
         self._closed = True
         self._context.unobserve(self)
-        self._context.kv_block_allocator.unobserve_deregistration(self._blocks_deregistered)
+        self._context.prefix_cache.kv_blocks.unobserve_deregistration(self._blocks_deregistered)
         self._decisions.clear()
         self._tracked.clear()
         with suppress(RuntimeError):  # the store's host has ended: no key is left
@@ -279,7 +279,7 @@ def _initial_decisions(context: DynamicInferenceContext) -> Iterator[str]:
     for field in fields(config):
         if field.name not in (*_BUDGETS, "salt_key"):  # a secret; the ranks agree on it by its id
             yield f"built with {field.name} {getattr(config, field.name)}"
-    yield f"built with {context.kv_block_allocator.total_count} KV blocks"
+    yield f"built with {context.prefix_cache.kv_blocks.total_count} KV blocks"
     memory, tier = context.memory, context.prefix_cache.tier
     durable, live = memory.durable_pool.num_durable, memory.state_pool.num_live
     yield f"built with {durable} durable and {live} live slots"

@@ -58,7 +58,7 @@ def test_a_busy_cache_decides_alike_on_all_ranks(world: World, split: str, mode:
                 engine.reset_prefix_cache()
             engine.step()
             engine.context.check_integrity()
-            num_ghosts = max(num_ghosts, len(engine.context.kv_block_allocator.tree.ghosts))
+            num_ghosts = max(num_ghosts, len(engine.context.prefix_cache.kv_blocks.tree.ghosts))
             steps += 1
         while engine.has_unfinished_requests():
             engine.step()
@@ -83,7 +83,7 @@ def serve(engine: Engine, seeds: range) -> list[list[int]]:
 
 
 def another_free_block(engine: Engine) -> None:
-    engine.context.kv_block_allocator._free._stack.reverse()
+    engine.context.prefix_cache.kv_blocks._free._stack.reverse()
     serve(engine, range(20, 21))
 
 

@@ -223,7 +223,7 @@ def test_a_budget_for_kv_of_no_bytes_buys_names_for_all_states(world: World, cac
     context = budget(world, "MGC-", total_gb=0.01, enable_prefix_caching=caching)
     slots = context.prefix_cache.slots.num_slots - 4 if caching else 0  # without those of idle rows
     assert context.memory.kv_cache.nbytes == 0
-    assert context.kv_block_allocator.total_count == min(4 * 14 + 4 * slots * 14, 4 * 14 + 2**20)
+    assert context.prefix_cache.kv_blocks.total_count == min(4 * 14 + 4 * slots * 14, 4 * 14 + 2**20)
     engines = [
         small_engine(
             model=world.model(split, "MGC-"), max_sequence_length=112, num_kv_blocks=None,
@@ -238,7 +238,7 @@ def test_a_budget_for_kv_of_no_bytes_buys_names_for_all_states(world: World, cac
 def test_poorer_settings_of_one_rank_hold_for_all(world: World) -> None:
     context = budget(world, "M*-M", num_mamba_slots=10 + world.rank, num_kv_blocks=31 - world.rank)
     assert context.memory.state_pool.num_durable == 10
-    assert context.kv_block_allocator.total_count == 30
+    assert context.prefix_cache.kv_blocks.total_count == 30
 
 
 # ---- a rank that fails, or collects garbage, alone

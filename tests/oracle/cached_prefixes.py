@@ -37,7 +37,7 @@ def assert_cache_is_right(engine: ms.DynamicInferenceEngine, tolerance: float = 
     The tokens of a prefix are those that the KV index has for it. `tolerance`: of states.
     """
     context, size = engine.context, engine.config.block_size_tokens
-    tree, slots = context.kv_block_allocator.tree, context.prefix_cache.slots
+    tree, slots = context.prefix_cache.kv_blocks.tree, context.prefix_cache.slots
     pool, kv = context.memory.durable_pool, context.memory.kv_cache
     states = 0
     for block in slots.map.hash_to_block_id.values():

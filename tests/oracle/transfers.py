@@ -36,7 +36,7 @@ def engine_of(model: Any = None, **overrides: Any) -> ms.DynamicInferenceEngine:
 
 def maps_of(engine: ms.DynamicInferenceEngine) -> dict[str, Any]:
     """What the cache holds where, and who holds it: plain values to compare. Of recency, that of states."""
-    kv, slots = engine.context.kv_block_allocator, engine.context.prefix_cache.slots
+    kv, slots = engine.context.prefix_cache.kv_blocks, engine.context.prefix_cache.slots
     return {
         "references": kv.block_ref_counts.tolist(),
         "hashes": kv.block_hashes.tolist(),

@@ -136,7 +136,7 @@ def assert_idle(engine: ms.DynamicInferenceEngine, pinned_blocks: int = 0) -> No
     """Nothing is held any more but what is pinned."""
     context, slots = engine.context, engine.context.prefix_cache.slots
     context.check_integrity()
-    assert context.kv_block_allocator.held_count == pinned_blocks
+    assert context.prefix_cache.kv_blocks.held_count == pinned_blocks
     assert slots.reserved == {}
     assert pinned_blocks or slots.pins == {}
     assert context.requests == []

@@ -13,7 +13,6 @@ from ...state_spec import HybridStateSpec
 from ...state_tensor import encodings_of
 from ...validation import instance, integer, integers, shown
 from .admission import Admission
-from .cache.kv_block_allocator import KVBlockAllocator
 from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
 from .cache.prefix_match import PrefixMatch
@@ -94,7 +93,7 @@ class DynamicInferenceContext:
         self._empty_rows()
         largest = StepShape.largest(
             config.max_requests, config.max_tokens, 1 + config.num_speculative_tokens,
-            self.request_to_kv_block_ids.shape[1], self._chunk_size,
+            self.block_table.shape[1], self._chunk_size,
         )  # fmt: skip
         if config.batch_invariant:
             largest = largest_on_ladder(largest)
@@ -142,9 +141,8 @@ class DynamicInferenceContext:
             return ReplayedStates(pool, cache, self._chunk_size)
         if self._encodings:
             return EncodedStates(
-                self.memory, cache, self.mamba_metadata, self._encodings, self.spec.separate_states,
-                self.memory.scrubber.scratch,
-            )  # fmt: skip
+                self.memory, cache, self.mamba_metadata, self._encodings, self.spec.separate_states
+            )
         return RequestStates(pool, cache, self.spec.separate_states)
 
     def _empty_rows(self) -> None:
@@ -172,13 +170,9 @@ class DynamicInferenceContext:
         return self._steps
 
     @property
-    def request_to_kv_block_ids(self) -> Tensor:
+    def block_table(self) -> Tensor:
         """[max_requests, blocks of the longest sequence] int32 on the CPU: each row's KV blocks, then -1."""
         return self._rows.block_table
-
-    @property
-    def kv_block_allocator(self) -> KVBlockAllocator:
-        return self.prefix_cache.kv_blocks
 
     # ---- requests
 
@@ -271,7 +265,7 @@ class DynamicInferenceContext:
         self._reserve(steps, sampled_tokens)
         inputs = self._builder.build(
             self._steps,
-            self.request_to_kv_block_ids.numpy(),
+            self.block_table.numpy(),
             self._states,
             self.memory,
             padding or (lambda shape: shape),

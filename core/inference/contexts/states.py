@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from ...state_tensor import TensorEncoding
 from ..kernels.state_codec import decode_states, encode_states
 from ..kernels.state_tensors import CodedTensor
-from .cache.left_entries import LeftEntries
 from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
 from .mamba_metadata import MambaMetadata
@@ -16,9 +15,9 @@ from .request import Holding, RequestStep
 class RequestStates:
     """Where each request's state is: in its live slot, or in a durable slot, pinned until a step reads it.
 
-    This class alone writes `Holding.state_index` and `Holding.num_computed`. This class alone also handles
-    kernels that update states in place: it copies states to where such kernels update them (`gather`), and
-    copies boundary states away from there (`scatter`). Each of the two takes one launch per step.
+    This class alone writes `Holding.state_index` and `Holding.num_computed`. For kernels that update states
+    in place, `gather` copies states to live slots before a step, and `scatter` copies boundary states from
+    there afterwards, in one launch each.
     """
 
     def __init__(self, pool: StatePool, cache: PrefixCache, separate: bool = True) -> None:
@@ -28,10 +27,7 @@ class RequestStates:
         self._separate = separate
 
     def start_from(self, holding: Holding, slot: int, num_tokens: int) -> None:
-        """Let the request continue from a durable slot that holds the state after `num_tokens` tokens.
-
-        The slot may be one that the request has taken over as a live slot.
-        """
+        """Continue from the state after `num_tokens` tokens in a durable slot, perhaps a live slot now."""
         if not (self._pool.is_shared and slot in holding.live_slots):
             self._cache.hold_state(holding.path, slot, resumes=True)
         holding.state_index = self._pool.durable_index(slot)
@@ -59,8 +55,7 @@ class RequestStates:
     def scatter(self, steps: Sequence[RequestStep], late: Sequence[RequestStep] = ()) -> None:
         """After a step: copy boundary states from live slots to the slots reserved for them.
 
-        Kernels that update states in place leave all boundary states in live slots. Other kernels leave only
-        those of `late`, whose slots were reserved after the step.
+        Those are all of kernels that update in place, else those of `late`, reserved after the step.
         """
         sources, places = [], []
         for step in late if self._separate else steps:
@@ -102,15 +97,12 @@ class RequestStates:
         self._cache.release_state(step.holding.path)
 
     def advance(self, step: RequestStep, committed: Mapping[int, int]) -> None:
-        """Note where a launched step leaves its request's state.
-
-        `committed`: boundary -> the slot that holds the state there now, or -1 where no slot holds it.
-        """
+        """Note where a launched step wrote its request's state; `committed`: boundary -> its slot, or -1."""
         step.holding.num_computed = step.stop
         self._move(step, step.stop, committed)
 
     def _move(self, step: RequestStep, position: int, committed: Mapping[int, int]) -> None:
-        """Let the request continue from the state that the step has left at `position`."""
+        """Continue from the state that the step wrote at `position`."""
         holding = step.holding
         slot = committed.get(position, -1) if self._separate else -1
         if slot >= 0:
@@ -154,9 +146,8 @@ class RequestStates:
 class ReplayedStates(RequestStates):
     """A request's state is the state at its last grid point, in its live slot or in a pinned durable slot.
 
-    Decodes read their request's state again and again. So that no decode keeps a durable slot pinned, the
-    state is in the live slot before the first decode: where the last step of a prefill, or a decode, leaves
-    the state in a durable slot, the state is copied. A request has one live slot, whatever it drafts.
+    Every decode reads it, so it is copied to the one live slot before the first decode: no decode keeps a
+    durable slot pinned.
     """
 
     def __init__(self, pool: StatePool, cache: PrefixCache, chunk_size: int) -> None:
@@ -207,16 +198,15 @@ class ReplayedStates(RequestStates):
 class EncodedStates(RequestStates):
     """A request's state is in a live slot; in a durable slot only until its first step reads it.
 
-    Kernels read and write live states. Before a step `gather` decodes the durable slots that requests resume
-    from, to their live slots. After a step `scatter` encodes the states of the step's boundaries. A state
-    at the end of a step is in a live slot anyway, and the request continues from there: no request continues
-    from the rounded copy of its own state. A state inside a prefill is written to a *staging* slot:
+    Before a step `gather` decodes the durable slots that requests resume from. After a step `scatter` encodes
+    its boundary states. A request continues from its live slot, never from the rounded copy of its own state.
+    A state inside a prefill is written to a *staging* slot:
 
         pool index   0 ........ num_live-1         | num_live ........ num_live+NUM_STAGING_SLOTS-1
         holds        live states; those that no    | states inside a step's prefills
                      request needs stage states too |
 
-    Staging slots belong to one step. A state inside a prefill for which no slot is left is not taken.
+    Staging slots belong to one step. A state inside a prefill without a staging slot is not stored.
     """
 
     def __init__(
@@ -226,19 +216,11 @@ class EncodedStates(RequestStates):
         live_slots: MambaMetadata,
         encodings: Sequence[TensorEncoding],
         separate: bool = True,
-        scratch: LeftEntries | None = None,
     ) -> None:
-        """
-        Args:
-            live_slots: who owns which live slot; only read.
-            separate: as in `RequestStates`.
-            scratch: notes the pool indices of staged states; None for nothing.
-        """
         super().__init__(memory.state_pool, cache, separate)
         self._memory = memory
         self._live_slots = live_slots
         self._encodings = tuple(encodings)
-        self._scratch = scratch or LeftEntries()
         self._staged: dict[tuple[int, int], int] = {}  # row and position -> pool index, in this step
 
     def start_from(self, holding: Holding, slot: int, num_tokens: int) -> None:
@@ -250,7 +232,7 @@ class EncodedStates(RequestStates):
         return len(self._staging_slots(steps))
 
     def _staging_slots(self, steps: Sequence[RequestStep]) -> list[int]:
-        """The slots that nobody needs in a step: those for staging, then idle live ones."""
+        """The slots that are free in a step: those for staging, then idle live ones."""
         own = range(self._pool.num_live, self._pool.num_live + self._pool.num_durable)
         drafts = [slot for step in steps if not step.decoding for slot in step.holding.live_slots[1:]]
         return [*own, *drafts, *self._live_slots.idle_slots]
@@ -264,7 +246,7 @@ class EncodedStates(RequestStates):
             for position in step.destinations
             if not self._is_last(step, position)
         }
-        self._scratch.note(self._staged.values())
+        self._memory.scrubber.scratch.note(self._staged.values())
         self._decode([step.holding for step in steps])
         super().gather(steps)  # live states to where kernels in place need them
 
@@ -306,10 +288,7 @@ class EncodedStates(RequestStates):
         self._decode([holding])
 
     def _decode(self, holdings: Sequence[Holding]) -> None:
-        """Decode the pinned durable states of these requests to their live slots, and unpin them.
-
-        An unpinned slot is written by a later launch of the same stream only.
-        """
+        """Decode these requests' pinned durable states to their live slots, and unpin them."""
         waiting = [holding for holding in holdings if holding.path.state_slot >= 0]
         if not waiting:
             return

@@ -129,7 +129,7 @@ class GraphBuckets:
         config = context.config
         return cls(
             max_requests=config.max_requests,
-            table_blocks=context.request_to_kv_block_ids.shape[1],
+            table_blocks=context.block_table.shape[1],
             max_prefill_tokens=min(MOST_PREFILL_TOKENS, config.max_tokens),
             chunk_size=context.spec.chunk_tokens(config.block_size_tokens),
             block_size=config.block_size_tokens,

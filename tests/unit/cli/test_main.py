@@ -138,7 +138,7 @@ def test_a_budget_is_kept_and_serves(pattern: str, options: tuple[str, ...], mem
     config = config_of("--max-sequence-length", "512", *options, memory_gb=memory_gb, **model)
     spec = ms.models.HybridLM(ms.models.HybridConfig.tiny(**model), seed=0).state_spec()
     context = ms.DynamicInferenceContext(spec, config)
-    blocks, slots = context.kv_block_allocator.total_count, context.prefix_cache.slots.num_slots
+    blocks, slots = context.prefix_cache.kv_blocks.total_count, context.prefix_cache.slots.num_slots
     said = re.search(r"total ([\d.e+]+) MiB", context.memory.summary())
     assert said is not None
     assert float(said[1]) <= 1.001 * 1024 * memory_gb  # four digits are printed

@@ -178,7 +178,7 @@ def test_what_a_partial_block_holds_is_not_found_before_the_block_is_full(mode: 
         for result in engine.step().finished:
             assert_answers(ids[result.request_id], result)
         engine.context.check_integrity()
-        tree = engine.context.kv_block_allocator.tree
+        tree = engine.context.prefix_cache.kv_blocks.tree
         now = set(tree.block_of_hash)
         retired |= index - now
         assert not retired & now, "a hash came back that had left"
@@ -190,7 +190,7 @@ def test_what_a_partial_block_holds_is_not_found_before_the_block_is_full(mode: 
         for whole in wholes:  # heads that end inside a block, and go on in another way
             other = (*whole[:21], whole[21] ^ 1, *random_tokens(9, seed=5))
             assert resumable(engine.context, other) <= 16
-            assert len(engine.context.kv_block_allocator.tree.match(*chained(other))) <= 2
+            assert len(engine.context.prefix_cache.kv_blocks.tree.match(*chained(other))) <= 2
     assert_cache_is_right(engine)
     for prompt, whole in zip(prompts, wholes, strict=True):
         result = serve_checked(engine, [[*whole, 3]], length=2)[0]

@@ -233,9 +233,10 @@ def test_fault_13_an_admission_that_fails_leaves_no_reference_and_no_block_behin
     prefill(context, finished)
     context.release(finished)
     prefill(context, make_request(random_tokens(40, seed=2)))
-    free, held = context.kv_block_allocator.total_avail, context.kv_block_allocator.held_count
+    kv = context.prefix_cache.kv_blocks
+    free, held = kv.total_avail, kv.held_count
     assert context.schedule(make_request(finished.prompt_tokens + random_tokens(40, seed=3)), 64) is None
-    assert (context.kv_block_allocator.total_avail, context.kv_block_allocator.held_count) == (free, held)
+    assert (kv.total_avail, kv.held_count) == (free, held)
     context.check_integrity()
 
 

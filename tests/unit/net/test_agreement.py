@@ -301,7 +301,7 @@ def test_a_closed_agreement_follows_nothing() -> None:
     engine.reset_prefix_cache()
     assert not agreement._decisions
     assert not engine.context._observers
-    assert not engine.context.kv_block_allocator._observers
+    assert not engine.context.prefix_cache.kv_blocks._observers
 
 
 def test_steps_that_are_padded_otherwise_are_other_decisions(monkeypatch: pytest.MonkeyPatch) -> None:

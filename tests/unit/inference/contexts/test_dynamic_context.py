@@ -67,7 +67,7 @@ def test_twins_computed_in_the_same_step_end_up_sharing_the_blocks_registered_fi
     run(context, *[schedule(context, request) for request in requests])
     assert requests[0].holding.path.blocks[:4] == requests[1].holding.path.blocks[:4]
     assert requests[0].holding.path.blocks[4] != requests[1].holding.path.blocks[4]
-    assert context.kv_block_allocator.held_count == 6
+    assert context.prefix_cache.kv_blocks.held_count == 6
 
 
 def test_admission_without_enough_blocks_changes_nothing() -> None:
@@ -77,13 +77,13 @@ def test_admission_without_enough_blocks_changes_nothing() -> None:
     finished = make_request(random_tokens(24, seed=2))
     prefill(context, finished)
     context.release(finished)
-    stats, order = context.cache_stats(), sorted(context.kv_block_allocator.kv_hash_to_block_id.items())
+    stats, order = context.cache_stats(), sorted(context.prefix_cache.kv_blocks.kv_hash_to_block_id.items())
 
     sharing_and_too_long = make_request(finished.prompt_tokens + random_tokens(30, seed=3))
     assert context.schedule(sharing_and_too_long, 64) is None
 
     assert context.cache_stats() == stats
-    assert sorted(context.kv_block_allocator.kv_hash_to_block_id.items()) == order
+    assert sorted(context.prefix_cache.kv_blocks.kv_hash_to_block_id.items()) == order
     assert sharing_and_too_long.holding is None
     context.check_integrity()
 

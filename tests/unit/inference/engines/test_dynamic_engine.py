@@ -58,7 +58,7 @@ def test_branch_and_tail_are_taken_in_the_same_prefill() -> None:
     engine, shared = small_engine(), random_tokens(40, seed=1)
     for seed in (2, 3):
         serve_checked(engine, [shared + random_tokens(20, seed)])
-    states, kv = engine.context.prefix_cache.slots.map, engine.context.kv_block_allocator
+    states, kv = engine.context.prefix_cache.slots.map, engine.context.prefix_cache.kv_blocks
     sibling = shared + random_tokens(20, seed=3)
     match = engine.context.match(_request_like(engine, sibling))
     depths = [i + 1 for i, block in enumerate(match.blocks) if block in states]
@@ -223,7 +223,7 @@ def test_a_stream_closed_early_cancels_its_request() -> None:
     next(stream)
     stream.close()
     assert not engine.has_unfinished_requests()
-    assert engine.context.kv_block_allocator.held_count == 0
+    assert engine.context.prefix_cache.kv_blocks.held_count == 0
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
@@ -235,7 +235,7 @@ def test_cancelling_frees_everything_and_keeps_what_was_computed(steps: int) -> 
     result = engine.cancel(request_id)
     engine.context.check_integrity()
     assert result.finish_reason == "cancelled"
-    assert engine.context.kv_block_allocator.held_count == 0
+    assert engine.context.prefix_cache.kv_blocks.held_count == 0
     (repeat,) = serve_checked(engine, [prompt])
     assert repeat.num_resumed_tokens == min(16 * steps, 32)
 

@@ -137,7 +137,7 @@ def observer_that_raises(
             seen["failed"] += 1
             raise error("observer")
 
-    engine.context.kv_block_allocator.observe_deregistration(observer)
+    engine.context.prefix_cache.kv_blocks.observe_deregistration(observer)
     yield seen
 
 

@@ -57,7 +57,7 @@ def situations(engine: ms.DynamicInferenceEngine) -> set[str]:
             found.add("paused on a durable slot")
         if 0 < request.holding.num_computed < len(request.prompt_tokens):
             found.add("in the middle of its prompt")
-            held = engine.context.kv_block_allocator.block_ref_counts[request.holding.path.blocks]
+            held = engine.context.prefix_cache.kv_blocks.block_ref_counts[request.holding.path.blocks]
             if int(held.max()) > 1:
                 found.add("in the middle of its prompt, with shared blocks")
     if engine._state.scheduler.waiting:
@@ -191,9 +191,9 @@ def test_a_reset_forgets_why_states_left_too() -> None:
 
 def test_a_reset_between_two_steps_tells_observers_what_left() -> None:
     engine, told = small_engine(), []
-    engine.context.kv_block_allocator.observe_deregistration(lambda blocks, _: told.append(set(blocks)))
+    engine.context.prefix_cache.kv_blocks.observe_deregistration(lambda blocks, _: told.append(set(blocks)))
     engine.generate([LONG[:40]], ONE)
-    registered = set(engine.context.kv_block_allocator.kv_hash_to_block_id.values())
+    registered = set(engine.context.prefix_cache.kv_blocks.kv_hash_to_block_id.values())
     engine.reset_prefix_cache()
     assert told == [registered]
 
@@ -453,7 +453,7 @@ def test_pins_of_one_prefix_and_of_overlapping_ones_nest() -> None:
     assert [pin.num_tokens for pin in (short, long, again)] == [16, 40, 40]
     for step, (pin, blocks, depth) in enumerate(((long, 5, 40), (again, 2, 16), (short, 0, 0))):
         engine.unpin(pin)
-        assert engine.context.kv_block_allocator.held_count == blocks
+        assert engine.context.prefix_cache.kv_blocks.held_count == blocks
         for seed in range(6):
             engine.generate([random_tokens(48, 100 * step + seed)], ONE)
         assert resumed(engine, [*LONG[:40], 1]) == depth

@@ -417,7 +417,7 @@ class TestOthers:
         request_id = engine.add_request(
             random_tokens(7, seed=1), ms.SamplingParams(num_tokens_to_generate=25)
         )
-        kv = engine.context.kv_block_allocator
+        kv = engine.context.prefix_cache.kv_blocks
         request = engine._state.requests[request_id]
         while engine.has_unfinished_requests():
             engine.step()

@@ -36,13 +36,13 @@ def test_a_budget_of_bytes_buys_names_for_all_slots_and_requests(
     kind: str, settings: dict[str, object], num_blocks: int
 ) -> None:
     context = engine_of_gigabytes(**settings).context
-    assert context.kv_block_allocator.total_count == num_blocks
+    assert context.prefix_cache.kv_blocks.total_count == num_blocks
     assert context.memory.kv_cache.nbytes == context.spec.kv_block_bytes(BLOCK) == 0
     assert f"KV {num_blocks} blocks of 8 tokens, 0 MiB" in context.memory.summary()
 
 
 def test_a_number_of_blocks_is_taken_as_it_is_given(kind: str) -> None:
-    assert small_engine(num_kv_blocks=77).context.kv_block_allocator.total_count == 77
+    assert small_engine(num_kv_blocks=77).context.prefix_cache.kv_blocks.total_count == 77
 
 
 def test_no_state_is_lost_for_want_of_names(kind: str) -> None:

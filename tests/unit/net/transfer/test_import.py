@@ -335,7 +335,7 @@ def test_random_traffic_between_two_engines(data: st.DataObject) -> None:
 def test_a_hash_that_names_another_prefix_here(source: ms.DynamicInferenceEngine) -> None:
     """As after a collision: what lies below it is left out, the rest comes."""
     target, export = engine_of(), export_prefixes(source)
-    forest, kv = export.forest, target.context.kv_block_allocator
+    forest, kv = export.forest, target.context.prefix_cache.kv_blocks
     (block,) = kv.allocate_memory_blocks(1)
     root = forest.parents.index(-1 - forest.roots.index(PUBLIC_ROOT))
     kv.register_chain(PUBLIC_ROOT, [block], [forest.keys[root]], [b"other tokens"])
@@ -353,14 +353,14 @@ def test_a_hash_that_names_another_prefix_here(source: ms.DynamicInferenceEngine
 def test_what_the_allocators_tell(source: ms.DynamicInferenceEngine) -> None:
     target = engine_of()
     moved(source, target)
-    kv, slots = target.context.kv_block_allocator, target.context.prefix_cache.slots
+    kv, slots = target.context.prefix_cache.kv_blocks, target.context.prefix_cache.slots
     assert sorted(slots.by_eviction()) == sorted(slots.map.slots)
     for block in range(kv.total_count):
         assert (block in kv.tree) == (block in kv.kv_hash_to_block_id.values())
 
 
 def timestamps(engine: ms.DynamicInferenceEngine, blocks: Any) -> list[int]:
-    return [int(engine.context.kv_block_allocator.block_timestamps[block]) for block in blocks]
+    return [int(engine.context.prefix_cache.kv_blocks.block_timestamps[block]) for block in blocks]
 
 
 def test_what_is_known_gives_way_to_nothing_imported() -> None:
@@ -468,7 +468,7 @@ def test_copies_take_no_more_than_they_may(
 def test_a_slot_that_is_allocated_but_not_registered_is_not_exported() -> None:
     """It holds bytes of another state until its host has filled it."""
     source = warm_engine()
-    slots, kv = source.context.prefix_cache.slots, source.context.kv_block_allocator
+    slots, kv = source.context.prefix_cache.slots, source.context.prefix_cache.kv_blocks
     stateless = [block for block in kv.kv_hash_to_block_id.values() if block not in slots.map]
     if not stateless:
         stateless = [slots.map.block_of(slots.by_eviction()[0])]
