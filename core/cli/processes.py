@@ -94,7 +94,7 @@ def is_under_torchrun() -> bool:
 
 
 def serve_split(options: argparse.Namespace, settings: "ServerSettings") -> int:
-    """Serve on rank 0 until it is told to stop, and follow on the others; returns the exit code."""
+    """Serve on rank 0 until a signal, and follow on the others; returns the exit code."""
     from ..net import Heartbeat, LeadingEngine, RankDiedError, follow
     from ..replay.recorder import TraceRecorder
     from ..serve import serve

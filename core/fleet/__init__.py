@@ -1,4 +1,4 @@
-"""Several replicas of one model behind one address, on Ray Serve. They need the extra `mambaslots[fleet]`."""
+"""Several replicas of one model at one address, on Ray Serve. They need the extra `mambaslots[fleet]`."""
 
 _NEEDED = "replicas need Ray Serve: pip install 'mambaslots[fleet]'"
 

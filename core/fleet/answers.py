@@ -97,7 +97,7 @@ async def answer_parts(
         yield AnswerPart(error=error, replica=replica)
         return
     except Exception as error:  # it is closing, or dead
-        raise ReplicaLostError(f"the replica takes no request: {error}") from error
+        raise ReplicaLostError(f"the replica accepts no request: {error}") from error
     try:
         yield AnswerPart(replica=replica)
         async for part in _parts(stream):

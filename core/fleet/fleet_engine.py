@@ -1,4 +1,4 @@
-"""One engine to a server, replicas behind it."""
+"""A `ServedEngine` over replicas: requests continue on another replica where one is lost."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ _LONGEST_CAUSE = 200
 """Characters of a loss's cause in the log."""
 _SNAPSHOT_S = 2.0
 _LONG_PROMPT = 8192
-"""Prompts of more tokens are hashed beside the event loop."""
+"""Prompts of more tokens are hashed in another thread."""
 _LONGEST_END_S = 10.0
 """How long `drain` waits for calls that it cancelled."""
 
@@ -178,7 +178,7 @@ class FleetEngine:
         if self._none_open is None:
             raise RuntimeError("stream is called before the FleetEngine is started")
         if self._is_draining:
-            raise RuntimeError("the FleetEngine is closing; it takes no more requests")
+            raise RuntimeError("the FleetEngine is closing; it accepts no more requests")
         if self.failure is not None:
             raise self.failure
         num_waiting = len(self._open) - self.max_running

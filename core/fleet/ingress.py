@@ -57,7 +57,7 @@ class ReplicaCalls:
             ReplicaLostError: the replica that served the request is gone, or gave up.
             NoReplicaError: Ray Serve could not deploy any replica.
         """
-        # In a context of its own, because Ray takes all calls of one HTTP request for one to be routed.
+        # In a context of its own, because Ray routes all calls of one HTTP request as one.
         parts = contextvars.Context().run(self._streams.remote, request)
         ended = False
         try:
@@ -154,7 +154,7 @@ class Ingress:
         loop = asyncio.get_running_loop()
         heard_s = loop.time()
         while True:
-            number = len(await self._calls.ask_all("pulse", timeout_s=_COUNT_S))
+            number = len(await self._calls.ask_all("status", timeout_s=_COUNT_S))
             if number:
                 heard_s = loop.time()
             if number or loop.time() - heard_s > _SILENT_S:

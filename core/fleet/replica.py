@@ -32,22 +32,22 @@ from .state_channel import HandOver, StateFeed
 from .warming import serve_hand_over, take_over
 
 
-@dataclass(frozen=True, slots=True)
-class Pulse:
-    """Where a replica runs: process ids of its ranks, the leading one first, and its running requests."""
-
-    replica: str
-    host: str
-    processes: tuple[int, ...]
-    num_running: int
-
-
 logger = logging.getLogger(__name__)
 
 MakeEngine = Callable[[ParallelGroups | None], DynamicInferenceEngine]
 """Makes a rank's engine in its process: for rank 0 of a split model a `LeadingEngine`. Can be pickled."""
 _MEETING_S = 600.0
 """Ranks load their weights before they meet."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """Where a replica runs: process ids of its ranks, the leading one first, and its running requests."""
+
+    replica: str
+    host: str
+    processes: tuple[int, ...]
+    num_running: int
 
 
 class FollowingRank:
@@ -157,7 +157,7 @@ class EngineReplica:
             StatePublisher(engine, self._name) if engine.config.enable_prefix_caching else None,
             self._serve_hand_over,
         )
-        self._telling = asyncio.create_task(self._feed.run())
+        self._publishing = asyncio.create_task(self._feed.run())
         self._watching = asyncio.create_task(self._end_when_lost())
         self._warm_timeout_s = settings.warm_timeout_s
         if settings.warm_timeout_s and engine.config.enable_prefix_caching:
@@ -181,9 +181,9 @@ class EngineReplica:
     async def facts(self) -> EngineFacts:
         return self._engine.facts
 
-    async def pulse(self) -> Pulse:
+    async def status(self) -> ReplicaStatus:
         processes = (os.getpid(), *await self._ranks.processes())
-        return Pulse(self._name, socket.gethostname(), processes, self._engine.num_running)
+        return ReplicaStatus(self._name, socket.gethostname(), processes, self._engine.num_running)
 
     async def report(self) -> ReplicaReport:
         return await replica_report(self._engine, self._name)

@@ -115,7 +115,7 @@ def check_address(host: str, port: int) -> int:
 
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)  # it would show what stands in a query
 _CONTROL_CALLS = 100
-"""Calls of an ingress beside its requests: for health, figures and the page."""
+"""Calls of an ingress besides its requests: for health, figures and the page."""
 
 
 def fleet_application(
@@ -218,13 +218,13 @@ def serve_replicas(
         application = fleet_application(make_engine, load_text, salt_key, server, settings)
         try:
             handle = serve.run(application, name=settings.name, route_prefix="/")
-            return _serve_until_told(handle, server, settings)
+            return _serve_until_signal(handle, server, settings)
         finally:
             if joined:
                 serve.delete(settings.name)
 
 
-def _serve_until_told(handle: Any, server: ServerSettings, settings: FleetSettings) -> int:
+def _serve_until_signal(handle: Any, server: ServerSettings, settings: FleetSettings) -> int:
     host = f"[{server.host}]" if ":" in server.host else server.host
     with _signals() as signals:
         print(

@@ -18,7 +18,7 @@ class FleetSettings:
         ranks: processes of a replica, over which the model is split by tensors.
         cpus_per_rank, gpus_per_rank: what Ray reserves for each process; fractions are taken.
         max_requests: requests that run at once in a replica; as many more wait there.
-        warm_timeout_s: seconds that a replica that joins has to take over states of another one; 0: none.
+        warm_timeout_s: seconds in which a new replica may receive states of another one; 0: none.
         drain_timeout_s: seconds that running requests have when a replica is to end.
         health_period_s: seconds between two looks at a replica's health.
     """

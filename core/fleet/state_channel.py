@@ -19,9 +19,9 @@ from ..validation import shown
 
 _LOG_LENGTH = 4096
 _LOG_BYTES = 64 * 2**20
-"""Readers further behind get snapshots."""
+"""Readers that miss more get snapshots."""
 _FORGET_AFTER_S = 30.0
-_LIVELY_S = 3.0
+_LIVE_S = 3.0
 """Replicas give a sign of life every second."""
 
 
@@ -107,9 +107,9 @@ class StateChannel:
         Returns its name; None where no other holds any state.
         """
         self._forget_silent()
-        lively_s = time.monotonic() - _LIVELY_S
+        live_s = time.monotonic() - _LIVE_S
         others = [
-            (held.heard_s >= lively_s, len(held.keys), name)
+            (held.heard_s >= live_s, len(held.keys), name)
             for name, held in self._held.items()
             if held.keys and name != joining and name not in asked
         ]
@@ -179,7 +179,7 @@ def _events_of(replica: str, encoded: bytes) -> StateEvents:
     """The events in these bytes; ValueError for those of another replica than the caller."""
     events = decode_events(encoded)
     if events.replica != replica:
-        raise ValueError(f"events.replica is {shown(events.replica)}; accepted: {shown(replica)}, who tells")
+        raise ValueError(f"events.replica is {shown(events.replica)}; accepted: {shown(replica)}, the caller")
     return events
 
 
@@ -235,7 +235,7 @@ class ChannelReader:
             try:
                 actor = actor or self._open_actor(self._name)
                 while True:
-                    self.take(await actor.read.remote(self._instance, self._version, _READ_S))
+                    self.apply(await actor.read.remote(self._instance, self._version, _READ_S))
             except ActorUnavailableError as error:
                 logger.warning("mambaslots: the channel of states begins anew: %s", _first_line(error))
             except RayError as error:
@@ -245,7 +245,7 @@ class ChannelReader:
                 logger.exception("mambaslots: the channel of states was not read")
             await asyncio.sleep(_RETRY_S)
 
-    def take(self, news: News) -> None:
+    def apply(self, news: News) -> None:
         """Apply news to the router; it forgets replicas that the channel forgot."""
         self._instance, self._version = news.instance, news.version
         for encoded in news.events:
@@ -309,23 +309,23 @@ class StateFeed:
         """Publish until the engine has failed, or the task is cancelled."""
         loop = asyncio.get_running_loop()
         while self._engine.failure is None:
-            told_s = loop.time()
+            looked_s = loop.time()
             try:
-                await self._tell()
+                await self._publish()
             except RayError:
                 self._actor = None  # the channel begins anew, and will want a snapshot
             except Exception:
-                logger.exception("mambaslots: the replica's states were not told")
+                logger.exception("mambaslots: the replica's states were not published")
             is_busy = self._engine.num_running + self._engine.num_waiting > 0
             try:
                 async with asyncio.timeout(_BUSY_S if is_busy else _IDLE_S):
                     await self._woken.wait()
-                await asyncio.sleep(told_s + _BUSY_S - loop.time())  # what comes at once is one message
+                await asyncio.sleep(looked_s + _BUSY_S - loop.time())  # changes within 30 ms are one message
             except TimeoutError:
                 pass
             self._woken.clear()
 
-    async def _tell(self) -> None:
+    async def _publish(self) -> None:
         """Publish the changes; a snapshot makes up for a message that was not received."""
         if self._actor is None:
             self._actor = find_channel(self._channel)

@@ -1,4 +1,4 @@
-"""A replica that joins takes over states from one that has some."""
+"""A new replica receives states from one that has some."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ from .state_channel import HandOver, find_channel
 logger = logging.getLogger(__name__)
 
 STATES_A_ROUND = 32
-"""States of one hand-over: no request of the source goes on during a hand-over."""
+"""States of one hand-over: the source runs no step during a hand-over."""
 _MEETING_S = 5.0
 _LONGEST_ROUND_S = 10.0
 _END, _ROUND = "end", "round"
@@ -65,7 +65,7 @@ async def _receive_rounds(engine: AsyncEngine, store: TCPStore, order: HandOver,
     """Receive hand-overs until the source ends. Returns how many states were received."""
     number = num_states = 0
     meeting = min(deadline, time.monotonic() + _MEETING_S)
-    while await _told(store, f"{order.name}-source-{number}", deadline if number else meeting) == _ROUND:
+    while await _read(store, f"{order.name}-source-{number}", deadline if number else meeting) == _ROUND:
         await asyncio.to_thread(store.set, f"{order.name}-destination-{number}", _ROUND)
         report = await engine.call(_on_all_ranks(_receive, order, min(deadline, _round_end())))
         num_states += report.imported.states
@@ -86,7 +86,7 @@ async def serve_hand_over(engine: AsyncEngine, order: HandOver, timeout_s: float
         number = 0
         for first in range(0, len(keys), STATES_A_ROUND):
             await asyncio.to_thread(store.set, f"{order.name}-source-{number}", _ROUND)
-            if await _told(store, f"{order.name}-destination-{number}", deadline) != _ROUND:
+            if await _read(store, f"{order.name}-destination-{number}", deadline) != _ROUND:
                 return
             some = keys[first : first + STATES_A_ROUND]
             report = await engine.call(_on_all_ranks(_send, order, some, min(deadline, _round_end())))
@@ -100,7 +100,7 @@ async def serve_hand_over(engine: AsyncEngine, order: HandOver, timeout_s: float
         await _close(engine, order)
 
 
-async def _told(store: TCPStore, key: str, deadline: float) -> str:
+async def _read(store: TCPStore, key: str, deadline: float) -> str:
     """The other side's value of `key`; "" where it is not written in time."""
     while not await asyncio.to_thread(store.check, [key]):
         if time.monotonic() > deadline:

@@ -30,7 +30,7 @@ router = APIRouter()
 page_router = APIRouter(include_in_schema=False)
 _ROUTING_MESSAGES = {
     "Not Found": "there is no such path",
-    "Method Not Allowed": "this path does not take this method",
+    "Method Not Allowed": "this path does not accept this method",
 }
 
 

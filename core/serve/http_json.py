@@ -87,7 +87,7 @@ def queue_full() -> RequestError:
 
 
 def draining() -> RequestError:
-    return _unavailable("the server is shutting down and takes no more requests", "draining")
+    return _unavailable("the server is shutting down and accepts no more requests", "draining")
 
 
 def dead() -> RequestError:

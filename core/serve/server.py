@@ -21,7 +21,7 @@ from .settings import ServerSettings
 
 _KEEP_ALIVE_S = 75  # longer than proxies keep connections, so that they close first
 _LAST_BYTES_S = 5
-"""Seconds that connections have to take the last bytes of their answers."""
+"""Seconds that connections have to receive the last bytes of their answers."""
 _LAST_STEP_S = 5
 """Seconds that a step has to end when all its requests are cancelled."""
 
@@ -59,7 +59,7 @@ def serve(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: ServerS
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that goes on answering, with status 503, while it drains."""
+    """A uvicorn server that answers with status 503 while it drains."""
 
     def __init__(self, app: FastAPI, listener: socket.socket) -> None:
         config = uvicorn.Config(

@@ -148,7 +148,7 @@ class Detokenizer:
         return not self._decode([token]) and bool(self._text or token in self._tokens)
 
     def _shortened(self) -> str:
-        """Drop tokens whose text was returned; return text where that takes a new beginning."""
+        """Drop tokens whose text was returned; return text where a new text begins."""
         num_held = len(self._text) - self._num_returned
         held = self._text[self._num_returned :]
         for start in range(len(self._tokens) - _NUM_PARTS - 1, 0, -1):
@@ -248,7 +248,7 @@ class TextCodec:
         Args:
             messages, add_generation_prompt, variables: as for `encode_chat`.
             marked_messages: indices of messages whose ends are to be marked, too, before all others.
-            max_prompt_tokens: a longer chat is refused before marks are looked for; None takes any.
+            max_prompt_tokens: a longer chat is refused before marks are looked for; None accepts any.
 
         Returns:
             The tokens of `encode_chat`, and marks.

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 if TYPE_CHECKING:
-    from mambaslots.fleet.replica import Pulse
+    from mambaslots.fleet.replica import ReplicaStatus
     from oracle.ray_fleet import Fleet
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
@@ -73,7 +73,7 @@ def test_a_client_that_leaves_ends_its_request(two: "Fleet") -> None:
         next(iter(parts))
         assert two.holder().num_running == 1
         parts.close()
-    two.wait_until(lambda: not any(pulse.num_running for pulse in two.pulses()), "the request has left")
+    two.wait_until(lambda: not any(status.num_running for status in two.statuses()), "the request has left")
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -113,7 +113,7 @@ def test_a_lost_channel_is_made_again_and_filled_by_the_replicas(two: "Fleet") -
     tokens = prompt_of(60, 90)
     answer, _ = two.complete(tokens, **GREEDY)
     two.wait_for_replicas(2)
-    two.wait_until(lambda: set(held()) == {pulse.replica for pulse in two.pulses()}, "both are heard")
+    two.wait_until(lambda: set(held()) == {status.replica for status in two.statuses()}, "both are heard")
     before = held()
     ray.kill(find_channel(two.settings.channel), no_restart=False)
     tokens += [*answer, 1, 2, 3, 4, 5]
@@ -123,8 +123,8 @@ def test_a_lost_channel_is_made_again_and_filled_by_the_replicas(two: "Fleet") -
     assert sum(held().values()) >= sum(before.values())
 
 
-def replaced(fleet: "Fleet", lost: "Pulse") -> bool:
-    names = [pulse.replica for pulse in fleet.pulses()]
+def replaced(fleet: "Fleet", lost: "ReplicaStatus") -> bool:
+    names = [status.replica for status in fleet.statuses()]
     return len(names) == 2 and lost.replica not in names
 
 
@@ -133,10 +133,10 @@ def test_a_replica_that_joins_takes_over_states_and_resumes_from_them(two: "Flee
     conversations = [prompt_of(number, 90) for number in range(70, 76)]
     for tokens in conversations:
         tokens += [*two.complete(tokens, **GREEDY)[0], 1, 2, 3, 4, 5]
-    before = two.pulses()
+    before = two.statuses()
     two.kill(before[0])
     two.wait_until(lambda: replaced(two, before[0]), "Ray has started another replica")
-    (joined,) = (pulse for pulse in two.pulses() if pulse.replica not in [one.replica for one in before])
+    (joined,) = (status for status in two.statuses() if status.replica not in [one.replica for one in before])
     committed = two.metrics()[f'mambaslots_state_slots {{"replica": "{joined.replica}", "use": "committed"}}']
     assert committed > 0
     two.kill(before[1])  # what is left is what has joined
@@ -150,13 +150,13 @@ def test_a_replica_that_joins_takes_over_states_and_resumes_from_them(two: "Flee
 
 def test_replicas_that_are_replaced_end_what_they_run(two: "Fleet") -> None:
     two.wait_for_replicas(2)
-    before = {pulse.replica for pulse in two.pulses()}
+    before = {status.replica for status in two.statuses()}
     prompts, wanted = [prompt_of(number) for number in range(80, 84)], GREEDY | {"max_tokens": 150}
     with ThreadPoolExecutor(4) as clients:
         answers = [clients.submit(lambda prompt: list(two.stream(prompt, **wanted)), one) for one in prompts]
-        two.wait_until(lambda: sum(pulse.num_running for pulse in two.pulses()) == 4, "all of them run")
+        two.wait_until(lambda: sum(status.num_running for status in two.statuses()) == 4, "all of them run")
         two.deploy(max_requests=7)  # the settings are others: Ray drains each replica, and starts another one
     for prompt, answer in zip(prompts, answers, strict=True):
         tokens = [token for part in answer.result() for token in part]
         assert tokens == expected(prompt, **wanted)
-    assert before.isdisjoint(pulse.replica for pulse in two.pulses())
+    assert before.isdisjoint(status.replica for status in two.statuses())

@@ -16,7 +16,7 @@ import mambaslots as ms
 import mambaslots.net as msd
 import openai
 import ray
-from mambaslots.fleet.replica import Pulse
+from mambaslots.fleet.replica import ReplicaStatus
 from mambaslots.fleet.server import QUIET, check_address, fleet_application
 from mambaslots.fleet.settings import FleetSettings
 from mambaslots.loaded_model import LoadedText
@@ -140,16 +140,16 @@ class Fleet:
     def replicas(self) -> Any:
         return serve.get_deployment_handle("EngineReplica", self.settings.name)
 
-    def pulses(self) -> list[Pulse]:
-        answers = self.replicas.broadcast("pulse").results(timeout_s=30, return_exceptions=True)
-        return [answer for answer in answers if isinstance(answer, Pulse)]
+    def statuses(self) -> list[ReplicaStatus]:
+        answers = self.replicas.broadcast("status").results(timeout_s=30, return_exceptions=True)
+        return [answer for answer in answers if isinstance(answer, ReplicaStatus)]
 
-    def kill(self, pulse: Pulse, rank: int = 0) -> None:
-        os.kill(pulse.processes[rank], signal.SIGKILL)
+    def kill(self, status: ReplicaStatus, rank: int = 0) -> None:
+        os.kill(status.processes[rank], signal.SIGKILL)
 
-    def holder(self) -> Pulse:
+    def holder(self) -> ReplicaStatus:
         """The replica that runs something now."""
-        (busy,) = (pulse for pulse in self.pulses() if pulse.num_running)
+        (busy,) = (status for status in self.statuses() if status.num_running)
         return busy
 
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 90.0) -> None:
@@ -159,7 +159,7 @@ class Fleet:
             time.sleep(0.1)
 
     def wait_for_replicas(self, number: int) -> None:
-        self.wait_until(lambda: len(self.pulses()) == number, f"{number} replicas")
+        self.wait_until(lambda: len(self.statuses()) == number, f"{number} replicas")
 
     def metrics(self) -> dict[str, float]:
         """Metrics by name and labels, and, by name alone, those of all labels added up."""

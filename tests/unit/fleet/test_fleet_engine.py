@@ -262,7 +262,7 @@ def test_a_drain_cancels_what_is_late_and_takes_nothing() -> None:
     async def main(fleet: FleetEngine) -> None:
         stream = await fleet.stream(PROMPT, ms.SamplingParams(num_tokens_to_generate=200))
         assert not await fleet.drain(0.0)
-        with pytest.raises(RuntimeError, match="takes no more requests"):
+        with pytest.raises(RuntimeError, match="accepts no more requests"):
             await fleet.stream(PROMPT, PARAMS["greedy"])
         async for _ in stream:
             pass

@@ -145,7 +145,7 @@ def test_whatever_is_lost_a_router_ends_up_with_what_the_replicas_hold(data: st.
 
         async def read() -> None:
             for _ in range(2):  # a gap makes the next read one of snapshots
-                reader.take(await channel.read(reader._instance, reader._version, 0.0))
+                reader.apply(await channel.read(reader._instance, reader._version, 0.0))
 
         for _ in range(data.draw(st.integers(1, 12))):
             replica = replicas[data.draw(st.sampled_from("ab"))]

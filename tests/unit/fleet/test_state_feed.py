@@ -62,14 +62,14 @@ def test_a_message_that_fails_is_made_up_for_by_the_next_look(
         engine: Any = SimpleNamespace(call=call)
         feed = state_channel.StateFeed("a", "states", engine, publisher, lambda order: asyncio.sleep(0))
         publisher.new = [1]
-        await feed._tell()
+        await feed._publish()
         publisher.new = [2]
         with pytest.raises(ActorUnavailableError):
-            await feed._tell()
-        await feed._tell()
+            await feed._publish()
+        await feed._publish()
         assert await held() == {1, 2}
         sequence = channel._version
-        await feed._tell()
+        await feed._publish()
         assert channel._version == sequence  # nothing is told twice
 
     asyncio.run(main())

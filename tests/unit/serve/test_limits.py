@@ -389,7 +389,7 @@ def test_paths_and_methods_that_do_not_exist() -> None:
             assert (reply.status, reply.error["message"]) == (404, "there is no such path")
         reply = open_server.get("/v1/completions")
         assert (reply.status, reply.headers["allow"]) == (405, "POST")
-        assert reply.error["message"] == "this path does not take this method"
+        assert reply.error["message"] == "this path does not accept this method"
 
 
 def test_a_dead_engine_is_told() -> None:
