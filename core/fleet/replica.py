@@ -31,7 +31,6 @@ from .settings import FleetSettings
 from .state_channel import HandOver, StateFeed
 from .warming import serve_hand_over, take_over
 
-
 logger = logging.getLogger(__name__)
 
 MakeEngine = Callable[[ParallelGroups | None], DynamicInferenceEngine]

@@ -16,7 +16,7 @@ def test_a_replica_of_two_ranks_answers_resumes_and_survives_the_loss_of_a_rank(
         tokens, resumed = made.complete(prompt, temperature=0, max_tokens=60)
         assert (tokens, resumed) == (answer, 0)
         assert made.complete(prompt, temperature=0, max_tokens=60) == (answer, 96)
-        (before,) = made.pulses()
+        (before,) = made.statuses()
         assert len(set(before.processes)) == 2
         tokens = []
         for part in made.stream(prompt, temperature=0, max_tokens=60):
@@ -25,6 +25,6 @@ def test_a_replica_of_two_ranks_answers_resumes_and_survives_the_loss_of_a_rank(
             tokens += part
         assert tokens == answer  # of the replica that Ray has started instead
         made.wait_for_replicas(1)
-        (after,) = made.pulses()
+        (after,) = made.statuses()
         assert after.replica != before.replica
         assert made.metrics()["mambaslots_fleet_retries_total"] >= 1

@@ -129,11 +129,11 @@ def _objections_to_our_command(command: str, words: list[str]) -> Iterator[str]:
         known = {command} & {"--version", "--help", "--print-completion"}
         if not known:
             yield f"mambaslots has no option {command}"
-    elif command not in (*COMMAND_LINE, "run"):
+    elif command not in COMMAND_LINE:
         yield f"mambaslots has no command {command}"
     elif command != "run":
         parser = argparse.ArgumentParser()
-        COMMAND_LINE[command].add_options(parser)
+        importlib.import_module(f"mambaslots.cli.{command}").add_options(parser)
         for word in words:
             if word.startswith("--") and word.partition("=")[0] not in (
                 *parser._option_string_actions,
