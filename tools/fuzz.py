@@ -31,8 +31,7 @@ from fuzzing import files as fuzz_files
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from arguments import add_count, make_parser
-from fuzzing.target import ACCEPTED, REFUSED, Target, lacks_memory
-from fuzzing.watch import Hang, TooMuchMemory, resident_mib, watched
+from fuzzing.target import ACCEPTED, REFUSED, Hang, Target, TooMuchMemory, lacks_memory, resident_mib, watched
 
 SOURCES: list[Callable[[Path], list[Target]]] = [fuzz_files.targets, fuzz_bytes.targets]
 """Where targets come from, each as a function of a folder that they may write to."""

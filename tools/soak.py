@@ -27,9 +27,17 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from arguments import add_count, add_device, check_device, make_parser
-from soaking.memory import MIB, MemoryWatch, ends
-from soaking.rounds import KINDS, ON_DEVICE, ROUND_S, required_events, run_round
-from soaking.tally import RoundTally
+from soaking.rounds import (
+    KINDS,
+    MIB,
+    ON_DEVICE,
+    ROUND_S,
+    MemoryWatch,
+    RoundTally,
+    ends,
+    required_events,
+    run_round,
+)
 
 LINE_S = 30.0
 JUDGED_S = 300.0

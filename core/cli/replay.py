@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--requests", type=count(), metavar="N", help="the first requests of each trace only")
     group.add_argument(
         "--speed", type=positive, default=1.0, metavar="N",
-        help="requests come N times as fast as the trace has them (default: 1)",
+        help="requests arrive N times as fast as in the trace (default: 1)",
     )  # fmt: skip
     group.add_argument(
         "--concurrency", type=count(), default=32, metavar="N",

@@ -23,7 +23,7 @@ _MOST_NAMES = 1 << 20  # KV blocks of a model without attention, which are names
 
 
 def pool_counts(setting: ReplaySetting) -> tuple[int, int]:
-    """Cached states and KV blocks that a setting buys; of a total, what live states leave is halved.
+    """Cached states and KV blocks that a setting buys; a total less live states is halved.
 
     Raises:
         ValueError: the memory buys no cached state or no KV block.

@@ -28,7 +28,7 @@ def read_trace(path: str | PathLike[str], *, shards: int = 1, shard: int = 0) ->
 
     Args:
         path: of the file.
-        shards, shard: read what replica `shard` of `shards` gets behind a router that hashes the first block
+        shards, shard: read what replica `shard` of `shards` gets of a router that hashes the first block
             after the head that more than half of all requests have in common.
 
     Raises:

@@ -134,8 +134,8 @@ def budget_of(setting: ReplaySetting) -> tuple[str, float]:
     """What the budget of a setting is for, and its GB."""
     host = f" and {setting.host_gb:g} GB of the host" if setting.host_gb else ""
     if setting.total_gb is not None:
-        return f"for states and KV together{host and ', beside' + host[4:]}", setting.total_gb
-    return f"for states, beside {setting.kv_gb:g} GB for KV{host}", setting.state_gb or 0.0
+        return f"for states and KV together{host and ', with' + host[4:]}", setting.total_gb
+    return f"for states, with {setting.kv_gb:g} GB for KV{host}", setting.state_gb or 0.0
 
 
 def answers(results: Sequence[CellResult], unlimited: dict[str, float], row: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""A model behind an engine, every call of which is judged."""
+"""A model in an engine, every call of which is judged."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -51,7 +51,7 @@ _FIXES = {
     Rule.FREE_MEMORY_READ: "Read state_sources and kv_lengths tokens of a row, no more. Mask -1 and later "
     "positions with masked_fill or torch.where, scores and values: 0 * NaN is NaN. Overwrite destinations.",
     Rule.CUTS_DIFFER: "A token sees itself and the tokens before it, also of earlier steps: begin with "
-    "state_sources, attend to kv_lengths tokens, leave at each destination the state after its token.",
+    "state_sources, attend to kv_lengths tokens, write at each destination the state after its token.",
     Rule.DECODE_DIFFERS: "Compare the recurrence of one token with the prefill's. Read all sources of a "
     "layer before its first write; take positions from inputs.positions.",
     Rule.BATCH_DIFFERS: "Rows are independent: check which tokens, sources and blocks belong to which row.",
@@ -80,7 +80,7 @@ _Result = tuple[str, tuple[int, ...], Tensor]  # what, of which prefix, its valu
 
 
 class WatchedModel:
-    """The model under test behind an engine: every call is judged, and answered with the texts."""
+    """The model under test in an engine: every call is judged, and answered with the texts."""
 
     def __init__(self, model: Model, spec: HybridStateSpec, tolerance: float) -> None:
         self.rule = Rule.CUTS_DIFFER  # of the way in which the texts are served now

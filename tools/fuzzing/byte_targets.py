@@ -7,9 +7,8 @@ from fuzzing.events import Channel, Events
 from fuzzing.hand_overs import HandOver
 from fuzzing.http import Http
 from fuzzing.messages import Clients, FleetRequests, Greetings, Sessions
-from fuzzing.prefixes import ImportedBytes, LoadedFolders
+from fuzzing.prefixes import ImportedBytes, LoadedFolders, Tiers
 from fuzzing.target import Target
-from fuzzing.tiers import Tiers
 
 MAKERS: dict[str, Callable[[Path], Target]] = {
     "imported prefixes": lambda folder: ImportedBytes(),

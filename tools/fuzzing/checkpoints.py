@@ -12,9 +12,21 @@ from typing import Any
 
 import mambaslots as ms
 import torch
-from fuzzing.damage import HUGE, NUMBERS, TEXTS, any_json, any_value, damaged_bytes, damaged_json, json_bytes
 from fuzzing.settings import tiny_model
-from fuzzing.target import ACCEPTED, REFUSED, Target, end_of
+from fuzzing.target import (
+    ACCEPTED,
+    HUGE,
+    NUMBERS,
+    REFUSED,
+    TEXTS,
+    Target,
+    any_json,
+    any_value,
+    damaged_bytes,
+    damaged_json,
+    end_of,
+    json_bytes,
+)
 from mambaslots.models import HybridLM
 from mambaslots.text import ByteTokenizer, ChatTemplate, TextCodec
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from fuzzing.damage import damaged_bytes
-from fuzzing.target import ACCEPTED, REFUSED
+from fuzzing.target import ACCEPTED, REFUSED, damaged_bytes
 from mambaslots.fleet.state_channel import StateChannel
 from mambaslots.net import StateEvents, StateIndex, decode_events, encode_events
 

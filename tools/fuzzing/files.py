@@ -12,8 +12,17 @@ from typing import Any
 import mambaslots as ms
 from fuzzing import checkpoints as fuzz_checkpoints
 from fuzzing import settings as fuzz_settings
-from fuzzing.damage import NUMBERS, TEXTS, damaged_bytes, damaged_json, json_bytes
-from fuzzing.target import ACCEPTED, REFUSED, Target, end_of
+from fuzzing.target import (
+    ACCEPTED,
+    NUMBERS,
+    REFUSED,
+    TEXTS,
+    Target,
+    damaged_bytes,
+    damaged_json,
+    end_of,
+    json_bytes,
+)
 from mambaslots.cli.main import make_parser
 from mambaslots.inference.contexts.cache.checkpoint_plan import parse_plan, shown_plan
 from mambaslots.replay.read_trace import read_trace

@@ -18,9 +18,8 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from fuzzing.damage import HUGE, any_json, damaged_bytes, damaged_json
 from fuzzing.engines import OWN, SENT, WarmEngine
-from fuzzing.target import ACCEPTED, REFUSED
+from fuzzing.target import ACCEPTED, HUGE, REFUSED, any_json, damaged_bytes, damaged_json
 from mambaslots.net.transfer import exchange
 from mambaslots.net.transfer.cache_access import CacheAccess
 from mambaslots.net.transfer.exchange import Exchange

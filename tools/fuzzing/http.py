@@ -15,10 +15,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from fuzzing.damage import NUMBERS, TEXTS, damaged_bytes, damaged_json
 from fuzzing.engines import quiet
 from fuzzing.malformed_bodies import GOOD, MAX_BODY_BYTES, Malformed
-from fuzzing.target import ACCEPTED, REFUSED
+from fuzzing.target import ACCEPTED, NUMBERS, REFUSED, TEXTS, damaged_bytes, damaged_json
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from oracle.served import serving, small_config, tiny_loaded

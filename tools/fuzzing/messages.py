@@ -17,9 +17,8 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from fuzzing.damage import HUGE, any_json, any_value, damaged_bytes, damaged_json
 from fuzzing.engines import OWN, SENT, WarmEngine, quiet
-from fuzzing.target import ACCEPTED, REFUSED
+from fuzzing.target import ACCEPTED, HUGE, REFUSED, any_json, any_value, damaged_bytes, damaged_json
 from mambaslots.errors import KVBlockCapacityError, QueueFullError
 from mambaslots.fleet.answers import EngineRequest, ReplicaLostError, answer_parts
 from mambaslots.inference.engines.async_engine import AsyncEngine

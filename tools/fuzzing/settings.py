@@ -11,8 +11,7 @@ from typing import Any
 
 import mambaslots as ms
 import torch
-from fuzzing.damage import any_value
-from fuzzing.target import REFUSED, Target, end_of
+from fuzzing.target import REFUSED, Target, any_value, end_of
 from mambaslots.fleet.settings import FleetSettings
 from mambaslots.models import HybridConfig, HybridLM
 from mambaslots.parallel_groups import ModelShard, ParallelGroups, Part

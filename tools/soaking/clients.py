@@ -16,7 +16,7 @@ from fuzzing.malformed_bodies import COMPLETIONS, JSON, Malformed
 from server_fuzz import fault_of
 from soaking.model import random_text
 from soaking.requests import LONGEST, Choice, Query, Record, Talk, wrong_form
-from soaking.tally import RoundTally
+from soaking.rounds import RoundTally
 
 PATIENCE_S = 60.0
 REFUSALS = {"queue_full": 429, "timeout": 504, "capacity": 503, "cancelled": 503, "draining": 503,

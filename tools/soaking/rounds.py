@@ -1,16 +1,53 @@
-"""The kinds of rounds of a soak, and one round of a kind.
+"""The kinds of rounds of a soak, what a round counts, and the memory of the process between rounds."""
 
-A kind is a module with `run_round(seed, seconds, device) -> RoundTally`. Its `REQUIRED_EVENTS`, if it has
-any, names for each device what must happen at least once in a soak of some minutes.
-"""
-
+import ctypes
+import gc
+import os
 import sys
 import traceback
+from collections import Counter
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 from types import ModuleType
 
-from soaking.tally import RoundTally
+import torch
+
+
+@dataclass
+class RoundTally:
+    """What came of a round, or of several.
+
+    Attributes:
+        requests: how many were asked.
+        comparisons: answers held against an uncached model in float64; on a GPU, bit for bit against an
+            uncached engine.
+        tokens_compared: generated tokens of these answers.
+        resumed_tokens: tokens of prompts that hits saved.
+        hits: requests that resumed something.
+        events: how often what happened, such as "cancelled", "preempted" or "failed copies".
+        mismatches: what was wrong, each with the seed that repeats it.
+    """
+
+    requests: int = 0
+    comparisons: int = 0
+    tokens_compared: int = 0
+    resumed_tokens: int = 0
+    hits: int = 0
+    events: Counter[str] = field(default_factory=Counter)
+    mismatches: list[str] = field(default_factory=list)
+
+    def add(self, other: "RoundTally") -> None:
+        """Count what another round did, too."""
+        self.requests += other.requests
+        self.comparisons += other.comparisons
+        self.tokens_compared += other.tokens_compared
+        self.resumed_tokens += other.resumed_tokens
+        self.hits += other.hits
+        self.events.update(other.events)
+        self.mismatches += other.mismatches
+
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))  # rounds take their oracles from there
 
@@ -38,3 +75,49 @@ def run_round(kind: str, seed: int, seconds: float, device: str) -> RoundTally:
         traceback.print_exc()
         return RoundTally(mismatches=[f"{kind} round, seed {seed}: {type(error).__name__}: {error}"])
     return tally
+
+
+MIB = 1 << 20
+READINGS = 5
+"""Readings at either end whose medians are compared; fewer of a short soak."""
+FEWEST = 4
+
+
+class MemoryWatch:
+    """Reads memory between rounds.
+
+    Attributes:
+        resident: bytes of the process in memory, one reading a round.
+        on_device: bytes that torch has allocated on the GPU; 0 on a CPU.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.resident: list[int] = []
+        self.on_device: list[int] = []
+        self._on_gpu = device == "cuda"
+        self._libc = ctypes.CDLL(None)
+
+    def read(self) -> None:
+        """Give back what nobody uses, and note what is left."""
+        gc.collect()
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        self._libc.malloc_trim(0)
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[1])
+        self.resident.append(pages * os.sysconf("SC_PAGE_SIZE"))
+        self.on_device.append(torch.cuda.memory_allocated() if self._on_gpu else 0)
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether there are readings at either end."""
+        return len(self.resident) >= FEWEST
+
+
+def ends(readings: list[int]) -> tuple[float, float]:
+    """The medians of the first and of the last readings, in MiB; (0, 0) for none."""
+    if not readings:
+        return 0.0, 0.0
+    count = max(1, min(READINGS, len(readings) // 2))
+    return median(readings[:count]) / MIB, median(readings[-count:]) / MIB

@@ -63,7 +63,7 @@ def test_each_trace_and_kind_of_budget_has_its_sentence() -> None:
         cell("b", "unlimited", settings[0], 0),
     ]
     first, second, third = answers(cells, {"a": 0.9, "b": 0.0}, "ours")
-    assert first.startswith("a: give it 8 GB for states, beside 20 GB for KV: it then resumes 90.0 %")
+    assert first.startswith("a: give it 8 GB for states, with 20 GB for KV: it then resumes 90.0 %")
     assert second.startswith(
         "a: give it more than 22 GB for states and KV together: with that it resumes 60.0 %"
     )
@@ -88,8 +88,8 @@ def cell(trace: str, row: str, setting: ReplaySetting, resumed: int) -> CellResu
 @pytest.mark.parametrize(
     ("lost", "said"),
     [
-        ({"kv_evicted": 300, "state_evicted": 100}, "give KV more: with 8 GB for states, beside 1 GB for KV"),
-        ({"too_long": 300, "capacity": 100}, "give KV more: with 8 GB for states, beside 1 GB for KV"),
+        ({"kv_evicted": 300, "state_evicted": 100}, "give KV more: with 8 GB for states, with 1 GB for KV"),
+        ({"too_long": 300, "capacity": 100}, "give KV more: with 8 GB for states, with 1 GB for KV"),
         ({"kv_evicted": 100, "state_evicted": 300}, "give it more than 8 GB for states"),
     ],
 )

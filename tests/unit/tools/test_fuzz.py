@@ -11,8 +11,8 @@ from mambaslots.replay import hashed_requests, trace_line
 
 sys.path.append(str(Path(__file__).parents[3] / "tools"))
 import fuzz
-from fuzzing import damage as fuzz_damage
 from fuzzing import files as fuzz_files
+from fuzzing import target as fuzz_target
 from fuzzing.target import ACCEPTED, REFUSED, Target, end_of
 
 INPUTS = 120
@@ -147,5 +147,5 @@ def test_a_fault_that_is_put_in_is_found(
 
 def test_damages_differ_from_what_they_damage() -> None:
     content = b'{"arrival_s": 0, "tokens": [1, 2]}'
-    damaged = {fuzz_damage.damaged_bytes(Random(seed), content) for seed in range(200)}
+    damaged = {fuzz_target.damaged_bytes(Random(seed), content) for seed in range(200)}
     assert len(damaged) > 150

@@ -125,7 +125,7 @@ def test_wrong_arguments(
 
 
 def test_prompts_are_short_and_of_all_shapes(soak: ModuleType) -> None:
-    prompts = importlib.import_module("soaking.prompts")
+    prompts = importlib.import_module("soaking.worlds")
     drawn = prompts.Prompts(Random(1), 50, 29)
     for _ in range(400):
         prompt = drawn.prompt()
