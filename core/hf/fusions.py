@@ -17,7 +17,7 @@ from .fused_modules import (
     granite_mlp,
     lfm2_mlp,
     relu_squared_mlp,
-)
+)  # fmt: skip
 
 Branch = Callable[..., Tensor]
 """From a normalised [1, T, hidden] and the keyword arguments of the layer to what the layer adds."""

@@ -144,7 +144,6 @@ class GatedDeltaNetForward:
         return projected
 
     def _gated_norm(self, norm: Any, out: Tensor, gate: Tensor) -> Tensor:
-        """[T, Hv * Dv]"""
         normed = self._step.kernels.rms_norm_gated(out, gate, norm.weight, norm.variance_epsilon)
         return normed.flatten(1)
 
@@ -158,9 +157,8 @@ class Qwen3NextForward(GatedDeltaNetForward):
         mixer, hidden = self._mixer, hidden[0]
         heads, heads_of_key = mixer.num_k_heads, mixer.num_v_heads // mixer.num_k_heads
         key_dim, values = mixer.head_k_dim, heads_of_key * mixer.head_v_dim
-        qkvz, ba = torch.split(
-            self._joint(hidden), [2 * (mixer.key_dim + mixer.value_dim), 2 * mixer.num_v_heads], dim=-1
-        )
+        widths = [2 * (mixer.key_dim + mixer.value_dim), 2 * mixer.num_v_heads]
+        qkvz, ba = torch.split(self._joint(hidden), widths, dim=-1)
         query, key, value, gate = torch.split(
             torch.unflatten(qkvz, -1, (heads, -1)), [key_dim, key_dim, values, values], dim=-1
         )

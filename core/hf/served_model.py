@@ -18,7 +18,7 @@ from .current_step import (
     PagedAttention,
     register_attention,
     register_experts,
-)
+)  # fmt: skip
 from .fusions import FUSIONS
 from .fusions import install as install_fused
 from .joint_linear import join_weights

@@ -61,11 +61,8 @@ def split_experts(split: ModuleSplit) -> None:
                 f"one row for each of {part.total} experts"
             )
         split.tensor(name, [span(part, 1)])
-    split.sizes |= {
-        "num_experts": part.count,
-        "_is_expert_parallel": True,  # transformers then skips the number after the last expert
-        "mambaslots_experts": part,
-    }
+    split.sizes |= {"num_experts": part.count, "mambaslots_experts": part}
+    split.sizes["_is_expert_parallel"] = True  # transformers then skips the number after the last expert
 
 
 def split_latent_experts(split: ModuleSplit) -> None:
@@ -150,16 +147,10 @@ def split_short_conv(split: ModuleSplit) -> None:
 Splitter = Callable[[ModuleSplit], None]
 
 _SPLITTERS: dict[str, Splitter] = {
-    "Attention": split_attention,
-    "MLP": split_mlp,
-    "Experts": split_experts,
-    "MoE": split_latent_experts,
-    "Mixer": split_mamba2,
-    "Mamba2Mixer": split_mamba2,
-    "MambaLayer": split_mamba2,
-    "GatedDeltaNet": split_gated_delta_net,
-    "ShortConv": split_short_conv,
-}
+    "Attention": split_attention, "MLP": split_mlp, "Experts": split_experts, "MoE": split_latent_experts,
+    "Mixer": split_mamba2, "Mamba2Mixer": split_mamba2, "MambaLayer": split_mamba2,
+    "GatedDeltaNet": split_gated_delta_net, "ShortConv": split_short_conv,
+}  # fmt: skip
 """By the name of a class after the prefix of its architecture."""
 
 _EXPERTS = "n_routed_experts", "num_local_experts", "num_experts"

@@ -20,7 +20,6 @@ class WeightPart:
 
     @property
     def size(self) -> int:
-        """How many indices the part has."""
         return sum(map(len, self.ranges))
 
     def slices(self, dims: int) -> list[tuple[slice, ...]]:

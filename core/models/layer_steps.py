@@ -40,7 +40,7 @@ def convolve(
             )  # fmt: skip
     if inputs.num_prefills:
         chunks, checkpoints = inputs.chunks, inputs.checkpoints
-        raw_rows, out_rows = _behind(decoded, raw, out)
+        raw_rows, out_rows = _after(decoded, raw, out)
         if replay is not None:  # first, because a prefill may overwrite the windows that it begins with
             kernels.keep_conv_inputs(
                 raw_rows, conv_states, conv_inputs, replay.slots[decodes:], replay.starts[decodes:],
@@ -82,7 +82,7 @@ def scan_ssd(
             )  # fmt: skip
     if inputs.num_prefills:
         chunks = inputs.chunks
-        x_rows, dt_rows, B_rows, C_rows, out_rows = _behind(decoded, x, dt, B, C, out)
+        x_rows, dt_rows, B_rows, C_rows, out_rows = _after(decoded, x, dt, B, C, out)
         kernels.ssd_chunk_scan(
             x_rows, dt_rows, A, B_rows, C_rows, D,
             ssm_states, inputs.state_sources[decodes:], inputs.prefill_destinations, chunks.chunk_size,
@@ -105,9 +105,8 @@ def scan_gated_delta_rule(
     its states.
     """
     states, replay = inputs.state_pool["delta"][layer], inputs.replay
-    stored_k, stored_v, stored_g, stored_beta = _stored(
-        replay, layer, "delta_k", "delta_v", "delta_g", "delta_beta"
-    )
+    names = ("delta_k", "delta_v", "delta_g", "delta_beta")
+    stored_k, stored_v, stored_g, stored_beta = _stored(replay, layer, *names)
     outputs = []
     decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
     if decodes:
@@ -128,7 +127,7 @@ def scan_gated_delta_rule(
         outputs.append(out.flatten(0, 1))
     if inputs.num_prefills:
         chunks = inputs.chunks
-        q_rows, k_rows, v_rows, g_rows, beta_rows = _behind(decoded, q, k, v, g, beta)
+        q_rows, k_rows, v_rows, g_rows, beta_rows = _after(decoded, q, k, v, g, beta)
         out = kernels.gated_delta_rule_scan(
             q_rows, k_rows, v_rows, g_rows, beta_rows,
             states, inputs.state_sources[decodes:], inputs.prefill_destinations, chunks.chunk_size,
@@ -140,7 +139,7 @@ def scan_gated_delta_rule(
                 k_rows, v_rows, g_rows, beta_rows, stored_k, stored_v, stored_g, stored_beta,
                 replay.slots[decodes:], replay.tail_starts, chunks.query_start_loc,
             )  # fmt: skip
-    return _joined(outputs)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def attend(
@@ -202,10 +201,6 @@ def _stored(replay: Replay | None, layer: int, *names: str) -> Any:
     return [None if replay is None else replay.pool[name][layer] for name in names]
 
 
-def _joined(outputs: list[Tensor]) -> Tensor:
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def _behind(decoded: int, *packed: Tensor) -> tuple[Tensor, ...]:
+def _after(decoded: int, *packed: Tensor) -> tuple[Tensor, ...]:
     """The tokens after the first `decoded`; the tensors themselves where there are none before."""
     return tuple(tensor[decoded:] for tensor in packed) if decoded else packed

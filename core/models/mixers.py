@@ -25,8 +25,7 @@ class MambaMixer(nn.Module):
         self.heads = config.part_of("mamba_num_heads", weights.groups)
         self.head_groups = config.part_of("mamba_num_groups", weights.groups)
         heads, kernel = self.heads.indices, config.conv_kernel
-        # `memory` counts tokens. dt falls with the square root of `memory`: so all heads' states have one
-        # magnitude.
+        # `memory` counts tokens. dt falls with its square root: so all heads' states have one magnitude.
         shortest, longest = math.log10(8.0), math.log10(512.0)
         memory = torch.logspace(shortest, longest, config.mamba_num_heads, dtype=torch.float64, device="cpu")
         dt = 1.5 * memory.rsqrt()
@@ -38,8 +37,7 @@ class MambaMixer(nn.Module):
             "in_proj", after + config.mamba_num_heads, config.hidden_size, rows=rows
         )
         self.conv_weight = weights.normal("conv_weight", config.conv_dim, kernel, std=kernel**-0.5, rows=conv)
-        # With this bias SiLU of a standard normal has a mean near zero. Slow heads would sum up any other
-        # mean.
+        # With this bias SiLU of a standard normal has a mean near zero; slow heads would sum up another one.
         self.conv_bias = weights.full("conv_bias", config.conv_dim, -0.5, rows=conv)
         self.dt_bias = weights.constant("dt_bias", dt.expm1().log(), rows=heads, wide=True)
         self.A_log = weights.constant("A_log", -(memory * dt).log(), rows=heads, wide=True)

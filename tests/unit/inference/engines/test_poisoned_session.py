@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import ModuleType
 from typing import Any
 
 import mambaslots as ms
@@ -100,9 +99,9 @@ PLANTS = {
 }
 
 
-def kernels_on(device: torch.device) -> ModuleType:
+def kernels_on(device: torch.device) -> type[KernelSet]:
     if device.type == "cpu":
-        return KernelSet()
+        return KernelSet
     from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
     return GpuKernelSet
@@ -117,7 +116,7 @@ def test_a_planted_read_shows_with_poison(plant: str, device: str, monkeypatch: 
         clean = serve(where)
     assert clean == serve(where)
     kernels = kernels_on(where)
-    monkeypatch.setattr(kernels, name, planted(getattr(kernels, name)))
+    monkeypatch.setattr(kernels, name, staticmethod(planted(getattr(kernels, name))))
     if plant != "scratch":  # what is weighed by 0 shows with poison alone
         assert serve(where) == clean
     with poisoned():
