@@ -122,7 +122,7 @@ def engines_on(
 ) -> "tuple[ms.DynamicInferenceEngine, ms.DynamicInferenceEngine]":
     """An engine with two pools, and one of equal bytes whose states and KV share one memory."""
     import mambaslots as ms
-    from mambaslots.inference.contexts.cache.memory_units import MemoryDivision, RankBudget, UnitSizes
+    from mambaslots.inference.contexts.cache.memory import MemoryDivision, RankBudget, UnitSizes
 
     spec, longest = model.state_spec(), -(-scale.longest // scale.block)
     sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(scale.block))

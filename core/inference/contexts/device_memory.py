@@ -12,8 +12,7 @@ from ...state_spec import HybridStateSpec
 from ...state_tensor import TensorEncoding
 from ...validation import addressable
 from ..kernels.state_tensors import device_indices
-from .cache.left_entries import LeftEntries, MemoryCleaner
-from .cache.memory_units import MemoryDivision, UnitSizes
+from .cache.memory import DirtyEntries, MemoryCleaner, MemoryDivision, UnitSizes
 from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes
 from .pools import InputPool, StatePool
 
@@ -39,10 +38,10 @@ class Scrubber(MemoryCleaner):
         if memory is not None:
             self._memory = weakref.ref(memory)
 
-        def entries(zero: "Callable[[DeviceMemory, Sequence[int]], None]") -> LeftEntries:
-            return LeftEntries(None if memory is None else partial(self._zero, zero))
+        def entries(zero: "Callable[[DeviceMemory, Sequence[int]], None]") -> DirtyEntries:
+            return DirtyEntries(None if memory is None else partial(self._zero, zero))
 
-        self.host_rows = LeftEntries()
+        self.host_rows = DirtyEntries()
         self.blocks = entries(lambda pools, blocks: _zero(pools.kv_cache, 2, blocks))
         self.slots = entries(_zero_slots)
         self.live = entries(lambda pools, slots: _zero(pools.state_pool.memory, 0, slots))
@@ -66,7 +65,7 @@ class Scrubber(MemoryCleaner):
                 dirty.clear()
         self.host_rows.scrub()
 
-    def move_unit(self, unit: int, entries: Sequence[int], left: LeftEntries) -> None:
+    def move_unit(self, unit: int, entries: Sequence[int], left: DirtyEntries) -> None:
         memory = self._memory()
         if memory is not None and left.has_any(entries):
             memory.zero_unit(unit)

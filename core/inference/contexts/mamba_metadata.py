@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...errors import RequestOverflowError
 from ...validation import INT32_MAX, integer, integers
-from .cache.left_entries import LeftEntries
+from .cache.memory import DirtyEntries
 from .cache.state_slots import StateSlots
 
 
@@ -30,7 +30,7 @@ class MambaMetadata:
         self,
         max_requests: int,
         num_live_slots: int | None = None,
-        left: LeftEntries | None = None,
+        left: DirtyEntries | None = None,
         slots: StateSlots | None = None,
     ) -> None:
         """
@@ -40,7 +40,7 @@ class MambaMetadata:
             left: collects the slots that become free, in a pool of their own.
             slots: the pool of cached states, to allocate from; None for a pool of their own.
         """
-        self._left = left or LeftEntries()
+        self._left = left or DirtyEntries()
         self._slots = slots
         self.max_requests = integer("max_requests", max_requests, 1, INT32_MAX)
         self.num_live_slots = integer(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec
 from ...validation import INT32_MAX
-from .cache.memory_units import MemoryDivision, RankBudget, UnitSizes
+from .cache.memory import MemoryDivision, RankBudget, UnitSizes
 from .row_ladder import power_of_two
 
 GIGABYTE = 1 << 30

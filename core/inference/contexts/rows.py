@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .cache.left_entries import LeftEntries
+from .cache.memory import DirtyEntries
 from .cache.prefix_cache import PrefixCache
 from .mamba_metadata import MambaMetadata
 from .request import DynamicInferenceRequest, Holding
@@ -26,7 +26,7 @@ class RequestRows:
         metadata: MambaMetadata,
         cache: PrefixCache,
         slots_per_row: int = 1,
-        left: LeftEntries | None = None,
+        left: DirtyEntries | None = None,
     ) -> None:
         """`slots_per_row`: live slots of a request; `left`: notes the rows that become free."""
         shape = (max_requests, blocks_per_row)
@@ -38,7 +38,7 @@ class RequestRows:
         self._cache = cache
         self._requests: dict[int, DynamicInferenceRequest] = {}
         self._free = list(range(max_requests - 1, -1, -1))
-        self._left = left or LeftEntries()
+        self._left = left or DirtyEntries()
         self._left.note(self._free)
 
     @property

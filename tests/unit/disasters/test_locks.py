@@ -11,7 +11,7 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
-from mambaslots.inference.contexts.cache.memory_units import MemoryDivision, RankBudget, UnitSizes
+from mambaslots.inference.contexts.cache.memory import MemoryDivision, RankBudget, UnitSizes
 from mambaslots.net import encode_prefixes, export_prefixes, import_prefixes
 from mambaslots.net.transfer import placement
 from oracle.cached_prefixes import assert_cache_is_right

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .kv_block_allocator import KVBlockAllocator
-from .left_entries import MemoryCleaner
-from .memory_units import MemoryUnits
+from .memory import MemoryCleaner, MemoryUnits
 from .state_slots import StateSlots
 
 MOST_LOOKS = 64

@@ -86,10 +86,7 @@ class RollingStates:
             self._drop(owner)
 
     def advance(self, owner: RollingOwner, block: int, *, rolls: bool) -> None:
-        """Drop the older decode state: the state of `block` is committed.
-
-        `rolls`: whether the next decode state will replace the new one.
-        """
+        """Drop the older decode state: the state of `block` is committed."""
         self._drop(owner)
         if rolls:
             owner.rolling_block = block
@@ -109,10 +106,7 @@ class StepCheckpoints:
         self._rolling = RollingStates(slots)
 
     def reserve[S: PathStep](self, steps: Sequence[S], max_inner_states: int | None = None) -> list[S]:
-        """Reserve a slot for each boundary that has no state yet, as far as slots go; may evict states.
-
-        A boundary that only drafts reach evicts nothing: it gets a free slot or none.
-        """
+        """Reserve a slot for each boundary that has no state yet, as far as slots go; may evict states."""
         certain: dict[int, tuple[int, Boundary]] = {}  # hash -> number of the step, boundary
         guessed: dict[int, tuple[int, Boundary]] = {}
         for number, step in enumerate(steps):

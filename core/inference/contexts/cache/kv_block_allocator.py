@@ -12,9 +12,7 @@ import numpy.typing as npt
 
 from ....errors import KVBlockCapacityError
 from ....validation import INT32_MAX, boolean, checked_integers, integer, shown
-from .free_blocks import BlocksByUnit, BlockStack, FreeBlocks
-from .left_entries import LeftEntries
-from .memory_units import MemoryUnits
+from .memory import BlocksByUnit, BlockStack, DirtyEntries, FreeBlocks, MemoryUnits
 from .pool_stats import Clock, KVRemovalCause
 from .prefix_tree import Parent, PrefixTree
 
@@ -59,7 +57,7 @@ class KVBlockAllocator:
         forget_states: ForgetStates = lambda blocks, cause: None,
         *,
         clock: Clock = time.monotonic_ns,
-        left: LeftEntries | None = None,
+        left: DirtyEntries | None = None,
         units: MemoryUnits | None = None,
     ) -> None:
         """
@@ -86,7 +84,7 @@ class KVBlockAllocator:
         self.leaves = self.tree.leaves
         self.on_blocks_deregistered: DeregistrationObserver | None = None
         self._observers: list[DeregistrationObserver] = []
-        self._left = left or LeftEntries()
+        self._left = left or DirtyEntries()
         self._by_unit = BlocksByUnit(self.total_count, units.blocks_per_unit) if units else None
         stack = BlockStack(self.total_count) if self._by_unit is None else self._by_unit
         self._free: FreeBlocks = stack
@@ -287,10 +285,7 @@ class KVBlockAllocator:
             self._deregister(self._without_continuation(cached), "discarded")
 
     def _without_continuation(self, blocks: Sequence[int]) -> list[int]:
-        """Take cached blocks out of the order of eviction, as far as only blocks before them continue them.
-
-        `blocks`: children come before their parents.
-        """
+        """Remove cached blocks, children first, from the order of eviction, unless others continue them."""
         tree, gone = self.tree, []
         for block in blocks:
             if not tree.num_children(block):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ....errors import MambaSlotCapacityError
 from ....validation import shown
 from .kv_block_allocator import KVBlockAllocator
-from .memory_units import MemoryUnits
+from .memory import MemoryUnits
 from .state_slots import StateSlots
 
 
@@ -44,12 +44,6 @@ class PinnedPrefixes:
         max_slots: int | None = None,
         units: MemoryUnits | None = None,
     ) -> None:
-        """
-        Args:
-            slots, kv_blocks: where states and KV are.
-            max_slots: pins keep so many slots, so that running requests can have the others; None: all.
-            units: of the memory that slots and blocks share; None where each has its own.
-        """
         self._max_slots = slots.num_slots if max_slots is None else max_slots
         self._slots = slots
         self._kv_blocks = kv_blocks
@@ -74,10 +68,7 @@ class PinnedPrefixes:
         return block in self._block_references
 
     def num_within_reach(self, shared: Iterable[int] = ()) -> int:
-        """How many KV blocks one sequence could hold if the pins stay and all else leaves.
-
-        `shared`: distinct blocks that the sequence shares; it can hold these though they are pinned.
-        """
+        """How many KV blocks one sequence could hold, with those of the pinned ones that it shares."""
         num_shared = sum(map(self._block_references.__contains__, shared))
         return self.num_unpinned_blocks + num_shared
 
@@ -88,11 +79,7 @@ class PinnedPrefixes:
 
     @property
     def num_unpinned_blocks(self) -> int:
-        """How many KV blocks one sequence can surely have beside the pinned ones.
-
-        Where states share the memory of KV, units with pinned states cannot hold KV, and a request needs a
-        few units for its states.
-        """
+        """How many KV blocks one sequence can surely have while the pins stay."""
         if self._units is not None:
             num_units = self._units.num_units_for_pins([slot for _, slot in self._held.values()])
             num_for_kv = self._units.num_units - num_units - self._units.num_spare_units

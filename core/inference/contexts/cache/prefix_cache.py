@@ -13,8 +13,7 @@ from .checkpoints import PathStep, StepCheckpoints
 from .eviction import PolicyChoice, checked_policy
 from .hashing import PrefixHashChain
 from .kv_block_allocator import KVBlockAllocator
-from .left_entries import MemoryCleaner
-from .memory_units import MemoryDivision, MemoryUnits
+from .memory import MemoryCleaner, MemoryDivision, MemoryUnits
 from .pinned_prefixes import PinnedPrefix, PinnedPrefixes
 from .pool_stats import Clock, KVRemovalCause, PoolStats, StateRemovalCause, TierStats
 from .prefix_match import CachedPath, PrefixMatch, PrefixMatcher, TableRow
@@ -224,9 +223,9 @@ class PrefixCache:
         return self.kv_blocks.is_memory_available(num_missing, self._count_cached(shared), keep)
 
     def _count_cached(self, blocks: Sequence[int]) -> int:
-        """How many of a prefix's consecutive blocks nobody holds; O(log blocks).
+        """How many of a prefix's consecutive blocks are not held; O(log blocks).
 
-        Whoever holds a block holds the blocks before it. So the held ones come first, and all but the last of
+        A path that holds a block holds the blocks before it: held ones come first, and all but the last of
         these have a held child.
         """
         num_held_children = self.kv_blocks.tree.num_held_children

@@ -103,11 +103,7 @@ class LeafOrder:
                     self.offer(block)
 
     def pop(self, num_blocks: int, leaf_parent: Callable[[int], int]) -> list[int]:
-        """Remove the next `num_blocks` blocks from the order; at least as many must be cached.
-
-        `leaf_parent`: called with each removed block; returns the parent if the parent becomes a leaf
-        without the block, else -1. The parent is often the next block to evict.
-        """
+        """Remove the next blocks; `leaf_parent(block)`: the parent that becomes a leaf then, or -1."""
         taken: list[int] = []
         entry_of, holds_state, timestamps = self._entry_of, self.holds_state, self.timestamps
         newest: LeafEntry | None = None
@@ -268,12 +264,7 @@ class PrefixTree:
         return (block >= 0 and self.num_children(block) > 0) or key in self._ghost_parents
 
     def match(self, parent: Parent, hashes: Sequence[int], tokens: Sequence[bytes]) -> list[int]:
-        """The registered blocks that continue `parent`, up to the first one that is unknown.
-
-        Token ids are compared, not only hashes.
-
-        `parent`: a registered block, or a root digest.
-        """
+        """The registered blocks that continue `parent`, up to the first unknown one; token ids count."""
         matched: list[int] = []
         parents, contents, block_of_hash = self.parents, self._tokens, self.block_of_hash
         for key, content in zip(hashes, tokens, strict=True):
@@ -295,10 +286,8 @@ class PrefixTree:
     ) -> list[int]:
         """Enter consecutive, held blocks below `parent`; the first to register a prefix wins.
 
-        Returns:
-            For each block the registered block that stores its prefix: the block itself, or one that was
-                registered earlier. The list ends early where a hash collides with that of another prefix
-                (probability 2**-63).
+        Returns for each block the one that stores its prefix: itself, or one registered earlier. The list
+        ends early where a hash collides with that of another prefix (probability 2**-63).
         """
         canonical = self.match(parent, hashes, tokens)
         num_known = len(canonical)
@@ -328,13 +317,7 @@ class PrefixTree:
         return canonical
 
     def deregister(self, blocks: Sequence[int], cause: KVRemovalCause) -> list[int]:
-        """Forget blocks that nothing continues.
-
-        The caller has subtracted the blocks from their parents' counts of children.
-
-        Returns:
-            The blocks' hashes, which become ghosts.
-        """
+        """Forget blocks that nothing continues, already subtracted from counts; returns their hashes."""
         own_hashes, parents, block_of_hash = self._hashes, self.parents, self.block_of_hash
         hashes = [own_hashes[block] for block in blocks]
         for key in hashes:

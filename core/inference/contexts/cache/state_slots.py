@@ -8,8 +8,7 @@ from typing import NamedTuple, Protocol
 
 from ....errors import MambaSlotCapacityError
 from .eviction import EvictionPolicy, LRUEviction, PolicyChoice
-from .left_entries import LeftEntries
-from .memory_units import MemoryUnits
+from .memory import DirtyEntries, MemoryUnits
 from .pool_stats import EVICTIONS, Clock, StateRemovalCause
 from .reasons import GhostList
 from .slot_map import SlotMap
@@ -53,14 +52,7 @@ class SlotChoice[T](NamedTuple):
 def choose_for_slots[T](
     certain: Sequence[T], guessed: Sequence[T] = (), *, num_available: int, num_free: int = 0
 ) -> SlotChoice[T]:
-    """Give slots to the worthiest candidates.
-
-    Args:
-        certain: states that the step stores, the worthiest first. A certain state may evict others.
-        guessed: states that the step stores only if drafts turn out right. A guessed state evicts nothing.
-        num_available: slots that are free or can be freed by an eviction.
-        num_free: slots that are free now.
-    """
+    """Give slots to the worthiest candidates; a guessed one evicts nothing, as its draft may be wrong."""
     chosen, refused = list(certain[:num_available]), list(certain[num_available:])
     return SlotChoice(chosen + list(guessed[: max(0, num_free - len(chosen))]), refused)
 
@@ -112,7 +104,7 @@ class StateSlots:
         num_kv_blocks: int = 0,
         *,
         clock: Clock = time.monotonic_ns,
-        dirty: LeftEntries | None = None,
+        dirty: DirtyEntries | None = None,
         units: MemoryUnits | None = None,
     ) -> None:
         """
@@ -142,7 +134,7 @@ class StateSlots:
         self._last_used_ns: OrderedDict[int, int] = OrderedDict()  # committed slots, LRU first
         self._index = index
         self._clock = clock
-        self._dirty = dirty or LeftEntries()
+        self._dirty = dirty or DirtyEntries()
 
     # ---- lookup
 
@@ -311,11 +303,7 @@ class StateSlots:
     # ---- live slots
 
     def take_live(self, num_slots: int, keep: Iterable[int] = ()) -> list[int]:
-        """Allocate slots for a running request; evicts unpinned states, but those of `keep`, where needed.
-
-        Raises:
-            MambaSlotCapacityError: too few slots can be freed; nothing is changed.
-        """
+        """Allocate slots for a running request; evicts unpinned states, but those of `keep`, where needed."""
         slots = self._take(num_slots, keep, "live_state")
         self.live.update(slots)
         return slots
@@ -376,13 +364,7 @@ class StateSlots:
     # ---- removal
 
     def evict(self, num_slots: int, keep: Iterable[int] = ()) -> list[int]:
-        """Evict the states of `num_slots` unpinned slots that are not in `keep`.
-
-        The returned slots are reserved for the caller until `release`.
-
-        Raises:
-            MambaSlotCapacityError: fewer can be evicted; nothing is changed.
-        """
+        """Evict the states of unpinned slots not in `keep`; the slots are reserved for the caller."""
         slots = self._evict(num_slots, keep, num_free=0)
         self.reserved.update(dict.fromkeys(slots, -1))
         return slots
@@ -394,11 +376,7 @@ class StateSlots:
             self._free_slots(slots)
 
     def drop(self, block: int, cause: StateRemovalCause = "by_host") -> bool:
-        """Free the slot of a state that its owner no longer needs, which does not count as an eviction.
-
-        Returns:
-            Whether the state is dropped; False, with nothing done, for a pinned one.
-        """
+        """Free the slot of a state that its owner no longer needs; False, with nothing done, if pinned."""
         if self.map.slot_of(block) in self.pins:
             return False
         self.forget([block], cause=cause)
@@ -435,10 +413,7 @@ class StateSlots:
             self.reserved = {slot: -1 if block in gone else block for slot, block in self.reserved.items()}
 
     def clear(self, totals: bool = False, live: bool = False) -> None:
-        """Forget every state, reservation, pin and ghost.
-
-        `totals`: also the totals of `counts`; `live`: live slots become free, too.
-        """
+        """Forget every state, reservation, pin and ghost; also `totals`, and `live` slots become free."""
         if live:
             self.live.clear()
         num_removed = len(self.map)

@@ -1,16 +1,18 @@
-"""A radix tree of the states that a cache has, or had, by the hashes of their prefixes."""
+"""A radix tree of cached states and their ghosts, by the hashes of their prefixes."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 
+@dataclass(slots=True, eq=False)
 class StateNode:
-    """The end of a prefix: a state that is there, a ghost, or a place where known prefixes part.
+    """The end of a prefix: a state that is cached, a ghost, or a branch point of known prefixes.
 
     Attributes:
         key: the hash of the prefix.
         depth: its blocks.
         edge: the hashes from the parent's depth (exclusive) on; the last one is `key`.
-        parent: the node before; None for the root and for a node that has left the tree.
+        parent: the node before; None for the root and for a removed node.
         children: first hash of a child's edge -> the child.
         present: whether a slot holds, or will hold, the state.
         ghost: whether the state is gone, and its demand is still counted.
@@ -20,63 +22,35 @@ class StateNode:
         num_present: nodes below that are present.
     """
 
-    __slots__ = (
-        "below",
-        "bucket",
-        "children",
-        "depth",
-        "due",
-        "edge",
-        "entered",
-        "entry",
-        "fork",
-        "frozen",
-        "ghost",
-        "key",
-        "kind",
-        "left",
-        "num_present",
-        "num_uses",
-        "parent",
-        "present",
-        "rate",
-        "serial",
-        "slot",
-        "superseded",
-        "taken_as",
-        "turn",
-    )  # fmt: skip
-
-    def __init__(self, key: int, depth: int, edge: list[int]) -> None:
-        self.key = key
-        self.depth = depth
-        self.edge = edge
-        self.parent: StateNode | None = None
-        self.children: dict[int, StateNode] = {}
-        self.present = False
-        self.ghost = False
-        self.rate = 0
-        self.below = 0
-        self.num_present = 0
-        # What a policy knows of the state.
-        self.slot = -1
-        self.kind = 0
-        self.taken_as = ""
-        self.turn = 1
-        self.num_uses = 0
-        self.fork = False
-        self.superseded = False
-        self.frozen = False
-        self.left = False
-        self.entered = 0
-        self.bucket = 0
-        self.due = -1
-        self.serial = 0
-        self.entry: object = None
+    key: int
+    depth: int
+    edge: list[int]
+    parent: "StateNode | None" = None
+    children: dict[int, "StateNode"] = field(default_factory=dict)
+    present: bool = False
+    ghost: bool = False
+    rate: int = 0
+    below: int = 0
+    num_present: int = 0
+    # What a policy knows of the state.
+    slot: int = -1
+    kind: int = 0
+    taken_as: str = ""
+    turn: int = 1
+    num_uses: int = 0
+    fork: bool = False
+    superseded: bool = False
+    frozen: bool = False
+    left: bool = False
+    entered: int = 0
+    bucket: int = 0
+    due: int = -1
+    serial: int = 0
+    entry: object = None
 
     @property
     def known(self) -> bool:
-        """Whether a state is or was here; else the node is only where prefixes part."""
+        """Whether a state is or was here; else the node is a branch point."""
         return self.present or self.ghost
 
     @property

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from ....errors import MambaSlotCapacityError
-from .left_entries import LeftEntries
+from .memory import DirtyEntries
 from .pool_stats import TIER_REMOVAL_CAUSES, TierRemovalCause, TierStats
 from .slot_map import Watcher
 from .state_slots import StateSlots
@@ -23,12 +23,12 @@ class TierSlots:
         left: dirty slots; a slot that is allocated for another copy is overwritten whole.
     """
 
-    def __init__(self, num_slots: int, left: LeftEntries | None = None) -> None:
+    def __init__(self, num_slots: int, left: DirtyEntries | None = None) -> None:
         self.num_slots = num_slots
         self.num_entered = 0
         self.left_by_cause: dict[TierRemovalCause, int] = dict.fromkeys(TIER_REMOVAL_CAUSES, 0)
         self.watchers: tuple[Watcher, ...] = ()
-        self.left = left or LeftEntries()
+        self.left = left or DirtyEntries()
         self._slots: OrderedDict[int, int] = OrderedDict()  # hash -> slot, used longest ago first
         self._free = list(range(num_slots))
         self._serials = [0] * num_slots
@@ -194,7 +194,7 @@ class HostTier:
         """`agree`: whether a copy is good on all ranks, given this rank's; `scrubs`: zero freed rows."""
         self.files = TierSlots(num_files)
         self.copies = copies or StateCopies()
-        self.host = TierSlots(num_slots, LeftEntries(self.copies.zero if scrubs else None))
+        self.host = TierSlots(num_slots, DirtyEntries(self.copies.zero if scrubs else None))
         self.min_tokens = self.min_tokens_from_file = 1
         self.num_fetched = 0
         self.num_fetched_from_files = 0

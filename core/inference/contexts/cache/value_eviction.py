@@ -47,11 +47,6 @@ class UseRates:
     """
 
     def __init__(self, prior_weights: Sequence[float], prior_states: float = 2.0) -> None:
-        """
-        Args:
-            prior_weights: for each class the expected hazard at age 0; it falls with the age.
-            prior_states: the number of states that the expectation counts as.
-        """
         self._priors = [
             [(prior_states * width * weight / (start + 2), prior_states * width) for start, width in _BUCKETS]
             for weight in prior_weights
@@ -146,10 +141,7 @@ class ValueEviction(EvictionPolicy):
         self.clear()
 
     def clear(self) -> None:
-        """Forget all states, ghosts and requests. What was learned of rates stays.
-
-        The requests that run tell nothing more.
-        """
+        """Forget all states, ghosts and requests. What was learned of rates stays."""
         self._tree = StateTree()
         self._now = 0
         self._tells_requests = False
@@ -167,13 +159,7 @@ class ValueEviction(EvictionPolicy):
     # ---- requests
 
     def arrive(self, keys: Sequence[int], stop: int, again: bool = False) -> int:
-        """A request comes, with these prefix hashes, and could resume from a state at most `stop` deep.
-
-        `again`: whether the request came before, and was preempted. Then it counts as no use.
-
-        Returns:
-            A number for the request.
-        """
+        """A request arrives; preempted ones (`again`) count as no use. Returns its number."""
         self._tells_requests = True
         if not again:
             self._tick()
@@ -246,14 +232,7 @@ class ValueEviction(EvictionPolicy):
     # ---- states
 
     def plan(self, keys: Sequence[int], depth: int, taken_as: str, visit: int) -> None:
-        """A state is to be taken behind `keys[:depth]`; it counts as cached from now on.
-
-        Args:
-            keys: the hashes of the request's prefix.
-            depth: blocks before the state.
-            taken_as: the kind of its boundary.
-            visit: the request's number, or -1.
-        """
+        """A state will be stored after `keys[:depth]`; it counts as cached from now on."""
         node = self._nodes.get(keys[depth - 1])
         if node is not None and node.present:
             return
@@ -296,11 +275,7 @@ class ValueEviction(EvictionPolicy):
                 self._vanish(node, remember=True)
 
     def least(self, evictable: Callable[[int], bool], planned: Collection[int] = ()) -> tuple[int, int]:
-        """The least of the evictable slots and of the planned states under these keys.
-
-        Returns:
-            (slot, -1) or (-1, key); (-1, -1) where there is none.
-        """
+        """The least of the evictable slots and the planned states: (slot, -1), (-1, key) or (-1, -1)."""
         wanted = set(planned)
         for node in self._in_order(lambda n: evictable(n.slot) if n.slot >= 0 else n.key in wanted, 1):
             return (node.slot, -1) if node.slot >= 0 else (-1, node.key)
@@ -473,7 +448,7 @@ class ValueEviction(EvictionPolicy):
     def value(self, node: StateNode) -> int:
         """What the loss of a present node's state is expected to cost: blocks a request, in units.
 
-        A superseded state above does not count against a state that is to be taken: it goes soon, also where
+        A superseded state above does not count against a state that will be stored: it goes soon, also where
         the request reads it now. A chunk end counts half, and without the ghosts below: it goes first.
         """
         if node.parent is None:

@@ -10,7 +10,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 from mambaslots.inference.contexts.cache import borrowing
-from mambaslots.inference.contexts.cache.memory_units import MemoryDivision, UnitSizes
+from mambaslots.inference.contexts.cache.memory import MemoryDivision, UnitSizes
 from mambaslots.inference.contexts.pool_sizes import PoolSizes
 from mambaslots.net import export_prefixes, import_prefixes
 from oracle.model_kinds import KINDS, WITH_ATTENTION
@@ -19,7 +19,7 @@ from oracle.serving import random_tokens, run_checked, serve_checked, small_engi
 from oracle.workload import assert_idle
 
 BLOCK = 8
-FILES = {"borrowing.py", "shared_kv_blocks.py", "shared_slots.py", "free_blocks.py", "memory_units.py"}
+FILES = {"borrowing.py", "kv_block_allocator.py", "state_slots.py", "memory.py"}
 
 
 def engine_of(num_units: int, **settings: object) -> ms.DynamicInferenceEngine:
@@ -35,7 +35,7 @@ def engine_of(num_units: int, **settings: object) -> ms.DynamicInferenceEngine:
 
 
 def _budget(sizes: UnitSizes, live: int) -> Any:
-    from mambaslots.inference.contexts.cache.memory_units import RankBudget
+    from mambaslots.inference.contexts.cache.memory import RankBudget
 
     return RankBudget(sizes, 1 << 30, live)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts.cache.left_entries import LeftEntries
+from mambaslots.inference.contexts.cache.memory import DirtyEntries
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.inference.engines.engine_state import EngineState
 from oracle import drafters
@@ -100,13 +100,13 @@ def test_each_place_that_frees_memory_is_noted(
     kind: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the note of any one of them something is found."""
-    note = LeftEntries.note
+    note = DirtyEntries.note
 
-    def forgetful(left: LeftEntries, entries: Iterable[int]) -> None:
+    def forgetful(left: DirtyEntries, entries: Iterable[int]) -> None:
         if sys._getframe(1).f_code.co_name != place:
             note(left, entries)
 
-    monkeypatch.setattr(LeftEntries, "note", forgetful)
+    monkeypatch.setattr(DirtyEntries, "note", forgetful)
     with pytest.raises(AssertionError, match=FOUND):
         pressed_by_all()
 
@@ -117,17 +117,17 @@ def test_each_time_of_zeroing_is_needed(kind: str, part: str, monkeypatch: pytes
     if part == "at the end of a call":
         monkeypatch.setattr(EngineState, "_complete", lambda state: setattr(state, "_repair", None))
     elif part == "give":
-        give = LeftEntries.give
+        give = DirtyEntries.give
 
-        def only_scrubs(left: LeftEntries, entries: Iterable[int]) -> None:
+        def only_scrubs(left: DirtyEntries, entries: Iterable[int]) -> None:
             if sys._getframe(1).f_code.co_name == "scrub":
                 give(left, entries)
             else:
                 left.withdraw(entries)
 
-        monkeypatch.setattr(LeftEntries, "give", only_scrubs)
+        monkeypatch.setattr(DirtyEntries, "give", only_scrubs)
     else:
-        monkeypatch.setattr(LeftEntries, "scrub", lambda left: None)
+        monkeypatch.setattr(DirtyEntries, "scrub", lambda left: None)
     with pytest.raises(AssertionError, match=FOUND):
         pressed_by_all()
 

@@ -12,7 +12,7 @@ from mambaslots.errors import MambaSlotCapacityError
 from mambaslots.inference.contexts.cache.borrowing import KVUnit, kv_unit_for_states
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
-from mambaslots.inference.contexts.cache.memory_units import (
+from mambaslots.inference.contexts.cache.memory import (
     ALIGNMENT,
     MemoryDivision,
     RankBudget,

@@ -1,7 +1,7 @@
-"""One memory for states and KV, cut into units that hold either; which unit holds what."""
+"""Memory as numbers: units that hold states or KV blocks, free lists, and entries that are not zero yet."""
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -11,6 +11,7 @@ MOST_WASTE = 0.02
 _MOST_OF_A_UNIT = 24
 _MOST_NUMBERS = 1 << 18
 """Slots, or blocks, that a memory numbers at most: the host's books of each take some hundred bytes."""
+Zero = Callable[[Sequence[int]], None]
 
 
 class UnitSizes(NamedTuple):
@@ -64,11 +65,7 @@ class UnitShape(NamedTuple):
 
     @classmethod
     def of(cls, ranks: Sequence[UnitSizes]) -> Self:
-        """The smallest shape that wastes less than 2 %, or the least wasteful of the small ones.
-
-        `ranks`: of all ranks, of which one has states and KV. All ranks have one shape, because they share
-        their decisions.
-        """
+        """The smallest shape that wastes less than 2 %, or the least wasteful of the small ones."""
         both = [sizes for sizes in ranks if min(sizes)]
         slot, block = both[0] if both else (max(s for s, _ in ranks), max(b for _, b in ranks))
         small, large = sorted((slot, block))
@@ -135,15 +132,7 @@ class MemoryDivision:
 
     @classmethod
     def of(cls, ranks: Sequence[RankBudget], blocks_of_longest: int) -> Self:
-        """The division that every rank can afford.
-
-        Args:
-            ranks: all ranks of a model. At least one has states, and one has KV.
-            blocks_of_longest: KV blocks of the longest sequence.
-
-        Returns:
-            A division with `num_units` < `num_kv_units` where a rank has too little memory.
-        """
+        """The division that every rank can afford; `num_units` < `num_kv_units` where one has too little."""
         shape = UnitShape.of([rank.sizes for rank in ranks])
         num_live = max(rank.num_live for rank in ranks)
         num_units = min(_MOST_NUMBERS // max(shape), *(_units(rank, shape, num_live) for rank in ranks))
@@ -201,10 +190,7 @@ class MemoryUnits:
         return {unit for slot in slots if (unit := self.unit_of_slot(slot)) >= 0}
 
     def num_units_for_pins(self, slots: Collection[int]) -> int:
-        """Units that must hold states while these slots are pinned.
-
-        Running requests can have all slots before the units but one; pins beyond need slots of units.
-        """
+        """Units that must hold states while these slots are pinned; one cached state needs none."""
         beyond = -(-(len(set(slots)) - 1) // self.slots_per_unit)
         return max(len(self.units_of_slots(slots)), beyond)
 
@@ -230,3 +216,180 @@ class MemoryUnits:
 
     def _units_with(self, states: bool) -> list[int]:
         return [unit for unit, holds in enumerate(self.holds_states) if holds == states]
+
+
+class BlockStack:
+    """A stack: the block freed last is allocated first. A sweep finds what `restart` freed, later."""
+
+    def __init__(self, total_count: int) -> None:
+        self._total_count = total_count
+        self._stack: list[int] = []
+        self._sweep = self._num_unswept = total_count  # blocks from `_sweep` on are not in the stack
+
+    def __len__(self) -> int:
+        return len(self._stack) + self._num_unswept
+
+    def restart(self, num_free: int, references: Sequence[int], parents: Sequence[int]) -> None:
+        self._stack = []
+        self._sweep = 0
+        self._num_unswept = num_free
+
+    def take(self, num_blocks: int, references: Sequence[int], parents: Sequence[int]) -> list[int]:
+        while len(self._stack) < num_blocks:
+            stop = min(self._sweep + max(num_blocks, 256), self._total_count)
+            found = [b for b in range(stop - 1, self._sweep - 1, -1) if not references[b] and parents[b] < 0]
+            self._stack[:0] = found
+            self._num_unswept -= len(found)
+            self._sweep = stop
+        cut = len(self._stack) - num_blocks
+        blocks = self._stack[cut:][::-1]
+        del self._stack[cut:]
+        return blocks
+
+    def add(self, blocks: list[int]) -> None:
+        if self._sweep < self._total_count:
+            swept = [block for block in blocks if block < self._sweep]
+            self._num_unswept += len(blocks) - len(swept)
+            blocks = swept
+        self._stack.extend(blocks)
+
+    def listed(self, references: Sequence[int], parents: Sequence[int]) -> list[int]:
+        swept = range(self._sweep, self._total_count)
+        return [block for block in swept if not references[block] and parents[block] < 0] + self._stack
+
+
+class BlocksByUnit:
+    """Best fit: a call's blocks come from the units with just enough free blocks, so that others stay whole.
+
+    A change takes O(blocks of a unit).
+    """
+
+    def __init__(self, total_count: int, blocks_per_unit: int) -> None:
+        self._size = blocks_per_unit
+        self._of_unit: list[list[int]] = [[] for _ in range(total_count // blocks_per_unit)]
+        # Number of free blocks -> the units that have so many, in the order in which they came to have them.
+        self._units_with: list[dict[int, None]] = []
+        self._num_free = 0
+
+    def __len__(self) -> int:
+        return self._num_free
+
+    @property
+    def whole_units(self) -> list[int]:
+        """The units all of whose blocks are free."""
+        return list(self._units_with[self._size])
+
+    def restart(self, num_free: int, references: Sequence[int], parents: Sequence[int]) -> None:
+        size = self._size
+        self._units_with = [{} for _ in range(size + 1)]
+        self._num_free = 0
+        for unit in range(len(self._of_unit)):
+            blocks = range((unit + 1) * size - 1, unit * size - 1, -1)
+            self._of_unit[unit] = free = [b for b in blocks if not references[b] and parents[b] < 0]
+            self._units_with[len(free)][unit] = None
+            self._num_free += len(free)
+
+    def take(self, num_blocks: int, references: Sequence[int], parents: Sequence[int]) -> list[int]:
+        taken: list[int] = []
+        while num_missing := num_blocks - len(taken):
+            enough = range(min(num_missing, self._size), self._size + 1)
+            count = next((n for n in enough if self._units_with[n]), 0)
+            count = count or next(n for n in range(enough.start - 1, 0, -1) if self._units_with[n])
+            unit = next(iter(self._units_with[count]))
+            cut = max(0, count - num_missing)
+            taken += self._of_unit[unit][cut:][::-1]
+            self._set(unit, self._of_unit[unit][:cut])
+        return taken
+
+    def add(self, blocks: list[int]) -> None:
+        by_unit: dict[int, list[int]] = {}
+        for block in blocks:
+            by_unit.setdefault(block // self._size, []).append(block)
+        for unit, free in by_unit.items():
+            self._set(unit, self._of_unit[unit] + free)
+
+    def withdraw(self, unit: int) -> None:
+        """Take the blocks of a unit that is wholly free."""
+        self._set(unit, [])
+
+    def _set(self, unit: int, free: list[int]) -> None:
+        before = len(self._of_unit[unit])
+        del self._units_with[before][unit]
+        self._units_with[len(free)][unit] = None
+        self._of_unit[unit] = free
+        self._num_free += len(free) - before
+
+    def listed(self, references: Sequence[int], parents: Sequence[int]) -> list[int]:
+        for count, units in enumerate(self._units_with):
+            assert all(len(self._of_unit[unit]) == count for unit in units), "a unit's count of blocks is off"
+        assert sum(map(len, self._units_with)) == len(self._of_unit), "a unit is counted nowhere, or twice"
+        listed = [block for free in self._of_unit for block in free]
+        assert len(listed) == self._num_free, "the count of free blocks is off"
+        return listed
+
+
+FreeBlocks = BlockStack | BlocksByUnit
+
+
+class DirtyEntries:
+    """Dirty set of one pool: its free entries that are not zero yet.
+
+    The pool notes each entry that it frees, and gives each entry that it allocates: the new owner gets zeros.
+    `scrub` zeroes all others. Without `zero` nothing is noted and nothing is done. An entry is zero before it
+    is no longer noted: an interrupted call zeroes it again.
+    """
+
+    def __init__(self, zero: Zero | None = None) -> None:
+        """`zero`: fills entries with zeros, in stream order; called with distinct numbers in order."""
+        self._zero = zero
+        self._entries: set[int] = set()
+
+    @property
+    def is_active(self) -> bool:
+        return self._zero is not None
+
+    def note(self, entries: Iterable[int]) -> None:
+        """Note that these entries are free."""
+        if self._zero is not None:
+            self._entries.update(entries)
+
+    def give(self, entries: Iterable[int]) -> None:
+        """Zero those of these entries that are dirty, before they are allocated."""
+        if self._entries and self._zero is not None:
+            found = self._entries.intersection(entries)
+            if found:
+                self._zero(sorted(found))
+                self._entries -= found
+
+    def pass_on(self, entries: Sequence[int]) -> None:
+        """Zero these entries, whose owner changes."""
+        self.note(entries)
+        self.give(entries)
+
+    def has_any(self, entries: Iterable[int]) -> bool:
+        """Whether one of these entries is dirty."""
+        return not self._entries.isdisjoint(entries)
+
+    def withdraw(self, entries: Iterable[int]) -> None:
+        """Note that these entries are zero, or that another pool owns their memory."""
+        self._entries.difference_update(entries)
+
+    def scrub(self) -> None:
+        """Zero all dirty entries."""
+        if self._entries:
+            self.give(self._entries.copy())
+
+    def clear(self) -> None:
+        """Note that the pool has no memory, or is all zeros."""
+        self._entries.clear()
+
+
+class MemoryCleaner:
+    """Zeroes freed entries of the pools before another owner can have them; this one zeroes nothing."""
+
+    def __init__(self) -> None:
+        self.blocks = DirtyEntries()
+        self.slots = DirtyEntries()
+
+    def move_unit(self, unit: int, entries: Sequence[int], left: DirtyEntries) -> None:
+        """Zero a unit of shared memory before it changes sides; `entries`, `left`: of the freeing side."""
