@@ -9,7 +9,6 @@ A run is known by its seed: `--seed N --runs 1` repeats it.
 
 import argparse
 import gc
-import math
 import threading
 import time
 from collections import Counter
@@ -21,9 +20,8 @@ from typing import Any, get_args
 import mambaslots as ms
 import torch
 
-from .interrupts import outcome_of
+from .faults import POINTS, acting
 from .ledger import Entry, Ledger, LeftWrongError, check_objects, objects
-from .places import Action, Monitor, monitored
 from .random_engine import ALPHABET, LONGEST_PROMPT, random_engine, random_plan
 from .toy_answers import Ask
 from .toy_lm import ForwardError, ToyLM
@@ -44,12 +42,11 @@ class Fuzzer(Ledger):
     answer_lengths: Sequence[int] = (1, 2, 3, 5, 8, 13, 24)
     num_versions = 5
 
-    def __init__(self, seed: int, monitor: Monitor, interrupts: float) -> None:
+    def __init__(self, seed: int, interrupts: float) -> None:
         """`interrupts`: the share of operations that are interrupted."""
         self.random = Random(seed)
         super().__init__(*self._engine_and_model())
         self.counts: Counter[str] = Counter()
-        self._monitor = monitor
         self._share = interrupts
         self._suspended = False
         self._resetting = False
@@ -108,10 +105,10 @@ class Fuzzer(Ledger):
         operation = self.random.choice(self._operations)
         chance = self.random.random()
         if chance < self._share:
-            self._at_a_line(operation, self._interrupt)
+            self._at_a_point(operation, self._interrupt)
         elif chance < 0.2 and (way := self._way_to_drop()) is not None:
-            self._at_a_line(operation, way)
-            way()  # where the line was not reached
+            self._at_a_point(operation, way)
+            way()  # where the point was not reached
         else:
             self._do(operation)
         self._mend()
@@ -128,11 +125,10 @@ class Fuzzer(Ledger):
                 raise
             self.unpin_all(bool(self.counts["interrupts"]))
 
-    def _at_a_line(self, operation: Callable[[], None], action: Action) -> None:
-        """Do `action` at a random line of an operation; rather at one of the first."""
-        lines = self._monitor.lines()
-        lines.actions[int(math.exp(self.random.uniform(0, math.log(3000))))] = action
-        with suppress(KeyboardInterrupt), lines.watched():
+    def _at_a_point(self, operation: Callable[[], None], action: Callable[[], None]) -> None:
+        """Do `action` at one of the first calls of a random point of an operation."""
+        point, number = self.random.choice(sorted(POINTS)), self.random.choice((0, 0, 0, 1, 2, 5))
+        with suppress(KeyboardInterrupt), acting(self.engine, point, action, number):
             self._do(operation)
 
     def _interrupt(self) -> None:
@@ -371,14 +367,14 @@ class Totals:
         self.counts: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
 
-    def run(self, seed: int, monitor: Monitor, num_operations: int = 120, interrupts: float = 0.15) -> str:
+    def run(self, seed: int, num_operations: int = 120, interrupts: float = 0.15) -> str:
         """One run; what was wrong, or "".
 
         Args:
             interrupts: the share of operations that are interrupted.
         """
         before, found = objects(), ""
-        fuzzer = Fuzzer(seed, monitor, interrupts)
+        fuzzer = Fuzzer(seed, interrupts)
         try:
             fuzzer.run(num_operations)
             check_objects(before)
@@ -403,6 +399,15 @@ class Totals:
         )
 
 
+def outcome_of(error: BaseException) -> str:
+    """The word for an engine that raises `error` when its user goes on."""
+    if isinstance(error, LeftWrongError):
+        return error.kind
+    if isinstance(error, RuntimeError) and "reset()" in str(error):
+        return "broken"
+    return type(error).__name__
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Everything at once, at random, against a plain model.")
     parser.add_argument("--minutes", type=float, default=1.0)
@@ -413,15 +418,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     totals, begin, said = Totals(), time.monotonic(), time.monotonic()
-    with monitored() as monitor:
-        while totals.num_runs != options.runs and time.monotonic() - begin < 60 * options.minutes:
-            seed = options.seed + totals.num_runs
-            found = totals.run(seed, monitor, options.operations, options.interrupts)
-            if found:
-                print(found, flush=True)
-            if time.monotonic() - said > 30:
-                said = time.monotonic()
-                print(f"{(said - begin) / 60:5.1f} min: {totals}", flush=True)
+    while totals.num_runs != options.runs and time.monotonic() - begin < 60 * options.minutes:
+        seed = options.seed + totals.num_runs
+        found = totals.run(seed, options.operations, options.interrupts)
+        if found:
+            print(found, flush=True)
+        if time.monotonic() - said > 30:
+            said = time.monotonic()
+            print(f"{(said - begin) / 60:5.1f} min: {totals}", flush=True)
     print(f"seeds {options.seed} to {options.seed + totals.num_runs - 1}: {totals}")
     raise SystemExit(bool(totals.outcomes.total()))
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
@@ -49,6 +50,24 @@ POINTS: dict[str, tuple[Owner, str]] = {
     "waited": (lambda e: sampling.SampledStep, "wait"),
     "leaving": (lambda e: e.context, "release"),
 }
+
+
+@contextmanager
+def acting(
+    engine: ms.DynamicInferenceEngine, point: str, action: Callable[[], None], number: int = 0
+) -> Iterator[None]:
+    """The call of a point with this number does `action` first, which may raise."""
+    owner_of, name = POINTS[point]
+    owner = owner_of(engine)
+    real, numbers = getattr(owner, name), count()
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if next(numbers) == number:
+            action()
+        return real(*args, **kwargs)
+
+    with patch.object(owner, name, wrapped):
+        yield
 
 
 @contextmanager

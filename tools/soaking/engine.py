@@ -19,7 +19,6 @@ from mambaslots.net import TransferError, load_prefixes, save_prefixes
 from oracle.everything import Fuzzer, Totals
 from oracle.faults import InjectedError, failing
 from oracle.ledger import TOLERANCE, Entry, LeftWrongError, check_objects, objects
-from oracle.places import Monitor, monitored
 from oracle.recurrent_lm import RecurrentLM
 from oracle.scrubbed import assert_scrubbed
 from oracle.stored_states import RoundedEngine
@@ -181,7 +180,7 @@ TOY_EVERY = 8
 class EngineRound(Fuzzer):
     """One engine, its requests, and what its answers are held against."""
 
-    def __init__(self, seed: int, device: str, monitor: Monitor, folder: Path) -> None:
+    def __init__(self, seed: int, device: str, folder: Path) -> None:
         self.tally = RoundTally()
         self.num_operations = 0
         self._seed, self._device, self._folder = seed, device, folder
@@ -207,7 +206,7 @@ class EngineRound(Fuzzer):
         self._share_compared = settings.choice([0.4, 0.7, 1.0])
         # The rounded recurrence would see half of an interrupted step.
         quiet = world.encoded is not None or world.bits
-        super().__init__(seed, monitor, 0.0 if quiet else settings.choice([0.0, 0.0, 0.05]))
+        super().__init__(seed, 0.0 if quiet else settings.choice([0.0, 0.0, 0.05]))
         self.engine.set_weights_version(self.model.version)
         world.model.told = self._weights_change
         for weight, operation in (
@@ -452,20 +451,19 @@ def run_round(seed: int, seconds: float, device: str) -> RoundTally:
     """One round; `seed` draws the model, the settings and the traffic."""
     if device == "cpu" and seed % TOY_EVERY == TOY_EVERY - 1:
         return _toy_round(seed, seconds)
-    with monitored() as monitor:
-        before = objects()
-        tally = _serve(seed, seconds, device, monitor)
-        try:
-            if not tally.mismatches:  # an error's traceback holds requests
-                check_objects(before)
-        except LeftWrongError as error:
-            tally.mismatches.append(f"engine round, seed {seed}: {error}")
+    before = objects()
+    tally = _serve(seed, seconds, device)
+    try:
+        if not tally.mismatches:  # an error's traceback holds requests
+            check_objects(before)
+    except LeftWrongError as error:
+        tally.mismatches.append(f"engine round, seed {seed}: {error}")
     return tally
 
 
-def _serve(seed: int, seconds: float, device: str, monitor: Monitor) -> RoundTally:
+def _serve(seed: int, seconds: float, device: str) -> RoundTally:
     with TemporaryDirectory() as folder:
-        engine_round = EngineRound(seed, device, monitor, Path(folder))
+        engine_round = EngineRound(seed, device, Path(folder))
         try:
             engine_round.serve(seconds)
         except Exception as error:
@@ -481,11 +479,10 @@ def _toy_round(seed: int, seconds: float) -> RoundTally:
     """Runs of `oracle.everything`."""
     totals, tally = Totals(), RoundTally()
     end, run = time.monotonic() + seconds, 0
-    with monitored() as monitor:
-        while time.monotonic() < end:
-            found = totals.run(1000 * seed + run, monitor)
-            tally.mismatches += [f"engine round, seed {seed}, run {run}: {found}"] if found else []
-            run += 1
+    while time.monotonic() < end:
+        found = totals.run(1000 * seed + run)
+        tally.mismatches += [f"engine round, seed {seed}, run {run}: {found}"] if found else []
+        run += 1
     tally.requests = tally.comparisons = totals.num_results
     tally.events.update({"toy rounds": 1, "interrupts": totals.counts["interrupts"]})
     return tally

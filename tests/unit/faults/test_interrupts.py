@@ -1,172 +1,171 @@
-"""Whatever happens at whatever line of a public call: no token is wrong or lost, and nothing is left.
+"""Control-C and errors in every call of an engine: no wrong token, no leak, no lost request.
 
-`make test` tries some lines of each call, `make test-long` all of them; `python -m
-tests.oracle.interrupt_report` prints what came of it. Each call meets another kind of state in each test.
+Where steps fail, `test_failing_steps.py` looks closer.
 """
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest.mock import patch
 
+import mambaslots as ms
 import pytest
 import torch
-from oracle.budget import is_quick
-from oracle.calls import CALLS, Stage
-from oracle.interrupts import (
-    DROPS,
-    ERRORS,
-    Choice,
-    Tally,
-    drop_in_call,
-    every,
-    interrupt_call,
-    some,
-)
-from oracle.ledger import check_objects, objects
-from oracle.places import Allocations, Monitor, monitored
-from oracle.toy_lm import TOYS
+from oracle.faults import InjectedError, Interrupted, acting, failing
+from oracle.serving import serve_checked, small_engine
+from oracle.workload import HEADS, assert_idle
 
-NAMES = [name for name, call in CALLS.items() if not call.absent]
-ALL = "every place"
-extents = pytest.mark.parametrize("extent", ["some places", pytest.param(ALL, marks=pytest.mark.long)])
-names = pytest.mark.parametrize("name", NAMES)
+LENGTH = 6
+PARAMS = ms.SamplingParams(num_tokens_to_generate=LENGTH)
+Engine = ms.DynamicInferenceEngine
 
 
-@pytest.fixture(scope="module")
-def monitor() -> Iterator[Monitor]:
-    with monitored() as monitor:
-        yield monitor
+def expected(prompt: list[int]) -> list[int]:
+    (result,) = small_engine(enable_prefix_caching=False, num_mamba_slots=0).generate([prompt], PARAMS)
+    return result.tokens
 
 
-def assert_right(tally: Tally) -> None:
-    """Something happened, and afterwards all was right."""
-    print(f"{tally.num_places} places, {dict(tally.outcomes)}")
-    assert not tally.num_wrong, f"{dict(tally.outcomes)}: {tally.examples}"
-    assert tally.outcomes["right"] > tally.outcomes.total() * 0.9, "hardly anything happened"
+def busy_engine() -> tuple[Engine, ms.TokenStream]:
+    """A request runs, and a prefix is cached and pinned."""
+    engine = small_engine()
+    engine.warm(HEADS[6])
+    engine.pin(HEADS[6])
+    stream = engine.stream(HEADS[4], PARAMS)
+    next(stream)
+    return engine, stream
 
 
-def chosen(extent: str, count: int, number: int, ways: int) -> Choice:
-    """Which places the way with this number takes, of a test that goes through so many `ways`."""
-    return every(ways, 1 + number) if extent == ALL else some(count, 3 + 17 * number)
+CALLS: dict[str, Callable[[Engine], object]] = {
+    "add_request": lambda engine: engine.add_request(HEADS[12], PARAMS),
+    "stream": lambda engine: list(engine.stream(HEADS[12], PARAMS)),
+    "generate": lambda engine: engine.generate([HEADS[12], HEADS[5]], PARAMS),
+    "score": lambda engine: engine.score([HEADS[12]]),
+    "step": lambda engine: engine.step(),
+    "warm": lambda engine: engine.warm(HEADS[15]),
+    "pin": lambda engine: engine.pin(HEADS[6][:17]),
+    "unpin": lambda engine: engine.unpin(engine.pins()[0]),
+    "reset_prefix_cache": lambda engine: engine.reset_prefix_cache(),
+    "set_weights_version": lambda engine: engine.set_weights_version("two"),
+    "suspend": lambda engine: engine.suspend(),
+}
+# What a call does: an owner and a method, which raises before or after its work.
+PLACES: dict[str, Callable[[Engine], tuple[object, str]]] = {
+    "queue": lambda engine: (engine._state.scheduler, "add"),
+    "match": lambda engine: (engine.context.prefix_cache, "match"),
+    "admission": lambda engine: (engine.context, "schedule"),
+    "build": lambda engine: (engine.context, "begin_step"),
+    "forward": lambda engine: (engine, "model"),
+    "register": lambda engine: (engine.context.kv_block_allocator, "register_chain"),
+    "commit": lambda engine: (engine.context.prefix_cache.slots, "commit"),
+    "sampling": lambda engine: (ms.inference.engines.sampling.SampledStep, "wait"),
+    "release": lambda engine: (engine.context, "release"),
+    "end": lambda engine: (engine._state, "end"),
+    "pin": lambda engine: (engine.context.prefix_cache, "pin"),
+    "unpin": lambda engine: (engine.context.prefix_cache.pins, "unpin"),
+    "forgetting": lambda engine: (engine.context, "reset_prefix_cache"),
+    "suspending": lambda engine: (engine.context, "suspend"),
+}
 
 
-def toy_for(name: str, test: int) -> str:
-    """The kind of model that a test, by its number, makes the call of this name on: each in turn."""
-    return list(TOYS)[(NAMES.index(name) + test) % len(TOYS)]
+@contextmanager
+def raising(engine: Engine, place: str, error: type[BaseException], after: bool) -> Iterator[None]:
+    """The first call at a place raises."""
+    owner, name = PLACES[place](engine)
+    real, calls = getattr(owner, name), [error]
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs) if after or not calls else None
+        if calls:
+            raise calls.pop()(place)
+        return result
+
+    with patch.object(owner, name, wrapped):
+        yield
 
 
-@extents
-@names
-def test_an_exception_at_any_line_leaves_nothing_wrong(name: str, extent: str, monitor: Monitor) -> None:
-    tally = Tally()
-    ways = (False, True)
-    if is_quick():  # each way for every other call
-        ways = ways[NAMES.index(name) % 2 :][:1]
-    for again in ways:
-        choice, toy = chosen(extent, 2, int(again), 2), toy_for(name, 0)
-        tally.add_all(
-            interrupt_call(CALLS[name], KeyboardInterrupt, monitor.lines, choice, again=again, toy=toy)
-        )
-    assert_right(tally)
+def check_goes_on(engine: Engine, stream: ms.TokenStream) -> None:
+    """The user goes on: the running request gets its tokens, others too, and nothing is left."""
+    engine.check_integrity()
+    if not engine.context.memory.allocated:
+        engine.resume()
+    list(stream)
+    assert stream.result is not None
+    assert stream.result.tokens == expected(HEADS[4])
+    while engine.has_unfinished_requests():
+        for result in engine.step().finished:
+            assert result.tokens == expected(HEADS[12])
+    serve_checked(engine, [HEADS[6], HEADS[12], HEADS[5]])
+    for pin in engine.pins():
+        engine.unpin(pin)
+    assert_idle(engine)
 
 
-@pytest.mark.parametrize("name", ["next(stream)", "async for"])
-def test_a_token_is_not_lost_where_a_stream_returns_it(name: str, monitor: Monitor) -> None:
-    """At the last lines of the call."""
-    last = interrupt_call(
-        CALLS[name],
-        KeyboardInterrupt,
-        monitor.lines,
-        lambda places: range(places - 5, places + 1),
-        again=True,
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("error", [Interrupted, MemoryError, RuntimeError])
+@pytest.mark.parametrize("call", CALLS)
+def test_an_error_at_any_place_loses_no_token(call: str, error: type[BaseException], after: bool) -> None:
+    num_raised = 0
+    for place in PLACES:
+        engine, stream = busy_engine()
+        with raising(engine, place, error, after):
+            try:
+                CALLS[call](engine)
+            except error:
+                num_raised += 1
+        check_goes_on(engine, stream)
+    assert num_raised
+
+
+@pytest.mark.parametrize("call", ["step", "stream", "generate"])
+def test_control_c_waits_for_the_end_of_the_step(call: str) -> None:
+    engine, stream = busy_engine()
+    model, sent = engine.model, []
+
+    def interrupting(inputs: ms.StepInputs) -> torch.Tensor:
+        if not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGINT))
+        return model(inputs)
+
+    with patch.object(engine, "model", interrupting), pytest.raises(KeyboardInterrupt):
+        CALLS[call](engine)
+    assert engine.stats().num_rebuilds == 0
+    assert len(stream.take()) == 1, "the step was made"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    check_goes_on(engine, stream)
+
+
+def test_a_second_control_c_stops_the_step_and_costs_no_token() -> None:
+    engine, stream = busy_engine()
+
+    def twice() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with acting(engine, "forward", twice), pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert not stream.take()
+    check_goes_on(engine, stream)
+
+
+def test_the_report_of_an_interrupted_step_is_returned_by_the_next_call() -> None:
+    engine = small_engine()
+    request_id = engine.add_request(HEADS[4], PARAMS)
+    interrupt = acting(engine, "forward", lambda: os.kill(os.getpid(), signal.SIGINT))
+    with interrupt, pytest.raises(KeyboardInterrupt):
+        engine.step()
+    num_steps = engine.computed_prefix(request_id)
+    assert list(engine.step().tokens) == [request_id]
+    assert engine.computed_prefix(request_id) == num_steps, "no step was made for the report"
+
+
+@pytest.mark.parametrize("error", [InjectedError, Interrupted])
+def test_a_repair_that_fails_is_repeated_by_the_next_call(error: type[BaseException]) -> None:
+    engine, stream = busy_engine()
+    aborting, rebuilding = (
+        patch.object(engine.context, n, side_effect=error) for n in ("abort_step", "reset")
     )
-    assert_right(last)
-
-
-@extents
-@names
-def test_an_exception_behind_any_call_leaves_nothing_wrong(name: str, extent: str, monitor: Monitor) -> None:
-    """A builtin function has returned, and its value is lost."""
-    choice = every() if extent == ALL else some(1, 7)
-    toy = toy_for(name, 1)
-    assert_right(interrupt_call(CALLS[name], KeyboardInterrupt, monitor.returns, choice, again=True, toy=toy))
-
-
-@extents
-@names
-def test_an_error_at_any_line_leaves_nothing_wrong(name: str, extent: str, monitor: Monitor) -> None:
-    """Unlike Control-C, these are caught by `except Exception`."""
-    tally = Tally()
-    errors = ["MemoryError", "AlarmError"]
-    for number, error in enumerate(errors if extent == ALL else errors[NAMES.index(name) % 2 :][:1]):
-        choice = every(6, 1 + 3 * number) if extent == ALL else some(1, 11)
-        toy = toy_for(name, 2)
-        tally.add_all(interrupt_call(CALLS[name], ERRORS[error], monitor.lines, choice, again=True, toy=toy))
-    assert_right(tally)
-
-
-@extents
-@names
-def test_an_exception_while_another_one_is_handled_leaves_nothing_wrong(
-    name: str, extent: str, monitor: Monitor
-) -> None:
-    tally, call = Tally(), CALLS[name]
-    for number, then in enumerate((1, 4, 11, 35, 120) if extent == ALL else (9,)):
-        choice = every(10, 1 + 2 * number) if extent == ALL else some(2, 40)
-        tally.add_all(
-            interrupt_call(
-                call, KeyboardInterrupt, monitor.lines, choice, again=True, then=then, toy=toy_for(name, 3)
-            )
-        )
-    assert_right(tally)
-
-
-@extents
-@names
-def test_a_stream_that_goes_at_any_line_leaves_nothing(name: str, extent: str, monitor: Monitor) -> None:
-    tally, ways = Tally(), [(policy, drop) for policy in ("lru", "value") for drop in DROPS.values()]
-    for number, (policy, drop) in enumerate(ways):
-        if extent == ALL or number == NAMES.index(name) % len(ways):
-            choice = chosen(extent, 2, number, len(ways))
-            toy = toy_for(name, 4)
-            tally.add_all(drop_in_call(CALLS[name], drop, monitor.lines, choice, policy, toy))
-    assert_right(tally)
-
-
-@extents
-@pytest.mark.parametrize("name", ["cancel (running)", "stream.close", "step (ends requests)", "reset"])
-def test_a_monitor_holds_no_request_that_has_ended(name: str, extent: str, monitor: Monitor) -> None:
-    """An exception comes at the monitor's lines, too."""
-    choice = every() if extent == ALL else some(6, 5)
-    assert_right(
-        interrupt_call(CALLS[name], KeyboardInterrupt, monitor.lines, choice, again=False, watched=True)
-    )
-
-
-@extents
-@pytest.mark.parametrize("name", [*(n for n in NAMES if n.startswith("step")), "suspend", "resume", "reset"])
-@pytest.mark.usefixtures("monitor")
-def test_memory_that_runs_out_at_any_allocation_leaves_nothing_wrong(name: str, extent: str) -> None:
-    tally = Tally()
-    for number, error in enumerate((torch.OutOfMemoryError, MemoryError)):
-        choice = every() if extent == ALL else some(2, 1 + number)
-        toy, again = toy_for(name, 1 + number), bool(number)
-        tally.add_all(interrupt_call(CALLS[name], error, Allocations, choice, again=again, toy=toy))
-    if tally.num_places:
-        assert_right(tally)
-
-
-@pytest.mark.usefixtures("monitor")
-def test_an_engine_that_cannot_be_built_leaves_nothing() -> None:
-    counted, before = Allocations(), objects()
-    with counted.watched():
-        Stage()
-    for number in range(1, counted.num_passed + 1):
-        places = Allocations()
-        places.actions[number] = out_of_memory
-        with pytest.raises((torch.OutOfMemoryError, ValueError)), places.watched():  # or: no such device
-            Stage()
-    check_objects(before)
-    assert counted.num_passed
-
-
-def out_of_memory() -> None:
-    raise torch.OutOfMemoryError("at an allocation")
+    with failing(engine, "forward"), aborting, rebuilding, suppress(RuntimeError, Interrupted):
+        engine.step()
+    check_goes_on(engine, stream)

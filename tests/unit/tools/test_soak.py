@@ -14,7 +14,6 @@ from unittest.mock import patch
 import mambaslots as ms
 import pytest
 from oracle.ledger import LeftWrongError
-from oracle.places import monitored
 
 TOOLS = Path(__file__).parents[3] / "tools"
 
@@ -63,8 +62,8 @@ def test_the_rounds_of_a_gpu_on_the_cpu(soak: ModuleType, shape: int) -> None:
 
 def test_a_cache_that_keeps_states_of_old_weights_is_noticed(soak: ModuleType, tmp_path: Path) -> None:
     engine = importlib.import_module("soaking.engine")
-    with monitored() as monitor, patch.object(ms.DynamicInferenceEngine, "_forget_prefixes", lambda _: None):
-        one = engine.EngineRound(0, "cpu", monitor, tmp_path)
+    with patch.object(ms.DynamicInferenceEngine, "_forget_prefixes", lambda _: None):
+        one = engine.EngineRound(0, "cpu", tmp_path)
         one._share_compared = 1.0
         with pytest.raises(LeftWrongError, match=r"answer|stale"):
             serve_and_swap(one)

@@ -1,8 +1,6 @@
 """What a replica tells is what it can resume from, whatever happens to it and to its messages."""
 
 import tracemalloc
-from collections.abc import Iterator
-from contextlib import suppress
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -15,7 +13,6 @@ from mambaslots.inference.contexts.dynamic_context import ContextWithoutMemory
 from mambaslots.net.routing import state_publisher
 from oracle.everything import Fuzzer
 from oracle.ledger import LeftWrongError
-from oracle.places import Monitor, monitored
 from oracle.state_channel import LossyChannel, resumable_keys
 from oracle.toy_lm import ToyLM
 
@@ -43,17 +40,11 @@ def serve(engine: ms.DynamicInferenceEngine, number: int, length: int = 18) -> N
 # ---- all that an engine goes through
 
 
-@pytest.fixture(scope="module")
-def monitor() -> Iterator[Monitor]:
-    with monitored() as monitor:
-        yield monitor
-
-
 class PublishingFuzzer(Fuzzer):
     """Also tells what the engine can resume from; interrupts come in the middle of that, too."""
 
-    def __init__(self, seed: int, monitor: Monitor, interrupts: float, faults: float) -> None:
-        super().__init__(seed, monitor, interrupts)
+    def __init__(self, seed: int, interrupts: float, faults: float) -> None:
+        super().__init__(seed, interrupts)
         self._cache = self.engine.context.prefix_cache
         self._channel = LossyChannel(msd.StatePublisher(self.engine, "a"), seed, faults)
         self._operations += [self._channel.tell] * 6
@@ -71,14 +62,14 @@ class PublishingFuzzer(Fuzzer):
 
 @pytest.mark.parametrize("faults", [0.0, 0.3])
 @pytest.mark.parametrize("first", [0, *(pytest.param(40 * n, marks=pytest.mark.long) for n in range(1, 6))])
-def test_a_router_knows_what_a_replica_can_resume_from(first: int, faults: float, monitor: Monitor) -> None:
+def test_a_router_knows_what_a_replica_can_resume_from(first: int, faults: float) -> None:
     for seed in range(first, first + (40 if first else 2)):
-        PublishingFuzzer(seed, monitor, interrupts=0.15, faults=faults).run(100)
+        PublishingFuzzer(seed, interrupts=0.15, faults=faults).run(100)
 
 
-def test_a_journal_that_misses_changes_is_noticed(monitor: Monitor) -> None:
+def test_a_journal_that_misses_changes_is_noticed() -> None:
     with patch.object(DirtyStates, "_note", lambda journal, keys: None), pytest.raises(LeftWrongError):
-        PublishingFuzzer(0, monitor, interrupts=0.0, faults=0.0).run(100)
+        PublishingFuzzer(0, interrupts=0.0, faults=0.0).run(100)
 
 
 # ---- messages
@@ -178,53 +169,6 @@ def test_states_that_are_imported_are_told() -> None:
     events = publisher.take()
     assert events is not None
     assert set(events.inserted) == resumable_keys(target.context.prefix_cache) != set()
-
-
-# ---- interrupts
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("call", ["take", "snapshot", "resync", "commit", "drop", "clear"])
-def test_an_interrupt_at_any_line_costs_no_truth(call: str, monitor: Monitor) -> None:
-    """Of the cache's calls, those lines are interrupted that change the maps."""
-    number = 0
-    while True:
-        number += 1
-        cache, index = small_cache(), msd.StateIndex()
-        publisher = msd.StatePublisher(SimpleNamespace(prefix_cache=cache), "a")
-        keys = [commit(cache, name) for name in range(3)]
-        assert index.apply(taken(publisher))
-        commit(cache, 3)
-        states, block = cache.slots.map, cache.kv_blocks.tree.block_of_hash[keys[0]]
-        slot = states.slot_of(block)
-        calls = {
-            "take": publisher.take,
-            "snapshot": publisher.snapshot,
-            "resync": publisher.resync,
-            "commit": lambda: states.name([block], [slot], [keys[0]]),  # noqa: B023
-            "drop": lambda: states.remove([block]),  # noqa: B023
-            "clear": states.clear,
-        }
-        if call == "commit":
-            states.remove([block])
-            assert index.apply(taken(publisher))
-            states.enter([block], [slot])
-        lines = monitor.lines()
-        lines.actions[number] = interrupt
-        with suppress(KeyboardInterrupt), lines.watched():
-            calls[call]()
-        events = publisher.take()
-        if events is not None and not index.apply(events):
-            assert index.apply(publisher.snapshot())
-        if events is None and call in ("take", "snapshot"):  # the message is lost with the interrupt
-            assert index.apply(publisher.snapshot())
-        assert index.keys_of("a") == states.hash_to_block_id.keys(), f"line {number}"
-        if lines.num_passed < number:
-            break
-    assert number > 2
 
 
 def taken(publisher: msd.StatePublisher) -> msd.StateEvents:
