@@ -65,7 +65,7 @@ class InferenceConfig:
 
     Execution:
         num_speculative_tokens: most draft tokens of a request in one step, which verifies them; 0 for none.
-            Each takes one more live slot per request, unless decodes replay.
+            Each costs one more live slot per request, unless decodes replay.
         num_cuda_graphs: most CUDA graphs of decode steps, and again of steps with prefills; None captures
             none. No effect on a CPU, and with float64 weights, whose kernels synchronise.
         async_scheduling: launch a decode step before the tokens of the step before it are read. When `step`

@@ -28,7 +28,7 @@ class HybridStateSpec:
 
     Attributes:
         states: the tensors of a state. All of them are reserved, committed, copied and moved as one.
-            `state_kinds` makes those of Mamba-2, gated delta net and short convolutions.
+            See `mamba2_states`, `gated_delta_net_states` and `short_conv_states`.
         num_attention_layers, num_kv_heads, head_dim: the KV of one token is
             `num_attention_layers x 2 x num_kv_heads x head_dim` numbers of `kv_dtype`.
         vocab_size: token ids are 0 .. vocab_size - 1.
@@ -38,12 +38,12 @@ class HybridStateSpec:
             the step, and copies boundary states to their slots after the step.
         replays: whether the model replays decodes where `StepInputs.replay` is set; its states have inputs.
             Without effect for kernels that update states in place.
-        strided_blocks: whether the model takes a KV cache whose blocks have gaps between them, so that
+        strided_blocks: whether the model accepts a KV cache whose blocks have gaps between them, so that
             `kv_cache.flatten(2, 3)` is a copy. Where it does not, states and KV of `total_gb` get a fixed
             half each.
         shard: which part of the KV of a split model this rank holds; `StateTensor.split` says the same of the
             states. None where this rank holds all.
-        groups: the ranks that hold the other parts. All ranks take the same decisions.
+        groups: the ranks that hold the other parts. All ranks decide alike.
         model: a name for the model's shape and weights; debug mode compares the names of the ranks.
     """
 
@@ -90,7 +90,7 @@ class HybridStateSpec:
         instance("model", self.model, str)
 
     def without_bytes(self) -> "HybridStateSpec":
-        """The same grids and no layers: pools of any size that take no memory."""
+        """The same grids and no layers: pools of any size without bytes."""
         empty = tuple(replace(tensor, num_layers=0, split=None) for tensor in self.states)
         return replace(self, states=empty, num_attention_layers=0, shard=None)
 

@@ -233,7 +233,7 @@ def described(value: Any) -> str:
 def brief_repr(value: Any) -> str:
     """A dataclass in one line without lists, which may be a user's tokens: `Result(id=3, tokens=<40 items>)`.
 
-    Fields that are None or empty and zero counts are left out; short tuples and mappings of counts are
+    Without fields that are None or empty, and without zero counts; short tuples and mappings of counts are
     written out.
     """
     named = ((field.name, getattr(value, field.name)) for field in fields(value) if field.repr)

@@ -181,7 +181,7 @@ class Admission:
         return match.seen_tokens if self._cache.kv_blocks.tree.was_continued(keys[depth - 1]) else 0
 
     def _boundaries(self, holding: Holding, start: int, stop: int) -> tuple[Boundary, ...]:
-        """The boundaries in (start, stop] whose states the request's plan takes."""
+        """The boundaries in (start, stop] whose states the request's plan stores."""
         if not holding.path.shares or start // self._block_size == stop // self._block_size:
             return ()
         return checked_boundaries(

@@ -1,6 +1,6 @@
 """Where the kernels of scans cut a step's packed tokens into chunks: closed forms in numpy.
 
-With C the chunk size, a row that has c tokens behind it and brings n new ones, packed from q on, is cut
+With C the chunk size, a row that has c computed tokens and n new ones, packed from q on, is cut
 at every multiple of C strictly inside (c, c + n). Its chunk 0 starts at q and its chunk j >= 1 at
 q + (floor(c / C) + j) * C - c; there are ceil((c + n) / C) - floor(c / C) of them. A row without new
 tokens has no chunk. Example, C = 8, two rows with (c, n) = (0, 5) and (3, 10):

@@ -176,10 +176,10 @@ class DeviceMemory:
         return units.as_strided(shape, strides), slots
 
     def allocate(self) -> None:
-        """Make the tensors again, as zeros, after `free`. A call that raises leaves none."""
+        """Make the tensors again, as zeros, after `free`. Where it raises there are none."""
         if self.allocated:
             return
-        self.free()  # what an interrupted call has left
+        self.free()  # after an interrupted call
         try:
             self.kv_cache, states = self._new_memory()
             self.state_pool.put(self.state_pool.new_memory() if states is None else states)
@@ -217,7 +217,7 @@ class DeviceMemory:
         return self.durable_pool is not self.state_pool
 
     def summary(self) -> str:
-        """One line that says how many bytes each pool takes, or would take if it were allocated."""
+        """One line that says the bytes of each pool, allocated or not."""
         pool, durable, division, inputs = self.state_pool, self.durable_pool, self._division, self.input_pool
         state, kv = self._sizes.slot / MEBIBYTE, self._num_kv_blocks * self._sizes.block / MEBIBYTE
         blocks = f"blocks of {self._block_size} tokens"

@@ -37,7 +37,7 @@ class DynamicInferenceContext:
     """Rows, live states and steps of the requests that run at once, over a `PrefixCache`.
 
     One step consists of `schedule` for each request that shall advance, `begin_step`, the model's forward,
-    and `end_step` (or `abort_step`). `release` takes back all that a request holds.
+    and `end_step` (or `abort_step`). `release` frees all that a request holds.
 
     Attributes:
         spec: what the model needs.
@@ -52,7 +52,7 @@ class DynamicInferenceContext:
     ) -> None:
         """Allocate the pools. Where the model is split, this is a collective: all ranks make the call.
 
-        `clock`: tells the ages of what is evicted.
+        `clock`: nanoseconds, for the ages of what is evicted.
         """
         self.spec = instance("spec", spec, HybridStateSpec)
         self.config = instance("config", config, InferenceConfig)
@@ -193,7 +193,7 @@ class DynamicInferenceContext:
         complete a KV block or store a state.
 
         Returns:
-            The step; None, with nothing changed, where too few KV blocks or tokens are left, or no step can
+            The step; None, with nothing changed, where KV blocks or tokens are too few, or no step can
                 follow.
 
         Raises:
@@ -419,7 +419,7 @@ class DynamicInferenceContext:
         self.memory.allocate()
 
     def reset(self, *, keep_counts: bool = False) -> None:
-        """Drop every request, prefix, state, pin, reservation and count, whatever a failure left behind.
+        """Drop every request, prefix, state, pin, reservation and count, also after a failure.
 
         `keep_counts`: keep the counts of prompt tokens, and of what was cached and evicted.
         """
@@ -431,7 +431,7 @@ class DynamicInferenceContext:
             self._num_requests_seen = 0
         self.prefix_cache.reset(keep_totals=keep_counts)
         if not self.memory.allocated:
-            self.memory.free()  # what an interrupted suspend left
+            self.memory.free()  # after an interrupted suspend
 
     def cache_stats(self) -> CacheStats:
         """What became of every prompt token, and how full the pools are."""

@@ -184,7 +184,7 @@ def _blocks_without_bytes(config: InferenceConfig, num_slots: int) -> int:
     """KV blocks of a model without attention with `total_gb`: names of prefixes only.
 
     Those of running requests, and four times those of the longest prefixes of all slots, but at most
-    `_MOST_NAMES`, because the bookkeeping of a block takes some hundred bytes.
+    `_MOST_NAMES`, because the bookkeeping of a block costs some hundred bytes.
     """
     blocks_per_sequence = -(-config.max_sequence_length // config.block_size_tokens)
     names = min(4 * num_slots * blocks_per_sequence, _MOST_NAMES)

@@ -120,7 +120,7 @@ class DynamicInferenceRequest:
         ledger: how many prompt tokens were resumed, computed (by reason) and recomputed.
         num_counted: leading tokens that the ledger has counted, also before a restart.
         match: what was cached of the tokens at the last match; `Admission` writes it.
-        owned: whether a stream or a call of `generate` takes the result.
+        owned: whether a stream or a call of `generate` owns the result.
         result: None until the request has ended; the engine writes it.
         num_overtaken: later requests that were admitted while this one waited for memory or for a state; the
             scheduler writes it.
@@ -349,7 +349,7 @@ class RequestStep(PathStep):
         return range(scored.start if scored else self.stop - 1, self.stop)
 
     def max_drafts(self, num_speculative_tokens: int) -> int:
-        """How many drafts the step can take: 0 unless the step is a decode without drafts."""
+        """How many drafts the step can have: 0 unless the step is a decode without drafts."""
         if not self.decoding or self.drafts:
             return 0
         return max(0, min(num_speculative_tokens, self.request.max_length - self.stop - 1))

@@ -3,7 +3,7 @@
 from .step_inputs import StepShape
 
 FEWEST_ROWS = 32
-"""With fewer rows cuBLAS pads by itself, or takes kernels that are up to eight times as slow."""
+"""With fewer rows cuBLAS pads by itself, or picks kernels that are up to eight times as slow."""
 _BLOCK = 256  # rungs above it are its multiples
 MOST_PADDING = _BLOCK - 1
 """No number of rows is further from its rung."""

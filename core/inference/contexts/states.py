@@ -34,7 +34,7 @@ class RequestStates:
         holding.num_computed = num_tokens
 
     def max_inner_states(self, steps: Sequence[RequestStep]) -> int | None:
-        """How many states inside their prefills the steps can take; None: any number."""
+        """How many states inside their prefills the steps can store; None: any number."""
         return None
 
     def gather(self, steps: Sequence[RequestStep]) -> None:
@@ -115,7 +115,7 @@ class RequestStates:
             self._copy([written], [holding.state_index])
 
     def skip(self, holding: Holding, num_tokens: int) -> None:
-        """Count tokens as computed whose decodes left the request's state where it is."""
+        """Count tokens as computed whose decodes did not move the state."""
         holding.num_computed += num_tokens
 
     def move_to_live(self, holding: Holding) -> None:
@@ -265,7 +265,7 @@ class EncodedStates(RequestStates):
         return position >= step.stop - len(step.drafts)
 
     def _place(self, step: RequestStep, position: int) -> int:
-        """The pool index where the step leaves the state at a boundary."""
+        """The pool index where the step writes the state at a boundary."""
         if self._is_last(step, position):
             return self._live_slot(step, position)
         return self._staged[step.holding.row, position]

@@ -13,7 +13,7 @@ from .step_inputs import StepShape
 Layout = Literal["front", "tokens", "rows", "state_writes"]
 """Where the values lie in a tensor that is padded:
 
-front: one after another, padding behind them.
+front: one after another, then padding.
 tokens: each decode row's tokens, padded to `decode_tokens`, then the prefill tokens.
 rows: decode rows, padding, prefill rows, padding.
 state_writes: as "tokens" for decodes, then one value for each prefill row.

@@ -279,7 +279,7 @@ class _Layout:
             array[self._places(field, len(values))] = values
 
     def _fill_rows(self, array: Array, values: Any) -> None:
-        """Write decode rows first, and prefill rows behind the decode rows and their padding."""
+        """Write decode rows first, then prefill rows after the decode rows and their padding."""
         decodes, first, prefills = self._packing.num_decodes, self._shape.decodes, self._packing.num_prefills
         columns = tuple(slice(size) for size in np.shape(values)[1:])
         array[(slice(decodes), *columns)] = values[:decodes]

@@ -95,10 +95,10 @@ class Replay:
     """What decodes by replay need: where each request's inputs since its last grid point lie.
 
     A grid point is a multiple of `PrefillChunks.chunk_size`. Between steps, the state of a request is the
-    state at its last grid point: `StepInputs.state_sources` names it. A decode row reads the inputs behind
+    state at its last grid point: `StepInputs.state_sources` names it. A decode row reads the inputs after
     that point, and appends its tokens' own; it does not go beyond the next grid point. The row that reaches
     the next grid point writes the state there. A prefill row starts on a grid point. It stores the state at
-    its last grid point, and the inputs behind that point, its tail.
+    its last grid point, and the inputs after that point, its tail.
 
     Beyond a request's tokens a slot may hold anything, NaN included.
     """
@@ -119,10 +119,10 @@ class StepInputs:
 
     Index tensors lie on the model's device, and are valid until the context begins its next step. The model
     writes `kv_cache` at `kv_write_positions` and `state_pool` at the destinations, and nothing else; in a KV
-    block whose first row it writes, it may also write zeros behind the last token. With `replay` it
+    block whose first row it writes, it may also write zeros after the last token. With `replay` it
     also writes its tokens' inputs.
 
-    All tensors may be padded to `shape`: padding lies behind the real decode rows and behind the real prefill
+    All tensors may be padded to `shape`: padding follows the real decode rows and the real prefill
     rows, as `kernels.reference` describes. The logits of padding are ignored. The padding tokens of a real
     decode row have position 0, and -1 as state destination.
     """
@@ -146,7 +146,7 @@ class StepInputs:
     kv_cache: Tensor  # [attention layers, 2 (K, V), blocks, block_size_tokens, kv heads, head dim]
     state_pool: StatePool
     replay: Replay | None = None  # None: decodes update states at each token
-    batch_invariant: bool = False  # whether no result may depend on the rows beside it
+    batch_invariant: bool = False  # whether no result may depend on other rows
 
     @property
     def num_decodes(self) -> int:
@@ -162,7 +162,7 @@ class StepInputs:
 
     @property
     def attention_rows(self) -> AttentionRows:
-        """The rows, as attention kernels take them."""
+        """The rows, for attention kernels."""
         return AttentionRows(
             block_table=self.block_table,
             kv_lengths=self.kv_lengths,

@@ -75,7 +75,7 @@ class HostCopies(StateCopies):
         self._stored: dict[int, torch.cuda.Event] = {}
         self._staged: Tensor | None = None
         self._zeros: Tensor | None = None  # [state_bytes] on the device
-        self._left: list[torch.cuda.Event | None] = [None] * NUM_STAGED
+        self._copied: list[torch.cuda.Event | None] = [None] * NUM_STAGED
         self._next_stage = 0
 
     # ---- out
@@ -89,9 +89,9 @@ class HostCopies(StateCopies):
         with on_device_of(self._device):
             stage = self._next_stage
             self._next_stage = (stage + 1) % NUM_STAGED
-            step, left = torch.cuda.current_stream(self._device), self._left[stage]
-            if left is not None:
-                step.wait_event(left)
+            step, copied = torch.cuda.current_stream(self._device), self._copied[stage]
+            if copied is not None:
+                step.wait_event(copied)
             staged = self._stages()[stage]
             staged.copy_(row)
             self._stream.wait_event(step.record_event())
@@ -101,7 +101,7 @@ class HostCopies(StateCopies):
                     if self._scrubs:
                         staged.zero_()
             finally:  # a call that fails may have launched a copy
-                self._left[stage] = self._stored[host_slot] = self._stream.record_event()
+                self._copied[stage] = self._stored[host_slot] = self._stream.record_event()
 
     def _keep(self, row: Tensor, host_slot: int, serial: int) -> None:
         self.rows[host_slot].copy_(row, non_blocking=True)

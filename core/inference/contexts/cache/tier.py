@@ -63,7 +63,7 @@ class TierSlots:
         """Protect this copy, and no other, from eviction; None for none."""
         self._pinned = key
 
-    def take(self) -> tuple[int, int]:
+    def allocate(self) -> tuple[int, int]:
         """A slot to write, and the hash whose copy is evicted for it, or 0; (-1, 0) where there is none."""
         if self._free:
             slot = self._free.pop()
@@ -80,7 +80,7 @@ class TierSlots:
         return slot, victim
 
     def publish(self, key: int, slot: int, serial: int) -> None:
-        """Index the state in a slot from `take` under its hash; no other state ever had this `serial`."""
+        """Index the state in a slot from `allocate` under its hash; no other state ever had this `serial`."""
         for watcher in self.watchers:
             watcher([key])
         self._serials[slot] = serial
@@ -130,7 +130,7 @@ class TierSlots:
         assert sorted(slots) == list(range(self.num_slots)), "a slot of a tier is nowhere, or twice"
         assert self._pinned is None, "a copy of a tier is pinned"
         left = sum(self.left_by_cause.values())
-        assert self.num_entered == len(self._slots) + left, "the count of copies that left a tier is off"
+        assert self.num_entered == len(self._slots) + left, "the count of removed copies is off"
 
 
 class StateCopies:
@@ -234,7 +234,7 @@ class HostTier:
             if key in self.host:
                 self.host.use(key)
                 continue
-            host_slot = self._take(self.host)
+            host_slot = self._allocate(self.host)
             if host_slot < 0:
                 continue
             self._serial = serial = self._serial + 1
@@ -250,7 +250,7 @@ class HostTier:
         if key in self.files:
             self.files.use(key)
             return
-        file = self._take(self.files)
+        file = self._allocate(self.files)
         if file < 0:
             return
         try:
@@ -259,10 +259,10 @@ class HostTier:
             self._note_failure()
         self.files.publish(key, file, serial)
 
-    def _take(self, tier: TierSlots) -> int:
-        slot, left = tier.take()
-        if left and left not in self:
-            self.on_left([left])
+    def _allocate(self, tier: TierSlots) -> int:
+        slot, evicted = tier.allocate()
+        if evicted and evicted not in self:
+            self.on_left([evicted])
         return slot
 
     def _note_failure(self) -> None:
@@ -349,7 +349,7 @@ class HostTier:
 
     def _load(self, key: int) -> bool:
         """Read a file into host memory; the indexes change alike on all ranks, whatever is read."""
-        host_slot = self._take(self.host)
+        host_slot = self._allocate(self.host)
         if host_slot < 0:
             return False
         serial = self.files.serial_of(key)

@@ -1,4 +1,4 @@
-"""The books of a tier: against a list of copies, and the bytes that the books point to."""
+"""The index of a tier: against a list of copies, and the bytes that the index points to."""
 
 from random import Random
 from unittest.mock import patch
@@ -22,27 +22,27 @@ BYTES = 24
 def test_the_copy_used_longest_ago_leaves_first() -> None:
     tier = TierSlots(2)
     for key in (11, 12):
-        tier.publish(key, tier.take()[0], key)
+        tier.publish(key, tier.allocate()[0], key)
     tier.use(11)
-    slot, left = tier.take()
+    slot, left = tier.allocate()
     assert left == 12
     tier.publish(13, slot, 13)
     assert tier.keys() == [11, 13]
     tier.pin(11)
-    assert tier.take()[1] == 13
-    assert tier.take() == (-1, 0)
+    assert tier.allocate()[1] == 13
+    assert tier.allocate() == (-1, 0)
     tier.mend()
     tier.check_integrity()
 
 
-def test_a_tier_without_slots_takes_nothing() -> None:
-    assert TierSlots(0).take() == (-1, 0)
+def test_a_tier_without_slots_allocates_none() -> None:
+    assert TierSlots(0).allocate() == (-1, 0)
 
 
 def test_a_slot_that_an_interrupt_lost_is_found_again() -> None:
     tier = TierSlots(2)
-    tier.publish(11, tier.take()[0], 1)
-    tier.take()
+    tier.publish(11, tier.allocate()[0], 1)
+    tier.allocate()
     with pytest.raises(AssertionError, match="nowhere"):
         tier.check_integrity()
     tier.mend()
@@ -214,7 +214,7 @@ def test_a_bad_copy_that_cost_another_state_is_told() -> None:
     assert 4 in slots.map
 
 
-def test_books_without_tensors_find_every_copy() -> None:
+def test_a_tier_without_tensors_finds_every_copy() -> None:
     tier = HostTier(4)
     slots = StateSlots(1, "lru", Index(100))
     slots.spill = tier.spill
