@@ -330,22 +330,9 @@ def test_offsets_count_from_the_first_token_a_continuation_chunk_computes():
     assert plan_of(23, finished=12)[0] == ([8], [14], -1)
 
 
-def test_the_branch_of_a_continuation_chunk_lies_behind_earlier_blocks():
-    assert plan_of(31, finished=8, matched=2)[0] == ([8, 20], [13, 16], -1)
-
-
 @pytest.mark.parametrize("names", ["0.19", "0.20"])
 def test_either_name_of_the_ssm_chunk_is_read(names):
     assert plan_of(14, finished=2, chunk=2, names=names)[0] == ([10], [12], -1)
-
-
-def test_requests_without_hashes_take_nothing():
-    host, slots = make()
-    for hashes in ([], None):
-        chunk = Chunk(FakeRequest(1, tokens(12), precomputed_block_hashes=hashes), 0, 0, 12)
-        host.plan(slots, chunk, [1, 2, 3])
-        assert planned(slots) == ([], [], -1)
-        assert not slots._has_intermediates
 
 
 def test_a_row_planned_anew_forgets_its_last_plan():
@@ -364,12 +351,6 @@ def test_a_long_plan_is_cut_in_the_order_marks_tail_branch_and_the_cut_is_counte
     assert slots.dropped_checkpoints == 3
     assert plan_of(31, matched=3, width=3, optional=dict(plan))[0][0] == [4, 20, 28]
     assert plan_of(31, matched=3, width=2, optional=dict(plan))[0][0] == [4, 20]
-
-
-def test_the_row_must_be_one_of_the_hosts():
-    _, slots = make()
-    with pytest.raises(ValueError, match="current_id"):
-        slots.compute_and_store_offsets(FakeRequest(1, tokens(5)), 4, 0, 5, 0, [], 2)
 
 
 # ---- the step's rows
@@ -439,13 +420,6 @@ def test_rows_are_empty_after_a_commit_and_a_second_commit_does_nothing():
     assert planned(slots) == ([], [], -1)
 
 
-def test_a_state_taken_in_one_step_is_restored_in_the_next():
-    host, slots = make(8)
-    served(host, slots, [Chunk(FakeRequest(1, tokens(12)), 0, 0, 12)], {1: [1, 2, 3]})
-    assert slots.restore_to_live(3, 3)
-    assert same_bytes(host.live(3), host.state_after(FakeRequest(1, []), 12))
-
-
 @pytest.mark.parametrize("max_slots", [0, 1, 2])
 def test_a_full_pool_costs_states_never_the_step(max_slots):
     host, slots = make(max_slots)
@@ -460,15 +434,6 @@ def test_a_full_pool_costs_states_never_the_step(max_slots):
     for key in {1002, 1003, 1005, 1006} - slots.hash_to_block_id.keys():
         if max_slots:
             assert slots.ghosts.reason(key) == "capacity"
-    slots.check_integrity()
-
-
-def test_a_pool_full_of_pinned_states_costs_the_new_states():
-    host, slots = make(1)
-    slots.pin(committed(host, slots, 9)[0])
-    served(host, slots, [Chunk(FakeRequest(1, tokens(12)), 0, 0, 12)], {1: [1, 2, 3]})
-    assert slots.hash_to_block_id == {109: 9}
-    assert slots.ghosts.reason(1003) == "capacity"
     slots.check_integrity()
 
 
