@@ -346,7 +346,7 @@ class DynamicInferenceEngine:
     def _settle(self) -> None:
         """As `check_usable`, but does nothing during a step, or where the engine is broken."""
         if self._state.stepping is None and self._state.broken_by is None:
-            self.check_usable("settle")
+            self.check_usable("stats")
 
     @torch.inference_mode()
     def _on_step(self, reports: bool = False, claims_results: bool = True) -> None:
