@@ -437,6 +437,15 @@ def test_a_full_pool_costs_states_never_the_step(max_slots):
     slots.check_integrity()
 
 
+def test_a_pool_full_of_pinned_states_costs_the_new_states():
+    host, slots = make(1)
+    slots.pin(committed(host, slots, 9)[0])
+    served(host, slots, [Chunk(FakeRequest(1, tokens(12)), 0, 0, 12)], {1: [1, 2, 3]})
+    assert slots.hash_to_block_id == {109: 9}
+    assert slots.ghosts.reason(1003) == "capacity"
+    slots.check_integrity()
+
+
 def test_rows_a_host_cleared_commit_nothing():
     host, slots = make(8)
     chunks = [Chunk(FakeRequest(1, tokens(12)), 0, 0, 12), Chunk(FakeRequest(2, tokens(12)), 1, 0, 12)]
