@@ -52,15 +52,15 @@ def kv_unit_for_states(
 class Borrowing:
     """Moves units between states and KV, as one of them needs memory. Moves no bytes.
 
-    Addresses are fixed: a slot or a block that leaves the free ones is not used, and the memory that it names
-    is used under another number. So index tensors and CUDA graphs stay valid. What was launched before reads
+    Addresses are fixed: a slot or a block that is removed from the free list is not used; its memory is
+    used under another number. So index tensors and CUDA graphs stay valid. What was launched before reads
     and writes the memory before what is launched later.
 
     A state and the KV before it are worth nothing without each other. So one order decides for both, that in
     which states are evicted: where states need memory, a unit of KV goes that is free, or whose states would
     be evicted next; where KV needs memory, cached blocks go that nothing can be resumed with, then units of
-    free slots, then the next state with what it leaves. Decisions depend on the books alone, so that all
-    ranks of a model take the same.
+    free slots, then the next state and what only it kept. Decisions depend on numbers alone: all ranks
+    of a model take the same.
 
     Attributes:
         num_to_states, num_to_kv: units that have changed sides.
@@ -139,7 +139,7 @@ class Borrowing:
         """Add free blocks until so many are free, or until only pinned states are left.
 
         Cached blocks go that nothing can be resumed with, then units of free slots; then the state that is
-        next in the order of eviction, which leaves its slot and perhaps its blocks to that.
+        next in the order of eviction, whose slot and perhaps blocks become free.
         """
         kv, slots = self._kv_blocks, self._slots
         while kv.total_avail < num_blocks:

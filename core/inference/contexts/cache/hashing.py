@@ -73,7 +73,7 @@ class SaltKey:
     that exchange salted prefixes need one key.
 
     Attributes:
-        key_id: tells keys apart; 16 hexadecimal digits, which say nothing about the key.
+        key_id: 16 hexadecimal digits that differ between keys and reveal nothing of the key.
     """
 
     def __init__(self, key: bytes) -> None:

@@ -35,7 +35,7 @@ class KVBlockAllocator:
     """The bookkeeping of a pool of KV blocks; the tensors belong to the context.
 
     A block is *free*, *held* (reference count > 0) or *cached* (registered under its prefix hash, and not
-    held). A registered block's parent is the registered block before it in the sequence. Whoever holds a
+    held). A registered block's parent is the registered block before it in the sequence. A path that holds a
     block also holds the block's parents. So cached blocks hang below held ones, and all of them can be
     evicted, leaf first. The cost of a call grows with the blocks that it names (times the logarithm of the
     number of cached blocks), not with the pool.
@@ -151,7 +151,7 @@ class KVBlockAllocator:
 
     @property
     def cached_count(self) -> int:
-        """The number of registered blocks that nobody holds."""
+        """The number of registered blocks that are not held."""
         return self._num_cached
 
     @property
@@ -167,7 +167,7 @@ class KVBlockAllocator:
     ) -> bool:
         """Whether `num_blocks` can be allocated once `potential_matched_count` cached blocks are held.
 
-        `keep_slots`: slots of states that a request pins before, beside which it takes live slots.
+        `keep_slots`: slots of states that a request has pinned before it allocates live slots.
         """
         needed = integer("num_blocks", num_blocks, 0)
         matched = integer("potential_matched_count", potential_matched_count, 0)
@@ -179,7 +179,7 @@ class KVBlockAllocator:
         return missing <= self.lender.num_blocks_to_lend(keep_slots, self.units.num_spare_units)
 
     def count_cached(self, block_ids: Sequence[int]) -> int:
-        """How many of these blocks nobody holds; all of them must be registered."""
+        """How many of these blocks are not held; all of them must be registered."""
         return countOf(map(self._refs.__getitem__, self._checked(block_ids)), 0)
 
     # ---- allocation and references
@@ -224,7 +224,7 @@ class KVBlockAllocator:
                 )
             if not refs[parent] and parent not in seen:
                 raise ValueError(
-                    f"block_ids names {block}; accepted: after its parent {parent}, which nobody holds"
+                    f"block_ids names {block}; accepted: after its parent {parent}, which is not held"
                 )
         for block in blocks:
             if refs[block] == 0:
@@ -240,7 +240,7 @@ class KVBlockAllocator:
         Unregistered blocks without a reference become free; registered ones stay cached. A block named twice
         loses two references.
 
-        `forget`: also deregister the blocks that nobody holds any more and no other sequence continues.
+        `forget`: also deregister the blocks that are not held any more and no other sequence continues.
         """
         blocks = self._checked(block_ids)
         refs, tree = self._refs, self.tree
@@ -367,7 +367,7 @@ class KVBlockAllocator:
         """Deregister and free `num_blocks` cached blocks and return them (none for a number <= 0).
 
         Only leaves are evicted, so that no chain loses its middle. Leaves without a state go first, because
-        nothing can resume there; then the leaves used longest ago.
+        nothing can resume there; then the least recently used leaves.
 
         Raises:
             KVBlockCapacityError: fewer blocks are cached; nothing is changed.
@@ -427,7 +427,7 @@ class KVBlockAllocator:
         self._notify(blocks, hashes)
 
     def _put_back(self, blocks: list[int]) -> None:
-        """Give blocks that were about to leave their places among the cached ones again."""
+        """Put blocks back among the cached ones, whose deregistration failed."""
         tree = self.tree
         for block in blocks:
             tree.num_cached_children[tree.parents[block]] += 1

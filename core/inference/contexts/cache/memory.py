@@ -10,7 +10,7 @@ ALIGNMENT = 256
 MOST_WASTE = 0.02
 _MOST_OF_A_UNIT = 24
 _MOST_NUMBERS = 1 << 18
-"""Slots, or blocks, that a memory numbers at most: the host's books of each take some hundred bytes."""
+"""Slots, or blocks, that a memory numbers at most: the bookkeeping of each costs some hundred bytes."""
 Zero = Callable[[Sequence[int]], None]
 
 
@@ -26,7 +26,7 @@ class RankBudget(NamedTuple):
 
     Attributes:
         sizes: of a state and of a KV block.
-        memory: bytes for states and KV together, behind what else running requests need.
+        memory: bytes for states and KV together, without what else running requests need.
         num_live: live states among them.
     """
 

@@ -200,17 +200,17 @@ class PoolStats:
         num_pinned_slots: of the committed ones, those that pins and running requests keep from eviction, and
             slots that are read while their block has left.
         num_states_committed: states, since the beginning or `reset`; as are the counts of states that follow.
-        num_states_evicted: states that left for a new state, or for the state of a running request.
+        num_states_evicted: states evicted for a new state, or for the state of a running request.
         num_states_refused: states that were not taken for want of a slot.
-        num_states_evicted_unused: states that left for want of memory, and from which nobody had resumed.
-        states_left_by_cause: all states that left; `StateRemovalCause` explains each cause.
-        state_ages: of states that left for want of memory; times, in which equal snapshots may differ.
+        num_states_evicted_unused: states evicted before any request resumed from them.
+        states_left_by_cause: all states that were removed; `StateRemovalCause` explains each cause.
+        state_ages: of states evicted for want of memory; times, in which equal snapshots may differ.
         num_free_kv_blocks: blocks that store nothing.
-        num_cached_kv_blocks: registered blocks that nobody holds.
+        num_cached_kv_blocks: registered blocks that are not held.
         num_held_kv_blocks: blocks that requests or pins hold.
         num_kv_blocks_registered: blocks, since the beginning or `reset`.
-        kv_blocks_left_by_cause: registered blocks that left; `KVRemovalCause` explains each cause.
-        kv_block_ages: of blocks that left for want of memory; times as well.
+        kv_blocks_left_by_cause: registered blocks that were removed; `KVRemovalCause` explains each cause.
+        kv_block_ages: of blocks evicted for want of memory; times as well.
         tiers: copies of states in host memory and on the disk.
     """
 

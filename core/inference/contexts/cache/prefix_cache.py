@@ -161,7 +161,7 @@ class PrefixCache:
             chain: the hashes of at least the whole blocks of these tokens.
             num_tokens: tokens of the sequence. Only states that leave at least one token to compute count.
             path: what the sequence holds already. States within the path's registered blocks do not count.
-            max_resume_tokens: deeper states do not count, because the tokens behind are to be computed: the
+            max_resume_tokens: deeper states do not count, because the tokens after are to be computed: the
                 sequence shares their KV only. None for no limit.
             known: an earlier result for the same sequence, or for its beginning. The call returns what it
                 would return without `known`, at the cost of what has changed: O(1) where nothing has that
@@ -204,8 +204,8 @@ class PrefixCache:
             chain: the hashes of the sequence's whole blocks.
             plan: which states of the sequence are taken.
             table_row: will show the path's blocks.
-            max_resume_tokens: the sequence is that of a request that comes, which could resume behind so many
-                tokens at most. None for a sequence that is no request.
+            max_resume_tokens: of a request that arrives: it could resume after at most so many tokens. None
+                for a sequence that is no request.
             again: whether the request came before, and was preempted.
         """
         path = CachedPath(chain, plan, table_row, self._enabled)
@@ -282,7 +282,7 @@ class PrefixCache:
     def release(self, path: CachedPath) -> None:
         """Release all that the path holds; do not use the path afterwards.
 
-        Observers of deregistered blocks are called last, when the books are in order.
+        Observers of deregistered blocks are called last, when all counts are right.
         """
         self.release_state(path)
         self.slots.policy.end(path.request)
@@ -293,7 +293,7 @@ class PrefixCache:
     def discard(self, path: CachedPath) -> None:
         """Release a path whose content cannot be trusted; do not use the path afterwards.
 
-        What the path registered and what it resumed from is not found any more, as far as nobody else holds
+        What the path registered and what it resumed from is not found any more, as far as no other path holds
         it. States along the path go unless they are pinned. Its blocks go from the deep end up, until one
         that is held or that another sequence continues.
         """
@@ -400,9 +400,9 @@ class PrefixCache:
         self.kv_blocks.deregister_all()
 
     def reset(self, *, keep_totals: bool = False) -> None:
-        """Forget everything, also holders. Works on inconsistent books, too.
+        """Forget everything, also holders. Works on an inconsistent cache, too.
 
-        `keep_totals`: whether the counts of what entered and left stay; what leaves counts as "reset".
+        `keep_totals`: whether the counts of what entered and was removed stay; the rest counts as "reset".
         """
         self.pins.clear()
         if self.tier is not None:
@@ -455,7 +455,7 @@ class PrefixCache:
         return {root: RootUse(states[root], number, held[root]) for root, number in blocks.items()}
 
     def check_integrity(self, paths: Iterable[CachedPath], during_step: bool = False) -> None:
-        """Raise AssertionError where the books contradict each other or the paths; O(pools).
+        """Raise AssertionError where the parts contradict each other or the paths; O(pools).
 
         Args:
             paths: all open paths.
@@ -474,7 +474,7 @@ class PrefixCache:
         assert references == Counter(self.kv_blocks.references), "a KV reference leaked"
         assert pins == Counter(self.slots.pins), "a pin leaked"
         num_findable = len(self.slots.map.hash_to_block_id)
-        assert num_findable == len(self.slots.map), "a state that nobody can find"
+        assert num_findable == len(self.slots.map), "a state without a hash"
         assert during_step or not self.slots.reserved, "a reservation leaked"
         if self.tier is not None:
             self.tier.check_integrity(self.kv_blocks.tree.block_of_hash.__contains__)

@@ -77,7 +77,7 @@ class MatchBasis:
         last_key: the hash of its last whole block, or 0.
         num_held: leading registered blocks of the sequence's path; -1 where nothing was looked up.
         max_resume_tokens: states deeper than this did not count; None for no limit.
-        num_lost: leading blocks up to the deepest ghost of a state behind the resume point.
+        num_lost: leading blocks up to the deepest ghost of a state after the resume point.
         clock: the clock of the prefix tree when the match was right.
         family_change: the last change of a state of the prefix's family at that time; see `PrefixTree`.
         num_lapses: how often ghosts had lapsed by then.
@@ -123,12 +123,12 @@ class PrefixMatcher:
 
     An earlier match of the same sequence is judged by these rules, each of which costs O(1):
 
-        blocks  Only leaves leave the tree. So all matched blocks stand if the last one stands: it is
+        blocks  Only leaves are removed. So all matched blocks stand if the last one stands: it is
                 registered, and was registered before the match. A block that left and came back was
-                registered later. More blocks match only if the hash behind the last one is registered.
+                registered later. More blocks match only if the hash after the last one is registered.
         states  The known state is there if its block still has its slot. A deeper one can only have come
-                where the tree noted a change in the prefix's family, or behind the known blocks.
-        ghosts  The sequence follows a known path further only if the hash behind that path is a ghost now.
+                where the tree noted a change in the prefix's family, or after the known blocks.
+        ghosts  The sequence follows a known path further only if the hash after that path is a ghost now.
                 Ghosts of states come and go with changes in the family. All other ghosts that go are counted
                 as lapses.
 
@@ -245,7 +245,7 @@ class PrefixMatcher:
         return match
 
     def _num_reachable(self, num_blocks: int, num_tokens: int, basis: MatchBasis) -> int:
-        """How many of the leading blocks a sequence of `num_tokens` tokens may resume behind."""
+        """How many of the leading blocks a sequence of `num_tokens` tokens may resume after."""
         limit = basis.max_resume_tokens
         most = num_tokens - 1 if limit is None else min(limit, num_tokens - 1)
         return min(num_blocks, most // self._size)

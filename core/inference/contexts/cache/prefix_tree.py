@@ -152,7 +152,7 @@ class PrefixTree:
         block_of_hash: prefix hash -> registered block. `clear` puts another dict in its place.
         parents: parent of each block, -1 for unregistered blocks.
         num_held_children, num_cached_children: for each block the number of registered blocks that continue
-            it and are held, or are held by nobody. The last entry is the origin's.
+            it and are held, or are cached. The last entry is the origin's.
         ghosts: hashes of evicted blocks.
         leaves: the order in which cached blocks are evicted.
         deferred: containers that `clear` replaced, freed a little at a time.

@@ -7,10 +7,12 @@ from collections.abc import Callable, Collection, Sequence
 from .eviction import EvictionPolicy
 from .state_tree import StateNode, StateTree
 
-_FRONTIER, _FORK, _SUPERSEDED, _LEFT = 0, 5, 11, 14
+_FRONTIER, _FORK, _SUPERSEDED, _LEFT = 0, 5, 11, 14  # first number of each kind of class
 _CHUNK_END = _SUPERSEDED + 2
-_TURN_CLASSES = (0, 0, 1, 2, 3, 3, 4)
-_USE_CLASSES = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)
+_TURN_CLASSES = (0, 0, 1, 2, 3, 3, 4)  # turns before a frontier state -> class; more turns: the last one
+_USE_CLASSES = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # uses of a fork -> class; more uses: the last one
+# Expected uses a request at age 0 of the 16 classes, before `UseRates` has learned any: longer sessions and
+# forks of more uses are used sooner, superseded and left states seldom. Two states' worth of evidence.
 _PRIORS = (0.3, 0.4, 0.6, 0.7, 0.8, 0.4, 0.5, 0.8, 1.0, 1.2, 1.5, 0.04, 0.04, 0.02, 0.02, 0.04)
 _RESCORED_A_REQUEST = 16
 _MOST_SESSION_USES = 6  # a place that more requests ended at is no place of one session
@@ -144,7 +146,7 @@ class ValueEviction(EvictionPolicy):
         """Forget all states, ghosts and requests. What was learned of rates stays."""
         self._tree = StateTree()
         self._now = 0
-        self._tells_requests = False
+        self._sees_requests = False
         self._serial = 0
         self._slots: dict[int, StateNode] = {}
         self._nodes: dict[int, StateNode] = {}  # known ones by key
@@ -160,7 +162,7 @@ class ValueEviction(EvictionPolicy):
 
     def arrive(self, keys: Sequence[int], stop: int, again: bool = False) -> int:
         """A request arrives; preempted ones (`again`) count as no use. Returns its number."""
-        self._tells_requests = True
+        self._sees_requests = True
         if not again:
             self._tick()
         node = self._tree.find(keys, stop)
@@ -283,7 +285,7 @@ class ValueEviction(EvictionPolicy):
 
     def insert(self, slots: Sequence[int]) -> None:
         """States were committed in these slots; `name` says which."""
-        if not self._tells_requests:
+        if not self._sees_requests:
             self._tick()
         for slot in slots:
             self._slots[slot] = node = StateNode(0, 1, [])
@@ -292,7 +294,7 @@ class ValueEviction(EvictionPolicy):
             self._push(node)
 
     def name(self, slot: int, key: int, path: Callable[[], Sequence[int]]) -> None:
-        """The state in `slot` is found under `key`; `path` tells the hashes of its prefix, `key` the last."""
+        """The state in `slot` is found under `key`; `path()` returns the hashes of its prefix, `key` last."""
         unnamed = self._slots[slot]
         if unnamed.parent is not None:
             if unnamed.key == key:
@@ -302,7 +304,7 @@ class ValueEviction(EvictionPolicy):
             unnamed = self._slots[slot]
         node = self._nodes.get(key)
         if node is not None and node.slot >= 0:
-            unnamed.rate = 0  # nobody finds the state
+            unnamed.rate = 0  # no request finds the state
             self._push(unnamed)
             return
         if node is None or not node.present:
@@ -318,7 +320,7 @@ class ValueEviction(EvictionPolicy):
     def use(self, slot: int) -> None:
         """A request resumed from `slot`."""
         node = self._slots[slot]
-        if not self._tells_requests:
+        if not self._sees_requests:
             self._tick()
             if node.parent is not None:
                 self._note_use(node, is_fork=bool(node.num_uses))

@@ -1,10 +1,11 @@
-"""One pool for live and cached states: its book against a plain one, whatever is taken and given back."""
+"""One pool for live and cached states against a plain list, and the choice among planned states."""
 
 import mambaslots as ms
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from mambaslots.inference.contexts.cache.state_slots import StateSlots
+from mambaslots.inference.contexts.cache.state_slots import StateSlots, choose_for_slots
 from mambaslots.inference.contexts.mamba_metadata import MambaMetadata
 from oracle.kv_index import Index
 
@@ -165,3 +166,38 @@ def test_a_slot_that_is_lost_or_in_two_hands_is_found() -> None:
         spoil(slots, slot)
         with pytest.raises(AssertionError):
             slots.check_integrity()
+
+
+def test_the_worthiest_certain_states_come_first():
+    assert choose_for_slots("abc", num_available=2, num_free=2) == (["a", "b"], ["c"])
+
+
+def test_guesses_get_only_slots_that_are_free():
+    assert choose_for_slots("a", "xy", num_available=5, num_free=2) == (["a", "x"], [])
+
+
+def test_guesses_evict_nothing():
+    assert choose_for_slots("", "x", num_available=5, num_free=0) == ([], [])
+
+
+def test_nothing_is_chosen_without_slots():
+    assert choose_for_slots("ab", "x", num_available=0) == ([], ["a", "b"])
+
+
+@given(st.integers(0, 8), st.integers(0, 8), st.integers(0, 8), st.integers(0, 8))
+def test_slots_are_handed_out_one_by_one(num_certain, num_guessed, num_free, num_evictable):
+    certain = [("certain", i) for i in range(num_certain)]
+    guessed = [("guessed", i) for i in range(num_guessed)]
+    free, evictable, chosen, refused = num_free, num_evictable, [], []
+    for candidate in certain:
+        if free:
+            free -= 1
+        elif evictable:
+            evictable -= 1
+        else:
+            refused.append(candidate)
+            continue
+        chosen.append(candidate)
+    chosen += guessed[:free]
+    choice = choose_for_slots(certain, guessed, num_available=num_free + num_evictable, num_free=num_free)
+    assert choice == (chosen, refused)
