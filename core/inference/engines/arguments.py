@@ -93,10 +93,7 @@ def checked_sequence(
 
 
 def named_prompts(prompts: Iterable[Prompt], name: str = "prompts") -> list[tuple[str, Any]]:
-    """Each prompt with its name in messages, "prompts[1]"; a ValueError where `prompts` is no list of them.
-
-    `name`: what messages call them, in the plural. A single prompt is "prompt".
-    """
+    """Each prompt with its name in messages, as "prompts[1]"; `name` is in the plural."""
     if isinstance(prompts, (str, bytes)):
         raise ValueError(
             f"{name} is {shown(prompts)}; accepted: a list of {name}, each a list of token ids: tokenize "
@@ -192,13 +189,7 @@ def one_each(name: str, value: Any, count: int, noun: str = "prompt") -> list[An
 def agreed_salt_key(
     setting: bytes | str | None, groups: ParallelGroups, device: torch.device | None = None
 ) -> SaltKey:
-    """The salt key of the configuration, else of the environment, else a drawn one; the same on every rank.
-
-    A collective where the model is split: rank 0 then sends a drawn key to the others.
-
-    Raises:
-        ValueError: ranks have different keys, or one has none that is accepted; on all ranks.
-    """
+    """The salt key of the configuration, the environment or a draw, the same on every rank: a collective."""
     key, failure = None, ""
     try:
         key = given_key(setting, os.environ)

@@ -81,24 +81,7 @@ class BatchInvariance:
         *,
         replaces_products: bool = True,
     ) -> None:
-        """Refuse, set torch's switches, and check the model. Where the model is split, this is a collective.
-
-        Takes seconds. Needs memory for pools of two short requests and for the largest result of a product,
-        float32 logits of the largest step perhaps, and gives it back to the device.
-
-        Args:
-            model: what the engine serves.
-            spec: what the model said of itself.
-            config: of the engine.
-            max_logits: the most logit rows of a step; None: as many as a step has tokens, which steps that
-                score have.
-            replaces_products: whether a product whose bits depend on the number of rows is computed by
-                `kernels.sequential_product` instead; otherwise it is refused.
-
-        Raises:
-            ValueError: a setting, or an operation of the model, cannot keep bits. The message names it.
-            RuntimeError: another engine holds torch's switches, and one was changed.
-        """
+        """Refuse, set torch's switches, and check the model."""
         check_settings(spec, config)
         self._spec = spec
         self.products: tuple[CheckedProduct, ...] = ()
@@ -261,13 +244,7 @@ def _fix_orders_of_addition(spec: HybridStateSpec) -> None:
 def record(
     model: Model, spec: HybridStateSpec, config: InferenceConfig
 ) -> tuple[list[Product], list[AttentionSizes]]:
-    """The different products and attentions that a model makes in prefills and in decodes.
-
-    Runs four short steps. Where the model is split, this is a collective.
-
-    Raises:
-        BatchVarianceError: an operation cannot keep bits, or attention runs with several splits.
-    """
+    """The different products and attentions that a model makes in prefills and in decodes."""
     steps = DummySteps(model, spec, config, longest=2 * _LARGE)
     prompts = [steps.request(steps.tokens(_SMALL // 2, seed)) for seed in range(2)]
     prefills = [
@@ -387,11 +364,7 @@ class BlasSwitches:
         self._before: tuple[object, ...] = ()
 
     def hold(self, owner: object) -> Callable[[], object]:
-        """Set the switches until the result is called, or `owner` is collected; calling twice is fine.
-
-        Raises:
-            RuntimeError: other engines hold the switches, and one was changed.
-        """
+        """Set the switches until the result is called, or `owner` is collected; calling twice is fine."""
         with self._lock:
             self._holders += 1  # first: a finalizer that runs now puts nothing back
             try:

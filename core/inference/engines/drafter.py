@@ -98,10 +98,7 @@ class NgramIndex:
         self._seed = getrandbits(32)  # nobody can choose ids whose n-grams share a bucket
 
     def end_of_occurrence(self, tokens: TokenView) -> int:
-        """The position behind the most recent earlier occurrence of the longest suffix that has one, or -1.
-
-        `tokens`: the same view at every call.
-        """
+        """The end of the most recent earlier occurrence of the longest suffix that has one, or -1."""
         self._add_new(tokens)
         oldest, last = max(0, len(tokens) - self._window), len(tokens) - 1
         suffix = tokens[max(oldest + 1, len(tokens) - self._longest) :]
@@ -146,12 +143,6 @@ class _NgramTable:
     """
 
     def __init__(self, length: int, capacity: int, seed: int) -> None:
-        """
-        Args:
-            length: tokens of an n-gram.
-            capacity: a power of two; buckets, and ends that the table holds.
-            seed: where digests start.
-        """
         self._length = length
         self._seed = seed
         self._mask = capacity - 1

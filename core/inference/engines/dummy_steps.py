@@ -44,15 +44,7 @@ class DummySteps:
         longest: int,
         most_tokens: int = 0,
     ) -> None:
-        """Allocate the pools.
-
-        Args:
-            model: what is run.
-            spec: what the model said of itself.
-            config: of the engine; sizes are replaced.
-            longest: the most tokens of a request.
-            most_tokens: the most tokens of a step, padding included; what requests need, if that is more.
-        """
+        """Allocate the pools."""
         self.longest = longest
         self.num_drafts = config.num_speculative_tokens
         self._model, self._vocab_size = model, spec.vocab_size
@@ -102,15 +94,7 @@ class DummySteps:
         padding: Callable[[StepShape], StepShape],
         drafts: Sequence[int] = (),
     ) -> list[Tensor]:
-        """One step.
-
-        Args:
-            work: each request, and how many of its tokens are computed at most.
-            padding: maps the step's shape to the shape to pad to.
-            drafts: of the first request, which decodes. All are accepted, and become its tokens.
-
-        Returns: the logits of each request, [tokens of the step, vocabulary]; padding's logits are cut off.
-        """
+        """One step."""
         steps = [self._context.schedule(request, budget) for request, budget in work]
         ready = [step for step in steps if step is not None]
         assert len(ready) == len(work), "the pools hold all requests"
@@ -145,15 +129,7 @@ _REPETITIONS = 3
 
 
 def set_min_tokens(tier: HostTier, model: Model, spec: HybridStateSpec, config: InferenceConfig) -> None:
-    """Set `tier.min_tokens` and `min_tokens_from_file` from the time of a copy and of a prefill.
-
-    The time of a token is what a longer prefill takes beyond a shorter one, over its additional tokens. The
-    slowest copy and the fastest prefill of all ranks count. Where memory for a prefill is short, every copy
-    counts as cheaper.
-
-    A collective: all ranks of `spec.groups` make this call, before the engine serves anything. Synchronises,
-    and writes to the tier's first slot and file.
-    """
+    """Set `tier.min_tokens` and `min_tokens_from_file` from the time of a copy and of a prefill."""
     from_host = from_file = 0.0  # of a pipeline stage without states
     if isinstance(tier.copies, HostCopies):
         from_host, from_file = tier.copies.seconds_to_fetch(bool(tier.files.num_slots), _best_of)

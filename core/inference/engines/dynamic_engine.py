@@ -37,10 +37,9 @@ from .arguments import (
 )
 from .drafter import Drafter
 from .dummy_steps import set_min_tokens
-from .engine_observer import EngineObserver, NewTokens, StepReport
+from .engine_observer import EngineObserver, NewTokens, ProgressLine, StepReport
 from .engine_state import EngineState, LaunchedStep
 from .memory_poison import MemoryPoison
-from .progress import ProgressLine
 from .runner import GraphBuckets, GraphRunner, Model, ModelRunner
 from .sampling import count_accepted, request_seed, sample_step
 from .streams import TokenStream
@@ -119,12 +118,12 @@ class DynamicInferenceEngine:
 
     @property
     def has_one_caller(self) -> bool:
-        """Whether calls in one process suffice; else each rank of a split model makes all calls itself."""
+        """Whether calls in one process suffice; else each rank of a split model makes all calls."""
         return not self.context.spec.groups.is_split
 
     @property
     def _forward(self) -> Model:
-        """What a step runs: the model, perhaps with other products."""
+        """What a step runs: the model, perhaps with replaced products."""
         if self._invariance is None:
             return self.model
         if self._served[0] is not self.model:
@@ -288,20 +287,12 @@ class DynamicInferenceEngine:
             raise
 
     def _make_step(self, reports: bool = False, claims_results: bool = True) -> None:
-        """Make a step.
-
-        Args:
-            reports: whether the results of requests without an owner are reported.
-            claims_results: whether `take_result` lacks the results that are reported.
-        """
+        """Make a step. `reports`, `claims_results`: whether results are reported, and there alone."""
         self._apply("step", reports, claims_results)
         self._cancel_abandoned()
 
     def _note_interrupt(self, error: BaseException) -> None:
-        """Break the engine of a split model that is interrupted between two steps.
-
-        ValueError and RuntimeError come on every rank alike.
-        """
+        """Break a split engine that is interrupted between steps, unless all ranks raise the same."""
         if self._interrupts_break and not isinstance(error, (ValueError, RuntimeError)):
             self._state.note_failure(error)
 
@@ -329,7 +320,7 @@ class DynamicInferenceEngine:
 
     @property
     def _may_cancel(self) -> bool:
-        """Whether abandoned requests may be cancelled now; not on a rank that another rank leads."""
+        """Whether abandoned requests may be cancelled now; False on a rank that another rank leads."""
         return self._cancels
 
     def _cancel_abandoned(self) -> None:
@@ -545,10 +536,7 @@ class DynamicInferenceEngine:
     def _serve(
         self, wanted: Iterable[DynamicInferenceRequest], shown_as: str | None = None
     ) -> list[RequestResult]:
-        """Add new requests, each when it is reached, and serve them to the end.
-
-        `shown_as`: the call's name on a line that shows how far it is; None shows none.
-        """
+        """Add new requests and serve them to the end. `shown_as`: the call's name on a line of progress."""
         requests: list[DynamicInferenceRequest] = []
         try:
             for request in wanted:

@@ -1,8 +1,11 @@
-"""What a step did, and observers of an engine: a monitor, a trace."""
+"""What a step did, and observers of an engine: a monitor, a trace, a line of progress."""
 
 import logging
+import sys
+import time
 from collections import deque
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -139,3 +142,47 @@ class EngineObservers:
             except Exception:
                 logger.exception("%s of observer %s failed; it is dropped", call, shown(observer))
                 self._observers = tuple(known for known in self._observers if known is not observer)
+
+
+class ProgressLine:
+    """How far a call of `generate` or `score` is, on one line of stderr; errors of stderr are ignored."""
+
+    def __init__(self, call: str, requests: Sequence[DynamicInferenceRequest]) -> None:
+        self._call = call
+        self._requests = requests
+        self._start_s = time.monotonic()
+        self._shown_s = float("-inf")
+        self._width = 0
+
+    def show(self) -> None:
+        """Write the line, at most each 0.1 s on a terminal, where it is replaced, else each 10 s."""
+        on_terminal = _is_terminal()
+        if time.monotonic() - self._shown_s >= (0.1 if on_terminal else 10.0):
+            self._shown_s = time.monotonic()
+            self._write("\r" if on_terminal else "", "" if on_terminal else "\n")
+
+    def end(self) -> None:
+        """Write the last line."""
+        self._write("\r" if _is_terminal() else "", "\n")
+
+    def _write(self, before: str, after: str) -> None:
+        seconds = time.monotonic() - self._start_s
+        num_done = sum(request.result is not None for request in self._requests)
+        num_tokens = sum(request.num_generated for request in self._requests)
+        rate = f", {num_tokens / seconds:,.0f} tokens/s" if seconds > 0 and num_tokens else ""
+        line = (
+            f"{self._call}: {num_done:,} of {len(self._requests):,} done, "
+            f"{num_tokens:,} tokens generated, {seconds:,.1f} s{rate}"
+        )
+        padded = line.ljust(self._width) if before else line
+        self._width = len(line)
+        with suppress(OSError, ValueError, AttributeError):  # closed, a broken pipe, no stderr
+            sys.stderr.write(before + padded + after)
+            sys.stderr.flush()
+
+
+def _is_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):
+        return False

@@ -32,10 +32,7 @@ _HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Run the handlers of SIGINT and SIGTERM after the block; a second signal's handler runs at once.
-
-    Python runs handlers in the main thread only, so blocks in other threads need nothing.
-    """
+    """Run the handlers of SIGINT and SIGTERM after the block; a second signal's handler runs at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -127,12 +124,7 @@ class EngineState:
     def changing(
         self, *harmless: type[Exception], repair: Callable[[], None] | None = None
     ) -> Iterator[None]:
-        """Inside, requests and the cache may be changed; a change inside another is a part of it.
-
-        Args:
-            harmless: errors that leave all in order.
-            repair: makes the state consistent after another error; can be called any number of times.
-        """
+        """Inside, requests and the cache may be changed; a change inside another is a part of it."""
         if self._in_change:
             yield
             return
@@ -185,11 +177,7 @@ class EngineState:
     # ---- what calls are possible
 
     def check_usable(self, call: str) -> None:
-        """Repair what a failed call has left.
-
-        Raises:
-            RuntimeError: a step runs, the engine is broken, or the repair fails. The message names `call`.
-        """
+        """Repair what a failed call has left."""
         if self.stepping is not None:
             if self.stepping == threading.get_ident():
                 where = "from inside a step of the same engine; call it between steps"

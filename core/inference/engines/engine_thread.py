@@ -73,12 +73,6 @@ class EngineThread(Thread):
     def __init__(
         self, engine: DynamicInferenceEngine, loop: asyncio.AbstractEventLoop, max_step_failures: int
     ) -> None:
-        """
-        Args:
-            engine: no other thread may call it while the thread runs.
-            loop: runs what the thread posts.
-            max_step_failures: after so many failed steps in a row all requests end with the last error.
-        """
         super().__init__(name="mambaslots-engine", daemon=True)  # `_stop_all` joins it at exit
         self.counts = Counts()
         self.failure: BaseException | None = None
@@ -179,10 +173,7 @@ class EngineThread(Thread):
             self._publish()
 
     def _make_calls(self, wait: bool) -> None:
-        """Make calls that are posted, until `_LONGEST_CALLS_S` is spent.
-
-        `wait`: for the first one, if none is there.
-        """
+        """Make calls that are posted, until `_LONGEST_CALLS_S` is spent."""
         try:
             message = self._messages.get(block=wait)
             begun_s = thread_time()

@@ -23,21 +23,7 @@ def longest(chunk_tokens: int) -> int:
 
 
 def first_difference(steps: DummySteps, chunk_tokens: int, most_tokens: int, decodes: bool) -> str:
-    """Where logits have other bits than in one prefill of the whole sequence; empty where nowhere.
-
-    Compared are a prefill in two parts, the second beside another and in the largest step, and, with
-    `decodes`, decodes over the end of a chunk, alone, beside a prefill, among 32 and 64 rows, and with all
-    drafts that a step may have. Makes three steps, or up to ten. Synchronises. Holds the logits of two
-    sequences.
-
-    Args:
-        steps: with room for two sequences of `longest(chunk_tokens)` tokens.
-        chunk_tokens: the grid on which a prompt is cut.
-        most_tokens: of the largest step, a rung of the ladder.
-        decodes: whether decodes keep the bits of prefills.
-
-    Returns: the case, in words.
-    """
+    """Where logits have other bits than in one prefill of the whole sequence; empty where nowhere."""
     check = _ForwardCheck(steps, chunk_tokens, most_tokens)
     cases = chain(check.prefills(), check.decodes() if decodes else ())
     return next((text for text, differs in cases if bool(differs)), "")

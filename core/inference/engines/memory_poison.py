@@ -15,18 +15,12 @@ _NAN_BYTE = 0xFF
 class MemoryPoison:
     """Observes a context, and fills its free memory with NaN before every forward.
 
-    Free are state slots that hold neither a committed state nor one that a request goes on from, and KV
-    blocks that nobody holds and that store no prefix. A slot reserved for a state of the step is free: the
-    forward writes it. Where decodes replay, all is free in the slots of inputs except the inputs since each
-    request's last grid point, and its last raw inputs of convolutions. Rows of host memory are free that hold
-    no copy of a state.
+    Free are state slots without a committed or live state (slots reserved by the step, too), KV blocks
+    without reference and hash, inputs before a request's last grid point where decodes replay, and rows of
+    host memory without a copy. Unwritten rows of a request's KV blocks hold NaN, too, but the largest finite
+    number where the block's first row is written: kernels may multiply such rows by 0.
 
-    A request's own KV blocks have rows that no token is stored in yet. They hold NaN, too, but for those of a
-    block whose first row is stored: kernels may multiply such rows by 0, so they hold the largest finite
-    number there.
-
-    Fills are launched before the forward and outside of it, so they also precede the replay of a CUDA graph.
-    They follow the forward before in stream order, and so need none of its tokens. They cost a pass over the
+    Fills are launched before the forward, outside of CUDA graphs, in stream order. They cost a pass over the
     free memory a step.
     """
 
@@ -101,11 +95,7 @@ class MemoryPoison:
             inputs.masked_fill_(_on_device(free.view(shape), inputs), float("nan"))
 
     def check(self, logits: Tensor) -> Callable[[], None]:
-        """Launch a look at logits [tokens, vocabulary]; does not synchronise.
-
-        Returns:
-            What waits for the look, and raises RuntimeError where logits are NaN.
-        """
+        """Launch a look at logits [tokens, vocabulary]; does not synchronise."""
         lost, num_tokens = logits.isnan().any(dim=1).sum(), len(logits)
         seen: torch.cuda.Event | None = None
         if lost.device.type == "cuda":
@@ -129,10 +119,7 @@ class MemoryPoison:
 
 
 def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
-    """The pool indices of free state slots and the ids of free KV blocks: two int64 tensors on the CPU.
-
-    This function is the only one here that knows how a context keeps its books.
-    """
+    """The pool indices of free state slots and the ids of free KV blocks: two int64 tensors on the CPU."""
     pool, blocks = context.memory.state_pool, context.prefix_cache.kv_blocks
     slots = context.prefix_cache.slots
     free = torch.zeros(pool.num_slots, dtype=torch.bool, device="cpu")
@@ -149,11 +136,7 @@ def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
 
 
 def unwritten_rows(context: DynamicInferenceContext) -> tuple[list[int], list[tuple[int, int]]]:
-    """Where requests hold KV blocks in which tokens are not stored yet, or no more, as rejected drafts.
-
-    Returns:
-        The blocks without any stored token, and (block, row) of the unwritten rows of the others.
-    """
+    """Where requests hold KV blocks in which tokens are not stored yet, or no more, as rejected drafts."""
     size = context.config.block_size_tokens
     unwritten: list[int] = []
     begun: list[tuple[int, int]] = []

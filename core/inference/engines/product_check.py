@@ -21,19 +21,7 @@ _SEED = 16
 def first_difference(
     product: Product, most_rows: int, run: Callable[[Sequence[object]], Tensor] | None = None
 ) -> str:
-    """Where a row of a product has other bits than the same row among 256; empty where nowhere.
-
-    Random rows are multiplied by the product's own weights, in every number of rows that is a rung of the
-    ladder, and at other places. Grouped products are also made with all rows, and with one, in a group.
-    Synchronises once for each call. Holds one result at a time, and 256 rows.
-
-    Args:
-        product: the product.
-        most_rows: the largest step has as many tokens, or as many logits.
-        run: takes the product's arguments and computes it; None: the operator that the model runs.
-
-    Returns: the first number of rows where bits differ, in words.
-    """
+    """Where a row of a product has other bits than the same row among 256; empty where nowhere."""
     rows = rungs(most_rows)
     num_base = min(BASE_ROWS, rows[-1])
     check = (_GroupedCheck if product.call.name in GROUPED else _DenseCheck)(

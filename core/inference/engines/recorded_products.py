@@ -186,16 +186,7 @@ def operator_name(func: Any) -> str:
 def products(
     small: Sequence[Call], large: Sequence[Call], small_sizes: StepSizes, large_sizes: StepSizes
 ) -> list[Product]:
-    """The products of two steps of one kind: what differs between them says where the rows are.
-
-    Args:
-        small, large: the calls of the steps.
-        small_sizes, large_sizes: whose tokens and logits have different ratios.
-
-    Raises:
-        BatchVarianceError: the steps make different products, a product adds over rows, an operand has a
-            dtype whose products keep no bits, or an operator is none that is known. The message names it.
-    """
+    """The products of two steps of one kind: what differs between them says where the rows are."""
     for call in (*small, *large):
         if call.name != ATTENTION:
             _check_known(call)

@@ -40,11 +40,6 @@ class ModelRunner:
     """Runs every step eagerly; `GraphRunner` runs steps as CUDA graphs."""
 
     def __init__(self, spec: HybridStateSpec, ladder: bool = False) -> None:
-        """
-        Args:
-            spec: what the model said of itself.
-            ladder: whether every step is padded, so that products have rungs of the ladder as rows.
-        """
         self._spec = spec
         self._ladder = ladder
 
@@ -67,14 +62,7 @@ class ModelRunner:
         return padded_to_ladder(shape) if self._ladder else shape
 
     def run(self, model: Model, inputs: StepInputs) -> Tensor:
-        """Run the model on a step's inputs. Does not synchronise.
-
-        Returns:
-            Logits [inputs.num_logits, vocabulary], without padding; valid until the next `run`.
-
-        Raises:
-            ValueError: the model returned something of another shape.
-        """
+        """Run the model on a step's inputs. Does not synchronise."""
         logits = self._forward(model, inputs)
         expected = (len(inputs.logit_tokens), self._spec.vocab_size)
         shape = getattr(logits, "shape", None)
@@ -138,10 +126,7 @@ class GraphBuckets:
         )
 
     def smallest(self, shape: StepShape) -> StepShape | None:
-        """The smallest captured shape that holds a step of `shape`; None where no captured shape does.
-
-        Steps that return prompt log-probs fit no captured shape: they need more logits than there are rows.
-        """
+        """The smallest captured shape that holds a step of `shape`; None where no captured shape does."""
         if self.ladder and shape.prefills and not self.max_prefill_tokens:
             return None
         per_row = self._tokens_per_row(shape)
@@ -284,11 +269,7 @@ class GraphRunner(ModelRunner):
         return logits
 
     def after_step(self, model: Model) -> None:
-        """Capture the shape that the last step ran for the first time, if any; synchronises.
-
-        Where the capture fails on any rank, all ranks warn once and run eagerly from then on: ranks with
-        different graphs would pad their steps to different shapes.
-        """
+        """Capture the shape that the last step ran for the first time, if any; synchronises."""
         inputs, self._first = self._first, None
         if inputs is None:
             return

@@ -35,15 +35,9 @@ class SampledStep:
     ) -> None:
         """Launch the copy of the results to the CPU.
 
-        Args:
-            sampled: the requests that get new tokens.
-            scored: the requests that get log-probs of known tokens.
-            columns: for each entry of `scored` the log-probs, and the largest logits of the request's rows.
-                Then, if `sampled` is not empty, the drawn tokens and the largest logits of their rows. Then
-                the tokens' log-probs, if a request returns log-probs. Then, if a request returns those of the
-                most likely tokens, ids and log-probs of the rows of all such requests, for each row as many
-                as one of them returns at most.
-            drawn: the drawn tokens; None where `sampled` is empty.
+        `columns`: for each entry of `scored` the log-probs and the largest logits of its rows; then, with
+        `sampled`, the drawn tokens and the largest logits of their rows; then the tokens' log-probs, if a
+        request returns them; then ids and log-probs of the most likely tokens of the rows that return those.
         """
         self.invalid: tuple[int, ...] = ()
         self._sampled = sampled
@@ -67,10 +61,7 @@ class SampledStep:
         return None if tokens is None else len(tokens)
 
     def is_valid(self, request_id: int) -> bool:
-        """Whether a request has no invalid logits in this step.
-
-        Waits as `wait` does, unless the step has no logits of the request.
-        """
+        """Whether a request has no invalid logits in this step."""
         if self._tokens is None:
             requests = [part.request for part in self._scored] + [part.request for part in self._sampled]
             if all(request.request_id != request_id for request in requests):
@@ -79,13 +70,7 @@ class SampledStep:
         return request_id not in self.invalid
 
     def wait(self) -> dict[int, tuple[GeneratedToken, ...]]:
-        """Append the new tokens to their requests, and return them by request id.
-
-        The first call waits until the tokens are computed and copied to the CPU, in one copy. The call waits
-        for nothing where the step returns no tokens and no log-probs. Later calls return the same tokens and
-        append nothing. When the call raises, no request has a new token. Requests with invalid logits are not
-        changed, and neither are requests that have ended, or got other tokens, since the step was launched.
-        """
+        """Append the new tokens to their requests, and return them by request id."""
         if self._tokens is None:
             self._tokens = self._read()
         return self._tokens
@@ -172,14 +157,7 @@ class _Scored(NamedTuple):
 
 
 def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
-    """Choose the next tokens of the requests whose known tokens are all computed. Does not synchronise.
-
-    A request gets one token, and one more for each draft that turns out right.
-
-    Args:
-        steps: what each request does, in the order of the logits.
-        logits: [tokens, vocabulary]: the logits at each step's `logit_positions`, step after step.
-    """
+    """Choose the next tokens of the requests whose known tokens are all computed. Does not synchronise."""
     rows: list[int] = []
     sampled: list[_Sampled] = []
     params: list[SamplingParams] = []
@@ -235,25 +213,7 @@ def sample(
     positions: Sequence[int],
     seeds: Sequence[int] | None = None,
 ) -> Tensor:
-    """Choose one token for each row of logits. Does not synchronise where triton is installed.
-
-    The number of torch operations does not depend on the number of rows beyond a bound. On a GPU there are at
-    most 6 launches; a row costs passes over the row there, and is never sorted. On a CPU a row with `top_p`
-    is sorted whole only where it is short, or where rounded sums do not find its most likely tokens.
-
-    Args:
-        logits: [rows, vocabulary], floating point.
-        params: the settings of each row.
-        positions: how many tokens the request of each row has generated so far. The random number of a
-            request's n-th token depends on the request's seed and on n alone.
-        seeds: the seed of each row; None for the seeds of `params`, where None counts as 0.
-
-    Returns:
-        [rows] int64 on the device of the logits. A row whose largest logit is not finite gets any id.
-
-    Raises:
-        ValueError: an argument is of another type, or the arguments differ in length.
-    """
+    """Choose one token for each row of logits. Does not synchronise where triton is installed."""
     if (
         not isinstance(logits, Tensor)
         or not (logits.is_floating_point() and holds_data(logits))
@@ -359,14 +319,7 @@ class _Results:
 
 
 def accepted_tokens(drafts: Sequence[int], drawn: Sequence[int], stops: Collection[int | None]) -> list[int]:
-    """A request's new tokens: `drawn` up to the first token that differs from its draft or ends the answer.
-
-    Args:
-        drafts: the drafted tokens.
-        drawn: one token more than `drafts`. `drawn[i]` was drawn from the distribution after `drafts[:i]`,
-            and counts if all of `drafts[:i]` are accepted.
-        stops: tokens that end the answer.
-    """
+    """New tokens: `drawn` up to the first token that differs from its draft or ends the answer."""
     tokens: list[int] = []
     for i, token in enumerate(drawn):
         tokens.append(token)
@@ -393,11 +346,7 @@ def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """Log-probabilities of the model's own distribution, in max(float32, the logits' dtype).
-
-    The bits of a row do not depend on the other rows. torch's CUDA kernel adds up a row in an order that
-    depends on the row's address modulo 16 bytes; so all rows start at multiples of 16 bytes.
-    """
+    """Log-probabilities of the model's own distribution, in max(float32, the logits' dtype)."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     missing = -wide.shape[1] % (16 // wide.element_size()) if wide.device.type == "cuda" else 0
     if not missing:
@@ -407,18 +356,7 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def top_log_probs(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """The most likely tokens of each row, and their log-probs under the model's own distribution.
-
-    Tokens are ordered by their logits, equal ones by their ids; so the first is the greedy token. Does not
-    synchronise. A row with NaN gets any ids.
-
-    Args:
-        logits: [rows, vocabulary].
-        number: tokens of a row, from 1 to the vocabulary.
-
-    Returns:
-        Ids [rows, number] int64, and log-probs [rows, number] of the dtype of `log_softmax`.
-    """
+    """The most likely tokens of each row, and their log-probs under the model's own distribution."""
     blocks = [_top_of_block(rows, number) for rows in torch.split(logits, TOP_ROWS)]
     ids, log_probs = zip(*blocks, strict=True)
     return torch.cat(ids), torch.cat(log_probs)

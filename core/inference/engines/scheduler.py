@@ -59,18 +59,12 @@ class Scheduler:
         self.waiting[request.request_id] = request
 
     def remove(self, request: DynamicInferenceRequest, *, discard: bool = False) -> None:
-        """Forget a running or waiting request, and release what it holds in the context.
-
-        `discard`: whether what the request has computed must not be found any more.
-        """
+        """Forget a running or waiting request, and release what it holds in the context."""
         self._leave(request)
         self._context.release(request, discard=discard)  # last: an observer of freed blocks may raise
 
     def preempt(self, request: DynamicInferenceRequest) -> None:
-        """Release a running request's memory, and put the request at the head of the queue.
-
-        The request will restart from its deepest cached state.
-        """
+        """Release a running request's memory, and put the request at the head of the queue."""
         self._leave(request)
         self._put_first(request)
         self._context.release(request)
@@ -116,12 +110,7 @@ class Scheduler:
         assert seated == running.keys(), "a request holds a row and does not run, or the reverse"
 
     def schedule(self) -> list[RequestStep]:
-        """What each request does in the next step; empty only where there is no request.
-
-        Raises:
-            KVBlockCapacityError: pinned prefixes leave too few KV blocks for each request that is left. The
-                error has the id of the first of them.
-        """
+        """What each request does in the next step; empty only where there is no request."""
         self.admitted = {}
         while True:
             steps, num_aside = self._advance_running(), len(self._set_aside)
@@ -136,15 +125,7 @@ class Scheduler:
             self.preempt(self.running[-1])
 
     def following(self, steps: Sequence[RequestStep]) -> list[RequestStep]:
-        """What the requests of the last step do next, as far as that follows before its tokens are read.
-
-        Empty where the next step depends on these tokens for more than its inputs: where a request waits that
-        could be admitted, where books need a token, or with drafts. A request may turn out to have ended with
-        the last step's token. Its following step is then computed for nothing: it changes no books.
-
-        Args:
-            steps: the last step, ended in the context.
-        """
+        """What the requests of the last step do next, as far as that follows before its tokens are read."""
         live = [step for step in steps if step.request.holding is step.holding]
         may_admit = self.waiting and len(self.running) < self._config.max_requests
         if len(live) < len(self.running) or may_admit or self._drafter:
@@ -189,10 +170,7 @@ class Scheduler:
         return ordered
 
     def _fits_a_cut(self, num_missing: int, budget: int) -> bool:
-        """Whether a prefill of `num_missing` tokens can be cut after `budget` tokens at most, or ends there.
-
-        Where decodes replay, prompts are cut on the chunk grid alone.
-        """
+        """Whether a prefill of `num_missing` tokens ends within `budget` tokens, or can be cut there."""
         return not self._config.replays or budget >= min(self._chunk_size, num_missing)
 
     def _admit(self, steps: list[RequestStep]) -> None:

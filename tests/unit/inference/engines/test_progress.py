@@ -5,7 +5,7 @@ import sys
 
 import mambaslots as ms
 import pytest
-from mambaslots.inference.engines import progress as module
+from mambaslots.inference.engines import engine_observer as module
 
 
 class Clock:
