@@ -45,3 +45,38 @@ def test_a_plan_of_ones_own_decides(tmp_path: Path) -> None:
         OursRow(policy=f"{path}:Missing").changes()
     with pytest.raises(ValueError, match="with a file that is there"):
         OursRow(policy=f"{tmp_path}/none.py:A").changes()
+
+
+OWN_LRU = """
+import mambaslots as ms
+
+class LRU(ms.EvictionPolicy):
+    def __init__(self):
+        self.order = {}
+
+    def insert(self, slots):
+        self.order.update(dict.fromkeys(slots))
+
+    def use(self, slot):
+        del self.order[slot]
+        self.order[slot] = None
+
+    def remove(self, slots, remember=True):
+        for slot in slots:
+            del self.order[slot]
+
+    def clear(self):
+        self.order.clear()
+
+    def victims(self, count, evictable):
+        return [slot for slot in self.order if evictable(slot)][:count]
+"""
+
+
+def test_a_policy_of_ones_own_decides(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(OWN_LRU)
+    own, lru = OursRow(f"{path}:LRU"), OursRow("lru")
+    assert (own.name, lru.name) == ("ours-LRU", "ours-lru")
+    trace, given = small_trace(2, num_sessions=12), setting(SHAPE)
+    assert own.replay(trace, given) == lru.replay(trace, given)
