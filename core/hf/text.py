@@ -58,16 +58,13 @@ class CheckpointTokenizer:
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The text of a chat, from the checkpoint's template; a ValueError where the template refuses the
-        messages.
-        """
+        """The text of a chat, from the checkpoint's template; a ValueError where it refuses the messages."""
         try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **variables,
+            chat, variables["add_generation_prompt"] = (
+                [dict(each) for each in messages],
+                add_generation_prompt,
             )
+            text = self.tokenizer.apply_chat_template(chat, tokenize=False, **variables)
         except Exception as error:  # a template is code
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         return str(text)

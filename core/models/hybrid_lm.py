@@ -88,8 +88,7 @@ class HybridLM(nn.Module):
             groups: the ranks that the model is split over; None for one rank.
 
         Raises:
-            ValueError: a file is missing or wrong, or a weight is missing, superfluous or of another shape.
-                The message names it.
+            ValueError: names a file that is missing or wrong, or a weight that is missing or of another shape.
         """
         if (found := existing_folder("folder", folder)) is None:
             raise CheckpointError(f"folder is {str(folder)!r}; accepted: a folder that is there")
