@@ -39,9 +39,8 @@ def checkpoint_folder(path_or_name: str | Path) -> Path:
         return folder
     name = str(path_or_name)
     if not isinstance(path_or_name, str) or not _HUB_NAME.fullmatch(name):
-        raise CheckpointError(
-            f"{name!r} is no folder; accepted: a folder, or 'organisation/model' of the hub"
-        )
+        accepted = "a folder, or 'organisation/model' of the hub"
+        raise CheckpointError(f"{name!r} is no folder; accepted: {accepted}")
     return _downloaded(name)
 
 
@@ -116,9 +115,8 @@ def _check_counts(folder: Path, config: Mapping[str, Any]) -> None:
         for name, count in part.items():
             is_count = isinstance(count, int) and ("layers" in name or "experts" in name)
             if is_count and count > _MOST_LAYERS:
-                raise CheckpointError(
-                    f"{folder / CONFIG}: {name} is {count}; accepted: at most {_MOST_LAYERS}"
-                )
+                most = f"at most {_MOST_LAYERS}"
+                raise CheckpointError(f"{folder / CONFIG}: {name} is {count}; accepted: {most}")
 
 
 def _transformers_config(folder: Path) -> PretrainedConfig:

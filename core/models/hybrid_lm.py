@@ -88,7 +88,7 @@ class HybridLM(nn.Module):
             groups: the ranks that the model is split over; None for one rank.
 
         Raises:
-            ValueError: names a file that is missing or wrong, or a weight that is missing or of another shape.
+            ValueError: names a file that is missing or wrong, or a weight that does not fit.
         """
         if (found := existing_folder("folder", folder)) is None:
             raise CheckpointError(f"folder is {str(folder)!r}; accepted: a folder that is there")
