@@ -73,9 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="eviction policies, a row each: names, or FILE.py:Class for one's own (default: the engine's)",
     )  # fmt: skip
     group.add_argument(
-        "--plan",
-        metavar="PLAN",
-        help="as --plan of serve, or FILE.py:Class (default: the engine's)",
+        "--plan", metavar="PLAN", help="as --plan of serve, or FILE.py:Class (default: the engine's)"
     )
     group = parser.add_argument_group("output")
     group.add_argument(

@@ -8,9 +8,9 @@ from ..errors import KVBlockCapacityError, QueueFullError
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.hashing import PrefixHashChain
 from ..inference.contexts.request import GeneratedToken
-from ..inference.engines.streams import Answer
+from ..inference.engines.streams import Answer, AsyncStream
 from ..request import EarlyEnd, FinishReason, PromptFigures, RequestResult, SamplingParams
-from ..serve.served_engine import AnswerStream, ServedEngine
+from ..serve.served_engine import ServedEngine
 
 
 class ReplicaLostError(RuntimeError):
@@ -106,7 +106,7 @@ async def answer_parts(
         stream.cancel()
 
 
-async def _parts(stream: AnswerStream) -> AsyncGenerator[AnswerPart]:
+async def _parts(stream: AsyncStream) -> AsyncGenerator[AnswerPart]:
     was_sent = False
     try:
         async for tokens in stream:

@@ -149,8 +149,7 @@ def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serv
         "ray_actor_options": needs,
         "max_ongoing_requests": 2 * settings.max_requests,
         "request_router_config": RequestRouterConfig(
-            request_router_class=FleetRequestRouter,
-            request_router_kwargs={"channel": settings.channel},
+            request_router_class=FleetRequestRouter, request_router_kwargs={"channel": settings.channel}
         ),
         "graceful_shutdown_timeout_s": settings.drain_timeout_s,
         "graceful_shutdown_wait_loop_s": 0.2,

@@ -7,13 +7,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
 from ..inference.engines.async_engine import AsyncEngine
 from ..net.routing.state_events import StateEvents, decode_events, encode_events
+from ..net.routing.state_publisher import StatePublisher
 from ..net.routing.state_router import StateRouter
 from ..validation import shown
 
@@ -267,16 +268,6 @@ _IDLE_S = 1.0
 """Between two signs of life without requests. A new channel hears of the replica so soon."""
 
 
-class Publisher(Protocol):
-    """Reports changes in an engine's cache; `StatePublisher` is one."""
-
-    def take(self) -> StateEvents | None:
-        """The changes since the last call."""
-
-    def snapshot(self) -> StateEvents:
-        """All states that were reported."""
-
-
 class StateFeed:
     """Publishes an engine's states to a channel every 30 ms while requests run, and serves its hand-overs.
 
@@ -288,7 +279,7 @@ class StateFeed:
         replica: str,
         channel: str,
         engine: AsyncEngine,
-        publisher: Publisher | None,
+        publisher: StatePublisher | None,
         serve_hand_over: Callable[[HandOver], Coroutine[Any, Any, None]],
     ) -> None:
         self._replica = replica

@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import EngineDeadError, KVBlockCapacityError, NoReplicaError, QueueFullError
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
+from ..inference.engines.streams import AsyncStream
 from ..request import RequestResult, SamplingParams
 from ..text import TextCodec
 from .answers import AnswerText, Form, Piece, Usage, WholeAnswer
@@ -25,7 +26,7 @@ from .http_json import (
     queue_full,
 )
 from .requests import AnswerRequest
-from .served_engine import AnswerStream, ServedEngine
+from .served_engine import ServedEngine
 
 Emit = Callable[[int, Piece, str | None], Awaitable[None]]
 """Called with the number of an answer, a piece of it and, with the last piece, why the answer ends."""
@@ -76,12 +77,7 @@ class Generation:
     """Generates all answers of a job at once; a `run` that is cancelled cancels its requests."""
 
     def __init__(
-        self,
-        engine: ServedEngine,
-        text: TextCodec | None,
-        job: Job,
-        cache_salt: bytes | None,
-        tenant: str,
+        self, engine: ServedEngine, text: TextCodec | None, job: Job, cache_salt: bytes | None, tenant: str
     ) -> None:
         self._engine = engine
         self._text = text
@@ -98,7 +94,7 @@ class Generation:
 
     async def run(self, emit: Emit) -> None:
         """Generate all answers, and give each piece to `emit`; RequestError where that fails."""
-        streams: list[AnswerStream] = []
+        streams: list[AsyncStream] = []
         try:
             async with asyncio.TaskGroup() as tasks:  # the engine has all requests before it has answers
                 opening = [tasks.create_task(self._open(each, streams)) for each in self._job.choices]
@@ -111,7 +107,7 @@ class Generation:
             for stream in streams:
                 stream.cancel()
 
-    async def _open(self, choice: Choice, streams: list[AnswerStream]) -> AnswerStream:
+    async def _open(self, choice: Choice, streams: list[AsyncStream]) -> AsyncStream:
         """Queue one prompt. Its stream is added to `streams`."""
         try:
             stream = await self._engine.stream(
@@ -128,7 +124,7 @@ class Generation:
         except (QueueFullError, RuntimeError) as error:
             raise _refusal(error) or draining() from None
 
-    async def _answer(self, choice: Choice, stream: AnswerStream, emit: Emit) -> None:
+    async def _answer(self, choice: Choice, stream: AsyncStream, emit: Emit) -> None:
         request = self._job.request
         keeps_tokens = request.return_token_ids or request.num_top_log_probs is not None
         text = AnswerText(self._text, request.stop, choice.tokens[-1], keeps_tokens)

@@ -2,16 +2,16 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from ..inference.contexts.request import GeneratedToken
 from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
+from ..inference.engines.streams import AsyncStream
 from ..monitor import Monitor
-from ..request import PromptFigures, RequestResult, SamplingParams
+from ..request import SamplingParams
 from .metrics import metrics_text
 
 
@@ -48,28 +48,6 @@ class EngineFacts:
             checkpoint_plan=config.checkpoint_plan,
             salt_key_id=engine.salt_key.key_id,
         )
-
-
-class AnswerStream(Protocol):
-    """The tokens of one request, as they come; `AsyncStream` is one."""
-
-    def __aiter__(self) -> AsyncIterator[tuple[GeneratedToken, ...]]: ...
-
-    async def __anext__(self) -> tuple[GeneratedToken, ...]: ...
-
-    @property
-    def result(self) -> RequestResult | None:
-        """None until the answer has ended, and where an error ended it."""
-
-    @property
-    def prompt_figures(self) -> PromptFigures | None:
-        """The prompt's resumed and computed tokens; None until a token, or the result, is there."""
-
-    def cancel(self) -> None:
-        """Cancel the request, unless it has ended. Returns at once."""
-
-    def finish(self) -> None:
-        """As `cancel`, for an answer that is complete: `result` has the finish reason "stop"."""
 
 
 class ServedEngine(Protocol):
@@ -109,7 +87,7 @@ class ServedEngine(Protocol):
         cache_salt: bytes | None,
         checkpoint_plan: CheckpointPlan | None,
         tenant: str | None,
-    ) -> AnswerStream:
+    ) -> AsyncStream:
         """Queue a prompt; returns when it is queued. `tenant`: in whose figures the request counts.
 
         Raises:
@@ -170,7 +148,7 @@ class LocalEngine:
         cache_salt: bytes | None,
         checkpoint_plan: CheckpointPlan | None,
         tenant: str | None,
-    ) -> AnswerStream:
+    ) -> AsyncStream:
         if cache_salt is not None and tenant is not None:
             self.monitor.name_salt(cache_salt, tenant)
         return await self.engine.stream(

@@ -119,11 +119,7 @@ class Preparation:
         return self._loaded.text
 
     def _job(
-        self,
-        field: str,
-        prompts: list[tuple[list[int], Any]],
-        request: AnswerRequest,
-        default: int | None,
+        self, field: str, prompts: list[tuple[list[int], Any]], request: AnswerRequest, default: int | None
     ) -> Job:
         if request.stop:
             self._text("stop")
@@ -247,11 +243,7 @@ class Service:
         return self.settings.max_waiting_requests + self.engine.max_running
 
     async def answer(
-        self,
-        request: Request,
-        tenant: str,
-        job_of: Callable[[bytes, str | None], Job],
-        form: type[Form],
+        self, request: Request, tenant: str, job_of: Callable[[bytes, str | None], Job], form: type[Form]
     ) -> GeneratedAnswer:
         """The response to a request, whose body is not read yet; it generates its answer when it is sent.
 

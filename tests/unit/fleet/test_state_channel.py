@@ -207,7 +207,8 @@ def test_a_message_that_fails_is_made_up_for_by_the_next_look(
     monkeypatch: pytest.MonkeyPatch, is_taken: bool
 ) -> None:
     """Also where nothing changes any more; `is_taken`: whether only the reply was lost."""
-    channel, publisher, failures = StateChannel(), Publisher(), [False, True, False]
+    publisher: Any = Publisher()
+    channel, failures = StateChannel(), [False, True, False]
 
     async def publish(replica: str, events: Any) -> Orders:
         fails = failures.pop(0) if failures else False
