@@ -1,6 +1,7 @@
 """Configurations that make no sense are refused, naming the argument, the value and what is accepted."""
 
 import math
+from dataclasses import fields
 
 import mambaslots as ms
 import pytest
@@ -11,6 +12,10 @@ VALID: dict[str, object] = {"block_size_tokens": 8, "num_kv_blocks": 16, "num_ma
 
 def config(**overrides: object) -> ms.InferenceConfig:
     return ms.InferenceConfig(**(VALID | overrides))  # type: ignore[arg-type]
+
+
+def test_a_configuration_has_at_most_twenty_fields() -> None:
+    assert len(fields(ms.InferenceConfig)) <= 20
 
 
 @pytest.mark.parametrize(
