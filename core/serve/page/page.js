@@ -303,7 +303,7 @@ async function ask() {
   }
 }
 
-/** Ask, but not in a tab that nobody sees, and not while the page waits for a key. */
+/** Ask, but not in a hidden tab, and not while the page waits for a key. */
 function askUnlessUnseen() {
   if (!document.hidden && $("key-form").hidden) ask();
 }
