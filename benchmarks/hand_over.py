@@ -39,17 +39,16 @@ import mambaslots.net as msd
 import torch
 import torch.distributed as dist
 from mambaslots.inference.kernels.row_checksum import RowChecksum
-from mambaslots.net.transfer import exchange, staging
-from mambaslots.net.transfer.link import PairLink
+from mambaslots.net.channel import Address, Link, Listener
+from mambaslots.net.transfer import hand_over, staging
 from mambaslots.net.transfer.nccl_pipe import NcclPipe
 from mambaslots.net.transfer.placement import Placement
-from mambaslots.net.transfer.rendezvous import Rendezvous
 from serving.models import HYBRID_SHAPES, PATTERN, add_hybrid_shape
 from support.command_line import add_count, add_device, make_parser
 
 LENGTHS = {"8b": (1024, 4096, 16384), "tiny": (128, 512)}
 BLOCKS = {"8b": 256, "tiny": 32}
-TRANSPORTS = ("nccl", "gloo", "bytes")
+TRANSPORTS = ("nccl", "messages", "bytes")
 TIMEOUT = timedelta(seconds=300)
 
 
@@ -145,14 +144,14 @@ class Side:
 
             def send() -> int:
                 data = msd.encode_prefixes(msd.export_prefixes(self.engine))
-                link.send(data)
+                link.send(hand_over.Piece(), data)
                 return len(data)
 
             size, sent = self.time_ms(send)
             return {"computed": computed, "sent": sent, "MiB": size / 2**20}
         self.engine.reset_prefix_cache()
         self.meet()
-        _, received = self.time_ms(lambda: msd.import_prefixes(self.engine, link.receive()))
+        _, received = self.time_ms(lambda: msd.import_prefixes(self.engine, bytes(link.receive(300.0)[-1])))
         self.check(length)
         return {"received": received}
 
@@ -160,9 +159,8 @@ class Side:
         """Of each length the medians of this process's figures, and what connecting took."""
         rows: dict[str, Any] = {}
         if transport == "bytes":
-            store = dist.PrefixStore("bytes", self.store)
-            link, connecting = self.time_ms(lambda: PairLink(store, self.number, lambda: 300.0))
-            call = partial(self.as_bytes, link)
+            ends, connecting = self.time_ms(self.ends)
+            call = partial(self.as_bytes, ends)
         else:
             side = "destination" if self.number else "source"
             channel = msd.TransferChannel(self.engine, self.store, transport, side, transport=transport)
@@ -179,14 +177,22 @@ class Side:
             channel.close()
         return {"connecting": connecting, "rows": rows}
 
+    def ends(self) -> Any:
+        """A link from the first process to a listener of the second."""
+        if self.number:
+            listener = Listener(hand_over.Message)
+            self.store.set("listener", listener.address.to_bytes())
+            return listener
+        return Link(Address.from_bytes(self.store.get("listener")), hand_over.Message, 60.0)
+
     def link_gb_s(self, sizes: Sequence[int], repeats: int = 7) -> list[float]:
         """What NCCL sends from one GPU to the other of buffers of these bytes, in 1e9 bytes a second."""
         device = torch.device("cuda", self.number)
-        link = PairLink(dist.PrefixStore("bare link", self.store), self.number, lambda: 300.0)
-        pipe = NcclPipe(device, self.number, link, lambda: 300.0)
+        store = dist.PrefixStore("bare link", self.store)
+        send_id, receive_id = partial(store.set, "id"), partial(store.get, "id")
+        pipe = NcclPipe(device, self.number, send_id, receive_id, lambda: 300.0)
         speeds = [self._speed(pipe, device, num_bytes, repeats) for num_bytes in sizes]
         pipe.close()
-        link.close()
         return speeds
 
     def _speed(self, pipe: NcclPipe, device: torch.device, num_bytes: int, repeats: int) -> float:
@@ -229,8 +235,8 @@ class Spans:
     def watch(self) -> None:
         """Have each hand-over over NCCL leave its events here."""
         send_pieces, receive_pieces, mark = (
-            exchange.send_pieces,
-            exchange.receive_pieces,
+            hand_over.send_pieces,
+            hand_over.receive_pieces,
             staging.Staging.mark,
         )
         send, receive = NcclPipe.send, NcclPipe.receive
@@ -254,7 +260,7 @@ class Spans:
             self.end = mark(buffers)
             return self.end
 
-        exchange.send_pieces, exchange.receive_pieces = sending, receiving
+        hand_over.send_pieces, hand_over.receive_pieces = sending, receiving
         staging.Staging.mark = marked  # type: ignore[method-assign]
         NcclPipe.send, NcclPipe.receive = kept(send), kept(receive)  # type: ignore[method-assign]
 
@@ -277,12 +283,12 @@ PARTS: dict[str, float] = {}
 def time_parts() -> None:
     """Have the functions that make up a hand-over add their time to `PARTS`."""
     for owner, name in (
-        (exchange.Offer, "of"), (exchange.Offer, "to_bytes"), (exchange, "decode_offers"),
-        (exchange, "send_pieces"), (exchange, "receive_pieces"), (exchange.PartCopies, "__init__"),
-        (exchange.PartCopies, "locate"), (exchange.PartCopies, "between"), (exchange.PartCopies, "gather"),
-        (exchange.PartCopies, "scatter"), (RowChecksum, "__call__"),
-        (NcclPipe, "send"), (NcclPipe, "receive"), (Rendezvous, "await_turn"), (PairLink, "send_values"),
-        (PairLink, "receive"), (Placement, "place"), (Placement, "publish"), (staging, "_listed"),
+        (hand_over._Offered, "of"), (hand_over._Offered, "message"), (hand_over, "_forest_in"),
+        (hand_over, "send_pieces"), (hand_over, "receive_pieces"), (hand_over.PartCopies, "__init__"),
+        (hand_over.PartCopies, "locate"), (hand_over.PartCopies, "between"), (hand_over.PartCopies, "gather"),
+        (hand_over.PartCopies, "scatter"), (RowChecksum, "__call__"),
+        (NcclPipe, "send"), (NcclPipe, "receive"), (Link, "send"), (Listener, "send"),
+        (Placement, "place"), (Placement, "publish"), (staging, "_listed"),
     ):  # fmt: skip
         _time_part(owner, name)
 

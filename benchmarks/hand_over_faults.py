@@ -29,14 +29,13 @@ from typing import Any
 
 import mambaslots as ms
 import mambaslots.net as msd
+import msgspec
 import torch
 import torch.distributed as dist
-from mambaslots.net.transfer import exchange, pieces
-from mambaslots.net.transfer.connection import Connection
-from mambaslots.net.transfer.link import PairLink
+from mambaslots.net.channel import Link, Listener
+from mambaslots.net.transfer import hand_over, pieces
 from mambaslots.net.transfer.nccl_pipe import NcclPipe
-from mambaslots.net.transfer.pipe import GlooPipe
-from mambaslots.net.transfer.rendezvous import Rendezvous
+from mambaslots.net.transfer.staging import MessagePipe
 from serving.models import HYBRID_SHAPES
 from support.command_line import add_count, add_device, make_parser
 
@@ -113,35 +112,34 @@ def lose(order: dict[str, Any], pipe: Any, reached: Callable[[], None]) -> None:
         die(order["kind"], reached)
 
     if moment == "arriving":
-        before(Rendezvous, "arrive", act)
+        before(hand_over.TransferChannel, "_begin", act)
     elif moment == "connecting":
-        before(Connection, "_pipe", act)
+        before(*(hand_over, "Link") if order["side"] == "source" else (hand_over, "Listener"), act)
     elif moment == "all pieces":
-        before(PairLink, "send_values", act, 1 if order["side"] == "source" else 2)
+        before(hand_over, *("Sums",) if order["side"] == "source" else ("Arrived",), act)
     else:
         before(pipe, moves, act, 3 if moment == "third piece" else 1)
 
 
 def lie(lie_of: str, pipe: Any, reached: Callable[[], None]) -> None:
     """Tell or send something wrong."""
-    real_values, real_send, real_receive = PairLink.send_values, pipe.send, pipe.receive
+    real_send, real_receive = pipe.send, pipe.receive
+    link, listener = Link.send, Listener.send
     wrong: dict[str, tuple[str, Callable[[Any], Any]]] = {
-        "checksums": ("checksums", lambda sums: [value ^ 1 for value in sums]),
+        "checksums": ("values", lambda sums: [value ^ 1 for value in sums]),
         "blocks": ("blocks", lambda nodes: [*nodes, 1 << 40]),
         "states": ("states", lambda nodes: nodes * 1000),
+        "garbage": ("turn", lambda turn: 3),
+        "huge": ("blocks", lambda nodes: [1 << 63]),
+        "offer": ("tokens", lambda tokens: os.urandom(5000)),
     }
 
-    def send_values(link: PairLink, values: dict[str, Any]) -> None:
-        if lie_of in ("garbage", "huge") or wrong[lie_of][0] in values:
-            reached()
-        if lie_of == "garbage":
-            link.send(os.urandom(500))
-        elif lie_of == "huge":
-            link._send(torch.tensor([1 << 50]), 0)
-        else:
-            key, change = wrong[lie_of]
-            changed = {name: change(value) if name == key else value for name, value in values.items()}
-            real_values(link, changed)
+    def altered(message: Any) -> Any:
+        field, change = wrong[lie_of]
+        if field not in message.__struct_fields__:
+            return message
+        reached()
+        return msgspec.structs.replace(message, **{field: change(getattr(message, field))})
 
     def send(self: Any, piece: torch.Tensor, packed: Any) -> Any:
         reached()
@@ -158,16 +156,13 @@ def lie(lie_of: str, pipe: Any, reached: Callable[[], None]) -> None:
         reached()
         return real_receive(self, piece[: len(piece) // 2], free)
 
-    def garbled(self: exchange.Offer) -> bytes:
-        reached()
-        return os.urandom(5000)
-
     if lie_of in ("piece", "order", "short piece"):
         pipe.send, pipe.receive = send, short
-    elif lie_of == "offer":
-        exchange.Offer.to_bytes = garbled  # type: ignore[method-assign]
-    else:
-        PairLink.send_values = send_values  # type: ignore[method-assign]
+        return
+    Link.send = lambda self, one, payload=None: link(self, altered(one), payload)  # type: ignore[method-assign]
+    Listener.send = (  # type: ignore[method-assign]
+        lambda self, peer, one, payload=None: listener(self, peer, altered(one), payload)
+    )
 
 
 def be_peer(args: argparse.Namespace) -> None:
@@ -179,7 +174,7 @@ def be_peer(args: argparse.Namespace) -> None:
     order = json.loads(store.get(f"order {args.peer}"))
     if order["side"] == "destination":
         engine.reset_prefix_cache()
-    pipe = NcclPipe if order["nccl"] else GlooPipe
+    pipe = NcclPipe if order["nccl"] else MessagePipe
     own = client(args.port)  # a thread uses it while another one waits with `store`
 
     def reached() -> None:

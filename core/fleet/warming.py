@@ -14,8 +14,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..net.transfer.channel import TransferChannel
 from ..net.transfer.export import recent_states
+from ..net.transfer.hand_over import TransferChannel
 from .state_channel import HandOver, find_channel
 
 logger = logging.getLogger(__name__)

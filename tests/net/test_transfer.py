@@ -31,9 +31,9 @@ from mambaslots.net.transfer.manifest import Manifest
 from mambaslots.net.transfer.nccl_pipe import NcclPipe
 from mambaslots.net.transfer.parts import shard_of
 from mambaslots.net.transfer.pieces import PartCopies
-from mambaslots.net.transfer.pipe import GlooPipe
 from mambaslots.net.transfer.placement import Placement
 from mambaslots.net.transfer.shard import join
+from mambaslots.net.transfer.staging import MessagePipe
 from oracle.distributed_world import World
 from oracle.model_kinds import MIX, OF_TRANSFORMERS, kind_of_model, present_kind
 from oracle.serving import TOLERANCE, expected_answer, random_tokens, small_model, small_model_over
@@ -587,7 +587,7 @@ def test_a_source_that_is_lost_half_way(
         raise RuntimeError("killed")
 
     if world.rank == parties.givers - 1:
-        monkeypatch.setattr(NcclPipe if has_nccl(parties) else GlooPipe, "send", send)
+        monkeypatch.setattr(NcclPipe if has_nccl(parties) else MessagePipe, "send", send)
     failures = parties.missed(f"half {how} {source}", 3.0)
     assert f"rank {parties.givers - 1} of the source" in failures[-1]
     assert "killed" in failures[-1] or "was lost" in failures[-1]
@@ -599,7 +599,7 @@ def test_bytes_of_one_rank_altered_on_the_way(
 ) -> None:
     parties = Parties(world, source, target)
 
-    pipe: Any = NcclPipe if has_nccl(parties) else GlooPipe
+    pipe: Any = NcclPipe if has_nccl(parties) else MessagePipe
     real = pipe.send
 
     def altered(self: Any, piece: torch.Tensor, packed: Any) -> Any:

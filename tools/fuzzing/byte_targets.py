@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fuzzing.events import Channel, Events
-from fuzzing.hand_overs import HandOver
 from fuzzing.http import Http
 from fuzzing.messages import Clients, FleetRequests, Greetings, Sessions
 from fuzzing.prefixes import ImportedBytes, LoadedFolders, Tiers
@@ -13,8 +12,6 @@ from fuzzing.target import Target
 MAKERS: dict[str, Callable[[Path], Target]] = {
     "imported prefixes": lambda folder: ImportedBytes(),
     "prefix folders": LoadedFolders,
-    "hand-overs received": lambda folder: HandOver("destination"),
-    "hand-overs sent": lambda folder: HandOver("source"),
     "host memory rows": lambda folder: Tiers(folder, "rows"),
     "state files": lambda folder: Tiers(folder, "files"),
     "events of replicas": lambda folder: Events(),

@@ -28,7 +28,7 @@ from mambaslots.net.prefill_decode.prefill_client import PrefillClient, RemotePr
 from mambaslots.net.prefill_decode.prefill_session import PrefillSession
 from mambaslots.net.prefill_decode.prefix_computer import PrefixComputer
 from mambaslots.net.prefill_decode.prompt_room import PromptRoom
-from mambaslots.net.transfer.exchange import SendReport
+from mambaslots.net.transfer.hand_over import SendReport
 from mambaslots.net.transfer.placement import ImportReport
 from mambaslots.request import SamplingParams
 from mambaslots.serve.served_engine import LocalEngine

@@ -1,8 +1,6 @@
 """Rounds of replicas behind a router, with hand-overs between them."""
 
 import asyncio
-import json
-import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -18,16 +16,16 @@ from unittest.mock import patch
 
 import mambaslots as ms
 import mambaslots.net as msd
+import msgspec
 import torch.distributed as dist
 from fuzzing.malformed_bodies import MAX_BODY_BYTES
 from mambaslots.fleet.answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
 from mambaslots.fleet.figures import ReplicaReport, replica_report
 from mambaslots.net import StatePublisher
+from mambaslots.net.channel import Link, Listener
 from mambaslots.net.routing.state_router import ReplicaLoad, RouteRequest, StateRouter
 from mambaslots.net.transfer import pieces
-from mambaslots.net.transfer.link import PairLink
-from mambaslots.net.transfer.offer import Offer
-from mambaslots.net.transfer.pipe import GlooPipe
+from mambaslots.net.transfer.staging import MessagePipe
 from mambaslots.serve.served_engine import LocalEngine
 from oracle.faulty_copies import make_faulty
 from oracle.fleet import Replicas
@@ -148,9 +146,9 @@ def small_pieces() -> Iterator[None]:
 @contextmanager
 def lying(fault: str, random: Random) -> Iterator[None]:
     """Hand-overs within it have a peer that sends or says something wrong; "" and other faults lie not."""
-    send, values = GlooPipe.send, PairLink.send_values
+    send, link, listener = MessagePipe.send, Link.send, Listener.send
 
-    def wrong_piece(self: GlooPipe, piece: Any, packed: Any) -> Any:
+    def wrong_piece(self: MessagePipe, piece: Any, packed: Any) -> Any:
         sent = piece.clone()
         if fault == "torn":
             sent[random.randrange(len(sent))] ^= 1 << random.randrange(8)
@@ -163,30 +161,41 @@ def lying(fault: str, random: Random) -> Iterator[None]:
             time.sleep(_SHORT_S / 3)
         return send(self, sent, packed)
 
-    def wrong_values(self: PairLink, told: dict[str, Any]) -> None:
-        lies: dict[str, Callable[[Any], Any]] = {
-            "checksums": lambda sums: [value ^ 1 for value in sums],
-            "blocks": lambda nodes: [*nodes, 1 << 40],
-            "states": lambda nodes: nodes * 1000 or [7],
-        }
-        if fault == "garbage":
-            self.send(os.urandom(500))
-        elif fault == "huge":
-            self.send(json.dumps({"blocks": [2**70], "states": [-(10**30)], "checksums": [None]}).encode())
-        else:
-            values(self, {key: lies[fault](value) if key == fault else value for key, value in told.items()})
+    lies: dict[str, tuple[str, Callable[[Any], Any]]] = {
+        "checksums": ("values", lambda sums: [value ^ 1 for value in sums]),
+        "blocks": ("blocks", lambda nodes: [*nodes, 1 << 40]),
+        "states": ("states", lambda nodes: nodes * 1000 or [7]),
+        "garbage": ("turn", lambda turn: 3),
+        "huge": ("blocks", lambda nodes: [1 << 63]),
+        "offer": ("tokens", lambda tokens: random.randbytes(random.randrange(1, 5000))),
+    }
 
-    patches: dict[str, Any] = {
-        **dict.fromkeys(("torn", "order", "cut piece", "slow"), (GlooPipe, "send", wrong_piece)),
-        **dict.fromkeys(
-            ("checksums", "blocks", "states", "garbage", "huge"), (PairLink, "send_values", wrong_values)
-        ),
-        "offer": (Offer, "to_bytes", lambda self: random.randbytes(random.randrange(1, 5000))),
+    def altered(message: Any) -> Any:
+        field, change = lies[fault]
+        if field not in message.__struct_fields__:
+            return message
+        return msgspec.structs.replace(message, **{field: change(getattr(message, field))})
+
+    patches: dict[str, list[tuple[Any, str, Any]]] = {
+        **{name: [(MessagePipe, "send", wrong_piece)] for name in ("torn", "order", "cut piece", "slow")},
+        **{
+            name: [
+                (Link, "send", lambda self, one, payload=None: link(self, altered(one), payload)),
+                (
+                    Listener,
+                    "send",
+                    lambda self, peer, one, payload=None: listener(self, peer, altered(one), payload),
+                ),
+            ]
+            for name in lies
+        },
     }
     if fault not in patches:
         yield
         return
-    with patch.object(*patches[fault]):
+    with ExitStack() as stack:
+        for one in patches[fault]:
+            stack.enter_context(patch.object(*one))
         yield
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..transfer.channel import TransferChannel
+from ..transfer.hand_over import TransferChannel
 from .message_stream import PeerLostError
 
 EngineCall = Callable[[Callable[[DynamicInferenceEngine], Any]], Awaitable[Any]]

@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...validation import instance, integer
-from ..transfer.channel import TransferChannel
+from ..transfer.hand_over import TransferChannel
 from ..transfer.placement import ImportReport, PrefixCounts
 from .engine_channel import EngineCall, connect, engine_channel
 from .message_stream import MessageStream, PeerLostError

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...inference.engines.async_engine import AsyncEngine
 from ...validation import instance, integer, integers
-from ..transfer.channel import TransferChannel
+from ..transfer.hand_over import TransferChannel
 from .message_stream import MessageStream, PeerLostError
 from .prefix_computer import PrefixComputer, PrefixLostError
 from .prompt_room import PromptRoom

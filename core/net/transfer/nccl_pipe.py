@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from .format import TransferError
-from .link import PairLink
-from .pipe import Passage
+from .staging import Passage
 
 _SUCCESS, _IN_PROGRESS = 0, 7  # ncclResult_t
 _CLOSE_S = 5.0
@@ -78,14 +77,19 @@ class NcclPipe:
     """
 
     def __init__(
-        self, device: torch.device, side: int, link: PairLink, remaining_s: Callable[[], float]
+        self,
+        device: torch.device,
+        side: int,
+        send_id: Callable[[bytes], None],
+        receive_id: Callable[[], bytes],
+        remaining_s: Callable[[], float],
     ) -> None:
         """Blocks until the other side is there.
 
         Args:
             device: the GPU; must be the current device of the thread.
             side: 0 at the source, 1 at the destination.
-            link: carries the id of the communicator.
+            send_id, receive_id: carry the id of the communicator.
             remaining_s: returns the seconds that the call may still take.
         """
         import nccl.core
@@ -94,9 +98,9 @@ class NcclPipe:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         if side == 0:
             unique_id = nccl.core.get_unique_id()
-            link.send(bytes(unique_id))
+            send_id(bytes(unique_id))
         else:
-            unique_id = nccl.core.UniqueId.from_bytes(link.receive())
+            unique_id = nccl.core.UniqueId.from_bytes(receive_id())
         config = nccl.core.NCCLConfig(blocking=False)
         self._comm = AbortableCommunicator(nccl.core.Communicator())
         self._comm.call(lambda comm: comm.initialize(2, side, unique_id, config))

@@ -1,11 +1,11 @@
-"""The memory that a hand-over's pieces pass through, and the loops that pack, check and unpack them."""
+"""Staging buffers for the pieces of a hand-over, the loops that pack and unpack them, and the ZeroMQ pipe."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from threading import Lock
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,12 +13,79 @@ from torch import Tensor
 from ...inference.kernels.row_checksum import RowChecksum
 from .format import TransferError
 from .pieces import PartCopies, PieceLayout
-from .pipe import Passage, Pipe
 
 NUM_BUFFERS = 4
 """Pieces are packed and unpacked while others are on their way."""
 Wait = Callable[[Callable[[], bool]], None]
 """Returns when a condition holds; raises where it will not in time."""
+
+
+class Passage(Protocol):
+    """A piece on its way."""
+
+    def is_launched(self) -> bool:
+        """Whether the pipe accepts the next piece; raises where it failed."""
+
+    def is_done(self) -> bool:
+        """Whether the piece has left this rank or arrived; raises where it never will."""
+
+
+class Pipe(Protocol):
+    """Carries pieces between two ranks, in order; may write to a piece until `close`."""
+
+    def send(self, piece: Tensor, packed: torch.cuda.Event | None) -> Passage:
+        """Begin to send [bytes] uint8; `packed`: the event after which the bytes are there."""
+
+    def receive(self, piece: Tensor, free: torch.cuda.Event | None) -> Passage:
+        """Begin to fill [bytes] uint8; `free`: the event after which the memory may be written."""
+
+    def close(self) -> bool:
+        """End the pipe, in seconds at most; returns whether no piece is written from now on."""
+
+
+class MessagePipe:
+    """Carries pieces as payloads of messages; the receiver acknowledges each."""
+
+    def __init__(self, send_piece: Callable[[Any], None], acknowledge: Callable[[], None]) -> None:
+        self._send_piece, self._acknowledge = send_piece, acknowledge
+        self._num_sent = self.num_acknowledged = 0
+        self._num_received = self._num_expected = 0
+        self.arrived: deque[memoryview] = deque()
+
+    def send(self, piece: Tensor, packed: torch.cuda.Event | None) -> Passage:
+        del packed  # on the current stream, as the copy to the CPU
+        self._send_piece(piece.cpu().numpy())
+        self._num_sent += 1
+        return _MessagePassage(lambda number: self.num_acknowledged >= number, self._num_sent)
+
+    def receive(self, piece: Tensor, free: torch.cuda.Event | None) -> Passage:
+        del free
+        self._num_expected += 1
+        return _MessagePassage(lambda number: self._fill(piece, number), self._num_expected)
+
+    def _fill(self, piece: Tensor, number: int) -> bool:
+        if self._num_received < number and self.arrived:
+            payload = self.arrived.popleft()
+            if len(payload) != len(piece):
+                raise TransferError(f"a piece is of {len(payload)} bytes; accepted: {len(piece)}")
+            piece.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+            self._num_received += 1
+            self._acknowledge()
+        return self._num_received >= number
+
+    def close(self) -> bool:
+        return True
+
+
+class _MessagePassage:
+    def __init__(self, is_done: Callable[[int], bool], number: int) -> None:
+        self._is_done, self._number = is_done, number
+
+    def is_launched(self) -> bool:
+        return True
+
+    def is_done(self) -> bool:
+        return self._is_done(self._number)
 
 
 class PoolGate:
@@ -51,8 +118,8 @@ class PoolGate:
 class Staging:
     """Buffers for pieces on the device of the pools.
 
-    A pipe reads and writes buffers only. What copies between buffers and pools runs on a stream that never
-    waits for a pipe: a copy is launched when a piece is known to be there.
+    Copies between buffers and pools run on a stream that never waits for a pipe: a copy is launched when a
+    piece is known to be there.
 
     Attributes:
         buffers: `NUM_BUFFERS` of [bytes] uint8.
@@ -69,7 +136,7 @@ class Staging:
 
     @torch.inference_mode(False)
     def reserve(self, layout: PieceLayout) -> RowChecksum:
-        """Make room for the pieces of a layout, on the current stream; what sums them."""
+        """Make room for the pieces of a layout, on the current stream; returns what sums them."""
         size = max(layout.sizes, default=0)
         if not self.buffers or self.buffers[0].numel() < size:
             self.buffers = []
@@ -88,14 +155,14 @@ class Staging:
             yield
 
     def scrub(self) -> None:
-        """Zero the buffers, behind the copies from them; no piece may be on its way."""
+        """Zero the buffers, after the copies from them; no piece may be on its way."""
         if self._scrubs:
             with self.on_stream():
                 for buffer in self.buffers:
                     buffer.zero_()
 
     def mark(self) -> torch.cuda.Event | None:
-        """When everything launched so far is done; None on a CPU."""
+        """The event of everything launched so far; None on a CPU."""
         if self._stream is None:
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -103,12 +170,12 @@ class Staging:
         return event
 
     def follow_engine(self) -> None:
-        """What is launched from now on waits for the current stream of the calling thread."""
+        """Later launches here wait for the current stream of the calling thread."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def lead_engine(self) -> None:
-        """The current stream of the calling thread waits for what has been launched here."""
+        """The current stream of the calling thread waits for everything launched here."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
@@ -119,8 +186,7 @@ def send_pieces(
     """Gather all pieces of a part and begin to send them; a piece is summed while it is on its way.
 
     Returns:
-        The checksums of all pieces, and the pieces that may still be on their way. Until these are done, the
-            buffers are theirs.
+        The checksums of all pieces, and the pieces that may still be on their way, which use the buffers.
     """
     sums: list[Tensor] = []
     under_way: deque[Passage] = deque()
@@ -145,7 +211,7 @@ def send_pieces(
 def receive_pieces(
     pipe: Pipe, layout: PieceLayout, copies: PartCopies, staging: Staging, gate: PoolGate, wait: Wait
 ) -> list[int]:
-    """Receive all pieces of a part and scatter them into the pools; their checksums."""
+    """Receive all pieces of a part and scatter them into the pools; returns their checksums."""
     sums: list[Tensor] = []
     under_way: list[Passage] = []
     with staging.on_stream():

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from mambaslots.net import ImportReport, SendReport, TransferChannel
-from mambaslots.net.transfer.link import PairLink
-from mambaslots.net.transfer.pipe import Done, GlooPipe
-from mambaslots.net.transfer.staging import Staging
+from mambaslots.net.channel import Link
+from mambaslots.net.transfer import hand_over
+from mambaslots.net.transfer.staging import MessagePipe, Staging
 from oracle.serving import random_tokens, serve_checked
 from oracle.transfers import engine_of, maps_of
 
@@ -80,16 +80,16 @@ def serve(engine: ms.DynamicInferenceEngine, prompts: list[list[int]]) -> list[i
 
 def test_many_hand_overs_take_one_connection(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    real = GlooPipe.__init__
-    monkeypatch.setattr(GlooPipe, "__init__", lambda self, link: (made.append(self), real(self, link))[1])
+    real = hand_over.Link
+    monkeypatch.setattr(hand_over, "Link", lambda *given: made.append(real(*given)) or made[-1])
     for prompt in PROMPTS:
         serve(pair.source, [prompt])
         sent, received = pair.hand_over([(prompt, None)])
         assert (sent.failure, received.failure) == ("", "")
         assert received.imported.states == sent.states == 1
         assert serve(pair.target, [prompt])[0] >= 32
-    assert len(made) == 2
-    assert [end.transport for end in pair.ends] == ["gloo", "gloo"]
+    assert len(made) == 1
+    assert [end.transport for end in pair.ends] == ["messages", "messages"]
 
 
 @pytest.mark.usefixtures("kind")
@@ -151,7 +151,7 @@ def pools_of(engine: ms.DynamicInferenceEngine) -> Any:
 def test_a_peer_that_is_late_costs_no_connection(pair: Pair) -> None:
     serve(pair.source, PROMPTS[:1])
     pair.hand_over([(PROMPTS[0], None)])
-    kept = [end._exchange.connection for end in pair.ends if end._exchange is not None]
+    kept = [end._session for end in pair.ends]
     for end, call in zip(pair.ends, ("send", "receive"), strict=True):
         begin = time.monotonic()
         report = getattr(end, call)(timeout_s=0.3)
@@ -159,7 +159,7 @@ def test_a_peer_that_is_late_costs_no_connection(pair: Pair) -> None:
         assert time.monotonic() - begin < 1.5
     sent, received = pair.hand_over()
     assert (sent.failure, received.failure) == ("", "")
-    assert kept == [end._exchange.connection for end in pair.ends if end._exchange is not None]
+    assert kept == [end._session for end in pair.ends]
 
 
 @pytest.mark.parametrize("broken", [True, False])
@@ -183,14 +183,14 @@ def test_with_scrub_no_piece_stays_in_the_staging(
 
     monkeypatch.setattr(Staging, "reserve", reserved)
     serve(pair.source, PROMPTS)
-    send = PairLink.send_values
+    send = Link.send
 
-    def sends(link: PairLink, values: dict[str, Any]) -> None:
-        if "checksums" in values:
+    def sends(link: Link, message: Any, payload: Any = None) -> None:
+        if isinstance(message, hand_over.Sums):
             breaks()
-        send(link, values)
+        send(link, message, payload)
 
-    monkeypatch.setattr(PairLink, "send_values", sends)
+    monkeypatch.setattr(Link, "send", sends)
     sent, _ = pair.hand_over([(PROMPTS[0], None)], timeout_s=3.0)
     assert bool(sent.failure) == broken
     pair.close()
@@ -204,12 +204,12 @@ def test_a_channel_that_failed_is_made_anew(pair: Pair, monkeypatch: pytest.Monk
     serve(pair.source, PROMPTS)
     pair.hand_over([(PROMPTS[0], None)])
 
-    def fails(*_: object) -> Done:
+    def fails(*_: object) -> Any:
         raise RuntimeError("the link broke")
 
     before = maps_of(pair.target)
     with monkeypatch.context() as patch:
-        patch.setattr(GlooPipe, broken, fails)
+        patch.setattr(MessagePipe, broken, fails)
         sent, received = pair.hand_over(timeout_s=5.0)
     assert sent.failure
     assert received == ImportReport(failure=received.failure)
@@ -229,8 +229,7 @@ def test_a_replica_that_starts_again_is_met_under_the_same_name(pair: Pair, side
     sent, received = pair.hand_over()
     assert (sent.failure, received.failure) == ("", "")
     assert min(serve(pair.target, PROMPTS)) > 0
-    assert forgotten._exchange is not None
-    forgotten._exchange.drop()
+    forgotten._drop()
 
 
 def test_other_weights_are_refused_and_then_met(pair: Pair) -> None:
@@ -272,13 +271,13 @@ def test_weights_of_both_sides_change_before_the_next_hand_over(
     if before == "connected":
         pair.hand_over()
     elif before == "failed":
-        with patch.object(GlooPipe, "send", side_effect=RuntimeError("no way")):
+        with patch.object(MessagePipe, "send", side_effect=RuntimeError("no way")):
             assert all(report.failure for report in pair.hand_over(timeout_s=2.0))
     elif before == "restarted":  # whoever comes first has lost all that it knew of the other side
         pair.hand_over()
         forgotten = pair.ends[first != "source"]
         pair.ends[first != "source"] = pair.end(first)
-        request.addfinalizer(lambda: forgotten._exchange and forgotten._exchange.drop())
+        request.addfinalizer(forgotten._drop)
     else:
         end = pair.ends[before != "source alone"]
         assert (end.send if before == "source alone" else end.receive)(timeout_s=0.3).failure
@@ -309,16 +308,16 @@ def test_a_thread_that_is_left_behind_touches_no_pool(pair: Pair, monkeypatch: p
     """The pieces come when the caller has given up, and the engine goes on with its pools."""
     serve(pair.source, PROMPTS[:1])
     come, waited = threading.Event(), threading.Event()
-    real = GlooPipe.receive
+    real = MessagePipe.receive
 
-    def receive(self: GlooPipe, piece: torch.Tensor, free: Any) -> Any:
+    def receive(self: MessagePipe, piece: torch.Tensor, free: Any) -> Any:
         come.wait(20)
         try:
             return real(self, piece, free)
         finally:
             waited.set()
 
-    monkeypatch.setattr(GlooPipe, "receive", receive)
+    monkeypatch.setattr(MessagePipe, "receive", receive)
     before = maps_of(pair.target)
     sent, received = pair.hand_over(timeout_s=0.7)
     assert "gave up after 0.7 s" in received.failure

@@ -1,0 +1,282 @@
+"""Messages between processes: msgspec structs over ZeroMQ, encrypted and authenticated by CURVE."""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+SILENCE_S = 10.0
+"""A peer that answers no heartbeat for so long is lost."""
+_LINGER_MS = 1000
+_POLL_S = 0.1
+
+Frames = list[zmq.Frame]
+
+
+class PeerLostError(ConnectionError):
+    """The process at the other end has ended, is silent, or sends no valid message."""
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a listener is reached.
+
+    Attributes:
+        hosts: addresses of its machine, the likeliest first.
+        port: a TCP port.
+        key: the listener's public key of CURVE. No connection carries it, so that it is the secret that a
+            process must know to connect: publish the address where only such processes read it.
+    """
+
+    hosts: tuple[str, ...]
+    port: int
+    key: str
+
+    def to_bytes(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Address":
+        """ValueError for bytes that are no address."""
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"no address of a process: {error}") from error
+
+
+class _End:
+    """One end of connections; one thread at a time uses it."""
+
+    def __init__(self, kind: int, messages: Any, silence_s: float) -> None:
+        self._socket = _context().socket(kind)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(silence_s * 250)))
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(silence_s * 1000)))
+        self._async: zmq.asyncio.Socket | None = None
+        self._decoder = msgspec.msgpack.Decoder(messages)
+
+    def close(self) -> None:
+        """End all connections, once messages on their way have left (1 s at most); a second call does
+        nothing."""
+        if self._async is not None:
+            self._async.close()
+        self._socket.close()
+
+    def _decoded(self, frames: Frames) -> tuple[Any, memoryview | None]:
+        try:
+            return self._decoder.decode(frames[0].buffer), frames[1].buffer if len(frames) > 1 else None
+        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
+            raise PeerLostError(f"it sent an invalid message: {error}") from error
+
+    def _received(self, timeout_s: float) -> Frames | None:
+        """The frames of the next message; None if none comes in time."""
+        if not self._socket.poll(max(0.0, timeout_s) * 1000):
+            return None
+        frames: Frames = self._socket.recv_multipart(copy=False)
+        return frames
+
+    async def _received_async(self, timeout_s: float) -> Frames | None:
+        if self._async is None:
+            self._async = zmq.asyncio.Socket(self._socket)
+        if not await self._async.poll(max(0.0, timeout_s) * 1000):
+            return None
+        frames: Frames = await self._async.recv_multipart(copy=False)
+        return frames
+
+
+class Listener(_End):
+    """Receives messages of any number of peers, and answers each by its name.
+
+    Attributes:
+        address: what a peer needs to connect.
+    """
+
+    def __init__(self, messages: Any, *, hosts: tuple[str, ...] = (), silence_s: float = SILENCE_S) -> None:
+        """
+        Args:
+            messages: the struct, or union of tagged structs, that peers send.
+            hosts: this machine's addresses; the listener binds the first. None: listens on all.
+            silence_s: a peer that answers no heartbeat for so long is lost.
+        """
+        super().__init__(zmq.ROUTER, messages, silence_s)
+        public, secret = zmq.curve_keypair()
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            port = self._socket.bind_to_random_port(f"tcp://{hosts[0] if hosts else '*'}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise OSError(f"cannot listen on {hosts[0] if hosts else 'any address'}: {error}") from error
+        self.address = Address(hosts or tuple(own_addresses()), port, public.decode())
+        self._invalid: set[bytes] = set()
+
+    def receive(self, timeout_s: float) -> tuple[bytes, Any, memoryview | None] | None:
+        """(Peer, message, payload) of the next message; None if none comes in time."""
+        deadline = time.monotonic() + timeout_s
+        while (frames := self._received(deadline - time.monotonic())) is not None:
+            if (found := self._message(frames)) is not None:
+                return found
+        return None
+
+    async def receive_async(self, timeout_s: float) -> tuple[bytes, Any, memoryview | None] | None:
+        """As `receive`, in an event loop."""
+        frames = await self._received_async(timeout_s)
+        return None if frames is None else self._message(frames)
+
+    def _message(self, frames: Frames) -> tuple[bytes, Any, memoryview | None] | None:
+        peer = frames[0].bytes
+        if peer in self._invalid or not len(frames[1].buffer):
+            return None
+        try:
+            return peer, *self._decoded(frames[1:])
+        except PeerLostError:
+            self._invalid.add(peer)
+            return None
+
+    def send(self, peer: bytes, message: msgspec.Struct, payload: Any = None) -> None:
+        """Send a message, and bytes with it; PeerLostError for a peer that is gone."""
+        encoded = msgspec.msgpack.encode(message)
+        try:
+            self._socket.send_multipart([peer, encoded] if payload is None else [peer, encoded, payload])
+        except zmq.ZMQError as error:
+            raise PeerLostError("its connection is closed") from error
+
+    def is_connected(self, peer: bytes) -> bool:
+        """Whether a peer is there, and has sent valid messages only."""
+        try:
+            self._socket.send_multipart([peer, b""], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return peer not in self._invalid
+
+
+class Link(_End):
+    """Connects to a `Listener`."""
+
+    def __init__(
+        self,
+        address: Address,
+        messages: Any,
+        timeout_s: float,
+        *,
+        name: bytes = b"",
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        """Blocks until connected.
+
+        Args:
+            address: of the listener.
+            messages: the struct, or union of tagged structs, that the listener sends.
+            timeout_s: seconds to connect.
+            name: the name of this peer at the listener; empty for a random one.
+            silence_s: a listener that answers no heartbeat for so long is lost.
+
+        Raises:
+            PeerLostError: no listener that has this key accepts at the address in time.
+        """
+        super().__init__(zmq.DEALER, messages, silence_s)
+        public, secret = zmq.curve_keypair()
+        self._socket.curve_serverkey = address.key.encode()
+        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
+        self._socket.setsockopt(zmq.IDENTITY, name or os.urandom(16).replace(b"\0", b"\1"))
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost listener stays lost
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no connection: sends fail
+        self._looked = 0.0
+        failures: list[str] = []
+        deadline = time.monotonic() + timeout_s
+        for host in dict.fromkeys(address.hosts):
+            remaining_s = max(0.001, deadline - time.monotonic())
+            try:
+                socket.create_connection((host, address.port), remaining_s).close()
+                self._socket.connect(f"tcp://{host}:{address.port}")
+                self._socket.setsockopt(zmq.SNDTIMEO, max(1, int(1000 * (deadline - time.monotonic()))))
+                self._socket.send(b"")
+            except (OSError, ValueError, zmq.ZMQError) as error:
+                failures.append(
+                    f"{host}: {'another process listens there' if isinstance(error, zmq.Again) else error}"
+                )
+            else:
+                return
+        self.close()
+        raise PeerLostError(f"it cannot be reached at port {address.port} ({'; '.join(failures)})")
+
+    def receive(self, timeout_s: float) -> tuple[Any, memoryview | None] | None:
+        """(Message, payload) of the next message; None if none comes in time.
+
+        Raises:
+            PeerLostError: the listener is gone and all its messages were received, or one is invalid.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            remaining_s = deadline - time.monotonic()
+            frames = self._received(min(_POLL_S, remaining_s))
+            if frames is not None and len(frames[0].buffer):
+                return self._decoded(frames)
+            if frames is None:
+                self._check()
+                if remaining_s <= _POLL_S:
+                    return None
+
+    def _check(self) -> None:
+        """PeerLostError where the listener is gone and nothing is left to receive; looks every `_POLL_S`."""
+        if time.monotonic() - self._looked >= _POLL_S:
+            if not self.is_connected() and not self._socket.poll(0):
+                raise PeerLostError("its connection is closed")
+            self._looked = time.monotonic()
+
+    async def receive_async(self) -> tuple[Any, memoryview | None]:
+        """As `receive`, in an event loop, without a limit."""
+        while True:
+            frames = await self._received_async(_POLL_S)
+            if frames is not None and len(frames[0].buffer):
+                return self._decoded(frames)
+            if frames is None:
+                self._check()
+
+    def send(self, message: msgspec.Struct, payload: Any = None) -> None:
+        """Send a message, and bytes with it; PeerLostError where the listener is gone."""
+        encoded = msgspec.msgpack.encode(message)
+        try:
+            self._socket.send_multipart([encoded] if payload is None else [encoded, payload], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise PeerLostError("its connection is closed") from error
+
+    def is_connected(self) -> bool:
+        """Whether the listener is there."""
+        try:
+            self._socket.send(b"", zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+
+@cache
+def _context() -> "zmq.Context[zmq.Socket[bytes]]":
+    return zmq.Context()
+
+
+os.register_at_fork(after_in_child=_context.cache_clear)
+
+
+def host_name() -> str:
+    """A text that is equal for two processes that reach each other at 127.0.0.1."""
+    network = "/proc/self/ns/net"
+    return f"{socket.gethostname()} {os.stat(network).st_ino if os.path.exists(network) else ''}"
+
+
+def own_addresses() -> Iterator[str]:
+    """Addresses at which other processes may reach this one, those of its network first."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((os.environ.get("MASTER_ADDR", "8.8.8.8"), 9))  # sends nothing; chooses a route
+        yield probe.getsockname()[0]
+    with suppress(OSError):
+        yield from socket.gethostbyname_ex(socket.gethostname())[2]
+    yield socket.gethostname()
+    yield "127.0.0.1"
