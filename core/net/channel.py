@@ -76,7 +76,7 @@ class _End:
 
     def _received(self, timeout_s: float) -> Frames | None:
         """The frames of the next message; None if none comes in time."""
-        if not self._socket.poll(max(0.0, timeout_s) * 1000):
+        if not self._socket.poll(round(1000 * max(0.0, timeout_s))):
             return None
         frames: Frames = self._socket.recv_multipart(copy=False)
         return frames
@@ -84,7 +84,7 @@ class _End:
     async def _received_async(self, timeout_s: float) -> Frames | None:
         if self._async is None:
             self._async = zmq.asyncio.Socket(self._socket)
-        if not await self._async.poll(max(0.0, timeout_s) * 1000):
+        if not await self._async.poll(round(1000 * max(0.0, timeout_s))):
             return None
         frames: Frames = await self._async.recv_multipart(copy=False)
         return frames

@@ -8,7 +8,7 @@ _LARGEST = (1 << 64) - 1
 
 
 class StateEvents(
-    msgspec.Struct, frozen=True, array_like=True, tag="mambaslots.states.2", forbid_unknown_fields=True
+    msgspec.Struct, frozen=True, array_like=True, tag="state-events-2", forbid_unknown_fields=True
 ):
     """The changes of a replica's resumable states since its previous message.
 

@@ -248,8 +248,9 @@ class _Session:
             began = time.monotonic()
             while not condition():
                 self.check_time(self.late)
-                spins = time.monotonic() - began < _SPIN_S
-                peer.pump((1e-5 if spins else 2e-4) if polls else _LOOK_S)
+                peer.pump(0.0 if polls else _LOOK_S)
+                if polls:
+                    time.sleep(1e-6 if time.monotonic() - began < _SPIN_S else 2e-4)
                 peer.check_not_refused()
 
         return wait_for
@@ -707,8 +708,8 @@ def _check_timeout(parallel: ParallelGroups, timeout_s: float) -> float:
     for name, group in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
         if group is None or dist.get_world_size(group) == 1:
             continue
-        for device in group._device_types:  # type: ignore[attr-defined]
-            options = getattr(group._get_backend(device), "options", None)  # type: ignore[attr-defined]
+        for device in group._device_types:
+            options = getattr(group._get_backend(device), "options", None)
             limit = getattr(options, "_timeout", None)
             if isinstance(limit, timedelta) and timeout_s + GRACE_S >= limit.total_seconds():
                 limit_s = limit.total_seconds()
@@ -860,26 +861,7 @@ class TransferChannel:
         A failure within this replica, for instance a lost rank, is no miss: it raises, because ranks may then
         differ.
         """
-        access = self._open("receive", "destination")
-
-        def prepare() -> Callable[[], tuple[PrefixFormat, PrefixForest, str]]:
-            session = self._begin(access, timeout_s)
-            assert isinstance(session, _Destination)
-            return lambda: session.in_time(lambda: session.collect(access))
-
-        def fill(placement: Placement) -> None:
-            session = self._session
-            assert isinstance(session, _Destination)
-            session.in_time(lambda: session.fill(access, placement, self._nccl))
-
-        try:
-            return import_filled(access, prepare, fill)
-        except (TransferError, CopyError) as error:
-            self._fail("was not received", error, error.__cause__ or error)
-            return ImportReport(failure=described(error))
-        except BaseException as error:
-            self._drop(described(error))
-            raise
+        return _receive(self._open("receive", "destination"), lambda: self, timeout_s)
 
     def close(self) -> None:
         """End the channel on this rank; its name is of no use any more."""
@@ -960,5 +942,44 @@ def receive_prefixes(
     Every rank of the destination calls this, between steps. The source may be split in another way. The
     arguments, the report and the errors are those of `TransferChannel` and its `receive`.
     """
-    with TransferChannel(engine, store, name, "destination", timeout_s=timeout_s) as channel:
-        return channel.receive()
+    channels: list[TransferChannel] = []
+
+    def opened() -> TransferChannel:
+        channels.append(TransferChannel(engine, store, name, "destination", timeout_s=timeout_s))
+        return channels[0]
+
+    try:
+        return _receive(CacheAccess.of(engine, "receive_prefixes"), opened, None)
+    finally:
+        for channel in channels:
+            channel.close()
+
+
+def _receive(
+    access: CacheAccess, channel_of: Callable[[], TransferChannel], timeout_s: float | None
+) -> ImportReport:
+    """As `TransferChannel.receive`; all ranks learn of an error that `channel_of` raises on one of them."""
+    channels: list[TransferChannel] = []
+
+    def prepare() -> Callable[[], tuple[PrefixFormat, PrefixForest, str]]:
+        channel = channel_of()
+        session = channel._begin(access, timeout_s)
+        channels.append(channel)
+        assert isinstance(session, _Destination)
+        return lambda: session.in_time(lambda: session.collect(access))
+
+    def fill(placement: Placement) -> None:
+        session = channels[0]._session
+        assert isinstance(session, _Destination)
+        session.in_time(lambda: session.fill(access, placement, channels[0]._nccl))
+
+    try:
+        return import_filled(access, prepare, fill)
+    except (TransferError, CopyError) as error:
+        for channel in channels:
+            channel._fail("was not received", error, error.__cause__ or error)
+        return ImportReport(failure=described(error))
+    except BaseException as error:
+        for channel in channels:
+            channel._drop(described(error))
+        raise
