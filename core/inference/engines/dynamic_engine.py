@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
-from ...cache_stats import EngineStats, SpeculationStats
+from ...cache_stats import EngineStats
 from ...config import InferenceConfig
 from ...errors import MambaSlotCapacityError
 from ...parallel_groups import on_device_of
@@ -41,7 +41,7 @@ from .engine_observer import EngineObserver, NewTokens, ProgressLine, StepReport
 from .engine_state import EngineState, LaunchedStep
 from .memory_poison import MemoryPoison
 from .runner import GraphBuckets, GraphRunner, Model, ModelRunner
-from .sampling import count_accepted, request_seed, sample_step
+from .sampling import request_seed, sample_step
 from .streams import TokenStream
 
 if TYPE_CHECKING:
@@ -347,13 +347,11 @@ class DynamicInferenceEngine:
         begun_s = time.perf_counter()
         with state.in_step(), on_device_of(self.context.spec.device):
             steps, tokens, invalid = self._run_step()
-            finished = self._finish_completed(steps, invalid)
-            if self._drafter is not None:
-                self._count_drafts(steps, tokens)
+            report = state.end_step(steps, tokens, invalid)
             if reports:
-                for result in finished if claims_results else ():
+                for result in report.finished if claims_results else ():
                     state.unclaimed.pop(result.request_id, None)
-                state.reports.append(self._report(steps, tokens, finished))
+                state.reports.append(report)
         admitted, state.scheduler.admitted = state.scheduler.admitted, {}
         if state.observers:
             state.observers.step_made(steps, admitted, tokens, time.perf_counter() - begun_s)
@@ -387,44 +385,6 @@ class DynamicInferenceEngine:
         # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
         self.context.end_step(sampled.num_accepted, sampled.is_valid)
         return LaunchedStep(step.requests, sampled, check_logits)
-
-    def _report(
-        self, steps: Sequence[RequestStep], tokens: NewTokens, finished: tuple[RequestResult, ...]
-    ) -> StepReport:
-        admitted = self._state.scheduler.admitted
-        return StepReport(
-            admitted=tuple(step.request.request_id for step in steps if step.request in admitted),
-            generated={request_id: new[-1] for request_id, new in tokens.items()},
-            finished=finished,
-            tokens=tokens,
-        )
-
-    def _finish_completed(
-        self, steps: Sequence[RequestStep], invalid: Sequence[int]
-    ) -> tuple[RequestResult, ...]:
-        """End the requests that are complete, and those whose logits are no numbers."""
-        reasons: dict[int, FinishReason] = dict.fromkeys(invalid, "invalid_logits")
-        for request in (step.request for step in steps):
-            reason = request.finish_reason
-            if reason is not None and request.result is None:  # of a step ahead, requests may have ended
-                reasons.setdefault(request.request_id, reason)
-        return tuple(
-            self._state.end(self._state.requests[request_id], reason)
-            for request_id, reason in reasons.items()
-        )
-
-    def _count_drafts(self, steps: Sequence[RequestStep], tokens: NewTokens) -> None:
-        so_far = self._state.speculation
-        for step in steps:
-            if step.decoding and step.request.request_id in tokens:
-                new = [one.token for one in tokens[step.request.request_id]]
-                so_far = SpeculationStats(
-                    so_far.num_decodes + 1,
-                    so_far.num_tokens + len(new),
-                    so_far.num_drafted + len(step.drafts),
-                    so_far.num_accepted + count_accepted(step.drafts, new),
-                )
-        self._state.speculation = so_far
 
     def check_usable(self, call: str) -> None:
         """Repair what a failed call has left, and cancel abandoned requests.

@@ -4,7 +4,7 @@ import logging
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +16,8 @@ from ...request import FinishReason, RequestResult
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from .drafter import Drafter
-from .engine_observer import EngineObservers, StepReport
-from .sampling import SampledStep
+from .engine_observer import EngineObservers, NewTokens, StepReport
+from .sampling import SampledStep, count_accepted
 from .scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -221,6 +221,29 @@ class EngineState:
         if not self.requests:
             self.unread = None  # an idle engine keeps nothing of the requests that it has served
         return result
+
+    def end_step(self, steps: Sequence[RequestStep], tokens: NewTokens, invalid: Sequence[int]) -> StepReport:
+        """End the requests that are complete, and the `invalid` ones, whose logits are no numbers."""
+        reasons: dict[int, FinishReason] = dict.fromkeys(invalid, "invalid_logits")
+        for step in steps:
+            request, reason = step.request, step.request.finish_reason
+            if reason is not None and request.result is None:  # of a step ahead, requests may have ended
+                reasons.setdefault(request.request_id, reason)
+            if self._drafter is not None and step.decoding and request.request_id in tokens:
+                new, so_far = [one.token for one in tokens[request.request_id]], self.speculation
+                self.speculation = SpeculationStats(
+                    so_far.num_decodes + 1,
+                    so_far.num_tokens + len(new),
+                    so_far.num_drafted + len(step.drafts),
+                    so_far.num_accepted + count_accepted(step.drafts, new),
+                )
+        finished = [self.end(self.requests[request_id], reason) for request_id, reason in reasons.items()]
+        return StepReport(
+            admitted=tuple(s.request.request_id for s in steps if s.request in self.scheduler.admitted),
+            generated={request_id: new[-1] for request_id, new in tokens.items()},
+            finished=tuple(finished),
+            tokens=tokens,
+        )
 
     def take_unread(self) -> LaunchedStep | None:
         """The step that was launched ahead, once; None without one, or where all its requests have ended."""

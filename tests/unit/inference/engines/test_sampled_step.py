@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import mambaslots as ms
@@ -41,7 +42,7 @@ def request(number: int, prompt: Sequence[int] = (1, 2, 3), **settings: Any) -> 
 
 
 def step(of: DynamicInferenceRequest, start: int, stop: int, drafts: tuple[int, ...] = ()) -> RequestStep:
-    nothing: Any = None
+    nothing: Any = SimpleNamespace(path=None)
     return RequestStep.of(of, nothing, start, stop, decoding=bool(drafts), drafts=drafts)
 
 
