@@ -57,7 +57,7 @@ class KVBlockAllocator:
         forget_states: ForgetStates = lambda blocks, cause: None,
         *,
         clock: Clock = time.monotonic_ns,
-        left: DirtyEntries | None = None,
+        dirty: DirtyEntries | None = None,
         units: MemoryUnits | None = None,
     ) -> None:
         """
@@ -68,7 +68,7 @@ class KVBlockAllocator:
                 the owner of the blocks' states forgets these. What it raises is raised to the caller, because
                 a state must not outlive its block.
             clock: says when blocks are used. Two uses at one time count as one after the other.
-            left: collects the blocks that become free.
+            dirty: collects the blocks that become free.
             units: of a memory that blocks share with states. A block whose unit holds states has one
                 reference, so that it is neither free nor cached; `lender` then moves units.
         """
@@ -84,7 +84,7 @@ class KVBlockAllocator:
         self.leaves = self.tree.leaves
         self.on_blocks_deregistered: DeregistrationObserver | None = None
         self._observers: list[DeregistrationObserver] = []
-        self._left = left or DirtyEntries()
+        self._dirty = dirty or DirtyEntries()
         self._by_unit = BlocksByUnit(self.total_count, units.blocks_per_unit) if units else None
         stack = BlockStack(self.total_count) if self._by_unit is None else self._by_unit
         self._free: FreeBlocks = stack
@@ -102,11 +102,11 @@ class KVBlockAllocator:
     def _restart_free(self, num_free: int) -> None:
         """Note that every block is free that is neither held nor registered."""
         self._free.restart(num_free, self._refs, self.tree.parents)
-        if self._left.is_active:
-            self._left.note(self._free.listed(self._refs, self.tree.parents))
+        if self._dirty.is_active:
+            self._dirty.note(self._free.listed(self._refs, self.tree.parents))
 
     def _add_free(self, blocks: list[int]) -> None:
-        self._left.note(blocks)
+        self._dirty.note(blocks)
         self._free.add(blocks)
 
     # ---- what hosts read
@@ -199,7 +199,7 @@ class KVBlockAllocator:
         if missing > 0:
             self._evict(missing)
         blocks = self._free.take(num_blocks, self._refs, self.tree.parents)
-        self._left.give(blocks)
+        self._dirty.give(blocks)
         if self.tree.deferred:
             self.tree.deferred.free(512 + 16 * num_blocks)
         refs = self._refs
@@ -525,7 +525,7 @@ class KVBlockAllocator:
         """Give up the blocks of a unit, all of which are free: its memory shall hold states."""
         for block in self._blocks_of(unit):
             self._refs[block] = 1
-        self._left.withdraw(self._blocks_of(unit))
+        self._dirty.withdraw(self._blocks_of(unit))
         if self._by_unit is not None:
             self._by_unit.withdraw(unit)
 

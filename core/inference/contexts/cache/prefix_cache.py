@@ -109,7 +109,7 @@ class PrefixCache:
             self._enabled,
             self._forget_states,
             clock=clock,
-            left=scrubber.blocks,
+            dirty=scrubber.blocks,
             units=units,
         )
         tree = self.kv_blocks.tree

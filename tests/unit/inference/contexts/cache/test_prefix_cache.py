@@ -386,7 +386,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.kv_ages_ns.append(self.now_ns - released_ns)
         del self.prefix_of[block]
         if block in self.states:
-            of_state = {"new_block": "kv_evicted", "released": "kv_released", "discarded": "discarded"}
+            of_state = {"new_block": "kv_evicted", "discarded": "discarded"}
             self.lose_state(block, of_state[cause])
 
     def lose_state(self, block, cause):
