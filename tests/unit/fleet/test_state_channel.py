@@ -86,7 +86,7 @@ def test_a_reader_waits_for_what_is_new_and_gets_it_once() -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize(("bound", "size"), [("_LOG_LENGTH", 4), ("_LOG_BYTES", 400), ("_LOG_BYTES", 1)])
+@pytest.mark.parametrize(("bound", "size"), [("_LOG_LENGTH", 4), ("_LOG_BYTES", 200), ("_LOG_BYTES", 1)])
 def test_a_reader_that_was_slow_or_knew_another_channel_gets_snapshots(
     monkeypatch: pytest.MonkeyPatch, bound: str, size: int
 ) -> None:
