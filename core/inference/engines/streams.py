@@ -31,14 +31,7 @@ class TokenStream(Iterator[GeneratedToken]):
         abandoned: deque[int],
         cancels_when_dropped: bool,
     ) -> None:
-        """
-        Args:
-            request: the request whose tokens are returned.
-            advance: makes a step of the engine.
-            settle: lets the engine cancel abandoned requests; does nothing during a step.
-            abandoned: ids of requests that the engine cancels at its next call; any thread may append.
-            cancels_when_dropped: whether garbage collection of the stream cancels the request.
-        """
+        """`advance` makes a step; `settle` cancels requests in `abandoned`, where any thread may append."""
         self._request = request
         self._advance = advance
         self._settle = settle
@@ -225,12 +218,7 @@ class AsyncStream(AsyncIterator[tuple[GeneratedToken, ...]]):
     def __init__(
         self, answer: Answer, loop: asyncio.AbstractEventLoop, end: Callable[[Answer, EarlyEnd], None]
     ) -> None:
-        """
-        Args:
-            answer: what has arrived of the request.
-            loop: where the stream is read.
-            end: asks the writer to end the request; any thread may call it at any moment.
-        """
+        """`end` asks the writer to end the request; any thread may call it at any moment."""
         self._loop = loop
         self._end = end
         self._is_ending = False
