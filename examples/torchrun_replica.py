@@ -45,8 +45,6 @@ class Replica:
         model = ms.models.HybridLM(CONFIG, seed=0, groups=ms.ParallelGroups(tensor=dist.group.WORLD))
         self.engine = ms.DynamicInferenceEngine(model, settings())
         self.engine.set_weights_version(WEIGHTS)
-        decisions = dist.PrefixStore(f"decisions of {name}", store)
-        msd.Agreement(self.engine.context, decisions, dist.get_rank(), dist.get_world_size())
 
     def serve(self, prompts: list[list[int]], length: int) -> list[dict[str, Any]]:
         """Greedy answers of `length` tokens."""

@@ -1,7 +1,5 @@
 """Models split over ranks, and replicas of them: what keeps ranks together, and moves cached prefixes."""
 
-from .agreement import Agreement
-from .all_ranks import DisagreementError
 from .heartbeat import Heartbeat, RankDiedError, StoreLostError
 from .lockstep.following import follow
 from .lockstep.leading_engine import LeadingEngine
@@ -22,7 +20,7 @@ from .transfer.placement import ImportReport, PrefixCounts
 from .transfer.shard import PrefixShard
 
 __all__ = [
-    "Agreement", "DisagreementError", "Heartbeat", "RankDiedError", "StoreLostError",
+    "Heartbeat", "RankDiedError", "StoreLostError",
     # routing to replicas
     "StateRouter", "RouteRequest", "ReplicaLoad", "StateEvents", "StateIndex", "StatePublisher",
     "encode_events", "decode_events",

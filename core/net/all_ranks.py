@@ -2,14 +2,10 @@
 
 The ranks of a replica do a piece of work together through `AllRanks`, over the replica's process groups.
 Every rank learns which ranks failed and which results differ, and raises the same text as the others.
-
-`Agreement` compares decisions over a store instead, and raises `DisagreementError`.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -17,7 +13,6 @@ import torch
 from ..parallel_groups import ParallelGroups
 
 Notes = dict[str, Any]
-_NOTHING = "nothing"
 
 
 @dataclass(frozen=True)
@@ -126,69 +121,6 @@ def _difference(name: str, values: Sequence[object]) -> str:
     if not others:
         return ""
     return f"{_ranks(others)} of the replica have other {name} than rank 0; accepted: the same on all"
-
-
-class DisagreementError(RuntimeError):
-    """Ranks that must decide alike did not, or a rank did not come to compare.
-
-    Attributes:
-        step: the number of the comparison that found it, from 0.
-        ranks: the ranks in the minority, or all ranks where no majority exists; or the ranks that did not
-            come.
-        decisions: rank -> its first decision that is not the same on all ranks; empty where a rank did not
-            come.
-    """
-
-    def __init__(
-        self, message: str, step: int, ranks: Sequence[int], decisions: Mapping[int, str] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.step = step
-        self.ranks = tuple(ranks)
-        self.decisions = dict(decisions or {})
-
-
-def missing_ranks_error(step: int, ranks: Sequence[int], timeout_s: float) -> DisagreementError:
-    """The error for `ranks` that did not come to comparison `step` within `timeout_s`."""
-    message = (
-        f"step {step}: {_ranks(ranks)} did not come to compare decisions within {timeout_s:g} s; "
-        "they stand still, or make fewer steps than the others"
-    )
-    return DisagreementError(message, step, ranks)
-
-
-def difference_error(step: int, decisions_by_rank: Sequence[Sequence[str]]) -> DisagreementError:
-    """The error for ranks that decided differently; it quotes the first decision that differs.
-
-    Args:
-        step: the number of the comparison.
-        decisions_by_rank: each rank's decisions, in order; not equal on all ranks.
-    """
-    rows = enumerate(zip_longest(*decisions_by_rank, fillvalue=_NOTHING))
-    place, row = next((place, row) for place, row in rows if len(set(row)) > 1)
-    ranks_by_decision: dict[str, list[int]] = defaultdict(list)
-    for rank, decision in enumerate(row):
-        ranks_by_decision[decision].append(rank)
-    groups = sorted(ranks_by_decision.items(), key=lambda group: (len(group[1]), -group[1][0]))
-    *others, (decision, majority) = groups
-    if len(majority) == len(others[-1][1]):
-        ranks = list(range(len(row)))
-        texts = (f"{_ranks(members)} decided {_quoted(text)}" for text, members in reversed(groups))
-        message = f"step {step}: {_ranks(ranks)} differ at decision {place}: {', '.join(texts)}"
-    else:
-        ranks = sorted(rank for _, members in others for rank in members)
-        texts = (
-            _quoted(text) + (f" of {_ranks(members)}" if len(others) > 1 else "") for text, members in others
-        )
-        message = (
-            f"step {step}: {_ranks(ranks)} differ from {majority} at decision {place}: {', '.join(texts)} "
-            f"against {_quoted(decision)}"
-        )
-    return DisagreementError(message, step, ranks, dict(enumerate(row)))
-
-
-def _quoted(decision: str) -> str:
-    return decision if decision == _NOTHING else f"'{decision}'"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.inference.contexts.step_inputs import StepInputs
-from mambaslots.net import Agreement, DisagreementError
+from oracle.agreement import Agreement, DisagreementError
 from oracle.distributed_world import SPLITS, World, splits
 from oracle.drafters import MODES
 from oracle.serving import SEED, random_tokens, small_config, small_engine

@@ -20,6 +20,7 @@ import mambaslots.net as msd
 import pytest
 import torch.distributed as dist
 from oracle import serving
+from oracle.agreement import Agreement
 from oracle.distributed_world import World
 from oracle.drafters import InPlaceModel
 
@@ -147,4 +148,4 @@ def compare_steps(engine: msd.LeadingEngine) -> None:
 def _agree(engine: ms.DynamicInferenceEngine, number: int) -> None:
     groups = engine.context.spec.groups
     store = dist.PrefixStore(f"led {number}", dist.distributed_c10d._get_default_store().clone())
-    msd.Agreement(engine.context, store, groups.rank, groups.size, timeout_s=60.0)
+    Agreement(engine.context, store, groups.rank, groups.size, timeout_s=60.0)

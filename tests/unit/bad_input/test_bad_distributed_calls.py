@@ -6,8 +6,9 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch.distributed as dist
-from mambaslots.net import Agreement, Heartbeat
+from mambaslots.net import Heartbeat
 from oracle import bad_values as bad
+from oracle.agreement import Agreement
 from oracle.bad_values import Bad, refuse_all
 from oracle.serving import small_engine
 

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.inference.contexts.step_inputs import StepInputs
-from mambaslots.net import Agreement, DisagreementError
+from oracle.agreement import Agreement, DisagreementError
 from oracle.serving import random_tokens, run_checked, small_engine
 
 Work = Callable[[ms.DynamicInferenceEngine, Agreement], None]
