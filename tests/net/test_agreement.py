@@ -238,7 +238,7 @@ def test_the_first_differing_decision_and_the_ranks_are_named(
 OTHER_SETTINGS = {
     "another plan": ({"checkpoint_plan": ms.CheckpointPlan(marks=(8,))}, "built with checkpoint_plan "),
     "more requests": ({"max_requests": 5}, "built with max_requests "),
-    "another policy": ({"eviction_policy": "lru"}, "built with prefix_caching_eviction"),
+    "another policy": ({"eviction_policy": "lru"}, "built with eviction_policy"),
     "longer chunks": ({"max_tokens": 72}, "built with max_tokens "),
 }  # fmt: skip
 

@@ -27,7 +27,7 @@ from mambaslots.net import (
     send_prefixes,
 )
 from mambaslots.net.transfer import placement
-from mambaslots.net.transfer.manifest import Manifest
+from mambaslots.net.transfer.files import Manifest
 from mambaslots.net.transfer.nccl_pipe import NcclPipe
 from mambaslots.net.transfer.parts import shard_of
 from mambaslots.net.transfer.pieces import PartCopies

@@ -25,9 +25,8 @@ from mambaslots.inference.engines.async_engine import AsyncEngine
 from mambaslots.net.lockstep.connection import Connection, Listener
 from mambaslots.net.prefill_decode.message_stream import MAX_LINE_BYTES, MessageStream, PeerLostError
 from mambaslots.net.prefill_decode.prefill_client import PrefillClient, RemotePrefill
-from mambaslots.net.prefill_decode.prefill_session import PrefillSession
+from mambaslots.net.prefill_decode.prefill_session import PrefillSession, PromptRoom
 from mambaslots.net.prefill_decode.prefix_computer import PrefixComputer
-from mambaslots.net.prefill_decode.prompt_room import PromptRoom
 from mambaslots.net.transfer.hand_over import SendReport
 from mambaslots.net.transfer.placement import ImportReport
 from mambaslots.request import SamplingParams

@@ -25,8 +25,8 @@ from mambaslots.inference.contexts.cache.tier import HostTier
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.net import import_prefixes, load_prefixes, save_prefixes
 from mambaslots.net.transfer.codec import encode_prefixes
+from mambaslots.net.transfer.files import MANIFEST
 from mambaslots.net.transfer.format import TransferError
-from mambaslots.net.transfer.manifest import MANIFEST
 from oracle.serving import fetch_always
 from oracle.toy_answers import Ask, answer
 from oracle.toy_lm import ToyLM

@@ -15,9 +15,8 @@ from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...validation import LONGEST_TIMEOUT_S, instance, real, shown
 from .engine_channel import check_engine, connect, engine_channel
 from .message_stream import MAX_LINE_BYTES, MessageStream, PeerLostError
-from .prefill_session import SEND_TIMEOUT_S, PrefillSession
+from .prefill_session import SEND_TIMEOUT_S, PrefillSession, PromptRoom
 from .prefix_computer import PrefixComputer
-from .prompt_room import PromptRoom
 
 logger = logging.getLogger(__name__)
 

@@ -1,20 +1,9 @@
-"""Cached prefixes, KV blocks and states together, on their way between engines, files and replicas.
+"""Cached prefixes to another replica: exports, files, and hand-overs between running replicas.
 
-    engine -- export_prefixes --> PrefixShard -- encode_prefixes --> bytes
-    engine <- import_prefixes --- PrefixShard <- decode_prefixes --- bytes
-    engine <- import_prefixes -------------------------------------- bytes
-    engine -- save_prefixes ----> directory --- load_prefixes ---> engine
-    engine -- send_prefixes ----> two-party groups --- receive_prefixes ---> engine
-
-Each rank of a split model exports and imports its own part. The two sides may be split differently, by tensor
-and by pipeline ranks: parts are cut and joined by layers, and by heads, groups or channels. A damaged export,
-or one of another model, is refused on all ranks of a replica, and nothing changes.
-
-    hand_over -> rendezvous -> link        between two replicas
-    files -> manifest                      to and from a directory
-    import_ -> placement                   into the pools, on all ranks or on none
-    export                                 out of the pools
-    codec -> shard -> forest -> format     the export itself
-    cache_access, pool_rows                an engine's prefix cache; copies of pool rows
-    parts                                  which part of each tensor a rank holds
+    forest, format, parts, shard     the prefixes of an export, its tensors, and one rank's part of them
+    cache_access, export, import_    out of an engine's cache and into it
+    codec, files                     a part as bytes; a directory of them
+    placement                        where an import goes in the pools
+    hand_over                        TransferChannel: messages between two replicas
+    pieces, staging, nccl_pipe       the bytes of a hand-over
 """

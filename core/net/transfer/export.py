@@ -11,7 +11,7 @@ from .cache_access import CacheAccess
 from .forest import PrefixForest
 from .format import PrefixFormat
 from .parts import KV, shard_of
-from .pool_rows import read_rows
+from .placement import read_rows
 from .shard import PrefixShard
 
 PrefixName = tuple[Sequence[int] | Tensor, bytes | str | None] | int

@@ -11,13 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.net.transfer import files, manifest
+from mambaslots.net.transfer import files
 from mambaslots.net.transfer.cache_access import CacheAccess
 from mambaslots.net.transfer.codec import checksum, decode_prefixes, encode_prefixes
 from mambaslots.net.transfer.export import export_prefixes
-from mambaslots.net.transfer.files import load_prefixes, save_prefixes
+from mambaslots.net.transfer.files import FileEntry, Manifest, load_prefixes, save_prefixes
 from mambaslots.net.transfer.format import PrefixFormat, TransferError
-from mambaslots.net.transfer.manifest import FileEntry, Manifest
 from mambaslots.net.transfer.shard import PrefixShard
 from oracle.serving import random_tokens, serve_checked, small_model
 from oracle.transfers import engine_of, maps_of, shard_of_rank, tensors_of
@@ -48,7 +47,7 @@ def write_set(folder: Path, export: PrefixShard, tp: int, pp: int = 1, set_id: s
             data, name = encode_prefixes(part), f"prefixes-{set_id}-tp{t}of{tp}-pp{p}of{pp}.safetensors"
             (folder / name).write_bytes(data)
             entries.append(FileEntry(name, checksum(data), part.shard))
-    (folder / manifest.MANIFEST).write_bytes(Manifest(set_id, entries).to_bytes())
+    (folder / files.MANIFEST).write_bytes(Manifest(set_id, entries).to_bytes())
     return [folder / entry.file for entry in entries]
 
 
@@ -137,7 +136,7 @@ def test_a_folder_that_cannot_be_listed_keeps_the_new_set(
 def test_the_manifest_says_the_format_version(
     source: ms.DynamicInferenceEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest, "FORMAT_VERSION", 9)
+    monkeypatch.setattr(files, "FORMAT_VERSION", 9)
     save_prefixes(source, tmp_path)
     assert "format_version is 9; accepted: 3" in refused(engine_of(), tmp_path)
 
@@ -201,7 +200,7 @@ def edited(change: Callable[[dict], None]) -> Callable[[bytes], bytes]:  # type:
     def edit(text: bytes) -> bytes:
         content = json.loads(text)["content"]
         change(content)
-        return json.dumps({"content": content, "sha256": manifest._digest(content)}).encode()
+        return json.dumps({"content": content, "sha256": files._digest(content)}).encode()
 
     return edit
 
@@ -231,13 +230,13 @@ def test_manifests_that_are_none(
     source: ms.DynamicInferenceEngine, tmp_path: Path, edit: Callable[[bytes], bytes], text: str
 ) -> None:
     write_set(tmp_path, export_prefixes(source), 2)
-    path = tmp_path / manifest.MANIFEST
+    path = tmp_path / files.MANIFEST
     path.write_bytes(edit(path.read_bytes()))
     assert text in refused(engine_of(), tmp_path)
 
 
 @pytest.mark.parametrize("what", ["pipe", "device", "directory"])
-@pytest.mark.parametrize("name", [manifest.MANIFEST, "prefixes-*.safetensors"])
+@pytest.mark.parametrize("name", [files.MANIFEST, "prefixes-*.safetensors"])
 def test_what_is_no_file_is_not_waited_for(
     source: ms.DynamicInferenceEngine, tmp_path: Path, name: str, what: str
 ) -> None:

@@ -25,7 +25,7 @@ from mambaslots.net import (
     import_prefixes,
     load_prefixes,
 )
-from mambaslots.net.transfer import placement, pool_rows
+from mambaslots.net.transfer import placement
 from mambaslots.net.transfer.format import PrefixFormat, TensorFormat
 from mambaslots.net.transfer.placement import Placement
 from oracle.budget import costly
@@ -457,7 +457,7 @@ def test_copies_take_no_more_than_they_may(
         with Sizes():
             write(self, tensors)
 
-    monkeypatch.setattr(pool_rows, "STAGING_BYTES", limit)
+    monkeypatch.setattr(placement, "STAGING_BYTES", limit)
     monkeypatch.setattr(Placement, "write", watched)
     import_prefixes(target, export)
     assert limit // 2 < max(sizes) <= limit
