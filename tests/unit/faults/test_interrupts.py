@@ -57,7 +57,7 @@ PLACES: dict[str, Callable[[Engine], tuple[object, str]]] = {
     "admission": lambda engine: (engine.context, "schedule"),
     "build": lambda engine: (engine.context, "begin_step"),
     "forward": lambda engine: (engine, "model"),
-    "register": lambda engine: (engine.context.kv_block_allocator, "register_chain"),
+    "register": lambda engine: (engine.context.prefix_cache.kv_blocks, "register_chain"),
     "commit": lambda engine: (engine.context.prefix_cache.slots, "commit"),
     "sampling": lambda engine: (ms.inference.engines.sampling.SampledStep, "wait"),
     "release": lambda engine: (engine.context, "release"),
