@@ -53,13 +53,14 @@ class LeadingEngine(DynamicInferenceEngine):
         config: InferenceConfig,
         *,
         drafter: Drafter | None = None,
+        seed: int = 0,
         heartbeat: Heartbeat | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         """Allocate all pools, and wait until all other ranks follow. All ranks take part.
 
         Args:
-            model, config, drafter: as for `DynamicInferenceEngine`; the same on all ranks.
+            model, config, drafter, seed: as for `DynamicInferenceEngine`; the same on all ranks.
             heartbeat: watches the ranks during calls. Without one, a rank that stands still is noticed by
                 the timeout of the process groups. It is not closed here.
             timeout_s: how long another rank may take to come, and to come to the end of a call behind this
@@ -80,7 +81,7 @@ class LeadingEngine(DynamicInferenceEngine):
             )
         if spec is not None:
             _check_unused(spec.groups)
-        super().__init__(model, config, drafter=drafter)
+        super().__init__(model, config, drafter=drafter, seed=seed)
         self._leading: LeaderCalls | None = None
         self._finalizer: Callable[[], object] = lambda: None
         groups = self.context.spec.groups
