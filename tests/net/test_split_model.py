@@ -224,13 +224,12 @@ def test_a_budget_for_kv_of_no_bytes_buys_names_for_all_states(world: World, cac
     slots = context.prefix_cache.slots.num_slots - 4 if caching else 0  # without those of idle rows
     assert context.memory.kv_cache.nbytes == 0
     assert context.prefix_cache.kv_blocks.total_count == min(4 * 14 + 4 * slots * 14, 4 * 14 + 2**20)
+    bought = context.prefix_cache.kv_blocks.total_count, slots if caching else None
+    sizes = {"num_kv_blocks": bought[0], "num_mamba_slots": bought[1], "enable_prefix_caching": caching}
     engines = [
-        small_engine(
-            model=world.model(split, "MGC-"), max_sequence_length=112, num_kv_blocks=None,
-            num_mamba_slots=None, total_gb=0.01, enable_prefix_caching=caching,
-        )
+        small_engine(model=world.model(split, "MGC-"), max_sequence_length=112, **sizes)
         for split in ("pp 2", None)
-    ]  # fmt: skip
+    ]
     Traffic(*engines, seed=5).run(requests=8)
 
 
