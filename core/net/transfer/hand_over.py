@@ -523,7 +523,7 @@ class _Destination(_Session):
                 part = json.dumps(shard_to_json(parts[index])).encode()
                 if pipe == "messages":
                     peer.begin_messages()
-                peer.send(Want(offer.turn, part, list(blocks), list(slots), pipe))  # type: ignore[arg-type]
+                peer.send(Want(offer.turn, part, list(blocks), list(slots), pipe))
                 used.append((peer, parts[index], pipe))
         for peer, part_of, pipe in used:
             copies = PartCopies(access, part_of)

@@ -56,7 +56,7 @@ FAULTS = {
         "fault_03",
         (
             (
-                "inference/kernels/reference/__init__.py",
+                "inference/kernels/reference/conv.py",
                 "    packed[window_starts[:, None] + taps] = carried.transpose(1, 2).to(x.dtype)\n",
                 "    packed[window_starts[:, None] + taps] = carried.transpose(1, 2).to(x.dtype)\n"
                 "    short = query_start_loc[1:] - query_start_loc[:-1] < width\n"

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,14 @@ import pytest
 from oracle.ledger import LeftWrongError
 
 TOOLS = Path(__file__).parents[3] / "tools"
+
+
+@pytest.fixture(autouse=True)
+def without_logs() -> Iterator[None]:
+    """pytest keeps records, whose tracebacks hold requests."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ def parts_of(
     results = []
     for cut in [*cuts, None]:
         stream = engine.stream([*prompt, *given], replace(params, num_generated=len(given)))
-        while cut is None or len(given) + len(stream._arrived) < cut:
+        while cut is None or stream._request.num_generated < cut:
             if next(stream, None) is None:
                 break
         stream.close()

@@ -185,8 +185,8 @@ def test_an_offloaded_pool_survives_a_failed_resume(number: int) -> None:
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_host_pool_that_lacks_either_tensor_is_resumed(part: int) -> None:
     slots = FakeHost().allocator(5, HostSlotAllocator)
-    own = list(slots._own)
+    own = list(slots._durable)
     own[part] = own[part][:, :0]
-    slots._own = type(slots._own)(*own)
+    slots._durable = type(slots._durable)(*own)
     slots.resume_pool()
     assert slots.conv_states.shape[1] == slots.ssm_states.shape[1] == 5
