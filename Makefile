@@ -4,7 +4,7 @@ BIN := .venv/bin
 FOR_DEMO := .venv/.installed-demo
 FOR_SERVER := .venv/.installed-serve
 FOR_DEV := .venv/.installed-dev
-OTHER_MEGATRONS := 0.18.2 0.19.0
+OTHER_MEGATRONS := 0.19.0
 PYTEST := pytest -p no:cacheprovider
 # A worker runs the tests of one module, as long as the other has some of its own: fixtures are made once.
 TWO_AT_A_TIME := -n 2 --dist worksteal
