@@ -26,8 +26,13 @@ from pathlib import Path
 import mambaslots as ms
 import torch
 from mambaslots.config import DURABLE_DTYPES
-from mambaslots.state_spec import gated_delta_net_states, mamba2_states
-from mambaslots.state_tensor import SlotLayout, StateTensor, durable_tensors
+from mambaslots.state_spec import (
+    SlotLayout,
+    StateTensor,
+    durable_tensors,
+    gated_delta_net_states,
+    mamba2_states,
+)
 from support.codec_times import LIMITS, measured
 from support.command_line import add_count, add_device, check_device, make_parser
 from tiny_training.source_files import SourceFiles

@@ -36,10 +36,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from mambaslots.inference.contexts.pools import StatePool
+from mambaslots.inference.contexts.device_memory import StatePool
 from mambaslots.inference.kernels.state_copy import copy_states
 from mambaslots.inference.kernels.state_tensors import StateTensors
-from mambaslots.state_tensor import StateTensor
+from mambaslots.state_spec import StateTensor
 from support.command_line import add_count, add_device, check_device, make_parser
 
 IDLE_PAIRS = 32

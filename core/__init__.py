@@ -43,8 +43,13 @@ if TYPE_CHECKING:
     from .loaded_model import LoadedModel, load
     from .parallel_groups import ParallelGroups
     from .request import FinishReason, RequestResult, SamplingParams, ScoreResult
-    from .state_spec import HybridStateSpec, gated_delta_net_states, mamba2_states, short_conv_states
-    from .state_tensor import StateTensor
+    from .state_spec import (
+        HybridStateSpec,
+        StateTensor,
+        gated_delta_net_states,
+        mamba2_states,
+        short_conv_states,
+    )
     from .text import TextCodec
 
 __version__ = VERSION
@@ -96,8 +101,9 @@ _NAMES_OF_MODULES = {
     "mambaslots.loaded_model": "LoadedModel load",
     "mambaslots.parallel_groups": "ParallelGroups",
     "mambaslots.request": "FinishReason RequestResult SamplingParams ScoreResult",
-    "mambaslots.state_spec": "HybridStateSpec gated_delta_net_states mamba2_states short_conv_states",
-    "mambaslots.state_tensor": "StateTensor",
+    "mambaslots.state_spec": (
+        "HybridStateSpec StateTensor gated_delta_net_states mamba2_states short_conv_states"
+    ),
     "mambaslots.text": "TextCodec",
 }
 _SOURCES = {name: module for module, names in _NAMES_OF_MODULES.items() for name in names.split()}

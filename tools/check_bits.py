@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import mambaslots as ms
 import torch
-from mambaslots.inference.contexts.row_ladder import FEW_ROWS
+from mambaslots.inference.contexts.step_inputs import FEW_ROWS
 from mambaslots.inference.engines.batch_invariance import record
 from mambaslots.inference.engines.product_check import bits, first_case, is_replaceable
 from mambaslots.inference.engines.recorded_products import Product

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from mambaslots.config import DURABLE_DTYPES
-from mambaslots.inference.contexts.pools import StatePool
+from mambaslots.inference.contexts.device_memory import StatePool
 from mambaslots.inference.kernels.state_codec import decode_states, encode_states
 from mambaslots.inference.kernels.state_tensors import CodedTensor
-from mambaslots.state_spec import gated_delta_net_states, mamba2_states
-from mambaslots.state_tensor import StateTensor, encodings_of
+from mambaslots.state_spec import StateTensor, encodings_of, gated_delta_net_states, mamba2_states
 from support.graph_timing import graph_us
 
 LIMITS = {"H100": 3.35e12, "H200": 4.8e12}

@@ -15,8 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel_groups import ModelShard, ParallelGroups, Part
-from ..state_spec import HybridStateSpec, gated_delta_net_states, mamba2_states, short_conv_states
-from ..state_tensor import StateTensor
+from ..state_spec import (
+    HybridStateSpec,
+    StateTensor,
+    gated_delta_net_states,
+    mamba2_states,
+    short_conv_states,
+)
 from .current_step import ATTENTION_NAME, EXPERTS_NAME, CurrentStep, register_attention, register_experts
 from .mixers import (
     FalconMamba2Forward,

@@ -7,8 +7,7 @@ import torch
 
 from ..inference.kernels.reference.chunks import compute_dtype
 from ..parallel_groups import ModelShard, ParallelGroups, Part
-from ..state_spec import gated_delta_net_states, mamba2_states, short_conv_states
-from ..state_tensor import StateTensor
+from ..state_spec import StateTensor, gated_delta_net_states, mamba2_states, short_conv_states
 from ..validation import INT32_MAX, float_dtype, integer, real, shown
 
 

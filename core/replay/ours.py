@@ -12,8 +12,7 @@ from ..config import InferenceConfig
 from ..inference.contexts.cache.checkpoint_plan import parse_plan
 from ..inference.contexts.cache.eviction import EVICTION_POLICIES
 from ..inference.contexts.pool_sizes import GIGABYTE
-from ..state_spec import HybridStateSpec
-from ..state_tensor import StateTensor
+from ..state_spec import HybridStateSpec, StateTensor
 from ..validation import one_of
 from .engine_replay import EngineReplay, chains_of
 from .setting import ModelShape, Progress, ReplayResult, ReplaySetting, silent

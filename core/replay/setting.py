@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..state_spec import HybridStateSpec, gated_delta_net_states, mamba2_states
-from ..state_tensor import StateTensor
+from ..state_spec import HybridStateSpec, StateTensor, gated_delta_net_states, mamba2_states
 from .trace import Trace
 
 STATE_DTYPES = ("float32", "bfloat16", "int8")

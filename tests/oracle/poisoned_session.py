@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 import mambaslots as ms
 import torch
-from mambaslots.inference.contexts.step_buffer import StepBuffer
+from mambaslots.inference.contexts.step_builder import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
 from mambaslots.inference.engines.dynamic_engine import DynamicInferenceEngine
 from mambaslots.inference.engines.memory_poison import MemoryPoison

@@ -1,7 +1,7 @@
 """States as small models of tests declare them."""
 
 import torch
-from mambaslots.state_tensor import StateTensor
+from mambaslots.state_spec import StateTensor
 
 
 def conv_and_ssm(

@@ -9,11 +9,11 @@ from unittest.mock import patch
 import mambaslots as ms
 import numpy as np
 import torch
-from mambaslots import state_tensor
+from mambaslots import state_spec
 from mambaslots.inference.contexts import dynamic_context
 from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.inference.kernels.state_codec import dequantise, quantise
-from mambaslots.state_tensor import EncodedTensor, StateTensor, TensorEncoding, encodings_of
+from mambaslots.state_spec import EncodedTensor, StateTensor, TensorEncoding, encodings_of
 from numpy.typing import NDArray
 from oracle.recurrent_lm import RecurrentLM, log_sum_exp
 
@@ -39,7 +39,7 @@ def stored_apart(settings: dict[str, object]) -> Iterator[None]:
     if settings.get("enable_prefix_caching", True):
         settings["durable_state_dtype"] = "bfloat16"
     with (
-        patch.object(state_tensor, "encodings_of", lossless),
+        patch.object(state_spec, "encodings_of", lossless),
         patch.object(dynamic_context, "encodings_of", lossless),
     ):
         yield

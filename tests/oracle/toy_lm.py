@@ -13,7 +13,7 @@ from itertools import pairwise
 import mambaslots as ms
 import numpy as np
 import torch
-from mambaslots.state_tensor import StateTensor
+from mambaslots.state_spec import StateTensor
 from numpy.typing import NDArray
 from torch import Tensor
 

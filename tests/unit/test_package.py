@@ -18,7 +18,7 @@ CORE = ROOT / "core"
 ROOMS = (
     "__init__", "__main__", "replay.__main__", "cli", "fleet", "serve", "monitor", "testing", "mcore", "vllm",
     "replay", "net", "loaded_model", "hf", "models",
-    "inference.engines", "inference.contexts", "inference.kernels", "config", "state_spec", "state_tensor",
+    "inference.engines", "inference.contexts", "inference.kernels", "config", "state_spec",
     "text", "request", "cache_stats", "inference.contexts.cache", "parallel_groups", "files", "errors",
     "validation", "version",
 )  # fmt: skip

@@ -6,8 +6,15 @@ from dataclasses import replace
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.state_spec import gated_delta_net_states, mamba2_states, short_conv_states
-from mambaslots.state_tensor import SlotLayout, StateTensor, durable_tensors, encodings_of
+from mambaslots.state_spec import (
+    SlotLayout,
+    StateTensor,
+    durable_tensors,
+    encodings_of,
+    gated_delta_net_states,
+    mamba2_states,
+    short_conv_states,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NEMOTRON_8B = mamba2_states(24, 128, 64, 8, 128, 4, BF16, FP32, 256)

@@ -16,7 +16,7 @@ from mambaslots.fleet.settings import FleetSettings
 from mambaslots.models import HybridConfig, HybridLM
 from mambaslots.parallel_groups import ModelShard, ParallelGroups, Part
 from mambaslots.serve import ServerSettings
-from mambaslots.state_tensor import StateSegment, StateSplit, StateTensor
+from mambaslots.state_spec import StateSegment, StateSplit, StateTensor
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from oracle.picture import picture

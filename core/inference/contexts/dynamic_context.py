@@ -9,25 +9,20 @@ from torch import Tensor
 
 from ...cache_stats import CacheStats
 from ...config import InferenceConfig
-from ...state_spec import HybridStateSpec
-from ...state_tensor import encodings_of
+from ...state_spec import HybridStateSpec, encodings_of
 from ...validation import instance, integer, integers, shown
-from .admission import Admission
+from .admission import Admission, RequestRows
 from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
 from .cache.prefix_match import PrefixMatch
 from .cache.reasons import TokenLedger
-from .device_memory import DeviceMemory
+from .device_memory import DeviceMemory, InputPool
 from .mamba_metadata import MambaMetadata
 from .pool_sizes import PoolSizes, num_live_slots, num_padded_drafts
-from .pools import InputPool
 from .request import DynamicInferenceRequest, RequestStep
-from .row_ladder import largest_on_ladder
-from .rows import RequestRows
 from .states import EncodedStates, ReplayedStates, RequestStates
-from .step_buffer import StepBuffer
-from .step_builder import Padding, StepBuilder
-from .step_inputs import Step, StepObserver, StepShape
+from .step_builder import Padding, StepBuffer, StepBuilder
+from .step_inputs import Step, StepObserver, StepShape, largest_on_ladder
 from .tier_copies import tier_of
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec
 from ...validation import INT32_MAX
 from .cache.memory import MemoryDivision, RankBudget, UnitSizes
-from .row_ladder import power_of_two
 
 GIGABYTE = 1 << 30
 _UNLIMITED = INT32_MAX + 2
@@ -165,7 +164,7 @@ def num_live_slots(config: InferenceConfig) -> int:
 
 def num_padded_drafts(config: InferenceConfig) -> int:
     """Drafts of a step at most, those included that rows of decodes are padded with."""
-    return power_of_two(1 + config.num_speculative_tokens) - 1
+    return (1 << config.num_speculative_tokens.bit_length()) - 1
 
 
 def input_bytes(config: InferenceConfig, spec: HybridStateSpec) -> int:

@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from ...state_tensor import TensorEncoding
+from ...state_spec import TensorEncoding
 from ..kernels.state_codec import decode_states, encode_states
 from ..kernels.state_tensors import CodedTensor
 from .cache.prefix_cache import PrefixCache
-from .device_memory import DeviceMemory
+from .device_memory import DeviceMemory, StatePool
 from .mamba_metadata import MambaMetadata
-from .pools import StatePool
 from .request import Holding, RequestStep
 
 

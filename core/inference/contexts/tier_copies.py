@@ -14,8 +14,8 @@ from ...state_spec import HybridStateSpec
 from ...validation import INT32_MAX
 from ..kernels.row_checksum import RowChecksum
 from .cache.tier import HostTier, StateCopies
+from .device_memory import StatePool
 from .pool_sizes import GIGABYTE
-from .pools import StatePool
 from .state_files import StateFiles
 
 NUM_STAGED = 2

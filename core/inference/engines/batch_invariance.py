@@ -5,22 +5,24 @@
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...config import InferenceConfig
 from ...parallel_groups import on_device_of
 from ...state_spec import HybridStateSpec
-from ..contexts.row_ladder import power_of_two, rung, rungs
-from ..contexts.step_inputs import StepShape
+from ..contexts.request import DynamicInferenceRequest
+from ..contexts.step_inputs import FEWEST_ROWS, StepShape, padded_to_ladder, power_of_two, rung, rungs
 from ..kernels import attention
-from . import forward_check, product_check
+from . import product_check
 from .dummy_steps import DummySteps
-from .product_check import WithReplacedProducts, is_replaceable
+from .product_check import WithReplacedProducts, bits, is_replaceable
 from .recorded_products import (
     ATTENTION,
     BatchVarianceError,
@@ -174,8 +176,8 @@ class BatchInvariance:
     def _check_forwards(self, model: Model, config: InferenceConfig) -> None:
         """Where the model is split, this is a collective; all ranks see the same logits."""
         chunk, most = self._spec.chunk_tokens(config.block_size_tokens), self._most_tokens
-        steps = DummySteps(self.served(model), self._spec, config, forward_check.longest(chunk), most)
-        case = forward_check.first_difference(steps, chunk, most, decodes=self._replays)
+        steps = DummySteps(self.served(model), self._spec, config, checked_length(chunk), most)
+        case = first_difference(steps, chunk, most, decodes=self._replays)
         if case:
             raise BatchVarianceError(
                 f"{SETTING}, and the model's logits have other bits {case} than in one prefill, though its "
@@ -402,3 +404,79 @@ class BlasSwitches:
 
 BLAS_SWITCHES = BlasSwitches()
 """The process's one."""
+
+TAIL = 19
+"""Tokens behind the last whole chunk."""
+DECODES = 5
+"""Decodes without drafts, of which the third is of the first token of a chunk."""
+
+
+def checked_length(chunk_tokens: int) -> int:
+    """The tokens of the checked sequence: two chunks, and a part of one."""
+    return 2 * chunk_tokens + TAIL
+
+
+def first_difference(steps: DummySteps, chunk_tokens: int, most_tokens: int, decodes: bool) -> str:
+    """Where logits have other bits than in one prefill of the whole sequence; empty where nowhere."""
+    check = _ForwardCheck(steps, chunk_tokens, most_tokens)
+    cases = chain(check.prefills(), check.decodes() if decodes else ())
+    return next((text for text, differs in cases if bool(differs)), "")
+
+
+class _ForwardCheck:
+    def __init__(self, steps: DummySteps, chunk_tokens: int, most_tokens: int) -> None:
+        self._steps, self._chunk, self._most_tokens = steps, chunk_tokens, most_tokens
+        self._tokens = steps.tokens(checked_length(chunk_tokens))
+        request = steps.request(self._tokens)
+        self._whole = self._run(request)
+        steps.release(request)
+
+    def prefills(self) -> Iterator[tuple[str, Tensor]]:
+        """Each case, and whether it differs."""
+        request = self._steps.request(self._tokens)
+        yield "in the first chunk of a prefill in parts", self._differs(self._run(request, self._chunk), 0)
+        other = self._steps.request(self._steps.tokens(self._chunk + 1, seed=1))
+        work = [(request, len(self._tokens)), (other, len(self._tokens))]
+        rest, _ = self._steps.run(work, self._as_large_as_can_be)
+        yield "in the last part of a prefill, beside another", self._differs(rest, self._chunk)
+        self._steps.release(request)
+        self._steps.release(other)
+
+    def decodes(self) -> Iterator[tuple[str, Tensor]]:
+        """Each case, and whether it differs."""
+        start = max(1, 2 * self._chunk - 2)
+        request = self._steps.request(self._tokens[:start])
+        yield "in a shorter prefill", self._differs(self._run(request), 0)
+        other = self._steps.request(self._steps.tokens(TAIL, seed=1))
+        for position in range(start, start + DECODES):
+            request.append(self._tokens[position : position + 1], [None], 0.0)
+            work = [(request, 1)]
+            if position == start + DECODES - 1:
+                work.append((other, TAIL))
+            logits = self._steps.run(work, _among_more if position % 2 else padded_to_ladder)[0]
+            where = "alone" if len(work) == 1 else "beside a prefill"
+            yield f"in a decode at position {position}, {where}", self._differs(logits, position)
+        position = start + DECODES
+        drafts = self._tokens[position + 1 : position + 1 + self._steps.num_drafts]
+        if drafts:
+            request.append(self._tokens[position : position + 1], [None], 0.0)
+            logits = self._steps.run([(request, 1)], padded_to_ladder, drafts)[0]
+            yield f"in a decode at position {position}, with drafts", self._differs(logits, position)
+        self._steps.release(request)
+        self._steps.release(other)
+
+    def _run(self, request: DynamicInferenceRequest, budget: int | None = None) -> Tensor:
+        return self._steps.run([(request, budget or len(self._tokens))], padded_to_ladder)[0]
+
+    def _differs(self, logits: Tensor, start: int) -> Tensor:
+        """Whether logits of the tokens from `start` on have other bits than in the whole prefill."""
+        expected = self._whole[start : start + len(logits)]
+        return bits(logits).ne(bits(expected)).any()
+
+    def _as_large_as_can_be(self, shape: StepShape) -> StepShape:
+        return padded_to_ladder(shape._replace(prefill_tokens=max(shape.prefill_tokens, self._most_tokens)))
+
+
+def _among_more(shape: StepShape) -> StepShape:
+    """Decodes padded to the second rung: kernels may share their work otherwise there."""
+    return padded_to_ladder(shape if shape.prefills else shape._replace(decodes=FEWEST_ROWS + 1))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ...validation import INT32_MAX, integer
 from ..contexts.request import TokenView
-from ..contexts.row_ladder import power_of_two
+from ..contexts.step_inputs import power_of_two
 
 
 class Drafter(Protocol):

@@ -17,8 +17,7 @@ from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.cache.tier import HostTier
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, RequestStep
-from ..contexts.row_ladder import MOST_PADDING, rung
-from ..contexts.step_inputs import StepShape
+from ..contexts.step_inputs import MOST_PADDING, StepShape, rung
 from ..contexts.tier_copies import HostCopies
 from .runner import Model
 

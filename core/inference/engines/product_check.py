@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..contexts.row_ladder import rungs
-from ..contexts.step_inputs import StepInputs
+from ..contexts.step_inputs import StepInputs, rungs
 from .recorded_products import CHOICE, GROUPED, DecomposingMode, Product, operator_name, weight_key
 from .runner import Model
 

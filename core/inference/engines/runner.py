@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ...state_spec import HybridStateSpec
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.row_ladder import FEWEST_ROWS, padded_to_ladder, power_of_two, rung
-from ..contexts.step_inputs import StepInputs, StepShape
+from ..contexts.step_inputs import FEWEST_ROWS, StepInputs, StepShape, padded_to_ladder, power_of_two, rung
 
 
 class Model(Protocol):
@@ -98,7 +97,7 @@ class GraphBuckets:
     The number of prefill tokens is 2^k or 3 * 2^k, up to `max_prefill_tokens`. Steps with prefills are not
     captured where `max_prefill_tokens` is 0.
 
-    With `ladder`, the tokens and the logits of a step are rungs of `policies.row_ladder`. The tokens of a
+    With `ladder`, the tokens and the logits of a step are rungs of `step_inputs.rung`. The tokens of a
     decode step are a power of two, 32 or more, and so are those of a decode row with drafts. Of steps with
     prefills, all tokens together are 2^k or 3 * 2^k.
     """

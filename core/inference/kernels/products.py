@@ -45,7 +45,7 @@ def matmul(
     Args:
         a: [M, K]. b: [K, N]. bias: [N] or None. bfloat16, float16 or float32, a and b of one dtype.
         out_dtype: of the result; None: that of a.
-        few_rows: uses narrow tiles, so that few rows of 16 bits, at most `row_ladder.FEW_ROWS`, keep all
+        few_rows: uses narrow tiles, so that few rows of 16 bits, at most `step_inputs.FEW_ROWS`, keep all
             multiprocessors busy. Tensor cores add over K in the same order in tiles of any size.
 
     Returns: [M, N].

@@ -11,7 +11,7 @@ from ...inference.contexts.cache.hashing import SaltKey
 from ...inference.contexts.cache.kv_block_allocator import KVBlockAllocator
 from ...inference.contexts.cache.prefix_cache import PrefixCache
 from ...inference.contexts.cache.state_slots import StateSlots
-from ...inference.contexts.pools import StatePool
+from ...inference.contexts.device_memory import StatePool
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...parallel_groups import ParallelGroups
 from ...state_spec import HybridStateSpec

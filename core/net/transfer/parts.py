@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ...parallel_groups import Part
-from ...state_spec import HybridStateSpec
-from ...state_tensor import StateSegment, StateTensor
+from ...state_spec import HybridStateSpec, StateSegment, StateTensor
 from ...validation import shown
 
 KV = "kv"

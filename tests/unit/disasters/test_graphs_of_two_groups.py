@@ -6,7 +6,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts.step_buffer import STEP_FIELDS
+from mambaslots.inference.contexts.step_builder import STEP_FIELDS
 from mambaslots.inference.contexts.step_inputs import StepInputs
 from oracle.cached_states import assert_cached_states
 from oracle.float32_rule import Comparison

@@ -18,7 +18,7 @@ from mambaslots.net import (
     load_prefixes,
     save_prefixes,
 )
-from mambaslots.state_tensor import encodings_of
+from mambaslots.state_spec import encodings_of
 from oracle.cached_prefixes import assert_cache_is_right, snapshot, tokens_to
 from oracle.model_kinds import MIX, kind_of_model
 from oracle.serving import assert_answers, random_tokens, serve_checked, small_engine, small_model

@@ -310,7 +310,7 @@ FAULTS = {
         "fault_22",
         (
             (
-                CONTEXTS + "step_buffer.py",
+                CONTEXTS + "step_builder.py",
                 "        return self._tensors[key]\n",
                 '        int(self._tensors[key]["kv_lengths"][0])\n        return self._tensors[key]\n',
             ),

@@ -12,7 +12,7 @@ from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.replay.engine_replay import EngineReplay
 from mambaslots.replay.setting import StepCost
 from mambaslots.replay.trace import Trace
-from mambaslots.state_tensor import StateTensor
+from mambaslots.state_spec import StateTensor
 from oracle.budget import costly
 from oracle.session_traces import small_trace
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from mambaslots.replay.setting import MODELS, ModelShape, model_shape, shape_of
-from mambaslots.state_spec import HybridStateSpec, gated_delta_net_states, mamba2_states
-from mambaslots.state_tensor import StateTensor
+from mambaslots.state_spec import HybridStateSpec, StateTensor, gated_delta_net_states, mamba2_states
 
 CONFIGS = Path(__file__).parents[1] / "hf/configs"
 MEBIBYTE = 1 << 20

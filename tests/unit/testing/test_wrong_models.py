@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mambaslots.state_tensor import StateTensor
+from mambaslots.state_spec import StateTensor
 from mambaslots.testing import ModelError, check_model
 from mambaslots.testing.watched_model import Rule
 from oracle.ema_lm import DIM, TAPS, VOCABULARY, EmaLM

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from mambaslots.inference.contexts.pools import StatePool
-from mambaslots.state_tensor import ALIGNMENT, StateTensor
+from mambaslots.inference.contexts.device_memory import StatePool
+from mambaslots.state_spec import ALIGNMENT, StateTensor
 
 STATES = (
     StateTensor("conv", 2, (5, 4), torch.bfloat16),

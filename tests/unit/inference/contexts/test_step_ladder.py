@@ -3,15 +3,15 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.row_ladder import (
+from mambaslots.inference.contexts.step_inputs import (
     MOST_PADDING,
+    StepShape,
     largest_on_ladder,
     padded_to_ladder,
     power_of_two,
     rung,
     rungs,
 )
-from mambaslots.inference.contexts.step_inputs import StepShape
 from mambaslots.inference.engines.runner import GraphBuckets, GraphRunner, ModelRunner
 from oracle.serving import small_model
 

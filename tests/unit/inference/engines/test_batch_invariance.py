@@ -10,8 +10,8 @@ import mambaslots as ms
 import pytest
 import torch
 import torch.nn.functional as F
-from mambaslots.inference.contexts.row_ladder import rungs
-from mambaslots.inference.engines import batch_invariance, forward_check, product_check
+from mambaslots.inference.contexts.step_inputs import rungs
+from mambaslots.inference.engines import batch_invariance, product_check
 from mambaslots.inference.engines.batch_invariance import (
     BLAS_SWITCHES,
     SWITCHES,
@@ -509,14 +509,14 @@ class TestForwardCheck:
     def test_where_bits_differ(self, depends, case):
         model = Reading(model_of("M-*"), depends)
         config = replace(CONFIG, max_sequence_length=512, num_speculative_tokens=3)
-        steps = DummySteps(model, model.state_spec(), config, forward_check.longest(16), 256)
-        assert forward_check.first_difference(steps, 16, 256, decodes=True) == case
+        steps = DummySteps(model, model.state_spec(), config, batch_invariance.checked_length(16), 256)
+        assert batch_invariance.first_difference(steps, 16, 256, decodes=True) == case
 
     def test_it_releases_what_it_held(self):
         model = model_of("MG*")
-        steps = DummySteps(model, model.state_spec(), CONFIG, forward_check.longest(16), 256)
+        steps = DummySteps(model, model.state_spec(), CONFIG, batch_invariance.checked_length(16), 256)
         for _ in range(3):
-            assert forward_check.first_difference(steps, 16, 256, decodes=False) == ""
+            assert batch_invariance.first_difference(steps, 16, 256, decodes=False) == ""
         assert steps._context.requests == []
 
 

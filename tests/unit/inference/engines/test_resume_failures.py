@@ -8,8 +8,7 @@ from unittest.mock import patch
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts.device_memory import DeviceMemory
-from mambaslots.inference.contexts.pools import StatePool
+from mambaslots.inference.contexts.device_memory import DeviceMemory, StatePool
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
 from oracle.fake_host import FakeHost
 from oracle.faults import Interrupted

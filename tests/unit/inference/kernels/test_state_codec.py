@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.pools import StatePool
+from mambaslots.inference.contexts.device_memory import StatePool
 from mambaslots.inference.kernels import state_codec, state_codec_gpu
 from mambaslots.inference.kernels.state_codec import (
     decode_states,
@@ -17,8 +17,7 @@ from mambaslots.inference.kernels.state_codec import (
     quantise,
 )
 from mambaslots.inference.kernels.state_tensors import SMALLEST, CodedTensor
-from mambaslots.state_spec import gated_delta_net_states, mamba2_states, short_conv_states
-from mambaslots.state_tensor import encodings_of
+from mambaslots.state_spec import encodings_of, gated_delta_net_states, mamba2_states, short_conv_states
 from oracle.ssd import DEVICES, kernel_device
 from oracle.synchronisation import no_synchronisation
 from torch import Tensor

@@ -19,7 +19,7 @@ from mambaslots.net.transfer.cache_access import CacheAccess
 from mambaslots.net.transfer.format import PrefixFormat, TensorFormat
 from mambaslots.net.transfer.parts import TensorPart, shard_of
 from mambaslots.parallel_groups import ModelShard, Part
-from mambaslots.state_tensor import StateSegment, StateSplit, StateTensor
+from mambaslots.state_spec import StateSegment, StateSplit, StateTensor
 from oracle.budget import costly
 from oracle.serving import random_tokens
 from oracle.transfers import Declared, engine_of, maps_of
