@@ -115,7 +115,7 @@ def _repeat(side: Side) -> tuple[object, dict[str, int]]:
         cpu, begin = time.thread_time_ns(), time.perf_counter_ns()
         call()
         wall = time.perf_counter_ns() - begin
-        taken[part] = min(wall, time.thread_time_ns() - cpu)  # less when the core was somebody else's
+        taken[part] = min(wall, time.thread_time_ns() - cpu)  # less when another process had the core
     taken.pop("", None)
     return side.outcome(), taken | {"all": sum(taken.values())}
 

@@ -1,6 +1,6 @@
 """How many prompt tokens of a chat resume after what clients do, with marks of the template and without?
 
-Each history is a few requests to an engine with the real books of prefixes, blocks and states. Its model
+Each history is a few requests to an engine with the real maps of prefixes, blocks and states. Its model
 gives the answers of a script. A token is a byte or a special token of the template. The figures are those of
 the last request:
   prompt    its tokens

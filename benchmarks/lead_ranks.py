@@ -2,7 +2,7 @@
 
     python benchmarks/lead_ranks.py --ranks 2
 
-Rank 0 leads, and calls from its main thread and from another one, as an AsyncEngine does. A step is told in
+Rank 0 leads, and calls from its main thread and from another one, as an AsyncEngine does. A step is sent in
 one message to each follower, and rank 0 waits for the answers to the step before. The last row is an engine
 of one process: what a step without requests costs itself. The fastest round and the median; CPU, gloo.
 """

@@ -263,7 +263,7 @@ def _copy_of(engine: "ms.DynamicInferenceEngine") -> Callable[[], None]:
 
 
 def _decode_step_us(engine: "ms.DynamicInferenceEngine", scale: Scale) -> float:
-    """The median time of a step in which all rows decode, sampling and books included."""
+    """The median time of a step in which all rows decode, sampling and bookkeeping included."""
     import mambaslots as ms
 
     params = ms.SamplingParams(num_tokens_to_generate=scale.answer)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Protocol
 
@@ -109,51 +109,35 @@ def replay_cells[C: Labelled, R](
 
     `replay` is a function that other processes can import.
     """
-    line = _ProgressLine(len(cells))
+    begun_s = shown_s = time.monotonic()
+
+    def show(text: str) -> None:
+        """A line on stderr, at most one in 10 s."""
+        nonlocal shown_s
+        if time.monotonic() - shown_s >= 10.0:
+            shown_s = time.monotonic()
+            _write(text)
+
+    def show_requests(head: str, num_served: int, num_all: int) -> None:
+        show(f"{head}: {num_served:,} of {num_all:,} requests")
+
     if num_jobs == 1:
         for index, cell in enumerate(cells):
-            line.show(index, cell.label)
-            yield replay(cell, _progress_of(line, index, cell.label))
+            head = f"{index:,} of {len(cells):,} cells; {cell.label}"
+            yield replay(cell, partial(show_requests, head))
     else:
         context = multiprocessing.get_context("spawn")  # a fork copies threads' locks
         with ProcessPoolExecutor(min(num_jobs, len(cells)), mp_context=context) as pool:
             futures = [pool.submit(replay, cell, silent) for cell in cells]
             try:
                 for index, future in enumerate(futures):
-                    line.show(index, cells[index].label)
+                    show(f"{index:,} of {len(cells):,} cells; {cells[index].label}")
                     yield future.result()
             finally:
                 pool.shutdown(cancel_futures=True)
-    line.end()
+    _write(f"{len(cells):,} cells, {time.monotonic() - begun_s:,.1f} s")
 
 
-def _progress_of(line: "_ProgressLine", index: int, label: str) -> Progress:
-    return lambda num_served, num_all: line.show(index, f"{label}: {num_served:,} of {num_all:,} requests")
-
-
-class _ProgressLine:
-    """Cells done, on one line of stderr: every 0.1 s on a terminal, else a line every 10 s."""
-
-    def __init__(self, num_cells: int) -> None:
-        self._num_cells = num_cells
-        self._start_s, self._shown_s = time.monotonic(), float("-inf")
-        self._on_terminal = False
-        with suppress(AttributeError, ValueError):
-            self._on_terminal = sys.stderr.isatty()
-
-    def show(self, num_done: int, doing: str) -> None:
-        """Write the line if the last one is old enough."""
-        now_s = time.monotonic()
-        if now_s - self._shown_s >= (0.1 if self._on_terminal else 10.0):
-            self._shown_s = now_s
-            line = f"replay: {num_done:,} of {self._num_cells:,} cells; {doing}"
-            self._write(f"\r\x1b[K{line}" if self._on_terminal else f"{line}\n")
-
-    def end(self) -> None:
-        clear = "\r\x1b[K" if self._on_terminal else ""
-        self._write(f"{clear}replay: {self._num_cells:,} cells, {time.monotonic() - self._start_s:,.1f} s\n")
-
-    def _write(self, line: str) -> None:
-        with suppress(OSError, ValueError, AttributeError):  # closed, a broken pipe, no stderr
-            sys.stderr.write(line)
-            sys.stderr.flush()
+def _write(text: str) -> None:
+    with suppress(OSError, ValueError, AttributeError):  # closed, a broken pipe, no stderr
+        sys.stderr.write(f"replay: {text}\n")

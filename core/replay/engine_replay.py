@@ -20,20 +20,12 @@ from .trace import Tokens, Trace
 TOO_LONG = "too_long"
 """Reason of the tokens of a request that fits into no KV pool: an engine refuses the request."""
 
-_MAX_KEPT = 4
-_kept: list[tuple[Trace, int, list[PrefixHashChain]]] = []
 
-
+@lru_cache(maxsize=4)
 def chains_of(trace: Trace, block_size_tokens: int) -> Sequence[PrefixHashChain]:
-    """The hash chains of all prompts with their answers, read only; those of the last four calls are kept."""
-    for known, size, chains in _kept:
-        if known is trace and size == block_size_tokens:
-            return chains
+    """The hash chains of all prompts with their answers, read only."""
     contents: dict[int, bytes] = {}  # equal blocks share their bytes
-    made = [_chain(request.prompt, request.answer, block_size_tokens, contents) for request in trace.requests]
-    _kept.append((trace, block_size_tokens, made))
-    del _kept[:-_MAX_KEPT]
-    return made
+    return [_chain(request.prompt, request.answer, block_size_tokens, contents) for request in trace.requests]
 
 
 def _chain(prompt: Tokens, answer: Tokens, size: int, contents: dict[int, bytes]) -> PrefixHashChain:

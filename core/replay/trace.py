@@ -27,7 +27,7 @@ class TraceRequest:
     answer: Tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trace:
     """Requests in the order of their arrival.
 

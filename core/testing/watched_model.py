@@ -12,7 +12,6 @@ from ..inference.contexts.step_inputs import StepInputs
 from ..inference.engines.runner import Model
 from ..state_spec import HybridStateSpec
 from ..validation import shown
-from .step_memory import StepMemory
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -61,6 +60,106 @@ _FIXES = {
     Rule.PADDING_DIFFERS: "Padding rows have kv_lengths 0 and -1 everywhere; padding tokens follow the real "
     "ones. Or pass padded_shapes=False, and never capture CUDA graphs.",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """The real tokens of one row, drafts included, which follow `start` tokens of the sequence."""
+
+    first: int  # of its tokens, among the step's packed tokens
+    start: int
+    tokens: tuple[int, ...]
+    source: int  # pool index of the state before the tokens; -1 for none
+    blocks: tuple[int, ...]  # KV blocks in order, as many as the tokens fill
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Which memory a step names: what its model may read, and what it must write; padding left out.
+
+    A place is block * block size + offset. A prefill of 5 tokens with blocks of 4, in blocks 2 and 7:
+    kv_writes has the places 8 to 11 and 28.
+    """
+
+    rows: tuple[StepRow, ...]  # decodes, then prefills
+    writes: dict[int, tuple[int, int]]  # pool index -> (row, tokens after which the state is stored there)
+    kv_writes: dict[int, tuple[int, int]]  # place -> (row, position of its token)
+    reads: frozenset[int]  # the other places that hold tokens of the rows
+    logits: tuple[tuple[int, int], ...]  # (row, position) of tokens whose logits are returned
+
+    @classmethod
+    def from_inputs(cls, inputs: StepInputs) -> "StepMemory":
+        """Read a step, padded or not; synchronises."""
+        size = inputs.kv_cache.shape[3]
+        rows = _rows(inputs, size)
+        token_rows = {
+            row.first + offset: (index, row.start + offset)
+            for index, row in enumerate(rows)
+            for offset in range(len(row.tokens))
+        }
+        positions = zip(inputs.kv_write_tokens.tolist(), inputs.kv_write_positions.tolist(), strict=True)
+        kv_writes = {place: token_rows[token] for token, place in positions if place >= 0}
+        held = {
+            row.blocks[position // size] * size + position % size
+            for row in rows
+            for position in range(row.stop)
+        }
+        decoded, chunks, checkpoints = inputs.num_decode_tokens, inputs.chunks, inputs.checkpoints
+        ends = [*range(decoded), *(decoded + stop - 1 for stop in chunks.query_start_loc.tolist()[1:])]
+        ends += [decoded + stop - 1 for stop in chunks.cu_chunk_seqlens.tolist()[1:]]
+        ends += [decoded + stop - 1 for stop in checkpoints.token_ends.tolist()]
+        indices = (inputs.state_destinations, chunks.destinations, checkpoints.destinations)
+        slots = [slot for part in indices for slot in part.tolist()]
+        writes = {}
+        for token, slot in zip(ends, slots, strict=True):
+            if slot >= 0:
+                row, position = token_rows[token]
+                writes[slot] = row, position + 1
+        logits = inputs.logit_tokens.tolist()[: inputs.num_logits]
+        return cls(
+            rows=rows,
+            writes=writes,
+            kv_writes=kv_writes,
+            reads=frozenset(held - kv_writes.keys()),
+            logits=tuple(token_rows[token] for token in logits),
+        )
+
+    @property
+    def sources(self) -> set[int]:
+        """The pool indices that the step starts from."""
+        return {row.source for row in self.rows if row.source >= 0}
+
+    def tails(self, size: int) -> set[int]:
+        """Places after a row's last token in a block that the step begins, where zeros may be written."""
+        return {
+            row.blocks[-1] * size + offset
+            for row in self.rows
+            if row.blocks[-1] * size in self.kv_writes
+            for offset in range((row.stop - 1) % size + 1, size)
+        }
+
+
+def _rows(inputs: StepInputs, size: int) -> tuple[StepRow, ...]:
+    ids, positions, table = inputs.token_ids.tolist(), inputs.positions.tolist(), inputs.block_table.tolist()
+    starts, decodes = inputs.chunks.query_start_loc.tolist(), inputs.num_decodes
+    rows = []
+    sources = inputs.state_sources.tolist()
+    for index, (length, source) in enumerate(zip(inputs.kv_lengths.tolist(), sources, strict=True)):
+        if not length:  # padding
+            continue
+        if index < decodes:
+            first = index * inputs.shape.decode_tokens
+            start = positions[first]
+        else:
+            first = inputs.num_decode_tokens + starts[index - decodes]
+            start = length - (starts[index - decodes + 1] - starts[index - decodes])
+        tokens, blocks = ids[first : first + length - start], table[index][: -(-length // size)]
+        rows.append(StepRow(first, start, tuple(tokens), source, tuple(blocks)))
+    return tuple(rows)
 
 
 @dataclass(frozen=True)

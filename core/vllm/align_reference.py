@@ -49,25 +49,15 @@ class StateRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class AlignLayout:
-    """State tensors and the tables of their slots, bound to the memory where both lay at the call.
+    """State tensors and the tables of their slots, bound to the memory where both lay at the call."""
 
-    Attributes:
-        states: the state tensors, which the kernels write.
-        block_tables: [rows, columns] int32 slots, -1 for none; all of one shape and one row stride.
-        conv_dim_first: conv states are [slots, dim, window], not [slots, window, dim].
-        table_addresses: [tables] int64 on the device.
-        state_records: [states, fields of StateRecord] int64 on the device.
-        max_state_bytes: bytes of the largest state.
-        max_window_bytes: bytes of the longest conv window of one channel.
-    """
-
-    states: tuple[AlignState, ...]
-    block_tables: tuple[Tensor, ...]
-    conv_dim_first: bool
-    table_addresses: Tensor
-    state_records: Tensor
+    states: tuple[AlignState, ...]  # written by the kernels
+    block_tables: tuple[Tensor, ...]  # [rows, columns] int32 slots, -1 for none; of one shape and row stride
+    conv_dim_first: bool  # conv states are [slots, dim, window], not [slots, window, dim]
+    table_addresses: Tensor  # [tables] int64 on the device
+    state_records: Tensor  # [states, fields of StateRecord] int64 on the device
     max_state_bytes: int
-    max_window_bytes: int
+    max_window_bytes: int  # of the longest conv window of one channel
 
     @classmethod
     def from_tensors(

@@ -36,41 +36,27 @@ PADDING = -2
 class Advance:
     """How a batch's running columns change before a forward; all fields [n].
 
-    Attributes:
-        columns: the running columns of this step.
-        sources: the running columns of the step before; FRESH or PADDING where there was none.
-        biases: accepted drafts of the step before. Their state is in SSM column source + bias, and in the
-            conv window of the source at offset bias.
-        accepted: the counts of this step's forward; 1 where the state moves.
-        moves: whether the state is copied to the new column, or read from the old one.
+    The state after the accepted drafts is in SSM column source + bias, and in the source's conv window at
+    offset bias.
     """
 
-    columns: Integers
-    sources: Integers
-    biases: Integers
-    accepted: Integers
-    moves: Flags
+    columns: Integers  # running columns of this step
+    sources: Integers  # those of the step before; FRESH or PADDING where there was none
+    biases: Integers  # accepted drafts of the step before
+    accepted: Integers  # counts of this step's forward; 1 where the state moves
+    moves: Flags  # whether the state is copied to the new column, or read from the old one
 
 
 @dataclass(frozen=True)
 class BoundarySave:
-    """Where the state at a reached block boundary goes after sampling; all fields [n].
+    """Where the state at a reached block boundary goes after sampling; all fields [n]."""
 
-    Attributes:
-        sources: the running columns.
-        biases: accepted drafts up to the boundary; they locate its state as in `Advance`.
-        destinations: the column of the boundary's block.
-        accepted: the counts for the next step; 1 where the boundary's state now begins the running column.
-        reached: whether this step reached the boundary.
-        moves: whether the boundary's state must be copied to the destination.
-    """
-
-    sources: Integers
-    biases: Integers
-    destinations: Integers
-    accepted: Integers
-    reached: Flags
-    moves: Flags
+    sources: Integers  # running columns
+    biases: Integers  # accepted drafts up to the boundary; they locate its state as in `Advance`
+    destinations: Integers  # column of the boundary's block
+    accepted: Integers  # counts for the next step; 1 where the boundary's state begins the running column
+    reached: Flags  # whether this step reached the boundary
+    moves: Flags  # whether the boundary's state must be copied to the destination
 
 
 def start_columns(num_computed: Integers, block_size_tokens: int) -> Integers:

@@ -1,6 +1,6 @@
 """A host of the slot allocator by the names of megatron-core's context, with nothing behind them.
 
-`names` "0.19" is a host of megatron-core 0.18 to 0.19, "0.20" a later one. A state is made of numbers that
+`names` "0.19" is a host of megatron-core 0.19, "0.20" a later one. A state is made of numbers that
 say whose it is and after how many tokens, so that a test can tell one from another.
 """
 

@@ -79,11 +79,11 @@ class WarmEngine:
             assert result.num_resumed_tokens > 0, "nothing was resumed behind an import"
 
     def _picture(self) -> dict[str, Any]:
-        """The books, and the bytes of all that is cached."""
-        access, books = CacheAccess.of(self.engine, "fuzz"), maps_of(self.engine)
-        blocks = sorted(books["blocks"].values())
-        slots = sorted(books["states"].values())
-        pictured = books | {"pins of users": len(self.engine.pins())}
+        """The maps, and the bytes of all that is cached."""
+        access, maps = CacheAccess.of(self.engine, "fuzz"), maps_of(self.engine)
+        blocks = sorted(maps["blocks"].values())
+        slots = sorted(maps["states"].values())
+        pictured = maps | {"pins of users": len(self.engine.pins())}
         for name, pool in access.pools.items():
             rows = torch.tensor(blocks if name == "kv" else slots, dtype=torch.int64)
             pictured[f"bytes of {name}"] = pool.index_select(1, rows).contiguous().view(torch.uint8)

@@ -19,13 +19,13 @@ MAX_KEYS = 40
 
 
 @dataclass(frozen=True)
-class Told:
+class Published:
     """Messages in order, each with the name under which it is published."""
 
     messages: tuple[tuple[str, bytes], ...]
 
 
-def draw_told(random: Random) -> Told:
+def draw_messages(random: Random) -> Published:
     """Messages of a few replicas, which repeat, reorder, lose and damage some of them, and lie."""
     epochs = {name: random.choice((0, 1, 5, 2**64 - 2)) for name in _NAMES}
     sequences = dict.fromkeys(_NAMES, 0)
@@ -54,7 +54,7 @@ def draw_told(random: Random) -> Told:
         random.shuffle(messages)
     if random.random() < 0.3:
         messages += random.sample(messages, random.randrange(len(messages) + 1))
-    return Told(tuple(messages))
+    return Published(tuple(messages))
 
 
 def _damaged(random: Random, data: bytes) -> bytes:
@@ -75,7 +75,7 @@ def _damaged(random: Random, data: bytes) -> bytes:
 
 
 def size_of(drawn: object) -> int:
-    assert isinstance(drawn, Told)
+    assert isinstance(drawn, Published)
     return sum(len(name) + len(data) for name, data in drawn.messages)
 
 
@@ -112,11 +112,11 @@ class Events:
 
     name = "events of replicas"
     documented: tuple[type[BaseException], ...] = (ValueError,)
-    draw = staticmethod(draw_told)
+    draw = staticmethod(draw_messages)
     size_of = staticmethod(size_of)
 
     def feed(self, drawn: object) -> str:
-        assert isinstance(drawn, Told)
+        assert isinstance(drawn, Published)
         index, small, model = StateIndex(), StateIndex(max_keys=MAX_KEYS), _Model()
         refused = 0
         for _, data in drawn.messages:
@@ -154,14 +154,14 @@ class Channel:
 
     name = "state channel"
     documented: tuple[type[BaseException], ...] = (ValueError,)
-    draw = staticmethod(draw_told)
+    draw = staticmethod(draw_messages)
     size_of = staticmethod(size_of)
 
     def feed(self, drawn: object) -> str:
-        assert isinstance(drawn, Told)
+        assert isinstance(drawn, Published)
         return asyncio.run(self._fed(drawn))
 
-    async def _fed(self, drawn: Told) -> str:
+    async def _fed(self, drawn: Published) -> str:
         channel, index = StateChannel(), StateIndex()
         refused, instance, version = 0, "", 0
         told: dict[str, set[int]] = {}
