@@ -47,26 +47,10 @@ def count_or_range(text: str) -> tuple[int, int]:
 
 def positive(text: str) -> float:
     """A type of arguments: numbers above 0."""
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a number > 0")
-    return value
-
-
-def not_negative(text: str) -> float:
-    """A type of arguments: numbers from 0 on."""
-    value = _number(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a number >= 0")
-    return value
-
-
-def _number(text: str) -> float:
-    """The number that is written in `text`, or NaN."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r}; accepted: a number > 0")
 
 
 def listed[T](entry: Callable[[str], T | list[T]]) -> Callable[[str], list[T]]:

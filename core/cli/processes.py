@@ -19,7 +19,6 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..loaded_model import LoadedText, load_text
 from ..net import LeadingEngine
 from ..parallel_groups import ParallelGroups
 from .setup import chosen_device, load_model, make_engine
@@ -51,16 +50,6 @@ class ReplicaEngine:
 
     def __repr__(self) -> str:
         return f"<ReplicaEngine of {self.options.model}>"
-
-
-@dataclass(frozen=True)
-class ReplicaText:
-    """Loads the text of a model; can be pickled."""
-
-    model: str
-
-    def __call__(self) -> LoadedText:
-        return load_text(self.model)
 
 
 def weights_version(folder: Path) -> str:

@@ -139,19 +139,8 @@ def sources_of(options: argparse.Namespace) -> list[TraceSource]:
 
 def asked_of(options: argparse.Namespace) -> dict[str, Any]:
     """The options as plain values."""
-    names = (
-        "trace",
-        "seed",
-        "shards",
-        "shard",
-        "requests",
-        "speed",
-        "policy",
-        "plan",
-        "model",
-        "state_dtype",
-    )
-    return {name: getattr(options, name) for name in names if hasattr(options, name)}
+    names = "trace seed shards shard requests speed policy plan model state_dtype"
+    return {name: getattr(options, name) for name in names.split() if hasattr(options, name)}
 
 
 def _origin(text: str) -> list[str]:

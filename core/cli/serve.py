@@ -4,6 +4,7 @@ import argparse
 import os
 import secrets
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +117,8 @@ def _run_replicas(options: argparse.Namespace, settings: "ServerSettings") -> in
     check_installed()
     from ..fleet.server import serve_replicas
     from ..fleet.settings import FleetSettings
-    from .processes import ReplicaEngine, ReplicaText
+    from ..loaded_model import load_text
+    from .processes import ReplicaEngine
 
     if options.record is not None:
         raise ValueError(
@@ -133,7 +135,7 @@ def _run_replicas(options: argparse.Namespace, settings: "ServerSettings") -> in
         drain_timeout_s=options.drain_timeout_s,
     )
     salt_key = os.environ.get(ENVIRONMENT_NAME) or secrets.token_hex(32)
-    text = ReplicaText(options.model)
+    text = partial(load_text, options.model)
     text()  # a faulty checkpoint is refused here
     make = ReplicaEngine(_only_data(options), salt_key)
     return serve_replicas(make, text, salt_key, settings, fleet, device=options.device)

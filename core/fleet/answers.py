@@ -8,7 +8,7 @@ from ..errors import KVBlockCapacityError, QueueFullError
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.hashing import PrefixHashChain
 from ..inference.contexts.request import GeneratedToken
-from ..inference.engines.streams import Answer, AsyncStream
+from ..inference.engines.streams import Answer
 from ..request import EarlyEnd, FinishReason, PromptFigures, RequestResult, SamplingParams
 from ..serve.served_engine import ServedEngine
 
@@ -81,9 +81,7 @@ async def answer_parts(
 ) -> AsyncGenerator[AnswerPart]:
     """Serve a request and yield its answer; closing or cancelling this generator cancels the request.
 
-    Raises:
-        ReplicaLostError: the engine refuses requests, its steps fail, or it was drained or reset before the
-            answer was complete.
+    ReplicaLostError: the engine refuses requests, its steps fail, or it was drained or reset.
     """
     try:
         stream = await engine.stream(
@@ -98,31 +96,26 @@ async def answer_parts(
         return
     except Exception as error:  # it is closing, or dead
         raise ReplicaLostError(f"the replica accepts no request: {error}") from error
-    try:
-        yield AnswerPart(replica=replica)
-        async for part in _parts(stream):
-            yield part
-    finally:
-        stream.cancel()
-
-
-async def _parts(stream: AsyncStream) -> AsyncGenerator[AnswerPart]:
     was_sent = False
     try:
+        yield AnswerPart(replica=replica)
         async for tokens in stream:
             yield AnswerPart(tokens, None if was_sent else stream.prompt_figures)
             was_sent = True
+        result = stream.result
+        assert result is not None
+        if result.finish_reason in ("cancelled", "reset"):
+            raise ReplicaLostError(f"the request ended early: {result.finish_reason}")
+        end = AnswerEnd(result.finish_reason, result.num_recomputed_tokens)
+        yield AnswerPart(prompt=None if was_sent else stream.prompt_figures, end=end)
     except KVBlockCapacityError as error:
         yield AnswerPart(error=error)
-        return
+    except ReplicaLostError:
+        raise
     except Exception as error:
         raise ReplicaLostError(f"the replica could not end the request: {error!r}") from error
-    result = stream.result
-    assert result is not None
-    if result.finish_reason in ("cancelled", "reset"):
-        raise ReplicaLostError(f"the request ended early: {result.finish_reason}")
-    end = AnswerEnd(result.finish_reason, result.num_recomputed_tokens)
-    yield AnswerPart(prompt=None if was_sent else stream.prompt_figures, end=end)
+    finally:
+        stream.cancel()
 
 
 class FleetAnswer(Answer):
@@ -131,32 +124,18 @@ class FleetAnswer(Answer):
     Attributes:
         opened: set once a replica has the request, or the answer has ended.
         early_end: how the client has ended the answer, or None.
-            lost: names of the replicas that were lost while they answered.
+        lost: names of the replicas that were lost while they answered.
     """
 
-    def __init__(
-        self,
-        request_id: int,
-        name: str,
-        prompt: tuple[int, ...],
-        sampling: SamplingParams,
-        chain: PrefixHashChain | None,
-        *,
-        cache_salt: bytes | None,
-        plan: CheckpointPlan | None,
-        tenant: str | None,
-    ) -> None:
-        """`name` is for replicas. `chain`: hashes of the prompt's blocks; None without a cache."""
+    def __init__(self, request_id: int, request: EngineRequest, chain: PrefixHashChain | None) -> None:
+        """`request`: for the first replica. `chain`: hashes of its blocks; None without a cache."""
         super().__init__(on_end=lambda answer: None)
         self.request_id: int = request_id
         self.early_end: EarlyEnd | None = None
         self.opened = asyncio.Event()
         self.lost: tuple[str, ...] = ()
-        self._name = name
-        self._prompt = prompt
-        self._sampling = sampling
+        self._request = request
         self._chain = chain
-        self._cache_salt, self._plan, self._tenant = cache_salt, plan, tenant
         self._begun_s = asyncio.get_running_loop().time()
         self._ttft_s: float | None = None
 
@@ -168,25 +147,22 @@ class FleetAnswer(Answer):
     @property
     def num_tokens(self) -> int:
         """Tokens of the prompt, and of the answer so far."""
-        return len(self._prompt) + len(self.tokens)
+        return len(self._request.prompt) + len(self.tokens)
 
     def next_request(self) -> EngineRequest:
         """The request for a replica that continues after the tokens so far."""
-        sequence = (*self._prompt, *(one.token for one in self.tokens))
+        sequence = (*self._request.prompt, *(one.token for one in self.tokens))
         if self._chain is not None:
             self._chain.extend_to(sequence)
-        sampling = self._sampling
+        sampling = self._request.sampling
         if self.prompt_figures is not None:  # prompt log-probs have come
             sampling = replace(sampling, skip_prompt_log_probs=True)
-        return EngineRequest(
-            request_id=self._name,
+        return replace(
+            self._request,
             prompt=sequence,
             num_generated=len(self.tokens),
             sampling=sampling,
-            cache_salt=self._cache_salt,
-            plan=self._plan,
             keys=() if self._chain is None else tuple(self._chain.keys),
-            tenant=self._tenant,
             lost=self.lost,
         )
 
@@ -202,9 +178,9 @@ class FleetAnswer(Answer):
 
     def complete(self) -> bool:
         """End an answer whose last token has come, though its end has not. Returns whether it has ended."""
-        if self.tokens and self.tokens[-1].token in self._sampling.stops:
+        if self.tokens and self.tokens[-1].token in self._request.sampling.stops:
             self.end(self.result_with(AnswerEnd("stop")))
-        elif len(self.tokens) >= self._sampling.num_tokens_to_generate:
+        elif len(self.tokens) >= self._request.sampling.num_tokens_to_generate:
             self.end(self.result_with(AnswerEnd("length")))
         self.wake()
         return self.ended
@@ -214,7 +190,7 @@ class FleetAnswer(Answer):
         super().wake()
 
     def result_with(self, end: AnswerEnd) -> RequestResult:
-        sampling, figures = self._sampling, self.prompt_figures or PromptFigures(0, {})
+        sampling, figures = self._request.sampling, self.prompt_figures or PromptFigures(0, {})
         tops = [() if one.top_log_probs is None else one.top_log_probs for one in self.tokens]
         return RequestResult(
             request_id=self.request_id,
@@ -224,7 +200,7 @@ class FleetAnswer(Answer):
             else None,
             top_log_probs=tops if sampling.num_top_log_probs else None,
             prompt_log_probs=figures.prompt_log_probs or [] if sampling.returns_prompt_log_probs else None,
-            num_prompt_tokens=len(self._prompt),
+            num_prompt_tokens=len(self._request.prompt),
             num_resumed_tokens=figures.num_resumed_tokens,
             computed_by_reason=figures.computed_by_reason,
             num_recomputed_tokens=end.num_recomputed_tokens,

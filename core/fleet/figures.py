@@ -50,16 +50,16 @@ def fleet_metrics_text(
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
+@dataclass(frozen=True, eq=False)
 class _FleetCollector(Collector):
-    def __init__(self, counts: FleetCounts, num_replicas: int, reports: Sequence[ReplicaReport]) -> None:
-        self._counts = counts
-        self._num_replicas = num_replicas
-        self._reports = reports
+    counts: FleetCounts
+    num_replicas: int
+    reports: Sequence[ReplicaReport]
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._counts
+        counts = self.counts
         for name, help_text, number in (
-            ("replicas", "Replicas that serve.", self._num_replicas),
+            ("replicas", "Replicas that serve.", self.num_replicas),
             ("requests_waiting", "Requests that no replica has confirmed.", counts.num_waiting),
             ("requests_running", "Requests that replicas have.", counts.num_running),
         ):
@@ -72,7 +72,7 @@ class _FleetCollector(Collector):
         ):
             yield CounterMetricFamily(f"mambaslots_fleet_{name}", help_text, value=number)
         families: dict[str, Metric] = {}
-        for report in self._reports:
+        for report in self.reports:
             for family in text_string_to_metric_families(report.metrics.decode()):
                 merged = families.setdefault(
                     family.name, Metric(family.name, family.documentation, family.type)

@@ -17,7 +17,6 @@ from ..inference.contexts.cache.hashing import PrefixHashChain, SaltKey
 from ..inference.engines.streams import Answer, AsyncStream
 from ..request import EarlyEnd, SamplingParams
 from ..serve.served_engine import EngineFacts
-from ..validation import LONGEST_TIMEOUT_S, instance, integer, real
 from .answers import AnswerEnd, AnswerPart, EngineRequest, FleetAnswer, ReplicaLostError
 from .figures import FleetCounts, ReplicaReport, fleet_metrics_text, merged_snapshot
 
@@ -49,34 +48,30 @@ class FleetEngine:
         salt_key: SaltKey,
         call: Call,
         *,
-        num_replicas: Callable[[], int] | None = None,
-        reports: Callable[[], Awaitable[Sequence[ReplicaReport]]] | None = None,
+        num_replicas: Callable[[], int],
+        reports: Callable[[], Awaitable[Sequence[ReplicaReport]]],
         max_waiting_requests: int = 1024,
         max_retries: int = 2,
         retry_delay_s: float = 0.1,
     ) -> None:
-        """Args:
-        facts, salt_key: of each replica's engine.
-        call: chooses a replica and yields its `answer_parts`; raises ReplicaLostError or NoReplicaError.
-        num_replicas: how many replicas serve now; returns at once. None: always one.
-        reports: the replicas' reports. None: no figures.
-        max_waiting_requests: requests that may wait besides those that all replicas can run at once.
-        max_retries: how many lost replicas a request survives.
-        retry_delay_s: the delay before a second retry; twice as long before a third one.
+        """`call` chooses a replica and yields its `answer_parts`; `num_replicas` returns at once.
+
+        A request survives the loss of `max_retries` replicas. Before its second retry it waits for
+        `retry_delay_s`, before a third one twice as long.
         """
-        self._facts = instance("facts", facts, EngineFacts)
-        self._salt_key = instance("salt_key", salt_key, SaltKey)
+        self.facts = facts
+        self._salt_key = salt_key
         if salt_key.key_id != facts.salt_key_id:
             raise ValueError(
                 f"salt_key has the id {salt_key.key_id}, and that of the replicas {facts.salt_key_id}; "
                 "accepted: the key of the replicas"
             )
         self._call = call
-        self._num_replicas = num_replicas or (lambda: 1)
+        self._num_replicas = num_replicas
         self._reports = reports
-        self._max_waiting = integer("max_waiting_requests", max_waiting_requests, 1)
-        self._max_retries = integer("max_retries", max_retries, 0)
-        self._retry_delay_s = real("retry_delay_s", retry_delay_s, 0.0, LONGEST_TIMEOUT_S)
+        self._max_waiting = max_waiting_requests
+        self._max_retries = max_retries
+        self._retry_delay_s = retry_delay_s
         self._new_ids = count()
         self._name = secrets.token_hex(6)  # other ingresses of the same replicas have other names
         self._counts = FleetCounts()
@@ -90,13 +85,9 @@ class FleetEngine:
     # ---- what it is
 
     @property
-    def facts(self) -> EngineFacts:
-        return self._facts
-
-    @property
     def max_running(self) -> int:
         """Requests that all replicas together can run at once now."""
-        return self._facts.max_requests * max(1, self._num_replicas())
+        return self.facts.max_requests * max(1, self._num_replicas())
 
     @property
     def num_waiting(self) -> int:
@@ -124,12 +115,7 @@ class FleetEngine:
         self._none_open.set()
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Refuse new requests and wait for the others; cancel those that run after `timeout_s`.
-
-        Returns whether none was cancelled.
-        """
-        if timeout_s is not None:
-            timeout_s = real("timeout_s", timeout_s, 0.0, LONGEST_TIMEOUT_S)
+        """Refuse new requests and wait for the others. Returns whether none was cancelled at last."""
         self._is_draining = True
         if await self._all_end(timeout_s):
             return True
@@ -139,8 +125,6 @@ class FleetEngine:
 
     async def close(self, timeout_s: float | None = None) -> bool:
         """Cancel all requests; the replicas continue. Returns whether all calls ended within `timeout_s`."""
-        if timeout_s is not None:
-            timeout_s = real("timeout_s", timeout_s, 0.0, LONGEST_TIMEOUT_S)
         self._is_draining = True
         self._cancel_all()
         return await self._all_end(timeout_s)
@@ -166,15 +150,7 @@ class FleetEngine:
         checkpoint_plan: CheckpointPlan | None = None,
         tenant: str | None = None,
     ) -> AsyncStream:
-        """Send a prompt to a replica; returns once one has the request.
-
-        Raises:
-            ValueError: the request can never run.
-            QueueFullError: too many requests wait, here or at the replica.
-            KVBlockCapacityError: pinned prefixes of the replica leave the request too little memory.
-            NoReplicaError: no replica serves, or more than `max_retries` were lost.
-            RuntimeError: `drain` or `close` was called, or `start` was not.
-        """
+        """Send a prompt to a replica; returns once one has it. Errors are those of `ServedEngine`."""
         if self._none_open is None:
             raise RuntimeError("stream is called before the FleetEngine is started")
         if self._is_draining:
@@ -207,23 +183,22 @@ class FleetEngine:
         plan: CheckpointPlan | None,
         tenant: str | None,
     ) -> FleetAnswer:
-        instance("sampling_params", sampling, SamplingParams)
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(63))
         chain = None
-        if self._facts.caches_prefixes:
-            chain = PrefixHashChain(self._facts.block_size_tokens, self._salt_key.root(cache_salt))
+        if self.facts.caches_prefixes:
+            chain = PrefixHashChain(self.facts.block_size_tokens, self._salt_key.root(cache_salt))
         number = next(self._new_ids)
-        return FleetAnswer(
-            number,
-            f"{self._name}-{number}",
-            tuple(prompt),
-            sampling,
-            chain,
+        request = EngineRequest(
+            request_id=f"{self._name}-{number}",
+            prompt=tuple(prompt),
+            num_generated=0,
+            sampling=sampling,
             cache_salt=cache_salt,
             plan=plan,
             tenant=tenant if cache_salt is not None else None,
         )
+        return FleetAnswer(number, request, chain)
 
     def _end_in(self, loop: asyncio.AbstractEventLoop, answer: Answer, reason: EarlyEnd) -> None:
         """`_end`, from any thread: a stream that is dropped may be collected in another one."""
@@ -285,7 +260,8 @@ class FleetEngine:
 
     async def _call_replica(self, answer: FleetAnswer, is_retry: bool) -> None:
         """Send the rest of an answer to one replica, and add its parts to the answer."""
-        request = await self._next_request(answer)
+        is_long = answer.num_tokens > _LONG_PROMPT
+        request = await asyncio.to_thread(answer.next_request) if is_long else answer.next_request()
         parts, name = self._call(request), ""
         try:
             async for part in parts:
@@ -304,16 +280,11 @@ class FleetEngine:
             if close is not None:
                 await close()
 
-    async def _next_request(self, answer: FleetAnswer) -> EngineRequest:
-        if answer.num_tokens > _LONG_PROMPT:
-            return await asyncio.to_thread(answer.next_request)
-        return answer.next_request()
-
     # ---- what an operator reads
 
     async def metrics_text(self) -> tuple[bytes, str]:
         """The replicas' metrics, each with the label `replica`, and the fleet's own ones."""
-        reports = await self._new_reports()
+        reports = await self._reports()
         counts = replace(self._counts, num_waiting=self.num_waiting, num_running=self.num_running)
         return await asyncio.to_thread(fleet_metrics_text, counts, self._num_replicas(), reports)
 
@@ -323,14 +294,11 @@ class FleetEngine:
             now = asyncio.get_running_loop().time()
             if now - self._read_s >= _SNAPSHOT_S:
                 snapshots = {
-                    one.replica: one.snapshot for one in await self._new_reports() if one.snapshot is not None
+                    one.replica: one.snapshot for one in await self._reports() if one.snapshot is not None
                 }
                 self._snapshot = await asyncio.to_thread(merged_snapshot, snapshots) if snapshots else None
                 self._read_s = now
             return self._snapshot
-
-    async def _new_reports(self) -> Sequence[ReplicaReport]:
-        return () if self._reports is None else await self._reports()
 
 
 def _raise_refusal(error: Exception, is_retry: bool) -> None:

@@ -23,7 +23,7 @@ from ..errors import NoReplicaError
 from ..inference.contexts.cache.hashing import SaltKey
 from ..loaded_model import LoadedText
 from ..serve.app import make_app_over
-from ..serve.gate import host_checks
+from ..serve.gate import add_host_check
 from ..serve.service import Service
 from ..serve.settings import ServerSettings
 from .answers import AnswerPart, EngineRequest, ReplicaLostError
@@ -53,9 +53,7 @@ class ReplicaCalls:
     async def stream(self, request: EngineRequest) -> AsyncIterator[AnswerPart]:
         """The parts of an answer. Closing the iterator ends the request.
 
-        Raises:
-            ReplicaLostError: the replica that served the request is gone, or gave up.
-            NoReplicaError: Ray Serve could not deploy any replica.
+        ReplicaLostError: the replica is gone, or gave up. NoReplicaError: Ray Serve could not deploy any.
         """
         # In a context of its own, because Ray routes all calls of one HTTP request as one.
         parts = contextvars.Context().run(self._streams.remote, request)
@@ -135,11 +133,9 @@ class Ingress:
             reports=lambda: self._calls.ask_all("report", timeout_s=_REPORT_S),
             max_waiting_requests=self._server.max_waiting_requests,
         )
-        app = make_app_over(engine, self._load_text(), self._server)
-        for check in host_checks(self._server):
-            app.add_middleware(check.cls, *check.args, **check.kwargs)
-        self._app = app
-        return app
+        self._app = make_app_over(engine, self._load_text(), self._server)
+        add_host_check(self._app, self._server)
+        return self._app
 
     async def drain(self) -> bool:
         """Refuse new requests, and wait for the others as long as the settings say."""

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..net.lockstep.following import follow
 from ..net.routing.state_publisher import StatePublisher
 from ..parallel_groups import ParallelGroups
-from ..serve.served_engine import EngineFacts, LocalEngine
+from ..serve.served_engine import EngineFacts, LocalEngine, print_line
 from .answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
 from .figures import ReplicaReport, replica_report
 from .request_router import BLOCK_SIZE
@@ -146,13 +145,13 @@ class EngineReplica:
             engine,
             model_name=settings.model_name,
             max_waiting_requests=10 * settings.max_requests,  # Ray sends fewer
-            trace=_print_line if settings.trace else None,
+            trace=print_line if settings.trace else None,
         )
         self._engine.start()
         self._feed = StateFeed(
             self._name,
             settings.channel,
-            self._engine.engine,
+            self._engine,
             StatePublisher(engine, self._name) if engine.config.enable_prefix_caching else None,
             self._serve_hand_over,
         )
@@ -160,7 +159,7 @@ class EngineReplica:
         self._watching = asyncio.create_task(self._end_when_lost())
         self._warm_timeout_s = settings.warm_timeout_s
         if settings.warm_timeout_s and engine.config.enable_prefix_caching:
-            await take_over(self._name, settings.channel, self._engine.engine, settings.warm_timeout_s)
+            await take_over(self._name, settings.channel, self._engine, settings.warm_timeout_s)
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[AnswerPart]:
         """Answer a request; a caller that closes the stream cancels it."""
@@ -220,8 +219,4 @@ class EngineReplica:
             feed.leave()
 
     async def _serve_hand_over(self, order: HandOver) -> None:
-        await serve_hand_over(self._engine.engine, order, self._warm_timeout_s)
-
-
-def _print_line(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        await serve_hand_over(self._engine, order, self._warm_timeout_s)

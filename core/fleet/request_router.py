@@ -133,7 +133,8 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
         left = [load for load in loads if load.replica not in lost]
         best = self._router.choose(request, left or loads)
         order = (*best, *(lost & replicas.keys() if left else ()))
-        self._loads.note_chosen(_request_id(pending_request), order, _num_tokens(request))
+        num_tokens = request.num_tokens + request.num_answer_tokens
+        self._loads.note_chosen(_request_id(pending_request), order, num_tokens)
         return [[replicas[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
@@ -168,10 +169,6 @@ def _route_request(
         return None
     block_size = replica.replica_metadata.get(BLOCK_SIZE, 1)
     return RouteRequest(first.keys, len(first.prompt), block_size, first.num_answer_tokens)
-
-
-def _num_tokens(request: RouteRequest) -> int:
-    return request.num_tokens + request.num_answer_tokens
 
 
 def _request_id(pending_request: PendingRequest) -> str:

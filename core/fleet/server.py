@@ -125,7 +125,7 @@ def fleet_application(
     server: ServerSettings,
     settings: FleetSettings,
 ) -> serve.Application:
-    """The whole application; the arguments are those of `serve_replicas`."""
+    """The ingress and the replicas."""
     most = server.max_waiting_requests + settings.max_replicas * settings.max_requests
     ingress = serve.deployment(
         serve.ingress()(Ingress),
@@ -196,18 +196,10 @@ def serve_replicas(
     ones have `server.drain_timeout_s` to end. The second signal ends them, the third one this process at
     once. On a cluster that was there before, only the application is ended.
 
-    Args:
-        make_engine: makes a replica's engine, in its own process. It can be pickled.
-        load_text: loads text and defaults of the model, in the ingress.
-        salt_key: the key of all replicas, under which salts are hashed.
-        server, settings: of the ingress and the replicas; what Ray reserves for each is computed here.
-        device: "cpu", "cuda", or "auto" for GPUs where the cluster has some.
-
-    Returns:
-        The exit code: 0 after a shutdown, 1 where Ray has stopped.
+    `make_engine` and `load_text` are called in the replicas and in the ingress. Returns the exit code: 0
+    after a shutdown, 1 where Ray has stopped.
     """
-    joins = bool(os.environ.get("RAY_ADDRESS"))
-    if not joins:
+    if not os.environ.get(ADDRESS):
         server = replace(server, port=check_address(server.host, server.port))
     with cluster() as joined:
         http = {"host": server.host, "port": server.port, "keep_alive_timeout_s": _KEEP_ALIVE_S}
@@ -240,9 +232,8 @@ def _serve_until_signal(handle: Any, server: ServerSettings, settings: FleetSett
                 except (RayError, RayServeException, ConnectionError) as error:
                     print(f"mambaslots: Ray has stopped: {error}", file=sys.stderr, flush=True)
                     return 1
-        print(
-            f"mambaslots: {signals[0].name}; running requests have {server.drain_timeout_s:g} s", flush=True
-        )
+        seconds = f"{server.drain_timeout_s:g} s"
+        print(f"mambaslots: {signals[0].name}; running requests have {seconds}", flush=True)
         draining = handle.drain.remote()
         deadline = time.monotonic() + server.drain_timeout_s + _BEYOND_DRAIN_S
         while len(signals) < 2 and time.monotonic() < deadline:

@@ -83,11 +83,7 @@ class StateChannel:
     # ---- for replicas
 
     async def publish(self, replica: str, events: Sequence[bytes] = ()) -> Orders:
-        """Record events of a replica; a call without events is a heartbeat.
-
-        Raises:
-            ValueError: `events` are no events, or those of another replica; nothing has changed.
-        """
+        """Record events of a replica; none are a heartbeat. ValueError: they are of another replica."""
         decoded = [_events_of(replica, encoded) for encoded in events]
         self._forget_silent()
         in_order = True
@@ -220,12 +216,9 @@ def find_channel(name: str) -> Any | None:
 class ChannelReader:
     """Gives a router the events of a channel, as they come; opens a lost channel again."""
 
-    def __init__(
-        self, name: str, router: StateRouter, open_actor: Callable[[str], Any] = open_channel
-    ) -> None:
+    def __init__(self, name: str, router: StateRouter) -> None:
         self._name = name
         self._router = router
-        self._open_actor = open_actor
         self._instance, self._version = "", 0
         self._known: set[str] = set()
 
@@ -234,7 +227,7 @@ class ChannelReader:
         actor: Any = None  # who made the actor must not let go of it
         while True:
             try:
-                actor = actor or self._open_actor(self._name)
+                actor = actor or open_channel(self._name)
                 while True:
                     self.apply(await actor.read.remote(self._instance, self._version, _READ_S))
             except ActorUnavailableError as error:

@@ -22,6 +22,7 @@ OTHER = "other"
 MAX_TENANTS = 64
 MAX_SALTS = 1 << 14
 
+NUM_RECENT = 512
 EVERY_S = 2
 NUM_POINTS = 450
 
@@ -40,14 +41,13 @@ class Histogram:
 
 
 class Latency:
-    """The distribution of one duration in seconds."""
+    """The distribution of one duration in seconds, and the percentiles of its last values."""
 
-    def __init__(self, bounds_s: Sequence[float], num_recent: int = 512) -> None:
-        """`num_recent`: so many of the last values make the percentiles."""
+    def __init__(self, bounds_s: Sequence[float]) -> None:
         self._bounds = tuple(bounds_s)
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
-        self._recent: deque[float] = deque(maxlen=num_recent)
+        self._recent: deque[float] = deque(maxlen=NUM_RECENT)
 
     def add(self, seconds: float, times: int = 1) -> None:
         """Count a value, `times` times."""
@@ -161,14 +161,10 @@ class Series:
 
     def note(self, now_s: float, stats: EngineStats, num_generated: int) -> None:
         """Record the newest figures."""
-        if self.is_due(now_s):
+        if now_s >= self._ends_s:
             self._end_intervals(now_s)
         self._stats = stats
         self._counts = _counts(stats, num_generated)
-
-    def is_due(self, now_s: float) -> bool:
-        """Whether an interval has ended since the last `note`."""
-        return now_s >= self._ends_s
 
     def _end_intervals(self, now_s: float) -> None:
         num_ended = int((now_s - self._ends_s) // EVERY_S) + 1

@@ -91,11 +91,8 @@ class Monitor:
         self._grid = context.spec.grid
         self._state_bytes = context.spec.slot_bytes
         self._kv_block_bytes = context.spec.kv_block_bytes(config.block_size_tokens)
-        share, window = (
-            real("max_lost_share", max_lost_share, 0.0),
-            integer("window_tokens", window_tokens, 1),
-        )
-        self._misses = MissWatch(engine, share, window, stats)
+        share = real("max_lost_share", max_lost_share, 0.0)
+        self._misses = MissWatch(engine, share, integer("window_tokens", window_tokens, 1), stats)
         self._series = Series(now, stats)
         self._tenants = Tenants()
         self._running: dict[int, RequestRecord] = {}
@@ -264,8 +261,7 @@ class Monitor:
         with self._lock:
             now = self._clock()
             stats = self._stats()
-            if self._series.is_due(now):
-                self._series.note(now, stats, self._num_generated)
+            self._series.note(now, stats, self._num_generated)
             cache = stats.cache
             return {
                 "time_s": now + self._unix_offset_s,

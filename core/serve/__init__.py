@@ -1,14 +1,12 @@
 """The server: OpenAI's endpoints over one engine. It needs the extra `mambaslots[serve]`."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .settings import ServerSettings
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
-    from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-    from ..loaded_model import LoadedModel
+    from .app import make_app
+    from .server import serve
 
 __all__ = ["ServerSettings", "make_app", "serve"]
 
@@ -23,25 +21,11 @@ def check_installed() -> None:
         raise ImportError(_NEEDED) from error
 
 
-def make_app(engine: "DynamicInferenceEngine", loaded: "LoadedModel", settings: ServerSettings) -> "FastAPI":
-    """As `core/serve/app.py:make_app`.
-
-    Raises:
-        ImportError: the extra is not installed.
-    """
+def __getattr__(name: str) -> Any:
+    """`make_app` and `serve`, imported at their first use."""
+    if name not in ("make_app", "serve"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     check_installed()
-    from . import app
+    from . import app, server
 
-    return app.make_app(engine, loaded, settings)
-
-
-def serve(engine: "DynamicInferenceEngine", loaded: "LoadedModel", settings: ServerSettings) -> int:
-    """As `core/serve/server.py:serve`.
-
-    Raises:
-        ImportError: the extra is not installed.
-    """
-    check_installed()
-    from . import server
-
-    return server.serve(engine, loaded, settings)
+    return app.make_app if name == "make_app" else server.serve

@@ -141,32 +141,25 @@ class StopStrings:
     The first is the one that is complete at the earliest character; of those complete at the same character,
     the longest. Text that may be the beginning of a stop string is kept until a later character decides:
     stop "stop", pieces "a s", "to", "p b": returns "a ", "", "".
-
-    Each character costs a step of the automaton of Knuth, Morris and Pratt (1977) for each stop string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.found = False
         self.num_returned = 0
         self._stops = list(stops)
-        self._fallbacks = [_fallbacks(stop) for stop in stops]
-        self._matched = [0] * len(self._stops)
-        """For each stop string: how long a beginning of it the text ends with."""
         self._kept = ""
 
     def push(self, piece: str) -> str:
         """Add text; return what is now known to stand before the first stop string."""
         if self.found:
             return ""
-        if not self._stops:
-            return self._returned(piece)
-        text = self._kept + piece
-        for end in range(len(self._kept), len(text)):
-            longest = self._advance(text[end])
-            if longest:
-                self.found, self._kept = True, ""
-                return self._returned(text[: end + 1 - longest])
-        num_kept = max(self._matched)
+        text, self._kept = self._kept + piece, ""
+        places = [(text.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text]
+        if places:
+            self.found = True
+            end, less = min(places)
+            return self._returned(text[: end + less])
+        num_kept = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._kept = text[len(text) - num_kept :]
         return self._returned(text[: len(text) - num_kept])
 
@@ -179,31 +172,11 @@ class StopStrings:
         self.num_returned += len(text)
         return text
 
-    def _advance(self, character: str) -> int:
-        """Read a character; return the length of the longest stop string that it completes, or 0."""
-        longest = 0
-        for i, (stop, fallbacks) in enumerate(zip(self._stops, self._fallbacks, strict=True)):
-            matched = self._matched[i]
-            while matched and stop[matched] != character:
-                matched = fallbacks[matched - 1]
-            matched += stop[matched] == character
-            if matched == len(stop):
-                longest = max(longest, matched)
-            else:
-                self._matched[i] = matched
-        return longest
 
-
-def _fallbacks(stop: str) -> list[int]:
-    """For each beginning of `stop`: its longest end that is a shorter beginning of `stop`."""
-    lengths = [0] * len(stop)
-    length = 0
-    for i in range(1, len(stop)):
-        while length and stop[i] != stop[length]:
-            length = lengths[length - 1]
-        length += stop[i] == stop[length]
-        lengths[i] = length
-    return lengths
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that is a shorter beginning of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 # ---- JSON

@@ -2,7 +2,6 @@
 
 import gzip
 import hashlib
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,7 +21,7 @@ from ..validation import instance, shown
 from .answers import ChatForm, Form
 from .gate import Gate, Keys
 from .http_json import JSONAnswer, RequestError, json_bytes
-from .served_engine import LocalEngine, ServedEngine
+from .served_engine import LocalEngine, ServedEngine, print_line
 from .service import Service
 from .settings import ServerSettings
 
@@ -53,14 +52,14 @@ def make_app(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: Serv
     """
     instance("loaded", loaded, LoadedModel)
     instance("settings", settings, ServerSettings)
-    local = LocalEngine(
+    served = LocalEngine(
         engine,
         model_name=settings.model_name,
         max_waiting_requests=settings.max_waiting_requests,
-        trace=_print_line if settings.trace else None,
+        trace=print_line if settings.trace else None,
     )
-    app = make_app_over(local, loaded, settings)
-    app.state.engine, app.state.monitor = local.engine, local.monitor
+    app = make_app_over(served, loaded, settings)
+    app.state.monitor = served.monitor
     return app
 
 
@@ -157,10 +156,6 @@ async def health(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     content, media_type = await _service(request).engine.metrics_text()
     return Response(content, media_type=media_type)
-
-
-def _print_line(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _service(request: Request) -> Service:

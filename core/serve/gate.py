@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 
-from starlette.middleware import Middleware
+from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -215,20 +215,18 @@ class HostCheck:
         await self._app(scope, receive, send)
 
 
-def host_checks(settings: ServerSettings) -> list[Middleware]:
-    """The host check that the settings ask for. Warns where every machine can send requests."""
+def add_host_check(app: Starlette, settings: ServerSettings) -> None:
+    """Add the host check that the settings ask for. Warns where every machine can send requests."""
     if settings.api_keys:
-        return []
+        return
     if not _is_loopback(settings.host):
         logging.getLogger(__package__).warning(
             "the server listens at %s and has no API keys: every client that reaches the port is served%s",
             settings.host,
             "" if settings.admin_key else ", and sees the operator's page and the metrics",
         )
-        return []
-    if "*" in settings.allowed_hosts:
-        return []
-    return [Middleware(HostCheck, names=(settings.host, *settings.allowed_hosts))]
+    elif "*" not in settings.allowed_hosts:
+        app.add_middleware(HostCheck, names=(settings.host, *settings.allowed_hosts))
 
 
 def _is_loopback(host: str) -> bool:

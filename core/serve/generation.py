@@ -14,17 +14,7 @@ from ..inference.engines.streams import AsyncStream
 from ..request import RequestResult, SamplingParams
 from ..text import TextCodec
 from .answers import AnswerText, Form, Piece, Usage, WholeAnswer
-from .http_json import (
-    JSONAnswer,
-    RequestError,
-    cancelled,
-    dead,
-    draining,
-    json_bytes,
-    no_capacity,
-    no_replica,
-    queue_full,
-)
+from .http_json import JSONAnswer, RequestError, json_bytes, refusal
 from .requests import AnswerRequest
 from .served_engine import ServedEngine
 
@@ -122,7 +112,7 @@ class Generation:
         except ValueError as error:
             raise RequestError(400, str(error)) from None
         except (QueueFullError, RuntimeError) as error:
-            raise _refusal(error) or draining() from None
+            raise refusal(_code_of(error)) from None
 
     async def _answer(self, choice: Choice, stream: AsyncStream, emit: Emit) -> None:
         request = self._job.request
@@ -138,7 +128,7 @@ class Generation:
                 if piece.text or piece.tokens:
                     await emit(choice.index, piece, None)
         except (EngineDeadError, NoReplicaError, KVBlockCapacityError) as error:
-            raise _refusal(error) or error from None
+            raise refusal(_code_of(error)) from None
         result = stream.result
         assert result is not None
         piece = text.finish()
@@ -149,15 +139,15 @@ class Generation:
         await emit(choice.index, piece, reason)
 
 
-def _refusal(error: Exception) -> RequestError | None:
-    """What a client sees of an engine's error."""
-    if isinstance(error, QueueFullError):
-        return queue_full()
-    if isinstance(error, EngineDeadError):
-        return dead()
-    if isinstance(error, NoReplicaError):
-        return no_replica()
-    return no_capacity() if isinstance(error, KVBlockCapacityError) else None
+def _code_of(error: Exception) -> str:
+    """The code with which a client sees an engine's error; an engine that is closing raises RuntimeError."""
+    codes = {
+        QueueFullError: "queue_full",
+        EngineDeadError: "engine_dead",
+        NoReplicaError: "no_replica",
+        KVBlockCapacityError: "capacity",
+    }
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), "draining")
 
 
 def _finish_reason(result: RequestResult) -> str:
@@ -167,7 +157,7 @@ def _finish_reason(result: RequestResult) -> str:
     if result.finish_reason == "invalid_logits":
         message = "the model's logits were not finite, so that no token could be chosen"
         raise RequestError(500, message, code="invalid_logits")
-    raise cancelled()
+    raise refusal("cancelled")
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

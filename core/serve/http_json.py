@@ -81,33 +81,21 @@ def bad_field(param: str, message: str, code: str | None = None) -> RequestError
     return RequestError(400, message, param=param, code=code)
 
 
-def queue_full() -> RequestError:
-    message = "too many requests wait; try again later"
-    return RequestError(429, message, code="queue_full", headers={"retry-after": "1"})
+_REFUSALS = {
+    "queue_full": (429, "too many requests wait; try again later"),
+    "draining": (503, "the server is shutting down and accepts no more requests"),
+    "engine_dead": (503, "the engine has stopped; the server must be started again"),
+    "no_replica": (503, "no replica of the model can answer now; try again later"),
+    "capacity": (503, "pinned prefixes leave too little memory for this request"),
+    "cancelled": (503, "the server ended the request before its answer was complete"),
+}
+"""Status and message of each code with which a server refuses right requests."""
 
 
-def draining() -> RequestError:
-    return _unavailable("the server is shutting down and accepts no more requests", "draining")
-
-
-def dead() -> RequestError:
-    return _unavailable("the engine has stopped; the server must be started again", "engine_dead")
-
-
-def no_replica() -> RequestError:
-    return _unavailable("no replica of the model can answer now; try again later", "no_replica")
-
-
-def no_capacity() -> RequestError:
-    return _unavailable("pinned prefixes leave too little memory for this request", "capacity")
-
-
-def cancelled() -> RequestError:
-    return _unavailable("the server ended the request before its answer was complete", "cancelled")
-
-
-def _unavailable(message: str, code: str) -> RequestError:
-    return RequestError(503, message, code=code, headers={"retry-after": "1"})
+def refusal(code: str) -> RequestError:
+    """The error of a request that may be sent again; `code` is a key of `_REFUSALS`."""
+    status, message = _REFUSALS[code]
+    return RequestError(status, message, code=code, headers={"retry-after": "1"})
 
 
 # ---- bodies

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
+from ..inference.engines.arguments import Prompt, Salt
 from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.streams import AsyncStream
@@ -90,10 +92,7 @@ class ServedEngine(Protocol):
     ) -> AsyncStream:
         """Queue a prompt; returns when it is queued. `tenant`: in whose figures the request counts.
 
-        Raises:
-            ValueError: the request can never run.
-            QueueFullError, EngineDeadError, NoReplicaError: the engine cannot answer now.
-            RuntimeError: `drain` or `close` was called.
+        ValueError: the request can never run; QueueFullError or RuntimeError: it cannot run now.
         """
 
     async def metrics_text(self) -> tuple[bytes, str]:
@@ -103,8 +102,8 @@ class ServedEngine(Protocol):
         """What the page shows, as `Monitor.snapshot` makes it; None without reports."""
 
 
-class LocalEngine:
-    """A `ServedEngine` over one engine, which it watches with a monitor."""
+class LocalEngine(AsyncEngine):
+    """A `ServedEngine`: one engine, which a monitor watches."""
 
     def __init__(
         self,
@@ -114,44 +113,30 @@ class LocalEngine:
         max_waiting_requests: int = 1024,
         trace: Callable[[str], None] | None = None,
     ) -> None:
-        """No other thread may call `engine` while this runs. `trace`: as for `Monitor`."""
-        self.engine = AsyncEngine(engine, max_waiting_requests=max_waiting_requests)
+        """`trace`: as for `Monitor`."""
+        super().__init__(engine, max_waiting_requests=max_waiting_requests)
         self.monitor = Monitor(engine, model_name=model_name, trace=trace)
         self.facts = EngineFacts.of(engine)
         self.max_running = self.facts.max_requests
-        self.start = self.engine.start
-        self.drain = self.engine.drain
-
-    @property
-    def num_waiting(self) -> int:
-        return self.engine.num_waiting
-
-    @property
-    def num_running(self) -> int:
-        return self.engine.num_running
-
-    @property
-    def failure(self) -> BaseException | None:
-        return self.engine.failure
 
     async def close(self, timeout_s: float | None = None) -> bool:
-        ended = await self.engine.close(timeout_s)
+        ended = await super().close(timeout_s)
         with contextlib.suppress(ValueError):  # the engine has failed, and dropped its observers
             self.monitor.close()
         return ended
 
     async def stream(
         self,
-        prompt: Sequence[int],
-        sampling_params: SamplingParams,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
         *,
-        cache_salt: bytes | None,
-        checkpoint_plan: CheckpointPlan | None,
-        tenant: str | None,
+        cache_salt: Salt = None,
+        checkpoint_plan: CheckpointPlan | None = None,
+        tenant: str | None = None,
     ) -> AsyncStream:
         if cache_salt is not None and tenant is not None:
             self.monitor.name_salt(cache_salt, tenant)
-        return await self.engine.stream(
+        return await super().stream(
             prompt, sampling_params, cache_salt=cache_salt, checkpoint_plan=checkpoint_plan
         )
 
@@ -160,3 +145,8 @@ class LocalEngine:
 
     async def snapshot(self) -> dict[str, Any]:
         return await asyncio.to_thread(self.monitor.snapshot)
+
+
+def print_line(line: str) -> None:
+    """Write a line of a trace to stderr."""
+    print(line, file=sys.stderr, flush=True)

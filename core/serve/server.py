@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel
 from .app import make_app
-from .gate import host_checks
+from .gate import add_host_check
 from .service import Service
 from .settings import ServerSettings
 
@@ -41,8 +41,7 @@ def serve(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: ServerS
         The exit code: 0 after a shutdown, 1 where the address cannot be used or the engine has stopped.
     """
     app = make_app(engine, loaded, settings)
-    for check in host_checks(settings):
-        app.add_middleware(check.cls, *check.args, **check.kwargs)
+    add_host_check(app, settings)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=2048)

@@ -20,17 +20,7 @@ from ..validation import INT64_MAX
 from .answers import Form
 from .gate import engine_salt
 from .generation import Choice, GeneratedAnswer, Generation, Job, StreamedAnswer, before
-from .http_json import (
-    RequestError,
-    bad_field,
-    body_too_slow,
-    dead,
-    draining,
-    no_replica,
-    parsed_object,
-    queue_full,
-    read_body,
-)
+from .http_json import RequestError, bad_field, body_too_slow, parsed_object, read_body, refusal
 from .requests import MAX_CHOICES, MAX_SALT_LENGTH, AnswerRequest, ChatRequest, CompletionRequest, Context
 from .served_engine import EngineFacts, ServedEngine
 from .settings import ServerSettings
@@ -232,10 +222,10 @@ class Service:
         """Why requests are refused; None where they are served."""
         failure = self.engine.failure
         if failure is not None and not isinstance(failure, NoReplicaError):
-            return dead()
+            return refusal("engine_dead")
         if self.is_draining:
-            return draining()
-        return None if failure is None else no_replica()
+            return refusal("draining")
+        return None if failure is None else refusal("no_replica")
 
     @property
     def _max_open(self) -> int:
@@ -253,7 +243,7 @@ class Service:
         if self.trouble is not None:
             raise self.trouble
         if self._num_open >= self._max_open:
-            raise queue_full()  # before its body costs memory
+            raise refusal("queue_full")  # before its body costs memory
         self._num_open += 1
         num_answers = 1
         try:
@@ -265,7 +255,7 @@ class Service:
             thread = self._text_threads[len(body) > _LONG_BODY_BYTES]
             job = await before(deadline, loop.run_in_executor(thread, lambda: job_of(body, salt)))
             if self._num_open + len(job.choices) - 1 > self._max_open:
-                raise queue_full()
+                raise refusal("queue_full")
             self._num_open += len(job.choices) - 1
             num_answers = len(job.choices)
             engines_salt = engine_salt(tenant, job.request.cache_salt, bool(self.settings.api_keys))

@@ -162,14 +162,16 @@ class ChatBranches:
         if self._has_tools:
             yield from self._tool_result()
         yield from self._branch(self._messages, False)
-        for user in self._last_users[:1]:
-            yield from self._edited(user)
+        edited = [user for user in self._last_users if user != self._first_user]
+        for user in edited[:1]:
+            yield from self._before(user)
         for branch in system:
             yield from self._dates(branch.num_characters)
         for user in self._last_users[1:]:
             if self._messages[user + 1].get("role") == "assistant":
                 yield from self._branch(self._messages[: user + 1], True)
-            yield from self._edited(user)
+            if user in edited:
+                yield from self._before(user)
 
     def _after(self, index: int) -> Iterator[Branch]:
         if index + 1 == len(self._messages):
@@ -177,9 +179,6 @@ class ChatBranches:
         if self._messages[index + 1].get("role") == "assistant":
             return self._next_turn(self._messages[: index + 1])
         return self._before(index + 1)
-
-    def _edited(self, user: int) -> Iterator[Branch]:
-        return iter(()) if user == self._first_user else self._before(user)
 
     def _before(self, index: int) -> Iterator[Branch]:
         """Message `index` has another text, and no answer yet."""

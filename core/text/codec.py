@@ -31,15 +31,7 @@ class Tokenizer(Protocol):
 
 @runtime_checkable
 class CuttingTokenizer(Tokenizer, Protocol):
-    """A tokenizer that says where a text can be cut. Without it a mark costs an encoding of all before it."""
-
-    def encode_with_cuts(self, text: str) -> tuple[list[int], list[Cut]]:
-        """`encode` without added special tokens, and a cut for each special token, in order."""
-
-
-@runtime_checkable
-class BoundedTokenizer(Tokenizer, Protocol):
-    """A tokenizer that may know how many characters one token stands for.
+    """A tokenizer that says where a text can be cut. Without it a mark costs an encoding of all before it.
 
     Attributes:
         longest_token: no token of any text stands for more characters of it; None where that is not known.
@@ -47,6 +39,9 @@ class BoundedTokenizer(Tokenizer, Protocol):
 
     @property
     def longest_token(self) -> int | None: ...
+
+    def encode_with_cuts(self, text: str) -> tuple[list[int], list[Cut]]:
+        """`encode` without added special tokens, and a cut for each special token, in order."""
 
 
 class PromptTooLongError(ValueError):
@@ -200,7 +195,7 @@ class TextCodec:
 
     def fewest_tokens(self, text: str) -> int:
         """A number of tokens that `text` has at least, found without encoding it; 0 where none is known."""
-        longest = self.tokenizer.longest_token if isinstance(self.tokenizer, BoundedTokenizer) else None
+        longest = self.tokenizer.longest_token if isinstance(self.tokenizer, CuttingTokenizer) else None
         return -(-len(text) // longest) if longest else 0
 
     def decode(self, token_ids: Sequence[int]) -> str:

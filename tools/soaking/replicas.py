@@ -292,7 +292,7 @@ class RoutedReplicas(Replicas):
 
     async def _told(self, number: int) -> Any:
         publisher = self.publishers[number]
-        return await self.local[number].engine.call(lambda _: Told(publisher))
+        return await self.local[number].call(lambda _: Told(publisher))
 
     async def restart(self, number: int, begun: Callable[[], None]) -> None:
         """Kill a replica, and start another one in its place. `begun` is called while it is gone."""
@@ -322,9 +322,7 @@ class RoutedReplicas(Replicas):
             feed = self.feeds[number]
             feed.publisher = await self._told(number)
             feed.settle()
-            keys = await self.local[number].engine.call(
-                lambda engine: resumable_keys(engine.context.prefix_cache)
-            )
+            keys = await self.local[number].call(lambda engine: resumable_keys(engine.context.prefix_cache))
             if self.router.index.keys_of(name) != keys:
                 wrong.append(f"the router knows {len(self.router.index.keys_of(name))} states of {len(keys)}")
         return wrong
@@ -374,8 +372,8 @@ class FleetOperator:
         elif chance < 0.94:
             await self._restart(number)
         else:
-            await replicas.local[number].engine.call(lambda engine: engine.check_integrity())
-            await replicas.local[number].engine.call(lambda engine: engine.reset_prefix_cache())
+            await replicas.local[number].call(lambda engine: engine.check_integrity())
+            await replicas.local[number].call(lambda engine: engine.reset_prefix_cache())
             replicas.events["reset"] += 1
 
     async def _restart(self, number: int) -> None:
@@ -392,7 +390,7 @@ class FleetOperator:
         self._random.shuffle(numbers)
         with self._world.weights.changing(version):
             for number in numbers:
-                await self._replicas.local[number].engine.call(change)
+                await self._replicas.local[number].call(change)
         self._replicas.events["weights"] += 1
 
     # ---- hand-overs
@@ -422,13 +420,11 @@ class FleetOperator:
         size = self._replicas.engines[0].config.block_size_tokens
         plan = ms.CheckpointPlan(decode="off", prefill_interval=size)
         params = ms.SamplingParams(num_tokens_to_generate=3, return_log_probs=True)
-        first = await local[source].engine.generate(prompt, params, cache_salt=salt, checkpoint_plan=plan)
+        first = await local[source].generate(prompt, params, cache_salt=salt, checkpoint_plan=plan)
         self._note(prompt, first, begun, version)
         report = await self._places.hand_over(source, 1 - source, [(prompt, salt)], fault, random)
         longer = [*prompt, 7, 8, 9]
-        second = await local[1 - source].engine.generate(
-            longer, params, cache_salt=salt, checkpoint_plan=plan
-        )
+        second = await local[1 - source].generate(longer, params, cache_salt=salt, checkpoint_plan=plan)
         self._note(longer, second, begun, version)
         if fault:
             self._replicas.events[f"peer: {fault}"] += 1
@@ -444,7 +440,7 @@ class FleetOperator:
         begun, version = self._world.weights.num_changes, self._world.weights.version
         for source in range(len(self._replicas.engines)):
             for local in self._replicas.local:
-                await local.engine.call(lambda engine: engine.reset_prefix_cache())
+                await local.call(lambda engine: engine.reset_prefix_cache())
             report, resumed = await self.hand_on(source, "", begun, version)
             if any(self._places.failures) or not report.imported.states or not resumed:
                 self.faults.append(

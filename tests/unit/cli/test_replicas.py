@@ -4,14 +4,16 @@ import argparse
 import builtins
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mambaslots.cli.main import main, make_parser
-from mambaslots.cli.processes import ReplicaEngine, ReplicaText, weights_version
+from mambaslots.cli.processes import ReplicaEngine, weights_version
 from mambaslots.cli.serve import _only_data
 from mambaslots.fleet.settings import FleetSettings
+from mambaslots.loaded_model import LoadedText
 
 MODEL = "models/tiny-code"
 SIZES = ["--device", "cpu", "--num-kv-blocks", "64", "--num-mamba-slots", "8", "--max-sequence-length", "512"]
@@ -61,7 +63,7 @@ def test_options_reach_replicas_and_secrets_do_not(monkeypatch: pytest.MonkeyPat
     called: dict[str, Any] = {}
 
     def serve_replicas(
-        make: ReplicaEngine, text: ReplicaText, salt_key: str, *settings: Any, device: str
+        make: ReplicaEngine, text: Callable[[], LoadedText], salt_key: str, *settings: Any, device: str
     ) -> int:
         called.update(make=make, text=text, salt_key=salt_key, settings=settings, device=device)
         return 7

@@ -171,8 +171,9 @@ def test_requests_carry_the_keys_of_their_blocks() -> None:
 
 
 def test_replicas_with_another_salt_key_are_refused() -> None:
+    group, facts = replicas(1), EngineFacts.of(engine())
     with pytest.raises(ValueError, match="salt_key has the id"):
-        FleetEngine(EngineFacts.of(engine()), SaltKey(b"x" * 16), replicas(1).call)
+        FleetEngine(facts, SaltKey(b"x" * 16), group.call, num_replicas=lambda: 1, reports=group.reports)
 
 
 @pytest.mark.parametrize("num_lost", [2, 3])
@@ -206,19 +207,19 @@ def test_an_engine_that_dies_or_is_reset_is_a_loss() -> None:
     async def main(fleet: FleetEngine) -> None:
         stream = await fleet.stream(PROMPT, PARAMS["greedy"])
         await anext(stream)
-        await group.local[0].engine.call(lambda engine: engine.reset())
+        await group.local[0].call(lambda engine: engine.reset())
         assert len([one async for new in stream for one in new]) < LENGTH
         assert stream.result is not None
         assert stream.result.tokens == expected
         assert len(group.requests) == 2
 
         async def failing() -> None:
-            await group.local[2].engine.call(_fails)
+            await group.local[2].call(_fails)
             assert (await answered(fleet, PROMPT, PARAMS["greedy"])).tokens == expected
 
         await failing()
         assert len(group.requests) == 4
-        await group.local[2].engine.call(lambda engine: setattr(engine, "model", group.engines[0].model))
+        await group.local[2].call(lambda engine: setattr(engine, "model", group.engines[0].model))
 
     in_fleet(group, main)
 

@@ -19,9 +19,12 @@ from typing import Any
 import mambaslots as ms
 import pytest
 from mambaslots.serve import ServerSettings, serve
-from mambaslots.serve.gate import host_checks
+from mambaslots.serve.gate import add_host_check
 from oracle.served import serving, small_config, tiny_loaded
 from oracle.texts import blocks_of
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
 
 ROOT = Path(__file__).parents[3]
 PROMPT = [5 + i % 80 for i in range(100)]
@@ -179,17 +182,16 @@ def test_a_step_that_hangs_holds_no_process(num_signals: int, reason: str) -> No
 )  # fmt: skip
 def test_a_page_with_a_name_of_its_own_is_refused(host: str, status: int) -> None:
     settings = ServerSettings(model_name="tiny", allowed_hosts=("Chat.example",))
-    ((check, arguments, options),) = host_checks(settings)
+    app = Starlette(routes=[Route("/", lambda request: Response())])
+    add_host_check(app, settings)
     statuses = []
 
     async def send(message: Any) -> None:
         statuses.append(message.get("status"))
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"status": 200})
-
-    scope = {"type": "http", "headers": [(b"host", host.encode())]}
-    asyncio.run(check(app, *arguments, **options)(scope, None, send))
+    headers = [(b"host", host.encode())]
+    scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": headers}
+    asyncio.run(app(scope, None, send))  # type: ignore[arg-type]
     assert statuses[0] == status
 
 
@@ -208,7 +210,9 @@ def test_a_page_with_a_name_of_its_own_is_refused(host: str, status: int) -> Non
 def test_a_server_that_everybody_reaches_warns(
     settings: dict[str, Any], checks: int, warns: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert len(host_checks(ServerSettings(model_name="tiny", **settings))) == checks
+    app = Starlette()
+    add_host_check(app, ServerSettings(model_name="tiny", **settings))
+    assert len(app.user_middleware) == checks
     messages = [record.getMessage() for record in caplog.records if record.name == "mambaslots.serve"]
     assert len(messages) == (warns is not None)
     assert warns is None or warns in messages[0]
