@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mambaslots.cli.options import Parser, count, listed, new_file, not_negative
+from mambaslots.cli.options import Parser, count, listed, new_file, positive
 from mambaslots.cli.replay import add_options, asked_of, settings_of, sources_of
 from mambaslots.inference.contexts.cache.pool_stats import NANOSECONDS
 from mambaslots.replay.cells import TraceSource, replay_cells
@@ -150,7 +150,7 @@ def main() -> None:
         "--router", type=listed(_routers), default=list(ROUTERS), metavar="LIST", help=", ".join(ROUTERS)
     )
     parser.add_argument(
-        "--event-delay-ms", type=not_negative, default=EVENT_DELAY_MS, metavar="MS",
+        "--event-delay-ms", type=_milliseconds, default=EVENT_DELAY_MS, metavar="MS",
         help="from the end of a step until the router knows of its states (default: %(default)g)",
     )  # fmt: skip
     parser.add_argument("--plot", type=new_file, metavar="PATH", help="draw the table into this file")
@@ -184,6 +184,10 @@ _COLUMNS = (
     ("first token", 12), ("moved sessions", 14), ("event bytes a request", 21), ("a second", 9),
 )  # fmt: skip
 """Heads of the columns, and their widths."""
+
+
+def _milliseconds(text: str) -> float:
+    return 0.0 if text in ("0", "0.0") else positive(text)
 
 
 def one_cache_share(results: Iterable[RoutedCellResult], one: RoutedCellResult) -> float | None:
