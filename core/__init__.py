@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from .inference.contexts.cache.eviction import EvictionPolicy
     from .inference.contexts.cache.hashing import PrefixHashChain
     from .inference.contexts.cache.kv_block_allocator import KVBlockAllocator
-    from .inference.contexts.cache.pinned_prefixes import PinnedPrefix
-    from .inference.contexts.cache.prefix_cache import PrefixCache
+    from .inference.contexts.cache.prefix_cache import PinnedPrefix, PrefixCache
     from .inference.contexts.cache.prefix_match import PrefixMatch
     from .inference.contexts.dynamic_context import DynamicInferenceContext
     from .inference.contexts.mamba_slot_allocator import MambaSlotAllocator
@@ -82,8 +81,7 @@ _NAMES_OF_MODULES = {
     "mambaslots.inference.contexts.cache.checkpoints": "PathStep",
     "mambaslots.inference.contexts.cache.eviction": "EvictionPolicy",
     "mambaslots.inference.contexts.cache.kv_block_allocator": "KVBlockAllocator",
-    "mambaslots.inference.contexts.cache.pinned_prefixes": "PinnedPrefix",
-    "mambaslots.inference.contexts.cache.prefix_cache": "PrefixCache",
+    "mambaslots.inference.contexts.cache.prefix_cache": "PinnedPrefix PrefixCache",
     "mambaslots.inference.contexts.cache.hashing": "PrefixHashChain",
     "mambaslots.inference.contexts.cache.prefix_match": "PrefixMatch",
     "mambaslots.inference.contexts.dynamic_context": "DynamicInferenceContext",

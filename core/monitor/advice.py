@@ -142,8 +142,8 @@ class MissWatch:
         now, before = stats.cache, self._start.cache
         num_tokens = now.num_prompt_tokens - before.num_prompt_tokens
         lost = differences(now.computed_by_reason, before.computed_by_reason)
-        left = differences(now.states_left_by_cause, before.states_left_by_cause)
-        kv_left = differences(now.kv_blocks_left_by_cause, before.kv_blocks_left_by_cause)
+        left = differences(now.states_removed_by_cause, before.states_removed_by_cause)
+        kv_left = differences(now.kv_blocks_removed_by_cause, before.kv_blocks_removed_by_cause)
 
         def share(*reasons: ComputeReason) -> float:
             return sum(lost[reason] for reason in reasons) / num_tokens

@@ -285,7 +285,7 @@ class Monitor:
                     "by_reason": dict(cache.computed_by_reason),
                 },
                 "evictions": {
-                    "by_cause": dict(cache.states_left_by_cause),
+                    "by_cause": dict(cache.states_removed_by_cause),
                     "age_s": percentiles(cache.state_ages.recent_s, (50, 90)),
                 },
                 "latency": {

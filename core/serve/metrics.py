@@ -89,7 +89,7 @@ def _states(cache: CacheStats) -> Iterator[Metric]:
     yield _gauge("state_slots", "State slots by use; together the whole pool.", uses, "use")
     yield _gauge("state_slots_pinned", "State slots that cannot be evicted now.", cache.num_pinned_slots)
     yield _counter("states_committed", "States that became findable.", cache.num_states_committed)
-    left = cache.states_left_by_cause
+    left = cache.states_removed_by_cause
     yield _counter("states_left", "States removed from the cache, by cause.", left, "cause")
     refused = cache.num_states_refused
     yield _counter("states_refused", "States that were not stored for want of a slot.", refused)
@@ -108,8 +108,8 @@ def _tiers(cache: CacheStats) -> Iterator[Metric]:
     help_text = "States copied back to the device, by the tier they were in."
     yield _counter("tier_states_fetched", help_text, fetched, "tier")
     damaged = {
-        "host": tiers.host_copies_left_by_cause["damaged"],
-        "disk": tiers.disk_copies_left_by_cause["damaged"],
+        "host": tiers.host_copies_removed_by_cause["damaged"],
+        "disk": tiers.disk_copies_removed_by_cause["damaged"],
     }
     help_text = "Copies of states whose bytes were not those that were stored."
     yield _counter("tier_copies_damaged", help_text, damaged, "tier")
@@ -123,7 +123,7 @@ def _kv_blocks(cache: CacheStats) -> Iterator[Metric]:
     }
     yield _gauge("kv_blocks", "KV blocks by use; together the whole pool.", uses, "use")
     yield _counter("kv_blocks_registered", "KV blocks that became findable.", cache.num_kv_blocks_registered)
-    left = cache.kv_blocks_left_by_cause
+    left = cache.kv_blocks_removed_by_cause
     yield _counter("kv_blocks_left", "Findable KV blocks removed from the cache, by cause.", left, "cause")
     ages = Histogram(AGE_BOUNDS_S, cache.kv_block_ages.counts, cache.kv_block_ages.sum_s)
     yield _histogram("kv_block_eviction_age_seconds", "Last use to eviction of KV blocks.", ages)

@@ -94,6 +94,6 @@ def make_faulty(
     assert isinstance(tier.copies, HostCopies)
     copies = kind(tier.copies, random, share)
     tier.copies = copies
-    if tier.host.left.is_active:
-        tier.host.left._zero = copies.zero
+    if tier.host.dirty.is_active:
+        tier.host.dirty._zero = copies.zero
     return copies

@@ -235,9 +235,9 @@ class Scrubber(MemoryCleaner):
                 dirty.clear()
         self.host_rows.scrub()
 
-    def move_unit(self, unit: int, entries: Sequence[int], left: DirtyEntries) -> None:
+    def move_unit(self, unit: int, entries: Sequence[int], dirty: DirtyEntries) -> None:
         memory = self._memory()
-        if memory is not None and left.has_any(entries):
+        if memory is not None and dirty.has_any(entries):
             memory.zero_unit(unit)
 
 

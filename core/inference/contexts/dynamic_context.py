@@ -80,7 +80,7 @@ class DynamicInferenceContext:
             scrubber=scrubber,
         )
         if self.prefix_cache.tier is not None:
-            scrubber.host_rows = self.prefix_cache.tier.host.left
+            scrubber.host_rows = self.prefix_cache.tier.host.dirty
         self.mamba_metadata = MambaMetadata(
             config.max_requests, num_live, scrubber.live, self.prefix_cache.slots if shares else None
         )

@@ -253,7 +253,7 @@ class MambaSlotAllocator:
     def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
         """Free the slot of every listed block, at every deregistration; `hashes_to_delete` is not needed."""
         listed = self._checked_blocks(block_ids_list, "block_ids_list")
-        self.slots.forget(listed, blocks_leave=True)
+        self.slots.forget(listed, with_blocks=True)
 
     def register_block_hashes_batch(self, block_ids: list[int], hashes: list[int]) -> None:
         """Make the states of blocks findable by prefix hash; hashes <= 0 are skipped.

@@ -18,7 +18,7 @@ from ...state_spec import HybridStateSpec
 from ...validation import INT64_MAX, boolean, instance, integer, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.hashing import PrefixHashChain, salt_bytes
-from ..contexts.cache.pinned_prefixes import PinnedPrefix
+from ..contexts.cache.prefix_cache import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from ..kernels.kernel_set import kernel_set

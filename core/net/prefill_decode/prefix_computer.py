@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ...errors import MambaSlotCapacityError
-from ...inference.contexts.cache.pinned_prefixes import PinnedPrefix
+from ...inference.contexts.cache.prefix_cache import PinnedPrefix
 from ...inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine

@@ -140,9 +140,9 @@ FAULTS = {
         (
             (
                 CONTEXTS + "mamba_slot_allocator.py",
-                "        self.slots.forget(listed, blocks_leave=True)\n",
+                "        self.slots.forget(listed, with_blocks=True)\n",
                 "        if hashes_to_delete & self.slots.map.hash_to_block_id.keys():\n"
-                "            self.slots.forget(listed, blocks_leave=True)\n",
+                "            self.slots.forget(listed, with_blocks=True)\n",
             ),
         ),
     ),
@@ -160,7 +160,7 @@ FAULTS = {
         "fault_11",
         (
             (
-                POLICIES + "slot_map.py",
+                POLICIES + "state_slots.py",
                 "            if block_named.setdefault(key, block) == block:\n",
                 "            if block_named.setdefault(key, block):\n",
             ),

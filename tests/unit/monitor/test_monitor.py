@@ -108,7 +108,7 @@ def test_a_snapshots_figures_are_the_engines() -> None:
     assert sum(parts) == states["total"] == 4 + engine.config.max_requests
     assert kv["free"] + kv["cached"] + kv["held"] == kv["total"] == 24
     assert states["bytes_each"] == engine.context.spec.slot_bytes
-    assert snapshot["evictions"]["by_cause"] == stats.states_left_by_cause
+    assert snapshot["evictions"]["by_cause"] == stats.states_removed_by_cause
     assert sum(snapshot["evictions"]["by_cause"].values()) == stats.num_states_committed - states["committed"]
     (tenant,) = snapshot["tenants"]
     assert tenant["name"] == "default"

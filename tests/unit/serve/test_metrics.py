@@ -69,10 +69,10 @@ def test_metrics_are_the_engines_counts_and_a_recorders() -> None:
     assert +Counter(ended) == Counter(result.finish_reason for _, result in recorder.ended)
     assert ended.keys() == set(get_args(ms.FinishReason))
     assert single(samples, "mambaslots_requests_added_total") == len(recorder.ended)
-    assert by_label(samples, "mambaslots_states_left_total") == cache.states_left_by_cause
-    assert by_label(samples, "mambaslots_kv_blocks_left_total") == cache.kv_blocks_left_by_cause
-    assert cache.states_left_by_cause["new_state"]
-    assert cache.kv_blocks_left_by_cause["new_block"]
+    assert by_label(samples, "mambaslots_states_left_total") == cache.states_removed_by_cause
+    assert by_label(samples, "mambaslots_kv_blocks_left_total") == cache.kv_blocks_removed_by_cause
+    assert cache.states_removed_by_cause["new_state"]
+    assert cache.kv_blocks_removed_by_cause["new_block"]
     assert sum(by_label(samples, "mambaslots_state_slots").values()) == 4 + engine.config.max_requests
     assert sum(by_label(samples, "mambaslots_kv_blocks").values()) == 16
     for name, number in (
@@ -88,14 +88,14 @@ def test_histograms_are_cumulative_and_count_every_value() -> None:
     _, monitor, recorder = pressed()
     samples, cache = read(monitor), monitor.engine.stats().cache
     answers = [len(tokens) for tokens in recorder.tokens.values()]
-    evicted = sum(cache.states_left_by_cause[cause] for cause in ("new_state", "live_state", "kv_evicted"))
+    evicted = sum(cache.states_removed_by_cause[cause] for cause in ("new_state", "live_state", "kv_evicted"))
     for name, number in (
         ("time_to_first_token", len(answers)),
         ("inter_token", sum(answers) - len(answers)),
         ("step", recorder.num_steps),
         ("queue_time", len(answers)),
         ("state_eviction_age", evicted),
-        ("kv_block_eviction_age", cache.kv_blocks_left_by_cause["new_block"]),
+        ("kv_block_eviction_age", cache.kv_blocks_removed_by_cause["new_block"]),
     ):
         full = f"mambaslots_{name}_seconds"
         buckets = by_label(samples, f"{full}_bucket")

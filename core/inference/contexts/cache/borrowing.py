@@ -13,14 +13,7 @@ MOST_LOOKS = 64
 
 
 class KVUnit(NamedTuple):
-    """A unit of KV blocks that could be emptied.
-
-    Attributes:
-        unit: its number.
-        leaves: its cached blocks, children before parents.
-        slots: the slots of the states at the ends of these blocks.
-        last_use: when one of the blocks was last used.
-    """
+    """A unit of KV that could be emptied: its cached `leaves`, children first, and their states' `slots`."""
 
     unit: int
     leaves: list[int]
@@ -33,14 +26,8 @@ def kv_unit_for_states(
 ) -> KVUnit | None:
     """The unit of KV whose loss costs least, if it costs less than evicting states for the same slots.
 
-    A unit without states resumes nothing: it costs nothing. A unit with n states frees n slots and those of
-    the unit. The states next in the order of eviction would go for these slots otherwise; so the n states
-    must be among them.
-
-    Args:
-        candidates: units that could be emptied.
-        slots_per_unit: slots that a unit has room for.
-        next_victims: callable(count) -> the slots whose states would be evicted next, the first one first.
+    A unit without states costs nothing. A unit with n states frees n slots and those of the unit: the n
+    states must be among the `next_victims(count)` for so many slots.
     """
     best = min(candidates, key=lambda c: (len(c.slots), c.last_use, c.unit), default=None)
     if best is None or not best.slots:
@@ -52,18 +39,10 @@ def kv_unit_for_states(
 class Borrowing:
     """Moves units between states and KV, as one of them needs memory. Moves no bytes.
 
-    Addresses are fixed: a slot or a block that is removed from the free list is not used; its memory is
-    used under another number. So index tensors and CUDA graphs stay valid. What was launched before reads
-    and writes the memory before what is launched later.
-
-    A state and the KV before it are worth nothing without each other. So one order decides for both, that in
-    which states are evicted: where states need memory, a unit of KV goes that is free, or whose states would
-    be evicted next; where KV needs memory, cached blocks go that nothing can be resumed with, then units of
-    free slots, then the next state and what only it kept. Decisions depend on numbers alone: all ranks
-    of a model take the same.
-
-    Attributes:
-        num_to_states, num_to_kv: units that have changed sides.
+    A slot or block keeps its address; one that is removed from the free list is not used. So index tensors
+    and CUDA graphs stay valid. A state and the KV before it are worth nothing without each other, so one
+    order decides for both: that in which states are evicted. It depends on numbers alone: all ranks decide
+    alike.
     """
 
     def __init__(
@@ -118,12 +97,7 @@ class Borrowing:
     # ---- KV needs memory
 
     def num_blocks_to_lend(self, keep: Sequence[int] = (), num_spare_units: int = 0) -> int:
-        """How many blocks `lend_blocks` could add at most; O(slots).
-
-        Args:
-            keep: slots whose states must stay.
-            num_spare_units: units that states are about to need.
-        """
+        """How many blocks `lend_blocks` could add at most; `keep` slots and spare units stay."""
         units, slots = self._units, self._slots
         fixed = units.units_of_slots([*slots.pins, *slots.reserved, *slots.live, *keep])
         movable = sum(held and unit not in fixed for unit, held in enumerate(units.holds_states))
@@ -136,10 +110,9 @@ class Borrowing:
         return sum(self._units.holds_states) - self._units.num_units_for_pins(self._slots.pins)
 
     def lend_blocks(self, num_blocks: int) -> None:
-        """Add free blocks until so many are free, or until only pinned states are left.
+        """Add free blocks until so many are free, or until only pinned states stay.
 
-        Cached blocks go that nothing can be resumed with, then units of free slots; then the state that is
-        next in the order of eviction, whose slot and perhaps blocks become free.
+        Stateless cached blocks go first, then units of free slots, then the next state to evict.
         """
         kv, slots = self._kv_blocks, self._slots
         while kv.total_avail < num_blocks:

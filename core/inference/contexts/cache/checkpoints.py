@@ -43,12 +43,7 @@ class PathStep:
             chain.extend_to([*self.sequence, *self.drafts], position)
         return chain.keys[position // chain.block_size_tokens - 1]
 
-    def boundary_keys(self) -> set[int]:
-        """The hashes under which the planned states will be found."""
-        return {self.key_at(boundary.position) for boundary in self.boundaries}
-
     def block_at(self, position: int) -> int:
-        """The KV block that ends at block boundary `position`."""
         return self.path.blocks[position // self.path.chain.block_size_tokens - 1]
 
     def accepted(self, num_tokens: int) -> Self:
@@ -70,10 +65,7 @@ class RollingOwner(Protocol):
 
 
 class RollingStates:
-    """Keeps at most one decode state of a sequence, by the same rule for every host.
-
-    An older decode state stays if a request has resumed from it, because its prefix is shared then.
-    """
+    """Keeps at most one decode state of a sequence, and those that a request has resumed from."""
 
     def __init__(self, slots: StateSlots) -> None:
         self._slots = slots
@@ -142,15 +134,10 @@ class StepCheckpoints:
         ]
 
     def after_verification[S: PathStep](self, planned: Sequence[S], accepted: Sequence[S]) -> list[S]:
-        """Once drafts are verified, release the slots of unreached boundaries and reserve refused ones.
+        """Release the slots of boundaries that the `accepted` steps do not reach; reserve refused ones.
 
-        Args:
-            planned: the steps as they were reserved.
-            accepted: what remains of them, in the same order.
-
-        Returns:
-            Steps with the boundaries that were reached but got no slot while they were guesses. The slots in
-                their `destinations` are reserved only now, so that the states must be copied there.
+        Returns steps with the boundaries that were reached but got no slot while they were guesses: their
+        states must be copied to `destinations`, which are reserved only now.
         """
         unserved = []
         for before, after in zip(planned, accepted, strict=True):
@@ -174,12 +161,7 @@ class StepCheckpoints:
         )
 
     def commit(self, step: PathStep) -> dict[int, int]:
-        """Make the states of a launched step findable; the step's blocks must be registered already.
-
-        Returns:
-            boundary -> the committed slot that holds its state: the reserved slot, or the slot that another
-                request committed for the same prefix; -1 where the prefix cannot be registered.
-        """
+        """See `PrefixCache.commit`."""
         path = step.path
         committed: dict[int, int] = {}
         for position, slot in sorted(step.destinations.items()):

@@ -60,17 +60,15 @@ class KVBlockAllocator:
         dirty: DirtyEntries | None = None,
         units: MemoryUnits | None = None,
     ) -> None:
-        """
+        """A pool of `total_count` blocks.
+
         Args:
-            total_count: blocks of the pool.
             enable_prefix_caching: whether blocks may be registered.
-            forget_states: called with blocks before they are deregistered, None for all, and with the cause;
-                the owner of the blocks' states forgets these. What it raises is raised to the caller, because
-                a state must not outlive its block.
-            clock: says when blocks are used. Two uses at one time count as one after the other.
+            forget_states: called with blocks (None for all) and the cause before they are deregistered; what
+                it raises is raised to the caller, because a state must not outlive its block.
+            clock: says when blocks are used.
             dirty: collects the blocks that become free.
-            units: of a memory that blocks share with states. A block whose unit holds states has one
-                reference, so that it is neither free nor cached; `lender` then moves units.
+            units: of a memory that blocks share with states, between which `lender` moves units.
         """
         if not callable(forget_states):
             raise ValueError(f"forget_states is {shown(forget_states)}; accepted: a callable of blocks")
@@ -246,20 +244,20 @@ class KVBlockAllocator:
         refs, tree = self._refs, self.tree
         parents, num_held_children = tree.parents, tree.num_held_children
         if len(set(blocks)) == len(blocks):
-            left = [refs[block] - 1 for block in blocks]
+            remaining = [refs[block] - 1 for block in blocks]
         else:
             counts = Counter(blocks)
-            blocks, left = list(counts), [refs[block] - count for block, count in counts.items()]
-        leaving = blocks
-        if any(left):
-            if min(left) < 0:
-                block, less = next((b, less) for b, less in zip(blocks, left, strict=True) if less < 0)
+            blocks, remaining = list(counts), [refs[block] - count for block, count in counts.items()]
+        unheld = blocks
+        if any(remaining):
+            if min(remaining) < 0:
+                block, less = next((b, less) for b, less in zip(blocks, remaining, strict=True) if less < 0)
                 raise ValueError(
                     f"block_ids names {block} {refs[block] - less} times; accepted: at most as often as it "
                     f"has references ({refs[block]})"
                 )
-            leaving = [block for block, held in zip(blocks, left, strict=True) if not held]
-        cached = [block for block in leaving if parents[block] >= 0]
+            unheld = [block for block, held in zip(blocks, remaining, strict=True) if not held]
+        cached = [block for block in unheld if parents[block] >= 0]
         for block in cached:
             num_held_children[parents[block]] -= 1
         if sum([num_held_children[block] for block in cached]):
@@ -267,10 +265,10 @@ class KVBlockAllocator:
             for child in cached:
                 num_held_children[parents[child]] += 1
             raise ValueError(f"block_ids names {block}; accepted: with the held blocks that continue it")
-        for block, held in zip(blocks, left, strict=True):
+        for block, held in zip(blocks, remaining, strict=True):
             refs[block] = held
-        if len(cached) < len(leaving):
-            self._add_free([block for block in reversed(leaving) if parents[block] < 0])
+        if len(cached) < len(unheld):
+            self._add_free([block for block in reversed(unheld) if parents[block] < 0])
         cached.reverse()
         self._num_cached += len(cached)
         self._clock = max(self._clock + 1, self._now())
@@ -285,7 +283,7 @@ class KVBlockAllocator:
             self._deregister(self._without_continuation(cached), "discarded")
 
     def _without_continuation(self, blocks: Sequence[int]) -> list[int]:
-        """Remove cached blocks, children first, from the order of eviction, unless others continue them."""
+        """Take those that nothing continues, children first, out of the order of eviction."""
         tree, gone = self.tree, []
         for block in blocks:
             if not tree.num_children(block):
@@ -338,7 +336,10 @@ class KVBlockAllocator:
                 f"block_ids, hashes and tokens have {len(blocks)}, {len(keys)} and {len(contents)} entries; "
                 "accepted: equally many"
             )
-        parent = self._checked_parent(parent)
+        if not isinstance(parent, bytes):
+            parent = integer("parent", parent, 0, self.total_count - 1)
+            if parent not in self.tree or not self._refs[parent]:
+                raise ValueError(f"parent is {parent}; accepted: a held, registered block, or a root digest")
         refs, parents = self._refs, self.tree.parents
         registered = [parents[block] for block in blocks] != [-1] * len(blocks)
         if registered or len(set(blocks)) < len(blocks) or 0 in [refs[block] for block in blocks]:
@@ -351,23 +352,12 @@ class KVBlockAllocator:
             self.leaves.withdraw(canonical[new - 1])
         return canonical
 
-    def _checked_parent(self, parent: object) -> Parent:
-        if isinstance(parent, bytes):
-            return parent
-        block = integer("parent", parent, 0, self.total_count - 1)
-        if block not in self.tree or not self._refs[block]:
-            raise ValueError(
-                f"parent is {block}; accepted: a held, registered block, or the root digest for a first one"
-            )
-        return block
-
     # ---- eviction
 
     def evict_lru_blocks(self, num_blocks: int) -> list[int]:
         """Deregister and free `num_blocks` cached blocks and return them (none for a number <= 0).
 
-        Only leaves are evicted, so that no chain loses its middle. Leaves without a state go first, because
-        nothing can resume there; then the least recently used leaves.
+        Leaves go first that have no state; then the least recently used ones.
 
         Raises:
             KVBlockCapacityError: fewer blocks are cached; nothing is changed.
@@ -383,8 +373,8 @@ class KVBlockAllocator:
 
         def leaf_parent(block: int) -> int:
             parent = parents[block]
-            num_cached[parent] = left = num_cached[parent] - 1
-            return -1 if left or refs[parent] or num_held[parent] else parent
+            num_cached[parent] = num_siblings = num_cached[parent] - 1
+            return -1 if num_siblings or refs[parent] or num_held[parent] else parent
 
         victims = self.leaves.pop(num_blocks, leaf_parent)
         self._deregister(victims, "new_block")
@@ -409,11 +399,7 @@ class KVBlockAllocator:
         self._observers = [known for known in self._observers if known != observer]
 
     def _deregister(self, blocks: list[int], cause: KVRemovalCause) -> None:
-        """Forget the hashes of cached blocks that nothing continues any more, and free the blocks.
-
-        The states go first: no state may be findable once its block is free. Observers come last, so that a
-        raising observer loses no block.
-        """
+        """Forget cached blocks that nothing continues, and free them: states first, observers last."""
         if not blocks:
             return
         try:
@@ -456,23 +442,21 @@ class KVBlockAllocator:
         self._forget_states(None, "reset")
         num_free, by_hash = self.total_avail + self._num_cached, self.tree.block_of_hash
         registered, hashes = (list(by_hash.values()), list(by_hash)) if self._strangers else ([], [])
-        self._forget_prefixes()
+        self._num_cached = 0
+        self.tree.clear()
         self._restart_free(num_free)
         self._notify(registered, hashes)
 
     def reset(self, *, keep_totals: bool = False) -> None:
         """Forget every reference and prefix, without calling observers: the caller resets them, too.
 
-        `keep_totals`: whether the counts of what entered and left stay.
+        `keep_totals`: whether the counts of what entered and was removed stay.
         """
-        self._forget_prefixes()
+        self._num_cached = 0
+        self.tree.clear()
         if not keep_totals:
             self.tree.turnover.clear()
         self._clear_references()
-
-    def _forget_prefixes(self) -> None:
-        self._num_cached = 0
-        self.tree.clear()
 
     # ---- units of a memory that blocks share with states
 
@@ -485,24 +469,21 @@ class KVBlockAllocator:
         return self.units.blocks_of(unit) if self.units else range(0)
 
     def unit_leaves(self, unit: int) -> list[int] | None:
-        """The cached blocks of a unit, children before parents.
-
-        None where the unit cannot be emptied: a block is held, or continued by a block of another unit.
-        """
+        """A unit's cached blocks, children first; None where one is held, or continued by another unit's."""
         blocks = self._blocks_of(unit)
         if any(self._refs[blocks.start : blocks.stop]):
             return None
         tree = self.tree
         parents = tree.parents
-        left = {block: tree.num_children(block) for block in blocks if parents[block] >= 0}
-        ordered = [block for block, num_children in left.items() if not num_children]
+        counts = {block: tree.num_children(block) for block in blocks if parents[block] >= 0}
+        ordered = [block for block, num_children in counts.items() if not num_children]
         for block in ordered:
             parent = parents[block]
-            if parent in left:
-                left[parent] -= 1
-                if not left[parent]:
+            if parent in counts:
+                counts[parent] -= 1
+                if not counts[parent]:
                     ordered.append(parent)
-        return ordered if len(ordered) == len(left) else None
+        return ordered if len(ordered) == len(counts) else None
 
     def empty_unit(self, leaves: list[int]) -> None:
         """Evict the blocks that `unit_leaves` has named."""

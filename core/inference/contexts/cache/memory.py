@@ -22,13 +22,7 @@ class UnitSizes(NamedTuple):
 
 
 class RankBudget(NamedTuple):
-    """What one rank has.
-
-    Attributes:
-        sizes: of a state and of a KV block.
-        memory: bytes for states and KV together, without what else running requests need.
-        num_live: live states among them.
-    """
+    """What one rank has: `memory` bytes for states and KV together, `num_live` live states among them."""
 
     sizes: UnitSizes
     memory: int
@@ -47,11 +41,9 @@ class UnitShape(NamedTuple):
         return -(-max(self.slots * sizes.slot, self.blocks * sizes.block) // granule) * granule
 
     def slot_stride(self, sizes: UnitSizes) -> int:
-        """Bytes from a slot to the next one."""
         return self.unit_bytes(sizes) // self.slots
 
     def block_stride(self, sizes: UnitSizes) -> int:
-        """Bytes from a block to the next one."""
         return self.unit_bytes(sizes) // self.blocks
 
     def waste(self, ranks: Iterable[UnitSizes]) -> float:
@@ -146,22 +138,16 @@ class MemoryDivision:
 
 
 def _units(rank: RankBudget, shape: UnitShape, num_live: int) -> int:
-    left = rank.memory - (num_live + 1) * shape.slot_stride(rank.sizes)
-    return left // shape.unit_bytes(rank.sizes)
+    for_units = rank.memory - (num_live + 1) * shape.slot_stride(rank.sizes)
+    return for_units // shape.unit_bytes(rank.sizes)
 
 
 class MemoryUnits:
-    """For each unit of a `MemoryDivision`, whether its slots or its blocks are in use. Arguments are trusted.
+    """For each unit of a `MemoryDivision`, whether its slots or its blocks are in use; trusts arguments.
 
-    Slots before the units always hold states. Units below `num_kv_units` always hold KV.
-
-    Attributes:
-        slots_per_unit, blocks_per_unit: what fits into a unit.
-        num_units: units.
-        holds_states: for each unit, whether its slots are in use; else its blocks are. `Borrowing` writes it.
-        num_kv_units: the first units, which never hold states.
-        num_spare_units: units that a request may need for its states, at most: for its live slots, for the
-            state that it resumes from, and for one state more in a slot before the units.
+    `Borrowing` writes `holds_states`. Slots before the units always hold states, units below `num_kv_units`
+    KV. A request may need `num_spare_units` for its live slots, the state it resumes from, and one state
+    more.
     """
 
     def __init__(self, division: MemoryDivision) -> None:
@@ -173,12 +159,10 @@ class MemoryUnits:
         self.holds_states = [unit >= division.first_state_unit for unit in range(division.num_units)]
 
     def slots_of(self, unit: int) -> range:
-        """The slots of a unit."""
         first = self._first_slot + unit * self.slots_per_unit
         return range(first, first + self.slots_per_unit)
 
     def blocks_of(self, unit: int) -> range:
-        """The KV blocks of a unit."""
         return range(unit * self.blocks_per_unit, (unit + 1) * self.blocks_per_unit)
 
     def unit_of_slot(self, slot: int) -> int:
@@ -259,10 +243,7 @@ class BlockStack:
 
 
 class BlocksByUnit:
-    """Best fit: a call's blocks come from the units with just enough free blocks, so that others stay whole.
-
-    A change takes O(blocks of a unit).
-    """
+    """Best fit: a call's blocks come from units with just enough free blocks; O(blocks of a unit)."""
 
     def __init__(self, total_count: int, blocks_per_unit: int) -> None:
         self._size = blocks_per_unit
@@ -276,7 +257,6 @@ class BlocksByUnit:
 
     @property
     def whole_units(self) -> list[int]:
-        """The units all of whose blocks are free."""
         return list(self._units_with[self._size])
 
     def restart(self, num_free: int, references: Sequence[int], parents: Sequence[int]) -> None:
@@ -332,11 +312,10 @@ FreeBlocks = BlockStack | BlocksByUnit
 
 
 class DirtyEntries:
-    """Dirty set of one pool: its free entries that are not zero yet.
+    """Dirty set of one pool: its free entries that are not zero yet; empty without `zero`.
 
-    The pool notes each entry that it frees, and gives each entry that it allocates: the new owner gets zeros.
-    `scrub` zeroes all others. Without `zero` nothing is noted and nothing is done. An entry is zero before it
-    is no longer noted: an interrupted call zeroes it again.
+    The pool notes what it frees; `give` zeroes what it allocates, `scrub` all others. An entry is zeroed
+    before it is dropped from the set: an interrupted call zeroes it again.
     """
 
     def __init__(self, zero: Zero | None = None) -> None:
@@ -367,7 +346,6 @@ class DirtyEntries:
         self.give(entries)
 
     def has_any(self, entries: Iterable[int]) -> bool:
-        """Whether one of these entries is dirty."""
         return not self._entries.isdisjoint(entries)
 
     def withdraw(self, entries: Iterable[int]) -> None:
@@ -391,5 +369,5 @@ class MemoryCleaner:
         self.blocks = DirtyEntries()
         self.slots = DirtyEntries()
 
-    def move_unit(self, unit: int, entries: Sequence[int], left: DirtyEntries) -> None:
-        """Zero a unit of shared memory before it changes sides; `entries`, `left`: of the freeing side."""
+    def move_unit(self, unit: int, entries: Sequence[int], dirty: DirtyEntries) -> None:
+        """Zero a unit of shared memory before it changes sides; `entries`, `dirty`: of the freeing side."""

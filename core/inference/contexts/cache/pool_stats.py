@@ -172,9 +172,9 @@ class TierStats:
             or `reset`; as are the counts that follow.
         num_states_fetched: states that came back to the device, those from the disk included.
         num_failed_stores: copies from the device, or to the disk, that raised an error.
-        host_copies_left_by_cause: copies that left host memory; `TierRemovalCause` explains each cause.
-        num_disk_slots, num_disk_states, num_states_fetched_from_disk, disk_copies_left_by_cause: the same of
-            the disk.
+        host_copies_removed_by_cause: copies removed from host memory; see `TierRemovalCause`.
+        num_disk_slots, num_disk_states, num_states_fetched_from_disk, disk_copies_removed_by_cause: the same
+            of the disk.
     """
 
     num_host_slots: int = 0
@@ -182,11 +182,11 @@ class TierStats:
     num_states_spilled: int = 0
     num_states_fetched: int = 0
     num_failed_stores: int = 0
-    host_copies_left_by_cause: Mapping[TierRemovalCause, int] = field(default_factory=_no_copies)
+    host_copies_removed_by_cause: Mapping[TierRemovalCause, int] = field(default_factory=_no_copies)
     num_disk_slots: int = 0
     num_disk_states: int = 0
     num_states_fetched_from_disk: int = 0
-    disk_copies_left_by_cause: Mapping[TierRemovalCause, int] = field(default_factory=_no_copies)
+    disk_copies_removed_by_cause: Mapping[TierRemovalCause, int] = field(default_factory=_no_copies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,18 +198,18 @@ class PoolStats:
             for now; together all there are. Live slots hold states of running requests; where these have a
             pool of their own, they are not counted.
         num_pinned_slots: of the committed ones, those that pins and running requests keep from eviction, and
-            slots that are read while their block has left.
+            slots that are read while their block was evicted.
         num_states_committed: states, since the beginning or `reset`; as are the counts of states that follow.
         num_states_evicted: states evicted for a new state, or for the state of a running request.
         num_states_refused: states that were not taken for want of a slot.
         num_states_evicted_unused: states evicted before any request resumed from them.
-        states_left_by_cause: all states that were removed; `StateRemovalCause` explains each cause.
+        states_removed_by_cause: all states that were removed; `StateRemovalCause` explains each cause.
         state_ages: of states evicted for want of memory; times, in which equal snapshots may differ.
         num_free_kv_blocks: blocks that store nothing.
         num_cached_kv_blocks: registered blocks that are not held.
         num_held_kv_blocks: blocks that requests or pins hold.
         num_kv_blocks_registered: blocks, since the beginning or `reset`.
-        kv_blocks_left_by_cause: registered blocks that were removed; `KVRemovalCause` explains each cause.
+        kv_blocks_removed_by_cause: registered blocks that were removed; `KVRemovalCause` explains each cause.
         kv_block_ages: of blocks evicted for want of memory; times as well.
         tiers: copies of states in host memory and on the disk.
     """
@@ -223,13 +223,13 @@ class PoolStats:
     num_states_evicted: int
     num_states_refused: int
     num_states_evicted_unused: int
-    states_left_by_cause: Mapping[StateRemovalCause, int]
+    states_removed_by_cause: Mapping[StateRemovalCause, int]
     state_ages: AgeCounts = field(compare=False)
     num_free_kv_blocks: int
     num_cached_kv_blocks: int
     num_held_kv_blocks: int
     num_kv_blocks_registered: int
-    kv_blocks_left_by_cause: Mapping[KVRemovalCause, int]
+    kv_blocks_removed_by_cause: Mapping[KVRemovalCause, int]
     kv_block_ages: AgeCounts = field(compare=False)
     tiers: TierStats = field(default_factory=TierStats)
 

@@ -4,9 +4,11 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ....validation import INT32_MAX, boolean, integer
+from ....errors import MambaSlotCapacityError
+from ....validation import INT32_MAX, boolean, integer, shown
 from .borrowing import Borrowing
 from .checkpoint_plan import CheckpointPlan
 from .checkpoints import PathStep, StepCheckpoints
@@ -14,7 +16,6 @@ from .eviction import PolicyChoice, checked_policy
 from .hashing import PrefixHashChain
 from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryCleaner, MemoryDivision, MemoryUnits
-from .pinned_prefixes import PinnedPrefix, PinnedPrefixes
 from .pool_stats import Clock, KVRemovalCause, PoolStats, StateRemovalCause, TierStats
 from .prefix_match import CachedPath, PrefixMatch, PrefixMatcher, TableRow
 from .reasons import Span
@@ -27,7 +28,135 @@ _CAUSE_OF_STATE: dict[KVRemovalCause, StateRemovalCause] = {
     "reset": "reset",
 }
 """Why a state is removed with its KV block."""
-_SMALLEST_DIRTY_SET = 64
+
+
+@dataclass(frozen=True, eq=False)
+class PinnedPrefix:
+    """A prefix whose state and KV stay until the prefix is unpinned, or the cache is reset.
+
+    A `PinnedPrefix` equals only itself. One that is made by hand, or by another cache, unpins nothing.
+
+    Attributes:
+        pin_id: counts the pins of this cache, from 0.
+        num_tokens: length of the prefix: its deepest boundary with a state at the time of the pin.
+        key: the hash of the prefix, as `PrefixHashChain.keys` has it.
+    """
+
+    pin_id: int
+    num_tokens: int
+    key: int = 0
+
+
+class PinnedPrefixes:
+    """Holds a reference to the KV blocks, and a pin on the state, of each pinned prefix.
+
+    Iterates over the pinned prefixes, in the order of pinning.
+
+    Attributes:
+        max_slots: slots that pins may keep.
+    """
+
+    def __init__(
+        self,
+        slots: StateSlots,
+        kv_blocks: KVBlockAllocator,
+        max_slots: int | None = None,
+        units: MemoryUnits | None = None,
+    ) -> None:
+        self._max_slots = slots.num_slots if max_slots is None else max_slots
+        self._slots = slots
+        self._kv_blocks = kv_blocks
+        self._units = units
+        self._held: dict[PinnedPrefix, tuple[list[int], int]] = {}
+        self._block_references: Counter[int] = Counter()  # only blocks that are pinned now
+        self._next_id = 0
+
+    def __iter__(self) -> Iterator[PinnedPrefix]:
+        return iter(list(self._held))
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def num_blocks(self) -> int:
+        """Distinct KV blocks that pinned prefixes hold."""
+        return len(self._block_references)
+
+    def holds(self, block: int) -> bool:
+        """Whether a pinned prefix holds this KV block."""
+        return block in self._block_references
+
+    def num_within_reach(self, shared: Iterable[int] = ()) -> int:
+        """How many KV blocks one sequence could hold, with those of the pinned ones that it shares."""
+        num_shared = sum(map(self._block_references.__contains__, shared))
+        return self.num_unpinned_blocks + num_shared
+
+    @property
+    def max_slots(self) -> int:
+        """How many slots pins may keep now, so that running requests can have the others."""
+        return self._max_slots - (self._units.num_lent_slots if self._units else 0)
+
+    @property
+    def num_unpinned_blocks(self) -> int:
+        """How many KV blocks one sequence can surely have while the pins stay."""
+        if self._units is not None:
+            num_units = self._units.num_units_for_pins([slot for _, slot in self._held.values()])
+            num_for_kv = self._units.num_units - num_units - self._units.num_spare_units
+            num_blocks = max(self._units.num_kv_units, num_for_kv) * self._units.blocks_per_unit
+            return max(0, num_blocks - self.num_blocks)
+        return self._kv_blocks.total_count - self.num_blocks
+
+    def pin(self, blocks: list[int], num_tokens: int) -> PinnedPrefix:
+        """Pin the prefix that the registered `blocks` store; the last block must have a state.
+
+        Raises:
+            MambaSlotCapacityError: pins have all slots that they may have; nothing is changed.
+        """
+        slot, slots = self._slots.map.slot_of(blocks[-1]), self.slot_pins
+        if slot not in slots and len(slots) >= self.max_slots:
+            raise MambaSlotCapacityError(len(slots) + 1, self.max_slots)
+        self._slots.pin(slot)
+        self._kv_blocks.add_references(blocks)
+        prefix = PinnedPrefix(self._next_id, num_tokens, self._kv_blocks.tree.hash_of(blocks[-1]))
+        self._held[prefix] = (blocks, slot)
+        self._block_references.update(blocks)
+        self._next_id += 1
+        return prefix
+
+    def unpin(self, prefix: PinnedPrefix) -> None:
+        """Release a pinned prefix; ValueError for a prefix that is not pinned here."""
+        if not isinstance(prefix, PinnedPrefix) or prefix not in self._held:
+            raise ValueError(
+                f"prefix is {shown(prefix)}; accepted: a prefix that is pinned here (a reset unpins all)"
+            )
+        blocks, slot = self._held.pop(prefix)
+        self._block_references.subtract(blocks)
+        for block in blocks:
+            if not self._block_references[block]:
+                del self._block_references[block]
+        self._slots.unpin(slot)
+        self._kv_blocks.release_memory_blocks(blocks)
+
+    def unpin_all(self) -> None:
+        for prefix in list(self._held):
+            self.unpin(prefix)
+
+    def clear(self) -> None:
+        """Forget all pins; the caller resets the allocators."""
+        self._held.clear()
+        self._block_references.clear()
+
+    @property
+    def slot_pins(self) -> Counter[int]:
+        return Counter(slot for _, slot in self._held.values())
+
+    @property
+    def block_references(self) -> Counter[int]:
+        return Counter(block for blocks, _ in self._held.values() for block in blocks)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the count of pinned blocks is off."""
+        assert self._block_references == self.block_references, "the count of pinned blocks is off"
 
 
 class RootUse(NamedTuple):
@@ -128,7 +257,7 @@ class PrefixCache:
         if tier is not None:
             self.slots.spill = tier.spill
             tree.leaves.holds_state = self._can_be_resumed
-            tier.on_left = lambda keys: tree.leaves.note_states_changed(tree.blocks_of(keys))
+            tier.on_evicted = lambda keys: tree.leaves.note_states_changed(tree.blocks_of(keys))
         self._checkpoints = StepCheckpoints(self.slots)
         self.pins = PinnedPrefixes(self.slots, self.kv_blocks, num_slots, units)
         self._matcher = PrefixMatcher(tree, self.slots, self._block_size)
@@ -143,7 +272,7 @@ class PrefixCache:
                 self.tier.clear()
             else:
                 self.tier.forget(map(self.kv_blocks.tree.hash_of, blocks))
-        self.slots.forget(blocks, blocks_leave=True, cause=_CAUSE_OF_STATE[cause])
+        self.slots.forget(blocks, with_blocks=True, cause=_CAUSE_OF_STATE[cause])
 
     # ---- what is cached
 
@@ -412,8 +541,8 @@ class PrefixCache:
             self.kv_blocks.deregister_all()  # calls observers
         finally:
             self.kv_blocks.reset(keep_totals=keep_totals)
-        self.slots.map.mend_counts()
-        self.kv_blocks.tree.mend_counts()
+        self.slots.map.turnover.mend(len(self.slots.map))
+        self.kv_blocks.tree.turnover.mend(len(self.kv_blocks.tree.block_of_hash))
 
     # ---- the whole
 
@@ -431,13 +560,13 @@ class PrefixCache:
             num_states_evicted=slots.evicted_total,
             num_states_refused=states.num_refused,
             num_states_evicted_unused=states.num_unused,
-            states_left_by_cause=states.by_cause.copy(),
+            states_removed_by_cause=states.by_cause.copy(),
             state_ages=states.ages,
             num_free_kv_blocks=kv.total_avail,
             num_cached_kv_blocks=kv.cached_count,
             num_held_kv_blocks=kv.held_count,
             num_kv_blocks_registered=blocks.num_entered,
-            kv_blocks_left_by_cause=blocks.by_cause.copy(),
+            kv_blocks_removed_by_cause=blocks.by_cause.copy(),
             kv_block_ages=blocks.ages,
             tiers=TierStats() if self.tier is None else self.tier.stats(),
         )
@@ -478,62 +607,3 @@ class PrefixCache:
         assert during_step or not self.slots.reserved, "a reservation leaked"
         if self.tier is not None:
             self.tier.check_integrity(self.kv_blocks.tree.block_of_hash.__contains__)
-
-
-class DirtyStates:
-    """Dirty set: the hashes whose states were added or removed since the last `clear`.
-
-    The maps note a hash before they change, so that an interrupted change is noted, too; a noted hash may be
-    unchanged. The set holds at most as many hashes as the cache has states; a reader of a full one looks at
-    all states.
-
-    Attributes:
-        keys: the noted hashes, in order.
-        is_full: whether hashes were dropped.
-        num_clears: how often the cache has forgotten all states at once.
-    """
-
-    def __init__(self, cache: PrefixCache) -> None:
-        """Watches `cache` until `close`."""
-        tier = cache.tier
-        self._maps = (cache.slots.map, *((tier.host, tier.files) if tier is not None else ()))
-        num_tier = tier.host.num_slots + tier.files.num_slots if tier is not None else 0
-        self._limit = max(cache.slots.num_slots + num_tier, _SMALLEST_DIRTY_SET)
-        self._states = cache.slots.map.hash_to_block_id
-        self._tier = tier
-        self.keys: dict[int, None] = {}
-        self.is_full = False
-        self.num_clears = 0
-        for part in self._maps:
-            part.watchers = (*part.watchers, self._note)
-
-    def close(self) -> None:
-        """Stop watching."""
-        for part in self._maps:
-            part.watchers = tuple(watcher for watcher in part.watchers if watcher != self._note)
-
-    def clear(self) -> None:
-        """Forget what is noted."""
-        self.keys.clear()
-        self.is_full = False
-
-    def is_resumable(self, key: int) -> bool:
-        """Whether the cache, or its tier, has the state under this hash now."""
-        return key in self._states or (self._tier is not None and key in self._tier)
-
-    def resumable(self) -> Iterator[int]:
-        """The hashes of all states that the cache and its tier have now, each once; O(states)."""
-        yield from self._states
-        if self._tier is not None:
-            copies = dict.fromkeys((*self._tier.host.keys(), *self._tier.files.keys()))
-            yield from (key for key in copies if key not in self._states)
-
-    def _note(self, keys: Iterable[int] | None) -> None:
-        if keys is None:
-            self.num_clears += 1
-            self.is_full = True
-        elif not self.is_full:
-            self.keys.update(dict.fromkeys(keys))
-        if self.is_full or len(self.keys) > self._limit:
-            self.is_full = True  # first: the next statement drops the hashes
-            self.keys.clear()

@@ -70,17 +70,11 @@ class CachedPath:
 
 @dataclass(slots=True)
 class MatchBasis:
-    """What a match was asked for, and when it was right. `PrefixMatcher` writes it, and judges by it.
+    """What a match was asked for, and when it was right; `PrefixMatcher` writes it, and judges by it.
 
-    Attributes:
-        num_tokens: tokens of the sequence.
-        last_key: the hash of its last whole block, or 0.
-        num_held: leading registered blocks of the sequence's path; -1 where nothing was looked up.
-        max_resume_tokens: states deeper than this did not count; None for no limit.
-        num_lost: leading blocks up to the deepest ghost of a state after the resume point.
-        clock: the clock of the prefix tree when the match was right.
-        family_change: the last change of a state of the prefix's family at that time; see `PrefixTree`.
-        num_lapses: how often ghosts had lapsed by then.
+    `last_key` is the hash of the last whole block; `num_held` counts the path's registered blocks, -1 where
+    nothing was looked up; `num_lost` leading blocks end at the deepest ghost of a state. The last three are
+    the tree's clock, the family's last change, and the lapses of ghosts at that time.
     """
 
     num_tokens: int = -1
@@ -124,8 +118,8 @@ class PrefixMatcher:
     An earlier match of the same sequence is judged by these rules, each of which costs O(1):
 
         blocks  Only leaves are removed. So all matched blocks stand if the last one stands: it is
-                registered, and was registered before the match. A block that left and came back was
-                registered later. More blocks match only if the hash after the last one is registered.
+                registered, and was registered before the match. A block that was evicted and came back
+                was registered later. More blocks match only if the hash after the last one is registered.
         states  The known state is there if its block still has its slot. A deeper one can only have come
                 where the tree noted a change in the prefix's family, or after the known blocks.
         ghosts  The sequence follows a known path further only if the hash after that path is a ghost now.
@@ -150,12 +144,7 @@ class PrefixMatcher:
         max_resume_tokens: int | None,
         known: PrefixMatch | None,
     ) -> PrefixMatch:
-        """What is cached of the first `num_tokens` tokens; see `PrefixCache.match`.
-
-        Args:
-            path_blocks: the blocks of the sequence's path.
-            num_held: leading ones of these that are registered. States within these do not count.
-        """
+        """See `PrefixCache.match`; `num_held` of `path_blocks` are registered, states within do not count."""
         if known is None or not self._fits(known.basis, chain, num_tokens, num_held, max_resume_tokens):
             blocks = tuple(path_blocks[:num_held])
             basis = MatchBasis(0, 0, num_held, max_resume_tokens, clock=self._tree.clock)
@@ -240,7 +229,9 @@ class PrefixMatcher:
         )
         match = PrefixMatch(blocks, depth * size, slot, num_seen * size, spans, basis)
         if known.basis.num_tokens == num_tokens and match == known:
-            self._refresh(known.basis, basis)
+            old = known.basis
+            old.num_lost, old.clock = lost, basis.clock
+            old.family_change, old.num_lapses = family_change, num_lapses
             return known
         return match
 
@@ -250,17 +241,12 @@ class PrefixMatcher:
         most = num_tokens - 1 if limit is None else min(limit, num_tokens - 1)
         return min(num_blocks, most // self._size)
 
-    @staticmethod
-    def _refresh(old: MatchBasis, new: MatchBasis) -> None:
-        old.num_lost, old.clock = new.num_lost, new.clock
-        old.family_change, old.num_lapses = new.family_change, new.num_lapses
-
     @property
     def _num_lapses(self) -> int:
         return self._tree.ghosts.num_lapses + self._slots.ghosts.num_lapses
 
     def _standing(self, blocks: tuple[int, ...], clock: int) -> tuple[int, ...]:
-        """The leading blocks that have not left since `clock`."""
+        """The leading blocks that were registered at `clock` and still are."""
         tree = self._tree
         if not blocks or tree.stands(blocks[-1], clock):
             return blocks

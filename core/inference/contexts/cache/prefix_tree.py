@@ -15,10 +15,7 @@ LeafEntry = tuple[bool, int, int]
 
 
 class DeferredFree:
-    """Deferred free: at most some entries of large containers a call, so that no step pauses.
-
-    Freeing half a million entries at once takes as long as a hundred decode steps.
-    """
+    """Deferred free: some entries of large containers a call, so that no step pauses."""
 
     def __init__(self) -> None:
         self._containers: list[list[Any] | dict[Any, Any]] = []
@@ -49,12 +46,8 @@ class LeafOrder:
     """The order of eviction of leaves: cached blocks that no registered block continues.
 
     Leaves without a state go first, because nothing can resume there; then the least recently used. A heap
-    holds the entries; an entry counts only while `_entry_of` names it, so that a leaf is removed, or changes
-    its place, in O(log leaves).
-
-    Attributes:
-        holds_state: callable(block) -> bool; the owner of the states sets it.
-        timestamps: when each block was last used; `KVBlockAllocator` writes it.
+    holds the entries; an entry counts only while `_entry_of` names it: a change costs O(log leaves). The
+    owner of the states sets `holds_state`; `KVBlockAllocator` writes `timestamps`.
     """
 
     def __init__(self, timestamps: list[int]) -> None:
@@ -187,7 +180,7 @@ class PrefixTree:
     def clear(self) -> None:
         """Forget every prefix and ghost."""
         old = self.block_of_hash, self.parents, self.num_held_children, self.num_cached_children
-        num_left = len(self.block_of_hash)
+        num_registered = len(self.block_of_hash)
         self.block_of_hash = present = dict[int, int]()
         self.ghosts.present = present
         self.deferred.add(*old, *self.ghosts.clear(), *self._ghost_parents.clear())
@@ -197,11 +190,7 @@ class PrefixTree:
         self.num_cached_children = [0] * (num_blocks + 1)
         self._root_digests.clear()
         self.leaves.clear()
-        self.turnover.by_cause["reset"] += num_left
-
-    def mend_counts(self) -> None:
-        """Repair `turnover` after an interrupted change; O(1)."""
-        self.turnover.mend(len(self.block_of_hash))
+        self.turnover.by_cause["reset"] += num_registered
 
     def __contains__(self, block: int) -> bool:
         """Whether the block is registered."""
@@ -226,7 +215,7 @@ class PrefixTree:
         return keys[::-1]
 
     def stands(self, block: int, since: int) -> bool:
-        """Whether a block that was registered at clock `since` has not left. Then no ancestor has, either."""
+        """Whether a block registered at clock `since` still is. Then every ancestor is, too."""
         return self.parents[block] >= 0 and self.serials[block] <= since
 
     def note_states_changed(self, blocks: Iterable[int]) -> None:
@@ -271,24 +260,17 @@ class PrefixTree:
             block = block_of_hash.get(key, -1)
             if block < 0 or contents[block] != content:
                 break
-            if parents[block] != parent and not self._begins(block, parent):
+            before = parents[block]
+            if before != parent and not (before == self.origin and self._root_digests[block] == parent):
                 break
             matched.append(block)
             parent = block
         return matched
 
-    def _begins(self, block: int, parent: Parent) -> bool:
-        """Whether a registered block is the first one of a prefix with this root digest."""
-        return self.parents[block] == self.origin and self._root_digests[block] == parent
-
     def register(
         self, parent: Parent, blocks: Sequence[int], hashes: Sequence[int], tokens: Sequence[bytes]
     ) -> list[int]:
-        """Enter consecutive, held blocks below `parent`; the first to register a prefix wins.
-
-        Returns for each block the one that stores its prefix: itself, or one registered earlier. The list
-        ends early where a hash collides with that of another prefix (probability 2**-63).
-        """
+        """Enter consecutive, held blocks below `parent`; see `KVBlockAllocator.register_chain`."""
         canonical = self.match(parent, hashes, tokens)
         num_known = len(canonical)
         before = canonical[-1] if canonical else self.origin if isinstance(parent, bytes) else parent

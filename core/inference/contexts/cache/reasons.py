@@ -37,14 +37,8 @@ COMPUTE_REASONS: tuple[ComputeReason, ...] = get_args(ComputeReason)
 class GhostList:
     """A bounded map from the hash of a removed prefix to the reason of its removal; O(1) a key.
 
-    Tells *evicted* from *never seen*. Two generations: once the younger one has `capacity` keys, it becomes
-    the older one, and the former older one is forgotten at once. Forgetting key by key would cost three times
-    as much as remembering.
-
-    Attributes:
-        present: keys that are cached, and so no ghosts; the owner need not discard such keys.
-        num_lapses: how often a generation was forgotten. A ghost stays one until this number grows or the
-            owner discards the key.
+    Two generations: once the younger one has `capacity` keys, the older one is forgotten at once;
+    `num_lapses` counts that. Keys in `present` are cached, and so no ghosts.
     """
 
     def __init__(self, capacity: int, present: Container[int] = ()) -> None:
@@ -125,16 +119,9 @@ def compute_spans(
 ) -> tuple[Span, ...]:
     """Why each token of a prompt from its resume point on is computed, in order and without gaps.
 
-    Args:
-        keys: the hashes of the prompt's whole blocks.
-        num_resumed: blocks before the resume point.
-        num_reachable: leading matched blocks that leave at least one token to compute.
-        num_matched: leading blocks whose KV is cached.
-        num_seen: leading blocks that follow a known prompt, evicted blocks included.
-        num_tokens: tokens of the prompt.
-        block_size_tokens: tokens of a block.
-        state_ghosts: hashes whose state was evicted, or not stored for want of a slot.
-        num_lost: leading blocks up to the deepest reachable ghost of a state, where the caller knows it.
+    The counts are leading whole blocks (hashes `keys`): resumed; reachable, with a token left to compute;
+    matched, whose KV is cached; seen, evicted blocks included; lost, up to the deepest reachable ghost of a
+    state, where the caller knows it.
     """
     lost = state_ghosts.deepest(keys, num_resumed, num_reachable) if num_lost is None else num_lost
     lost_reason: ComputeReason = "state_evicted"
@@ -160,10 +147,9 @@ def compute_spans(
 
 @dataclass(frozen=True)
 class TokenLedger:
-    """Counts of prompt tokens, of one request or of all.
+    """Counts of prompt tokens, of one request or of all; each is resumed, or computed for one reason.
 
-    Every prompt token is counted once: as resumed, or as computed under its reason. Tokens that a request
-    computes again after a restart are counted as recomputed only.
+    Tokens that a request computes again after a restart are counted as recomputed only.
     """
 
     resumed: int = 0
@@ -181,14 +167,9 @@ class TokenLedger:
         num_counted: int,
         num_prompt_tokens: int,
     ) -> "TokenLedger":
-        """The counts of one request's step.
+        """The counts of one request's step, which resumed [resumed_from, start) and computes [start, stop).
 
-        Args:
-            resumed_from, start: tokens [resumed_from, start) were resumed.
-            start, stop: tokens [start, stop) are computed.
-            spans: why prompt tokens are computed.
-            num_counted: leading tokens that were counted before the request was restarted.
-            num_prompt_tokens: tokens of the prompt; generated tokens are not counted.
+        `num_counted` leading tokens were counted before a restart; only prompt tokens are counted.
         """
         counts = cls(
             resumed=_overlap(resumed_from, start, num_counted, num_prompt_tokens),

@@ -2,33 +2,129 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, ValuesView
 from functools import partial
 from typing import NamedTuple, Protocol
 
 from ....errors import MambaSlotCapacityError
-from .eviction import EvictionPolicy, LRUEviction, PolicyChoice
+from .eviction import LRUEviction, PolicyChoice
 from .memory import DirtyEntries, MemoryUnits
-from .pool_stats import EVICTIONS, Clock, StateRemovalCause
+from .pool_stats import EVICTIONS, STATE_REMOVAL_CAUSES, Clock, StateRemovalCause, Turnover
 from .reasons import GhostList
-from .slot_map import SlotMap
 from .value_eviction import ValueEviction
+
+Watcher = Callable[[Iterable[int] | None], None]
+
+
+class SlotMap:
+    """Which block's state is in which committed slot, and under which hash; arguments are trusted.
+
+    `watchers` are called with hashes before these begin or cease to find a state; None for all hashes.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.hash_to_block_id: dict[int, int] = {}
+        self.slot_by_block: dict[int, int] = {}
+        self.turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES, remembers=True)
+        self.watchers: tuple[Watcher, ...] = ()
+        # For each slot its last block, and the hash that finds the state, or 0. Stale without a state.
+        self._last_block = [-1] * num_slots
+        self._last_key = [0] * num_slots
+
+    def __contains__(self, block: int) -> bool:
+        return block in self.slot_by_block
+
+    def __len__(self) -> int:
+        return len(self.slot_by_block)
+
+    @property
+    def slots(self) -> ValuesView[int]:
+        """The committed slots in the order of their commits, as a live view."""
+        return self.slot_by_block.values()
+
+    def slot_of(self, block: int) -> int:
+        return self.slot_by_block.get(block, -1)
+
+    def slots_of(self, blocks: Iterable[int]) -> list[int]:
+        return [self.slot_by_block[block] for block in blocks]
+
+    def block_of(self, slot: int) -> int:
+        """The block whose state the slot holds, or -1."""
+        block = self._last_block[slot]
+        return block if self.slot_by_block.get(block) == slot else -1
+
+    def blocks_of(self, slots: Iterable[int]) -> list[int]:
+        """The blocks of slots that hold states."""
+        return [self._last_block[slot] for slot in slots]
+
+    def key_of(self, block: int) -> int:
+        """The hash under which the block's state is found, or -1."""
+        slot = self.slot_by_block.get(block, -1)
+        return self._last_key[slot] or -1 if slot >= 0 else -1
+
+    def keys_of(self, slots: Iterable[int]) -> list[int]:
+        """The hashes that find the states in these slots; slots without a hash are skipped."""
+        return [key for slot in slots if (key := self._last_key[slot])]
+
+    def enter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """The slots hold the blocks' states; no hash finds these states yet."""
+        slot_by_block, last_block, last_key = self.slot_by_block, self._last_block, self._last_key
+        for block, slot in zip(blocks, slots, strict=True):
+            slot_by_block[block] = slot
+            last_block[slot] = block
+            last_key[slot] = 0
+
+    def name(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
+        """Make the blocks' states, in these slots, findable; a hash in use keeps finding its older state."""
+        block_named, last_key = self.hash_to_block_id, self._last_key
+        for watcher in self.watchers:
+            watcher((*keys, *self.keys_of(slots)))
+        for block, slot, key in zip(blocks, slots, keys, strict=True):
+            if block_named.setdefault(key, block) == block:
+                former = last_key[slot]
+                if former and former != key:
+                    del block_named[former]
+                last_key[slot] = key
+
+    def remove(self, blocks: Sequence[int]) -> list[int]:
+        """Forget the states of these blocks, as far as they have one; returns the slots of these states."""
+        slot_by_block, block_named, last_key = self.slot_by_block, self.hash_to_block_id, self._last_key
+        removed = [block for block in blocks if block in slot_by_block]
+        for watcher in self.watchers:
+            watcher(self.keys_of(map(slot_by_block.__getitem__, removed)))
+        for block in removed:  # the hash goes first, because it is what makes a state findable
+            if key := last_key[slot_by_block[block]]:
+                block_named.pop(key, None)
+        return [slot for block in removed if (slot := slot_by_block.pop(block, -1)) >= 0]
+
+    def clear(self) -> None:
+        for watcher in self.watchers:
+            watcher(None)
+        self.hash_to_block_id.clear()
+        self.slot_by_block.clear()
+
+    def check_integrity(self, hash_of: Callable[[int], int]) -> None:
+        """Raise AssertionError where the maps, or the KV hashes of blocks, contradict each other."""
+        slots = list(self.slot_by_block.values())
+        assert len(set(slots)) == len(slots), "two blocks share a slot"
+        assert self.blocks_of(slots) == list(self.slot_by_block), "a slot's block is another"
+        keys = {self._last_key[slot]: block for block, slot in self.slot_by_block.items()}
+        assert {key: keys[key] for key in keys if key} == self.hash_to_block_id, "a state's hash is another"
+        for key, block in self.hash_to_block_id.items():
+            assert block in self.slot_by_block, f"hash {key} names block {block}, which has no state"
+            assert hash_of(block) == key, f"block {block} is indexed under a hash that is not its own"
 
 
 class KVIndex(Protocol):
     """What the slots read of the index of KV blocks, and report to it; `PrefixTree` is one."""
 
-    def hash_of(self, block: int) -> int:
-        """The prefix hash that the block is registered under, or -1."""
+    def hash_of(self, block: int) -> int: ...
 
-    def keys_to(self, block: int) -> Sequence[int]:
-        """The prefix hashes of the registered blocks up to `block`."""
+    def keys_to(self, block: int) -> Sequence[int]: ...
 
-    def note_states_changed(self, blocks: Iterable[int]) -> None:
-        """States of these blocks were committed or removed."""
+    def note_states_changed(self, blocks: Iterable[int]) -> None: ...
 
-    def note_ghosts_changed(self, keys: Iterable[int]) -> None:
-        """Ghosts of states under these hashes were added or dropped, where no state changed."""
+    def note_ghosts_changed(self, keys: Iterable[int]) -> None: ...
 
 
 class SlotCounts(NamedTuple):
@@ -107,16 +203,7 @@ class StateSlots:
         dirty: DirtyEntries | None = None,
         units: MemoryUnits | None = None,
     ) -> None:
-        """
-        Args:
-            num_slots: slots of the pool, >= 0.
-            policy: evicts states.
-            index: the KV blocks.
-            num_kv_blocks: blocks of `index`; so many evicted states are remembered, or 8 a slot if more.
-            clock: measures the ages of states, for statistics.
-            dirty: collects the slots that become free.
-            units: of the memory that slots share with KV blocks.
-        """
+        """`num_kv_blocks`: so many ghosts are remembered, or 8 a slot if more."""
         self.num_slots = num_slots
         self.units = units
         self.map = SlotMap(num_slots)
@@ -126,7 +213,9 @@ class StateSlots:
         self.pins: dict[int, int] = {}
         num_ghosts = max(8 * num_slots, num_kv_blocks) if num_slots else 0
         self.ghosts = GhostList(num_ghosts)
-        self.policy = _policy(policy, num_ghosts)
+        if isinstance(policy, str):
+            policy = ValueEviction(num_ghosts) if policy == "value" else LRUEviction()
+        self.policy = policy() if isinstance(policy, type) else policy
         self.used: set[int] = set()
         self.planned: dict[int, int] = {}
         self.version = 0
@@ -180,15 +269,7 @@ class StateSlots:
         self.policy.plan(state.keys, state.depth, state.taken_as, state.request)
 
     def choose(self, planned: Sequence[PlannedState], guessed: Sequence[int] = ()) -> SlotChoice[int]:
-        """Which of these states get a slot; evicts states that are worth less.
-
-        Args:
-            planned: states that the step stores, the worthiest kinds first.
-            guessed: the hashes of states that the step stores only if drafts turn out right.
-
-        Returns:
-            The hashes of the chosen states, which `reserve` has slots for, and of the refused ones.
-        """
+        """Which hashes get a slot; evicts states worth less. `guessed`: hashes of drafts' states."""
         policy, keys = self.policy, [state.key for state in planned]
         for state in planned:
             self.plan(state)
@@ -203,18 +284,11 @@ class StateSlots:
                 key = key if key in wanted else next(reversed(wanted))
                 policy.unplan(key)
                 del wanted[key]
-        num_left = len(self.free) - len(wanted)
-        return SlotChoice([*wanted, *guessed[:num_left]], [key for key in keys if key not in wanted])
+        num_free = len(self.free) - len(wanted)
+        return SlotChoice([*wanted, *guessed[:num_free]], [key for key in keys if key not in wanted])
 
     def reserve(self, blocks: Sequence[int], keys: Sequence[int] = ()) -> list[int]:
-        """Allocate one slot for the state of each block; evicts unpinned states where too few slots are free.
-
-        The slots enter no map yet. `keys`: the hashes of the states, where `choose` chose them.
-
-        Raises:
-            ValueError: a block is named twice, or has a state or a reservation; nothing is changed.
-            MambaSlotCapacityError: too few slots can be freed; nothing is changed.
-        """
+        """Allocate one slot for each block's state; may evict. `keys`: the hashes that `choose` chose."""
         taken = set(self.reserved.values())
         for i, block in enumerate(blocks):
             if block in self.map or block in taken:
@@ -228,20 +302,10 @@ class StateSlots:
         return slots
 
     def commit(self, slots: Sequence[int], blocks: Sequence[int] | None = None) -> list[int]:
-        """Make reserved, written slots findable as the states of `blocks`.
+        """Make reserved, written slots findable as states of `blocks`; None for those they are reserved for.
 
-        Args:
-            slots: reserved slots.
-            blocks: a block for each slot; None for the blocks that the slots are reserved for.
-
-        Returns:
-            For each slot the committed slot that now holds the block's state: the slot itself, or an earlier
-                one, which holds the state after the same tokens. -1 where the block is not registered in the
-                KV index, so that no request could find the state. A slot that is not the result is freed.
-
-        Raises:
-            ValueError: a slot is not reserved, or is reserved for the state of another prefix than its block
-                is registered for: one of other tokens, or of another number of tokens. Nothing is changed.
+        Returns for each slot the one that holds the block's state now: itself, or an earlier one; -1 where
+        the block is not registered. Other slots are freed. A block of another prefix is a ValueError.
         """
         self._require_reserved(slots)
         blocks = [self.reserved[slot] for slot in slots] if blocks is None else blocks
@@ -324,12 +388,7 @@ class StateSlots:
     # ---- slots that enter the maps at once, for hosts that fill them afterwards
 
     def allocate(self, blocks: Sequence[int]) -> list[int]:
-        """Commit a slot, without a hash, for each block; a block with a slot, or named twice, keeps one slot.
-
-        Raises:
-            ValueError: a block has a reservation; nothing is changed.
-            MambaSlotCapacityError: too few slots can be freed; nothing is changed.
-        """
+        """Commit a slot, without a hash, for each block; a block has one slot at most."""
         if self.reserved:
             reserved = set(self.reserved.values()).intersection(blocks)
             if reserved:
@@ -386,20 +445,14 @@ class StateSlots:
         self,
         blocks: Sequence[int] | None,
         *,
-        blocks_leave: bool = False,
+        with_blocks: bool = False,
         cause: StateRemovalCause | None = None,
     ) -> None:
-        """Free the slots of those blocks that have a slot, and drop the slots' hashes.
-
-        Args:
-            blocks: None for all blocks that the KV index knows.
-            blocks_leave: the KV index forgets the blocks, too. Then nothing is committed for them any more.
-            cause: why the states are removed; None: "kv_evicted" with `blocks_leave`, else "by_host".
-        """
+        """Free the slots of blocks (None: all registered ones); `with_blocks`: these are evicted, too."""
         if blocks is None:
             known = (*self.map.slot_by_block, *self.reserved.values())
             blocks = [block for block in known if block >= 0 and self._index.hash_of(block) > 0]
-        slots = self._remove(blocks, cause or ("kv_evicted" if blocks_leave else "by_host"))
+        slots = self._remove(blocks, cause or ("kv_evicted" if with_blocks else "by_host"))
         if slots:
             removed = self.map.blocks_of(slots)
             if self.pins and not self.pins.keys().isdisjoint(slots):
@@ -408,7 +461,7 @@ class StateSlots:
                 slots = [slot for slot in slots if slot not in self.pins]
             self._free_slots(slots)
             self._index.note_states_changed(removed)
-        if blocks_leave and self.reserved:
+        if with_blocks and self.reserved:
             gone = set(blocks)
             self.reserved = {slot: -1 if block in gone else block for slot, block in self.reserved.items()}
 
@@ -422,19 +475,16 @@ class StateSlots:
         self.ghosts.clear()
         self.reserved.clear()
         self.pins.clear()
-        self._clear_order()
+        self.policy.clear()
+        self._last_used_ns.clear()
+        self.used.clear()
+        self.planned.clear()
         self.free = self._all_free()
         self._dirty.note(self.free)
         self.version += 1
         self.map.turnover.by_cause["reset"] += num_removed
         if totals:
             self.map.turnover.clear()
-
-    def _clear_order(self) -> None:
-        self.policy.clear()
-        self._last_used_ns.clear()
-        self.used.clear()
-        self.planned.clear()
 
     # ---- memory that slots share with KV blocks
 
@@ -491,14 +541,10 @@ class StateSlots:
     def _enter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         self.map.enter(blocks, slots)
         self.version += 1
-        self._order(slots)
-        self.map.turnover.num_entered += len(blocks)
-        self._index.note_states_changed(blocks)
-
-    def _order(self, slots: Iterable[int]) -> None:
-        slots = list(slots)
         self.policy.insert(slots)
         self._last_used_ns.update(dict.fromkeys(slots, self._clock()))
+        self.map.turnover.num_entered += len(blocks)
+        self._index.note_states_changed(blocks)
 
     def _remove(self, blocks: Sequence[int], cause: StateRemovalCause) -> list[int]:
         slots = self.map.remove(blocks)
@@ -539,27 +585,6 @@ class StateSlots:
         if self.map.block_of(slot) < 0:
             raise ValueError(f"slot is {slot}; accepted: a committed slot")
 
-    # ---- the whole
-
-    def mend_order(self) -> None:
-        """Rebuild the order of eviction after an interrupted change, in the order of commits."""
-        try:
-            self._check_order()
-        except Exception:
-            used = self.used.intersection(self.map.slots)
-            self._clear_order()
-            self.used = used
-            self._order(self.map.slots)
-            for key, block in self.map.hash_to_block_id.items():
-                if (slot := self.map.slot_of(block)) >= 0:
-                    self.policy.name(slot, key, partial(self._index.keys_to, block))
-
-    def _check_order(self) -> None:
-        committed = set(self.map.slots)
-        self.policy.check_integrity(committed)
-        assert self._last_used_ns.keys() == committed, "the recency of other states than the committed"
-        assert self.used <= committed, "a slot without a state counts as used"
-
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other or the KV hashes; O(slots)."""
         self.map.check_integrity(self._index.hash_of)
@@ -578,12 +603,8 @@ class StateSlots:
         for slot, block in self.reserved.items():
             key = self._index.hash_of(block) if block >= 0 and slot in self.planned else -1
             assert key < 0 or key == self.planned[slot], "a slot is reserved for another prefix's block"
-        self._check_order()
+        self.policy.check_integrity(committed)
+        assert self._last_used_ns.keys() == committed, "the recency of other states than the committed"
+        assert self.used <= committed, "a slot without a state counts as used"
         assert self.planned.keys() <= reserved, "a state is planned for a slot that is not reserved"
         assert self.pins.keys() <= committed | reserved, "a free slot is pinned"
-
-
-def _policy(policy: PolicyChoice, num_ghosts: int) -> EvictionPolicy:
-    if isinstance(policy, str):
-        return ValueEviction(num_ghosts) if policy == "value" else LRUEviction()
-    return policy() if isinstance(policy, type) else policy

@@ -2,33 +2,29 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ....errors import MambaSlotCapacityError
 from .memory import DirtyEntries
 from .pool_stats import TIER_REMOVAL_CAUSES, TierRemovalCause, TierStats
-from .slot_map import Watcher
-from .state_slots import StateSlots
+from .state_slots import StateSlots, Watcher
 
 logger = logging.getLogger(__name__)
+_SMALLEST_DIRTY_SET = 64
 
 
 class TierSlots:
     """The index of a tier, hash -> slot: least recently used first, one pinned copy.
 
-    A slot is free, being written (neither free nor indexed), or holds the state of one hash.
-
-    Attributes:
-        watchers: called with hashes before their copies are inserted or removed; None for all hashes.
-        left: dirty slots; a slot that is allocated for another copy is overwritten whole.
+    `watchers` are called with hashes before their copies are inserted or removed; None for all hashes.
     """
 
-    def __init__(self, num_slots: int, left: DirtyEntries | None = None) -> None:
+    def __init__(self, num_slots: int, dirty: DirtyEntries | None = None) -> None:
         self.num_slots = num_slots
         self.num_entered = 0
-        self.left_by_cause: dict[TierRemovalCause, int] = dict.fromkeys(TIER_REMOVAL_CAUSES, 0)
+        self.removed_by_cause: dict[TierRemovalCause, int] = dict.fromkeys(TIER_REMOVAL_CAUSES, 0)
         self.watchers: tuple[Watcher, ...] = ()
-        self.left = left or DirtyEntries()
+        self.dirty = dirty or DirtyEntries()
         self._slots: OrderedDict[int, int] = OrderedDict()  # hash -> slot, used longest ago first
         self._free = list(range(num_slots))
         self._serials = [0] * num_slots
@@ -67,7 +63,7 @@ class TierSlots:
         """A slot to write, and the hash whose copy is evicted for it, or 0; (-1, 0) where there is none."""
         if self._free:
             slot = self._free.pop()
-            self.left.give([slot])
+            self.dirty.give([slot])
             return slot, 0
         victim = next((key for key in self._slots if key != self._pinned), 0)
         if not victim:
@@ -75,8 +71,8 @@ class TierSlots:
         for watcher in self.watchers:
             watcher([victim])
         slot = self._slots.pop(victim)
-        self.left_by_cause["new_state"] += 1
-        self.left.give([slot])  # a copy that failed may be in it
+        self.removed_by_cause["new_state"] += 1
+        self.dirty.give([slot])  # a copy that failed may be in it
         return slot, victim
 
     def publish(self, key: int, slot: int, serial: int) -> None:
@@ -97,8 +93,8 @@ class TierSlots:
         for key in keys:
             slot = self._slots.pop(key, -1)
             if slot >= 0:
-                self.left_by_cause[cause] += 1
-                self.left.note([slot])
+                self.removed_by_cause[cause] += 1
+                self.dirty.note([slot])
                 self._free.append(slot)
                 slots.append(slot)
         return slots
@@ -107,30 +103,30 @@ class TierSlots:
         """Forget every copy; with `totals` also the counts."""
         for watcher in self.watchers:
             watcher(None)
-        self.left_by_cause["reset"] += len(self._slots)
+        self.removed_by_cause["reset"] += len(self._slots)
         self._slots.clear()
         self._pinned = None
         self.mend()
         if totals:
             self.num_entered = 0
-            self.left_by_cause = dict.fromkeys(TIER_REMOVAL_CAUSES, 0)
+            self.removed_by_cause = dict.fromkeys(TIER_REMOVAL_CAUSES, 0)
 
     def mend(self) -> None:
         """After an interrupted change: free what is not indexed; O(slots)."""
         used = set(self._slots.values())
-        if self.left.is_active:
-            self.left.note(set(range(self.num_slots)).difference(used, self._free))
+        if self.dirty.is_active:
+            self.dirty.note(set(range(self.num_slots)).difference(used, self._free))
         self._free = [slot for slot in range(self.num_slots) if slot not in used]
         self._pinned = None
-        self.num_entered = len(self._slots) + sum(self.left_by_cause.values())
+        self.num_entered = len(self._slots) + sum(self.removed_by_cause.values())
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the index contradicts itself; O(slots)."""
         slots = [*self._slots.values(), *self._free]
         assert sorted(slots) == list(range(self.num_slots)), "a slot of a tier is nowhere, or twice"
         assert self._pinned is None, "a copy of a tier is pinned"
-        left = sum(self.left_by_cause.values())
-        assert self.num_entered == len(self._slots) + left, "the count of removed copies is off"
+        num_removed = sum(self.removed_by_cause.values())
+        assert self.num_entered == len(self._slots) + num_removed, "the count of removed copies is off"
 
 
 class StateCopies:
@@ -179,7 +175,7 @@ class HostTier:
     Attributes:
         host, files: the indexes; `files` has no slots without a disk tier.
         min_tokens, min_tokens_from_file: a state is fetched if it saves at least so many tokens.
-        on_left: called with hashes whose copies were evicted; the owner of the KV sets it.
+        on_evicted: called with hashes whose copies were evicted; the owner of the KV sets it.
     """
 
     def __init__(
@@ -199,7 +195,7 @@ class HostTier:
         self.num_fetched = 0
         self.num_fetched_from_files = 0
         self.num_failed_stores = 0
-        self.on_left: Callable[[Sequence[int]], None] = lambda keys: None
+        self.on_evicted: Callable[[Sequence[int]], None] = lambda keys: None
         self._agree = agree
         self._serial = 0
 
@@ -214,11 +210,11 @@ class HostTier:
             num_states_spilled=self.host.num_entered,
             num_states_fetched=self.num_fetched,
             num_failed_stores=self.num_failed_stores,
-            host_copies_left_by_cause=self.host.left_by_cause.copy(),
+            host_copies_removed_by_cause=self.host.removed_by_cause.copy(),
             num_disk_slots=self.files.num_slots,
             num_disk_states=len(self.files),
             num_states_fetched_from_disk=self.num_fetched_from_files,
-            disk_copies_left_by_cause=self.files.left_by_cause.copy(),
+            disk_copies_removed_by_cause=self.files.removed_by_cause.copy(),
         )
 
     # ---- out
@@ -242,7 +238,7 @@ class HostTier:
                 self.copies.store(slot, host_slot, serial)
             except Exception:
                 self._note_failure()
-                self.host.left.note([host_slot])
+                self.host.dirty.note([host_slot])
             self.host.publish(key, host_slot, serial)
             self._save(host_slot, key, serial)
 
@@ -262,7 +258,7 @@ class HostTier:
     def _allocate(self, tier: TierSlots) -> int:
         slot, evicted = tier.allocate()
         if evicted and evicted not in self:
-            self.on_left([evicted])
+            self.on_evicted([evicted])
         return slot
 
     def _note_failure(self) -> None:
@@ -280,18 +276,10 @@ class HostTier:
         start: int,
         block_size_tokens: int,
     ) -> bool:
-        """Fetch the deepest state after `start` of a path, if that beats computing it; waits for it.
+        """Fetch the deepest state after token `start` of a path, if that beats computing it; waits for it.
 
         May evict other states, which spill in turn. A bad copy is forgotten, and the next deepest is tried.
-        The state is findable once its copy is complete. A collective where the model is split.
-
-        Args:
-            slots: allocates the durable slot.
-            blocks, keys: the path's registered blocks that a sequence may resume after, and their hashes.
-            start: tokens of the sequence that are resumed in any case.
-
-        Returns:
-            Whether states were committed or evicted: matches are stale then.
+        A collective where the model is split. Returns whether states changed: matches are stale then.
         """
         changed = False
         if not (self.host or self.files):
@@ -303,7 +291,7 @@ class HostTier:
                 try:
                     (slot,) = slots.reserve([block])
                 except MambaSlotCapacityError:
-                    self._unpin()
+                    self._pin(None)
                     return changed
                 changed = True
                 if self._fetch(key, slot):
@@ -317,16 +305,13 @@ class HostTier:
             return num_tokens >= self.min_tokens
         return key in self.files and num_tokens >= self.min_tokens_from_file
 
-    def _pin(self, key: int) -> None:
-        """Protect the copies under `key` while others spill."""
+    def _pin(self, key: int | None) -> None:
+        """Protect the copies under `key`, and no others, while states spill."""
         for tier in (self.host, self.files):
-            if key in tier:
-                tier.use(key)
+            if key is None or key in tier:
                 tier.pin(key)
-
-    def _unpin(self) -> None:
-        self.host.pin(None)
-        self.files.pin(None)
+            if key is not None and key in tier:
+                tier.use(key)
 
     def _fetch(self, key: int, slot: int) -> bool:
         """Copy a state to a reserved slot; False, and forgotten on all ranks, if it is bad on one."""
@@ -338,10 +323,10 @@ class HostTier:
                 good = self.copies.fetch(self.host.slot_of(key), slot, self.host.serial_of(key))
         except Exception:
             logger.warning("a state could not be copied back; its tokens are computed", exc_info=True)
-        self._unpin()
+        self._pin(None)
         if not self._agree(good):
             self.forget([key], "damaged" if loaded else "not_written")
-            self.on_left([key])
+            self.on_evicted([key])
             return False
         self.num_fetched += 1
         self.num_fetched_from_files += from_file
@@ -387,3 +372,61 @@ class HostTier:
         for tier in (self.host, self.files):
             tier.check_integrity()
             assert all(map(known, tier.keys())), "a tier keeps a state whose KV is gone"
+
+
+class DirtyStates:
+    """Dirty set: the hashes whose states were added or removed since the last `clear`.
+
+    The maps note a hash before they change, so that an interrupted change is noted, too; a noted hash may be
+    unchanged. The set holds at most as many hashes as the cache has states; a reader of a full one looks at
+    all states.
+
+    Attributes:
+        keys: the noted hashes, in order.
+        is_full: whether hashes were dropped.
+        num_clears: how often the cache has forgotten all states at once.
+    """
+
+    def __init__(self, slots: StateSlots, tier: HostTier | None) -> None:
+        """Watches both until `close`."""
+        self._maps = (slots.map, *((tier.host, tier.files) if tier is not None else ()))
+        num_tier = tier.host.num_slots + tier.files.num_slots if tier is not None else 0
+        self._limit = max(slots.num_slots + num_tier, _SMALLEST_DIRTY_SET)
+        self._states = slots.map.hash_to_block_id
+        self._tier = tier
+        self.keys: dict[int, None] = {}
+        self.is_full = False
+        self.num_clears = 0
+        for part in self._maps:
+            part.watchers = (*part.watchers, self._note)
+
+    def close(self) -> None:
+        """Stop watching."""
+        for part in self._maps:
+            part.watchers = tuple(watcher for watcher in part.watchers if watcher != self._note)
+
+    def clear(self) -> None:
+        """Forget what is noted."""
+        self.keys.clear()
+        self.is_full = False
+
+    def is_resumable(self, key: int) -> bool:
+        """Whether the cache, or its tier, has the state under this hash now."""
+        return key in self._states or (self._tier is not None and key in self._tier)
+
+    def resumable(self) -> Iterator[int]:
+        """The hashes of all states that the cache and its tier have now, each once; O(states)."""
+        yield from self._states
+        if self._tier is not None:
+            copies = dict.fromkeys((*self._tier.host.keys(), *self._tier.files.keys()))
+            yield from (key for key in copies if key not in self._states)
+
+    def _note(self, keys: Iterable[int] | None) -> None:
+        if keys is None:
+            self.num_clears += 1
+            self.is_full = True
+        elif not self.is_full:
+            self.keys.update(dict.fromkeys(keys))
+        if self.is_full or len(self.keys) > self._limit:
+            self.is_full = True  # first: the next statement drops the hashes
+            self.keys.clear()

@@ -156,7 +156,7 @@ def tier_traffic(
             step(block, fetch_fails=call == "fails")
         if random.random() < 0.1:
             held.forget([block + 1])
-            held.host.left.scrub()
+            held.host.dirty.scrub()
     for block in [0, 1, 2, 3] * 3:  # states that have copies leave their slots to others that come back
         step(block)
     for block in range(20, 24):  # the last copy is under way

@@ -533,8 +533,8 @@ def counts_since_the_beginning(engine: ms.DynamicInferenceEngine) -> dict[str, i
         "registered": cache.num_kv_blocks_registered,
         "ages of states": sum(cache.state_ages.counts),
         "ages of blocks": sum(cache.kv_block_ages.counts),
-        **{f"state {cause}": number for cause, number in cache.states_left_by_cause.items()},
-        **{f"block {cause}": number for cause, number in cache.kv_blocks_left_by_cause.items()},
+        **{f"state {cause}": number for cause, number in cache.states_removed_by_cause.items()},
+        **{f"block {cause}": number for cause, number in cache.kv_blocks_removed_by_cause.items()},
     }
 
 

@@ -72,7 +72,7 @@ def test_damaged_bytes_cost_tokens_and_change_none() -> None:
     before = engine.stats().cache.tiers.num_states_fetched
     converse(engine, turns=2)
     stats = engine.stats().cache.tiers
-    assert stats.host_copies_left_by_cause["damaged"] > 0
+    assert stats.host_copies_removed_by_cause["damaged"] > 0
     assert stats.num_states_fetched >= before
 
 
@@ -84,7 +84,7 @@ def test_rows_that_change_places_are_damaged() -> None:
     for values in (tier.copies.rows, tier.copies._sums):  # each row with its own checksum
         values.copy_(values.roll(1, 0).clone())
     converse(engine, turns=1)
-    assert tier.host.left_by_cause["damaged"] > 0
+    assert tier.host.removed_by_cause["damaged"] > 0
 
 
 def test_a_row_that_was_not_overwritten_is_not_taken_for_a_new_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_a_row_that_was_not_overwritten_is_not_taken_for_a_new_state(monkeypatch
     for text in (prompt, [7] * 20, prompt):
         result = ask(engine, text, 1, version=1)
     assert result.num_resumed_tokens == 0
-    assert tier_of(engine).host.left_by_cause["damaged"] > 0
+    assert tier_of(engine).host.removed_by_cause["damaged"] > 0
 
 
 @pytest.mark.parametrize("which", ["reset_prefix_cache", "weights", "suspend", "reset"])
@@ -128,7 +128,7 @@ def test_a_copy_dies_with_its_kv() -> None:
         random = Random(seed)
         ask(engine, [random.randrange(29) for _ in range(30)], 3)
         engine.check_integrity()
-    assert engine.stats().cache.tiers.host_copies_left_by_cause["forgotten"] > 0
+    assert engine.stats().cache.tiers.host_copies_removed_by_cause["forgotten"] > 0
 
 
 def test_salts_share_no_copies() -> None:
@@ -160,7 +160,7 @@ def test_ranks_agree_on_a_copy_that_is_bad_elsewhere() -> None:
     converse(engine, turns=2)
     stats = engine.stats().cache.tiers
     assert stats.num_states_fetched == 0
-    assert stats.host_copies_left_by_cause["damaged"] > 0
+    assert stats.host_copies_removed_by_cause["damaged"] > 0
 
 
 def test_a_file_that_was_never_written_is_not_called_damaged(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_file_that_was_never_written_is_not_called_damaged(tmp_path: Path) -> 
     converse(engine)
     tiers = engine.stats().cache.tiers
     assert tiers.num_states_fetched_from_disk == 0
-    for causes in (tiers.host_copies_left_by_cause, tiers.disk_copies_left_by_cause):
+    for causes in (tiers.host_copies_removed_by_cause, tiers.disk_copies_removed_by_cause):
         assert causes["damaged"] == 0
         assert causes["not_written"] > 0
 

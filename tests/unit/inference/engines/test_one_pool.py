@@ -40,9 +40,9 @@ def test_idle_rows_hold_cached_states_and_running_requests_take_them_back(
         assert result.num_resumed_tokens == 16
     stats = engine.stats().cache
     assert stats.num_live_slots == 0
-    assert (stats.states_left_by_cause["live_state"] > 0) == (rows > 1)  # one row has its slots back
+    assert (stats.states_removed_by_cause["live_state"] > 0) == (rows > 1)  # one row has its slots back
     assert stats.num_states_evicted == sum(
-        stats.states_left_by_cause[cause] for cause in ("new_state", "live_state")
+        stats.states_removed_by_cause[cause] for cause in ("new_state", "live_state")
     )
     assert serve_checked(engine, several)
 

@@ -51,7 +51,7 @@ def test_the_decode_engine_computes_only_what_is_behind_the_last_block(place: Pl
     assert computed(prefill) == sum(map(resumable, PROMPTS))
 
 
-def test_a_prompt_of_whole_blocks_leaves_its_last_block_to_compute(place: Place) -> None:
+def test_a_prompt_of_whole_with_blockss_its_last_block_to_compute(place: Place) -> None:
     async def body() -> None:
         async with place.worker(engine_of()), place.server(engine_of()) as server:
             (result,) = await answers(server, [random_tokens(48, seed=1)])

@@ -8,7 +8,8 @@ import mambaslots as ms
 import mambaslots.net as msd
 import pytest
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
-from mambaslots.inference.contexts.cache.prefix_cache import DirtyStates, PrefixCache
+from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
+from mambaslots.inference.contexts.cache.tier import DirtyStates
 from mambaslots.inference.contexts.dynamic_context import ContextWithoutMemory
 from mambaslots.net.routing import state_publisher
 from oracle.everything import Fuzzer

@@ -754,8 +754,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def check_counts(self, stats):
         """Who left, why and how old, against a count of each one that left."""
-        assert +Counter(stats.states_left_by_cause) == self.left
-        assert +Counter(stats.kv_blocks_left_by_cause) == self.kv_left
+        assert +Counter(stats.states_removed_by_cause) == self.left
+        assert +Counter(stats.kv_blocks_removed_by_cause) == self.kv_left
         assert stats.num_states_committed == len(self.states) + self.left.total()
         assert stats.num_kv_blocks_registered == len(self.prefix_of) + self.kv_left.total()
         assert stats.num_states_refused == self.num_refused

@@ -137,7 +137,7 @@ class BooksMachine(RuleBasedStateMachine):
     def kv_leaves(self, block: int) -> None:
         if block in self.registered:
             self.tier.forget([block + 100])
-            self.slots.forget([block], blocks_leave=True)
+            self.slots.forget([block], with_blocks=True)
             self.registered.discard(block)
             self.ever.discard(block)
 
@@ -192,7 +192,7 @@ def test_a_copy_that_takes_the_row_of_a_copy_that_failed_is_not_zeroed() -> None
     with patch.object(copies, "store", side_effect=CopyFailedError):
         tier.spill([0], [11])
     tier.spill([1], [22])
-    tier.host.left.scrub()
+    tier.host.dirty.scrub()
     assert 22 in tier
     assert torch.equal(copies.rows[0], states[1])
 
