@@ -48,13 +48,7 @@ class PinnedPrefix:
 
 
 class PinnedPrefixes:
-    """Holds a reference to the KV blocks, and a pin on the state, of each pinned prefix.
-
-    Iterates over the pinned prefixes, in the order of pinning.
-
-    Attributes:
-        max_slots: slots that pins may keep.
-    """
+    """Holds a reference to the KV blocks, and a pin on the state, of each pinned prefix, in order."""
 
     def __init__(
         self,
@@ -107,11 +101,7 @@ class PinnedPrefixes:
         return self._kv_blocks.total_count - self.num_blocks
 
     def pin(self, blocks: list[int], num_tokens: int) -> PinnedPrefix:
-        """Pin the prefix that the registered `blocks` store; the last block must have a state.
-
-        Raises:
-            MambaSlotCapacityError: pins have all slots that they may have; nothing is changed.
-        """
+        """Pin the prefix that the registered `blocks` store; the last block must have a state."""
         slot, slots = self._slots.map.slot_of(blocks[-1]), self.slot_pins
         if slot not in slots and len(slots) >= self.max_slots:
             raise MambaSlotCapacityError(len(slots) + 1, self.max_slots)
@@ -160,13 +150,7 @@ class PinnedPrefixes:
 
 
 class RootUse(NamedTuple):
-    """What is cached of sequences with one root digest, that is: with one salt.
-
-    Attributes:
-        num_states: committed states.
-        num_kv_blocks: registered KV blocks.
-        num_held_kv_blocks: of these blocks, those that requests or pins hold.
-    """
+    """What is cached with one root digest (one salt): states, registered blocks, and held ones."""
 
     num_states: int
     num_kv_blocks: int
@@ -352,11 +336,7 @@ class PrefixCache:
         return self.kv_blocks.is_memory_available(num_missing, self._count_cached(shared), keep)
 
     def _count_cached(self, blocks: Sequence[int]) -> int:
-        """How many of a prefix's consecutive blocks are not held; O(log blocks).
-
-        A path that holds a block holds the blocks before it: held ones come first, and all but the last of
-        these have a held child.
-        """
+        """How many of a prefix's consecutive blocks are not held; O(log blocks), as held ones come first."""
         num_held_children = self.kv_blocks.tree.num_held_children
         num_held = bisect_left(blocks, True, key=lambda block: not num_held_children[block])
         if num_held < len(blocks):

@@ -41,7 +41,7 @@ class StateNode:
     fork: bool = False
     superseded: bool = False
     frozen: bool = False
-    left: bool = False
+    abandoned: bool = False
     entered: int = 0
     bucket: int = 0
     due: int = -1

@@ -7,17 +7,17 @@ from collections.abc import Callable, Collection, Sequence
 from .eviction import EvictionPolicy
 from .state_tree import StateNode, StateTree
 
-_FRONTIER, _FORK, _SUPERSEDED, _LEFT = 0, 5, 11, 14  # first number of each kind of class
+_FRONTIER, _FORK, _SUPERSEDED, _ABANDONED = 0, 5, 11, 14  # first number of each kind of class
 _CHUNK_END = _SUPERSEDED + 2
 _TURN_CLASSES = (0, 0, 1, 2, 3, 3, 4)  # turns before a frontier state -> class; more turns: the last one
 _USE_CLASSES = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # uses of a fork -> class; more uses: the last one
 # Expected uses a request at age 0 of the 16 classes, before `UseRates` has learned any: longer sessions and
-# forks of more uses are used sooner, superseded and left states seldom. Two states' worth of evidence.
+# forks of more uses are used sooner, superseded and abandoned states seldom. Two states' worth of evidence.
 _PRIORS = (0.3, 0.4, 0.6, 0.7, 0.8, 0.4, 0.5, 0.8, 1.0, 1.2, 1.5, 0.04, 0.04, 0.02, 0.02, 0.04)
 _RESCORED_A_REQUEST = 16
 _MOST_SESSION_USES = 6  # a place that more requests ended at is no place of one session
-_MOST_LEFT_USES = 4
-_MOST_LEFT = 256  # places that a request looks at
+_MOST_ABANDONED_USES = 4
+_MOST_ABANDONED = 256  # places that a request looks at
 _REFRESH_REQUESTS = 64  # requests from one computation of the rates to the next, at least
 _MOST_KEYS_A_GHOST = 32
 _UNNAMED = 1 << 80  # a state that its host has not named yet is the last to go
@@ -63,15 +63,12 @@ class UseRates:
         self.refresh()
 
     def note_use(self, kind: int, bucket: int) -> None:
-        """Note that a state of class `kind` was used at an age in `bucket`."""
         self._uses[kind][bucket] += 1
 
     def note_wait(self, kind: int, bucket: int, num_requests: int) -> None:
-        """Note that a state of class `kind` spent so many requests in `bucket`."""
         self._waits[kind][bucket] += num_requests
 
     def rate(self, kind: int, bucket: int) -> int:
-        """The rate, in units, that the last `refresh` has found."""
         return self._table[kind][bucket]
 
     def refresh(self) -> None:
@@ -100,7 +97,7 @@ def _gittins(spans: Sequence[tuple[float, float]]) -> float:
     return best
 
 
-class _Visit:
+class _Request:
     """A request that runs: its deepest state, and its turn."""
 
     __slots__ = ("deepest", "turn")
@@ -121,9 +118,9 @@ class ValueEviction(EvictionPolicy):
     requests:
 
         frontier     the deepest state of its request, by the number of turns before it
-        fork         where prompts part, by the number of uses
+        fork         where prompts branch, by the number of uses
         superseded   a state whose request has a deeper one, by what it was taken as
-        left         below a place where its session went another way: an answer was generated again, or an
+        abandoned    below a place where its session went another way: an answer was generated again, or an
                      earlier turn edited; forks apart
 
     A request counts as a use of the deepest state on its way, cached or ghost. No clock and no random draw
@@ -139,7 +136,7 @@ class ValueEviction(EvictionPolicy):
         """`num_ghosts`: how many evicted states are remembered."""
         self._max_ghosts = num_ghosts
         self._rates = UseRates(_PRIORS)
-        self._num_visits = 0
+        self._num_requests = 0
         self.clear()
 
     def clear(self) -> None:
@@ -151,7 +148,7 @@ class ValueEviction(EvictionPolicy):
         self._slots: dict[int, StateNode] = {}
         self._nodes: dict[int, StateNode] = {}  # known ones by key
         self._ghosts: OrderedDict[int, StateNode] = OrderedDict()
-        self._visits: dict[int, _Visit] = {}
+        self._requests: dict[int, _Request] = {}
         self._planned: dict[int, StateNode] = {}
         self._calendar: dict[int, list[StateNode]] = {}
         self._heap: list[Entry] = []
@@ -172,15 +169,15 @@ class ValueEviction(EvictionPolicy):
                 leaves = len(keys) <= node.depth or keys[node.depth] not in node.children
                 self._note_use(node, is_fork=node.superseded or (bool(node.children) and leaves))
                 if node.children and node.num_uses <= _MOST_SESSION_USES:
-                    self._note_left(node)
+                    self._note_abandoned(node)
             turn = node.turn if node.fork else node.turn + 1
-        self._num_visits += 1
-        self._visits[self._num_visits] = _Visit(node, turn)
-        return self._num_visits
+        self._num_requests += 1
+        self._requests[self._num_requests] = _Request(node, turn)
+        return self._num_requests
 
-    def end(self, visit: int) -> None:
+    def end(self, request: int) -> None:
         """The request ends, or is preempted."""
-        gone = self._visits.pop(visit, None)
+        gone = self._requests.pop(request, None)
         if gone is None:
             return
         node = gone.deepest
@@ -212,28 +209,28 @@ class ValueEviction(EvictionPolicy):
         self._rates.note_use(node.kind, node.bucket)
         self._flush(node)
         node.num_uses += 1
-        node.left = False
+        node.abandoned = False
         if is_fork:
             node.fork, node.superseded, node.frozen = True, False, False
         if node.ghost:
             self._ghosts.move_to_end(node.key)
         self._reclass(node)
 
-    def _note_left(self, node: StateNode) -> None:
-        """A request parts at `node`, a place of one session: the session has left the states below."""
+    def _note_abandoned(self, node: StateNode) -> None:
+        """A request branches off at `node`, a place of one session, which abandons the states below."""
         places = list(node.children.values())
         for below in places:
-            if len(places) > _MOST_LEFT or below.num_uses > _MOST_LEFT_USES or below.frozen:
+            if len(places) > _MOST_ABANDONED or below.num_uses > _MOST_ABANDONED_USES or below.frozen:
                 continue
             places.extend(below.children.values())
-            if below.known and not below.left:
-                below.left = True
+            if below.known and not below.abandoned:
+                below.abandoned = True
                 self._flush(below)
                 self._reclass(below)
 
     # ---- states
 
-    def plan(self, keys: Sequence[int], depth: int, taken_as: str, visit: int) -> None:
+    def plan(self, keys: Sequence[int], depth: int, taken_as: str, request: int) -> None:
         """A state will be stored after `keys[:depth]`; it counts as cached from now on."""
         node = self._nodes.get(keys[depth - 1])
         if node is not None and node.present:
@@ -242,17 +239,17 @@ class ValueEviction(EvictionPolicy):
             node = self._tree.node_at(keys, depth)
             self._nodes[node.key] = node
             node.taken_as = taken_as
-        request = self._visits.get(visit)
-        if request is not None:
-            self._place(node, request)
+        running = self._requests.get(request)
+        if running is not None:
+            self._place(node, running)
         self._planned[node.key] = node
         self._appear(node)
         self._reclass(node)
 
-    def _place(self, node: StateNode, request: _Visit) -> None:
+    def _place(self, node: StateNode, request: _Request) -> None:
         former = request.deepest
         node.turn = request.turn
-        node.superseded = node.left = False
+        node.superseded = node.abandoned = False
         if node.taken_as in ("branch", "mark"):
             node.fork = True
         elif node.taken_as in ("chunk_end", "interval"):
@@ -339,7 +336,7 @@ class ValueEviction(EvictionPolicy):
                 self._vanish(node, remember)
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        """Up to `count` evictable slots by value, the least first, as if none of them left."""
+        """Up to `count` evictable slots by value, the least first, as if all of them stayed."""
         return [n.slot for n in self._in_order(lambda n: n.slot >= 0 and evictable(n.slot), count)]
 
     def check_integrity(self, slots: Collection[int]) -> None:
@@ -408,8 +405,8 @@ class ValueEviction(EvictionPolicy):
 
     def _reclass(self, node: StateNode) -> None:
         """Give the node its class; its age begins anew."""
-        if node.left:
-            node.kind = _LEFT + node.fork
+        if node.abandoned:
+            node.kind = _ABANDONED + node.fork
         elif node.fork:
             node.kind = _FORK + _USE_CLASSES[min(node.num_uses, len(_USE_CLASSES) - 1)]
         elif node.superseded:
@@ -495,7 +492,7 @@ class ValueEviction(EvictionPolicy):
             if node.entry is not entry:
                 continue
             value = self.value(node)
-            if value != entry[0]:  # the next shallower state has left
+            if value != entry[0]:  # the next shallower state is gone
                 node.entry = None
                 self._push(node)
                 heap = self._heap

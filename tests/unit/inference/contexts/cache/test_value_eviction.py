@@ -82,7 +82,7 @@ def test_sessions_that_share_a_head_leave_no_branch():
     one_request(policy, 2, [*head, *range(60, 70)])
     assert policy.victims(1, anything) == [1]
     assert policy.victims(2, anything) == [1, 2]
-    assert policy._slots[1].left is False
+    assert policy._slots[1].abandoned is False
 
 
 def test_a_fork_is_kept_for_the_requests_that_fell_back_on_it():
@@ -157,7 +157,7 @@ def brute_value(policy, node):
             between = [n for n in nodes if n.present and node.depth < n.depth < ghost.depth]
             if not any(way[: n.depth] == path_of(n) for n in between):
                 rate += ghost.rate
-    is_superseded = node.superseded and not node.fork and not node.left
+    is_superseded = node.superseded and not node.fork and not node.abandoned
     if is_superseded and node.taken_as in ("chunk_end", "interval"):
         return (node.depth - depth) * node.rate // 2
     return (node.depth - depth) * rate
