@@ -105,14 +105,7 @@ class _AttentionCheck:
         padded: int = 0,
         decodes: int | None = None,
     ) -> Tensor:
-        """Whether the rows of sequence 0 have other bits than in the whole prefill.
-
-        Args:
-            rows: (sequence, first position, end) of each row.
-            width: tokens of decode rows; 0: all rows are prefills.
-            padded: the number of decode rows, padding included.
-            decodes: how many of the rows are decodes; None: all.
-        """
+        """Whether the rows of sequence 0 have other bits than in the whole prefill."""
         real = 0 if not width else len(rows) if decodes is None else decodes
         out = self._attend(rows, width, padded, real)
         expected = torch.cat([self._whole[start:stop] for sequence, start, stop in rows if sequence == 0])
@@ -174,11 +167,6 @@ def is_faster(product: Product, run: Callable[[Sequence[Any]], Tensor], num_rows
     Captures CUDA graphs of both, so that launches take no time, and synchronises. The weights may lie in the
     L2 cache; what is found is a library's unlucky choice of a kernel, which takes several times as long. On a
     CPU nothing is measured, and nothing is faster.
-
-    Args:
-        product: the product, whose arguments have rows of a step in their first dimension.
-        run: takes the product's arguments and computes it.
-        num_rows: rows to measure with.
     """
     arguments = list(product.call.arguments)
     if not arguments[product.rows[0].argument].is_cuda:

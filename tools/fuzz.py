@@ -5,7 +5,7 @@
     python tools/fuzz.py --targets traces --seed 0 --only 1234
 
 Each target draws inputs from the seed: good ones, and good ones that are damaged. An input is fed under a
-watch (`fuzzing/watch.py`). A finding is: an error that the docs of the call do not name; a state that changed
+watch (`fuzzing/target.py`). A finding is: an error that the docs of the call do not name; a state that changed
 though the input was refused; more memory than the size of the input justifies; more than a second. The exit
 status is 1 where there is one.
 
@@ -86,7 +86,7 @@ def feed_one(target: Target, seed: int, index: int) -> tuple[str, str]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also a SystemExit, which no input may cause
-        return kind_of(error), _told(error)
+        return kind_of(error), _message_of(error)
 
 
 def prepare(targets: Sequence[Target]) -> None:
@@ -186,7 +186,7 @@ def _row(tally: Tally) -> tuple[str, ...]:
     return *(f"{count:,}" for count in counts), f"{tally.grown_mib:.1f}", f"{tally.seconds:.1f}"
 
 
-def _told(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     """An error, and where it came from."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "fuzz" not in frame.filename]
     places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-4:]))

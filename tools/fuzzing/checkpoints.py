@@ -51,12 +51,7 @@ def targets(folder: Path) -> list[Target]:
 
 @dataclass
 class Folders:
-    """Folders for `mambaslots.load`, with damaged files.
-
-    Attributes:
-        good: the files of good folders, by a folder to make them in.
-        load: what is done with a folder.
-    """
+    """Folders for `mambaslots.load`, with damaged files."""
 
     name: str
     folder: Path

@@ -53,13 +53,7 @@ _TIMEOUT_S, _SILENCE_S = 10.0, 0.1
 
 @dataclass(frozen=True)
 class Request:
-    """Bytes of a request.
-
-    Attributes:
-        kind: how it is wrong; "good" where it is served.
-        data: all that is sent.
-        pieces: in how many parts it is sent.
-    """
+    """Bytes of a request."""
 
     kind: str
     data: bytes

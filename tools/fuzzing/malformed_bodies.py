@@ -11,12 +11,7 @@ MAX_BODY_BYTES = 100_000
 
 
 class Sent(NamedTuple):
-    """A request.
-
-    Attributes:
-        kind: how it is wrong.
-        path, body, headers: what is sent.
-    """
+    """A request."""
 
     kind: str
     path: str
@@ -102,11 +97,7 @@ _WRONG_PROMPTS: list[Any] = [
 
 
 class Malformed:
-    """Draws requests.
-
-    Args:
-        seed: the same seed draws the same requests.
-    """
+    """Draws requests."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

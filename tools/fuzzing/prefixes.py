@@ -37,15 +37,9 @@ _SEAL = re.compile(rb'("sha256": ?")([0-9a-f]{64})"')
 _GOOD = "good"
 _FOREST = ("parents", "states", "hashes", "tokens")
 _DTYPES = (
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.float32,
-    torch.float64,
+    torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64,
     torch.bool,
-)
+)  # fmt: skip
 _INT64 = (0, 1, -1, -2, 3, 2**31, 2**40, 2**63 - 1, -(2**63))
 
 
@@ -68,12 +62,7 @@ def sealed(data: bytes) -> bytes:
 
 
 class Damages:
-    """Draws damaged exports.
-
-    Args:
-        good: exports of a model.
-        others: exports of other models.
-    """
+    """Draws damaged exports."""
 
     def __init__(self, good: list[bytes], others: list[bytes]) -> None:
         self.good = good
@@ -108,8 +97,8 @@ class Damages:
 
     def _header(self, random: Random, data: bytes) -> bytes:
         """The header of safetensors: dtypes, shapes and offsets of any values."""
-        (length,) = struct.unpack_from("<Q", data)
-        header = json.loads(data[8 : 8 + length])
+        (end,) = struct.unpack_from("<Q", data)
+        header = json.loads(data[8 : 8 + end])
         if random.random() < 0.6:
             name = random.choice([name for name in header if name != "__metadata__"])
             entry = header[name]
@@ -122,12 +111,10 @@ class Damages:
         else:
             header = damaged_json(random, header)
         text = json.dumps(header, separators=(",", ":")).encode("utf-8", "surrogatepass")
-        told = (
-            len(text)
-            if random.random() < 0.9
-            else random.choice([0, 1, len(text) - 1, 2**31, 2**63, 2**64 - 1])
-        )
-        return sealed(struct.pack("<Q", told) + text + data[8 + length :])
+        length = len(text)
+        if random.random() < 0.1:
+            length = random.choice([0, 1, len(text) - 1, 2**31, 2**63, 2**64 - 1])
+        return sealed(struct.pack("<Q", length) + text + data[8 + end :])
 
     def _forest(self, random: Random, data: bytes) -> bytes:
         """Nodes, hashes, token ids and the order of states."""
@@ -369,20 +356,14 @@ _FILES = (
 
 @dataclass(frozen=True)
 class Harm:
-    """What happens to states while they are not on the device.
-
-    Attributes:
-        where: "good", "rows" or "files".
-        steps: (what, seed of the details), in order.
-    """
+    """What happens to states while they are not on the device."""
 
     where: str
     steps: tuple[tuple[str, int], ...] = ()
 
 
 class Tiers:
-    """An engine with one slot, so that nearly every state leaves,
-    and comes back from host memory or a file."""
+    """An engine with one slot: nearly every state is evicted, and comes back from host memory or a file."""
 
     documented: tuple[type[BaseException], ...] = ()
 

@@ -22,12 +22,7 @@ REFUSED = "refused"
 
 
 class Target(Protocol):
-    """One thing that takes input from outside.
-
-    Attributes:
-        name: what the table calls it.
-        documented: the errors that its docs name.
-    """
+    """One thing that takes input from outside."""
 
     name: str
     documented: tuple[type[BaseException], ...]
@@ -36,12 +31,7 @@ class Target(Protocol):
         """One input: mostly a good one that is damaged, sometimes a good one. Equal `random`, equal input."""
 
     def feed(self, drawn: object) -> str:
-        """Feed an input; ACCEPTED or REFUSED. Every error that is not documented escapes.
-
-        Raises:
-            AssertionError: the state changed though the input was refused, or what was accepted contradicts
-                itself.
-        """
+        """Feed an input; ACCEPTED or REFUSED. Every error that is not documented escapes."""
 
     def size_of(self, drawn: object) -> int:
         """Bytes of the input."""
@@ -274,13 +264,7 @@ def budget_of(size: int) -> int:
 
 @contextmanager
 def watched(size: int, limit_s: float = LIMIT_S) -> Iterator[None]:
-    """Watch what is done inside, for an input of `size` bytes.
-
-    Raises:
-        Hang: it took longer than `limit_s` seconds of the process, or much longer by the clock.
-        TooMuchMemory: it wrote to more memory than `budget_of(size)`.
-        MemoryError, RuntimeError: it allocated far more than that.
-    """
+    """Watch what is done inside, for an input of `size` bytes."""
     before = _prepare()
     budget = budget_of(size)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -58,12 +58,7 @@ def text_of(tokens: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Expected:
-    """A complete answer, as the recurrence gives it.
-
-    Attributes:
-        tokens, log_probs: one for each token.
-        tops: of each token, the log-probs of the likeliest tokens in its place, the likeliest first.
-    """
+    """A complete answer, as the recurrence gives it."""
 
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -74,9 +69,6 @@ class Oracle:
     """Answers token by token, in numpy. Of the package only configurations and weights are used.
 
     What prompts share at their beginning is computed once: the oracle keeps where it was.
-
-    Args:
-        kind: of the models.
     """
 
     def __init__(self, kind: str) -> None:

@@ -58,11 +58,7 @@ _SHORT_S = 1.0
 
 
 class Places:
-    """The store where replicas meet, and the channels between them, which live on.
-
-    Attributes:
-        failures: of the last hand-over: what the source says, and what the destination says.
-    """
+    """The store where replicas meet, and the channels between them, which live on."""
 
     def __init__(self, engines: Sequence[LocalEngine]) -> None:
         """`engines`: the replicas, which may be replaced; each call looks."""
@@ -75,17 +71,7 @@ class Places:
     async def hand_over(
         self, source: int, target: int, prefixes: Any, fault: str, random: Random
     ) -> msd.ImportReport | None:
-        """Hand prefixes from one replica to another.
-
-        Args:
-            source, target: numbers of replicas.
-            prefixes: as in `TransferChannel.send`.
-            fault: one of `FAULTS`, or "" for none.
-            random: draws what lies say.
-
-        Returns:
-            What the target imported; None where only one side came.
-        """
+        """Hand prefixes from one replica to another."""
         sending, receiving = await self._ends(source, target)
         timeout_s = _SHORT_S if fault else _PATIENCE_S
         late_s = _SHORT_S / 2 if fault == "late" else 0.0
@@ -215,8 +201,8 @@ LOGGED_HERE = (*LOGGED, "hand-over", "lost its replica", "a channel was not conn
 _TRUE_LIES = ("torn", "order", "cut piece", "checksums", "blocks", "states", "garbage", "huge", "offer")
 
 
-class Told:
-    """What a publisher told in its engine's thread, for a channel that lives in another one."""
+class Published:
+    """Messages taken in the engine's thread, for a channel of another thread."""
 
     def __init__(self, publisher: StatePublisher) -> None:
         self._taken, self._snapshot = publisher.take(), publisher.snapshot()
@@ -231,14 +217,7 @@ class Told:
 
 @dataclass
 class RoutedReplicas(Replicas):
-    """Replicas that a router by states chooses, and that may be killed at any moment.
-
-    Attributes:
-        make_engine: builds the engine of a replica, with the weights that its model has.
-        random: draws what is lost.
-        router: chooses.
-        events: what happened.
-    """
+    """Replicas that a router by states chooses, and that may be killed at any moment."""
 
     make_engine: Callable[[int], ms.DynamicInferenceEngine] = field(kw_only=True)
     random: Random = field(kw_only=True)
@@ -286,13 +265,13 @@ class RoutedReplicas(Replicas):
     async def tell(self, number: int) -> None:
         """Let a replica tell the router what has changed; some of it is lost, repeated or late."""
         feed = self.feeds[number]
-        feed.publisher = await self._told(number)
+        feed.publisher = await self._published(number)
         feed.tell()
         self.events["tellings of states"] += 1
 
-    async def _told(self, number: int) -> Any:
+    async def _published(self, number: int) -> Any:
         publisher = self.publishers[number]
-        return await self.local[number].call(lambda _: Told(publisher))
+        return await self.local[number].call(lambda _: Published(publisher))
 
     async def restart(self, number: int, begun: Callable[[], None]) -> None:
         """Kill a replica, and start another one in its place. `begun` is called while it is gone."""
@@ -320,7 +299,7 @@ class RoutedReplicas(Replicas):
         wrong = []
         for number, name in enumerate(self.names):
             feed = self.feeds[number]
-            feed.publisher = await self._told(number)
+            feed.publisher = await self._published(number)
             feed.settle()
             keys = await self.local[number].call(lambda engine: resumable_keys(engine.context.prefix_cache))
             if self.router.index.keys_of(name) != keys:
@@ -467,13 +446,7 @@ class FleetOperator:
 
 
 def run_round(seed: int, seconds: float, device: str) -> RoundTally:
-    """Two replicas, their clients and their operator.
-
-    Args:
-        seed: draws settings and traffic.
-        seconds: of clients, and of comparisons behind them.
-        device: "cpu"; the oracle needs float64, and what is served runs on the CPU in every case.
-    """
+    """Two replicas, their clients and their operator."""
     name = f"replicas round, seed {seed}"
     _open_stores()
     return watched_round(name, lambda tally: _serve(seed, seconds, name, tally), LOGGED_HERE)

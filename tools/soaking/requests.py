@@ -33,16 +33,7 @@ _LOWEST = -9999.0  # what JSON has for minus infinity
 
 @dataclass
 class Query:
-    """A request over HTTP.
-
-    Attributes:
-        path, body: what is sent.
-        tenant: who sends it.
-        salt: of its header; None for none.
-        prompts: as tokens, in order.
-        ask: how an answer to the first prompt is chosen.
-        conversation: the chat that goes on with the answer; None for a completion.
-    """
+    """A request over HTTP."""
 
     path: str
     body: dict[str, Any]
@@ -72,12 +63,7 @@ class Query:
 
 @dataclass
 class Choice:
-    """One answer, as a client has got it.
-
-    Attributes:
-        text, finish_reason: what came.
-        tokens, log_probs, tops: None where they were not asked for.
-    """
+    """One answer, as a client has got it."""
 
     text: str = ""
     tokens: list[int] | None = None
@@ -125,14 +111,7 @@ class Conversation:
 
 @dataclass
 class Talk:
-    """What all clients talk about: texts that prompts share, and chats that go on.
-
-    Attributes:
-        tenants: who asks.
-        texts: the beginnings of prompts.
-        answers: texts of the last answers; stop strings are taken from them.
-        conversations, prompts: chats that may go on, and prompts that come again.
-    """
+    """What all clients talk about: texts that prompts share, and chats that go on."""
 
     random: Random
     tenants: Sequence[str]
@@ -298,13 +277,7 @@ def before_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
 
 @dataclass
 class Record:
-    """An answer that is held against the oracle later.
-
-    Attributes:
-        version: of the weights, from when it was asked until it was complete.
-        num_cached: tokens of its prompts that were resumed, as the usage says.
-        name: tells which request it was, for a message.
-    """
+    """An answer that is held against the oracle later."""
 
     query: Query
     choices: list[Choice]

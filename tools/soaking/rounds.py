@@ -17,18 +17,7 @@ import torch
 
 @dataclass
 class RoundTally:
-    """What came of a round, or of several.
-
-    Attributes:
-        requests: how many were asked.
-        comparisons: answers held against an uncached model in float64; on a GPU, bit for bit against an
-            uncached engine.
-        tokens_compared: generated tokens of these answers.
-        resumed_tokens: tokens of prompts that hits saved.
-        hits: requests that resumed something.
-        events: how often what happened, such as "cancelled", "preempted" or "failed copies".
-        mismatches: what was wrong, each with the seed that repeats it.
-    """
+    """What came of a round, or of several."""
 
     requests: int = 0
     comparisons: int = 0
@@ -84,12 +73,7 @@ FEWEST = 4
 
 
 class MemoryWatch:
-    """Reads memory between rounds.
-
-    Attributes:
-        resident: bytes of the process in memory, one reading a round.
-        on_device: bytes that torch has allocated on the GPU; 0 on a CPU.
-    """
+    """Reads memory between rounds."""
 
     def __init__(self, device: str) -> None:
         self.resident: list[int] = []

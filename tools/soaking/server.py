@@ -100,13 +100,7 @@ def counts_of(stats: ms.EngineStats) -> dict[str, int]:
 def watched_round(
     name: str, serve: Callable[[RoundTally], None], expected: Sequence[str] = LOGGED
 ) -> RoundTally:
-    """Serve a round; whatever goes wrong is a mismatch.
-
-    Args:
-        name: what repeats the round.
-        serve: counts in the tally.
-        expected: as for `Watch.listening`.
-    """
+    """Serve a round; whatever goes wrong is a mismatch."""
     tally, watch = RoundTally(), Watch()
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -212,11 +206,7 @@ ADMIN = "the-key-of-the-operator"
 
 
 def random_config(random: Random, model: ms.models.HybridLM, folder: str) -> ms.InferenceConfig:
-    """Settings of an engine with little of everything.
-
-    Args:
-        folder: for files of states.
-    """
+    """Settings of an engine with little of everything."""
     block = random.choice([8, 16])
     fewest = -(-LONGEST // block)
     drafts = random.choice([0, 0, 1, 3])
@@ -263,12 +253,7 @@ def lossless_encoding(config: ms.InferenceConfig, is_wanted: bool) -> Iterator[m
 
 
 class Operator:
-    """Does to a served engine what operators do, while clients ask.
-
-    Attributes:
-        world: what clients know of the server.
-        events: what was done, and what the engine counted.
-    """
+    """Does to a served engine what operators do, while clients ask."""
 
     def __init__(self, served: Served, world: World, random: Random, models: Sequence[Any]) -> None:
         self.world = world
@@ -355,13 +340,7 @@ def _reset_engine(engine: ms.DynamicInferenceEngine) -> None:
 
 
 def run_round(seed: int, seconds: float, device: str) -> RoundTally:
-    """One server, its clients and its operator.
-
-    Args:
-        seed: draws settings and traffic.
-        seconds: of clients, and of comparisons behind them.
-        device: "cpu"; the oracle needs float64, and what is served runs on the CPU in every case.
-    """
+    """One server, its clients and its operator."""
     name = f"server round, seed {seed}"
     return watched_round(name, lambda tally: _serve(seed, seconds, name, tally))
 

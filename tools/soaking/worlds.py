@@ -48,19 +48,10 @@ class Prompts:
     """Draws prompts.
 
     Most are the next request of one of several traces. Others repeat an earlier prompt, part from it
-    somewhere, or go on from an answer. `finished` is to be told of answers.
-
-    Attributes:
-        counts: how many prompts of which kind were drawn.
+    somewhere, or go on from an answer. `finished` takes answers.
     """
 
     def __init__(self, random: Random, longest: int, alphabet: int) -> None:
-        """
-        Args:
-            random: draws all.
-            longest: tokens of the longest prompt.
-            alphabet: token ids are less than this.
-        """
         self._random, self._longest, self._alphabet = random, longest, alphabet
         self.counts: Counter[str] = Counter()
         self._coming: dict[str, list[TraceRequest]] = {shape: [] for shape in SHAPES}
