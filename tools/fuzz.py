@@ -5,7 +5,7 @@
     python tools/fuzz.py --targets traces --seed 0 --only 1234
 
 Each target draws inputs from the seed: good ones, and good ones that are damaged. An input is fed under a
-watch (`fuzzing/target.py`). A finding is: an error that the docs of the call do not name; a state that changed
+watch (`fuzzing/target.py`). A finding: an error that the docs of the call do not name; a state that changed
 though the input was refused; more memory than the size of the input justifies; more than a second. The exit
 status is 1 where there is one.
 

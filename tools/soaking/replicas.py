@@ -75,13 +75,13 @@ class Places:
         sending, receiving = await self._ends(source, target)
         timeout_s = _SHORT_S if fault else _PATIENCE_S
         late_s = _SHORT_S / 2 if fault == "late" else 0.0
-        sent = self._engines[source].engine.call(lambda _: sending.send(prefixes, timeout_s=timeout_s))
+        sent = self._engines[source].call(lambda _: sending.send(prefixes, timeout_s=timeout_s))
 
         def receive(_: ms.DynamicInferenceEngine) -> msd.ImportReport:
             time.sleep(late_s)
             return receiving.receive(timeout_s=timeout_s)
 
-        received = self._engines[target].engine.call(receive)
+        received = self._engines[target].call(receive)
         if fault == "absent":
             one = random.choice([sent, received])
             (received if one is sent else sent).close()
@@ -103,8 +103,8 @@ class Places:
                 return lambda engine: msd.TransferChannel(engine, store, name, side)
 
             made = (
-                await self._engines[source].engine.call(end("source")),
-                await self._engines[target].engine.call(end("destination")),
+                await self._engines[source].call(end("source")),
+                await self._engines[target].call(end("destination")),
             )
             self._channels[source, target] = made
         return self._channels[source, target]
