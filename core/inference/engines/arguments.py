@@ -14,18 +14,11 @@ from ...request import SamplingParams
 from ...validation import instance, integer, integers, is_unordered, optional_integer, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.hashing import SaltKey, drawn_key, given_key, salt_bytes
+from ..contexts.dynamic_context import DynamicInferenceContext
 from .drafter import Drafter, NgramDrafter
 
 Prompt = Sequence[int] | Tensor
 Salt = bytes | str | None
-
-
-class Limits(NamedTuple):
-    """What a request must fit into. `pool_tokens`: tokens of the whole KV pool."""
-
-    vocab_size: int
-    config: InferenceConfig
-    pool_tokens: int
 
 
 class CheckedRequest(NamedTuple):
@@ -48,48 +41,57 @@ def checked_request(
     sampling_params: SamplingParams | None,
     cache_salt: Salt,
     checkpoint_plan: CheckpointPlan | None,
-    limits: Limits,
+    context: DynamicInferenceContext,
     name: str = "prompt",
 ) -> CheckedRequest:
     """A request as the caller passed it, checked; a ValueError where it can never run."""
-    tokens = checked_prompt(name, prompt, limits.vocab_size)
+    tokens = checked_prompt(name, prompt, context.spec.vocab_size)
     if not tokens:
         raise ValueError(f"{name} is empty; accepted: at least one token")
-    sampling = checked_sampling(sampling_params, limits.vocab_size)
-    plan = checked_plan(checkpoint_plan, limits.config)
+    sampling = checked_sampling(sampling_params, context.spec.vocab_size)
+    plan = checked_plan(checkpoint_plan, context.config)
     salt = salt_bytes("cache_salt", cache_salt)
     _check_given(tokens, sampling)
     num_prompt_tokens = len(tokens) - sampling.num_generated
-    longest = min(limits.config.max_sequence_length, limits.pool_tokens)
-    if num_prompt_tokens + sampling.num_tokens_to_generate > longest:
+    longest, pool_tokens = context.config.max_sequence_length, _pool_tokens(context)
+    if num_prompt_tokens + sampling.num_tokens_to_generate > min(longest, pool_tokens):
         raise ValueError(
             f"prompt and answer have {num_prompt_tokens} + {sampling.num_tokens_to_generate} tokens; "
-            f"accepted: together at most max_sequence_length ({limits.config.max_sequence_length}) "
-            f"and the KV pool ({limits.pool_tokens})"
+            f"accepted: together at most max_sequence_length ({longest}) and the KV pool ({pool_tokens})"
         )
     return CheckedRequest(tokens, sampling, plan, salt)
 
 
 def checked_sequence(
-    name: str, sequence: Prompt, start: int, cache_salt: Salt, plan: CheckpointPlan | None, limits: Limits
+    name: str,
+    sequence: Prompt,
+    start: int,
+    cache_salt: Salt,
+    plan: CheckpointPlan | None,
+    context: DynamicInferenceContext,
 ) -> CheckedRequest:
     """A sequence to score, from token `start` on, as a request that ends with its prompt, checked."""
-    tokens = checked_prompt(name, sequence, limits.vocab_size)
+    tokens = checked_prompt(name, sequence, context.spec.vocab_size)
     if len(tokens) < 2:
         raise ValueError(f"{name} has {len(tokens)} tokens; accepted: at least 2, a context and one to score")
-    if len(tokens) > min(limits.config.max_sequence_length, limits.pool_tokens):
+    longest, pool_tokens = context.config.max_sequence_length, _pool_tokens(context)
+    if len(tokens) > min(longest, pool_tokens):
         raise ValueError(
-            f"{name} has {len(tokens)} tokens; accepted: at most max_sequence_length "
-            f"({limits.config.max_sequence_length}) and the KV pool ({limits.pool_tokens})"
+            f"{name} has {len(tokens)} tokens; accepted: at most max_sequence_length ({longest}) and the KV "
+            f"pool ({pool_tokens})"
         )
     start = integer(f"start of {name}", start, 1, len(tokens) - 1)
-    checked = checked_plan(plan, limits.config)
+    checked = checked_plan(plan, context.config)
     if plan is None:  # other sequences may share the context
         checked = replace(checked, marks=(*checked.marks, start - 1))
     sampling = SamplingParams(
         num_tokens_to_generate=1, skip_prompt_log_probs=False, prompt_log_probs_start=start
     )
     return CheckedRequest(tokens[:-1], sampling, checked, salt_bytes("cache_salt", cache_salt), tokens[-1])
+
+
+def _pool_tokens(context: DynamicInferenceContext) -> int:
+    return context.prefix_cache.kv_blocks.total_count * context.config.block_size_tokens
 
 
 def named_prompts(prompts: Iterable[Prompt], name: str = "prompts") -> list[tuple[str, Any]]:

@@ -50,8 +50,8 @@ class AsyncEngine:
         Args:
             engine: of a model that one process serves, or the `LeadingEngine` of a model that is split over
                 ranks. `close` leaves it open.
-            max_waiting_requests: requests that may wait beside those that have a row, >= 1: `stream` raises
-                once the engine has as many and `max_requests`.
+            max_waiting_requests: requests that may wait, >= 1: `stream` raises once as many and
+                `max_requests` are there.
             max_step_failures: after so many failed steps in a row, >= 1, all requests end with the error.
 
         Raises:
@@ -91,7 +91,7 @@ class AsyncEngine:
         thread.start()
         self._loop = loop
         self._thread = thread
-        # The thread knows nothing of `self`, so that an AsyncEngine that nobody refers to ends its thread.
+        # The thread knows nothing of `self`, so that an AsyncEngine without references ends its thread.
         weakref.finalize(self, thread.post_stop).atexit = False
 
     async def close(self, timeout_s: float | None = None) -> bool:
@@ -202,7 +202,7 @@ class AsyncEngine:
 
         Raises:
             ValueError: the request can never run.
-            QueueFullError: `max_waiting_requests` wait beside those that have a row or get a free one.
+            QueueFullError: `max_waiting_requests` wait, apart from those that have a row or get a free one.
             EngineDeadError: the engine's thread has given up.
             RuntimeError: `drain` or `close` was called, or this is another event loop.
         """
@@ -261,7 +261,7 @@ class AsyncEngine:
         """Call `function(engine)` in the engine's thread, between two steps: statistics, pins, weights.
 
         The function holds up all requests while it runs. What it raises is raised here. Requests that it adds
-        are served beside the others; `take_result` in a later call claims their results, as
+        are served with the others; `take_result` in a later call claims their results, as
         `call(lambda engine: engine.take_result(request_id))`. A request that an error ends has no result.
 
         Raises:

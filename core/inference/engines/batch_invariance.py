@@ -406,7 +406,7 @@ BLAS_SWITCHES = BlasSwitches()
 """The process's one."""
 
 TAIL = 19
-"""Tokens behind the last whole chunk."""
+"""Tokens after the last whole chunk."""
 DECODES = 5
 """Decodes without drafts, of which the third is of the first token of a chunk."""
 

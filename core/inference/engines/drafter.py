@@ -95,7 +95,7 @@ class NgramIndex:
         self._capacity = 0
         self._num_ends = 0  # every n-gram that ends before this position is in the tables
         self._tables: dict[int, _NgramTable] = {}  # by length
-        self._seed = getrandbits(32)  # nobody can choose ids whose n-grams share a bucket
+        self._seed = getrandbits(32)  # no user can choose ids whose n-grams share a bucket
 
     def end_of_occurrence(self, tokens: TokenView) -> int:
         """The end of the most recent earlier occurrence of the longest suffix that has one, or -1."""
@@ -139,7 +139,7 @@ class _NgramTable:
     """Positions where n-grams of one length end: a hash table with a chain for each bucket, newest first.
 
     The chains are a ring: a new end takes the place of the end `capacity` tokens before. So a chain holds for
-    the last `capacity` tokens, and whoever follows it stops at the first older end.
+    the last `capacity` tokens, and a search stops at the first older end.
     """
 
     def __init__(self, length: int, capacity: int, seed: int) -> None:
@@ -172,7 +172,7 @@ class _NgramTable:
         np.asarray(self._newest)[buckets[newest]] = ends[newest]
 
     def add(self, end: int, digest: int) -> None:
-        """Add the n-gram that ends at `end`, a position behind all others."""
+        """Add the n-gram that ends at `end`, a position after all others."""
         bucket = digest & self._mask
         self._previous[end & self._mask] = self._newest[bucket]
         self._newest[bucket] = end

@@ -15,7 +15,7 @@ from ...errors import MambaSlotCapacityError
 from ...parallel_groups import on_device_of
 from ...request import EarlyEnd, FinishReason, RequestResult, SamplingParams, ScoreResult
 from ...state_spec import HybridStateSpec
-from ...validation import INT64_MAX, boolean, instance, integer, shown
+from ...validation import INT64_MAX, boolean, instance, integer, one_of, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.hashing import PrefixHashChain, salt_bytes
 from ..contexts.cache.prefix_cache import PinnedPrefix
@@ -24,7 +24,6 @@ from ..contexts.request import DynamicInferenceRequest, RequestStep
 from ..kernels.kernel_set import kernel_set
 from .arguments import (
     CheckedRequest,
-    Limits,
     Prompt,
     Salt,
     agreed_salt_key,
@@ -40,7 +39,7 @@ from .dummy_steps import set_min_tokens
 from .engine_observer import EngineObserver, NewTokens, ProgressLine, StepReport
 from .engine_state import EngineState, LaunchedStep
 from .memory_poison import MemoryPoison
-from .runner import GraphBuckets, GraphRunner, Model, ModelRunner
+from .runner import GraphBuckets, GraphRunner, Model, ModelRunner, describe_steps
 from .sampling import request_seed, sample_step
 from .streams import TokenStream
 
@@ -62,7 +61,7 @@ class DynamicInferenceEngine:
     Attributes:
         model, config: what the engine was built with.
         context: what the requests hold, and the prefix cache.
-        salt_key: hashes the salts of requests; its `key_id` tells keys apart.
+        salt_key: hashes the salts of requests; its `key_id` identifies the key.
     """
 
     def __init__(
@@ -188,13 +187,7 @@ class DynamicInferenceEngine:
             self.check_usable("add_request")
         else:
             self._state.check_not_broken()
-        return checked_request(prompt, sampling_params, cache_salt, checkpoint_plan, self.limits, name)
-
-    @property
-    def limits(self) -> Limits:
-        """What a request must fit into."""
-        pool_tokens = self.context.prefix_cache.kv_blocks.total_count * self.config.block_size_tokens
-        return Limits(self.context.spec.vocab_size, self.config, pool_tokens)
+        return checked_request(prompt, sampling_params, cache_salt, checkpoint_plan, self.context, name)
 
     def _new_request(
         self, checked: CheckedRequest, request_id: int, owned: bool = False
@@ -228,8 +221,7 @@ class DynamicInferenceEngine:
         Raises:
             ValueError: the request is unknown or has ended, or the reason is another.
         """
-        if reason not in get_args(EarlyEnd):
-            raise ValueError(f"reason is {shown(reason)}; accepted: {', '.join(get_args(EarlyEnd))}")
+        one_of("reason", reason, get_args(EarlyEnd))
         self.check_usable("cancel")
         self._request(request_id)
         result: RequestResult = self._apply("end", request_id, reason)
@@ -447,7 +439,7 @@ class DynamicInferenceEngine:
     ) -> list[ScoreResult]:
         """The log-probs of given tokens, each under the model's distribution after the tokens before it.
 
-        Sequences are computed as prompts are, beside the requests that were added before, and cached as
+        Sequences are computed as prompts are, in the same steps as earlier requests, and cached as
         prompts are. The tokens before `start` are resumed from a cached state where there is one. Nothing is
         sampled, and no seed of a request changes. When the call raises, its sequences are dropped.
 
@@ -475,7 +467,7 @@ class DynamicInferenceEngine:
         self.check_usable("score")
         arguments = zip(listed, starts, salts, plans, strict=True)
         checked = [
-            checked_sequence(f"sequences[{number}]", sequence, first, salt, plan, self.limits)
+            checked_sequence(f"sequences[{number}]", sequence, first, salt, plan, self.context)
             for number, ((_, sequence), first, salt, plan) in enumerate(arguments)
         ]
         ids = self._ids_without_seed
@@ -682,7 +674,7 @@ class DynamicInferenceEngine:
     # ---- the whole
 
     def observe(self, observer: EngineObserver) -> None:
-        """Tell `observer` of requests and steps from now on, until `unobserve`; one that observes stays once.
+        """Call `observer` for requests and steps from now on, until `unobserve`; a second call does nothing.
 
         Raises:
             ValueError: the object lacks a method of `EngineObserver`.
@@ -690,13 +682,13 @@ class DynamicInferenceEngine:
         self._state.observers.add(observer)
 
     def unobserve(self, observer: EngineObserver) -> None:
-        """Stop telling `observer`; ValueError for one that does not observe."""
+        """Stop calling `observer`; ValueError for one that does not observe."""
         self._state.observers.remove(observer)
 
     def stats(self, *, settle: bool = True) -> EngineStats:
         """A snapshot of the cache, the drafts and the queue.
 
-        `settle`: whether requests that nobody waits for are cancelled first. Without that the call changes
+        `settle`: whether requests of dropped streams are cancelled first. Without that the call changes
         nothing, and may be made in any thread; counts may then be off by what a step changes meanwhile.
         """
         if settle:
@@ -726,43 +718,17 @@ class DynamicInferenceEngine:
                 f"device: {spec.device} ({device}), KV in {str(spec.kv_dtype).removeprefix('torch.')}",
                 *kernels.describe(spec, config.block_size_tokens),
                 f"CUDA graphs: {self._runner.describe()}",
-                f"decode steps: {self._describe_steps()}",
-                f"decodes: {self._describe_decodes()}",
-                f"evicted states: {self._describe_tier()}",
+                *describe_steps(self.context),
                 *(self._invariance.describe() if self._invariance is not None else ()),
             )
         )
-
-    def _describe_steps(self) -> str:
-        because = self.config.why_steps_wait(self.context.spec.device)
-        if because is None:
-            return "launched before the tokens of the step before are read"
-        return f"wait for the tokens of the step before, because of {because}"
-
-    def _describe_decodes(self) -> str:
-        if not any(tensor.num_layers for tensor in self.context.spec.states):
-            return "the model has no states"
-        if not self.config.replays:
-            return "update a state at each token"
-        chunk = self.context.spec.chunk_tokens(self.config.block_size_tokens)
-        return f"replay the inputs since the last multiple of {chunk} tokens, where a state is written"
-
-    def _describe_tier(self) -> str:
-        tier = self.context.prefix_cache.tier
-        if tier is None:
-            return "are dropped; host_cache_gb keeps them in host memory"
-        files = f", {tier.files.num_slots} in files" if tier.files.num_slots else ""
-        back = f"{tier.min_tokens} tokens"
-        if tier.files.num_slots:
-            back += f", from a file {tier.min_tokens_from_file}"
-        return f"{tier.host.num_slots} in host memory{files}; come back where that saves at least {back}"
 
     def memory_summary(self) -> str:
         """One line that says how many bytes each pool takes."""
         return self.context.memory.summary()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the books contradict themselves; O(pools and requests)."""
+        """Raise AssertionError where requests, rows and memory disagree; O(pools and requests)."""
         self._settle()
         self._state.check_integrity()
 
@@ -793,7 +759,7 @@ class DynamicInferenceEngine:
     def reset(self) -> None:
         """Drop every request, result, prefix and count. Repairs an engine that a failed step has broken.
 
-        Requests that have not ended end with the reason "reset", which their streams tell.
+        Requests that have not ended end with the reason "reset", in their streams, too.
         """
         if self._state.stepping is not None:
             self.check_usable("reset")

@@ -37,7 +37,7 @@ class Counts(NamedTuple):
 
     Attributes:
         num_received: requests that came from the loop so far.
-        num_waiting, num_running: requests that the engine has, whoever added them.
+        num_waiting, num_running: all requests of the engine, those that calls added included.
     """
 
     num_received: int = 0

@@ -1,4 +1,4 @@
-"""A debug setting: memory that nobody may read holds NaN."""
+"""A debug setting: free memory holds NaN."""
 
 from collections.abc import Callable, Sequence
 
@@ -146,7 +146,7 @@ def unwritten_rows(context: DynamicInferenceContext) -> tuple[list[int], list[tu
             stored = max(holding.num_computed, path.num_registered * size)
             index, row = divmod(stored, size)
             if row and index < len(path.blocks):
-                begun += [(path.blocks[index], behind) for behind in range(row, size)]
+                begun += [(path.blocks[index], later) for later in range(row, size)]
             unwritten += path.blocks[index + bool(row) :]
     return unwritten, begun
 

@@ -293,6 +293,28 @@ class GraphRunner(ModelRunner):
         self._first = None
 
 
+def describe_steps(context: DynamicInferenceContext) -> tuple[str, str, str]:
+    """A line each: when decode steps are launched, how decodes compute, where evicted states go."""
+    config, spec, tier = context.config, context.spec, context.prefix_cache.tier
+    because, chunk = config.why_steps_wait(spec.device), spec.chunk_tokens(config.block_size_tokens)
+    steps = "launched before the tokens of the step before are read"
+    if because is not None:
+        steps = f"wait for the tokens of the step before, because of {because}"
+    decodes = "update a state at each token"
+    if not any(tensor.num_layers for tensor in spec.states):
+        decodes = "the model has no states"
+    elif config.replays:
+        decodes = f"replay the inputs since the last multiple of {chunk} tokens, where a state is written"
+    evicted = "are dropped; host_cache_gb keeps them in host memory"
+    if tier is not None:
+        files, back = "", f"{tier.min_tokens} tokens"
+        if tier.files.num_slots:
+            files = f", {tier.files.num_slots} in files"
+            back += f", from a file {tier.min_tokens_from_file}"
+        evicted = f"{tier.host.num_slots} in host memory{files}; come back where that saves at least {back}"
+    return f"decode steps: {steps}", f"decodes: {decodes}", f"evicted states: {evicted}"
+
+
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """The device's one capture stream: graphs share memory only if they are captured on the same stream."""

@@ -98,7 +98,7 @@ class SampledStep:
                 first = stop
                 continue
             tokens = accepted_tokens(drafts, drawn[first:stop], request.sampling.stops)
-            reached = slice(first, first + len(tokens))  # rows behind the first wrong draft mean nothing
+            reached = slice(first, first + len(tokens))  # rows after the first wrong draft mean nothing
             if not all(map(math.isfinite, largest[reached])):
                 invalid.add(request.request_id)
             values = log_probs if request.sampling.return_log_probs else nothing
@@ -293,7 +293,7 @@ def _on_device(values: Tensor, device: torch.device) -> Tensor:
 class _Results:
     """The numbers of 1-D tensors, on their way to the CPU in one copy. float64 holds token ids exactly.
 
-    The copy is launched at once: behind it, the device may compute the next step.
+    The copy is launched at once: after it, the device may compute the next step.
     """
 
     def __init__(self, columns: Sequence[Tensor]) -> None:

@@ -26,7 +26,7 @@ class Scheduler:
 
     A waiting request that gets no memory now lets later ones pass. After `MOST_OVERTAKING` of them no
     further one passes, unless pinned prefixes leave too few blocks for the request: such a request waits,
-    and holds nobody up, until prefixes are unpinned.
+    and holds no other request up, until prefixes are unpinned.
 
     A request is admitted when there are blocks for its prompt. No block is reserved for its answer, because
     the length of an answer is rarely known. Where answers outgrow the pool, the requests that were admitted
@@ -119,7 +119,7 @@ class Scheduler:
             if steps or not (self.running or self.waiting):
                 return self._with_drafts(steps, self._drafter) if self._drafter else steps
             if len(self._set_aside) != num_aside:
-                continue  # to the requests behind those
+                continue  # to the requests after those
             if not self.running:
                 raise self._capacity_error(next(iter(self.waiting.values())))
             self.preempt(self.running[-1])
@@ -186,7 +186,7 @@ class Scheduler:
         for request in self._candidates(num_free_rows + limit + _MAX_PASSED):
             match = self._context.match(request)
             if not self._fits_a_cut(len(request.tokens) - match.resume_tokens, budget):
-                break  # too few tokens are left in this step: that overtakes nobody
+                break  # too few tokens are left in this step: that overtakes no request
             step = None
             if request.num_overtaken >= limit or not promised.is_awaited_by(request, match):
                 step = self._context.schedule(request, budget)

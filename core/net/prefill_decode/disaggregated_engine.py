@@ -183,8 +183,8 @@ class DisaggregatedEngine(AsyncEngine):
     ) -> AsyncStream:
         """As `AsyncEngine.stream`, once the prefix of a long prompt is there or will not come."""
         self._check_open("stream")
-        limits = self._engine.limits
-        request = checked_request(prompt, sampling_params, cache_salt, checkpoint_plan, limits)
+        context = self._engine.context
+        request = checked_request(prompt, sampling_params, cache_salt, checkpoint_plan, context)
         tokens, sampling, salt = request.tokens, request.sampling, request.salt
         last = len(tokens) - 1  # the deepest position to resume from
         if not sampling.skip_prompt_log_probs:

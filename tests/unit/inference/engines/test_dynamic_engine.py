@@ -249,7 +249,7 @@ def test_a_caller_may_say_that_an_answer_is_complete() -> None:
     engine = small_engine()
     request_id = engine.add_request(random_tokens(40, seed=1))
     engine.step()
-    with pytest.raises(ValueError, match="reason is 'length'; accepted: cancelled, stop"):
+    with pytest.raises(ValueError, match="reason is 'length'; accepted: one of 'cancelled', 'stop'"):
         engine.cancel(request_id, reason="length")  # type: ignore[arg-type]
     result = engine.cancel(request_id, reason="stop")
     assert (result.finish_reason, len(result.tokens)) == ("stop", 1)
