@@ -148,11 +148,11 @@ class Ingress:
         replicas that are busy are there.
         """
         loop = asyncio.get_running_loop()
-        heard_s = loop.time()
+        answered_s = loop.time()
         while True:
             number = len(await self._calls.ask_all("status", timeout_s=_COUNT_S))
             if number:
-                heard_s = loop.time()
-            if number or loop.time() - heard_s > _SILENT_S:
+                answered_s = loop.time()
+            if number or loop.time() - answered_s > _SILENT_S:
                 self._num_replicas = number
             await asyncio.sleep(_COUNT_S)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import ray
@@ -27,7 +28,7 @@ from .answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
 from .figures import ReplicaReport, replica_report
 from .request_router import BLOCK_SIZE
 from .settings import FleetSettings
-from .state_channel import HandOver, StateFeed
+from .state_channel import StateFeed
 from .warming import serve_hand_over, take_over
 
 logger = logging.getLogger(__name__)
@@ -153,11 +154,10 @@ class EngineReplica:
             settings.channel,
             self._engine,
             StatePublisher(engine, self._name) if engine.config.enable_prefix_caching else None,
-            self._serve_hand_over,
+            partial(serve_hand_over, self._engine, timeout_s=settings.warm_timeout_s),
         )
         self._publishing = asyncio.create_task(self._feed.run())
         self._watching = asyncio.create_task(self._end_when_lost())
-        self._warm_timeout_s = settings.warm_timeout_s
         if settings.warm_timeout_s and engine.config.enable_prefix_caching:
             await take_over(self._name, settings.channel, self._engine, settings.warm_timeout_s)
 
@@ -217,6 +217,3 @@ class EngineReplica:
         feed = getattr(self, "_feed", None)
         if feed is not None:
             feed.leave()
-
-    async def _serve_hand_over(self, order: HandOver) -> None:
-        await serve_hand_over(self._engine, order, self._warm_timeout_s)

@@ -23,7 +23,7 @@ _LOG_BYTES = 64 * 2**20
 """Readers that miss more get snapshots."""
 _FORGET_AFTER_S = 30.0
 _LIVE_S = 3.0
-"""Replicas give a sign of life every second."""
+"""Replicas send a heartbeat every second."""
 
 
 class Orders(NamedTuple):
@@ -61,7 +61,7 @@ class _Held:
     epoch: int
     next_sequence: int
     keys: set[int]
-    heard_s: float
+    seen_s: float
 
 
 class StateChannel:
@@ -91,7 +91,7 @@ class StateChannel:
             in_order = self._take(one, encoded) and in_order
         held = self._held.get(replica)
         if held is not None:
-            held.heard_s = time.monotonic()
+            held.seen_s = time.monotonic()
         return Orders(held is None or not in_order, tuple(self._orders.pop(replica, ())))
 
     async def leave(self, replica: str) -> None:
@@ -106,7 +106,7 @@ class StateChannel:
         self._forget_silent()
         live_s = time.monotonic() - _LIVE_S
         others = [
-            (held.heard_s >= live_s, len(held.keys), name)
+            (held.seen_s >= live_s, len(held.keys), name)
             for name, held in self._held.items()
             if held.keys and name != joining and name not in asked
         ]
@@ -129,7 +129,11 @@ class StateChannel:
         replicas = tuple(self._held)
         num_new = self._version - version
         if instance != self._instance or not 0 <= num_new <= len(self._log):
-            return News(self._instance, self._version, self._snapshots(), replicas)
+            snapshots = (
+                StateEvents(name, held.epoch, held.next_sequence - 1, tuple(held.keys), is_snapshot=True)
+                for name, held in self._held.items()
+            )
+            return News(self._instance, self._version, tuple(map(encode_events, snapshots)), replicas)
         events = tuple(self._log)[len(self._log) - num_new :] if num_new else ()
         return News(self._instance, self._version, events, replicas)
 
@@ -143,7 +147,7 @@ class StateChannel:
             self._held[events.replica] = held
         elif held is None or held.epoch != events.epoch or held.next_sequence != events.sequence:
             return False
-        held.heard_s = time.monotonic()
+        held.seen_s = time.monotonic()
         held.next_sequence = events.sequence + 1
         held.keys.update(events.inserted)
         held.keys.difference_update(events.removed)
@@ -156,18 +160,10 @@ class StateChannel:
         self._changed = asyncio.Event()
         return True
 
-    def _snapshots(self) -> tuple[bytes, ...]:
-        return tuple(
-            encode_events(
-                StateEvents(name, held.epoch, held.next_sequence - 1, tuple(held.keys), is_snapshot=True)
-            )
-            for name, held in self._held.items()
-        )
-
     def _forget_silent(self) -> None:
         """Forget replicas without a heartbeat; they send a snapshot when they come back."""
         horizon = time.monotonic() - _FORGET_AFTER_S
-        for name in [name for name, held in self._held.items() if held.heard_s < horizon]:
+        for name in [name for name, held in self._held.items() if held.seen_s < horizon]:
             del self._held[name]
             self._orders.pop(name, None)
 
@@ -258,7 +254,7 @@ def _first_line(error: Exception) -> str:
 _BUSY_S = 0.03
 """Between two looks at the cache while requests run: what changes in between is one message."""
 _IDLE_S = 1.0
-"""Between two signs of life without requests. A new channel hears of the replica so soon."""
+"""Between two heartbeats without requests. A new channel knows the replica so soon."""
 
 
 class StateFeed:
@@ -311,12 +307,9 @@ class StateFeed:
 
     async def _publish(self) -> None:
         """Publish the changes; a snapshot makes up for a message that was not received."""
-        if self._actor is None:
-            self._actor = find_channel(self._channel)
-            if self._actor is None:
-                return
+        self._actor = self._actor or find_channel(self._channel)
         publisher = self._publisher
-        if publisher is None:
+        if self._actor is None or publisher is None:
             return
         events = await self._engine.call(lambda engine: publisher.take())
         sent = () if events is None else (encode_events(events),)

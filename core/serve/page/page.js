@@ -15,7 +15,7 @@ const REASONS = {
   capacity: "a state was planned; no slot was free",
   state_not_taken: "KV is there; the plan took no state that deep",
   branch_first_seen: "the first prompt that leaves a path here",
-  partial_block: "behind the last whole block; whole blocks, if any, are known",
+  partial_block: "after the last whole block; whole blocks, if any, are known",
   last_token: "last block of a known prompt, for its logits",
   never_seen: "no earlier request had this prefix",
   disabled: "no caching, or log-probs of these are wanted",
@@ -154,7 +154,7 @@ function showTables() {
     text((tenant) => tenant.name), number((tenant) => tenant.requests),
     rate((tenant) => tenant.resumed_tokens, (tenant) => tenant.prompt_tokens),
     part((tenant) => tenant.states, () => pools.states.total), part((tenant) => tenant.kv_blocks, () => pools.kv.total),
-  ], tenants, (tenant) => tenant.name, "Nobody yet.");
+  ], tenants, (tenant) => tenant.name, "No tenant yet.");
   const times = [["To the first token", latency.ttft_s], ["Between tokens", latency.inter_token_s], ["One step", latency.step_s]];
   const quantiles = ["p50", "p90", "p99"].map((name) => number(([, values]) => values[name], duration));
   fillTable("latency", [text(([name]) => name), ...quantiles], times, ([name]) => name);

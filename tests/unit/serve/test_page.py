@@ -210,7 +210,7 @@ def test_without_a_request_the_page_says_how_to_send_one(visit: Any, server: Pag
     assert not page.page.is_visible("#warnings")
     assert page.texts("#tiles .value")[0] == NOTHING
     assert page.text("#token-chart .empty") == "no prompt in this time"
-    assert page.rows("tenants") == [["Nobody yet."]]
+    assert page.rows("tenants") == [["No tenant yet."]]
     server.app.state.shown = snapshot(1)
     page.wait_for("#requests tr")
     assert page.rows("tenants")[0][1] == "1"
