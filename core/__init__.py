@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .inference.engines.dynamic_engine import DynamicInferenceEngine
     from .inference.engines.engine_observer import EngineObserver, StepReport
     from .inference.engines.runner import Model
-    from .inference.engines.streams import AsyncStream, TokenStream
+    from .inference.engines.streams import TokenStream
     from .inference.kernels.kernel_set import kernel_set
     from .inference.kernels.reference.attention import AttentionRows
     from .loaded_model import LoadedModel, load
@@ -56,7 +56,7 @@ __version__ = VERSION
 __all__ = [
     # serving
     "DynamicInferenceEngine", "AsyncEngine", "InferenceConfig", "SamplingParams", "CheckpointPlan",
-    "RequestResult", "ScoreResult", "FinishReason", "GeneratedToken", "TokenStream", "AsyncStream",
+    "RequestResult", "ScoreResult", "FinishReason", "GeneratedToken", "TokenStream",
     "StepReport", "EngineObserver", "PinnedPrefix", "Drafter", "NgramDrafter",
     "CacheStats", "EngineStats", "SpeculationStats", "ComputeReason", "COMPUTE_REASONS",
     "load", "LoadedModel", "TextCodec", "text",
@@ -93,7 +93,7 @@ _NAMES_OF_MODULES = {
     "mambaslots.inference.engines.dynamic_engine": "DynamicInferenceEngine",
     "mambaslots.inference.engines.engine_observer": "EngineObserver StepReport",
     "mambaslots.inference.engines.runner": "Model",
-    "mambaslots.inference.engines.streams": "AsyncStream TokenStream",
+    "mambaslots.inference.engines.streams": "TokenStream",
     "mambaslots.inference.kernels.reference.attention": "AttentionRows",
     "mambaslots.inference.kernels.kernel_set": "kernel_set",
     "mambaslots.loaded_model": "LoadedModel load",

@@ -1,7 +1,7 @@
 """Requests to replicas, their answers in parts, and one answer put together from them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import KVBlockCapacityError, QueueFullError
@@ -119,7 +119,7 @@ async def answer_parts(
 
 
 class FleetAnswer(Answer):
-    """The tokens of one request so far, and the request for the rest of them; an `AsyncStream` reads it.
+    """The tokens of one request so far, and the request for the rest of them; a `TokenStream` reads it.
 
     Attributes:
         opened: set once a replica has the request, or the answer has ended.
@@ -127,9 +127,15 @@ class FleetAnswer(Answer):
         lost: names of the replicas that were lost while they answered.
     """
 
-    def __init__(self, request_id: int, request: EngineRequest, chain: PrefixHashChain | None) -> None:
+    def __init__(
+        self,
+        request_id: int,
+        request: EngineRequest,
+        chain: PrefixHashChain | None,
+        end_early: Callable[[Answer, EarlyEnd], object],
+    ) -> None:
         """`request`: for the first replica. `chain`: hashes of its blocks; None without a cache."""
-        super().__init__(on_end=lambda answer: None)
+        super().__init__(lambda answer: None, end_early)
         self.request_id: int = request_id
         self.early_end: EarlyEnd | None = None
         self.opened = asyncio.Event()

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import NoReplicaError, QueueFullError
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.hashing import PrefixHashChain, SaltKey
-from ..inference.engines.streams import Answer, AsyncStream
+from ..inference.engines.streams import Answer, AsyncStream, TokenStream
 from ..request import EarlyEnd, SamplingParams
 from ..serve.served_engine import EngineFacts
 from .answers import AnswerEnd, AnswerPart, EngineRequest, FleetAnswer, ReplicaLostError
@@ -172,8 +172,7 @@ class FleetEngine:
             raise
         if answer.error is not None and not answer.tokens:
             raise answer.error
-        loop = asyncio.get_running_loop()
-        return AsyncStream(answer, loop, partial(self._end_in, loop))
+        return TokenStream(answer)
 
     def _new_answer(
         self,
@@ -198,7 +197,7 @@ class FleetEngine:
             plan=plan,
             tenant=tenant if cache_salt is not None else None,
         )
-        return FleetAnswer(number, request, chain)
+        return FleetAnswer(number, request, chain, partial(self._end_in, asyncio.get_running_loop()))
 
     def _end_in(self, loop: asyncio.AbstractEventLoop, answer: Answer, reason: EarlyEnd) -> None:
         """`_end`, from any thread: a stream that is dropped may be collected in another one."""

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from ...errors import QueueFullError
-from ...request import EarlyEnd, RequestResult, SamplingParams
+from ...request import RequestResult, SamplingParams
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from .arguments import Prompt, Salt
@@ -212,23 +212,24 @@ class AsyncEngine:
         num_waiting = sum(self._num_unfinished()) - self._engine.config.max_requests
         if num_waiting >= self._max_waiting:
             raise QueueFullError(num_waiting, self._max_waiting)
-        answer = Answer(self._forget)
+        answer = Answer(self._forget, thread.post_cancel)
         self._open.add(answer)
         self._none_open.clear()
-        open_stream = partial(
-            _open_stream,
-            prompt=prompt,
-            sampling_params=sampling_params,
-            cache_salt=cache_salt,
-            checkpoint_plan=checkpoint_plan,
-        )
-        assert self._loop is not None
-        reply: asyncio.Future[None] = self._loop.create_future()
+
+        def add() -> None:
+            thread.add(
+                answer,
+                self._engine.stream(
+                    prompt, sampling_params, cache_salt=cache_salt, checkpoint_plan=checkpoint_plan
+                ),
+            )
+
+        reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             self._num_sent += 1
-            thread.post(Message(partial(thread.add, answer, open_stream), reply, is_request=True))
+            thread.post(Message(add, reply, is_request=True))
             await reply
-            return AsyncStream(answer, self._loop, self._end)
+            return TokenStream(answer)
         except BaseException:
             reply.cancel()
             thread.post_cancel(answer)  # the engine may have the request by now
@@ -273,8 +274,7 @@ class AsyncEngine:
                 f"function is {shown(function)}; accepted: a function of the engine, no coroutine"
             )
         thread = self._usable("call")
-        assert self._loop is not None
-        reply: asyncio.Future[T] = self._loop.create_future()
+        reply: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         thread.post(Message(partial(thread.call, function), reply))
         return await reply
 
@@ -283,11 +283,6 @@ class AsyncEngine:
         self._open.discard(answer)
         if not self._open:
             self._none_open.set()
-
-    def _end(self, answer: Answer, reason: EarlyEnd) -> None:
-        """For streams; any thread may call this at any moment."""
-        if self._thread is not None:
-            self._thread.post_cancel(answer, reason)
 
     def _usable(self, call: str) -> EngineThread:
         """The thread; an error where `call` cannot be made."""
@@ -307,7 +302,3 @@ class AsyncEngine:
             raise RuntimeError(
                 f"{call} is called in another event loop than that in which the AsyncEngine was started"
             )
-
-
-def _open_stream(engine: DynamicInferenceEngine, **arguments: object) -> TokenStream:
-    return engine.stream(**arguments)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.hashing import PrefixHashChain, salt_bytes
 from ..contexts.cache.prefix_cache import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.request import DynamicInferenceRequest, RequestStep
+from ..contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
 from ..kernels.kernel_set import kernel_set
 from .arguments import (
     CheckedRequest,
@@ -41,7 +41,7 @@ from .engine_state import EngineState, LaunchedStep
 from .memory_poison import MemoryPoison
 from .runner import GraphBuckets, GraphRunner, Model, ModelRunner, describe_steps
 from .sampling import request_seed, sample_step
-from .streams import TokenStream
+from .streams import RequestSource, TokenStream
 
 if TYPE_CHECKING:
     from .batch_invariance import BatchInvariance
@@ -171,7 +171,7 @@ class DynamicInferenceEngine:
             self._apply("add", request)
             return request.request_id
         except BaseException:
-            self._state.abandoned.append(request.request_id)  # no caller will know the id
+            self._state.abandoned.append((request.request_id, "cancelled"))  # no caller will know the id
             raise
 
     def _checked(
@@ -319,9 +319,9 @@ class DynamicInferenceEngine:
         """Cancel the requests whose streams were dropped, and notify observers of all that have ended."""
         state = self._state
         while state.abandoned and self._may_cancel:
-            request_id = state.abandoned[0]
+            request_id, reason = state.abandoned[0]
             if request_id in state.requests:
-                self._apply("end", request_id, "cancelled")
+                self._apply("end", request_id, reason)
             state.unclaimed.pop(request_id, None)
             state.abandoned.popleft()
         state.observers.notify_ended()
@@ -506,7 +506,7 @@ class DynamicInferenceEngine:
                 line.end()
             return results
         except BaseException as error:
-            self._state.abandoned.extend(request.request_id for request in requests)
+            self._state.abandoned.extend((request.request_id, "cancelled") for request in requests)
             self._note_interrupt(error)
             raise
         finally:
@@ -524,7 +524,7 @@ class DynamicInferenceEngine:
         *,
         cache_salt: Salt = None,
         checkpoint_plan: CheckpointPlan | None = None,
-    ) -> TokenStream:
+    ) -> TokenStream[GeneratedToken]:
         """Queue a prompt and return an iterator over its tokens; the arguments are those of `add_request`.
 
         Asking for a token advances all requests until this one has a token. Closing a stream before its end
@@ -537,11 +537,12 @@ class DynamicInferenceEngine:
             self._apply("add", request)
             # Ranks that make their calls themselves collect garbage at different times: there a request ends
             # only where `close` is called.
+            abandoned = self._state.abandoned
             return TokenStream(
-                request, self._advance, self._settle, self._state.abandoned, self.has_one_caller
+                RequestSource(request, self._advance, self._settle, abandoned, self.has_one_caller)
             )
         except BaseException:
-            self._state.abandoned.append(request.request_id)
+            self._state.abandoned.append((request.request_id, "cancelled"))
             raise
 
     def take_result(self, request_id: int) -> RequestResult | None:

@@ -12,7 +12,7 @@ from types import FrameType
 
 from ...cache_stats import SpeculationStats
 from ...errors import KVBlockCapacityError
-from ...request import FinishReason, RequestResult
+from ...request import EarlyEnd, FinishReason, RequestResult
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from .drafter import Drafter
@@ -89,7 +89,7 @@ class EngineState:
         reports: reports of steps that were made and not returned.
         unread: the step that was launched ahead; None without one. Dropping it loses no token, once its
             requests are queued again: they compute the token again.
-        abandoned: ids of requests to cancel at the next call; any thread may append at any moment.
+        abandoned: ids of requests to end at the next call, and why; any thread may append at any moment.
         speculation: what drafts were worth.
         num_rebuilds: how often a failed call cost all cached prefixes.
         observers: receive requests and steps.
@@ -104,7 +104,7 @@ class EngineState:
         self.unclaimed: dict[int, RequestResult] = {}
         self.reports: deque[StepReport] = deque()
         self.unread: LaunchedStep | None = None
-        self.abandoned: deque[int] = deque()
+        self.abandoned: deque[tuple[int, EarlyEnd]] = deque()
         self.scheduler = Scheduler(context, drafter)
         self.speculation = SpeculationStats()
         self.num_rebuilds = 0

@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 from ...errors import EngineDeadError, KVBlockCapacityError
 from ...request import EarlyEnd
+from ..contexts.request import GeneratedToken
 from .dynamic_engine import DynamicInferenceEngine
 from .streams import Answer, TokenStream
 
@@ -86,7 +87,7 @@ class EngineThread(Thread):
         self._num_received = 0
         # `__del__` posts, too, at any moment and in any thread: a SimpleQueue allows that, a lock does not.
         self._messages: SimpleQueue[Message] = SimpleQueue()
-        self._streams: dict[int, tuple[Answer, TokenStream]] = {}
+        self._streams: dict[int, tuple[Answer, TokenStream[GeneratedToken]]] = {}
         self._stopping = False
 
     # ---- from other threads
@@ -126,9 +127,8 @@ class EngineThread(Thread):
 
     # ---- calls that are posted
 
-    def add(self, answer: Answer, open_stream: Callable[[DynamicInferenceEngine], TokenStream]) -> None:
-        """Queue a request, whose tokens go to `answer`."""
-        stream = open_stream(self._engine)
+    def add(self, answer: Answer, stream: TokenStream[GeneratedToken]) -> None:
+        """Let the tokens of a new request go to `answer`."""
         answer.request_id = stream.request_id
         self._streams[stream.request_id] = answer, stream
 
@@ -288,8 +288,8 @@ class EngineThread(Thread):
             return
         answer, stream = entry
         try:
-            if reason != "cancelled" and stream.result is None:
-                self._engine.cancel(request_id, reason=reason)
+            if reason == "stop":
+                stream.finish()
             stream.close()
         except Exception as second:  # the engine's next call tries again
             error = error or second

@@ -8,7 +8,7 @@ from functools import partial
 
 from ...errors import MambaSlotCapacityError
 from ...inference.contexts.cache.prefix_cache import PinnedPrefix
-from ...inference.contexts.request import DynamicInferenceRequest, RequestStep
+from ...inference.contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...inference.engines.engine_observer import NewTokens
@@ -34,7 +34,7 @@ class _Prefix:
     tokens: Sequence[int]
     salt: bytes | None
     num_tokens: "asyncio.Future[int]"
-    stream: TokenStream | None = None
+    stream: TokenStream[GeneratedToken] | None = None
     pin: PinnedPrefix | None = None
 
 

@@ -75,20 +75,20 @@ def test_a_waiting_request_is_cancelled(served: Served) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_slot_is_free_within_a_step(served: Served, streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    make_step, cancel = ms.DynamicInferenceEngine.step, ms.AsyncStream.cancel
+    make_step, cancel = ms.DynamicInferenceEngine.step, ms.TokenStream.cancel
 
     def noted_step(engine: ms.DynamicInferenceEngine) -> ms.StepReport:
         events.append(f"a step of {engine.stats().num_running}")
         return make_step(engine)
 
-    def noted_cancel(stream: ms.AsyncStream) -> None:
+    def noted_cancel(stream: ms.TokenStream[tuple[ms.GeneratedToken, ...]]) -> None:
         events.append("cancelled")
         cancel(stream)
 
     client = connect(served, LONG | {"stream": streams})
     wait_for(served, running=1)
     monkeypatch.setattr(ms.DynamicInferenceEngine, "step", noted_step)
-    monkeypatch.setattr(ms.AsyncStream, "cancel", noted_cancel)
+    monkeypatch.setattr(ms.TokenStream, "cancel", noted_cancel)
     client.close()
     wait_for(served, running=0)
     after = events[events.index("cancelled") :]

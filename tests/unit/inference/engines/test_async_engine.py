@@ -17,6 +17,7 @@ from unittest.mock import patch
 import mambaslots as ms
 import pytest
 from mambaslots.inference.engines import async_engine, engine_thread
+from mambaslots.inference.engines.streams import AsyncStream
 from mambaslots.parallel_groups import ParallelGroups
 from oracle.gated_model import PATIENCE_S, GatedModel, raising_calls
 from oracle.serving import random_tokens, small_engine
@@ -67,7 +68,7 @@ async def at_once(server: ms.AsyncEngine, *asking: Coroutine[None, None, Any]) -
 
 async def streams_at_once(
     server: ms.AsyncEngine, prompts: list[list[int]], params: ms.SamplingParams = PARAMS
-) -> list[ms.AsyncStream]:
+) -> list[AsyncStream]:
     tasks = await at_once(server, *(server.stream(prompt, params) for prompt in prompts))
     return [await task for task in tasks]
 
@@ -76,7 +77,7 @@ async def entered(gate: GatedModel) -> None:
     await asyncio.to_thread(gate.wait_for_forward)
 
 
-async def tokens_of(stream: ms.AsyncStream) -> list[int]:
+async def tokens_of(stream: AsyncStream) -> list[int]:
     return [one.token async for some in stream for one in some]
 
 
@@ -509,7 +510,7 @@ def test_a_thread_that_cannot_start_leaves_the_engine_to_others() -> None:
     assert_nothing_left(engine)
 
 
-async def assert_dead(server: ms.AsyncEngine, stream: ms.AsyncStream, failure: type[BaseException]) -> None:
+async def assert_dead(server: ms.AsyncEngine, stream: AsyncStream, failure: type[BaseException]) -> None:
     with pytest.raises(ms.EngineDeadError) as raised:
         await tokens_of(stream)
     assert isinstance(raised.value.__cause__, failure)

@@ -19,7 +19,7 @@ def parts_of(
     results = []
     for cut in [*cuts, None]:
         stream = engine.stream([*prompt, *given], replace(params, num_generated=len(given)))
-        while cut is None or stream._request.num_generated < cut:
+        while cut is None or stream._source.request.num_generated < cut:
             if next(stream, None) is None:
                 break
         stream.close()
@@ -80,7 +80,7 @@ def test_a_part_resumes_from_states_in_the_answer() -> None:
     assert rest.tokens == whole.tokens[20:]
     assert rest.num_resumed_tokens == 16  # of the prompt; the state lies behind it
     assert engine.stats().cache.num_recomputed_tokens == 0
-    assert len(engine.stream(sequence, replace(params, num_generated=20))._request.prompt_tokens) == 16
+    assert len(engine.stream(sequence, replace(params, num_generated=20))._source.request.prompt_tokens) == 16
 
 
 @pytest.mark.parametrize("fails_at", [1, 3])

@@ -3,10 +3,11 @@
 import asyncio
 import gc
 from collections import deque
+from typing import Literal
 
 import mambaslots as ms
 import pytest
-from mambaslots.inference.engines.streams import TokenStream
+from mambaslots.inference.engines.streams import RequestSource
 from oracle.serving import random_tokens, small_engine
 
 PROMPTS = [random_tokens(20, seed=1), random_tokens(33, seed=2)]
@@ -175,7 +176,7 @@ def test_other_tasks_run_between_the_tokens_of_an_async_stream() -> None:
 def test_an_async_stream_left_early_cancels_its_request() -> None:
     engine = small_engine()
 
-    async def first_token() -> ms.TokenStream:
+    async def first_token() -> ms.TokenStream[ms.GeneratedToken]:
         with engine.stream(PROMPTS[0], PARAMS) as stream:
             async for _ in stream:
                 break
@@ -237,18 +238,15 @@ def test_letting_go_of_a_stream_of_a_split_model_cancels_nothing_and_closing_doe
 
 @pytest.mark.parametrize("cancels", [True, False])
 def test_a_dropped_stream_cancels_only_where_it_may(cancels: bool) -> None:
-    engine, abandoned = small_engine(), deque[int]()
+    engine, abandoned = small_engine(), deque[tuple[int, Literal["cancelled", "stop"]]]()
     request_id = engine.add_request(PROMPTS[0], PARAMS)
-    stream = TokenStream(
-        engine._state.requests[request_id],
-        lambda: None,
-        lambda: None,
-        abandoned,
-        cancels_when_dropped=cancels,
+    request = engine._state.requests[request_id]
+    stream = ms.TokenStream[ms.GeneratedToken](
+        RequestSource(request, lambda: None, lambda: None, abandoned, cancels_when_dropped=cancels)
     )
     del stream
     gc.collect()
-    assert list(abandoned) == [request_id] * cancels
+    assert list(abandoned) == [(request_id, "cancelled")] * cancels
 
 
 def test_a_stream_ends_when_its_engine_is_reset() -> None:
@@ -263,7 +261,7 @@ def test_a_stream_ends_when_its_engine_is_reset() -> None:
     assert len(stream.result.tokens) == 1
     assert (stream.finish_reason, other.finish_reason) == ("reset", "reset")
 
-    async def token_of(waiting: ms.TokenStream) -> None:
+    async def token_of(waiting: ms.TokenStream[ms.GeneratedToken]) -> None:
         with pytest.raises(StopAsyncIteration):
             await anext(waiting)
 
