@@ -5,6 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from datetime import timedelta
 from typing import Any
 
@@ -67,7 +68,7 @@ async def _receive_rounds(engine: AsyncEngine, store: TCPStore, order: HandOver,
     meeting = min(deadline, time.monotonic() + _MEETING_S)
     while await _read(store, f"{order.name}-source-{number}", deadline if number else meeting) == _ROUND:
         await asyncio.to_thread(store.set, f"{order.name}-destination-{number}", _ROUND)
-        report = await engine.call(_on_all_ranks(_receive, order, min(deadline, _round_end())))
+        report = await engine.call(_on_all_ranks(_receive, astuple(order), min(deadline, _round_end())))
         num_states += report.imported.states
         if report.failure:
             break
@@ -89,7 +90,9 @@ async def serve_hand_over(engine: AsyncEngine, order: HandOver, timeout_s: float
             if await _read(store, f"{order.name}-destination-{number}", deadline) != _ROUND:
                 return
             some = keys[first : first + STATES_A_ROUND]
-            report = await engine.call(_on_all_ranks(_send, order, some, min(deadline, _round_end())))
+            report = await engine.call(
+                _on_all_ranks(_send, astuple(order), some, min(deadline, _round_end()))
+            )
             if report.failure:
                 return
             number += 1
@@ -115,7 +118,7 @@ def _round_end() -> float:
 
 async def _close(engine: AsyncEngine, order: HandOver) -> None:
     try:
-        await engine.call(_on_all_ranks(_close_channel, order))
+        await engine.call(_on_all_ranks(_close_channel, order.name))
     except Exception as error:
         logger.warning("mambaslots: the channel of hand-over %s was not closed: %s", order.name, error)
 
@@ -133,24 +136,29 @@ def _on_all_ranks(function: Callable[..., Any], *arguments: Any) -> Callable[[Dy
     return call
 
 
-def _channel_of(engine: DynamicInferenceEngine, order: HandOver, side: Any) -> TransferChannel:
+Order = Sequence[str | int]
+"""The fields of a `HandOver`: ranks get plain values."""
+
+
+def _channel_of(engine: DynamicInferenceEngine, fields: Order, side: Any) -> TransferChannel:
+    order = HandOver(*fields)  # type: ignore[arg-type]
     if order.name not in _channels:
         store = TCPStore(order.host, order.port, is_master=False, timeout=timedelta(seconds=_MEETING_S))
         _channels[order.name] = TransferChannel(engine, store, order.name, side)
     return _channels[order.name]
 
 
-def _send(engine: DynamicInferenceEngine, order: HandOver, keys: Sequence[int], deadline: float) -> Any:
+def _send(engine: DynamicInferenceEngine, order: Order, keys: Sequence[int], deadline: float) -> Any:
     channel = _channel_of(engine, order, "source")
     return channel.send(list(keys), states="deepest", timeout_s=_left(deadline))
 
 
-def _receive(engine: DynamicInferenceEngine, order: HandOver, deadline: float) -> Any:
+def _receive(engine: DynamicInferenceEngine, order: Order, deadline: float) -> Any:
     return _channel_of(engine, order, "destination").receive(timeout_s=_left(deadline))
 
 
-def _close_channel(engine: DynamicInferenceEngine, order: HandOver) -> None:
-    channel = _channels.pop(order.name, None)
+def _close_channel(engine: DynamicInferenceEngine, name: str) -> None:
+    channel = _channels.pop(name, None)
     if channel is not None:
         channel.close()
 

@@ -14,8 +14,11 @@ import zmq.asyncio
 
 SILENCE_S = 10.0
 """A peer that answers no heartbeat for so long is lost."""
+MAX_BYTES = 1 << 30
+"""A peer that sends a larger message is lost."""
 _LINGER_MS = 1000
 _POLL_S = 0.1
+_LAST_MESSAGES_MS = 50
 
 Frames = list[zmq.Frame]
 
@@ -53,13 +56,27 @@ class Address(msgspec.Struct, frozen=True):
 class _End:
     """One end of connections; one thread at a time uses it."""
 
-    def __init__(self, kind: int, messages: Any, silence_s: float) -> None:
-        self._socket = _context().socket(kind)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(silence_s * 250)))
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(silence_s * 1000)))
+    def __init__(self, kind: int, messages: Any, silence_s: float, max_bytes: int, max_queued: int) -> None:
+        self._kind, self._silence_s, self._max_bytes, self._max_queued = (
+            kind,
+            silence_s,
+            max_bytes,
+            max_queued,
+        )
+        self._socket = self._new_socket()
         self._async: zmq.asyncio.Socket | None = None
         self._decoder = msgspec.msgpack.Decoder(messages)
+
+    def _new_socket(self) -> "zmq.Socket[bytes]":
+        new = _context().socket(self._kind)
+        new.setsockopt(zmq.LINGER, _LINGER_MS)
+        new.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(self._silence_s * 250)))
+        new.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(self._silence_s * 1000)))
+        new.setsockopt(zmq.MAXMSGSIZE, self._max_bytes)
+        new.setsockopt(zmq.SNDHWM, self._max_queued)
+        new.setsockopt(zmq.RCVHWM, self._max_queued)
+        new.curve_publickey, new.curve_secretkey = self._keys = zmq.curve_keypair()
+        return new
 
     def close(self) -> None:
         """End all connections, once messages on their way have left (1 s at most); a second call does
@@ -97,24 +114,35 @@ class Listener(_End):
         address: what a peer needs to connect.
     """
 
-    def __init__(self, messages: Any, *, hosts: tuple[str, ...] = (), silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self,
+        messages: Any,
+        *,
+        hosts: tuple[str, ...] = (),
+        silence_s: float = SILENCE_S,
+        max_bytes: int = MAX_BYTES,
+        max_queued: int = 1000,
+    ) -> None:
         """
         Args:
             messages: the struct, or union of tagged structs, that peers send.
             hosts: this machine's addresses; the listener binds the first. None: listens on all.
             silence_s: a peer that answers no heartbeat for so long is lost.
+            max_bytes: a peer that sends a larger message is lost.
+            max_queued: messages that wait for one peer; `send` raises for more. 0: any number.
+
+        Raises:
+            OSError: it cannot listen there.
         """
-        super().__init__(zmq.ROUTER, messages, silence_s)
-        public, secret = zmq.curve_keypair()
+        super().__init__(zmq.ROUTER, messages, silence_s, max_bytes, max_queued)
         self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             port = self._socket.bind_to_random_port(f"tcp://{hosts[0] if hosts else '*'}")
         except zmq.ZMQError as error:
             self.close()
             raise OSError(f"cannot listen on {hosts[0] if hosts else 'any address'}: {error}") from error
-        self.address = Address(hosts or tuple(own_addresses()), port, public.decode())
+        self.address = Address(hosts or tuple(own_addresses()), port, self._keys[0].decode())
         self._invalid: set[bytes] = set()
 
     def receive(self, timeout_s: float) -> tuple[bytes, Any, memoryview | None] | None:
@@ -141,10 +169,13 @@ class Listener(_End):
             return None
 
     def send(self, peer: bytes, message: msgspec.Struct, payload: Any = None) -> None:
-        """Send a message, and bytes with it; PeerLostError for a peer that is gone."""
+        """Send a message, and bytes with it; PeerLostError for a peer that is gone, or reads nothing."""
         encoded = msgspec.msgpack.encode(message)
+        frames = [peer, encoded] if payload is None else [peer, encoded, payload]
         try:
-            self._socket.send_multipart([peer, encoded] if payload is None else [peer, encoded, payload])
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise PeerLostError("it does not read what it is sent") from error
         except zmq.ZMQError as error:
             raise PeerLostError("its connection is closed") from error
 
@@ -152,6 +183,8 @@ class Listener(_End):
         """Whether a peer is there, and has sent valid messages only."""
         try:
             self._socket.send_multipart([peer, b""], zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # it is there, and reads slowly
         except zmq.ZMQError:
             return False
         return peer not in self._invalid
@@ -166,8 +199,9 @@ class Link(_End):
         messages: Any,
         timeout_s: float,
         *,
-        name: bytes = b"",
         silence_s: float = SILENCE_S,
+        max_bytes: int = MAX_BYTES,
+        max_queued: int = 1000,
     ) -> None:
         """Blocks until connected.
 
@@ -175,30 +209,20 @@ class Link(_End):
             address: of the listener.
             messages: the struct, or union of tagged structs, that the listener sends.
             timeout_s: seconds to connect.
-            name: the name of this peer at the listener; empty for a random one.
-            silence_s: a listener that answers no heartbeat for so long is lost.
+            silence_s, max_bytes, max_queued: as for `Listener`.
 
         Raises:
             PeerLostError: no listener that has this key accepts at the address in time.
         """
-        super().__init__(zmq.DEALER, messages, silence_s)
-        public, secret = zmq.curve_keypair()
-        self._socket.curve_serverkey = address.key.encode()
-        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
-        self._socket.setsockopt(zmq.IDENTITY, name or os.urandom(16).replace(b"\0", b"\1"))
-        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost listener stays lost
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no connection: sends fail
-        self._looked = 0.0
+        super().__init__(zmq.DEALER, messages, silence_s, max_bytes, max_queued)
         failures: list[str] = []
         deadline = time.monotonic() + timeout_s
         for host in dict.fromkeys(address.hosts):
-            remaining_s = max(0.001, deadline - time.monotonic())
             try:
-                socket.create_connection((host, address.port), remaining_s).close()
-                self._socket.connect(f"tcp://{host}:{address.port}")
-                self._socket.setsockopt(zmq.SNDTIMEO, max(1, int(1000 * (deadline - time.monotonic()))))
-                self._socket.send(b"")
+                self._connect(host, address, deadline)
             except (OSError, ValueError, zmq.ZMQError) as error:
+                self.close()
+                self._socket = self._new_socket()
                 failures.append(
                     f"{host}: {'another process listens there' if isinstance(error, zmq.Again) else error}"
                 )
@@ -207,6 +231,31 @@ class Link(_End):
         self.close()
         raise PeerLostError(f"it cannot be reached at port {address.port} ({'; '.join(failures)})")
 
+    def _new_socket(self) -> "zmq.Socket[bytes]":
+        new = super()._new_socket()
+        new.setsockopt(zmq.IDENTITY, os.urandom(16).replace(b"\0", b"\1"))
+        new.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost listener stays lost
+        new.setsockopt(zmq.IMMEDIATE, 1)  # no connection: sends fail
+        self._ends = new.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        for one in (new, self._ends):
+            self._poller.register(one, zmq.POLLIN)
+        return new
+
+    def _connect(self, host: str, address: Address, deadline: float) -> None:
+        self._socket.curve_serverkey = address.key.encode()
+        socket.create_connection((host, address.port), max(0.001, deadline - time.monotonic())).close()
+        self._socket.connect(f"tcp://{host}:{address.port}")
+        self._socket.setsockopt(zmq.SNDTIMEO, max(1, int(1000 * (deadline - time.monotonic()))))
+        self._socket.send(b"")  # once the handshake is made
+
+    def close(self) -> None:
+        """As of a `Listener`."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._ends.close()
+        super().close()
+
     def receive(self, timeout_s: float) -> tuple[Any, memoryview | None] | None:
         """(Message, payload) of the next message; None if none comes in time.
 
@@ -214,34 +263,30 @@ class Link(_End):
             PeerLostError: the listener is gone and all its messages were received, or one is invalid.
         """
         deadline = time.monotonic() + timeout_s
-        while True:
-            remaining_s = deadline - time.monotonic()
-            frames = self._received(min(_POLL_S, remaining_s))
-            if frames is not None and len(frames[0].buffer):
-                return self._decoded(frames)
+        while self._poller.poll(round(1000 * max(0.0, deadline - time.monotonic()))):
+            frames = self._received(0.0)
             if frames is None:
                 self._check()
-                if remaining_s <= _POLL_S:
-                    return None
+            elif len(frames[0].buffer):
+                return self._decoded(frames)
+        return None
 
     def _check(self) -> None:
-        """PeerLostError where the listener is gone and nothing is left to receive; looks every `_POLL_S`."""
-        if time.monotonic() - self._looked >= _POLL_S:
-            if not self.is_connected() and not self._socket.poll(0):
-                raise PeerLostError("its connection is closed")
-            self._looked = time.monotonic()
+        """PeerLostError where the listener is gone and nothing is left to receive."""
+        if not self.is_connected() and not self._socket.poll(_LAST_MESSAGES_MS):
+            raise PeerLostError("its connection is closed")
 
     async def receive_async(self) -> tuple[Any, memoryview | None]:
         """As `receive`, in an event loop, without a limit."""
         while True:
             frames = await self._received_async(_POLL_S)
-            if frames is not None and len(frames[0].buffer):
-                return self._decoded(frames)
             if frames is None:
                 self._check()
+            elif len(frames[0].buffer):
+                return self._decoded(frames)
 
     def send(self, message: msgspec.Struct, payload: Any = None) -> None:
-        """Send a message, and bytes with it; PeerLostError where the listener is gone."""
+        """Send a message, and bytes with it; PeerLostError where the listener is gone, or reads nothing."""
         encoded = msgspec.msgpack.encode(message)
         try:
             self._socket.send_multipart([encoded] if payload is None else [encoded, payload], zmq.NOBLOCK)
@@ -250,11 +295,7 @@ class Link(_End):
 
     def is_connected(self) -> bool:
         """Whether the listener is there."""
-        try:
-            self._socket.send(b"", zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        return True
+        return not self._ends.poll(0)
 
 
 @cache

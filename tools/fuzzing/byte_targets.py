@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fuzzing.events import Channel, Events
 from fuzzing.http import Http
-from fuzzing.messages import Clients, FleetRequests, Greetings, Sessions
+from fuzzing.messages import Answers, Clients, FleetRequests, Sessions
 from fuzzing.prefixes import ImportedBytes, LoadedFolders, Tiers
 from fuzzing.target import Target
 
@@ -18,7 +18,7 @@ MAKERS: dict[str, Callable[[Path], Target]] = {
     "state channel": lambda folder: Channel(),
     "prefill questions": lambda folder: Sessions(),
     "prefill answers": lambda folder: Clients(),
-    "lockstep connections": lambda folder: Greetings(),
+    "lockstep connections": lambda folder: Answers(),
     "fleet requests": lambda folder: FleetRequests(),
     "HTTP": lambda folder: Http(has_keys=False),
     "HTTP with keys": lambda folder: Http(has_keys=True),

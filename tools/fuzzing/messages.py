@@ -5,11 +5,7 @@ Each connection ends in a documented way, whatever the other side sends, and hol
 """
 
 import asyncio
-import hmac
 import json
-import socket
-import struct
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,12 +13,14 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 from fuzzing.engines import OWN, SENT, WarmEngine, quiet
-from fuzzing.target import ACCEPTED, HUGE, REFUSED, any_json, any_value, damaged_bytes, damaged_json
+from fuzzing.target import ACCEPTED, REFUSED, any_json, any_value, damaged_bytes, damaged_json
 from mambaslots.errors import KVBlockCapacityError, QueueFullError
 from mambaslots.fleet.answers import EngineRequest, ReplicaLostError, answer_parts
 from mambaslots.inference.engines.async_engine import AsyncEngine
-from mambaslots.net.lockstep.connection import Connection, Listener
+from mambaslots.net.channel import Link, Listener
+from mambaslots.net.lockstep.following import Failure, Hello, Outcome
 from mambaslots.net.prefill_decode.message_stream import MAX_LINE_BYTES, MessageStream, PeerLostError
 from mambaslots.net.prefill_decode.prefill_client import PrefillClient, RemotePrefill
 from mambaslots.net.prefill_decode.prefill_session import PrefillSession, PromptRoom
@@ -184,27 +182,28 @@ class Clients:
         return ACCEPTED if not any(answer.failure for answer in answers) else REFUSED
 
 
-class Greetings:
-    """What connects to the leading rank of a split model, and what it sends then.
-
-    Messages of a rank that has proved itself are pickles of a rank of the same replica; their frames alone
-    are damaged here.
-    """
+class Answers:
+    """What a process sends that may connect to the leading rank of a split model."""
 
     name = "lockstep connections"
-    documented: tuple[type[BaseException], ...] = (ConnectionError,)
+    documented: tuple[type[BaseException], ...] = ()
+
+    def __init__(self) -> None:
+        self._good = [
+            Hello(1),
+            Outcome(),
+            Outcome("ValueError", "so", True),
+            Failure("ended with KeyError()"),
+        ]
 
     def draw(self, random: Random) -> tuple[str, bytes]:
-        kind = random.choice(["greeting", "greeting", "frames", "good greeting", "good frames"])
-        if kind == "greeting":
-            return kind, random.randbytes(random.choice((0, 1, 35, 36, 67, 68, 69, 500)))
-        if kind == "good greeting":
-            return kind, random.randbytes(36)
-        body = random.randbytes(random.choice((0, 1, 100)))
-        length = len(body)
-        if kind == "frames":
-            length = random.choice([length + 1, *(number for number in HUGE if number < 2**64), 2**64 - 1])
-        return kind, struct.pack("!Q", length) + body
+        data = msgspec.msgpack.encode(random.choice(self._good))
+        kind = random.choice(("good", "damaged", "damaged", "any"))
+        if kind == "damaged":
+            data = damaged_bytes(random, data)
+        elif kind == "any":
+            data = random.randbytes(random.choice((1, 2, 35, 500)))
+        return kind, data
 
     def size_of(self, drawn: object) -> int:
         assert isinstance(drawn, tuple)
@@ -214,52 +213,16 @@ class Greetings:
     def feed(self, drawn: object) -> str:
         assert isinstance(drawn, tuple)
         kind, data = drawn
-        listening, connecting = socket.socketpair() if "greeting" in kind else _tcp_pair()
+        listener = Listener(Hello | Outcome | Failure, hosts=("127.0.0.1",))
+        link = Link(listener.address, Hello, _WAIT_S)
         try:
-            return self._greeted(kind, data, listening, connecting)
+            link._socket.send(data or b"\0")
+            received = listener.receive(_WAIT_S if kind == "good" else 0.05)
+            assert received is not None or kind != "good"
+            return REFUSED if received is None else ACCEPTED
         finally:
-            listening.close()
-            connecting.close()
-
-    def _greeted(self, kind: str, data: bytes, own: socket.socket, peer: socket.socket) -> str:
-        if "frames" in kind:
-            peer.sendall(data)
-            peer.shutdown(socket.SHUT_WR)
-            try:
-                message = Connection(own).receive()
-            except ConnectionError:
-                if kind != "frames":
-                    raise
-                return REFUSED
-            assert message == data[8:] or kind == "frames"
-            return ACCEPTED
-        listener = Listener(alone_on_host=True)
-
-        def speak() -> None:
-            nonce = peer.recv(32)
-            sent = data
-            if kind == "good greeting":
-                sent += hmac.digest(listener.point.key, b"follower" + nonce + data, "sha256")
-            peer.sendall(sent)
-            peer.shutdown(socket.SHUT_WR)
-
-        speaker = threading.Thread(target=speak, daemon=True)
-        speaker.start()
-        rank = listener._greeted(own, _WAIT_S)
-        listener.close()
-        speaker.join()
-        if kind == "greeting":
-            assert rank == -1, "a stranger is taken for a rank"
-            return REFUSED
-        assert rank == struct.unpack_from("!I", data)[0]
-        return ACCEPTED
-
-
-def _tcp_pair() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a connection over loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        peer = socket.create_connection(server.getsockname())
-        return server.accept()[0], peer
+            link.close()
+            listener.close()
 
 
 class FleetRequests:

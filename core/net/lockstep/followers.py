@@ -1,18 +1,22 @@
-"""The leading rank's view of the ranks that follow: what they were told, and how far each has come."""
+"""The leading rank's view of the ranks that follow: which calls were sent, and how each rank made them."""
 
 import time
-from collections import deque
-from collections.abc import Mapping
 
+import msgspec
+import torch
+
+from ...parallel_groups import ParallelGroups
+from ..all_ranks import AllRanks, Notes
+from ..channel import Listener, PeerLostError, host_name
 from ..heartbeat import RankDiedError
-from .connection import Connection
-from .messages import LEFT, Outcome, read_outcome
+from .following import PROTOCOL_VERSION, Close, Failure, Hello, Outcome
 
-_LEAVING_S = 5.0
+_CLOSING_S = 5.0
+_LOOK_S = 0.1
 
 
 class Followers:
-    """The connections to all followers, and what each of them answered to the calls that it was told of.
+    """The connections to all followers, and what each of them answered.
 
     Every rank has an outcome for each call: what it raised. A call whose outcome is not the same on all ranks
     has been made by some of them alone.
@@ -22,52 +26,66 @@ class Followers:
         any_broken: whether the engine of a rank is broken, as far as answers tell.
     """
 
-    def __init__(self, connections: Mapping[int, Connection], timeout_s: float) -> None:
-        """
-        Args:
-            connections: rank -> connection.
-            timeout_s: how long a rank may take to a call's end once the leading rank is there.
-        """
-        self._connections = dict(connections)
-        self._timeout_s = timeout_s
-        self._own: dict[int, deque[Outcome]] = {rank: deque() for rank in connections}
-        self._theirs: dict[int, deque[Outcome]] = {rank: deque() for rank in connections}
-        self._num_open = dict.fromkeys(connections, 0)
-        self.lost: dict[int, str] = {}
-        self.any_broken = False
+    def __init__(self, groups: ParallelGroups, device: torch.device, timeout_s: float) -> None:
+        """Wait on rank 0 until all other ranks of the model are in `follow`.
 
-    def tell(self, message: bytes) -> None:
-        """Tell all ranks of a call.
+        Args:
+            groups, device: of the model.
+            timeout_s: how long a rank may take to follow, and to a call's end once rank 0 is there.
 
         Raises:
-            RankDiedError: a rank is lost.
+            RankDiedError: a rank did not connect in time.
+            RuntimeError: this rank cannot listen, or a rank has another protocol.
         """
-        self.read()  # who died while nothing was called
+        is_one_host = len(set(groups.gather(host_name(), device))) == 1
+
+        def listen(notes: Notes) -> Listener:
+            notes["protocol"] = PROTOCOL_VERSION
+            hosts = ("127.0.0.1",) if is_one_host else ()
+            listener = Listener(Hello | Outcome | Failure, hosts=hosts, max_queued=0)
+            notes["address"] = listener.address.to_bytes()
+            return listener
+
+        self._listener = AllRanks(groups, device).attempt(listen, same=["protocol"]).result(RuntimeError)
+        self._timeout_s = timeout_s
+        self._ranks: dict[bytes, int] = {}  # connection -> rank
+        self._num_open = dict.fromkeys(range(1, groups.size), 0)  # rank -> calls without an answer
+        self._own: list[Outcome] = []
+        self._theirs: dict[int, list[Outcome]] = {rank: [] for rank in range(1, groups.size)}
+        self.lost: dict[int, str] = {}
+        self.any_broken = False
+        self._accept()
+
+    def _accept(self) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while missing := self._theirs.keys() - self._ranks.values():
+            received = self._listener.receive(max(0.0, deadline - time.monotonic()))
+            if received is None:
+                self._listener.close()
+                raise RankDiedError(dict.fromkeys(missing, f"did not follow within {self._timeout_s:g} s"))
+            peer, message, _ = received
+            if isinstance(message, Hello) and message.rank in missing:
+                self._ranks[peer] = message.rank
+
+    def send(self, call: msgspec.Struct) -> None:
+        """Send a call to all ranks; RankDiedError where one is lost."""
+        while self._take(0.0):  # who ended while nothing was called
+            pass
         self.check_lives()
-        for rank, connection in self._connections.items():
-            try:
-                connection.send(message)
-            except ConnectionError as error:
-                self._lose(rank, error)
+        for peer, rank in self._ranks.items():
             self._num_open[rank] += 1
+            try:
+                self._listener.send(peer, call)
+            except PeerLostError as error:
+                self._lose(rank, error)
         self.check_lives()
 
     def note_own(self, outcome: Outcome) -> None:
         """Note how the last call ended on the leading rank."""
-        for outcomes in self._own.values():
-            outcomes.append(outcome)
+        self._own.append(outcome)
 
-    def read(self) -> None:
-        """Read what has been answered; waits for nothing. `lost` then has who is gone."""
-        for rank, connection in self._connections.items():
-            while rank not in self.lost and connection.is_readable():
-                self._read_one(rank)
-
-    def await_all(self) -> list[str]:
-        """Wait until each rank has come to the end of all calls.
-
-        Returns:
-            How ranks and the leading rank differ, a text for each; empty where all are alike.
+    def differences(self) -> list[str]:
+        """Wait until each rank has made all calls; how ranks and rank 0 differ, a text for each.
 
         Raises:
             RankDiedError: a rank is lost.
@@ -75,53 +93,50 @@ class Followers:
         """
         self.await_answers(self._timeout_s)
         self.check_lives()
-        behind = [rank for rank, number in self._num_open.items() if number]
-        if behind:
-            raise TimeoutError(f"ranks {behind} have not come to the end of a call in {self._timeout_s:g} s")
-        return self.differences()
+        if missing := [rank for rank, number in self._num_open.items() if number]:
+            raise TimeoutError(f"ranks {missing} have not come to the end of a call in {self._timeout_s:g} s")
+        texts = [
+            f"rank {rank} {answered}, and rank 0 {expected}"
+            for rank, theirs in self._theirs.items()
+            for answered, expected in zip(theirs, self._own, strict=False)
+            if answered.kind != expected.kind or answered.broken
+        ]
+        self._own.clear()
+        for theirs in self._theirs.values():
+            theirs.clear()
+        return texts
 
-    def await_answers(self, timeout_s: float | None) -> None:
-        """Wait until each rank has come to the end of all calls or is lost, at most `timeout_s`."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for rank, connection in self._connections.items():
-            while self._num_open[rank] and rank not in self.lost:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                if not connection.is_readable(left):
+    def await_answers(self, timeout_s: float) -> None:
+        """Wait until each rank has made all calls or is lost, at most `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while any(number for rank, number in self._num_open.items() if rank not in self.lost):
+            remaining_s = deadline - time.monotonic()
+            if not self._take(max(0.0, min(_LOOK_S, remaining_s))):
+                self._look()
+                if remaining_s <= 0:
                     return
-                self._read_one(rank)
 
-    def forget(self) -> None:
-        """Forget what ranks answered to calls that have ended: a reset makes all alike."""
-        for outcomes in (*self._own.values(), *self._theirs.values()):
-            outcomes.clear()
-        self.any_broken = False
+    def _take(self, timeout_s: float) -> bool:
+        """Receive a message; False if none comes in time."""
+        received = self._listener.receive(timeout_s)
+        if received is None:
+            return False
+        peer, message, _ = received
+        rank = self._ranks.get(peer)
+        if rank is not None and isinstance(message, Outcome):
+            self._num_open[rank] -= 1
+            self.any_broken |= message.broken
+            self._theirs[rank].append(message)
+        elif rank is not None and isinstance(message, Failure):
+            self.lost.setdefault(rank, message.reason)
+        return True
 
-    def _read_one(self, rank: int) -> None:
-        try:
-            message = self._connections[rank].receive()
-        except ConnectionError as error:
-            self._lose(rank, error)
-            return
-        if message[:1] == LEFT:
-            self.lost[rank] = message[1:].decode(errors="replace")
-            return
-        self._num_open[rank] -= 1
-        outcome = read_outcome(message)
-        self.any_broken |= outcome.broken
-        self._theirs[rank].append(outcome)
+    def _look(self) -> None:
+        for peer, rank in self._ranks.items():
+            if rank not in self.lost and not self._listener.is_connected(peer) and not self._take(0.0):
+                self._lose(rank, PeerLostError("its connection is closed"))
 
-    def differences(self) -> list[str]:
-        """How calls ended otherwise on a rank than on rank 0, a text for each; each is told once."""
-        found = []
-        for rank, theirs in self._theirs.items():
-            own = self._own[rank]
-            while theirs and own:
-                answered, expected = theirs.popleft(), own.popleft()
-                if answered.kind != expected.kind or answered.broken:
-                    found.append(f"rank {rank} {answered}, and rank 0 {expected}")
-        return found
-
-    def _lose(self, rank: int, error: ConnectionError) -> None:
+    def _lose(self, rank: int, error: PeerLostError) -> None:
         self.lost.setdefault(rank, f"died, or left: {error}")
 
     def check_lives(self) -> None:
@@ -129,20 +144,16 @@ class Followers:
         if self.lost:
             raise RankDiedError(self.lost)
 
-    def close(self, message: bytes) -> None:
-        """Send a last message, and close the connections once all ranks have read it; waits 5 s at most.
-
-        A connection that is closed before may lose the message.
-        """
-        deadline = time.monotonic() + _LEAVING_S
-        self.await_answers(_LEAVING_S)
-        for rank, connection in self._connections.items():
+    def close(self) -> None:
+        """Let all ranks return from `follow`; waits 5 s at most until they have."""
+        deadline = time.monotonic() + _CLOSING_S
+        self.await_answers(_CLOSING_S)
+        for peer, rank in self._ranks.items():
             try:
-                if rank not in self.lost:
-                    connection.send(message)
-            except ConnectionError as error:
+                self._listener.send(peer, Close())
+            except PeerLostError as error:
                 self._lose(rank, error)
-        for rank, connection in self._connections.items():
-            while rank not in self.lost and connection.is_readable(max(0.0, deadline - time.monotonic())):
-                self._read_one(rank)
-            connection.close()
+        while self._theirs.keys() - self.lost.keys() and time.monotonic() < deadline:
+            if not self._take(0.01):
+                self._look()
+        self._listener.close()

@@ -1,36 +1,316 @@
-"""The ranks of a split model that make what rank 0 calls."""
+"""The ranks of a split model that make what rank 0 calls, and the messages that carry the calls.
 
-import pickle
+Besides `LeadingEngine`, this is the one file outside `inference/engines/` that reaches into an engine.
+"""
+
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from typing import Any
+from importlib import import_module
+from itertools import count
+from operator import attrgetter
+from typing import Any, get_args
 
+import msgspec
+
+from ...inference.contexts.cache.checkpoint_plan import CheckpointPlan
+from ...inference.contexts.cache.hashing import PrefixHashChain
+from ...inference.contexts.request import DynamicInferenceRequest
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...validation import instance
+from ...request import FinishReason, SamplingParams
+from ...validation import instance, shown
+from ..all_ranks import AllRanks
+from ..channel import Address, Link, PeerLostError, host_name
 from ..heartbeat import Heartbeat, RankDiedError, StoreLostError
-from .connection import Connection
-from .followed_calls import FollowedCalls
-from .meeting import meet_leader
-from .messages import CLOSE, Outcome, left_message, outcome_message, read_call
 
+PROTOCOL_VERSION = 1
+"""All ranks of a model have the same one."""
 _MEETING_S = 60.0
-_LOOKING_S = 0.5
+_LOOK_S = 0.5
+
+
+# ---- the calls
+
+
+class _Call(msgspec.Struct, frozen=True, array_like=True):
+    """A call of `DynamicInferenceEngine._apply`; its tag is the call's name."""
+
+    def make(self, engine: DynamicInferenceEngine) -> None:
+        """Make the call on a rank that follows.
+
+        Rank 0 has checked the arguments. No result has a reader here: each request has an owner, and no step
+        is reported.
+        """
+        name = type(self).__struct_config__.tag
+        if name != "reset":
+            engine._state.check_usable(str(name))
+        self._change(engine)
+        engine._state.observers.notify_ended()
+
+    def _change(self, engine: DynamicInferenceEngine) -> None:
+        name = type(self).__struct_config__.tag
+        getattr(engine, f"_on_{name}")(*msgspec.structs.astuple(self))
+
+
+class Plan(msgspec.Struct, frozen=True, array_like=True):
+    """A `CheckpointPlan`: "module:class", and its attributes."""
+
+    kind: str
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, plan: CheckpointPlan) -> "Plan":
+        check_plain("checkpoint_plan", tuple(vars(plan).values()))
+        return cls(named("checkpoint_plan", type(plan)), vars(plan))
+
+    def made(self) -> CheckpointPlan:
+        kind = found(self.kind)
+        plan: CheckpointPlan = kind.__new__(kind)
+        vars(plan).update(self.attributes | {"marks": tuple(self.attributes["marks"])})
+        return plan
+
+
+class Add(_Call, frozen=True, array_like=True, tag="add"):
+    """A request is queued; its salt is in `root` alone."""
+
+    request_id: int
+    prompt_tokens: list[int]
+    sampling: SamplingParams
+    plan: Plan
+    root: bytes
+    seed: int
+    next_token: int | None
+    given_tokens: list[int]
+
+    @classmethod
+    def of(cls, request: DynamicInferenceRequest) -> "Add":
+        return cls(
+            request.request_id, request.prompt_tokens, request.sampling, Plan.of(request.plan),
+            request.hashes.root, request.seed, request.next_token, request.given_tokens,
+        )  # fmt: skip
+
+    def _change(self, engine: DynamicInferenceEngine) -> None:
+        hashes = PrefixHashChain(engine.config.block_size_tokens, self.root)
+        if engine.config.enable_prefix_caching:
+            hashes.extend_to([*self.prompt_tokens, *self.given_tokens])
+        engine._on_add(
+            DynamicInferenceRequest(
+                request_id=self.request_id,
+                prompt_tokens=self.prompt_tokens,
+                sampling=self.sampling,
+                plan=self.plan.made(),
+                hashes=hashes,
+                arrival_s=time.perf_counter(),
+                seed=self.seed,
+                next_token=self.next_token,
+                given_tokens=self.given_tokens,
+                owned=True,
+            )
+        )
+
+
+class End(_Call, frozen=True, array_like=True, tag="end"):
+    """A request ends between two steps."""
+
+    request_id: int
+    reason: FinishReason
+
+
+class Step(_Call, frozen=True, array_like=True, tag="step"):
+    """A step is made."""
+
+
+class Pin(_Call, frozen=True, array_like=True, tag="pin"):
+    """The prefix of these blocks is pinned."""
+
+    root: bytes
+    blocks: list[bytes]
+
+    def _change(self, engine: DynamicInferenceEngine) -> None:
+        chain = PrefixHashChain(engine.config.block_size_tokens, self.root)
+        for content in self.blocks:
+            chain.append(content)
+        engine._on_pin(chain)
+
+
+class Unpin(_Call, frozen=True, array_like=True, tag="unpin"):
+    """The prefix with this index in `pins` is unpinned."""
+
+    index: int
+
+
+class ResetPrefixCache(_Call, frozen=True, array_like=True, tag="reset_prefix_cache"):
+    """Every cached prefix and pin is forgotten."""
+
+
+class SetWeightsVersion(_Call, frozen=True, array_like=True, tag="set_weights_version"):
+    """The weights get a name, and every cached prefix is forgotten."""
+
+    version: Any
+
+
+class Suspend(_Call, frozen=True, array_like=True, tag="suspend"):
+    """The memory of all pools is freed."""
+
+
+class Resume(_Call, frozen=True, array_like=True, tag="resume"):
+    """The pools are allocated again."""
+
+
+class Reset(_Call, frozen=True, array_like=True, tag="reset"):
+    """Everything is dropped, also where ranks differ; the fields are those of rank 0's engine."""
+
+    weights_version: Any
+    allocated: bool
+
+
+class Load(_Call, frozen=True, array_like=True, tag="load"):
+    """A function is found by its name, for `Run`."""
+
+    function: str
+
+    def make(self, engine: DynamicInferenceEngine) -> None:
+        found(self.function)
+
+
+class Run(_Call, frozen=True, array_like=True, tag="run"):
+    """A function is called. `ids`: the next ids of requests, of those with a seed and of those without."""
+
+    function: str
+    arguments: list[Any]
+    ids: tuple[int, int]
+
+    def make(self, engine: DynamicInferenceEngine) -> None:
+        state = engine._state
+        engine._new_ids, engine._ids_without_seed = count(self.ids[0]), count(self.ids[1], -1)
+        try:
+            found(self.function)(engine, *self.arguments)
+        finally:
+            for ended in (state.abandoned, state.unclaimed, state.reports):  # rank 0 has its own
+                ended.clear()
+
+
+class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
+    """No call follows."""
+
+
+Call = (
+    Add | End | Step | Pin | Unpin | ResetPrefixCache | SetWeightsVersion | Suspend | Resume | Reset
+    | Load | Run
+)  # fmt: skip
+CALLS: dict[str, Any] = {str(kind.__struct_config__.tag): kind for kind in get_args(Call)}
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """The first message of a follower."""
+
+    rank: int
+
+
+class Outcome(msgspec.Struct, frozen=True, array_like=True, tag="outcome"):
+    """How a call ended on a rank.
+
+    Attributes:
+        kind: the name of the error's class; empty where the call returned.
+        text: the error's message.
+        broken: whether the rank's engine is broken now.
+    """
+
+    kind: str = ""
+    text: str = ""
+    broken: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException | None, broken: bool = False) -> "Outcome":
+        return cls(broken=broken) if error is None else cls(type(error).__name__, str(error)[:2000], broken)
+
+    def __str__(self) -> str:
+        """A text that follows "rank 3 "."""
+        return f"raised {self.kind}: {self.text}" if self.kind else "made the call"
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
+    """The last message of a follower: what ended it."""
+
+    reason: str
+
+
+def call_of(name: str, arguments: tuple[Any, ...]) -> _Call:
+    """The message for a call of `DynamicInferenceEngine._apply`.
+
+    Raises:
+        ValueError: an argument is no plain value.
+    """
+    if name == "step":
+        return Step()
+    if name == "pin":
+        return Pin(arguments[0].root, arguments[0].tokens)
+    if name == "add":
+        return Add.of(arguments[0])
+    call: _Call = CALLS[name](*arguments)
+    if name == "set_weights_version":
+        check_plain("version", arguments)
+    return call
+
+
+def check_plain(name: str, values: tuple[Any, ...]) -> None:
+    """ValueError for values that a message does not carry as they are, but for tuples, which become lists."""
+    for value in values:
+        try:
+            is_plain = _is_plain(value) and bool(msgspec.msgpack.encode(value))
+        except (ValueError, OverflowError, RecursionError):  # of large integers, half characters, cycles
+            is_plain = False
+        if not is_plain:
+            raise ValueError(
+                f"{name} is {shown(value)}; accepted: None, bool, int, float, str, bytes, and lists and "
+                "dicts of them, because each rank gets a copy"
+            )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str, bytes)
+
+
+def named(argument: str, thing: Callable[..., Any]) -> str:
+    """ "module:name" of a function or class; ValueError for one that has none."""
+    name = f"{getattr(thing, '__module__', None)}:{getattr(thing, '__qualname__', None)}"
+    try:
+        is_found = found(name) is thing
+    except (ImportError, AttributeError):
+        is_found = False
+    if not is_found:
+        raise ValueError(
+            f"{argument} is {shown(thing)}; accepted: what other ranks can import by its name, from a module"
+        )
+    return name
+
+
+def found(name: str) -> Any:
+    """What "module:name" names."""
+    module, _, path = name.partition(":")
+    return attrgetter(path)(import_module(module))
+
+
+# ---- a rank that follows
 
 
 def follow(engine: DynamicInferenceEngine, *, heartbeat: Heartbeat | None = None) -> None:
     """Make the calls of the `LeadingEngine` on rank 0 of this split model, until it is closed.
 
     Between calls this thread sleeps, for as long as it takes; no timeout of a process group runs then. A call
-    that fails here is told to rank 0, whose next step says so; `reset` there makes both engines right again.
+    that fails here is reported to rank 0, whose next step raises that; `reset` there repairs both engines.
 
     Args:
         engine: new, of the same settings as rank 0's. Its model is the model of this rank.
-        heartbeat: also notices a rank 0 that stands still; it is not closed here. Without one, only the end
-            of its process, or of its machine, is noticed.
+        heartbeat: ends a step in which another rank stands still; it is not closed here.
 
     Raises:
         ValueError: the model is not split, this is rank 0, or the engine has requests.
-        RankDiedError: rank 0 is lost: its process has ended without `close`.
+        RankDiedError: rank 0 is lost: its process has ended without `close`, stands still, or is cut off.
     """
     instance("engine", engine, DynamicInferenceEngine)
     if heartbeat is not None:
@@ -45,63 +325,61 @@ def follow(engine: DynamicInferenceEngine, *, heartbeat: Heartbeat | None = None
         raise ValueError(
             f"engine has {engine.num_unfinished_requests} requests that have not ended; accepted: a new one"
         )
-    connection = meet_leader(groups, engine.context.spec.device, _MEETING_S)
-    calls = FollowedCalls(engine)
+    link = _meet_leader(engine)
+    engine._cancels = False  # requests end here only where rank 0 ends them
     try:
-        _Follower(connection, calls, heartbeat).follow()
+        while not isinstance(call := _next_call(link, heartbeat), Close):
+            link.send(_outcome_of(call, engine, heartbeat))
+    except PeerLostError as error:
+        raise RankDiedError({0: f"died, or left: {error}"}) from error
     except RankDiedError:
         raise
     except BaseException as error:
-        with suppress(ConnectionError):
-            connection.send(left_message(error))
+        with suppress(PeerLostError):
+            link.send(Failure(f"ended with {shown(error)[:500]}"))
         raise
     finally:
-        connection.close()
-        calls.close()
+        link.close()
+        engine._cancels = True
 
 
-class _Follower:
-    def __init__(self, connection: Connection, calls: FollowedCalls, heartbeat: Heartbeat | None) -> None:
-        self._connection = connection
-        self._calls = calls
-        self._heartbeat = heartbeat
-        self._loaded: tuple[Callable[..., object], tuple[Any, ...]] | None = None
+def _meet_leader(engine: DynamicInferenceEngine) -> Link:
+    """Connect with rank 0, which is in `meet_followers`.
 
-    def follow(self) -> None:
-        try:
-            while True:
-                name, told = read_call(self._next_message())
-                if name == CLOSE:
-                    return
-                outcome = self._made(name, told)
-                self._connection.send(outcome_message(outcome))
-        except ConnectionError as error:
-            raise RankDiedError({0: f"died, or left: {error}"}) from error
+    Raises:
+        RankDiedError: rank 0 cannot be reached.
+        RuntimeError: rank 0 cannot listen, or has another protocol.
+    """
+    spec = engine.context.spec
+    spec.groups.gather(host_name(), spec.device)
+    attempt = AllRanks(spec.groups, spec.device).attempt(
+        lambda notes: notes.update(protocol=PROTOCOL_VERSION), same=["protocol"]
+    )
+    attempt.result(RuntimeError)
+    address = Address.from_bytes(attempt.notes[0]["address"])
+    try:
+        link = Link(address, Call | Close, _MEETING_S, max_queued=0)
+        link.send(Hello(spec.groups.rank))
+    except PeerLostError as error:
+        raise RankDiedError({0: f"was lost: {error}"}) from error
+    return link
 
-    def _next_message(self) -> bytes:
-        if self._heartbeat is not None:
-            while not self._connection.is_readable(_LOOKING_S):
-                self._heartbeat.check()
-        return self._connection.receive()
 
-    def _made(self, name: str, told: tuple[Any, ...]) -> Outcome:
-        """Make a call; an error of it is for rank 0, which may have raised the same."""
-        watched = nullcontext() if self._heartbeat is None else self._heartbeat.naming_the_dead()
-        try:
-            with watched:
-                self._make(name, told)
-        except (RankDiedError, StoreLostError):
-            raise
-        except Exception as error:
-            return Outcome.of(error, self._calls.broken)
-        return Outcome.of(None, self._calls.broken)
+def _next_call(link: Link, heartbeat: Heartbeat | None) -> Any:
+    while (received := link.receive(_LOOK_S)) is None:
+        if heartbeat is not None:
+            heartbeat.check()
+    return received[0]
 
-    def _make(self, name: str, told: tuple[Any, ...]) -> None:
-        if name == "load":
-            self._loaded = pickle.loads(told[0])
-        elif name == "run":
-            assert self._loaded is not None
-            (function, arguments), self._loaded = self._loaded, None
-            self._calls.run(function, arguments, *told)
-        else:
-            getattr(self._calls, name)(*told)
+
+def _outcome_of(call: Any, engine: DynamicInferenceEngine, heartbeat: Heartbeat | None) -> Outcome:
+    """Make a call; an error of it is for rank 0, which may have raised the same."""
+    error: Exception | None = None
+    try:
+        with nullcontext() if heartbeat is None else heartbeat.naming_the_dead():
+            call.make(engine)
+    except (RankDiedError, StoreLostError):
+        raise
+    except Exception as raised:
+        error = raised
+    return Outcome.of(error, engine._state.broken_by is not None)

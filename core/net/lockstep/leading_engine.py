@@ -1,35 +1,42 @@
 """The engine of a split model for one caller: it makes each call on all ranks."""
 
-import pickle
+import math
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 from ...config import InferenceConfig
+from ...errors import KVBlockCapacityError, MambaSlotCapacityError
 from ...inference.engines.drafter import Drafter
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
+from ...inference.engines.engine_state import signals_held
 from ...inference.engines.runner import Model
 from ...parallel_groups import ParallelGroups
 from ...validation import LONGEST_TIMEOUT_S, instance, real, shown
-from ..heartbeat import Heartbeat
-from .followed_calls import followed_arguments
-from .leader_calls import LeaderCalls
-from .meeting import meet_followers
+from ..heartbeat import Heartbeat, RankDiedError
+from .followers import Followers
+from .following import Load, Outcome, Run, call_of, check_plain, named
 
-_open: "weakref.WeakKeyDictionary[LeaderCalls, ParallelGroups]" = weakref.WeakKeyDictionary()
-"""The calls of open engines, and the process groups that they use."""
+_CAPACITY = (KVBlockCapacityError, MambaSlotCapacityError)
+_DEATH_S = 0.5
+"""The connection of a process that died ends so soon after its collectives."""
+_CLOSING_S = 10.0
+_open: "weakref.WeakSet[LeadingEngine]" = weakref.WeakSet()
 
 
 class LeadingEngine(DynamicInferenceEngine):
     """An engine on rank 0 of a split model that one caller drives, as if the model were whole.
 
     The other ranks build a `DynamicInferenceEngine` and call `follow`. Whatever changes the engine here,
-    also a stream that is let go of, is made by all ranks at the same place. What is only read is read here.
+    also a stream that is dropped, is made by all ranks at the same place. What is only read is read here.
     So an `AsyncEngine`, and a server, can serve a split model.
 
         with msd.LeadingEngine(model, config) as engine:  # on rank 0
@@ -37,14 +44,14 @@ class LeadingEngine(DynamicInferenceEngine):
 
         msd.follow(ms.DynamicInferenceEngine(model, config))  # on each other rank
 
-    Control-C in the main thread stops no call half-way: it is raised once this rank has made the step. A step
+    Control-C and SIGTERM stop no call half-way: they are handled once this rank has made the call. A step
     that fails breaks the engine until `reset`, as that of any split model. Where a rank dies, this call or
     the next one raises a `RankDiedError`, and all ranks must be started again. A request that is added from
     inside a step waits for the step's end.
 
-    The ranks talk over TCP connections, beside their process groups, and prove to each other that they know a
-    key that the process groups carried. What they say is not encrypted, and is pickled: whoever can write to
-    the connections can run code. Where the model is not split, the engine is one like any other.
+    The ranks exchange messages beside their process groups, which carry the key: connections are encrypted
+    and authenticated, and messages hold plain values. Where the model is not split, the engine is one like
+    any other.
     """
 
     def __init__(
@@ -61,10 +68,10 @@ class LeadingEngine(DynamicInferenceEngine):
 
         Args:
             model, config, drafter, seed: as for `DynamicInferenceEngine`; the same on all ranks.
-            heartbeat: watches the ranks during calls. Without one, a rank that stands still is noticed by
-                the timeout of the process groups. It is not closed here.
-            timeout_s: how long another rank may take to come, and to come to the end of a call behind this
-                rank, in seconds.
+            heartbeat: watches the ranks during calls. Without one, a rank that stands still in a step is
+                noticed by the timeout of the process groups. It is not closed here.
+            timeout_s: how long another rank may take to follow, and to end a call after this rank, in
+                seconds.
 
         Raises:
             ValueError: this is not rank 0 of the model, or as for `DynamicInferenceEngine`.
@@ -82,36 +89,128 @@ class LeadingEngine(DynamicInferenceEngine):
         if spec is not None:
             _check_unused(spec.groups)
         super().__init__(model, config, drafter=drafter, seed=seed)
-        self._leading: LeaderCalls | None = None
+        self._followers: Followers | None = None
+        self._heartbeat = heartbeat
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._late: deque[tuple[msgspec.Struct, Callable[[], object]]] = deque()  # from inside a step
+        self._calling: int | None = None  # the thread that makes a call now
+        self._caller = threading.current_thread()  # of the last call
+        self._runs_on_all = False
         self._finalizer: Callable[[], object] = lambda: None
         groups = self.context.spec.groups
         if groups.is_split:
-            followers = meet_followers(groups, self.context.spec.device, timeout_s)
-            calls = LeaderCalls(followers, self._state, self.context.spec.device, heartbeat)
-            self._finalizer = weakref.finalize(self, calls.closer())
+            self._followers = Followers(groups, self.context.spec.device, timeout_s)
+            self._finalizer = weakref.finalize(self, _close, self._closed, self._lock, self._followers)
             self._interrupts_break = False
-            self._leading = calls
-            _open[calls] = groups
+            _open.add(self)
 
     @property
     def has_one_caller(self) -> bool:
         return True
 
+    # ---- calls
+
     @property
     def _may_cancel(self) -> bool:
-        return self._leading is None or self._leading.may_end_requests
+        inside = self._runs_on_all or self._calling is not None
+        ended = self._closed.is_set() or (self._followers is not None and self._followers.lost)
+        return self._followers is None or not (inside or ended)
 
     def _apply(self, call: str, *arguments: Any) -> Any:
+        """Make a call on all ranks.
+
+        Before a call in which ranks wait for each other, a step, all followers have made the calls before. A
+        follower on which one of them ended otherwise than here would not make the step: then the engine is
+        broken.
+        """
         make = partial(super()._apply, call, *arguments)
-        if self._leading is None:
+        if self._followers is None or self._runs_on_all:
             return make()
-        return self._leading.make(call, make, *followed_arguments(call, arguments))
+        message = call_of(call, arguments)
+        self._caller = threading.current_thread()
+        if self._calling == threading.get_ident():
+            if call != "add":
+                raise RuntimeError(f"{call} is called from inside a step; call it between steps")
+            self._late.append((message, make))
+            return None
+        with signals_held(), self._lock:
+            try:
+                if call == "reset":
+                    self._check_open()
+                    self._differences()
+                    self._followers.any_broken = False
+                elif call == "step":
+                    self._await_followers()
+                value = self._lead(message, make)
+                if call == "reset":
+                    self._await_followers()
+                return value
+            finally:
+                while self._late:
+                    self._lead(*self._late.popleft())
+
+    def _lead[T](self, message: msgspec.Struct, make: Callable[[], T]) -> T:
+        self._check_open()
+        followers = self._open_followers
+        try:
+            followers.send(message)
+            self._calling = threading.get_ident()
+            with nullcontext() if self._heartbeat is None else self._heartbeat.naming_the_dead():
+                value = make()
+        except BaseException as error:
+            followers.note_own(Outcome.of(error))
+            if isinstance(error, _CAPACITY):
+                raise
+            self._state.note_failure(error)
+            if isinstance(error, RuntimeError) and not isinstance(error, RankDiedError):
+                followers.await_answers(_DEATH_S)
+                if followers.lost:
+                    raise RankDiedError(followers.lost) from error
+            raise
+        finally:
+            self._calling = None
+        followers.note_own(Outcome())
+        return value
+
+    @property
+    def _open_followers(self) -> Followers:
+        assert self._followers is not None
+        return self._followers
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise RuntimeError("the LeadingEngine is closed; its followers make no more calls")
+        self._open_followers.check_lives()
+
+    def _await_followers(self) -> None:
+        """Wait until all ranks have made all calls, and made them alike."""
+        self._check_open()
+        if differences := self._differences():
+            error = RuntimeError(
+                f"a call was not made alike on all ranks: {'; '.join(differences)}; call reset()"
+            )
+            self._state.note_failure(error)
+            raise error
+
+    def _differences(self) -> list[str]:
+        try:
+            return self._open_followers.differences()
+        except TimeoutError as late:
+            error = RuntimeError(f"{late}; start all ranks again")
+            self._state.note_failure(error)
+            raise error from None
 
     def changing_cache(self, *harmless: type[Exception]) -> AbstractContextManager[None]:
         """As `DynamicInferenceEngine.changing_cache`; RuntimeError where only this rank would change."""
-        if self._leading is not None:
-            self._leading.check_changes()
+        if self._followers is not None and not self._runs_on_all and self._calling is None:
+            raise RuntimeError(
+                "a LeadingEngine is about to change on this rank alone; call the function that changes it "
+                "through `call_on_all`"
+            )
         return super().changing_cache(*harmless)
+
+    # ---- functions of all ranks
 
     def call_on_all(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call `function(engine, *arguments)` on all ranks at once, each with its own engine.
@@ -125,14 +224,16 @@ class LeadingEngine(DynamicInferenceEngine):
         whose results are wanted belong outside.
 
         Args:
-            function: of a module that all ranks can import; pickled by its name.
-            arguments: what can be pickled. Each rank gets a copy.
+            function: of a module that all ranks can import; they find it by its name.
+            arguments: None, bools, numbers, strs, bytes, and lists and dicts of them. Each rank gets a copy,
+                in which tuples are lists.
 
         Returns:
             What the function returns on this rank.
 
         Raises:
-            ValueError: the function or an argument cannot be pickled, or not be read on another rank.
+            ValueError: another rank does not find the function, or an argument is of another kind; nothing is
+                called.
             RankDiedError: a rank is lost.
             RuntimeError: the function raised an error on another rank alone.
             Exception: what the function raises here.
@@ -140,20 +241,54 @@ class LeadingEngine(DynamicInferenceEngine):
         if not callable(function):
             raise ValueError(f"function is {shown(function)}; accepted: a function of the engine")
         self.check_usable("call_on_all")
-        change = partial(function, self, *arguments)
-        if self._leading is None:
-            return change()
-        if self._leading.is_running_on_all:
+        if self._followers is None:
+            return function(self, *arguments)
+        if self._runs_on_all:
             raise RuntimeError("call_on_all is called by a function that it calls; call the inner one itself")
-        try:
-            loaded = pickle.dumps((function, arguments))
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"function is {shown(function)}; accepted: what can be pickled, and its arguments ({error})"
-            ) from error
+        check_plain("an argument of call_on_all", arguments)
         ids = next(self._new_ids), next(self._ids_without_seed)
         self._new_ids, self._ids_without_seed = count(ids[0]), count(ids[1], -1)
-        return self._leading.run(change, loaded, ids)
+        run = Run(named("function", function), list(arguments), ids)
+        with signals_held(), self._lock:
+            self._await_followers()
+            self._lead(Load(run.function), lambda: None)
+            if refusals := "; ".join(self._differences()):
+                raise ValueError(
+                    f"function is {run.function}; accepted: one that all ranks can import ({refusals})"
+                )
+            return self._run(run, partial(function, self, *arguments))
+
+    def _run[T](self, run: Run, function: Callable[[], T]) -> T:
+        followers = self._open_followers
+        followers.send(run)
+        error: Exception | None = None
+        try:
+            with self._running_on_all():
+                value = function()
+        except Exception as raised:
+            error = raised
+        except BaseException as raised:
+            self._state.note_failure(raised)
+            raise
+        finally:
+            followers.note_own(Outcome.of(error, self._state.broken_by is not None))
+        followers.await_answers(math.inf)
+        differences = followers.differences()
+        if followers.any_broken:
+            self._state.note_failure(error or RuntimeError("; ".join(differences)))
+        if error is not None:
+            raise error
+        if differences:
+            raise RuntimeError(f"a call was not made on all ranks: {'; '.join(differences)}")
+        return value
+
+    @contextmanager
+    def _running_on_all(self) -> Iterator[None]:
+        self._runs_on_all = True
+        try:
+            yield
+        finally:
+            self._runs_on_all = False
 
     def check_usable(self, call: str) -> None:
         """As `DynamicInferenceEngine.check_usable`.
@@ -161,18 +296,20 @@ class LeadingEngine(DynamicInferenceEngine):
         Raises:
             RuntimeError: also where a function that all ranks call is called here alone.
         """
-        leading = self._leading
-        if leading is not None and not leading.is_running_on_all and not hasattr(type(self), call):
+        alone = self._followers is not None and not self._runs_on_all
+        if alone and not hasattr(type(self), call):
             raise RuntimeError(
                 f"{call} is called on one rank of a split model; call it on all: "
                 f"engine.call_on_all(mambaslots.net.{call}, ...)"
             )
         super().check_usable(call)
 
+    # ---- the end
+
     def close(self) -> None:
         """End the calls: `follow` returns on all other ranks. A second call does nothing.
 
-        Waits for a call under way. Requests that have not ended stay where they are: nobody serves them.
+        Waits for a call under way, 10 s at most. Requests that have not ended stay where they are, unserved.
         """
         self._finalizer()
 
@@ -185,13 +322,24 @@ class LeadingEngine(DynamicInferenceEngine):
         self.close()
 
 
+def _close(closed: threading.Event, lock: threading.Lock, followers: Followers) -> None:
+    """End the followers; without a reference to the engine."""
+    closed.set()
+    if lock.acquire(timeout=_CLOSING_S):  # else a call hangs, whose thread uses the connections
+        try:
+            followers.close()
+        finally:
+            lock.release()
+
+
 def _check_unused(groups: ParallelGroups) -> None:
     """RuntimeError where another thread uses these groups: collectives of two threads would cross."""
     here = {group for group in (groups.tensor, groups.pipeline) if group is not None}
-    for calls, used in list(_open.items()):
-        other = calls.caller is not threading.current_thread() and calls.caller.is_alive()
-        if other and not calls.is_closed and here & {used.tensor, used.pipeline}:
+    for engine in list(_open):
+        caller, used = engine._caller, engine.context.spec.groups
+        other = caller is not threading.current_thread() and caller.is_alive()
+        if other and not engine._closed.is_set() and here & {used.tensor, used.pipeline}:
             raise RuntimeError(
-                f"thread {calls.caller.name!r} calls an open LeadingEngine over the process groups of this "
-                "model; close that engine first"
+                f"thread {caller.name!r} calls an open LeadingEngine over the process groups of this model; "
+                "close that engine first"
             )

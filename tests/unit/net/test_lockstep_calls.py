@@ -5,12 +5,14 @@ from dataclasses import fields
 
 import mambaslots as ms
 import mambaslots.net as msd
+import msgspec
+import pytest
+from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
-from mambaslots.net.lockstep.followed_calls import FollowedCalls, asked_of
-from mambaslots.net.lockstep.messages import call_message, read_call
+from mambaslots.net.lockstep.following import CALLS, Add, Call, Plan, call_of, check_plain, named
 from oracle.serving import small_engine
 
-# What a public method tells the other ranks; those that make steps tell of each request and each step.
+# The calls that a public method sends to the other ranks; those that make steps send each request and step.
 MADE_ON_ALL_RANKS = {
     "add_request": {"add"},
     "cancel": {"end"},
@@ -27,13 +29,13 @@ MADE_ON_ALL_RANKS = {
     "resume": {"resume"},
     "reset": {"reset"},
 }
-# These end requests that nobody waits for, which all ranks are told of, and else read.
+# These end abandoned requests, on all ranks, and else read.
 READS_AFTER_ENDS = {
     "has_unfinished_requests", "take_result", "pins", "stats", "check_integrity", "check_usable",
 }  # fmt: skip
 READS = {
     "computed_prefix", "num_unfinished_requests", "weights_version", "describe", "memory_summary",
-    "has_one_caller", "limits", "observe", "unobserve",
+    "has_one_caller", "observe", "unobserve",
 }  # fmt: skip
 # Refused outside `call_on_all`.
 FOR_OTHERS = {"changing_cache"}
@@ -51,16 +53,26 @@ def test_every_public_name_of_an_engine_is_sorted() -> None:
     assert public_names(msd.LeadingEngine) == set(sorted_names) | OF_LEADERS
 
 
-def test_every_call_that_is_told_is_one_that_followers_make() -> None:
-    told = set().union(*MADE_ON_ALL_RANKS.values())
-    assert public_names(FollowedCalls) == told | {"run", "close", "broken"}
-    for name in told:
-        assert read_call(call_message(name, (1, b"two"))) == (name, (1, b"two"))
+def sent(message: Call) -> Call:
+    """The message as a follower reads it."""
+    received: Call = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Call)  # type: ignore[arg-type]
+    assert type(received) is type(message)
+    return received
 
 
-def test_everything_that_a_request_was_asked_for_is_told() -> None:
-    """A new field of a request is sorted here: other ranks are told of it, or it is of this rank."""
-    told = {
+def test_every_call_that_is_sent_is_one_that_followers_make() -> None:
+    assert set(CALLS) == set().union(*MADE_ON_ALL_RANKS.values()) | {"load", "run"}
+    arguments = {
+        "end": (3, "stop"), "unpin": (1,), "set_weights_version": (b"v",), "reset": ("seed", True),
+    }  # fmt: skip
+    for name in set(CALLS) - {"add", "pin", "load", "run"}:
+        message = call_of(name, arguments.get(name, ()))
+        assert sent(message) == message
+
+
+def test_everything_that_a_request_was_asked_for_is_sent() -> None:
+    """A new field of a request is sorted here: other ranks get it, or it is of this rank."""
+    on_all = {
         "request_id", "prompt_tokens", "sampling", "plan", "hashes", "seed", "next_token", "given_tokens",
     }  # fmt: skip
     of_this_rank = {
@@ -68,20 +80,62 @@ def test_everything_that_a_request_was_asked_for_is_told() -> None:
         "ledger", "num_counted", "match", "result", "num_overtaken", "awaited_tokens", "awaits_states",
         "_token_view",
     }  # fmt: skip
-    assert {field.name for field in fields(DynamicInferenceRequest)} == told | of_this_rank
+    assert {field.name for field in fields(DynamicInferenceRequest)} == on_all | of_this_rank
     engine, other = (small_engine() for _ in range(2))
-    calls = FollowedCalls(other)
-    request_id = engine.add_request([1, 2, 3] * 9, ms.SamplingParams(seed=5), cache_salt=b"tenant")
+    sampling = ms.SamplingParams(seed=5, stop_token_ids=(7, 9), top_p=0.5)
+    plan = ms.CheckpointPlan(marks=(8, 16), decode=8)
+    request_id = engine.add_request([1, 2, 3] * 9, sampling, cache_salt=b"tenant", checkpoint_plan=plan)
     request = engine._state.requests[request_id]
     request.given_tokens = [4, 5]
     request.next_token = 6
-    calls.add(*asked_of(request))
+    sent(Add.of(request)).make(other)
     copy = other._state.requests[request_id]
-    for name in told - {"hashes"}:
+    for name in on_all - {"hashes"}:
         assert getattr(copy, name) == getattr(request, name), name
     assert copy.hashes.keys[:3] == request.hashes.keys[:3]
     assert copy.tokens == [*request.tokens, 4, 5]
 
 
-def test_a_step_is_told_in_one_byte() -> None:
-    assert len(call_message("step", ())) == 1
+class OwnPlan(CheckpointPlan):
+    """A user's plan with an attribute of its own."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__(tail=False)
+        object.__setattr__(self, "every", every)
+
+
+def test_a_plan_of_a_users_class_is_sent_by_its_name() -> None:
+    plan = OwnPlan(3)
+    copy = msgspec.msgpack.decode(msgspec.msgpack.encode(Plan.of(plan)), type=Plan).made()
+    assert type(copy) is OwnPlan
+    assert vars(copy) == vars(plan)
+
+    class Hidden(OwnPlan):
+        pass
+
+    for bad in (Hidden(3), OwnPlan(object())):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"^checkpoint_plan is .*; accepted: "):
+            Plan.of(bad)
+
+
+CYCLE: list[object] = []
+CYCLE.append(CYCLE)
+
+
+@pytest.mark.parametrize(
+    "value", [object(), {1, 2}, 2**64, [1, (2, {3: ms})], "\ud800", ms.SamplingParams(), CYCLE], ids=repr
+)
+def test_only_plain_values_are_sent(value: object) -> None:
+    with pytest.raises(ValueError, match=r"^version is .*; accepted: None, bool"):
+        check_plain("version", (value,))
+
+
+def test_functions_are_sent_by_name() -> None:
+    assert named("function", msd.save_prefixes) == "mambaslots.net.transfer.files:save_prefixes"
+    for function in (lambda engine: None, sent.__get__(3), small_engine().step, 3):
+        with pytest.raises(ValueError, match=r"^function is .*; accepted: what other ranks can import"):
+            named("function", function)  # type: ignore[arg-type]
+
+
+def test_a_step_is_a_few_bytes() -> None:
+    assert len(msgspec.msgpack.encode(call_of("step", ()))) == 6
