@@ -5,7 +5,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from .host_record import NO_SLOTS, HostRecord, HostStats, record_of
@@ -29,49 +28,31 @@ def stats(context: Any) -> HostStats:
     return HostStats.of(record_of(context), slots.slots.counts, slots.dropped_checkpoints)
 
 
-@dataclass
 class BuiltContext:
     """One context, which may be gone.
 
     Attributes:
         number: 1 for the first context.
         idle_reason: why the context caches no state, as a sentence; "" where it does.
+        context: a call gives the context, or None once it is gone.
     """
 
-    number: int
-    idle_reason: str
-    _context: "weakref.ref[Any]"
-    _record: HostRecord | None
-    _last: HostStats | None = field(default=None)
-
-    @classmethod
-    def of(cls, context: Any, number: int) -> "BuiltContext":
-        built = cls(
-            number, idle_reason(context), weakref.ref(context, lambda ref: built._close()), record_of(context)
-        )
-        return built
-
-    @property
-    def context(self) -> Any:
-        """The context, or None once it is gone."""
-        return self._context()
+    def __init__(self, context: Any, number: int) -> None:
+        self.number, self.idle_reason = number, idle_reason(context)
+        self.context = weakref.ref(context, self._close)
+        self._counts: HostRecord | HostStats = record_of(context)
 
     @property
     def stats(self) -> HostStats:
         """The context's counts; of a context that is gone the counts of slots are those of its last step."""
-        if (context := self._context()) is not None:
-            return stats(context)
-        self._close()
-        assert self._last is not None
-        return self._last
+        context = self.context()
+        return self._close() if context is None else stats(context)
 
-    def _close(self) -> None:
+    def _close(self, _: object = None) -> HostStats:
         """Keep the numbers of a context that is gone, and not the record, which holds hashes."""
-        if self._record is not None:
-            self._last, self._record = (
-                HostStats.of(self._record, self._record.slots, self._record.dropped),
-                None,
-            )
+        if isinstance(counts := self._counts, HostRecord):
+            self._counts = counts = HostStats.of(counts, counts.slots, counts.dropped)
+        return counts
 
 
 def idle_reason(context: Any) -> str:
@@ -116,9 +97,9 @@ class BuiltContexts:
 
     def _note(self, context: Any) -> None:
         """Count a new context; a warning says why nothing is cached."""
-        if any(each.context is context for each in self._built):
+        if any(each.context() is context for each in self._built):
             return
-        built = BuiltContext.of(context, len(self.all) + 1)
+        built = BuiltContext(context, len(self.all) + 1)
         self._built.append(built)
         if built.idle_reason:
             _logger.warning("context %d caches no states: %s", built.number, built.idle_reason)
@@ -129,9 +110,9 @@ class BuiltContexts:
         megatron-core's own methods would read the contexts' caches wrongly.
         """
         for built in self._built:
-            if built.context is not None:
+            if (context := built.context()) is not None:
                 for name in _SERVING:
-                    setattr(built.context, name, _refuse)
+                    setattr(context, name, _refuse)
         if self._remembers:
             self._retired += self._built
         self._built.clear()

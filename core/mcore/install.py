@@ -137,17 +137,15 @@ def install(
     if _applied:
         raise RuntimeError("mambaslots.mcore is installed already; uninstall() first to change its settings")
     version = _host_version()
-    parts = apply(REGISTRY, version, strict)
-    _applied.extend(parts.applied)
+    applied, left_alone, warning = apply(REGISTRY, version, strict)
+    _applied.extend(applied)
     for module in (_ALLOCATOR_MODULE, DYNAMIC_CONTEXT.partition(":")[0]):
         _replace(importlib.import_module(module), "MambaSlotAllocator", HostSlotAllocator)
     context = owner_class(DYNAMIC_CONTEXT)
     _replace(context, "initialize_all_tensors", built_contexts.noting(context.initialize_all_tensors))
     follows_answers = any(each.method == "update_requests" for each in _applied)
     settings = HostSlotAllocator.settings = Settings(plan, eviction, cache_answers and follows_answers)
-    installation = Installation(
-        version.partition("+")[0], len(parts.applied), parts.left_alone, parts.warning, settings
-    )
+    installation = Installation(version.partition("+")[0], len(applied), left_alone, warning, settings)
     if installation.untested:
         _logger.warning("%s", installation.untested)
     return installation

@@ -49,9 +49,6 @@ class Override:
     def name(self) -> str:
         return f"{self.owner.partition(':')[2]}.{self.method}"
 
-    def owner_class(self) -> Any:
-        return owner_class(self.owner)
-
 
 def owner_class(owner: str) -> Any:
     """The class "module:Class" of megatron-core."""
@@ -87,31 +84,22 @@ class Applied:
         setattr(self.owner, self.method, self.original)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What `apply` has done.
-
-    Attributes:
-        applied: the replaced methods.
-        left_alone: part -> the faults that its overrides correct, of the parts with an unknown method.
-        warning: what was warned of, or "".
-    """
-
-    applied: list[Applied]
-    left_alone: Mapping[str, tuple[int, ...]]
-    warning: str
-
-
-def apply(overrides: Iterable[Override], version: str, strict: bool) -> Parts:
+def apply(
+    overrides: Iterable[Override], version: str, strict: bool
+) -> tuple[list[Applied], Mapping[str, tuple[int, ...]], str]:
     """Replace the methods of all parts without an unknown method.
 
     Without `strict`, a warning names the parts that are left alone and the faults that come back with them.
+
+    Returns:
+        The replaced methods; part -> the faults that its overrides correct, of the parts with an unknown
+            method; what was warned of, or "".
 
     Raises:
         UnknownHostError: a method's source is not known and `strict` is True; nothing is changed.
     """
     overrides = list(overrides)
-    found = {entry: entry.owner_class().__dict__.get(entry.method) for entry in overrides}
+    found = {entry: owner_class(entry.owner).__dict__.get(entry.method) for entry in overrides}
     refused = {entry: reason for entry, method in found.items() if (reason := _objection(entry, method))}
     if refused:
         reasons = "; ".join(f"{entry.name} {reason}" for entry, reason in refused.items())
@@ -131,10 +119,10 @@ def apply(overrides: Iterable[Override], version: str, strict: bool) -> Parts:
     for entry, method in found.items():
         if entry.part in left_alone or method is None:
             continue
-        owner = entry.owner_class()
+        owner = owner_class(entry.owner)
         setattr(owner, entry.method, _bound(entry, method))
         applied.append(Applied(owner, entry.method, method))
-    return Parts(applied, left_alone, warning)
+    return applied, left_alone, warning
 
 
 def _objection(entry: Override, method: Callable[..., Any] | None) -> str:

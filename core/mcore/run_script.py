@@ -115,11 +115,7 @@ def main(arguments: Sequence[str], command: str = COMMAND) -> int:
         SystemExit: --help, --version (0) and wrong options (2).
         BaseException: what the script raises, after the report.
     """
-    return run_script(make_parser(command).parse_args(arguments))
-
-
-def run_script(options: argparse.Namespace) -> int:
-    """Install as the options of `add_options` say, run the script, and report; see `main`."""
+    options = make_parser(command).parse_args(arguments)
     rank = int(os.environ.get("RANK", "0"))
     with _log_to_stderr(logging.ERROR if rank else logging.INFO), built_contexts.remembering():
         _interpret_without_cuda(speaks=not rank)

@@ -31,27 +31,6 @@ class Settings:
     cache_answers: bool = True
 
 
-@dataclass(frozen=True)
-class _DecodeState:
-    """A state that a decode row left in its live slot.
-
-    Attributes:
-        crossing: the row, and the boundary that it reached.
-        settled: whether all tokens before the boundary are known on the CPU.
-    """
-
-    crossing: Crossing
-    settled: bool
-
-
-@dataclass(frozen=True)
-class _Unsettled:
-    """A decode state in a reserved slot, whose last token is not on the CPU yet."""
-
-    crossing: Crossing
-    slot: int
-
-
 class HostSlotAllocator(MambaSlotAllocator):
     """`MambaSlotAllocator` with what this host needs beyond the contract.
 
@@ -69,7 +48,8 @@ class HostSlotAllocator(MambaSlotAllocator):
         self._intermediate_counts_gpu = self.intermediate.counts_device
         self._rolling = RollingStates(self.slots)
         self._restore_pins: list[int] = []
-        self._unsettled: list[_Unsettled] = []
+        self._unsettled: list[tuple[Crossing, int]] = []
+        """Decode states in reserved slots, whose last token is not on the CPU yet."""
         self._backup: StateTensors | None = None
 
     def _host_settings(self) -> HostSettings:
@@ -154,28 +134,28 @@ class HostSlotAllocator(MambaSlotAllocator):
     def _commit_step(self) -> None:
         prompts = self.intermediate.sources()
         decoded = {block: state for block, state in self._decode_states().items() if block not in prompts}
-        sources = {block: StateSource(False, state.crossing.row) for block, state in decoded.items()}
+        sources = {block: StateSource(False, crossing.row) for block, (crossing, _) in decoded.items()}
         sources |= prompts  # last: where slots are short, the decode states are dropped first
-        decoding = [self._track(state.crossing) for state in decoded.values()]
-        self._rolling.make_room(decoding, len(sources))
+        self._rolling.make_room([self._track(crossing) for crossing, _ in decoded.values()], len(sources))
         for block, slot in self.intermediate.take(sources).items():
-            state = decoded.get(block)
-            if state is not None and not state.settled:
-                self._unsettled.append(_Unsettled(state.crossing, slot))
+            crossing, settled = decoded.get(block, (None, True))
+            if crossing is not None and not settled:
+                self._unsettled.append((crossing, slot))
                 continue
             self.slots.commit([slot])
-            if state is not None:
-                self._roll(state.crossing, block, slot)
+            if crossing is not None:
+                self._roll(crossing, block, slot)
 
-    def _decode_states(self) -> dict[int, _DecodeState]:
-        """Block -> the state there, of boundaries that decode rows reached and that have no state yet.
+    def _decode_states(self) -> dict[int, tuple[Crossing, bool]]:
+        """Block -> the boundary there that a decode row reached, and whether all tokens before it are known.
 
-        Where the tokens before a boundary are known, its KV block is registered here.
+        Only boundaries without a state. Where the tokens before one are known, its KV block is registered
+        here.
         """
         if not self.settings.cache_answers:
             return {}
         context, tracks = self.context, record_of(self.context).tracks
-        states: dict[int, _DecodeState] = {}
+        states: dict[int, tuple[Crossing, bool]] = {}
         for crossing in crossings(context):
             track = tracks.get(crossing.request_id)
             if track is None:
@@ -187,7 +167,7 @@ class HostSlotAllocator(MambaSlotAllocator):
                 index = crossing.position // context.block_size_tokens - 1
                 block = int(context.request_to_kv_block_ids[crossing.row, index])
             if block >= 0 and self._decode_boundary(crossing) and self._lacks_state(block):
-                states[block] = _DecodeState(crossing, settled)
+                states[block] = crossing, settled
         return states
 
     def _lacks_state(self, block: int) -> bool:
@@ -213,28 +193,27 @@ class HostSlotAllocator(MambaSlotAllocator):
         """Make decode states findable whose last token has become known."""
         waiting, self._unsettled = self._unsettled, []
         tracks = record_of(self.context).tracks
-        rows = rows_of(self.context, [state.crossing.request_id for state in waiting]) if waiting else {}
-        for state in waiting:
-            crossing, track = state.crossing, tracks.get(state.crossing.request_id)
-            row = rows.get(crossing.request_id)
+        rows = rows_of(self.context, [crossing.request_id for crossing, _ in waiting]) if waiting else {}
+        for crossing, slot in waiting:
+            track, row = tracks.get(crossing.request_id), rows.get(crossing.request_id)
             if track is None or row is None:
-                self.slots.release([state.slot])
+                self.slots.release([slot])
             elif track.known_tokens < crossing.position:
-                self._unsettled.append(state)
+                self._unsettled.append((crossing, slot))
             else:
                 block = register_block(self.context, row, track, crossing.position)
                 if block < 0:
-                    self.slots.release([state.slot])
-                elif self.slots.commit([state.slot], [block]) == [state.slot]:
-                    self._roll(crossing, block, state.slot)
+                    self.slots.release([slot])
+                elif self.slots.commit([slot], [block]) == [slot]:
+                    self._roll(crossing, block, slot)
 
     def drop_unsettled(self, request_ids: Sequence[int]) -> None:
         """These requests leave before the last token of a state became known."""
         if not self._unsettled:
             return
-        gone = [state for state in self._unsettled if state.crossing.request_id in request_ids]
+        gone = [state for state in self._unsettled if state[0].request_id in request_ids]
         self._unsettled = [state for state in self._unsettled if state not in gone]
-        self.slots.release([state.slot for state in gone])
+        self.slots.release([slot for _, slot in gone])
 
     def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
         super().on_kv_blocks_deregistered(block_ids_list, hashes_to_delete)

@@ -94,8 +94,27 @@ class StepMemory:
     @classmethod
     def from_inputs(cls, inputs: StepInputs) -> "StepMemory":
         """Read a step, padded or not; synchronises."""
-        size = inputs.kv_cache.shape[3]
-        rows = _rows(inputs, size)
+        size, ids, chunks, checkpoints = (
+            inputs.kv_cache.shape[3],
+            inputs.token_ids.tolist(),
+            inputs.chunks,
+            inputs.checkpoints,
+        )
+        columns = (
+            inputs.query_start_loc[:-1], inputs.query_lengths, inputs.kv_lengths, inputs.state_sources,
+            inputs.block_table,
+        )  # fmt: skip
+        rows = tuple(
+            StepRow(
+                first,
+                length - count,
+                tuple(ids[first : first + count]),
+                source,
+                tuple(blocks[: -(-length // size)]),
+            )
+            for first, count, length, source, blocks in zip(*(x.tolist() for x in columns), strict=True)
+            if count  # else it is padding
+        )
         token_rows = {
             row.first + offset: (index, row.start + offset)
             for index, row in enumerate(rows)
@@ -103,29 +122,20 @@ class StepMemory:
         }
         positions = zip(inputs.kv_write_tokens.tolist(), inputs.kv_write_positions.tolist(), strict=True)
         kv_writes = {place: token_rows[token] for token, place in positions if place >= 0}
-        held = {
-            row.blocks[position // size] * size + position % size
-            for row in rows
-            for position in range(row.stop)
-        }
-        decoded, chunks, checkpoints = inputs.num_decode_tokens, inputs.chunks, inputs.checkpoints
-        ends = [*range(decoded), *(decoded + stop - 1 for stop in chunks.query_start_loc.tolist()[1:])]
-        ends += [decoded + stop - 1 for stop in chunks.cu_chunk_seqlens.tolist()[1:]]
-        ends += [decoded + stop - 1 for stop in checkpoints.token_ends.tolist()]
-        indices = (inputs.state_destinations, chunks.destinations, checkpoints.destinations)
-        slots = [slot for part in indices for slot in part.tolist()]
-        writes = {}
-        for token, slot in zip(ends, slots, strict=True):
-            if slot >= 0:
-                row, position = token_rows[token]
-                writes[slot] = row, position + 1
-        logits = inputs.logit_tokens.tolist()[: inputs.num_logits]
+        held = {row.blocks[at // size] * size + at % size for row in rows for at in range(row.stop)}
+        decoded = inputs.num_decode_tokens
+        stops = torch.cat([chunks.query_start_loc[1:], chunks.cu_chunk_seqlens[1:], checkpoints.token_ends])
+        slots = torch.cat([inputs.state_destinations, chunks.destinations, checkpoints.destinations])
+        ends = [*range(decoded), *(decoded + stop - 1 for stop in stops.tolist())]
+        written = (
+            (token_rows[token], slot) for token, slot in zip(ends, slots.tolist(), strict=True) if slot >= 0
+        )
         return cls(
             rows=rows,
-            writes=writes,
+            writes={slot: (row, position + 1) for (row, position), slot in written},
             kv_writes=kv_writes,
             reads=frozenset(held - kv_writes.keys()),
-            logits=tuple(token_rows[token] for token in logits),
+            logits=tuple(token_rows[token] for token in inputs.logit_tokens.tolist()[: inputs.num_logits]),
         )
 
     @property
@@ -143,25 +153,6 @@ class StepMemory:
         }
 
 
-def _rows(inputs: StepInputs, size: int) -> tuple[StepRow, ...]:
-    ids, positions, table = inputs.token_ids.tolist(), inputs.positions.tolist(), inputs.block_table.tolist()
-    starts, decodes = inputs.chunks.query_start_loc.tolist(), inputs.num_decodes
-    rows = []
-    sources = inputs.state_sources.tolist()
-    for index, (length, source) in enumerate(zip(inputs.kv_lengths.tolist(), sources, strict=True)):
-        if not length:  # padding
-            continue
-        if index < decodes:
-            first = index * inputs.shape.decode_tokens
-            start = positions[first]
-        else:
-            first = inputs.num_decode_tokens + starts[index - decodes]
-            start = length - (starts[index - decodes + 1] - starts[index - decodes])
-        tokens, blocks = ids[first : first + length - start], table[index][: -(-length // size)]
-        rows.append(StepRow(first, start, tuple(tokens), source, tuple(blocks)))
-    return tuple(rows)
-
-
 @dataclass(frozen=True)
 class Finding:
     """A rule that the model breaks, what was seen, and where first."""
@@ -173,6 +164,10 @@ class Finding:
     def __str__(self) -> str:
         place = f" (first in {self.where})" if self.where else ""
         return f"{self.rule.upper()}: {self.message}{place}. {self.rule.fix}"
+
+
+class _Broken(Exception):  # noqa: N818
+    """What ends a call: a rule, and how the model breaks it."""
 
 
 _Result = tuple[str, tuple[int, ...], Tensor]  # what, of which prefix, its value
@@ -199,7 +194,11 @@ class WatchedModel:
         if not self.findings:
             pools = (*inputs.state_pool.tensors, inputs.kv_cache)
             own = [pool.clone() for pool in pools]
-            self._judge(inputs, pools, own, step)
+            try:
+                self._judge(inputs, pools, own, step)
+            except _Broken as broken:
+                where = f'a step of {len(step.rows)} rows, "{self.rule}"'
+                self.findings.append(Finding(*broken.args, where))
             self._restore(pools, own, step)
         answer = torch.zeros(len(inputs.logit_tokens), self._spec.vocab_size, device=inputs.token_ids.device)
         for index, (row, position) in enumerate(step.logits):
@@ -211,67 +210,55 @@ class WatchedModel:
         self, inputs: StepInputs, pools: Sequence[Tensor], own: Sequence[Tensor], step: StepMemory
     ) -> None:
         """Call the model where free memory holds NaN; compare what it computes."""
-        where, indices = f"a step of {len(step.rows)} rows", _index_tensors(inputs)
+        indices = _index_tensors(inputs)
         originals = {name: tensor.clone() for name, tensor in indices.items()}
         self._poison(pools, step)
         before = [pool.clone() for pool in pools]
         logits = self._call(inputs)
-        if logits is None:
-            return
         names = [name for name, tensor in indices.items() if not torch.equal(tensor, originals[name])]
         if names:
-            self._find(Rule.INPUTS_CHANGED, f"the model writes to inputs.{', inputs.'.join(names)}", where)
+            raise _Broken(Rule.INPUTS_CHANGED, f"the model writes to inputs.{', inputs.'.join(names)}")
         strays, missing = self._writes(before, pools, step)
         if strays:
-            self._find(Rule.FOREIGN_WRITE, f"the model writes {strays}", where)
+            raise _Broken(Rule.FOREIGN_WRITE, f"the model writes {strays}")
         results = self._results(logits, pools, step)
-        if not self.findings and (missing or not _is_finite(results)):
+        if missing or not _is_finite(results):
             for pool, old in zip(pools, own, strict=True):
                 pool.copy_(old)
             logits = self._call(inputs)
-            if logits is None:
-                return
             _, missing = self._writes(own, pools, step)
             if missing:
-                self._find(Rule.NOT_WRITTEN, f"{missing} not written where the step says", where)
-            elif _is_finite(self._results(logits, pools, step)):
-                message = "results are NaN where memory that the step does not name holds NaN"
-                self._find(Rule.FREE_MEMORY_READ, message, where)
-            else:
-                self._find(Rule.LOGITS, "logits, states or KV are NaN or infinite", where)
-        if not self.findings:
-            self._compare(results, where)
+                raise _Broken(Rule.NOT_WRITTEN, f"{missing} not written where the step says")
+            if not _is_finite(self._results(logits, pools, step)):
+                raise _Broken(Rule.LOGITS, "logits, states or KV are NaN or infinite")
+            message = "results are NaN where memory that the step does not name holds NaN"
+            raise _Broken(Rule.FREE_MEMORY_READ, message)
+        self._compare(results)
 
-    def _call(self, inputs: StepInputs) -> Tensor | None:
-        """The model's logits; None, with a finding, where they are no such thing."""
+    def _call(self, inputs: StepInputs) -> Tensor:
+        """The model's logits."""
         self.num_calls += 1
         padding = self.rule is Rule.PADDING_DIFFERS
         try:
             logits = self._model(inputs)
         except Exception as error:
             rule = Rule.PADDING_DIFFERS if padding else Rule.RAISES
-            self._find(rule, f"{type(error).__name__}: {error}", "a call")
-            return None
+            raise _Broken(rule, f"{type(error).__name__}: {error}") from error
         accepted = (len(inputs.logit_tokens), self._spec.vocab_size)
         if isinstance(logits, Tensor) and logits.shape == accepted and logits.is_floating_point():
             return logits
         found = f"{tuple(logits.shape)} {logits.dtype}" if isinstance(logits, Tensor) else shown(logits)
         rule = Rule.PADDING_DIFFERS if padding else Rule.LOGITS
-        self._find(rule, f"the model returns {found[:80]}; accepted: floats of shape {accepted}", "a call")
-        return None
-
-    def _find(self, rule: Rule, message: str, where: str) -> None:
-        self.findings.append(Finding(rule, message, f'{where}, "{self.rule}"'))
+        raise _Broken(rule, f"the model returns {found[:80]}; accepted: floats of shape {accepted}")
 
     def _poison(self, pools: Sequence[Tensor], step: StepMemory) -> None:
         """NaN in all that the step may not read."""
         *states, kv = pools
-        for state in states:
-            state[:, [slot for slot in range(state.shape[1]) if slot not in step.sources]] = float("nan")
-        size = kv.shape[3]
-        kv[_at([place for place in range(kv.shape[2] * size) if place not in step.reads], size)] = float(
-            "nan"
-        )
+        read = [(state, (slice(None), list(step.sources))) for state in states]
+        for pool, at in (*read, (kv, _at(step.reads, kv.shape[3]))):
+            kept = pool[at]
+            pool.fill_(float("nan"))
+            pool[at] = kept
 
     def _writes(self, before: Sequence[Tensor], pools: Sequence[Tensor], step: StepMemory) -> tuple[str, str]:
         """What was written that must not be, and what was not written; empty where all is well."""
@@ -313,7 +300,7 @@ class WatchedModel:
                 found.append((f"state {tensor.name!r}", prefix(row, length), state[:, slot]))
         return found
 
-    def _compare(self, results: Sequence[_Result], where: str) -> None:
+    def _compare(self, results: Sequence[_Result]) -> None:
         """Hold everything against the first result of the same prefix, layer by layer."""
         for what, prefix, value in results:
             if len(prefix) > 12 and 4 < len(prefix) % self._block < self._block - 1 and what[0] == "s":
@@ -328,8 +315,7 @@ class WatchedModel:
             self.largest_difference = max(self.largest_difference, difference)
             if difference > self._tolerance:
                 message = f"{what} after {len(prefix)} tokens differs by {difference:.1e} of its maximum"
-                self._find(self.rule, message, where)
-                return
+                raise _Broken(self.rule, message)
 
     def _restore(self, pools: Sequence[Tensor], own: Sequence[Tensor], step: StepMemory) -> None:
         """The engine's memory, with what the model wrote where the step says; always finite."""

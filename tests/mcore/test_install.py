@@ -17,7 +17,7 @@ import torch
 from mambaslots.inference.contexts.cache.eviction import LRUEviction
 from mambaslots.mcore import UnknownHostError, known_sources
 from mambaslots.mcore.__main__ import main
-from mambaslots.mcore.overrides import REGISTRY
+from mambaslots.mcore.overrides import REGISTRY, owner_class
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
 from mcore.recurrent_host import BLOCK, MODES, RecurrentHost, cpu_as_gpu, make_context, tokens
 from megatron.core.inference.contexts import dynamic_context, mamba_slot_allocator
@@ -32,7 +32,7 @@ def _machine() -> Iterator[None]:
 
 
 def host_methods() -> dict[str, Any]:
-    names = {each.name: each.owner_class().__dict__.get(each.method) for each in REGISTRY}
+    names = {each.name: owner_class(each.owner).__dict__.get(each.method) for each in REGISTRY}
     return names | {
         "here": mamba_slot_allocator.MambaSlotAllocator,
         "there": dynamic_context.MambaSlotAllocator,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 PACKAGE, MODULE = "tokenspeed-fa3", "flash_attn_interface"
 MAX_HEAD_DIM = 256
 """The package has kernels for heads of 64, 128 and 256 numbers; the next larger one computes others."""
+_NARROW = (torch.bfloat16, torch.float16)
 SPLITS_VARIABLE = "MAMBASLOTS_ATTENTION_SPLITS"
 MAX_SPLITS = 128
 
@@ -61,27 +62,16 @@ def flash_attention(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale:
 
         if attention_segments.num_segments(rows, kv_cache.shape[2]) > 1:
             return attention_segments.segmented_attention(query, kv_cache, rows, scale, _attend_pairs)
-    out: Tensor = torch.ops.flash_attn_3.fwd.default(
-        query.to(kv_cache.dtype),
-        kv_cache[0],
-        kv_cache[1],
-        cu_seqlens_q=rows.query_start_loc,
-        seqused_q=rows.query_lengths,
-        seqused_k=rows.kv_lengths,
-        max_seqlen_q=rows.longest_query,
-        page_table=rows.block_table,
-        softmax_scale=scale,
-        is_causal=True,
-        num_splits=1 if rows.one_split else num_splits(),
-    )[0]
-    return out.to(query.dtype)
+    splits = 1 if rows.one_split else num_splits()
+    attended = _attend_pairs(query.to(kv_cache.dtype), kv_cache, rows, scale, is_causal=True, splits=splits)
+    return attended[0].to(query.dtype)
 
 
 def _attend_pairs(
-    query: Tensor, kv_cache: Tensor, pairs: "SegmentRows", scale: float | None, *, is_causal: bool,
-    out: Tensor | None = None,
+    query: Tensor, kv_cache: Tensor, pairs: "SegmentRows | AttentionRows", scale: float | None, *,
+    is_causal: bool, out: Tensor | None = None, splits: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`attention_segments.Attend`."""
+    """`attention_segments.Attend`, and all rows of a step in `splits` parts."""
     found: Tensor
     log_sums: Tensor
     found, log_sums, *_ = torch.ops.flash_attn_3.fwd.default(
@@ -96,7 +86,7 @@ def _attend_pairs(
         page_table=pairs.block_table,
         softmax_scale=scale,
         is_causal=is_causal,
-        num_splits=1,
+        num_splits=splits,
     )
     return found, log_sums
 
@@ -114,15 +104,16 @@ def flash_rejection(device: torch.device, dtype: torch.dtype, head_dim: int, blo
     major, minor = torch.cuda.get_device_capability(device)
     if major != 9:
         return f"FlashAttention-3 needs compute capability 9.0, this GPU has {major}.{minor}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        shown = str(dtype).removeprefix("torch.")
-        return f"FlashAttention-3 needs KV in bfloat16 or float16, this is {shown}"
+    return _unfit_numbers("FlashAttention-3", dtype, head_dim) or _import_failure()
+
+
+def _unfit_numbers(name: str, dtype: torch.dtype, head_dim: int) -> str:
+    """Why no kernel for 16-bit floats takes KV of this dtype and head dim; empty where one does."""
+    if dtype not in _NARROW:
+        return f"{name} needs KV in bfloat16 or float16, this is {str(dtype).removeprefix('torch.')}"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-        return (
-            f"FlashAttention-3 needs heads of at most {MAX_HEAD_DIM} numbers, a multiple of 8, "
-            f"these have {head_dim}"
-        )
-    return _import_failure()
+        return f"{name} needs heads of at most {MAX_HEAD_DIM} numbers, a multiple of 8, these have {head_dim}"
+    return ""
 
 
 @cache
@@ -149,7 +140,6 @@ def _version() -> str:
 
 
 PAGE_TOKENS = 256
-MAX_HEAD_DIM = 256
 
 
 def varlen_attention(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale: float | None) -> Tensor:
@@ -203,17 +193,9 @@ def varlen_rejection(device: torch.device, dtype: torch.dtype, head_dim: int, bl
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"varlen_attn needs compute capability 8.0, this GPU has {major}.{minor}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        shown = str(dtype).removeprefix("torch.")
-        return f"varlen_attn needs KV in bfloat16 or float16, this is {shown}"
     if block_size % PAGE_TOKENS:
         return f"varlen_attn needs KV blocks of multiples of {PAGE_TOKENS} tokens, these have {block_size}"
-    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-        return (
-            f"varlen_attn needs heads of at most {MAX_HEAD_DIM} numbers, a multiple of 8, "
-            f"these have {head_dim}"
-        )
-    return ""
+    return _unfit_numbers("varlen_attn", dtype, head_dim)
 
 
 @cache
@@ -224,7 +206,6 @@ def _takes_block_tables() -> bool:
 _TILE_TOKENS = 128
 _SEGMENT_TOKENS = 1024
 _SCRATCH_BYTES = 1 << 29
-_NARROW = (torch.bfloat16, torch.float16)
 
 
 def torch_name(dtype: torch.dtype) -> str:

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .state_tensors import check_slots
+
 # mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005 - kernels join tuples by +, to which mypy gives one type; Triton unpacks no tuples
 
@@ -312,10 +314,6 @@ def convolved(taps, inputs, first: tl.constexpr, KERNEL: tl.constexpr, ACTIVATIO
     return acc
 
 
-# mypy: disable-error-code="assignment"
-# ruff: noqa: RUF005 - kernels join tuples by +, to which mypy gives one type; Triton unpacks no tuples
-
-
 CHANNELS, NUM_WARPS = 128, 2
 
 
@@ -370,10 +368,7 @@ def _check_rings(conv_inputs: Tensor, needed: int) -> None:
         raise ValueError(
             f"conv_inputs has rings of {conv_inputs.shape[1]} inputs; accepted: {needed} or more here"
         )
-    if not conv_inputs[:1].is_contiguous():
-        raise ValueError(
-            f"conv_inputs has strides {conv_inputs.stride()}; accepted: contiguous rings of any slot stride"
-        )
+    check_slots(conv_inputs=conv_inputs)
 
 
 @triton.jit

@@ -15,6 +15,8 @@ Triton's default, which the variable TRITON_F32_DEFAULT replaces. Importing this
 unless it is set.
 """
 
+# mypy: disable-error-code="import-untyped"
+
 import os
 import warnings
 from functools import cache
@@ -24,6 +26,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .state_tensors import check_slots
 
 OPERAND_TOKENS, OPERAND_WARPS = 32, 4
 
@@ -136,10 +140,7 @@ def delta_state_passing(
     Raises:
         ValueError: a state is not contiguous.
     """
-    if not states[:1].is_contiguous():
-        raise ValueError(
-            f"states has strides {states.stride()}; accepted: contiguous states of any slot stride"
-        )
+    check_slots(states=states)
     heads, key_dim, value_dim = states.shape[1:]
     chunks = cu_chunk_seqlens.shape[0] - 1
     entering = keys.new_empty(chunks, heads, key_dim, value_dim)
@@ -405,9 +406,6 @@ def update_kernel(
             if destination >= 0:
                 place = states + destination * slot_stride + within
                 tl.store(place, state.to(states.dtype.element_ty), mask=inside)
-
-
-# mypy: disable-error-code="import-untyped"
 
 
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")

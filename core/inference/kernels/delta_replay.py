@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .delta import check_sizes, gated_delta_rule_scan, normalised, solved_chunks
+from .state_tensors import check_slots
 
 OUTPUT_WARPS, OUTPUT_STAGES = 4, 2
 
@@ -205,7 +206,7 @@ def gated_delta_rule_replay(
         ImportError: fla-core is not installed.
         ValueError: inputs are not contiguous, or the scan does not accept a size.
     """
-    _check_contiguous(k_inputs=k_inputs, v_inputs=v_inputs, g_inputs=g_inputs, beta_inputs=beta_inputs)
+    check_slots(k_inputs=k_inputs, v_inputs=v_inputs, g_inputs=g_inputs, beta_inputs=beta_inputs)
     rows, tokens, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
     check_sizes(chunk_size, key_dim)
@@ -255,7 +256,7 @@ def keep_delta_inputs(
     Raises:
         ValueError: inputs are not contiguous.
     """
-    _check_contiguous(k_inputs=k_inputs, v_inputs=v_inputs, g_inputs=g_inputs, beta_inputs=beta_inputs)
+    check_slots(k_inputs=k_inputs, v_inputs=v_inputs, g_inputs=g_inputs, beta_inputs=beta_inputs)
     heads, value_dim = v.shape[1:]
     key_heads, key_dim = k.shape[1:]
     rows, chunk_size = slots.shape[0], k_inputs.shape[1]
@@ -283,14 +284,6 @@ def block_sizes(tokens: int, heads: int, key_dim: int, value_dim: int) -> dict[s
         "BLOCK_H": triton.next_power_of_2(heads),
         "BLOCK_NEW": triton.next_power_of_2(tokens),
     }
-
-
-def _check_contiguous(**inputs: Tensor) -> None:
-    for name, tensor in inputs.items():
-        if not tensor[:1].is_contiguous():
-            raise ValueError(
-                f"{name} has strides {tensor.stride()}; accepted: contiguous inputs of any slot stride"
-            )
 
 
 @triton.jit

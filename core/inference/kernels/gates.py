@@ -124,10 +124,6 @@ def gated_kernel(
     tl.store(out + row * WIDTH + column, (factors * values).to(out.dtype.element_ty), mask=inside)
 
 
-NUM_WARPS = 4
-BLOCK = 1024
-
-
 def time_steps(
     dt: Tensor, dt_bias: Tensor, A_log: Tensor, shortest: float = 0.0, longest: float = float("inf")
 ) -> tuple[Tensor, Tensor]:
@@ -198,10 +194,6 @@ def time_steps_kernel(
     if tl.program_id(0) == 0:
         rate = tl.load(A_log + head * a_stride, mask=is_head, other=0.0).to(tl.float32)
         tl.store(A + head, -tl.exp(rate), mask=is_head)
-
-
-NUM_WARPS = 4
-BLOCK = 1024
 
 
 def delta_gates(

@@ -6,14 +6,15 @@ No function synchronises, and no launch depends on values: a CUDA graph can capt
 import torch
 
 from ...state_spec import HybridStateSpec
-from . import attention, conv, delta, delta_replay, gates, norms, products, ssd
-from . import ssd_replay as replay
-from . import write_kv as kv
+from . import attention, conv, delta, delta_replay, gates, norms, products, ssd, ssd_replay, write_kv
 from .reference import KernelSet
+
+_FUNCTIONS = {name for name, function in vars(KernelSet).items() if isinstance(function, staticmethod)}
+_FUNCTIONS -= {"check_states", "describe"}
 
 
 class GpuKernelSet(KernelSet):
-    """`KernelSet` on a GPU."""
+    """`KernelSet` on a GPU; each function is that of its name in one of the modules of Triton kernels."""
 
     @staticmethod
     def check_states(spec: HybridStateSpec) -> None:
@@ -48,29 +49,8 @@ class GpuKernelSet(KernelSet):
             lines.append("gated delta rule: mambaslots, and stages of fla-core")
         return tuple(lines)
 
-    rms_norm = staticmethod(norms.rms_norm)
-    add_rms_norm = staticmethod(norms.add_rms_norm)
-    gated_rms_norm = staticmethod(norms.gated_rms_norm)
-    rms_norm_gated = staticmethod(norms.rms_norm_gated)
-    qk_norm_rotary = staticmethod(norms.qk_norm_rotary)
-    relu_squared = staticmethod(gates.relu_squared)
-    silu_mul = staticmethod(gates.silu_mul)
-    sigmoid_mul = staticmethod(gates.sigmoid_mul)
-    time_steps = staticmethod(gates.time_steps)
-    delta_gates = staticmethod(gates.delta_gates)
-    head_product = staticmethod(products.head_product)
-    causal_conv1d_prefill = staticmethod(conv.causal_conv1d_prefill)
-    causal_conv1d_update = staticmethod(conv.causal_conv1d_update)
-    causal_conv1d_replay = staticmethod(conv.causal_conv1d_replay)
-    keep_conv_inputs = staticmethod(conv.keep_conv_inputs)
-    ssd_chunk_scan = staticmethod(ssd.ssd_chunk_scan)
-    selective_state_update = staticmethod(ssd.selective_state_update)
-    ssd_replay = staticmethod(replay.ssd_replay)
-    keep_ssd_inputs = staticmethod(replay.keep_ssd_inputs)
-    gated_delta_rule_scan = staticmethod(delta.gated_delta_rule_scan)
-    gated_delta_rule_update = staticmethod(delta.gated_delta_rule_update)
-    gated_delta_rule_replay = staticmethod(delta_replay.gated_delta_rule_replay)
-    keep_delta_inputs = staticmethod(delta_replay.keep_delta_inputs)
-    write_kv = staticmethod(kv.write_kv)
-    rotary_and_write_kv = staticmethod(kv.rotary_and_write_kv)
-    paged_attention = staticmethod(attention.paged_attention)
+
+for module in (norms, gates, products, conv, ssd, ssd_replay, delta, delta_replay, write_kv, attention):
+    for name, function in vars(module).items():
+        if name in _FUNCTIONS and function.__module__ == module.__name__:
+            setattr(GpuKernelSet, name, staticmethod(function))

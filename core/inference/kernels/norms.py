@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .gates import dense_rows, sigmoid
+from .state_tensors import check_last_stride
 
 BLOCK = 1024
 """Elements of a program, at least."""
@@ -91,7 +92,6 @@ def rms_norm_kernel(
 
 
 _TILE_ELEMENTS = 2048
-_ELEMENTS_A_WARP = 512  # 16 a thread: two loads of 16 bytes in 16-bit floats
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
@@ -116,9 +116,7 @@ def rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
     """x and gate [T, outer, inner, D], weight [D] or [outer * inner * D] numbers: [T, outer * inner, D]."""
-    for name, tensor in (("x", x), ("gate", gate)):
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"{name} has strides {tensor.stride()}; accepted: a last stride of 1")
+    check_last_stride(x=x, gate=gate)
     tokens, outer, inner, dim = x.shape
     heads = outer * inner
     out = torch.empty(tokens, heads, dim, dtype=x.dtype, device=x.device)
@@ -135,7 +133,7 @@ def gated_blocks(heads: int, dim: int) -> tuple[int, int, int]:
     """A program's heads and channels, and its warps. The number of rows has no say in them."""
     block_d = triton.next_power_of_2(dim)
     block_h = min(triton.next_power_of_2(heads), max(1, _TILE_ELEMENTS // block_d))
-    return block_h, block_d, min(16, max(1, block_h * block_d // _ELEMENTS_A_WARP))
+    return block_h, block_d, min(MAX_WARPS, max(1, block_h * block_d // ELEMENTS_A_WARP))
 
 
 @triton.jit

@@ -19,6 +19,8 @@ file sets it to "ieee", unless it is set, for every launch here and all float32 
 compiles later.
 """
 
+# mypy: disable-error-code="import-untyped"
+
 import os
 import warnings
 from functools import cache
@@ -30,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .ssd_stages import InputPrecision, chunk_cumsum, chunk_scan, chunk_scores, ssd_states
+from .state_tensors import check_contiguous, check_slots
 
 PASSING_BLOCK = 1024
 """State elements of a program, 8 a thread: two 16-byte accesses of float32, one of bfloat16. One row of
@@ -59,11 +62,8 @@ def state_passing(
     Raises:
         ValueError: a state is not contiguous.
     """
-    if not chunk_states.is_contiguous() or not ssm_states[:1].is_contiguous():
-        raise ValueError(
-            f"strides are {chunk_states.stride()} of chunk_states and {ssm_states.stride()} of ssm_states; "
-            "accepted: contiguous chunk_states, and contiguous states of any slot stride"
-        )
+    check_contiguous(chunk_states=chunk_states)
+    check_slots(ssm_states=ssm_states)
     heads, head_dim, state_dim = chunk_states.shape[1:]
     state_size = head_dim * state_dim
     grid = (triton.cdiv(state_size, PASSING_BLOCK), heads, sources.shape[0])
@@ -218,9 +218,6 @@ def update_kernel(
             if destination >= 0:
                 place = states + destination * slot_stride + within
                 tl.store(place, state.to(states.dtype.element_ty), mask=inside)
-
-
-# mypy: disable-error-code="import-untyped"
 
 
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")

@@ -24,6 +24,7 @@ from .ssd_stages import (
     state_blocks,
     sum_decays,
 )
+from .state_tensors import check_last_stride, check_slots
 
 MIN_PROGRAMS = 1024
 """Programs of a step, at least, while heads can be spread: about eight on each multiprocessor of an H100."""
@@ -43,13 +44,8 @@ def ssd_replay(
     Raises:
         ValueError: a tensor has other strides, or MAMBASLOTS_SSD_OPERANDS has a value that is not accepted.
     """
-    for name, last_one in (("x", x), ("B", B), ("C", C)):
-        if last_one.stride(-1) != 1:
-            raise ValueError(f"{name} has strides {last_one.stride()}; accepted: a last stride of 1")
-    pools = {"ssm_states": ssm_states, "x_inputs": x_inputs, "B_inputs": B_inputs, "gates": gates}
-    for name, pool in pools.items():
-        if not pool[:1].is_contiguous():
-            raise ValueError(f"{name} has strides {pool.stride()}; accepted: contiguous slots of any stride")
+    check_last_stride(x=x, B=B, C=C)
+    check_slots(ssm_states=ssm_states, x_inputs=x_inputs, B_inputs=B_inputs, gates=gates)
     rows, tokens, heads, head_dim = x.shape
     groups, state_dim = B.shape[2:]
     operands = operand_dtype(x.dtype)
@@ -373,12 +369,8 @@ def keep_ssd_inputs(
     Raises:
         ValueError: x or B has another last stride than 1, or a pool's slots are not contiguous.
     """
-    for name, tokens_first in (("x", x), ("B", B)):
-        if tokens_first.stride(-1) != 1:
-            raise ValueError(f"{name} has strides {tokens_first.stride()}; accepted: a last stride of 1")
-    for name, pool in (("x_inputs", x_inputs), ("B_inputs", B_inputs), ("gates", gates)):
-        if not pool[:1].is_contiguous():
-            raise ValueError(f"{name} has strides {pool.stride()}; accepted: contiguous slots of any stride")
+    check_last_stride(x=x, B=B)
+    check_slots(x_inputs=x_inputs, B_inputs=B_inputs, gates=gates)
     rows, (_, heads, head_dim), (groups, state_dim) = slots.shape[0], x.shape, B.shape[1:]
     places = slots, tail_starts, query_start_loc
     keep_inputs_kernel[(chunk_size, rows)](

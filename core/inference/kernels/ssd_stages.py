@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .state_tensors import check_contiguous, check_last_stride, check_slots
+
 SUM_WARPS = 1
 _MAX_HEADS = 32  # of a program, which is one warp
 
@@ -171,17 +173,8 @@ def chunk_scan(
 
     Returns: y, [tokens, H, P] in the dtype of x; unspecified for tokens of no chunk.
     """
-    for name, dense in (
-        ("dt", dt),
-        ("log_decays", log_decays),
-        ("CB", CB),
-        ("entering_states", entering_states),
-    ):
-        if not dense.is_contiguous():
-            raise ValueError(f"{name} has strides {dense.stride()}; accepted: a contiguous tensor")
-    for name, tokens_first in (("x", x), ("C", C)):
-        if tokens_first.stride(-1) != 1:
-            raise ValueError(f"{name} has strides {tokens_first.stride()}; accepted: a last stride of 1")
+    check_contiguous(dt=dt, log_decays=log_decays, CB=CB, entering_states=entering_states)
+    check_last_stride(x=x, C=C)
     tokens, heads, head_dim = x.shape
     groups, state_dim = C.shape[1:]
     chunks, chunk_size = dt.shape[1:]
@@ -344,9 +337,7 @@ def chunk_scores(
     Products multiply numbers of `operands`, the dtype of C and B [tokens, G, N] or float32, and add in
     float32 over N in order. Unspecified where k > m and after the tokens: tiles there are not written.
     """
-    for name, tokens_first in (("C", C), ("B", B)):
-        if tokens_first.stride(-1) != 1:
-            raise ValueError(f"{name} has strides {tokens_first.stride()}; accepted: a last stride of 1")
+    check_last_stride(C=C, B=B)
     chunks, (groups, state_dim) = cu_chunk_seqlens.shape[0] - 1, C.shape[1:]
     CB = torch.empty(chunks, groups, chunk_size, chunk_size, dtype=torch.float32, device=C.device)
     blocks, num_stages = score_blocks(chunk_size, state_dim, operands)
@@ -445,16 +436,9 @@ def ssd_states(
     Returns: the states that enter the chunks, [chunks, H, P, N] in the dtype `operands`; unspecified for
     padding.
     """
-    if not ssm_states[:1].is_contiguous():
-        raise ValueError(
-            f"ssm_states has strides {ssm_states.stride()}; accepted: contiguous states of any slot stride"
-        )
-    for name, dense in (("dt", dt), ("log_decays", log_decays)):
-        if not dense.is_contiguous():
-            raise ValueError(f"{name} has strides {dense.stride()}; accepted: a contiguous tensor")
-    for name, tokens_first in (("x", x), ("B", B)):
-        if tokens_first.stride(-1) != 1:
-            raise ValueError(f"{name} has strides {tokens_first.stride()}; accepted: a last stride of 1")
+    check_slots(ssm_states=ssm_states)
+    check_contiguous(dt=dt, log_decays=log_decays)
+    check_last_stride(x=x, B=B)
     heads, head_dim, state_dim = ssm_states.shape[1:]
     chunks, chunk_size = dt.shape[1:]
     operands = operands or x.dtype

@@ -57,6 +57,27 @@ def check_indices(name: str, indices: Indices, states: StateTensors) -> None:
         raise ValueError(f"{name} is {list(indices)}; accepted: -1 to {states.ssm.shape[1] - 1}")
 
 
+def check_slots(**pools: Tensor) -> None:
+    """Raise a ValueError that names a pool [slots, ...] whose slots have gaps."""
+    for name, pool in pools.items():
+        if not pool[:1].is_contiguous():
+            raise ValueError(f"{name} has strides {pool.stride()}; accepted: contiguous slots of any stride")
+
+
+def check_contiguous(**tensors: Tensor) -> None:
+    """Raise a ValueError that names a tensor with gaps."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}; accepted: a contiguous tensor")
+
+
+def check_last_stride(**tensors: Tensor) -> None:
+    """Raise a ValueError that names a tensor whose last dimension is not dense."""
+    for name, tensor in tensors.items():
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}; accepted: a last stride of 1")
+
+
 def device_indices(device: torch.device, *indices: Indices) -> list[Tensor]:
     """The same slots as int64 tensors on `device`; does not synchronise.
 

@@ -3,6 +3,8 @@
 For decode by replay a request keeps its last raw inputs in a ring: position p of its sequence lies at p % R.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -48,16 +50,24 @@ def causal_conv1d_prefill(
     token_windows = torch.arange(tokens, device=x.device) + windows_before * width
     packed[token_windows + width] = x
 
-    dtype = compute_dtype(x.dtype)
-    y = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
-    for tap in range(width + 1):
-        y = y + packed[token_windows + tap].to(dtype) * weight[:, tap].to(dtype)
-
+    inputs = (packed[token_windows + tap] for tap in range(width + 1))
+    y = _convolved(x.dtype, inputs, weight, bias, activation)
     ends = torch.cat([query_start_loc[1:], checkpoint_ends])
     end_rows = torch.cat([rows, checkpoint_rows])
     windows = packed[(ends + end_rows * width)[:, None] + taps].transpose(1, 2)
     write_states(conv_states[..., :width], torch.cat([destinations, checkpoint_destinations]), windows)
-    return rounded(F.silu(y) if activation else y, x.dtype, out)
+    return rounded(y, x.dtype, out)
+
+
+def _convolved(
+    of: torch.dtype, inputs: Iterable[Tensor], weight: Tensor, bias: Tensor | None, activation: bool
+) -> Tensor:
+    """The sum over the taps of one tensor of inputs each, in the compute dtype of inputs `of` a dtype."""
+    dtype = compute_dtype(of)
+    y = weight.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
+    for tap, shifted in enumerate(inputs):
+        y = y + shifted.to(dtype) * weight[:, tap].to(dtype)
+    return F.silu(y) if activation else y
 
 
 def causal_conv1d_update(
@@ -73,16 +83,13 @@ def causal_conv1d_update(
 
     Returns: [rows, T, conv_dim] in the dtype of x.
     """
-    dtype = compute_dtype(x.dtype)
     tokens, width = x.shape[1], weight.shape[1] - 1
     carried = read_states(conv_states[..., :width], sources).transpose(1, 2)
     packed = torch.cat([carried.to(x.dtype), x], dim=1)
-    y = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
-    for tap in range(width + 1):
-        y = y + packed[:, tap : tap + tokens].to(dtype) * weight[:, tap].to(dtype)
+    inputs = (packed[:, tap : tap + tokens] for tap in range(width + 1))
     windows = packed.unfold(1, width, 1)[:, 1:]  # [rows, T, conv_dim, width]
     write_states(conv_states[..., :width], destinations.flatten(), windows.flatten(0, 1))
-    return rounded(F.silu(y) if activation else y, x.dtype, out)
+    return rounded(_convolved(x.dtype, inputs, weight, bias, activation), x.dtype, out)
 
 
 def causal_conv1d_replay(
@@ -118,18 +125,14 @@ def causal_conv1d_replay(
     carried = conv_inputs[own_ring, positions[:, :width] % ring].to(x.dtype)
     carried = carried.masked_fill(~(real & (positions >= 0))[:, :width, None], 0)
     packed = torch.cat([carried, x.masked_fill(~real[:, width:, None], 0)], dim=1)
-    dtype = compute_dtype(x.dtype)
-    y = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
-    for tap in range(width + 1):
-        y = y + packed[:, tap : tap + tokens].to(dtype) * weight[:, tap].to(dtype)
-
+    inputs = (packed[:, tap : tap + tokens] for tap in range(width + 1))
     row, token = real[:, width:].nonzero(as_tuple=True)
     stored = positions[row, width + token] % ring
     conv_inputs[slots[row], stored] = x[row, token].to(conv_inputs.dtype)
     of_window = lengths.long()[:, None] + place[:width]
     windows = packed[torch.arange(rows, device=x.device)[:, None], of_window].transpose(1, 2)
     write_states(conv_states[..., :width], destinations, windows)
-    return rounded(F.silu(y) if activation else y, x.dtype, out)
+    return rounded(_convolved(x.dtype, inputs, weight, bias, activation), x.dtype, out)
 
 
 def keep_conv_inputs(

@@ -259,7 +259,7 @@ def test_rings_that_are_too_short_or_in_pieces_are_refused():
     arguments = torch.zeros(1, 3, layer.conv_dim), layer.weight, None, torch.zeros(1, layer.conv_dim, 3)
     with pytest.raises(ValueError, match="rings of 5 inputs; accepted: 6 or more here"):
         conv.causal_conv1d_replay(*arguments, rings, *indices)
-    with pytest.raises(ValueError, match="accepted: contiguous rings of any slot stride"):
+    with pytest.raises(ValueError, match="accepted: contiguous slots of any stride"):
         conv.causal_conv1d_replay(*arguments, torch.zeros(2, layer.conv_dim, 6).mT, *indices)
 
 

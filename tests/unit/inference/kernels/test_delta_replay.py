@@ -309,7 +309,7 @@ class TestCost:
         inputs = {f"{name}_inputs": torch.zeros(1, 16, *step[name].shape[2:]) for name in KEPT}
         inputs["v_inputs"] = inputs["v_inputs"].mT.contiguous().mT
         indices = dict.fromkeys(("slots", "starts", "lengths", "sources", "destinations"), torch.tensor([0]))
-        with pytest.raises(ValueError, match=r"v_inputs has strides .* accepted: contiguous inputs"):
+        with pytest.raises(ValueError, match=r"v_inputs has strides .* accepted: contiguous slots"):
             delta_replay.gated_delta_rule_replay(
                 **step, states=layer.pool(1), **inputs, **indices, chunk_size=16
             )

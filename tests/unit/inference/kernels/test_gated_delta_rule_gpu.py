@@ -257,7 +257,7 @@ class TestStages:
     def test_states_that_are_not_contiguous_are_refused(self, device):
         layer = Layer()
         pool = layer.pool(2).mT.contiguous().mT.to(device)
-        with pytest.raises(ValueError, match="accepted: contiguous states of any slot stride"):
+        with pytest.raises(ValueError, match="accepted: contiguous slots of any stride"):
             Batch(layer, [Row(0, 0, 3)], 16).scan(gated_delta_rule_scan, pool)
 
 

@@ -179,7 +179,7 @@ def test_the_pool_is_accessed_once_a_source_and_a_destination():
 def test_strides_that_cannot_be_read_are_refused():
     layer = Layer(dtype=torch.float16)
     batch = Batch(layer, [Row(0, 0, 5, destination=0)], 16)
-    with pytest.raises(ValueError, match="accepted: contiguous states of any slot stride"):
+    with pytest.raises(ValueError, match="accepted: contiguous slots of any stride"):
         run(batch, layer.pool(1).mT.contiguous().mT, torch.device("cpu"))
     batch.x = batch.x.mT.contiguous().mT
     with pytest.raises(ValueError, match=r"x has strides .* accepted: a last stride of 1"):
