@@ -22,7 +22,7 @@ from ..state_spec import (
     mamba2_states,
     short_conv_states,
 )
-from .current_step import ATTENTION_NAME, EXPERTS_NAME, CurrentStep, register_attention, register_experts
+from .current_step import ATTENTION_NAME, EXPERTS_NAME, CurrentStep, register_with_transformers
 from .mixers import (
     FalconMamba2Forward,
     GatedDeltaNetForward,
@@ -277,8 +277,7 @@ def skeleton(config: "PreTrainedConfig", dtype: torch.dtype) -> "PreTrainedModel
 
     text = text_config(config)
     state_spec(text, dtype)  # raises for a dtype of states that is not served
-    register_attention()
-    register_experts()
+    register_with_transformers()
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             text, dtype=dtype, attn_implementation=ATTENTION_NAME, experts_implementation=EXPERTS_NAME

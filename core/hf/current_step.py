@@ -90,13 +90,6 @@ def attention_forward(
     return paged(queries, keys, values, scaling)[None], None
 
 
-def register_attention() -> None:
-    """Register the name at transformers, without a mask function: no mask is then made on the host."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION_NAME, attention_forward)
-
-
 EXPERTS_NAME = "mambaslots"
 """The `experts_implementation` of served models."""
 
@@ -128,8 +121,10 @@ def experts_forward(
     return computed
 
 
-def register_experts() -> None:
-    """Register the name at transformers."""
+def register_with_transformers() -> None:
+    """Register both names at transformers, without a mask function: no mask is then made on the host."""
+    from transformers import AttentionInterface
     from transformers.integrations.moe import ExpertsInterface
 
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)
     ExpertsInterface.register(EXPERTS_NAME, experts_forward)

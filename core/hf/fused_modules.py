@@ -122,22 +122,8 @@ def relu_squared_mlp(mlp: Any, step: CurrentStep) -> Forward:
 
 
 def gated_mlp(mlp: Any, step: CurrentStep) -> Forward:
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU: down(silu(gate(x)) * up(x)); Falcon-H1 multiplies the gate and the output by numbers."""
     return _swiglu(mlp, step, JointLinear(mlp, ("gate_proj", "up_proj")), "down_proj")
-
-
-def falcon_h1_mlp(mlp: Any, step: CurrentStep) -> Forward:
-    """`gated_mlp` with a multiplier of the gate and one of the output."""
-
-    gate_up = JointLinear(mlp, ("gate_proj", "up_proj"))
-
-    def forward(x: Tensor) -> Tensor:
-        gate, up = gate_up(x).chunk(2, dim=-1)
-        product = step.kernels.silu_mul(gate * mlp.gate_multiplier, up)
-        out: Tensor = mlp.down_proj(product) * mlp.down_multiplier
-        return out
-
-    return forward
 
 
 def lfm2_mlp(mlp: Any, step: CurrentStep) -> Forward:
@@ -152,10 +138,14 @@ def granite_mlp(mlp: Any, step: CurrentStep) -> Forward:
 
 def _swiglu(mlp: Any, step: CurrentStep, gate_up: Forward, down: str) -> Forward:
     """The forward of an MLP; `gate_up` gives gate and up side by side, `down` names the last projection."""
+    of_gate, of_out = getattr(mlp, "gate_multiplier", 1), getattr(mlp, "down_multiplier", 1)
 
     def forward(x: Tensor) -> Tensor:
         gate, up = gate_up(x).chunk(2, dim=-1)
-        out: Tensor = getattr(mlp, down)(step.kernels.silu_mul(gate, up))
-        return out
+        return scaled(getattr(mlp, down)(step.kernels.silu_mul(scaled(gate, of_gate), up)), of_out)
 
     return forward
+
+
+def scaled(x: Tensor, multiplier: float) -> Tensor:
+    return x if multiplier == 1 else x * multiplier

@@ -12,11 +12,11 @@ from .fused_modules import (
     AttentionForward,
     AttentionShape,
     NormForward,
-    falcon_h1_mlp,
     gated_mlp,
     granite_mlp,
     lfm2_mlp,
     relu_squared_mlp,
+    scaled,
 )  # fmt: skip
 
 Branch = Callable[..., Tensor]
@@ -77,10 +77,6 @@ def _mixer(layer: Any, name: str) -> Branch:
     return lambda normed, **kwargs: _attend(layer.self_attn, normed, **kwargs)
 
 
-def _scaled(x: Tensor, multiplier: float) -> Tensor:
-    return x if multiplier == 1 else x * multiplier
-
-
 def two_branches(
     mixer: str, mlp: str, norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
 ) -> Callable[[Any], NamedBranches]:
@@ -100,13 +96,13 @@ def granite_branches(layer: Any) -> NamedBranches:
     mixer = _mixer(layer, "mamba")
 
     def first(normed: Tensor, **kwargs: Any) -> Tensor:
-        return _scaled(mixer(normed, **kwargs), layer.residual_multiplier)
+        return scaled(mixer(normed, **kwargs), layer.residual_multiplier)
 
     def second(normed: Tensor, **_: Any) -> Tensor:
         out: Tensor = layer.shared_mlp(normed)
         if layer.has_experts:
             out = layer.block_sparse_moe(normed) + out
-        return _scaled(out, layer.residual_multiplier)
+        return scaled(out, layer.residual_multiplier)
 
     return [("input_layernorm", first), ("post_attention_layernorm", second)]
 
@@ -115,9 +111,9 @@ def falcon_h1_branches(layer: Any) -> NamedBranches:
     """A Mamba-2 mixer and attention of one input, each with multipliers, then an MLP."""
 
     def both(normed: Tensor, mamba_attention_mask: Any = None, **kwargs: Any) -> Tensor:
-        mixed = _scaled(layer.mamba(hidden_states=normed), layer.ssm_out_multiplier)
-        attended = _attend(layer.self_attn, _scaled(normed, layer.attention_in_multiplier), **kwargs)
-        return mixed + _scaled(attended, layer.attn_out_multiplier)
+        mixed = scaled(layer.mamba(hidden_states=normed), layer.ssm_out_multiplier)
+        attended = _attend(layer.self_attn, scaled(normed, layer.attention_in_multiplier), **kwargs)
+        return mixed + scaled(attended, layer.attn_out_multiplier)
 
     return [("input_layernorm", both), ("pre_ff_layernorm", _plain(layer.feed_forward))]
 
@@ -186,7 +182,7 @@ FUSIONS: dict[str, Fusion] = {
     ),
     "falcon_h1": Fusion(
         "FalconH1", layer="DecoderLayer", branches=falcon_h1_branches, final_norm="final_layernorm",
-        returned=lambda hidden: (hidden,), mlp=falcon_h1_mlp, attention=AttentionShape(),
+        returned=lambda hidden: (hidden,), attention=AttentionShape(),
     ),
     "granitemoehybrid": Fusion(
         "GraniteMoeHybrid", layer="DecoderLayer", branches=granite_branches, final_norm="norm",
@@ -217,17 +213,17 @@ def install(model: nn.Module, config: Any, step: CurrentStep) -> LayerStack | No
     """Replace the forwards of known modules; returns what runs the layers, or None if transformers does."""
     fusion = FUSIONS[config.model_type]
     norms: dict[nn.Module, NormForward] = {}
-    for module in _modules(model, fusion.prefix + "RMSNorm"):
+    for module in modules_of(model, fusion.prefix + "RMSNorm"):
         norms[module] = NormForward(module, step, fusion.norm_offset)
         module.forward = norms[module]
     if fusion.mlp is not None and getattr(config, "mlp_hidden_act", "relu2") == "relu2":
-        for module in _modules(model, fusion.prefix + "MLP"):
+        for module in modules_of(model, fusion.prefix + "MLP"):
             module.forward = fusion.mlp(module, step)
     if fusion.attention is not None:
-        for module in _modules(model, fusion.prefix + "Attention"):
+        for module in modules_of(model, fusion.prefix + "Attention"):
             module.forward = AttentionForward(module, step, fusion.attention)
     if fusion.layer is not None and fusion.branches is not None:
-        for layer in _modules(model, fusion.prefix + fusion.layer):
+        for layer in modules_of(model, fusion.prefix + fusion.layer):
             branches = [(norms[getattr(layer, name)], branch) for name, branch in fusion.branches(layer)]
             layer.forward = LayerForward(branches, step, fusion.final_norm is None, fusion.returned)
     _install_head(model, config, step)
@@ -259,5 +255,6 @@ def _install_head(model: nn.Module, config: Any, step: CurrentStep) -> None:
     head.forward = forward
 
 
-def _modules(model: nn.Module, name: str) -> list[nn.Module]:
+def modules_of(model: nn.Module, name: str) -> list[nn.Module]:
+    """The modules of a model whose class has this name."""
     return [module for module in model.modules() if type(module).__name__ == name]

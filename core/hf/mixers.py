@@ -23,7 +23,12 @@ class Mamba2Forward:
         self._step = step
         limit: Any = mixer.time_step_limit
         self._shortest, self._longest = map(float, limit or (0.0, "inf"))
-        self._group_width = self._norm_width()
+        norm: Any = mixer.norm if getattr(mixer, "mamba_rms_norm", True) else None
+        self._gates_first = not getattr(norm, "norm_before_gate", False)
+        self._group_width = getattr(norm, "group_size", 0)
+        """Channels of the whole model that are normalised together; 0 without a norm."""
+        if hasattr(norm, "n_groups"):
+            self._group_width = self._mixer.intermediate_size * step.groups.tensor_size // norm.n_groups
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]; what else transformers passes is for its own cache."""
@@ -45,51 +50,30 @@ class Mamba2Forward:
         return projected
 
     def _gate(self, y: Tensor, gate: Tensor) -> Tensor:
-        """The gated norm of y, both [T, intermediate]."""
-        norm = self._mixer.norm
-        if self._group_width > y.shape[1]:
-            return self._norm_over_ranks(y, gate)
-        groups = y.shape[1] // self._group_width
-        return self._step.kernels.gated_rms_norm(y, gate, norm.weight, groups, norm.variance_epsilon)
-
-    def _norm_width(self) -> int:
-        """Channels of the whole model that are normalised together; 0 without a norm."""
-        return int(self._mixer.norm.group_size)
-
-    def _norm_over_ranks(self, y: Tensor, gate: Tensor, *, gates_first: bool = True) -> Tensor:
-        groups, norm = self._step.groups, self._mixer.norm
-        num_groups = y.shape[1] * groups.tensor_size // self._group_width
-        compute_dtype = self._step.kernels.compute_dtype(y.dtype)
-        weight, eps = norm.weight, norm.variance_epsilon
-        return gated_rms_norm_over_ranks(
-            y, gate, weight, eps, num_groups, groups, compute_dtype, gates_first=gates_first
-        )
+        """The gated norm of y, both [T, intermediate]; the gate alone where the module has no norm."""
+        kernels, ranks, width = self._step.kernels, self._step.groups, self._group_width
+        if not width:
+            return kernels.silu_mul(gate, y)
+        weight, eps = self._mixer.norm.weight, self._mixer.norm.variance_epsilon
+        if width > y.shape[1]:
+            num_groups = y.shape[1] * ranks.tensor_size // width
+            dtype = kernels.compute_dtype(y.dtype)
+            return gated_rms_norm_over_ranks(
+                y, gate, weight, eps, num_groups, ranks, dtype, gates_first=self._gates_first
+            )
+        if self._gates_first:
+            return kernels.gated_rms_norm(y, gate, weight, y.shape[1] // width, eps)
+        y, gate, weight = (torch.unflatten(tensor, -1, (-1, width)) for tensor in (y, gate, weight))
+        return kernels.rms_norm_gated(y, gate, weight, eps).flatten(1)
 
 
 class FalconMamba2Forward(Mamba2Forward):
-    """`Mamba2Forward` with Falcon-H1's multipliers, and with a norm only where the module has one."""
+    """`Mamba2Forward` with Falcon-H1's multipliers."""
 
     def _project(self, hidden: Tensor) -> Tensor:
         mixer = self._mixer
         projected: Tensor = mixer.in_proj(hidden * mixer.ssm_in_multiplier) * mixer.mup_vector[0]
         return projected
-
-    def _gate(self, y: Tensor, gate: Tensor) -> Tensor:
-        if not self._mixer.mamba_rms_norm:
-            return self._step.kernels.silu_mul(gate, y)
-        kernels, norm = self._step.kernels, self._mixer.norm
-        if self._group_width > y.shape[1]:
-            return self._norm_over_ranks(y, gate, gates_first=not norm.norm_before_gate)
-        weight, groups, eps = norm.weight, y.shape[1] // self._group_width, norm.variance_epsilon
-        if not norm.norm_before_gate:
-            return kernels.gated_rms_norm(y, gate, weight, groups, eps)
-        y, gate, weight = (torch.unflatten(tensor, -1, (groups, -1)) for tensor in (y, gate, weight))
-        return kernels.rms_norm_gated(y, gate, weight, eps).flatten(1)
-
-    def _norm_width(self) -> int:
-        mixer: Any = self._mixer
-        channels: int = mixer.intermediate_size * self._step.groups.tensor_size
-        return channels // mixer.norm.n_groups if mixer.mamba_rms_norm else 0
 
 
 Projections = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -102,6 +86,8 @@ class GatedDeltaNetForward:
 
     projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     """The modules that read the hidden states, in the order in which `_project` takes their outputs."""
+    norm, last = "norm", "out_proj"
+    """The modules of the gated norm of each head, and of the last projection."""
 
     def __init__(self, mixer: Any, layer: int, step: CurrentStep) -> None:
         self._mixer = mixer
@@ -118,7 +104,8 @@ class GatedDeltaNetForward:
         """[1, T, hidden] -> [1, T, hidden]; what else transformers passes is for its own cache."""
         mixer, inputs, kernels = self._mixer, self._step.inputs, self._step.kernels
         raw, gate, b, a = self._project(hidden_states)
-        g, beta = kernels.delta_gates(a, b, mixer.A_log, mixer.dt_bias, doubled=self._doubled())
+        doubled = bool(getattr(mixer, "allow_neg_eigval", False))  # beta may then lie between 0 and 2
+        g, beta = kernels.delta_gates(a, b, mixer.A_log, mixer.dt_bias, doubled=doubled)
         conv = mixer.conv1d
         weight, layer = conv.weight.squeeze(1), self._layer
         qkv = convolve(raw, weight, conv.bias, "gdn_conv", layer, inputs, kernels)
@@ -126,26 +113,15 @@ class GatedDeltaNetForward:
         q, k = torch.unflatten(q, -1, self._key_heads), torch.unflatten(k, -1, self._key_heads)
         v = torch.unflatten(v, -1, self._value_heads)
         out = scan_gated_delta_rule(q, k, v, g, beta, layer, inputs, kernels)
-        return self._finish(out, gate)[None]
+        norm = getattr(mixer, self.norm)
+        normed = kernels.rms_norm_gated(out, gate, norm.weight, norm.variance_epsilon)
+        projected: Tensor = getattr(mixer, self.last)(normed.flatten(1))
+        return projected[None]
 
     def _project(self, hidden: Tensor) -> Projections:
         """[1, T, hidden] -> the projections of all tokens."""
         raw, gate, b, a = torch.split_with_sizes(self._joint(hidden[0]), self._projected, dim=-1)
         return raw, torch.unflatten(gate, -1, self._value_heads), b, a
-
-    def _doubled(self) -> bool:
-        """Whether a token may write twice its value."""
-        return False
-
-    def _finish(self, out: Tensor, gate: Tensor) -> Tensor:
-        """The gated norm of each head, and the last projection: [T, hidden]."""
-        mixer = self._mixer
-        projected: Tensor = mixer.out_proj(self._gated_norm(mixer.norm, out, gate))
-        return projected
-
-    def _gated_norm(self, norm: Any, out: Tensor, gate: Tensor) -> Tensor:
-        normed = self._step.kernels.rms_norm_gated(out, gate, norm.weight, norm.variance_epsilon)
-        return normed.flatten(1)
 
 
 class Qwen3NextForward(GatedDeltaNetForward):
@@ -171,17 +147,10 @@ class Qwen3NextForward(GatedDeltaNetForward):
 
 
 class OlmoHybridForward(GatedDeltaNetForward):
-    """`GatedDeltaNetForward` with OLMo-Hybrid's six projections; beta may lie between 0 and 2."""
+    """`GatedDeltaNetForward` with OLMo-Hybrid's six projections."""
 
     projections = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
-
-    def _doubled(self) -> bool:
-        return bool(self._mixer.allow_neg_eigval)
-
-    def _finish(self, out: Tensor, gate: Tensor) -> Tensor:
-        mixer = self._mixer
-        projected: Tensor = mixer.o_proj(self._gated_norm(mixer.o_norm, out, gate))
-        return projected
+    norm, last = "o_norm", "o_proj"
 
 
 class ShortConvForward:

@@ -16,10 +16,9 @@ from .current_step import (
     EXPERTS_NAME,
     CurrentStep,
     PagedAttention,
-    register_attention,
-    register_experts,
+    register_with_transformers,
 )  # fmt: skip
-from .fusions import FUSIONS
+from .fusions import FUSIONS, modules_of
 from .fusions import install as install_fused
 from .joint_linear import join_weights
 from .split import ModelSplit
@@ -59,10 +58,10 @@ class ServedModel:
         self.model = model.eval().requires_grad_(False)
         ModelSplit.of(self.model, self.config, self.groups).apply()
         self._step = CurrentStep(self.groups)
+        register_with_transformers()
         self._replace_mixers()
         self._install_attention()
         self._stack = install_fused(self.model, self.config, self._step)
-        register_experts()
         if getattr(self.config, "num_experts_per_tok", None):
             model.set_experts_implementation(EXPERTS_NAME)
         join_weights(self.model)
@@ -120,7 +119,7 @@ class ServedModel:
 
     def _replace_mixers(self) -> None:
         architecture = architectures.architecture_of(self.config)
-        mixers = self._modules_of(architecture.mixer)
+        mixers = modules_of(self.model, architecture.mixer)
         adds_up_here = FUSIONS[self.config.model_type].layer is None
         for module in self.model.modules():
             is_convolved = any(isinstance(child, nn.Conv1d) for child in module.children())
@@ -138,15 +137,11 @@ class ServedModel:
         architecture = architectures.architecture_of(self.config)
         if architecture.attention is None:
             return
-        modules = self._modules_of(architecture.attention)
+        modules = modules_of(self.model, architecture.attention)
         self._check_count(architecture.attention, modules, architecture.attention_layers)
         for layer, module in enumerate(modules):
             module.mambaslots_attention = PagedAttention(layer, self._step)  # type: ignore[assignment]
-        register_attention()
         self.model.set_attn_implementation(ATTENTION_NAME)
-
-    def _modules_of(self, name: str) -> list[nn.Module]:
-        return [module for module in self.model.modules() if type(module).__name__ == name]
 
     def _check_count(self, name: str, modules: list[nn.Module], layer_types: frozenset[str]) -> None:
         config: Any = self.config

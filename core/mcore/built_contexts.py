@@ -34,18 +34,22 @@ class BuiltContext:
     Attributes:
         number: 1 for the first context.
         idle_reason: why the context caches no state, as a sentence; "" where it does.
-        context: a call gives the context, or None once it is gone.
     """
 
     def __init__(self, context: Any, number: int) -> None:
         self.number, self.idle_reason = number, idle_reason(context)
-        self.context = weakref.ref(context, self._close)
+        self._context = weakref.ref(context, self._close)
         self._counts: HostRecord | HostStats = record_of(context)
+
+    @property
+    def context(self) -> Any:
+        """The context, or None once it is gone."""
+        return self._context()
 
     @property
     def stats(self) -> HostStats:
         """The context's counts; of a context that is gone the counts of slots are those of its last step."""
-        context = self.context()
+        context = self.context
         return self._close() if context is None else stats(context)
 
     def _close(self, _: object = None) -> HostStats:
@@ -97,7 +101,7 @@ class BuiltContexts:
 
     def _note(self, context: Any) -> None:
         """Count a new context; a warning says why nothing is cached."""
-        if any(each.context() is context for each in self._built):
+        if any(each.context is context for each in self._built):
             return
         built = BuiltContext(context, len(self.all) + 1)
         self._built.append(built)
@@ -110,7 +114,7 @@ class BuiltContexts:
         megatron-core's own methods would read the contexts' caches wrongly.
         """
         for built in self._built:
-            if (context := built.context()) is not None:
+            if (context := built.context) is not None:
                 for name in _SERVING:
                     setattr(context, name, _refuse)
         if self._remembers:
