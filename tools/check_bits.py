@@ -1,7 +1,6 @@
-"""Batch invariance at length, on a GPU: attention in many batches, and products that are slow for few rows.
+"""Batch invariance at length, on a GPU: attention in many batches.
 
     python tools/check_bits.py                          # attention of usual sizes
-    python tools/check_bits.py --model CHECKPOINT       # and the products of a model
 
 Run it on a new kind of GPU, and with a new version of torch or FlashAttention. An engine with
 `batch_invariant` checks its own products and whole forwards when it starts.
@@ -10,17 +9,12 @@ Run it on a new kind of GPU, and with a new version of torch or FlashAttention. 
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-import mambaslots as ms
 import torch
-from mambaslots.inference.contexts.step_inputs import FEW_ROWS
-from mambaslots.inference.engines.batch_invariance import record
-from mambaslots.inference.engines.product_check import bits, first_case, is_replaceable
-from mambaslots.inference.engines.recorded_products import Product
+from mambaslots.inference.engines.product_check import bits, first_case
 from mambaslots.inference.kernels.attention import paged_attention
-from mambaslots.inference.kernels.products import matmul
 from mambaslots.inference.kernels.reference.attention import AttentionRows
 from torch import Tensor
 
@@ -156,61 +150,11 @@ class _AttentionCheck:
         )
 
 
-_CALLS, _REPLAYS = 10, 5
-_WORTH = 0.75
-"""Another way must take at most this part of the time."""
-
-
-def is_faster(product: Product, run: Callable[[Sequence[Any]], Tensor], num_rows: int) -> bool:
-    """Whether `run` computes a product of a few rows clearly faster than the operator that the model runs.
-
-    Captures CUDA graphs of both, so that launches take no time, and synchronises. The weights may lie in the
-    L2 cache; what is found is a library's unlucky choice of a kernel, which takes several times as long. On a
-    CPU nothing is measured, and nothing is faster.
-    """
-    arguments = list(product.call.arguments)
-    if not arguments[product.rows[0].argument].is_cuda:
-        return False
-    for row in product.rows:
-        like: Tensor = arguments[row.argument]
-        shape = num_rows * row.per_row, *like.shape[1:]
-        arguments[row.argument] = torch.ones(shape, dtype=like.dtype, device=like.device)
-    usual, other = (_seconds(way, arguments) for way in (product.call.run, run))
-    return other <= _WORTH * usual
-
-
-def _seconds(run: Callable[[Sequence[Any]], Tensor], arguments: Sequence[Any]) -> float:
-    run(arguments)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(_CALLS):
-            run(arguments)
-    graph.replay()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    for _ in range(_REPLAYS):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end))
-
-
-def few_rows(arguments: Sequence[Any]) -> Tensor:
-    """A product of few rows by `kernels.products.matmul`."""
-    tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
-    out_dtype = next((leaf for leaf in arguments if isinstance(leaf, torch.dtype)), None)
-    bias = tensors[0] if len(tensors) == 3 else None
-    result: Tensor = matmul(tensors[-2], tensors[-1], bias, out_dtype, few_rows=True)
-    return result
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="a checkpoint whose products are measured, too")
-    options = parser.parse_args()
+    parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU: nothing is compared; run it where one is")
         return 0
@@ -221,12 +165,6 @@ def main() -> int:
         case = first_difference(sizes, device)
         differ += bool(case)
         print(f"{sizes}: {case or 'the same bits in all cases'}")
-    if options.model is not None:
-        model = ms.load(options.model).model
-        config = ms.InferenceConfig(batch_invariant=True, num_kv_blocks=64, num_mamba_slots=8)
-        for product in record(model, model.state_spec(), config)[0]:
-            if is_replaceable(product) and is_faster(product, few_rows, FEW_ROWS // 2):
-                print(f"slow for few rows: {product.name}")
     return int(differ > 0)
 
 

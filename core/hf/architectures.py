@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ..files import CheckpointError
 from ..parallel_groups import ModelShard, ParallelGroups, Part
 from ..state_spec import (
     HybridStateSpec,
@@ -168,6 +170,20 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 WRAPPERS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Models of more than text, by `model_type`, and the text model in their `text_config`."""
+
+
+def read_config(file: Path) -> "PreTrainedConfig":
+    """The config in a file; a CheckpointError where transformers cannot read it."""
+    from transformers import AutoConfig
+
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            str(file), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # each class of configs checks its values in its own way
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"transformers cannot read {file}: {reason}") from error
+    return config
 
 
 def text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":

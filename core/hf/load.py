@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from .. import validation
 from ..files import CONFIG, CheckpointError, existing_folder, read_object, section
@@ -95,7 +95,7 @@ def load(
     folder = checkpoint_folder(path_or_name)
     stored_config = read_object(folder / CONFIG)
     blocks = block_size(folder, stored_config)
-    config = _transformers_config(folder)
+    config = _config(folder)
     kept_dtype = dtype or _named_dtype(config)
     try:
         model = skeleton(config, kept_dtype)
@@ -119,21 +119,14 @@ def _check_counts(folder: Path, config: Mapping[str, Any]) -> None:
                 raise CheckpointError(f"{folder / CONFIG}: {name} is {count}; accepted: {most}")
 
 
-def _transformers_config(folder: Path) -> PretrainedConfig:
+def _config(folder: Path) -> PretrainedConfig:
     _check_counts(folder, read_object(folder / CONFIG))
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-        return config
-    except Exception as error:  # each class of configs checks its values in its own way
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"transformers cannot read {folder / CONFIG}: {reason}") from error
+    return architectures.read_config(folder / CONFIG)
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
     """The dtype that the checkpoint in `folder` names for its weights; reads no weights."""
-    return _named_dtype(_transformers_config(folder))
+    return _named_dtype(_config(folder))
 
 
 def _named_dtype(config: PretrainedConfig) -> torch.dtype:

@@ -17,18 +17,17 @@ class Mamba2Forward:
     clamps them wherever it computes a text as a whole, and not where it decodes with its own cache.
     """
 
-    def __init__(self, mixer: nn.Module, layer: int, step: CurrentStep) -> None:
-        self._mixer: Any = mixer
+    def __init__(self, mixer: Any, layer: int, step: CurrentStep) -> None:
+        self._mixer = mixer
         self._layer = layer
         self._step = step
-        limit: Any = mixer.time_step_limit
-        self._shortest, self._longest = map(float, limit or (0.0, "inf"))
-        norm: Any = mixer.norm if getattr(mixer, "mamba_rms_norm", True) else None
+        self._shortest, self._longest = map(float, mixer.time_step_limit or (0.0, "inf"))
+        norm = mixer.norm if getattr(mixer, "mamba_rms_norm", True) else None
         self._gates_first = not getattr(norm, "norm_before_gate", False)
         self._group_width = getattr(norm, "group_size", 0)
         """Channels of the whole model that are normalised together; 0 without a norm."""
         if hasattr(norm, "n_groups"):
-            self._group_width = self._mixer.intermediate_size * step.groups.tensor_size // norm.n_groups
+            self._group_width = mixer.intermediate_size * step.groups.tensor_size // norm.n_groups
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]; what else transformers passes is for its own cache."""

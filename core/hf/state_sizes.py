@@ -43,19 +43,11 @@ def state_sizes(name: str, config: "PreTrainedConfig", dtype: torch.dtype | None
 
 def read_config(path: str | Path) -> "PreTrainedConfig":
     """The config in a file, or in the file `config.json` of a folder; a ValueError where there is none."""
-    from transformers import AutoConfig
-
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
         raise ValueError(f"{file} is no file; accepted: a config in JSON, or a folder with config.json")
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            str(file), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # each class of configs checks its values in its own way
-        raise ValueError(f"transformers cannot read {file}: {error}") from error
-    return config
+    return architectures.read_config(file)
 
 
 def table(rows: Sequence[StateSizes]) -> str:

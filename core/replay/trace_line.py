@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,9 @@ _OWN_FIELDS = {
     "arrival_s", "session", "tokens", "answer_tokens", "answer_count",
     "token_count", "prefix_hashes", "answer_hashes", "hash_tokens",
 }  # fmt: skip
-_MOONCAKE_FIELDS = {"timestamp", "input_length", "output_length", "hash_ids"}
+_HASHED = ("arrival_s", "token_count", "answer_count", "prefix_hashes")
+_MOONCAKE = ("timestamp", "input_length", "output_length", "hash_ids")
+"""The names of four fields in lines of our own and in Mooncake's."""
 
 Numbers = npt.NDArray[np.int64]
 
@@ -74,13 +76,20 @@ def parse_line(text: bytes, numbers: HashNumbers, hash_tokens: int | None) -> Tr
     if not isinstance(line, dict):
         raise ValueError("the line is no JSON object; accepted: one object a line")
     if "hash_ids" in line:
-        _check_fields(line, _MOONCAKE_FIELDS, None)
-        return _mooncake(line, numbers)
+        _check_fields(line, {*_MOONCAKE}, None)
+        return _with_hashes(line, _MOONCAKE, MOONCAKE_HASH_TOKENS, numbers)
     _check_fields(line, {"arrival_s"}, _OWN_FIELDS)
     if "tokens" in line:
         return _with_tokens(line)
-    _check_fields(line, {"token_count", "prefix_hashes", "answer_count"}, None)
-    return _with_hashes(line, numbers, hash_tokens)
+    _check_fields(line, {*_HASHED}, None)
+    if "answer_tokens" in line:
+        raise ValueError(
+            "answer_tokens is given with prefix_hashes; accepted: answer_count and answer_hashes"
+        )
+    if "hash_tokens" not in line and not hash_tokens:
+        raise ValueError("hash_tokens is missing; accepted: tokens that a hash covers, at least in line 1")
+    size = integer("hash_tokens", line.get("hash_tokens", hash_tokens), 1, INT32_MAX)
+    return _with_hashes(line, _HASHED, size, numbers)
 
 
 def _check_fields(line: Mapping[str, Any], needed: set[str], known: set[str] | None) -> None:
@@ -88,20 +97,6 @@ def _check_fields(line: Mapping[str, Any], needed: set[str], known: set[str] | N
         raise ValueError(f"{missing[0]} is missing; accepted: {', '.join(sorted(needed))}")
     if known is not None and (others := sorted(line.keys() - known)):
         raise ValueError(f"{others[0]} is no field; accepted: {', '.join(sorted(known))}")
-
-
-def _mooncake(line: Mapping[str, Any], numbers: HashNumbers) -> TraceLine:
-    num_prompt = integer("input_length", line["input_length"], 1, MAX_REQUEST_TOKENS)
-    hashes = _numbers("hash_ids", line["hash_ids"], numbers)
-    blocks, partial = _split("hash_ids", hashes, num_prompt, MOONCAKE_HASH_TOKENS, has_partial=True)
-    return TraceLine(
-        arrival_s=real("timestamp", line["timestamp"], 0.0, 1e3 * _MAX_S) / 1e3,
-        num_prompt=num_prompt,
-        num_answer=integer("output_length", line["output_length"], 1, MAX_REQUEST_TOKENS),
-        blocks=blocks,
-        partial=partial,
-        hash_tokens=MOONCAKE_HASH_TOKENS,
-    )
 
 
 def _with_tokens(line: Mapping[str, Any]) -> TraceLine:
@@ -126,24 +121,26 @@ def _with_tokens(line: Mapping[str, Any]) -> TraceLine:
     )
 
 
-def _with_hashes(line: Mapping[str, Any], numbers: HashNumbers, hash_tokens: int | None) -> TraceLine:
-    if "answer_tokens" in line:
+def _with_hashes(line: Mapping[str, Any], names: Sequence[str], size: int, numbers: HashNumbers) -> TraceLine:
+    """A line whose fields have `names`. Mooncake's has times in ms, and the hash of every partial block."""
+    is_mooncake = names is _MOONCAKE
+    at, prompt, answer, prefix = names
+    unit = 1e3 if is_mooncake else 1.0
+    num_prompt = integer(prompt, line[prompt], 1, MAX_REQUEST_TOKENS)
+    num_answer = integer(answer, line[answer], 1, MAX_REQUEST_TOKENS)
+    hashes = _numbers(prefix, line[prefix], numbers)
+    whole, rest = divmod(num_prompt, size)
+    accepted = {whole + bool(rest)} if is_mooncake else {whole, whole + bool(rest)}
+    if len(hashes) not in accepted:
+        counts = " or ".join(map(str, sorted(accepted)))
         raise ValueError(
-            "answer_tokens is given with prefix_hashes; accepted: answer_count and answer_hashes"
+            f"{prefix} has {len(hashes)} hashes; accepted: {counts} for {num_prompt} tokens in blocks of "
+            f"{size}"
         )
-    if "hash_tokens" in line:
-        size = integer("hash_tokens", line["hash_tokens"], 1, INT32_MAX)
-    elif hash_tokens:
-        size = hash_tokens
-    else:
-        raise ValueError("hash_tokens is missing; accepted: tokens that a hash covers, at least in line 1")
-    num_prompt = integer("token_count", line["token_count"], 1, MAX_REQUEST_TOKENS)
-    num_answer = integer("answer_count", line["answer_count"], 1, MAX_REQUEST_TOKENS)
-    hashes = _numbers("prefix_hashes", line["prefix_hashes"], numbers)
-    blocks, partial = _split("prefix_hashes", hashes, num_prompt, size, has_partial=False)
-    if "answer_hashes" in line:
+    blocks = hashes[:whole]
+    if "answer_hashes" in line and not is_mooncake:
         more = _numbers("answer_hashes", line["answer_hashes"], numbers)
-        expected = (num_prompt + num_answer) // size - num_prompt // size
+        expected = (num_prompt + num_answer) // size - whole
         if len(more) != expected:
             raise ValueError(
                 f"answer_hashes has {len(more)} hashes; accepted: {expected}, one for each block of {size} "
@@ -151,28 +148,14 @@ def _with_hashes(line: Mapping[str, Any], numbers: HashNumbers, hash_tokens: int
             )
         blocks = np.concatenate([blocks, more])
     return TraceLine(
-        arrival_s=real("arrival_s", line["arrival_s"], 0.0, _MAX_S),
-        session=_session(line),
+        arrival_s=real(at, line[at], 0.0, unit * _MAX_S) / unit,
+        session=None if is_mooncake else _session(line),
         num_prompt=num_prompt,
         num_answer=num_answer,
         blocks=blocks,
-        partial=partial,
+        partial=int(hashes[whole]) if len(hashes) > whole else -1,
         hash_tokens=size,
     )
-
-
-def _split(
-    name: str, hashes: Numbers, num_prompt: int, size: int, *, has_partial: bool
-) -> tuple[Numbers, int]:
-    """The numbers of the whole blocks, and that of the partial one or -1."""
-    whole, rest = divmod(num_prompt, size)
-    accepted = {whole + bool(rest)} if has_partial else {whole, whole + bool(rest)}
-    if len(hashes) not in accepted:
-        counts = " or ".join(map(str, sorted(accepted)))
-        raise ValueError(
-            f"{name} has {len(hashes)} hashes; accepted: {counts} for {num_prompt} tokens in blocks of {size}"
-        )
-    return hashes[:whole], int(hashes[whole]) if len(hashes) > whole else -1
 
 
 def _numbers(name: str, hashes: object, numbers: HashNumbers) -> Numbers:

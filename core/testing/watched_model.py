@@ -198,7 +198,8 @@ class WatchedModel:
                 self._judge(inputs, pools, own, step)
             except _Broken as broken:
                 where = f'a step of {len(step.rows)} rows, "{self.rule}"'
-                self.findings.append(Finding(*broken.args, where))
+                rule, message = broken.args
+                self.findings.append(Finding(rule, message, where))
             self._restore(pools, own, step)
         answer = torch.zeros(len(inputs.logit_tokens), self._spec.vocab_size, device=inputs.token_ids.device)
         for index, (row, position) in enumerate(step.logits):

@@ -67,22 +67,11 @@ class ByteTokenizer:
         added = sorted((token, name) for name, token in self.special_tokens.items())
         content: dict[str, Any] = {
             "version": "1.0",
-            "truncation": None,
-            "padding": None,
             "added_tokens": [{"id": token, "content": name, **flags} for token, name in added],
-            "normalizer": None,
             "pre_tokenizer": _BYTE_LEVEL,
-            "post_processor": None,
             "decoder": _BYTE_LEVEL,
             "model": {
                 "type": "BPE",
-                "dropout": None,
-                "unk_token": None,
-                "continuing_subword_prefix": None,
-                "end_of_word_suffix": None,
-                "fuse_unk": False,
-                "byte_fallback": False,
-                "ignore_merges": False,
                 "vocab": dict(zip(_BYTE_CHARACTERS, self._byte_ids, strict=True)) | self.special_tokens,
                 "merges": [],
             },

@@ -215,8 +215,6 @@ FEWEST_ROWS = 32
 _BLOCK = 256  # rungs above it are its multiples
 MOST_PADDING = _BLOCK - 1
 """No number of rows is further from its rung."""
-FEW_ROWS = 64
-"""For so many rows at most `kernels.sequential_product` has tiles of their own."""
 
 
 def rung(rows: int) -> int:

@@ -27,17 +27,9 @@ def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 NUM_WARPS, NUM_STAGES = 4, 3
-FEW_ROWS_WARPS, FEW_ROWS_STAGES = 2, 4
 
 
-def matmul(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    *,
-    few_rows: bool = False,
-) -> Tensor:
+def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
     """a @ b + bias, of matrices with any strides, in one launch.
 
     Sums are float32, and rounded once, after the bias. Products of float32 are exact to float32 ("ieee").
@@ -45,8 +37,6 @@ def matmul(
     Args:
         a: [M, K]. b: [K, N]. bias: [N] or None. bfloat16, float16 or float32, a and b of one dtype.
         out_dtype: of the result; None: that of a.
-        few_rows: uses narrow tiles, so that few rows of 16 bits, at most `step_inputs.FEW_ROWS`, keep all
-            multiprocessors busy. Tensor cores add over K in the same order in tiles of any size.
 
     Returns: [M, N].
 
@@ -61,17 +51,14 @@ def matmul(
     out = torch.empty(rows, columns, dtype=out_dtype or a.dtype, device=a.device)
     if not out.numel():
         return out
-    narrow = few_rows and a.dtype != torch.float32
-    blocks = few_rows_block_sizes(rows) if narrow else block_sizes(a.dtype == torch.float32)
+    blocks = block_sizes(a.dtype == torch.float32)
     grid = triton.cdiv(columns, blocks["BLOCK_N"]), triton.cdiv(rows, blocks["BLOCK_M"])
     sequential_product_kernel[grid](
         out, a, b, bias,
         rows, columns, a.shape[1],
         *a.stride(), *b.stride(), 0 if bias is None else bias.stride(0),
         HAS_BIAS=bias is not None, WIDEN=a.device.type == "cpu",  # the interpreter's dot knows no bfloat16
-        **blocks,
-        num_warps=FEW_ROWS_WARPS if narrow else NUM_WARPS,
-        num_stages=FEW_ROWS_STAGES if narrow else NUM_STAGES,
+        **blocks, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return out
 
@@ -81,11 +68,6 @@ def block_sizes(is_float32: bool) -> dict[str, int]:
     if is_float32:  # multiplied without tensor cores, from registers
         return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32}
     return {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64}
-
-
-def few_rows_block_sizes(rows: int) -> dict[str, int]:
-    """The tile of a program for a few rows: many programs, each of which reads long parts of its weights."""
-    return {"BLOCK_M": 32 if rows <= 32 else 64, "BLOCK_N": 16, "BLOCK_K": 256}
 
 
 @triton.jit
