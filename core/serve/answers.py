@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..inference.contexts.request import GeneratedToken
@@ -35,10 +35,14 @@ class AnswerToken:
 
 @dataclass
 class Piece:
-    """What of an answer can be sent: text, and the tokens that lie in all text sent so far."""
+    """What of an answer can be sent: text, and the tokens that lie in all text sent so far.
+
+    The last piece has the reason why the answer ends.
+    """
 
     text: str = ""
     tokens: Sequence[AnswerToken] = ()
+    finish_reason: str | None = None
 
 
 class TokenTexts:
@@ -182,35 +186,14 @@ def _overlap(text: str, stop: str) -> int:
 # ---- JSON
 
 
-@dataclass(frozen=True)
-class Usage:
+def usage(num_prompt_tokens: int, num_cached_tokens: int, num_answer_tokens: int) -> dict[str, Any]:
     """The tokens of a request: of its prompts, cached ones of these, and of its answers."""
-
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_answer_tokens: int
-
-    def json(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": self.num_answer_tokens,
-            "total_tokens": self.num_prompt_tokens + self.num_answer_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-        }
-
-
-@dataclass
-class WholeAnswer:
-    """One answer, put together from its pieces."""
-
-    texts: list[str] = field(default_factory=list)
-    tokens: list[AnswerToken] = field(default_factory=list)
-    finish_reason: str = ""
-
-    def add(self, piece: Piece, finish_reason: str | None) -> None:
-        self.texts.append(piece.text)
-        self.tokens += piece.tokens
-        self.finish_reason = finish_reason or ""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_answer_tokens,
+        "total_tokens": num_prompt_tokens + num_answer_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }
 
 
 class Form:
@@ -226,37 +209,41 @@ class Form:
             "model": model_name,
         }
 
-    def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> dict[str, Any]:
-        """The answer to a request without `stream`."""
+    def whole(self, answers: Sequence[Sequence[Piece]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request without `stream`, from the pieces of each of its answers."""
         choices = []
-        for index, each in enumerate(answers):
-            piece = Piece("".join(each.texts), each.tokens)
-            choices.append(self._choice(index, self._text(piece.text), piece, each.finish_reason))
-        return {**self._heading, "object": self.kind, "choices": choices, "usage": usage.json()}
+        for index, pieces in enumerate(answers):
+            text, tokens = (
+                "".join(one.text for one in pieces),
+                [each for one in pieces for each in one.tokens],
+            )
+            choices.append(self._choice(index, self._text(text), tokens, pieces[-1].finish_reason))
+        return {**self._heading, "object": self.kind, "choices": choices, "usage": usage}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """The event of a stream before the first piece of answer `index`."""
         return None
 
-    def chunk(self, index: int, piece: Piece, finish_reason: str | None) -> dict[str, Any]:
-        """A piece of answer `index` in a stream; with its last piece the reason why it ends."""
-        return self._event([self._choice(index, self._delta(piece.text), piece, finish_reason)])
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A piece of answer `index` in a stream."""
+        choice = self._choice(index, self._delta(piece.text), piece.tokens, piece.finish_reason)
+        return self._event([choice])
 
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The last event of a stream whose client asked for the counts."""
-        return {**self._event([]), "usage": usage.json()}
+        return {**self._event([]), "usage": usage}
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         event = {**self._heading, "object": self.chunk_kind, "choices": choices}
         return {**event, "usage": None} if self.request.includes_usage else event
 
     def _choice(
-        self, index: int, text: dict[str, Any], piece: Piece, finish_reason: str | None
+        self, index: int, text: dict[str, Any], tokens: Sequence[AnswerToken], finish_reason: str | None
     ) -> dict[str, Any]:
-        log_probs = None if self.request.num_top_log_probs is None else self._log_probs(piece.tokens)
+        log_probs = None if self.request.num_top_log_probs is None else self._log_probs(tokens)
         choice = {"index": index, **text, "logprobs": log_probs, "finish_reason": finish_reason}
         if self.request.return_token_ids:
-            choice["token_ids"] = [token.token for token in piece.tokens]
+            choice["token_ids"] = [token.token for token in tokens]
         return choice
 
     def _text(self, text: str) -> dict[str, Any]:

@@ -66,10 +66,7 @@ def make_app(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: Serv
 def make_app_over(
     served: ServedEngine, loaded: LoadedModel | LoadedText, settings: ServerSettings
 ) -> FastAPI:
-    """The application over any `ServedEngine`, which is started and closed with it.
-
-    Its `state` has no `monitor`: the page shows `served.snapshot()`.
-    """
+    """The application over any `ServedEngine`, which is started and closed with it; no `monitor`."""
     if not isinstance(loaded, LoadedModel | LoadedText):
         raise ValueError(f"loaded is {shown(loaded)}; accepted: a LoadedModel or a LoadedText")
     instance("settings", settings, ServerSettings)
@@ -84,7 +81,7 @@ def make_app_over(
         exception_handlers={RequestError: _answer_error, HTTPException: _answer_http_error},
     )
     app.state.service, app.state.engine = Service(served, loaded, settings), served
-    app.state.settings, app.state.created, app.state.monitor = settings, int(time.time()), None
+    app.state.settings, app.state.created = settings, int(time.time())
     app.include_router(router)
     app.include_router(page_router)
     return app
@@ -123,13 +120,13 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     service = _service(request)
-    return await service.answer(request, request.state.tenant, service.completion_job, Form)
+    return await service.answer(request, service.preparation.completion, Form)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     service = _service(request)
-    return await service.answer(request, request.state.tenant, service.chat_job, ChatForm)
+    return await service.answer(request, service.preparation.chat, ChatForm)
 
 
 @router.get("/v1/models")
@@ -235,13 +232,9 @@ async def file(name: str, request: Request) -> Response:
 @page_router.get("/status.json")
 async def status(request: Request) -> Response:
     """`Monitor.snapshot()`, of one engine or of all replicas."""
-    monitor = request.app.state.monitor
-    if monitor is not None:
-        snapshot = await run_in_threadpool(monitor.snapshot)
-    else:
-        snapshot = await _service(request).engine.snapshot()
-        if snapshot is None:
-            raise HTTPException(404, "no replica reports its figures")
+    snapshot = await request.app.state.engine.snapshot()
+    if snapshot is None:
+        raise HTTPException(404, "no replica reports its figures")
     return await run_in_threadpool(_status, request, snapshot)
 
 

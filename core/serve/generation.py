@@ -13,13 +13,13 @@ from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.engines.streams import AsyncStream
 from ..request import RequestResult, SamplingParams
 from ..text import TextCodec
-from .answers import AnswerText, Form, Piece, Usage, WholeAnswer
+from .answers import AnswerText, Form, Piece, usage
 from .http_json import JSONAnswer, RequestError, json_bytes, refusal
 from .requests import AnswerRequest
 from .served_engine import ServedEngine
 
-Emit = Callable[[int, Piece, str | None], Awaitable[None]]
-"""Called with the number of an answer, a piece of it and, with the last piece, why the answer ends."""
+Emit = Callable[[int, Piece], Awaitable[None]]
+"""Called with the number of an answer and a piece of it."""
 
 ENDED_BY = "ended_by"
 """The key of a request's state under which stands what ended its answer before it was complete."""
@@ -63,82 +63,6 @@ class Job:
         return sum({choice.prompt: len(choice.tokens) for choice in self.choices}.values())
 
 
-class Generation:
-    """Generates all answers of a job at once; a `run` that is cancelled cancels its requests."""
-
-    def __init__(
-        self, engine: ServedEngine, text: TextCodec | None, job: Job, cache_salt: bytes | None, tenant: str
-    ) -> None:
-        self._engine = engine
-        self._text = text
-        self._job = job
-        self._cache_salt = cache_salt
-        self._tenant = tenant
-        self._num_cached = 0
-        self._num_answer_tokens = 0
-
-    @property
-    def usage(self) -> Usage:
-        """Complete after `run`. Of several answers to a prompt, the first counts its cached tokens."""
-        return Usage(self._job.num_prompt_tokens, self._num_cached, self._num_answer_tokens)
-
-    async def run(self, emit: Emit) -> None:
-        """Generate all answers, and give each piece to `emit`; RequestError where that fails."""
-        streams: list[AsyncStream] = []
-        try:
-            async with asyncio.TaskGroup() as tasks:  # the engine has all requests before it has answers
-                opening = [tasks.create_task(self._open(each, streams)) for each in self._job.choices]
-            async with asyncio.TaskGroup() as tasks:
-                for choice, opened in zip(self._job.choices, opening, strict=True):
-                    tasks.create_task(self._answer(choice, opened.result(), emit))
-        except BaseExceptionGroup as group:
-            raise _first(group) from None
-        finally:
-            for stream in streams:
-                stream.cancel()
-
-    async def _open(self, choice: Choice, streams: list[AsyncStream]) -> AsyncStream:
-        """Queue one prompt. Its stream is added to `streams`."""
-        try:
-            stream = await self._engine.stream(
-                choice.tokens,
-                choice.sampling,
-                cache_salt=self._cache_salt,
-                checkpoint_plan=choice.plan,
-                tenant=self._tenant,
-            )
-            streams.append(stream)
-            return stream
-        except ValueError as error:
-            raise RequestError(400, str(error)) from None
-        except (QueueFullError, RuntimeError) as error:
-            raise refusal(_code_of(error)) from None
-
-    async def _answer(self, choice: Choice, stream: AsyncStream, emit: Emit) -> None:
-        request = self._job.request
-        keeps_tokens = request.return_token_ids or request.num_top_log_probs is not None
-        text = AnswerText(self._text, request.stop, choice.tokens[-1], keeps_tokens)
-        try:
-            async for tokens in stream:
-                if text.stopped:
-                    continue  # until the request has ended and its result is there
-                piece = text.push(tokens)
-                if text.stopped:
-                    stream.finish()
-                if piece.text or piece.tokens:
-                    await emit(choice.index, piece, None)
-        except (EngineDeadError, NoReplicaError, KVBlockCapacityError) as error:
-            raise refusal(_code_of(error)) from None
-        result = stream.result
-        assert result is not None
-        piece = text.finish()
-        reason = "stop" if text.stopped else _finish_reason(result)
-        if choice.index == choice.prompt * request.n:
-            self._num_cached += result.num_resumed_tokens
-        self._num_answer_tokens += text.num_tokens
-        await emit(choice.index, piece, reason)
-
-
 def _code_of(error: Exception) -> str:
     """The code with which a client sees an engine's error; an engine that is closing raises RuntimeError."""
     codes = {
@@ -169,25 +93,31 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 class GeneratedAnswer(Response):
-    """An answer that is generated while the response is sent.
-
-    At `deadline` of the loop's clock the request has failed. `finished` is called once, at the end.
-    """
+    """The answer to a request: generated while the response is sent."""
 
     def __init__(
         self,
-        generation: Generation,
+        engine: ServedEngine,
+        text: TextCodec | None,
+        job: Job,
+        tenant: str,
+        cache_salt: bytes | None,
         form: Form,
-        num_answers: int,
         deadline: float,
         finished: Callable[[], None],
     ) -> None:
+        """At `deadline` of the loop's clock the request has failed. `finished` is called once, at the end."""
         super().__init__()
-        self._generation = generation
+        self._engine = engine
+        self._text = text
+        self._job = job
+        self._tenant = tenant
+        self._cache_salt = cache_salt
         self._form = form
-        self._num_answers = num_answers
         self._deadline = deadline
         self._finished = finished
+        self._num_cached = 0
+        self._num_answer_tokens = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -197,14 +127,75 @@ class GeneratedAnswer(Response):
             self._finished()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answers = [WholeAnswer() for _ in range(self._num_answers)]
+        answers: list[list[Piece]] = [[] for _ in self._job.choices]
 
-        async def collect(index: int, piece: Piece, finish_reason: str | None) -> None:
-            answers[index].add(piece, finish_reason)
+        async def collect(index: int, piece: Piece) -> None:
+            answers[index].append(piece)
 
-        await before(self._deadline, self._generation.run(collect))
-        answer = JSONAnswer(self._form.whole(answers, self._generation.usage))
+        await before(self._deadline, self._generate(collect))
+        answer = JSONAnswer(self._form.whole(answers, self._usage))
         await before(self._deadline, answer(scope, receive, send))
+
+    @property
+    def _usage(self) -> dict[str, Any]:
+        """Complete after `_generate`. Of several answers to a prompt, the first counts its cached tokens."""
+        return usage(self._job.num_prompt_tokens, self._num_cached, self._num_answer_tokens)
+
+    async def _generate(self, emit: Emit) -> None:
+        """Give each piece of all answers to `emit`; RequestError where that fails."""
+        streams: list[AsyncStream] = []
+        try:
+            async with asyncio.TaskGroup() as tasks:  # the engine has all requests before it has answers
+                opening = [tasks.create_task(self._open(each, streams)) for each in self._job.choices]
+            async with asyncio.TaskGroup() as tasks:
+                for choice, opened in zip(self._job.choices, opening, strict=True):
+                    tasks.create_task(self._read(choice, opened.result(), emit))
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+        finally:
+            for stream in streams:
+                stream.cancel()
+
+    async def _open(self, choice: Choice, streams: list[AsyncStream]) -> AsyncStream:
+        """Queue one prompt. Its stream is added to `streams`."""
+        try:
+            stream = await self._engine.stream(
+                choice.tokens,
+                choice.sampling,
+                cache_salt=self._cache_salt,
+                checkpoint_plan=choice.plan,
+                tenant=self._tenant,
+            )
+            streams.append(stream)
+            return stream
+        except ValueError as error:
+            raise RequestError(400, str(error)) from None
+        except (QueueFullError, RuntimeError) as error:
+            raise refusal(_code_of(error)) from None
+
+    async def _read(self, choice: Choice, stream: AsyncStream, emit: Emit) -> None:
+        request = self._job.request
+        keeps_tokens = request.return_token_ids or request.num_top_log_probs is not None
+        text = AnswerText(self._text, request.stop, choice.tokens[-1], keeps_tokens)
+        try:
+            async for tokens in stream:
+                if text.stopped:
+                    continue  # until the request has ended and its result is there
+                piece = text.push(tokens)
+                if text.stopped:
+                    stream.finish()
+                if piece.text or piece.tokens:
+                    await emit(choice.index, piece)
+        except (EngineDeadError, NoReplicaError, KVBlockCapacityError) as error:
+            raise refusal(_code_of(error)) from None
+        result = stream.result
+        assert result is not None
+        piece = text.finish()
+        piece.finish_reason = "stop" if text.stopped else _finish_reason(result)
+        if choice.index == choice.prompt * request.n:
+            self._num_cached += result.num_resumed_tokens
+        self._num_answer_tokens += text.num_tokens
+        await emit(choice.index, piece)
 
 
 class StreamedAnswer(GeneratedAnswer):
@@ -230,17 +221,17 @@ class StreamedAnswer(GeneratedAnswer):
         opened: set[int] = set()
         lock = asyncio.Lock()  # events of one answer stay in order, and start before all
 
-        async def emit(index: int, piece: Piece, finish_reason: str | None) -> None:
+        async def emit(index: int, piece: Piece) -> None:
             async with lock:
                 opening = None if index in opened else self._form.opening(index)
                 opened.add(index)
                 if opening is not None:
                     await self._send(send, opening)
-                await self._send(send, self._form.chunk(index, piece, finish_reason))
+                await self._send(send, self._form.chunk(index, piece))
 
-        await self._generation.run(emit)
+        await self._generate(emit)
         if self._form.request.includes_usage:
-            await self._send(send, self._form.usage_chunk(self._generation.usage))
+            await self._send(send, self._form.usage_chunk(self._usage))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _send(self, send: Send, event: dict[str, Any]) -> None:

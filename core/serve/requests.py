@@ -20,7 +20,6 @@ from ..validation import INT32_MAX, INT64_MAX, ints_within
 from .http_json import RequestError, bad_field, short
 
 MAX_CHOICES = 128
-MAX_SALT_LENGTH = 256
 NOT_VARIABLES = frozenset((
     "self", "messages", "conversation", "add_generation_prompt", "marked_messages", "max_prompt_tokens",
     "tools", "tool_choice",
@@ -147,13 +146,18 @@ class AnswerRequest(Fields):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Integer, Field(ge=-1, le=INT32_MAX)] | None = None
     max_tokens: Size | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     return_token_ids: bool = False
 
     @classmethod
-    def read(cls, body: dict[str, Any], context: Context) -> Self:
+    def read(cls, body: dict[str, Any], context: Context, header_salt: str | None) -> Self:
         """The request in `body`; a RequestError names the first field that is wrong."""
         cls._check_names(body)
+        if header_salt is not None:
+            if body.get("cache_salt") not in (None, header_salt):
+                message = "cache_salt and the header X-Cache-Salt differ; accepted: one of the two"
+                raise bad_field("cache_salt", message)
+            body = body | {"cache_salt": header_salt}
         try:
             request = cls.model_validate(body, context=context)
         except ValidationError as error:

@@ -19,9 +19,9 @@ from ..text.codec import PromptTooLongError
 from ..validation import INT64_MAX
 from .answers import Form
 from .gate import engine_salt
-from .generation import Choice, GeneratedAnswer, Generation, Job, StreamedAnswer, before
+from .generation import Choice, GeneratedAnswer, Job, StreamedAnswer, before
 from .http_json import RequestError, bad_field, body_too_slow, parsed_object, read_body, refusal
-from .requests import MAX_CHOICES, MAX_SALT_LENGTH, AnswerRequest, ChatRequest, CompletionRequest, Context
+from .requests import MAX_CHOICES, AnswerRequest, ChatRequest, CompletionRequest, Context
 from .served_engine import EngineFacts, ServedEngine
 from .settings import ServerSettings
 
@@ -34,18 +34,26 @@ _SALT_HEADER = "x-cache-salt"
 
 
 class Preparation:
-    """Turns requests into jobs: tokens, sampling parameters and checkpoint plans. Any thread may call it."""
+    """Turns bodies into jobs: tokens, sampling parameters and checkpoint plans. Any thread may call it.
 
-    def __init__(self, facts: EngineFacts, loaded: LoadedModel | LoadedText, max_choices: int) -> None:
+    RequestError: a body is no request, or a field is wrong. `header_salt` is the salt in a header, or None.
+    """
+
+    def __init__(
+        self, facts: EngineFacts, loaded: LoadedModel | LoadedText, settings: ServerSettings
+    ) -> None:
         self.longest = min(facts.max_sequence_length, facts.pool_tokens)
         self._facts = facts
-        self._plan = facts.checkpoint_plan
         self._loaded = loaded
-        self._max_choices = max_choices
+        self._context = Context(
+            model_name=settings.model_name,
+            vocab_size=facts.vocab_size,
+            max_prompts=min(MAX_CHOICES, settings.max_waiting_requests),
+        )
         self._first_tools = Lock()  # acquired once, by the first chat with tools
 
-    def completion(self, request: CompletionRequest) -> Job:
-        """The job of a completion; a RequestError where its prompts or lengths are wrong."""
+    def completion(self, body: bytes, header_salt: str | None) -> Job:
+        request = CompletionRequest.read(parsed_object(body), self._context, header_salt)
         longest = self.longest - (request.max_tokens or 1)
         for prompt in request.prompt:
             if not isinstance(prompt, str) or len(prompt) <= longest:
@@ -63,8 +71,9 @@ class Preparation:
                 raise bad_field("checkpoints", message)
         return self._job("prompt", prompts, request, _DEFAULT_COMPLETION_TOKENS)
 
-    def chat(self, request: ChatRequest, body: dict[str, Any]) -> Job:
-        """The job of a chat, written as `body`; a RequestError where the template refuses it."""
+    def chat(self, body: bytes, header_salt: str | None) -> Job:
+        written = parsed_object(body)
+        request = ChatRequest.read(written, self._context, header_salt)
         text = self._text("messages")
         if text.chat_template is None:
             raise bad_field(
@@ -72,10 +81,10 @@ class Preparation:
             )
         messages = [
             message.for_template(sent)
-            for message, sent in zip(request.messages, body["messages"], strict=True)
+            for message, sent in zip(request.messages, written["messages"], strict=True)
         ]
         marked = tuple(i for i, message in enumerate(request.messages) if message.is_marked)
-        sent = {name: body[name] for name in ("tools", "tool_choice") if body.get(name)}
+        sent = {name: written[name] for name in ("tools", "tool_choice") if written.get(name)}
         variables = request.chat_template_kwargs | sent
         try:
             prompt = text.encode_chat_marked(
@@ -113,19 +122,18 @@ class Preparation:
     ) -> Job:
         if request.stop:
             self._text("stop")
-        num_choices = len(prompts) * request.n
-        if num_choices > self._max_choices:
-            message = (
-                f"{len(prompts)} prompts times n are {num_choices} answers; accepted: {self._max_choices}"
-            )
-            if self._max_choices < MAX_CHOICES:
+        num_choices, most_choices = len(prompts) * request.n, self._context.max_prompts
+        if num_choices > most_choices:
+            message = f"{len(prompts)} prompts times n are {num_choices} answers; accepted: {most_choices}"
+            if most_choices < MAX_CHOICES:
                 message += ", the server's max_waiting_requests"
             raise bad_field("n", message)
+        base = self._facts.checkpoint_plan
         choices: list[Choice] = []
         for number, (tokens, marks) in enumerate(prompts):
             if not tokens:
                 raise bad_field(field, f"{field} is empty; accepted: at least one token")
-            plan = replace(self._plan, marks=(*self._plan.marks, *marks))
+            plan = replace(base, marks=(*base.marks, *marks))
             room = self.longest - len(tokens)
             most = request.max_tokens or max(1, min(room, default or room))
             if most > room:
@@ -184,12 +192,8 @@ class Service:
         facts = engine.facts
         longest = max(2 * 2**20, 2**20 + 16 * facts.max_sequence_length)  # as token ids or as text
         self.max_body_bytes = settings.max_body_bytes or longest
-        max_choices = min(MAX_CHOICES, settings.max_waiting_requests)
-        self.preparation = Preparation(facts, loaded, max_choices)
+        self.preparation = Preparation(facts, loaded, settings)
         self.is_draining = False
-        self._context = Context(
-            model_name=settings.model_name, vocab_size=facts.vocab_size, max_prompts=max_choices
-        )
         self._text_threads = [ThreadPoolExecutor(1, f"mambaslots-{name}") for name in ("text", "long-text")]
         self._num_open = 0
         self._none_open = asyncio.Event()
@@ -233,12 +237,11 @@ class Service:
         return self.settings.max_waiting_requests + self.engine.max_running
 
     async def answer(
-        self, request: Request, tenant: str, job_of: Callable[[bytes, str | None], Job], form: type[Form]
+        self, request: Request, job_of: Callable[[bytes, str | None], Job], form: type[Form]
     ) -> GeneratedAnswer:
         """The response to a request, whose body is not read yet; it generates its answer when it is sent.
 
-        `job_of` makes a job of the body and of the salt in the header, in a worker thread. RequestError:
-        refused.
+        `job_of`, of `preparation`, is called in a worker thread. RequestError: refused.
         """
         if self.trouble is not None:
             raise self.trouble
@@ -251,35 +254,26 @@ class Service:
             deadline = loop.time() + self.settings.request_timeout_s
             body_deadline = min(deadline, loop.time() + self.settings.body_timeout_s)
             body = await before(body_deadline, read_body(request, self.max_body_bytes), body_too_slow())
-            salt = _header_salt(request)
+            salt, tenant = _header_salt(request), request.state.tenant
             thread = self._text_threads[len(body) > _LONG_BODY_BYTES]
-            job = await before(deadline, loop.run_in_executor(thread, lambda: job_of(body, salt)))
+            job = await before(deadline, loop.run_in_executor(thread, job_of, body, salt))
             if self._num_open + len(job.choices) - 1 > self._max_open:
                 raise refusal("queue_full")
             self._num_open += len(job.choices) - 1
             num_answers = len(job.choices)
-            engines_salt = engine_salt(tenant, job.request.cache_salt, bool(self.settings.api_keys))
             return (StreamedAnswer if job.request.stream else GeneratedAnswer)(
-                Generation(self.engine, self.loaded.text, job, engines_salt, tenant),
+                self.engine,
+                self.loaded.text,
+                job,
+                tenant,
+                engine_salt(tenant, job.request.cache_salt, bool(self.settings.api_keys)),
                 form(self.settings.model_name, job.request),
-                num_answers,
                 deadline,
                 partial(self._end_answers, num_answers),
             )
         except BaseException:
             self._end_answers(num_answers)
             raise
-
-    def completion_job(self, body: bytes, header_salt: str | None) -> Job:
-        request = CompletionRequest.read(parsed_object(body), self._context)
-        _add_salt(request, header_salt)
-        return self.preparation.completion(request)
-
-    def chat_job(self, body: bytes, header_salt: str | None) -> Job:
-        parsed = parsed_object(body)
-        request = ChatRequest.read(parsed, self._context)
-        _add_salt(request, header_salt)
-        return self.preparation.chat(request, parsed)
 
     def _end_answers(self, num_answers: int) -> None:
         self._num_open -= num_answers
@@ -292,16 +286,6 @@ def _header_salt(request: Request) -> str | None:
     if not values:
         return None
     try:
-        salt = b",".join(values).decode()
+        return b",".join(values).decode()
     except UnicodeDecodeError:
         raise bad_field("X-Cache-Salt", "the header X-Cache-Salt is no UTF-8") from None
-    if not 1 <= len(salt) <= MAX_SALT_LENGTH:
-        raise bad_field("X-Cache-Salt", f"X-Cache-Salt is empty or longer than {MAX_SALT_LENGTH} characters")
-    return salt
-
-
-def _add_salt(request: AnswerRequest, header_salt: str | None) -> None:
-    if header_salt is not None and request.cache_salt not in (None, header_salt):
-        message = "cache_salt and the header X-Cache-Salt differ; accepted: one of the two"
-        raise bad_field("cache_salt", message)
-    request.cache_salt = header_salt if request.cache_salt is None else request.cache_salt

@@ -241,8 +241,8 @@ def test_a_text_that_cannot_fit_is_refused_without_its_tokens(monkeypatch: pytes
 def test_a_long_body_that_is_prepared_holds_up_no_short_one() -> None:
     entered, held = threading.Event(), threading.Event()
     with serving(tiny_loaded(), small_config()) as served:
-        service = served.app.state.service
-        prepare = service.completion_job
+        preparation = served.app.state.service.preparation
+        prepare = preparation.completion
 
         def hold(body: bytes, salt: str | None) -> Any:
             if len(body) > 10_000:
@@ -250,7 +250,7 @@ def test_a_long_body_that_is_prepared_holds_up_no_short_one() -> None:
                 assert held.wait(PATIENCE_S)
             return prepare(body, salt)
 
-        service.completion_job = hold
+        preparation.completion = hold
         with ThreadPoolExecutor(1) as pool:
             long = pool.submit(served.post, "/v1/completions", {"prompt": "a" * 300_000})
             assert entered.wait(PATIENCE_S)
@@ -362,8 +362,8 @@ def test_nothing_of_a_request_is_logged(served: Served, caplog: pytest.LogCaptur
     assert "in _raise" in text
 
 
-def _raise(request: Any) -> None:
-    raise ZeroDivisionError(str(request))
+def _raise(*arguments: Any) -> None:
+    raise ZeroDivisionError(str(arguments))
 
 
 def test_each_request_has_an_id_of_its_own(served: Served) -> None:

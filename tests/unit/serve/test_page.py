@@ -29,7 +29,11 @@ def an_app(shown: dict[str, Any], admin_key: str | None = None, **api_keys: str)
     app.add_middleware(Gate, keys=Keys(api_keys, admin_key))
     app.include_router(page_router)
     app.state.shown = shown
-    app.state.monitor = SimpleNamespace(snapshot=lambda: app.state.shown)
+
+    async def snapshot() -> dict[str, Any]:
+        return dict(app.state.shown)
+
+    app.state.engine = SimpleNamespace(snapshot=snapshot)
     return app
 
 
@@ -277,7 +281,7 @@ def test_a_server_that_is_gone_is_said_so_and_comes_back(browser: Any) -> None:
         with server:
             visit.page.locator("#gone").wait_for(state="hidden")
             assert len(visit.rows("requests")) == 6
-            server.app.state.monitor.snapshot = lambda: 1 / 0
+            server.app.state.engine.snapshot = lambda: 1 / 0
             visit.wait_for("#gone")
             assert visit.text("#gone").startswith("The server answered 500: an internal error")
     finally:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,11 @@ def server() -> Iterator[PageServer]:
     app = FastAPI()
     app.add_middleware(Gate, keys=Keys({}, "open-sesame"))
     app.include_router(page_router)
-    app.state.monitor = SimpleNamespace(snapshot=lambda: snapshot(3, model="\ud83d"))
+
+    async def shown() -> dict[str, Any]:
+        return snapshot(3, model="\ud83d")
+
+    app.state.engine = SimpleNamespace(snapshot=shown)
     with PageServer(app) as started:
         yield started
 
