@@ -53,25 +53,19 @@ class EngineRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerEnd:
-    """How a replica's part of an answer ended, and the tokens that it computed again after preemptions."""
-
-    finish_reason: FinishReason
-    num_recomputed_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class AnswerPart:
     """Some of a replica's answer. It can be pickled.
 
     The first part says that the replica has the request: it may be empty. It has the replica's name. The
-    first part with tokens or `end` has the prompt's figures. The last part has `end` or `error`, which says
-    why the replica refuses the request (ValueError, QueueFullError or KVBlockCapacityError).
+    first part with tokens or `finish_reason` has the prompt's figures. The last part has `finish_reason`, and
+    the tokens that were computed again after preemptions; or `error`, which says why the replica refuses the
+    request (ValueError, QueueFullError or KVBlockCapacityError).
     """
 
     tokens: tuple[GeneratedToken, ...] = ()
     prompt: PromptFigures | None = None
-    end: AnswerEnd | None = None
+    finish_reason: FinishReason | None = None
+    num_recomputed_tokens: int = 0
     error: Exception | None = None
     replica: str = ""
 
@@ -106,8 +100,8 @@ async def answer_parts(
         assert result is not None
         if result.finish_reason in ("cancelled", "reset"):
             raise ReplicaLostError(f"the request ended early: {result.finish_reason}")
-        end = AnswerEnd(result.finish_reason, result.num_recomputed_tokens)
-        yield AnswerPart(prompt=None if was_sent else stream.prompt_figures, end=end)
+        figures = None if was_sent else stream.prompt_figures
+        yield AnswerPart((), figures, result.finish_reason, result.num_recomputed_tokens)
     except KVBlockCapacityError as error:
         yield AnswerPart(error=error)
     except ReplicaLostError:
@@ -178,16 +172,16 @@ class FleetAnswer(Answer):
         if part.tokens and self._ttft_s is None:
             self._ttft_s = asyncio.get_running_loop().time() - self._begun_s
         self.extend(part.tokens)
-        if part.end is not None:
-            self.end(self.result_with(part.end))
+        if part.finish_reason is not None:
+            self.end_as(part.finish_reason, part.num_recomputed_tokens)
         self.wake()
 
     def complete(self) -> bool:
         """End an answer whose last token has come, though its end has not. Returns whether it has ended."""
         if self.tokens and self.tokens[-1].token in self._request.sampling.stops:
-            self.end(self.result_with(AnswerEnd("stop")))
+            self.end_as("stop")
         elif len(self.tokens) >= self._request.sampling.num_tokens_to_generate:
-            self.end(self.result_with(AnswerEnd("length")))
+            self.end_as("length")
         self.wake()
         return self.ended
 
@@ -195,10 +189,13 @@ class FleetAnswer(Answer):
         self.opened.set()
         super().wake()
 
-    def result_with(self, end: AnswerEnd) -> RequestResult:
+    def end_as(self, finish_reason: FinishReason, num_recomputed_tokens: int = 0) -> None:
+        """End the answer with the tokens so far, unless it has ended."""
+        if self.ended:
+            return
         sampling, figures = self._request.sampling, self.prompt_figures or PromptFigures(0, {})
         tops = [() if one.top_log_probs is None else one.top_log_probs for one in self.tokens]
-        return RequestResult(
+        result = RequestResult(
             request_id=self.request_id,
             tokens=[one.token for one in self.tokens],
             log_probs=[one.log_prob for one in self.tokens if one.log_prob is not None]
@@ -209,7 +206,8 @@ class FleetAnswer(Answer):
             num_prompt_tokens=len(self._request.prompt),
             num_resumed_tokens=figures.num_resumed_tokens,
             computed_by_reason=figures.computed_by_reason,
-            num_recomputed_tokens=end.num_recomputed_tokens,
+            num_recomputed_tokens=num_recomputed_tokens,
             ttft_s=self._ttft_s,
-            finish_reason=end.finish_reason,
+            finish_reason=finish_reason,
         )
+        self.end(result)

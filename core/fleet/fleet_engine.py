@@ -4,8 +4,8 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -17,11 +17,15 @@ from ..inference.contexts.cache.hashing import PrefixHashChain, SaltKey
 from ..inference.engines.streams import Answer, AsyncStream, TokenStream
 from ..request import EarlyEnd, SamplingParams
 from ..serve.served_engine import EngineFacts
-from .answers import AnswerEnd, AnswerPart, EngineRequest, FleetAnswer, ReplicaLostError
+from .answers import AnswerPart, EngineRequest, FleetAnswer, ReplicaLostError
 from .figures import FleetCounts, ReplicaReport, fleet_metrics_text, merged_snapshot
 
 logger = logging.getLogger(__name__)
 
+MAX_RETRIES = 2
+"""A request survives the loss of so many replicas."""
+RETRY_DELAY_S = 0.1
+"""Before the second retry of a request, and once more before each further one."""
 _LONGEST_CAUSE = 200
 """Characters of a loss's cause in the log."""
 _SNAPSHOT_S = 2.0
@@ -30,7 +34,7 @@ _LONG_PROMPT = 8192
 _LONGEST_END_S = 10.0
 """How long `drain` waits for calls that it cancelled."""
 
-Call = Callable[[EngineRequest], AsyncIterator[AnswerPart]]
+Call = Callable[[EngineRequest], AsyncGenerator[AnswerPart]]
 """Sends a request to a replica and yields the parts of its answer."""
 
 
@@ -51,14 +55,8 @@ class FleetEngine:
         num_replicas: Callable[[], int],
         reports: Callable[[], Awaitable[Sequence[ReplicaReport]]],
         max_waiting_requests: int = 1024,
-        max_retries: int = 2,
-        retry_delay_s: float = 0.1,
     ) -> None:
-        """`call` chooses a replica and yields its `answer_parts`; `num_replicas` returns at once.
-
-        A request survives the loss of `max_retries` replicas. Before its second retry it waits for
-        `retry_delay_s`, before a third one twice as long.
-        """
+        """`call` chooses a replica and yields its `answer_parts`; `num_replicas` returns at once."""
         self.facts = facts
         self._salt_key = salt_key
         if salt_key.key_id != facts.salt_key_id:
@@ -70,13 +68,11 @@ class FleetEngine:
         self._num_replicas = num_replicas
         self._reports = reports
         self._max_waiting = max_waiting_requests
-        self._max_retries = max_retries
-        self._retry_delay_s = retry_delay_s
         self._new_ids = count()
         self._name = secrets.token_hex(6)  # other ingresses of the same replicas have other names
         self._counts = FleetCounts()
         self._open: dict[FleetAnswer, asyncio.Task[None]] = {}
-        self._none_open: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._is_draining = False
         self._snapshot: dict[str, Any] | None = None
         self._read_s = -math.inf
@@ -108,11 +104,7 @@ class FleetEngine:
 
     def start(self) -> None:
         """Begin, in the event loop that runs now."""
-        asyncio.get_running_loop()
-        if self._none_open is not None:
-            raise RuntimeError("the FleetEngine was started before; make another one")
-        self._none_open = asyncio.Event()
-        self._none_open.set()
+        self._loop = asyncio.get_running_loop()
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Refuse new requests and wait for the others. Returns whether none was cancelled at last."""
@@ -130,9 +122,8 @@ class FleetEngine:
         return await self._all_end(timeout_s)
 
     async def _all_end(self, timeout_s: float | None) -> bool:
-        if self._open and self._none_open is not None:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._none_open.wait(), timeout_s)
+        if self._open:
+            await asyncio.wait(self._open.values(), timeout=timeout_s)
         return not self._open
 
     def _cancel_all(self) -> None:
@@ -151,8 +142,6 @@ class FleetEngine:
         tenant: str | None = None,
     ) -> AsyncStream:
         """Send a prompt to a replica; returns once one has it. Errors are those of `ServedEngine`."""
-        if self._none_open is None:
-            raise RuntimeError("stream is called before the FleetEngine is started")
         if self._is_draining:
             raise RuntimeError("the FleetEngine is closing; it accepts no more requests")
         if self.failure is not None:
@@ -161,8 +150,7 @@ class FleetEngine:
         if num_waiting >= self._max_waiting:
             raise QueueFullError(num_waiting, self._max_waiting)
         answer = self._new_answer(prompt, sampling_params, cache_salt, checkpoint_plan, tenant)
-        self._none_open.clear()
-        task = self._open[answer] = asyncio.create_task(self._serve(answer))
+        task = self._open[answer] = asyncio.create_task(self._call_replicas(answer))
         task.add_done_callback(partial(self._ended, answer))  # also where it is cancelled before it begins
         self._counts.num_requests += 1
         try:
@@ -197,19 +185,14 @@ class FleetEngine:
             plan=plan,
             tenant=tenant if cache_salt is not None else None,
         )
-        return FleetAnswer(number, request, chain, partial(self._end_in, asyncio.get_running_loop()))
+        return FleetAnswer(number, request, chain, self._end_soon)
 
-    def _end_in(self, loop: asyncio.AbstractEventLoop, answer: Answer, reason: EarlyEnd) -> None:
+    def _end_soon(self, answer: Answer, reason: EarlyEnd) -> None:
         """`_end`, from any thread: a stream that is dropped may be collected in another one."""
+        assert self._loop is not None
         assert isinstance(answer, FleetAnswer)
-        try:
-            is_here = asyncio.get_running_loop() is loop
-        except RuntimeError:
-            is_here = False
-        if is_here:
-            self._end(answer, reason)
-        elif not loop.is_closed():
-            loop.call_soon_threadsafe(self._end, answer, reason)
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._end, answer, reason)
 
     def _end(self, answer: FleetAnswer, reason: EarlyEnd) -> None:
         """End a request early, unless it has ended or is ending."""
@@ -218,25 +201,16 @@ class FleetEngine:
             answer.early_end = reason
             task.cancel()
 
-    async def _serve(self, answer: FleetAnswer) -> None:
-        """Call replicas until the answer has ended. Raises nothing."""
-        try:
-            await self._call_replicas(answer)
-        except Exception as error:
-            if answer.early_end is None:
-                answer.end(None, error)
-                answer.wake()
-        except asyncio.CancelledError:
-            pass
-
     def _ended(self, answer: FleetAnswer, task: asyncio.Task[None]) -> None:
-        answer.end(answer.result_with(AnswerEnd(answer.early_end or "cancelled")))  # unless it has ended
+        error = None if task.cancelled() else task.exception()
+        if error is not None and answer.early_end is None:
+            answer.end(None, error)
+        answer.end_as(answer.early_end or "cancelled")  # unless it has ended
         answer.wake()
         del self._open[answer]
-        if not self._open and self._none_open is not None:
-            self._none_open.set()
 
     async def _call_replicas(self, answer: FleetAnswer) -> None:
+        """Call replicas until the answer has ended."""
         num_lost = 0
         while True:
             try:
@@ -251,57 +225,53 @@ class FleetEngine:
                 )  # fmt: skip
                 if answer.early_end is not None or answer.complete():
                     return
-                if num_lost > self._max_retries:
+                if num_lost > MAX_RETRIES:
                     self._counts.num_given_up += 1
                     raise NoReplicaError(f"{num_lost} replicas were lost, one after the other") from error
             self._counts.num_retries += 1
-            await asyncio.sleep(self._retry_delay_s * (num_lost - 1))
+            await asyncio.sleep(RETRY_DELAY_S * (num_lost - 1))
 
     async def _call_replica(self, answer: FleetAnswer, is_retry: bool) -> None:
         """Send the rest of an answer to one replica, and add its parts to the answer."""
         is_long = answer.num_tokens > _LONG_PROMPT
         request = await asyncio.to_thread(answer.next_request) if is_long else answer.next_request()
-        parts, name = self._call(request), ""
+        name = ""
         try:
-            async for part in parts:
-                name = name or part.replica
-                if part.error is not None:
-                    _raise_refusal(part.error, is_retry)
-                answer.add(part)
-                if answer.ended:
-                    return
+            async with aclosing(self._call(request)) as parts:
+                async for part in parts:
+                    name = name or part.replica
+                    if is_retry and isinstance(part.error, QueueFullError):
+                        raise ReplicaLostError(str(part.error))  # it stops no answer that has begun elsewhere
+                    if part.error is not None:
+                        raise part.error
+                    answer.add(part)
+                    if answer.ended:
+                        return
             raise ReplicaLostError("the replica's answer has no end")
         except ReplicaLostError:
             answer.lost += (name,) * bool(name)
             raise
-        finally:
-            close = getattr(parts, "aclose", None)
-            if close is not None:
-                await close()
 
     # ---- what an operator reads
 
     async def metrics_text(self) -> tuple[bytes, str]:
         """The replicas' metrics, each with the label `replica`, and the fleet's own ones."""
         reports = await self._reports()
-        counts = replace(self._counts, num_waiting=self.num_waiting, num_running=self.num_running)
-        return await asyncio.to_thread(fleet_metrics_text, counts, self._num_replicas(), reports)
+        counts = replace(
+            self._counts,
+            num_replicas=self._num_replicas(),
+            num_waiting=self.num_waiting,
+            num_running=self.num_running,
+            reports=reports,
+        )
+        return await asyncio.to_thread(fleet_metrics_text, counts)
 
     async def snapshot(self) -> dict[str, Any] | None:
         """The figures of all replicas, made at most every 2 s; None where none reports."""
         async with self._reading:
             now = asyncio.get_running_loop().time()
             if now - self._read_s >= _SNAPSHOT_S:
-                snapshots = {
-                    one.replica: one.snapshot for one in await self._reports() if one.snapshot is not None
-                }
+                snapshots = {one.replica: one.snapshot for one in await self._reports()}
                 self._snapshot = await asyncio.to_thread(merged_snapshot, snapshots) if snapshots else None
                 self._read_s = now
             return self._snapshot
-
-
-def _raise_refusal(error: Exception, is_retry: bool) -> None:
-    """Raise why a replica refuses a request; a full queue stops no answer that has begun elsewhere."""
-    if is_retry and isinstance(error, QueueFullError):
-        raise ReplicaLostError(str(error))
-    raise error

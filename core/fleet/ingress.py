@@ -3,7 +3,7 @@
 import asyncio
 import contextvars
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from fastapi import FastAPI
@@ -50,7 +50,7 @@ class ReplicaCalls:
         self._handle = handle
         self._streams = handle.options(method_name="stream", stream=True)
 
-    async def stream(self, request: EngineRequest) -> AsyncIterator[AnswerPart]:
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[AnswerPart]:
         """The parts of an answer. Closing the iterator ends the request.
 
         ReplicaLostError: the replica is gone, or gave up. NoReplicaError: Ray Serve could not deploy any.

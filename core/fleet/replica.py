@@ -211,9 +211,3 @@ class EngineReplica:
         logger.error("mambaslots: replica %s is lost: %s", self._name, reason)
         logging.shutdown()
         os._exit(1)
-
-    def __del__(self) -> None:
-        """Ray has waited for the requests; the engine's thread ends with the process."""
-        feed = getattr(self, "_feed", None)
-        if feed is not None:
-            feed.leave()

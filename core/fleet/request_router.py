@@ -1,8 +1,8 @@
 """Ray Serve's request router that asks a `StateRouter` which replica holds a request's state."""
 
 import asyncio
-import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,6 @@ class _Sent:
     """A request of this router."""
 
     replica: str
-    num_tokens: int
     since_s: float
     order: tuple[str, ...]
     is_routed: bool = False
@@ -45,16 +44,15 @@ class ReplicaLoads:
         self._clock = clock
         self._sent: dict[str, _Sent] = {}
 
-    def note_chosen(self, request: str, order: Sequence[str], num_tokens: int) -> None:
+    def note_chosen(self, request: str, order: Sequence[str]) -> None:
         """A request is to try replicas in this order; a second choice replaces the first."""
-        self._sent[request] = _Sent(order[0], num_tokens, self._clock(), tuple(order))
+        self._sent[request] = _Sent(order[0], self._clock(), tuple(order))
 
     def order_of(self, request: str, replicas: Collection[str]) -> tuple[str, ...]:
         """The order chosen among these replicas for a request that none has accepted yet, or ()."""
+        self._forget_unsent()
         sent = self._sent.get(request)
-        if sent is None or sent.is_routed or sent.since_s < self._clock() - _LONGEST_SENDING_S:
-            return ()
-        return sent.order if set(sent.order) == set(replicas) else ()
+        return () if sent is None or sent.is_routed or set(sent.order) != set(replicas) else sent.order
 
     def note_routed(self, request: str, replica: str) -> bool:
         """A replica has a request. Returns whether another replica was chosen for it."""
@@ -73,22 +71,16 @@ class ReplicaLoads:
 
     def loads(self, replicas: Iterable[str], queue_lengths: Mapping[str, int | None]) -> list[ReplicaLoad]:
         """The loads now. `queue_lengths`: requests of each replica, as Ray last knew, or None."""
+        self._forget_unsent()
+        counts = Counter(sent.replica for sent in self._sent.values())
+        return [ReplicaLoad(name, max(counts[name], queue_lengths.get(name) or 0)) for name in replicas]
+
+    def _forget_unsent(self) -> None:
         horizon = self._clock() - _LONGEST_SENDING_S
-        counts: dict[str, tuple[int, int]] = {}
         for request, sent in list(self._sent.items()):
             if not sent.is_routed and sent.since_s < horizon:
                 del self._sent[request]
-                continue
-            number, tokens = counts.get(sent.replica, (0, 0))
-            counts[sent.replica] = number + 1, tokens + sent.num_tokens
-        loads = []
-        for name in replicas:
-            number, tokens = counts.get(name, (0, 0))
-            loads.append(ReplicaLoad(name, max(number, queue_lengths.get(name) or 0), tokens))
-        return loads
 
-
-logger = logging.getLogger(__name__)
 
 BLOCK_SIZE = "block_size_tokens"
 """The entry of a replica's metadata that says how many tokens a block has."""
@@ -133,8 +125,7 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
         left = [load for load in loads if load.replica not in lost]
         best = self._router.choose(request, left or loads)
         order = (*best, *(lost & replicas.keys() if left else ()))
-        num_tokens = request.num_tokens + request.num_answer_tokens
-        self._loads.note_chosen(_request_id(pending_request), order, num_tokens)
+        self._loads.note_chosen(_request_id(pending_request), order)
         return [[replicas[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:

@@ -94,10 +94,6 @@ class StateChannel:
             held.seen_s = time.monotonic()
         return Orders(held is None or not in_order, tuple(self._orders.pop(replica, ())))
 
-    async def leave(self, replica: str) -> None:
-        self._held.pop(replica, None)
-        self._orders.pop(replica, None)
-
     async def donor(self, joining: str, hand_over: HandOver, asked: Sequence[str] = ()) -> str | None:
         """Order a hand-over from the live replica that holds most states, and is not in `asked`.
 
@@ -323,8 +319,3 @@ class StateFeed:
             task = asyncio.create_task(self._serve_hand_over(hand_over))
             self._hand_overs.add(task)
             task.add_done_callback(self._hand_overs.discard)
-
-    def leave(self) -> None:
-        """Report that the replica ends; waits for nothing."""
-        if self._actor is not None:
-            self._actor.leave.remote(self._replica)

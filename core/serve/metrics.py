@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -11,7 +11,6 @@ from prometheus_client.core import (
     InfoMetricFamily,
     Metric,
 )
-from prometheus_client.registry import Collector
 
 from ..cache_stats import CacheStats
 from ..inference.contexts.cache.pool_stats import AGE_BOUNDS_S
@@ -25,13 +24,11 @@ def metrics_text(monitor: Monitor) -> tuple[bytes, str]:
     Any thread may call it; docs/operations.md explains each metric. Labels have few values, and no metric
     holds content of a prompt.
     """
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(MonitorCollector(monitor))
-    return generate_latest(registry), CONTENT_TYPE_LATEST
+    return generate_latest(MonitorCollector(monitor)), CONTENT_TYPE_LATEST
 
 
-class MonitorCollector(Collector):
-    """Reads the monitor at each scrape."""
+class MonitorCollector:
+    """Reads a monitor for Prometheus."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor

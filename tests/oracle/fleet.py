@@ -2,7 +2,7 @@
 
 import asyncio
 import pickle
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,10 +52,10 @@ class Replicas:
             self.call,
             num_replicas=lambda: len(self.engines) if self.num_serving is None else self.num_serving,
             reports=self.reports,
-            **({"retry_delay_s": 0.0} | settings),
+            **settings,
         )
 
-    async def call(self, request: EngineRequest) -> AsyncIterator[AnswerPart]:
+    async def call(self, request: EngineRequest) -> AsyncGenerator[AnswerPart]:
         """Serve a request at the next replica, and lose it where `losses` says."""
         number = len(self.requests) % len(self.local)
         loss = self.losses.pop(0) if self.losses else self.loss_of(request, len(self.requests))

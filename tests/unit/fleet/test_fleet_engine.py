@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.errors import NoReplicaError, QueueFullError
+from mambaslots.fleet import fleet_engine
 from mambaslots.fleet.fleet_engine import FleetEngine
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain, SaltKey
 from mambaslots.serve.served_engine import EngineFacts
@@ -132,7 +133,11 @@ def test_answers_that_lose_replicas_are_those_of_one_engine(data: st.DataObject)
         leaving = [leave(fleet)] if left_after is not None else []
         return (await asyncio.gather(*calls, *leaving))[: len(wanted)]
 
-    for (prompt, params, _), result in zip(wanted, in_fleet(group, main, max_retries=20), strict=True):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet_engine, "MAX_RETRIES", 20)
+        patch.setattr(fleet_engine, "RETRY_DELAY_S", 0.0)
+        results = in_fleet(group, main)
+    for (prompt, params, _), result in zip(wanted, results, strict=True):
         check_same(result, whole(prompt, params))
 
 

@@ -154,22 +154,23 @@ def test_loads_count_what_is_chosen_until_it_ends_or_was_never_sent() -> None:
     now = [0.0]
     loads = ReplicaLoads(clock=lambda: now[0])
 
-    def numbers(**queue_lengths: int) -> list[tuple[int, int]]:
-        return [(load.num_requests, load.num_tokens) for load in loads.loads("ab", queue_lengths)]
+    def numbers(**queue_lengths: int) -> list[int]:
+        return [load.num_requests for load in loads.loads("ab", queue_lengths)]
 
-    loads.note_chosen("one", "ab", 10)
-    loads.note_chosen("two", "ab", 20)
-    assert numbers() == [(2, 30), (0, 0)]
-    assert numbers(a=1, b=5) == [(2, 30), (5, 0)]
+    loads.note_chosen("one", "ab")
+    loads.note_chosen("two", "ab")
+    assert numbers() == [2, 0]
+    assert numbers(a=1, b=5) == [2, 5]
     assert loads.note_routed("one", "b")
     assert not loads.note_routed("two", "a")
-    loads.note_chosen("three", "ab", 5)
+    loads.note_chosen("three", "ab")
+    assert numbers() == [2, 1]
     now[0] = 31.0
-    assert numbers() == [(1, 20), (1, 10)]  # "three" was never sent
+    assert numbers() == [1, 1]  # "three" was never sent
     loads.note_ended("one", "a")  # the replica that has refused it
     loads.note_ended("two", "a")
     loads.note_ended("unknown", "a")
-    assert numbers() == [(0, 0), (1, 10)]
+    assert numbers() == [0, 1]
     assert not loads.note_routed("unknown", "a")
 
 

@@ -70,7 +70,7 @@ def test_the_dashboard_shows_and_the_page_explains_every_metric(labels_of: dict[
     assert names_of(set(METRIC.findall(" ".join(expressions())))) == names
     fleet = {name for name in METRIC.findall(PAGE) if name.startswith("mambaslots_fleet_")}
     assert set(METRIC.findall(PAGE)) == names | fleet
-    text = fleet_metrics_text(FleetCounts(), 1, [])[0].decode()
+    text = fleet_metrics_text(FleetCounts(num_replicas=1))[0].decode()
     assert fleet == set(METRIC.findall(re.sub("(?m)^#.*", "", text)))
 
 
