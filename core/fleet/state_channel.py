@@ -14,6 +14,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 
 from ..inference.engines.async_engine import AsyncEngine
 from ..net.routing.state_events import StateEvents, decode_events, encode_events
+from ..net.routing.state_index import StateIndex
 from ..net.routing.state_publisher import StatePublisher
 from ..net.routing.state_router import StateRouter
 from ..validation import shown
@@ -54,16 +55,6 @@ class News(NamedTuple):
     replicas: tuple[str, ...]
 
 
-@dataclass(slots=True)
-class _Held:
-    """What one replica holds, as published."""
-
-    epoch: int
-    next_sequence: int
-    keys: set[int]
-    seen_s: float
-
-
 class StateChannel:
     """A Ray actor that receives events of replicas' states, and gives them to routers.
 
@@ -76,7 +67,8 @@ class StateChannel:
         self._version = 0
         self._log: deque[bytes] = deque()
         self._log_bytes = 0
-        self._held: dict[str, _Held] = {}
+        self._index = StateIndex()
+        self._seen_s: dict[str, float] = {}
         self._orders: dict[str, list[HandOver]] = {}
         self._changed = asyncio.Event()
 
@@ -88,11 +80,11 @@ class StateChannel:
         self._forget_silent()
         in_order = True
         for one, encoded in zip(decoded, events, strict=True):
-            in_order = self._take(one, encoded) and in_order
-        held = self._held.get(replica)
-        if held is not None:
-            held.seen_s = time.monotonic()
-        return Orders(held is None or not in_order, tuple(self._orders.pop(replica, ())))
+            in_order = self._record(one, encoded) and in_order
+        is_known = replica in self._index.replicas
+        if is_known:
+            self._seen_s[replica] = time.monotonic()
+        return Orders(not (is_known and in_order), tuple(self._orders.pop(replica, ())))
 
     async def donor(self, joining: str, hand_over: HandOver, asked: Sequence[str] = ()) -> str | None:
         """Order a hand-over from the live replica that holds most states, and is not in `asked`.
@@ -102,13 +94,13 @@ class StateChannel:
         self._forget_silent()
         live_s = time.monotonic() - _LIVE_S
         others = [
-            (held.seen_s >= live_s, len(held.keys), name)
-            for name, held in self._held.items()
-            if held.keys and name != joining and name not in asked
+            (seen_s >= live_s, len(self._index.keys_of(name)), name)
+            for name, seen_s in self._seen_s.items()
+            if name != joining and name not in asked
         ]
-        if not others:
+        _, num_states, name = max(others, default=(False, 0, ""))
+        if not num_states:
             return None
-        _, _, name = max(others)
         self._orders.setdefault(name, []).append(hand_over)
         return name
 
@@ -122,31 +114,20 @@ class StateChannel:
                     await self._changed.wait()
             except TimeoutError:
                 pass
-        replicas = tuple(self._held)
+        replicas = tuple(self._index.replicas)
         num_new = self._version - version
         if instance != self._instance or not 0 <= num_new <= len(self._log):
-            snapshots = (
-                StateEvents(name, held.epoch, held.next_sequence - 1, tuple(held.keys), is_snapshot=True)
-                for name, held in self._held.items()
-            )
-            return News(self._instance, self._version, tuple(map(encode_events, snapshots)), replicas)
+            snapshots = (encode_events(self._index.snapshot_of(name)) for name in replicas)
+            return News(self._instance, self._version, tuple(snapshots), replicas)
         events = tuple(self._log)[len(self._log) - num_new :] if num_new else ()
         return News(self._instance, self._version, events, replicas)
 
     # ---- what it knows
 
-    def _take(self, events: StateEvents, encoded: bytes) -> bool:
+    def _record(self, events: StateEvents, encoded: bytes) -> bool:
         """Record the events. Returns whether none were missed before them."""
-        held = self._held.get(events.replica)
-        if events.is_snapshot:
-            held = _Held(events.epoch, events.sequence, set(), 0.0)
-            self._held[events.replica] = held
-        elif held is None or held.epoch != events.epoch or held.next_sequence != events.sequence:
+        if not self._index.apply(events):
             return False
-        held.seen_s = time.monotonic()
-        held.next_sequence = events.sequence + 1
-        held.keys.update(events.inserted)
-        held.keys.difference_update(events.removed)
         self._log.append(encoded)
         self._log_bytes += len(encoded)
         while len(self._log) > _LOG_LENGTH or self._log_bytes > _LOG_BYTES:
@@ -159,8 +140,9 @@ class StateChannel:
     def _forget_silent(self) -> None:
         """Forget replicas without a heartbeat; they send a snapshot when they come back."""
         horizon = time.monotonic() - _FORGET_AFTER_S
-        for name in [name for name, held in self._held.items() if held.seen_s < horizon]:
-            del self._held[name]
+        for name in [name for name, seen_s in self._seen_s.items() if seen_s < horizon]:
+            del self._seen_s[name]
+            self._index.forget(name)
             self._orders.pop(name, None)
 
 

@@ -129,7 +129,9 @@ def test_the_replica_with_most_states_hands_over_and_silent_ones_are_forgotten(
         assert await channel.donor("new", order) == "small"  # the other one may be dead
         now[0] = 40.0
         assert await channel.donor("new", order) == "small"
-        await channel.leave("small")
+        assert (await channel.read("", 0, 0.0)).replicas == ("small",)
+        now[0] = 51.0
+        assert await channel.donor("new", order) is None
         assert (await channel.read("", 0, 0.0)).replicas == ()
 
     run(scenario())
