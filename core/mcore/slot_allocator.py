@@ -97,7 +97,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         blocks, keys = self._checked_blocks(block_ids), integers("hashes", hashes)
         check_lengths(blocks, hashes=keys)
         pairs = list(zip(blocks, keys, strict=True))
-        states, reserved = self.slots.map, self.reserved_blocks
+        states, reserved = self.slots.tree.slot_by_block, self.reserved_blocks
         lacking = [b for b, key in pairs if key > 0 and b not in states and b not in reserved]
         stateless = list(dict.fromkeys(lacking))[: self.free_count]
         if stateless:
@@ -171,7 +171,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         return states
 
     def _lacks_state(self, block: int) -> bool:
-        return block not in self.slots.map and block not in self.reserved_blocks
+        return block not in self.slots.tree.slot_by_block and block not in self.reserved_blocks
 
     def _track(self, crossing: Crossing) -> RequestTrack:
         return record_of(self.context).tracks[crossing.request_id]
@@ -179,7 +179,7 @@ class HostSlotAllocator(MambaSlotAllocator):
     def _roll(self, crossing: Crossing, block: int, slot: int) -> None:
         """The newer decode state of a request replaces its older one."""
         boundary = self._decode_boundary(crossing)
-        own = self.slots.map.slot_of(block) == slot
+        own = self.slots.tree.slot_of(block) == slot
         rolls = own and boundary is not None and not boundary.keeps
         self._rolling.advance(self._track(crossing), block, rolls=rolls)
 

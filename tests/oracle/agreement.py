@@ -227,7 +227,7 @@ class Agreement:
         Of several states that a slot held in between, none is noted.
         """
         slots = self._context.prefix_cache.slots
-        before, now = self._slot_blocks, [slots.map.block_of(slot) for slot in range(slots.num_slots)]
+        before, now = self._slot_blocks, [slots.tree.block_of(slot) for slot in range(slots.num_slots)]
         for slot, (old, new) in enumerate(zip(before, now, strict=True)):
             if old != new and old >= 0:
                 self._note(f"slot {slot} lost the state of block {old}")
@@ -276,7 +276,7 @@ class Agreement:
         shared = path.blocks[: path.num_registered]
         if not step.num_resumed:
             return f"starts at {step.start}, shares blocks {shared}"
-        slot = self._context.prefix_cache.slots.map.slot_of(step.block_at(step.start))
+        slot = self._context.prefix_cache.slots.tree.slot_of(step.block_at(step.start))
         return f"resumes at {step.start} from slot {slot}, shares blocks {shared}"
 
     # ---- comparing

@@ -40,9 +40,9 @@ def assert_cache_is_right(engine: ms.DynamicInferenceEngine, tolerance: float = 
     tree, slots = context.prefix_cache.kv_blocks.tree, context.prefix_cache.slots
     pool, kv = context.memory.durable_pool, context.memory.kv_cache
     states = 0
-    for block in slots.map.hash_to_block_id.values():
+    for block in slots.tree.hash_to_block_id.values():
         tokens = tokens_to(tree, block)
-        slot = pool.durable_index(slots.map.slot_of(block))
+        slot = pool.durable_index(slots.tree.slot_of(block))
         for name, wanted in snapshot(engine.model, tokens).states.items():
             _assert_close(pool[name][:, slot], wanted, tolerance, f"{name} behind {len(tokens)} tokens")
         states += 1

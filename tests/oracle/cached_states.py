@@ -12,8 +12,8 @@ from torch import Tensor
 
 def cached_prefixes(context: DynamicInferenceContext) -> dict[int, tuple[int, ...]]:
     """Committed slot -> the tokens of the prefix under whose hash the slot is found."""
-    slots, tree = context.prefix_cache.slots.map, context.prefix_cache.kv_blocks.tree
-    return {slots.slot_of(block): _tokens_to(tree, block) for block in slots.hash_to_block_id.values()}
+    tree = context.prefix_cache.tree
+    return {tree.slot_of(block): _tokens_to(tree, block) for block in tree.hash_to_block_id.values()}
 
 
 def _tokens_to(tree: Any, block: int | bytes) -> tuple[int, ...]:

@@ -88,7 +88,7 @@ class RoundedEngine:
                 self._running[step.holding] = 0, _copied(self._lm.states)
             elif position != step.start:
                 self.num_resumed += 1
-                stored = self._slots[slots.map.slot_of(step.block_at(step.start))]
+                stored = self._slots[slots.tree.slot_of(step.block_at(step.start))]
                 self._running[step.holding] = step.start, self.rounded(stored)
 
     def step_ended(self, steps: Sequence[RequestStep]) -> None:

@@ -43,12 +43,12 @@ def maps_of(engine: ms.DynamicInferenceEngine) -> dict[str, Any]:
         "blocks": dict(kv.kv_hash_to_block_id),
         "free blocks": kv.total_avail,
         "parents": list(kv.tree.parents),
-        "states": dict(slots.map.slot_by_block),
-        "state keys": dict(slots.map.hash_to_block_id),
+        "states": dict(slots.tree.slot_by_block),
+        "state keys": dict(slots.tree.hash_to_block_id),
         "free slots": list(slots.free),
         "reserved": dict(slots.reserved),
         "pins": dict(slots.pins),
-        "recency": slots.by_recency(),
+        "recency": slots.tree.states_by_recency(),
         "order of eviction": slots.by_eviction(),
     }
 

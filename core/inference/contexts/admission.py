@@ -296,7 +296,7 @@ class Admission:
         depth, keys = match.seen_tokens // self._block_size, request.hashes.keys
         if not 0 < depth < len(keys):
             return 0
-        return match.seen_tokens if self._cache.kv_blocks.tree.was_continued(keys[depth - 1]) else 0
+        return match.seen_tokens if self._cache.tree.was_continued(keys[depth - 1]) else 0
 
     def _boundaries(self, holding: Holding, start: int, stop: int) -> tuple[Boundary, ...]:
         """The boundaries in (start, stop] whose states the request's plan stores."""

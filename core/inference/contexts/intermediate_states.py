@@ -279,12 +279,12 @@ class IntermediateStates:
             return {}
         blocks, scratch, end_blocks, end_rows, hashes = collected
         places = [StateSource(True, row) for row in scratch] + [StateSource(False, row) for row in end_rows]
-        states = self._slots.map
+        tree = self._slots.tree
         reserved = set(self._slots.reserved.values())
         sources: dict[int, StateSource] = {}
         for block, key, place in zip(blocks + end_blocks, hashes, places, strict=True):
-            findable = key > 0 and states.hash_to_block_id.get(key, block) == block
-            if findable and block not in reserved and block not in states:
+            findable = key > 0 and tree.hash_to_block_id.get(key, block) == block
+            if findable and block not in reserved and block not in tree.slot_by_block:
                 sources.setdefault(block, place)
         return sources
 
@@ -300,7 +300,7 @@ class IntermediateStates:
         chosen, refused = choose_for_slots(list(sources)[::-1], num_available=slots.num_available)
         if refused:
             hashes = self._context.kv_block_allocator.block_hashes
-            slots.refuse([int(hashes[block]) for block in refused])
+            slots.tree.note_refused([int(hashes[block]) for block in refused])
         chosen.reverse()
         reserved = slots.reserve(chosen)
         try:

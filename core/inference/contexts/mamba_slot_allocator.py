@@ -1,6 +1,6 @@
 """The slot allocator that hosts plug in, under megatron-core's names."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ...validation import (
 from ..kernels.state_copy import copy_states
 from ..kernels.state_tensors import StateTensors
 from .cache.kv_block_allocator import MAX_HASH, KVBlockAllocator
+from .cache.prefix_tree import PrefixTree
 from .cache.reasons import GhostList
 from .cache.state_slots import StateSlots
 from .intermediate_states import (
@@ -86,8 +87,10 @@ class MambaSlotAllocator:
         settings = self._host_settings()
         self.num_blocks = settings.num_blocks
         self._durable = self._new_states(self.max_slots, _device_of_live_states(context))
-        self.slots = StateSlots(self.max_slots, settings.eviction_policy, _HostIndex(context))
-        self.hash_to_block_id = self.slots.map.hash_to_block_id
+        kv = context.kv_block_allocator
+        tree = kv.tree if isinstance(kv, KVBlockAllocator) else PrefixTree(self.num_blocks, self._hash_of)
+        self.slots = StateSlots(self.max_slots, settings.eviction_policy, tree)
+        self.hash_to_block_id = tree.hash_to_block_id
         self._block_to_slot = torch.full((self.num_blocks,), -1, dtype=torch.int32, device="cpu")
         self._slot_to_block = torch.full((self.max_slots,), -1, dtype=torch.int32, device="cpu")
         self._free_slots = torch.arange(self.max_slots, dtype=torch.int32, device="cpu")
@@ -100,18 +103,17 @@ class MambaSlotAllocator:
         self._intermediate_counts_cpu = self.intermediate.counts_cpu
         self._intermediate_block_ids_cpu = self.intermediate.block_ids_cpu
         self._eos_cache_block_id_cpu = self.intermediate.eos_block_id_cpu
-        self._subscribe(context.kv_block_allocator)
+        if isinstance(kv, KVBlockAllocator):
+            kv.observe_deregistration(self.on_kv_blocks_deregistered)
+        elif hasattr(kv, "on_blocks_deregistered"):
+            kv.on_blocks_deregistered = self.on_kv_blocks_deregistered
+
+    def _hash_of(self, block: int) -> int:
+        """The block's prefix hash in the host's KV index, or -1."""
+        return int(self.context.kv_block_allocator.block_hashes[block])
 
     def _host_settings(self) -> HostSettings:
         return HostSettings.of(self.context)
-
-    def _subscribe(self, kv: Any) -> None:
-        """Receive the KV allocator's deregistrations; ours also evicts blocks without a state first."""
-        if isinstance(kv, KVBlockAllocator):
-            kv.observe_deregistration(self.on_kv_blocks_deregistered)
-            kv.leaves.holds_state = self.slots.map.slot_by_block.__contains__
-        elif hasattr(kv, "on_blocks_deregistered"):
-            kv.on_blocks_deregistered = self.on_kv_blocks_deregistered
 
     @torch.inference_mode(False)  # inference tensors cannot be written outside of that mode
     def _new_states(self, num_slots: int, device: torch.device) -> StateTensors:
@@ -154,7 +156,7 @@ class MambaSlotAllocator:
         if self._mirrored_version == self.slots.version:
             return
         blocks, slots = self._block_to_slot.numpy(), self._slot_to_block.numpy()
-        slot_by_block = self.slots.map.slot_by_block
+        slot_by_block = self.slots.tree.slot_by_block
         blocks[:], slots[:] = -1, -1
         blocks[list(slot_by_block)] = list(slot_by_block.values())
         slots[list(slot_by_block.values())] = list(slot_by_block)
@@ -163,7 +165,7 @@ class MambaSlotAllocator:
 
     @property
     def ghosts(self) -> GhostList:
-        return self.slots.ghosts
+        return self.slots.tree.state_ghosts
 
     @property
     def free_count(self) -> int:
@@ -171,7 +173,7 @@ class MambaSlotAllocator:
 
     @property
     def committed_count(self) -> int:
-        return len(self.slots.map)
+        return len(self.slots.tree.slot_by_block)
 
     @property
     def available_count(self) -> int:
@@ -191,12 +193,12 @@ class MambaSlotAllocator:
     def has_state(self, block_id: int) -> bool:
         """Whether a committed slot holds the state after block `block_id`."""
         if type(block_id) is int and 0 <= block_id < self.num_blocks:
-            return block_id in self.slots.map.slot_by_block
+            return block_id in self.slots.tree.slot_by_block
         return self.get_slot(block_id) >= 0
 
     def get_slot(self, block_id: int) -> int:
         """The committed slot of `block_id`, or -1."""
-        return self.slots.map.slot_of(integer("block_id", block_id, 0, self.num_blocks - 1))
+        return self.slots.tree.slot_of(integer("block_id", block_id, 0, self.num_blocks - 1))
 
     # ---- reservations
 
@@ -269,7 +271,7 @@ class MambaSlotAllocator:
             named = [(block, key) for block, key in zip(blocks, keys, strict=True) if key > 0]
             blocks, keys = [block for block, _ in named], [key for _, key in named]
         try:
-            slots = self.slots.map.slots_of(blocks)
+            slots = [self.slots.tree.slot_by_block[block] for block in blocks]
         except KeyError:
             listed = self._checked_blocks(block_ids)
             raise ValueError(f"block_ids is {listed}; accepted: blocks with a slot") from None
@@ -332,9 +334,9 @@ class MambaSlotAllocator:
     def _check_writable(self, slot: int) -> None:
         """ValueError for a slot whose state a request can find or is reading, and for a free slot."""
         slots = self.slots
-        block = slots.map.block_of(slot)
+        block = slots.tree.block_of(slot)
         unowned = block < 0 and slot not in slots.reserved
-        if slot in slots.pins or unowned or slots.map.key_of(block) > 0:
+        if slot in slots.pins or unowned or slots.tree.key_of(block) > 0:
             raise ValueError(f"slot is {slot}; accepted: one reserved, or allocated and not registered yet")
 
     # ---- intermediate states, for hosts whose kernels write scratch
@@ -425,7 +427,7 @@ class MambaSlotAllocator:
         if self._mirrored_version == self.slots.version:
             by_block = {b: s for b, s in enumerate(self._block_to_slot.tolist()) if s >= 0}
             by_slot = {b: s for s, b in enumerate(self._slot_to_block.tolist()) if b >= 0}
-            assert by_block == by_slot == self.slots.map.slot_by_block, "a mirrored map differs"
+            assert by_block == by_slot == self.slots.tree.slot_by_block, "a mirrored map differs"
             assert self._free_slots[: self.free_count].tolist() == self.slots.free, "free_slots differs"
 
     def _checked_blocks(self, block_ids: Sequence[int], name: str = "block_ids") -> list[int]:
@@ -436,31 +438,6 @@ class MambaSlotAllocator:
 
     def _checked_slots(self, slots: Sequence[int]) -> list[int]:
         return integers("slots", slots, 0, self.max_slots - 1)
-
-
-class _HostIndex:
-    """The KV blocks of a host, whose allocator may be another one later, as `StateSlots` reads them."""
-
-    def __init__(self, context: Any) -> None:
-        self._context = context
-
-    def hash_of(self, block: int) -> int:
-        """The block's prefix hash in the KV index, or -1."""
-        kv = self._context.kv_block_allocator
-        tree = getattr(kv, "tree", None)  # only our allocator has a tree; reading its arrays takes O(blocks)
-        return int(kv.block_hashes[block]) if tree is None else tree.hash_of(block)
-
-    def keys_to(self, block: int) -> list[int]:
-        """The block's hash alone: a host does not say what precedes the block."""
-        return [self.hash_of(block)]
-
-    def note_states_changed(self, blocks: Iterable[int]) -> None:
-        leaves = getattr(self._context.kv_block_allocator, "leaves", None)  # only our allocator has it
-        if leaves is not None:
-            leaves.note_states_changed(blocks)
-
-    def note_ghosts_changed(self, keys: Iterable[int]) -> None:
-        """Hosts match states by hash alone."""
 
 
 def _device_of_live_states(context: Any) -> torch.device:

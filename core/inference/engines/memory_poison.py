@@ -46,7 +46,8 @@ class MemoryPoison:
             _fill(states, 1, slots)
         encoded = self._context.memory.durable_pool
         if encoded is not pool:
-            unused = sorted(set(range(encoded.num_durable)) - set(self._context.prefix_cache.slots.map.slots))
+            used = self._context.prefix_cache.tree.slot_by_block.values()
+            unused = sorted(set(range(encoded.num_durable)).difference(used))
             places = _on_device(torch.tensor(unused, dtype=torch.int64, device="cpu"), encoded.memory)
             encoded.memory.index_fill_(0, places, _NAN_BYTE)
         self._fill_kv(blocks)

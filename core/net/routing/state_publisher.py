@@ -42,7 +42,7 @@ class StatePublisher:
         self.replica = StateEvents(replica, 0, 0).replica if isinstance(replica, str) else ""
         if not self.replica:
             raise ValueError(f"replica is {shown(replica)}; accepted: a str that is not empty")
-        self._journal = DirtyStates(cache.slots, cache.tier)
+        self._journal = DirtyStates(cache.slots.tree, cache.tier, cache.slots.num_slots)
         self._num_clears = -1  # of the last published epoch
         self._epoch = 0
         self._sequence = -1

@@ -106,9 +106,9 @@ class CacheAccess:
         A slot that a host has allocated but not registered is left out: its bytes are those of an earlier
         state until the host has written it.
         """
-        states = self.slots.map
+        states = self.slots.tree
         findable = set(states.hash_to_block_id.values())
-        by_recency = [(states.block_of(slot), slot) for slot in reversed(self.slots.by_recency())]
+        by_recency = [(states.block_of(slot), slot) for slot in reversed(states.states_by_recency())]
         return {block: slot for block, slot in by_recency if block in findable}
 
 

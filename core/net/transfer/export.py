@@ -103,7 +103,7 @@ def _paths_of(access: CacheAccess, prefixes: Iterable[PrefixName]) -> list[list[
 def _path_to(access: CacheAccess, key: int) -> list[int]:
     """The blocks of a prefix, from its first one to the one whose state has this hash; [] without a state."""
     path: list[int] = []
-    block: int | bytes | None = access.slots.map.hash_to_block_id.get(key)
+    block: int | bytes | None = access.slots.tree.hash_to_block_id.get(key)
     while isinstance(block, int):
         path.append(block)
         block, _ = access.kv_blocks.tree.content_of(block)
@@ -120,7 +120,7 @@ def recent_states(engine: DynamicInferenceEngine) -> list[int]:
         ValueError, RuntimeError: as in `export_prefixes`.
     """
     access = CacheAccess.of(engine, "recent_states")
-    return [access.slots.map.key_of(block) for block in access.state_slots()]
+    return [access.slots.tree.key_of(block) for block in access.state_slots()]
 
 
 def forest_of(access: CacheAccess, state_blocks: Sequence[int]) -> tuple[list[int], PrefixForest]:

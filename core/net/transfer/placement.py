@@ -169,7 +169,7 @@ class Placement:
                 self._block_of.update(zip(nodes, blocks, strict=False))
             visited.update(nodes)
             if state in self._block_of:
-                slot = self._slots.map.slot_of(self._block_of[state])
+                slot = self._slots.tree.slot_of(self._block_of[state])
                 if slot >= 0:
                     self._slots.pin(slot)
                     self._known_slots[state] = slot

@@ -76,12 +76,12 @@ def test_a_refused_commit_changes_nothing() -> None:
     engine = small_engine()
     serve_checked(engine, [LONG[:33]])
     slots, tree = engine.context.prefix_cache.slots, engine.context.prefix_cache.kv_blocks.tree
-    one, other, *_ = (block for block in tree.block_of_hash.values() if block not in slots.map)
+    one, other, *_ = (block for block in tree.block_of_hash.values() if block not in slots.tree.slot_by_block)
     (slot,) = slots.reserve([one], [tree.hash_of(one)])
-    before = slots.counts, dict(slots.reserved), dict(slots.planned)
+    before = slots.counts, dict(slots.reserved), dict(slots._planned)
     with pytest.raises(ValueError, match=f"the block of hash {tree.hash_of(one)}, whose state the slot"):
         slots.commit([slot], [other])
-    assert (slots.counts, slots.reserved, slots.planned) == before
+    assert (slots.counts, slots.reserved, slots._planned) == before
     slots.reserved[slot] = other
     with pytest.raises(AssertionError, match="a slot is reserved for another prefix's block"):
         slots.check_integrity()

@@ -165,7 +165,7 @@ def test_an_import_that_holds_every_slot_stops_nobody(monkeypatch: pytest.Monkey
 
     def looking(*arguments: Any) -> None:
         slots = target.context.prefix_cache.slots
-        assert len(slots.reserved) == len(slots.reserved | slots.map.slot_by_block) > 0
+        assert len(slots.reserved) == len(slots.reserved | slots.tree.slot_by_block) > 0
         if not slots.num_available:
             with pytest.raises(ms.MambaSlotCapacityError):
                 slots.reserve([10**6])

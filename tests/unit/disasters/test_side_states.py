@@ -125,9 +125,9 @@ def test_numbers_and_scales_are_stored_moved_and_freed_together(dtype: str) -> N
 def assert_rounded(engine: ms.DynamicInferenceEngine, rounded: RoundedEngine) -> int:
     """Every tensor that a durable slot holds is what the codec makes of the recurrence's state."""
     cache, pool = engine.context.prefix_cache, engine.context.memory.durable_pool
-    for block in cache.slots.map.hash_to_block_id.values():
+    for block in cache.slots.tree.hash_to_block_id.values():
         exact = snapshot(engine.model, tokens_to(cache.kv_blocks.tree, block)).states
-        slot = pool.durable_index(cache.slots.map.slot_of(block))
+        slot = pool.durable_index(cache.slots.tree.slot_of(block))
         expected = rounded.rounded(exact)
         for encoding in encodings_of(small_model().state_spec().states, engine.config.durable_state_dtype):
             numbers = pool[encoding.numbers.name][:, slot].double()
@@ -138,7 +138,7 @@ def assert_rounded(engine: ms.DynamicInferenceEngine, rounded: RoundedEngine) ->
                 numbers.numpy(), expected[encoding.state.name], rtol=1e-5, atol=1e-9,
                 err_msg=encoding.state.name,
             )  # fmt: skip
-    return len(cache.slots.map.hash_to_block_id)
+    return len(cache.slots.tree.hash_to_block_id)
 
 
 def names(engine: ms.DynamicInferenceEngine) -> list[str]:
@@ -148,7 +148,7 @@ def names(engine: ms.DynamicInferenceEngine) -> list[str]:
 def sums(engine: ms.DynamicInferenceEngine, name: str) -> list[float]:
     """Of each findable state of an engine, one number of this tensor, in no order."""
     cache, pool = engine.context.prefix_cache, engine.context.memory.durable_pool
-    slots = [cache.slots.map.slot_of(block) for block in cache.slots.map.hash_to_block_id.values()]
+    slots = [cache.slots.tree.slot_of(block) for block in cache.slots.tree.hash_to_block_id.values()]
     return sorted(float(pool[name][:, pool.durable_index(slot)].double().sum()) for slot in slots)
 
 

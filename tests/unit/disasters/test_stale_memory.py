@@ -38,7 +38,10 @@ class FreedBytesAreOnes:
     def fill(self) -> None:
         context, memory = self._context, self._context.memory
         holdings = [request.holding for request in context.requests if request.holding]
-        committed = [memory.durable_pool.durable_index(s) for s in context.prefix_cache.slots.map.slots]
+        committed = [
+            memory.durable_pool.durable_index(s)
+            for s in context.prefix_cache.slots.tree.slot_by_block.values()
+        ]
         committed += [
             memory.durable_pool.durable_index(holding.path.state_slot)
             for holding in holdings

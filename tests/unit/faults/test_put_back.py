@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 CONTEXTS = "inference/contexts/"
 POLICIES = "inference/contexts/cache/"
-HOST_KV = "self._index._context.kv_block_allocator"
+HOST_KV = "self.tree._host_hash_of.__self__.context.kv_block_allocator"
 """How `StateSlots` can reach the host's KV allocator."""
 
 
@@ -74,7 +74,7 @@ FAULTS = {
             ),
             (
                 POLICIES + "state_slots.py",
-                "if self.map.block_of(slot) < 0:",
+                "if self.tree.block_of(slot) < 0:",
                 "if False:",
             ),
             (
@@ -104,8 +104,8 @@ FAULTS = {
         (
             (
                 POLICIES + "kv_block_allocator.py",
-                '        self._forget_states(None, "reset")\n',
-                "",
+                '            self._slots.forget(None, with_blocks=True, cause="reset")\n',
+                "            pass\n",
             ),
             (
                 POLICIES + "prefix_cache.py",
@@ -141,7 +141,7 @@ FAULTS = {
             (
                 CONTEXTS + "mamba_slot_allocator.py",
                 "        self.slots.forget(listed, with_blocks=True)\n",
-                "        if hashes_to_delete & self.slots.map.hash_to_block_id.keys():\n"
+                "        if hashes_to_delete & self.slots.tree.hash_to_block_id.keys():\n"
                 "            self.slots.forget(listed, with_blocks=True)\n",
             ),
         ),
@@ -160,7 +160,7 @@ FAULTS = {
         "fault_11",
         (
             (
-                POLICIES + "state_slots.py",
+                POLICIES + "prefix_tree.py",
                 "            if block_named.setdefault(key, block) == block:\n",
                 "            if block_named.setdefault(key, block):\n",
             ),
@@ -187,7 +187,7 @@ FAULTS = {
             (
                 POLICIES + "state_slots.py",
                 "lambda slot: slot not in kept",
-                f"lambda slot: not {HOST_KV}.block_ref_counts[self.map.block_of(slot)]",
+                f"lambda slot: not {HOST_KV}.block_ref_counts[self.tree.block_of(slot)]",
             ),
         ),
     ),
@@ -265,8 +265,8 @@ FAULTS = {
                 "        holding.branch_tokens = self._branch_tokens(match, request)\n",
                 "        slots = self._cache.slots\n"
                 "        for block in match.blocks:\n"
-                "            if block in slots.map:\n"
-                "                slots.note_use(slots.map.slot_of(block))\n"
+                "            if block in slots.tree.slot_by_block:\n"
+                "                slots.note_use(slots.tree.slot_of(block))\n"
                 "        holding.branch_tokens = self._branch_tokens(match, request)\n",
             ),
         ),

@@ -89,9 +89,9 @@ def test_fault_06_forgetting_the_kv_prefixes_forgets_the_states() -> None:
     context, prompt = make_context(), random_tokens(41, seed=1)
     prefill(context, make_request(prompt))
     context.reset_prefix_cache()
-    states = context.prefix_cache.slots.map
+    states = context.prefix_cache.tree
     assert states.hash_to_block_id == {}
-    assert len(states) == 0
+    assert states.slot_by_block == {}
     assert context.match(make_request(prompt)).resume_tokens == 0
 
 

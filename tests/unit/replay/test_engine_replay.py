@@ -33,8 +33,8 @@ def books_of(replay: EngineReplay) -> tuple[object, ...]:
     cache = replay.context.prefix_cache
     return (
         replay.now_ns,
-        cache.slots.map.slot_by_block.copy(),
-        cache.slots.map.hash_to_block_id.copy(),
+        cache.slots.tree.slot_by_block.copy(),
+        cache.slots.tree.hash_to_block_id.copy(),
         list(cache.slots.free),
         cache.slots.by_eviction(),
         cache.slots.pins.copy(),

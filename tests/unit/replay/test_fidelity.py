@@ -115,8 +115,8 @@ def test_a_replay_decides_as_a_real_engine(
     found = replay.run()
     assert found.resumed_lengths == tuple(result.num_resumed_tokens for result in results)
     real, replayed = engine.context.prefix_cache, replay.context.prefix_cache
-    assert real.slots.map.hash_to_block_id == replayed.slots.map.hash_to_block_id
-    assert real.slots.map.slot_by_block == replayed.slots.map.slot_by_block
+    assert real.slots.tree.hash_to_block_id == replayed.slots.tree.hash_to_block_id
+    assert real.slots.tree.slot_by_block == replayed.slots.tree.slot_by_block
     assert real.slots.by_eviction() == replayed.slots.by_eviction()
     assert real.kv_blocks.tree.block_of_hash == replayed.kv_blocks.tree.block_of_hash
     assert engine.context.cache_stats() == replay.context.cache_stats()

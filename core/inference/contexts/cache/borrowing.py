@@ -75,13 +75,13 @@ class Borrowing:
 
     def _candidates(self) -> Iterator[KVUnit]:
         """Clock algorithm: units that could be emptied, from the hand on, up to the first without a state."""
-        units, kv, slot_of = self._units, self._kv_blocks, self._slots.map.slot_of
+        units, kv, slot_of = self._units, self._kv_blocks, self._slots.tree.slot_of
         first, count = units.num_kv_units, units.num_units - units.num_kv_units
         for step in range(min(count, MOST_LOOKS)):
             unit = first + (self._hand + step) % count
             if units.holds_states[unit] or (leaves := kv.unit_leaves(unit)) is None:
                 continue
-            slots = [slot_of(block) for block in leaves if kv.leaves.holds_state(block)]
+            slots = [slot_of(block) for block in leaves if kv.tree.holds_state(block)]
             if -1 in slots or not self._slots.pins.keys().isdisjoint(slots):
                 continue  # a state of a tier, or one that is read
             yield KVUnit(unit, leaves, slots, kv.last_use(leaves))
@@ -116,7 +116,7 @@ class Borrowing:
         """
         kv, slots = self._kv_blocks, self._slots
         while kv.total_avail < num_blocks:
-            if kv.leaves.first_is_stateless:
+            if kv.tree.leaves.first_is_stateless:
                 kv.evict_lru_blocks(1)
             elif (unit := self._free_state_unit()) >= 0:
                 self._give_to_kv(unit)

@@ -85,8 +85,8 @@ class RollingStates:
 
     def _drop(self, owner: RollingOwner) -> None:
         slots, block = self._slots, owner.rolling_block
-        slot = slots.map.slot_of(block) if block >= 0 else -1
-        if slot < 0 or slot in slots.used or slots.drop(block, "rolled"):
+        slot = slots.tree.slot_of(block) if block >= 0 else -1
+        if slot < 0 or slot in slots.tree.used or slots.drop(block, "rolled"):
             owner.rolling_block = -1
 
 
@@ -104,7 +104,7 @@ class StepCheckpoints:
         for number, step in enumerate(steps):
             for boundary in step.boundaries:
                 key = step.key_at(boundary.position)
-                if key not in self._slots.map.hash_to_block_id:
+                if key not in self._slots.tree.hash_to_block_id:
                     known = boundary.position <= len(step.sequence)
                     (certain if known else guessed).setdefault(key, (number, boundary))
         if not (certain or guessed):
@@ -122,7 +122,7 @@ class StepCheckpoints:
             [_planned(key, steps[certain[key][0]], certain[key][1]) for key in wanted],
             [key for key in guessed if key not in certain],
         )
-        self._slots.refuse(refused + beyond)
+        self._slots.tree.note_refused(refused + beyond)
         places = [certain.get(key) or guessed[key] for key in chosen]
         blocks = [steps[number].block_at(boundary.position) for number, boundary in places]
         destinations: dict[int, dict[int, int]] = {}

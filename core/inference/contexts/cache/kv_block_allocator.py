@@ -13,14 +13,20 @@ import numpy.typing as npt
 from ....errors import KVBlockCapacityError
 from ....validation import INT32_MAX, boolean, checked_integers, integer, shown
 from .memory import BlocksByUnit, BlockStack, DirtyEntries, FreeBlocks, MemoryUnits
-from .pool_stats import Clock, KVRemovalCause
+from .pool_stats import Clock, KVRemovalCause, StateRemovalCause
 from .prefix_tree import Parent, PrefixTree
+from .state_slots import StateSlots
 
 logger = logging.getLogger(__name__)
 
 DeregistrationObserver = Callable[[list[int], set[int]], None]
-ForgetStates = Callable[[Sequence[int] | None, KVRemovalCause], None]
 MAX_HASH = (1 << 63) - 1
+_CAUSE_OF_STATE: dict[KVRemovalCause, StateRemovalCause] = {
+    "new_block": "kv_evicted",
+    "discarded": "discarded",
+    "reset": "reset",
+}
+"""Why a state is removed with its KV block."""
 
 
 class BlockLender(Protocol):
@@ -46,7 +52,6 @@ class KVBlockAllocator:
         anew at each read in O(total_count).
         kv_hash_to_block_id: dict from prefix hash to registered block; another dict after all was forgotten.
         tree: the registered blocks, as `PrefixTree` keeps them.
-        leaves: the order in which cached blocks are evicted.
         on_blocks_deregistered: megatron-core's single observer; `observe_deregistration` adds more.
     """
 
@@ -54,8 +59,8 @@ class KVBlockAllocator:
         self,
         total_count: int,
         enable_prefix_caching: bool = True,
-        forget_states: ForgetStates = lambda blocks, cause: None,
         *,
+        slots: StateSlots | None = None,
         clock: Clock = time.monotonic_ns,
         dirty: DirtyEntries | None = None,
         units: MemoryUnits | None = None,
@@ -64,22 +69,19 @@ class KVBlockAllocator:
 
         Args:
             enable_prefix_caching: whether blocks may be registered.
-            forget_states: called with blocks (None for all) and the cause before they are deregistered; what
-                it raises is raised to the caller, because a state must not outlive its block.
+            slots: of the states at the ends of blocks, which are forgotten before their blocks are
+                deregistered; None for KV alone.
             clock: says when blocks are used.
             dirty: collects the blocks that become free.
             units: of a memory that blocks share with states, between which `lender` moves units.
         """
-        if not callable(forget_states):
-            raise ValueError(f"forget_states is {shown(forget_states)}; accepted: a callable of blocks")
-        self._forget_states = forget_states
+        self._slots = slots
         self._now = clock
         self.total_count = integer("total_count", total_count, 1, INT32_MAX)
         self._registers = boolean("enable_prefix_caching", enable_prefix_caching)
         self.units = units
         self.lender: BlockLender | None = None
-        self.tree = PrefixTree(self.total_count)
-        self.leaves = self.tree.leaves
+        self.tree = PrefixTree(self.total_count) if slots is None else slots.tree
         self.on_blocks_deregistered: DeregistrationObserver | None = None
         self._observers: list[DeregistrationObserver] = []
         self._dirty = dirty or DirtyEntries()
@@ -92,7 +94,7 @@ class KVBlockAllocator:
         self._refs = [0] * self.total_count + [1]  # the tree's origin is always held
         for block in self._lent_blocks:
             self._refs[block] = 1
-        self.leaves.timestamps[:] = [0] * self.total_count
+        self.tree.leaves.timestamps[:] = [0] * self.total_count
         self._clock = 0
         self._num_cached = 0
         self._restart_free(self.total_count - len(self._lent_blocks))
@@ -121,7 +123,7 @@ class KVBlockAllocator:
 
     @property
     def block_timestamps(self) -> npt.NDArray[np.int64]:
-        return np.array(self.leaves.timestamps, np.int64)
+        return np.array(self.tree.leaves.timestamps, np.int64)
 
     @property
     def _lent_blocks(self) -> Sequence[int]:
@@ -227,7 +229,7 @@ class KVBlockAllocator:
         for block in blocks:
             if refs[block] == 0:
                 self._num_cached -= 1
-                self.leaves.withdraw(block)
+                self.tree.leaves.withdraw(block)
                 tree.num_cached_children[parents[block]] -= 1
                 tree.num_held_children[parents[block]] += 1
             refs[block] += 1
@@ -272,13 +274,13 @@ class KVBlockAllocator:
         cached.reverse()
         self._num_cached += len(cached)
         self._clock = max(self._clock + 1, self._now())
-        timestamps, clock, num_cached_children = self.leaves.timestamps, self._clock, tree.num_cached_children
+        leaves, clock, num_cached_children = tree.leaves, self._clock, tree.num_cached_children
         for block in cached:
-            timestamps[block] = clock
+            leaves.timestamps[block] = clock
             num_cached_children[parents[block]] += 1
         for block in cached:
             if not num_cached_children[block]:
-                self.leaves.offer(block)
+                leaves.offer(block)
         if forget:
             self._deregister(self._without_continuation(cached), "discarded")
 
@@ -287,7 +289,7 @@ class KVBlockAllocator:
         tree, gone = self.tree, []
         for block in blocks:
             if not tree.num_children(block):
-                self.leaves.withdraw(block)
+                self.tree.leaves.withdraw(block)
                 tree.num_cached_children[tree.parents[block]] -= 1
                 gone.append(block)
         return gone
@@ -349,7 +351,7 @@ class KVBlockAllocator:
         canonical = self.tree.register(parent, blocks, keys, contents)
         new = next((i for i, block in enumerate(canonical) if block == blocks[i]), 0)
         if new:  # the duplicate is continued now, and so is no leaf
-            self.leaves.withdraw(canonical[new - 1])
+            self.tree.leaves.withdraw(canonical[new - 1])
         return canonical
 
     # ---- eviction
@@ -376,9 +378,9 @@ class KVBlockAllocator:
             num_cached[parent] = num_siblings = num_cached[parent] - 1
             return -1 if num_siblings or refs[parent] or num_held[parent] else parent
 
-        victims = self.leaves.pop(num_blocks, leaf_parent)
+        victims = self.tree.leaves.pop(num_blocks, leaf_parent)
         self._deregister(victims, "new_block")
-        last_used_ns = list(map(self.leaves.timestamps.__getitem__, victims))
+        last_used_ns = list(map(self.tree.leaves.timestamps.__getitem__, victims))
         self.tree.turnover.note_ages(self._now(), last_used_ns)
         return victims
 
@@ -403,7 +405,8 @@ class KVBlockAllocator:
         if not blocks:
             return
         try:
-            self._forget_states(blocks, cause)
+            if self._slots is not None:  # a state must not outlive its block
+                self._slots.forget(blocks, with_blocks=True, cause=_CAUSE_OF_STATE[cause])
         except BaseException:
             self._put_back(blocks)
             raise
@@ -417,10 +420,10 @@ class KVBlockAllocator:
         tree = self.tree
         for block in blocks:
             tree.num_cached_children[tree.parents[block]] += 1
-            self.leaves.withdraw(tree.parents[block])
+            self.tree.leaves.withdraw(tree.parents[block])
         for block in blocks:
             if not tree.num_children(block):
-                self.leaves.offer(block)
+                self.tree.leaves.offer(block)
 
     @property
     def _strangers(self) -> list[DeregistrationObserver]:
@@ -439,7 +442,8 @@ class KVBlockAllocator:
 
         Costs O(states) and a few copies of lists of the pool's length; O(registered blocks) for observers.
         """
-        self._forget_states(None, "reset")
+        if self._slots is not None:
+            self._slots.forget(None, with_blocks=True, cause="reset")
         num_free, by_hash = self.total_avail + self._num_cached, self.tree.block_of_hash
         registered, hashes = (list(by_hash.values()), list(by_hash)) if self._strangers else ([], [])
         self._num_cached = 0
@@ -490,17 +494,17 @@ class KVBlockAllocator:
         tree = self.tree
         for block in leaves:
             parent = tree.parents[block]
-            self.leaves.withdraw(block)
+            self.tree.leaves.withdraw(block)
             tree.num_cached_children[parent] -= 1
             if not self._refs[parent] and not tree.num_children(parent):
-                self.leaves.offer(parent)
-        last_used_ns = list(map(self.leaves.timestamps.__getitem__, leaves))
+                self.tree.leaves.offer(parent)
+        last_used_ns = list(map(self.tree.leaves.timestamps.__getitem__, leaves))
         self._deregister(leaves, "new_block")
         tree.turnover.note_ages(self._now(), last_used_ns)
 
     def last_use(self, blocks: Sequence[int]) -> int:
         """When one of these blocks was last used; 0 for no blocks."""
-        return max(map(self.leaves.timestamps.__getitem__, blocks), default=0)
+        return max(map(self.tree.leaves.timestamps.__getitem__, blocks), default=0)
 
     def withdraw_unit(self, unit: int) -> None:
         """Give up the blocks of a unit, all of which are free: its memory shall hold states."""
@@ -542,8 +546,8 @@ class KVBlockAllocator:
         assert self._refs[self.total_count] == 1, "the origin of all prefixes is not held"
         self.tree.check_integrity(held)
         leaves = {block for block in cached if not self.tree.num_children(block)}
-        assert leaves == self.leaves.blocks, "the cached leaves are others"
-        self.leaves.check_integrity()
+        assert leaves == self.tree.leaves.blocks, "the cached leaves are others"
+        self.tree.leaves.check_integrity()
 
 
 def _checked_contents(tokens: Sequence[bytes]) -> list[bytes]:

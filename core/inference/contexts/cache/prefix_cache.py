@@ -16,18 +16,12 @@ from .eviction import PolicyChoice, checked_policy
 from .hashing import PrefixHashChain
 from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryCleaner, MemoryDivision, MemoryUnits
-from .pool_stats import Clock, KVRemovalCause, PoolStats, StateRemovalCause, TierStats
+from .pool_stats import Clock, PoolStats, TierStats
 from .prefix_match import CachedPath, PrefixMatch, PrefixMatcher, TableRow
+from .prefix_tree import PrefixTree
 from .reasons import Span
 from .state_slots import StateSlots
 from .tier import HostTier
-
-_CAUSE_OF_STATE: dict[KVRemovalCause, StateRemovalCause] = {
-    "new_block": "kv_evicted",
-    "discarded": "discarded",
-    "reset": "reset",
-}
-"""Why a state is removed with its KV block."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,12 +96,12 @@ class PinnedPrefixes:
 
     def pin(self, blocks: list[int], num_tokens: int) -> PinnedPrefix:
         """Pin the prefix that the registered `blocks` store; the last block must have a state."""
-        slot, slots = self._slots.map.slot_of(blocks[-1]), self.slot_pins
+        slot, slots = self._slots.tree.slot_of(blocks[-1]), self.slot_pins
         if slot not in slots and len(slots) >= self.max_slots:
             raise MambaSlotCapacityError(len(slots) + 1, self.max_slots)
         self._slots.pin(slot)
         self._kv_blocks.add_references(blocks)
-        prefix = PinnedPrefix(self._next_id, num_tokens, self._kv_blocks.tree.hash_of(blocks[-1]))
+        prefix = PinnedPrefix(self._next_id, num_tokens, self._slots.tree.hash_of(blocks[-1]))
         self._held[prefix] = (blocks, slot)
         self._block_references.update(blocks)
         self._next_id += 1
@@ -176,7 +170,8 @@ class PrefixCache:
     A KV block that is evicted takes its state along.
 
     Attributes:
-        kv_blocks: reference counts of KV blocks, and the tree of the registered ones.
+        tree: what is cached under each prefix.
+        kv_blocks: reference counts of KV blocks, and which are free.
         slots: the state slots; none where the cache is off.
         pins: the pinned prefixes, and how many blocks they hold.
         tier: copies of evicted states, in host memory and on the disk; None for no tier.
@@ -217,46 +212,26 @@ class PrefixCache:
         policy = checked_policy("eviction_policy", eviction_policy)
         scrubber = scrubber or MemoryCleaner()
         units = MemoryUnits(division) if division is not None else None
-        self.kv_blocks = KVBlockAllocator(
-            units.num_units * units.blocks_per_unit if units else num_kv_blocks,
-            self._enabled,
-            self._forget_states,
-            clock=clock,
-            dirty=scrubber.blocks,
-            units=units,
-        )
-        tree = self.kv_blocks.tree
+        num_blocks = units.num_units * units.blocks_per_unit if units else num_kv_blocks
+        self.tree = PrefixTree(num_blocks)
+        self.tier = tier
         self.slots = StateSlots(
             num_slots + num_live_slots if enabled else 0,
             policy,
-            tree,
+            self.tree,
             num_kv_blocks,
             clock=clock,
             dirty=scrubber.slots,
             units=units,
+            tier=tier,
+        )
+        self.kv_blocks = KVBlockAllocator(
+            num_blocks, self._enabled, slots=self.slots, clock=clock, dirty=scrubber.blocks, units=units
         )
         self._borrowing = Borrowing(units, self.kv_blocks, self.slots, scrubber) if units else None
-        self.tier = tier
-        tree.leaves.holds_state = self.slots.map.__contains__
-        if tier is not None:
-            self.slots.spill = tier.spill
-            tree.leaves.holds_state = self._can_be_resumed
-            tier.on_evicted = lambda keys: tree.leaves.note_states_changed(tree.blocks_of(keys))
         self._checkpoints = StepCheckpoints(self.slots)
         self.pins = PinnedPrefixes(self.slots, self.kv_blocks, num_slots, units)
-        self._matcher = PrefixMatcher(tree, self.slots, self._block_size)
-
-    def _can_be_resumed(self, block: int) -> bool:
-        """Whether the block's state is in a slot, or in the tier."""
-        return block in self.slots.map or self.kv_blocks.tree.hash_of(block) in self.tier  # type: ignore[operator]
-
-    def _forget_states(self, blocks: Sequence[int] | None, cause: KVRemovalCause) -> None:
-        if self.tier is not None:
-            if blocks is None:
-                self.tier.clear()
-            else:
-                self.tier.forget(map(self.kv_blocks.tree.hash_of, blocks))
-        self.slots.forget(blocks, with_blocks=True, cause=_CAUSE_OF_STATE[cause])
+        self._matcher = PrefixMatcher(self.tree, self._block_size)
 
     # ---- what is cached
 
@@ -295,8 +270,8 @@ class PrefixCache:
 
     def _resumable_blocks(self, chain: PrefixHashChain) -> list[int]:
         """The KV blocks up to the deepest cached state of the sequence with hashes `chain`."""
-        blocks = self.kv_blocks.tree.match(chain.root, chain.keys, chain.tokens) if self._enabled else []
-        while blocks and blocks[-1] not in self.slots.map:
+        blocks = self.tree.match(chain.root, chain.keys, chain.tokens) if self._enabled else []
+        while blocks and blocks[-1] not in self.tree.slot_by_block:
             blocks.pop()
         return blocks
 
@@ -337,7 +312,7 @@ class PrefixCache:
 
     def _count_cached(self, blocks: Sequence[int]) -> int:
         """How many of a prefix's consecutive blocks are not held; O(log blocks), as held ones come first."""
-        num_held_children = self.kv_blocks.tree.num_held_children
+        num_held_children = self.tree.num_held_children
         num_held = bisect_left(blocks, True, key=lambda block: not num_held_children[block])
         if num_held < len(blocks):
             num_held += not self.kv_blocks.count_cached([blocks[num_held]])
@@ -410,7 +385,7 @@ class PrefixCache:
         self.slots.policy.end(path.request)
         registered = path.blocks[: path.num_registered] if path.shares else []
         if self.tier is not None:
-            self.tier.forget(map(self.kv_blocks.tree.hash_of, registered))
+            self.tier.forget(map(self.tree.hash_of, registered))
         for block in registered:
             self.slots.drop(block, "discarded")
         blocks = list(path.blocks)
@@ -453,7 +428,7 @@ class PrefixCache:
             The steps with their `destinations`.
         """
         if self._borrowing:
-            states = self.slots.map.hash_to_block_id
+            states = self.tree.hash_to_block_id
             wanted = {step.key_at(boundary.position) for step in steps for boundary in step.boundaries}
             self._borrowing.lend_slots(sum(key not in states for key in wanted))
         return self._checkpoints.reserve(steps, max_inner_states)
@@ -521,15 +496,15 @@ class PrefixCache:
             self.kv_blocks.deregister_all()  # calls observers
         finally:
             self.kv_blocks.reset(keep_totals=keep_totals)
-        self.slots.map.turnover.mend(len(self.slots.map))
-        self.kv_blocks.tree.turnover.mend(len(self.kv_blocks.tree.block_of_hash))
+        self.tree.state_turnover.mend(len(self.tree.slot_by_block))
+        self.tree.turnover.mend(len(self.tree.block_of_hash))
 
     # ---- the whole
 
     def stats(self) -> PoolStats:
         """How full both pools are."""
         slots, kv, pins = self.slots.counts, self.kv_blocks, list(self.slots.pins)
-        states, blocks = self.slots.map.turnover, kv.tree.turnover
+        states, blocks = self.tree.state_turnover, self.tree.turnover
         return PoolStats(
             num_free_slots=slots.free,
             num_reserved_slots=slots.reserved,
@@ -556,11 +531,11 @@ class PrefixCache:
 
         Reads only, and so may be called in another thread: the counts may be off by what changes meanwhile.
         """
-        tree, references = self.kv_blocks.tree, self.kv_blocks.references
+        tree, references = self.tree, self.kv_blocks.references
         registered = list(tree.block_of_hash.values())
         blocks = tree.count_by_root(registered)
         held = tree.count_by_root([block for block in registered if block in references])
-        states = tree.count_by_root(list(self.slots.map.slot_by_block))
+        states = tree.count_by_root(list(self.tree.slot_by_block))
         return {root: RootUse(states[root], number, held[root]) for root, number in blocks.items()}
 
     def check_integrity(self, paths: Iterable[CachedPath], during_step: bool = False) -> None:
@@ -582,8 +557,8 @@ class PrefixCache:
         self.pins.check_integrity()
         assert references == Counter(self.kv_blocks.references), "a KV reference leaked"
         assert pins == Counter(self.slots.pins), "a pin leaked"
-        num_findable = len(self.slots.map.hash_to_block_id)
-        assert num_findable == len(self.slots.map), "a state without a hash"
+        num_findable = len(self.tree.hash_to_block_id)
+        assert num_findable == len(self.tree.slot_by_block), "a state without a hash"
         assert during_step or not self.slots.reserved, "a reservation leaked"
         if self.tier is not None:
-            self.tier.check_integrity(self.kv_blocks.tree.block_of_hash.__contains__)
+            self.tier.check_integrity(self.tree.block_of_hash.__contains__)

@@ -11,7 +11,6 @@ from .checkpoint_plan import CheckpointPlan
 from .hashing import PrefixHashChain
 from .prefix_tree import PrefixTree
 from .reasons import Span, compute_spans
-from .state_slots import StateSlots
 
 TableRow = npt.NDArray[np.integer[Any]]
 WINDOW = 512
@@ -113,7 +112,7 @@ class PrefixMatch:
 
 
 class PrefixMatcher:
-    """Matches hash chains with the tree of registered blocks and the map of states. Changes neither.
+    """Matches hash chains with the tree, which they do not change.
 
     An earlier match of the same sequence is judged by these rules, each of which costs O(1):
 
@@ -130,9 +129,8 @@ class PrefixMatcher:
     wherever blocks are matched; ghosts are known by their 63-bit hashes alone.
     """
 
-    def __init__(self, tree: PrefixTree, slots: StateSlots, block_size_tokens: int) -> None:
+    def __init__(self, tree: PrefixTree, block_size_tokens: int) -> None:
         self._tree = tree
-        self._slots = slots
         self._size = block_size_tokens
 
     def match(
@@ -177,14 +175,14 @@ class PrefixMatcher:
         if not tree.stands(blocks[-1], basis.clock):
             return False
         depth = known.resume_tokens // size
-        if depth and self._slots.map.slot_of(blocks[depth - 1]) != known.resume_slot:
+        if depth and tree.slot_of(blocks[depth - 1]) != known.resume_slot:
             return False
         at_the_end = depth == self._num_reachable(num_blocks, num_tokens, basis)
         return at_the_end or tree.family_changes[blocks[0]] == basis.family_change
 
     def _continued(self, known: PrefixMatch, chain: PrefixHashChain, num_tokens: int) -> PrefixMatch:
         """The match that `known`, of the same sequence or its beginning, has become."""
-        tree, states, ghosts = self._tree, self._slots.map, self._slots.ghosts
+        tree, ghosts = self._tree, self._tree.state_ghosts
         basis, keys, size = known.basis, chain.keys, self._size
         whole, num_lapses = num_tokens // size, self._num_lapses
         standing = self._standing(known.blocks, basis.clock)
@@ -196,14 +194,14 @@ class PrefixMatcher:
         num_seen = self._num_seen(known, num_blocks, keys, whole, num_lapses == basis.num_lapses)
 
         depth, slot, lost = known.resume_tokens // size, known.resume_slot, basis.num_lost
-        if depth and (depth > len(standing) or states.slot_of(blocks[depth - 1]) != slot):
+        if depth and (depth > len(standing) or tree.slot_of(blocks[depth - 1]) != slot):
             depth, quiet = 0, False
         # Where all is quiet, no state and no ghost of the known part is deeper than the known ones.
         searched = self._num_reachable(len(standing), basis.num_tokens, basis) if quiet else depth
         deeper = self._deepest_state(blocks, max(searched, depth, basis.num_held), reachable)
         if deeper or not quiet or lost > reachable:
             depth = searched = lost = deeper or depth
-        slot = states.slot_of(blocks[depth - 1]) if depth else -1
+        slot = tree.slot_of(blocks[depth - 1]) if depth else -1
         searched = max(searched, depth)
         newly_lost = ghosts.deepest(keys, searched, reachable)
         lost = newly_lost if newly_lost > searched else max(lost, depth)
@@ -243,7 +241,7 @@ class PrefixMatcher:
 
     @property
     def _num_lapses(self) -> int:
-        return self._tree.ghosts.num_lapses + self._slots.ghosts.num_lapses
+        return self._tree.ghosts.num_lapses + self._tree.state_ghosts.num_lapses
 
     def _standing(self, blocks: tuple[int, ...], clock: int) -> tuple[int, ...]:
         """The leading blocks that were registered at `clock` and still are."""
@@ -290,7 +288,7 @@ class PrefixMatcher:
 
     def _deepest_state(self, blocks: tuple[int, ...], start: int, stop: int) -> int:
         """The largest d in (start, stop] where `blocks[d - 1]` has a state, or 0."""
-        slot_by_block = self._slots.map.slot_by_block
+        slot_by_block = self._tree.slot_by_block
         if start >= stop or slot_by_block.keys().isdisjoint(blocks[start:stop][::-1]):
             return 0
         return next(d for d in range(stop, start, -1) if blocks[d - 1] in slot_by_block)

@@ -1,15 +1,24 @@
-"""Which prefix each KV block stores: a tree of registered blocks."""
+"""The index of cached prefixes: registered KV blocks, the states at their ends, and what was evicted."""
 
 import heapq
-from collections import Counter
-from collections.abc import Callable, Iterable, KeysView, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Container, Iterable, KeysView, Sequence
 from typing import Any
 
-from .pool_stats import KV_REMOVAL_CAUSES, KVRemovalCause, Turnover
+from .pool_stats import (
+    EVICTIONS,
+    KV_REMOVAL_CAUSES,
+    STATE_REMOVAL_CAUSES,
+    KVRemovalCause,
+    StateRemovalCause,
+    Turnover,
+)
 from .reasons import GhostList
 
 Parent = int | bytes
 """What precedes a registered block: the block before it, or the root digest of a prefix's first block."""
+Watcher = Callable[[Iterable[int] | None], None]
+"""Called with hashes before these begin or cease to find a state; None for all hashes."""
 LeafEntry = tuple[bool, int, int]
 """(whether the block holds a state, when it was last used, block); the smallest entry goes first."""
 
@@ -46,13 +55,13 @@ class LeafOrder:
     """The order of eviction of leaves: cached blocks that no registered block continues.
 
     Leaves without a state go first, because nothing can resume there; then the least recently used. A heap
-    holds the entries; an entry counts only while `_entry_of` names it: a change costs O(log leaves). The
-    owner of the states sets `holds_state`; `KVBlockAllocator` writes `timestamps`.
+    holds the entries; an entry counts only while `_entry_of` names it: a change costs O(log leaves).
     """
 
-    def __init__(self, timestamps: list[int]) -> None:
-        self.holds_state: Callable[[int], bool] = lambda block: False
+    def __init__(self, timestamps: list[int], holds_state: Callable[[int], bool]) -> None:
+        """`timestamps`: each block's last use; `holds_state(block)`: whether a prompt can resume there."""
         self.timestamps = timestamps
+        self.holds_state = holds_state
         self._heap: list[LeafEntry] = []
         self._entry_of: dict[int, LeafEntry] = {}
 
@@ -134,11 +143,13 @@ class LeafOrder:
 
 
 class PrefixTree:
-    """Registered blocks, each under the hash of the prefix that it ends, below the block before it.
+    """What is cached under each prefix: a KV block, perhaps the state at its end, and why either is gone.
 
-    Arguments are trusted. The parent of a prefix's first block is the *origin*, which counts as a block that
-    is always held; the prefix's root digest is stored with the first block. `KVBlockAllocator` knows which
-    blocks are held, and keeps the two counts of children up to date.
+    A node is a registered block: under the hash of the prefix that it ends, below the block before it. Every
+    attribute of a node is an entry of a flat list, or of a dictionary where few blocks have one. The parent
+    of a prefix's first block is the *origin*, which counts as a block that is always held; the prefix's root
+    digest is stored with the first block. Arguments are trusted. `KVBlockAllocator` knows which blocks are
+    held, and keeps the two counts of children up to date; `StateSlots` knows which slots are free.
 
     Attributes:
         origin: the number of the origin: one more than the last block.
@@ -146,24 +157,41 @@ class PrefixTree:
         parents: parent of each block, -1 for unregistered blocks.
         num_held_children, num_cached_children: for each block the number of registered blocks that continue
             it and are held, or are cached. The last entry is the origin's.
+        slot_by_block: block -> the slot of the state at its end, in the order of commits.
+        hash_to_block_id: prefix hash -> the block whose state is found under it.
+        used: slots from which a request resumed since they were committed.
+        copies: the hashes of states that have a copy in a tier.
         ghosts: hashes of evicted blocks.
+        state_ghosts: hashes whose state was evicted, or was not stored for want of a slot.
         leaves: the order in which cached blocks are evicted.
         deferred: containers that `clear` replaced, freed a little at a time.
-        turnover: how many blocks were registered, and how many removed, by cause and age.
+        turnover, state_turnover: how many blocks, and states, entered and were removed, by cause and age.
+        watchers: called before hashes begin or cease to find a state.
         clock: grows with every registration and every change of a state. It is never set back.
         serials: for each block the clock at its registration; see `stands`.
         family_changes: for each block that begins a prefix, the clock at the last change of a state, or of a
             state's ghost, of any prefix that begins with the block.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, hash_of: Callable[[int], int] | None = None) -> None:
+        """`hash_of(block)`: the hash in an index of a host's own, whose blocks are not registered here."""
         self.origin = num_blocks
         self.block_of_hash: dict[int, int] = {}
         self.ghosts = GhostList(2 * num_blocks, self.block_of_hash)
-        self.leaves = LeafOrder([0] * num_blocks)
         self._ghost_parents = GhostList(2 * num_blocks)  # hashes of the blocks before evicted ones
+        self.state_ghosts = GhostList(0)
+        self.copies: Container[int] = ()
+        self.slot_by_block: dict[int, int] = {}
+        self.hash_to_block_id: dict[int, int] = {}
+        self.used: set[int] = set()
+        self._block_by_slot: dict[int, int] = {}
+        self._key_by_slot: dict[int, int] = {}  # of states that a hash finds
+        self._last_used_ns: OrderedDict[int, int] = OrderedDict()  # of slots with states, LRU first
+        self.watchers: tuple[Watcher, ...] = ()
+        self.leaves = LeafOrder([0] * num_blocks, self.holds_state)
         self.deferred = DeferredFree()
         self.turnover = Turnover[KVRemovalCause](KV_REMOVAL_CAUSES)
+        self.state_turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES, remembers=True)
         self.clock = 0
         self.serials = [0] * num_blocks
         self.family_changes = [0] * num_blocks
@@ -175,10 +203,11 @@ class PrefixTree:
         self._hashes = [-1] * num_blocks
         self._tokens = [b""] * num_blocks
         self._root_digests: dict[int, bytes] = {}
+        self._host_hash_of = hash_of
         self.clear()
 
     def clear(self) -> None:
-        """Forget every prefix and ghost."""
+        """Forget every block, and the ghosts of blocks; `clear_states` forgets the states."""
         old = self.block_of_hash, self.parents, self.num_held_children, self.num_cached_children
         num_registered = len(self.block_of_hash)
         self.block_of_hash = present = dict[int, int]()
@@ -198,6 +227,8 @@ class PrefixTree:
 
     def hash_of(self, block: int) -> int:
         """The hash that the block is registered under, or -1."""
+        if self._host_hash_of is not None:
+            return self._host_hash_of(block)
         return self._hashes[block] if self.parents[block] >= 0 else -1
 
     def content_of(self, block: int) -> tuple[Parent, bytes]:
@@ -207,6 +238,8 @@ class PrefixTree:
 
     def keys_to(self, block: int) -> list[int]:
         """The hashes of the registered blocks of a prefix, up to `block`, first block first; O(blocks)."""
+        if self._host_hash_of is not None:  # a host does not say what precedes the block
+            return [self._host_hash_of(block)]
         keys: list[int] = []
         parents, hashes = self.parents, self._hashes
         while 0 <= block != self.origin and len(keys) <= self.origin:
@@ -217,24 +250,6 @@ class PrefixTree:
     def stands(self, block: int, since: int) -> bool:
         """Whether a block registered at clock `since` still is. Then every ancestor is, too."""
         return self.parents[block] >= 0 and self.serials[block] <= since
-
-    def note_states_changed(self, blocks: Iterable[int]) -> None:
-        """Note that a state of these blocks, or the ghost of one, came or went."""
-        self.clock = clock = self.clock + 1
-        changes, roots, parents = self.family_changes, self._roots, self.parents
-        for block in blocks:
-            if parents[block] >= 0:
-                changes[roots[block]] = clock
-        self.leaves.note_states_changed(blocks)
-
-    def note_ghosts_changed(self, keys: Iterable[int]) -> None:
-        """Note that ghosts of states under these hashes were added or dropped."""
-        self.note_states_changed(self.blocks_of(keys))
-
-    def blocks_of(self, keys: Iterable[int]) -> list[int]:
-        """The registered ones of the blocks with these hashes."""
-        block_of_hash = self.block_of_hash
-        return [block_of_hash[key] for key in keys if key in block_of_hash]
 
     def count_by_root(self, blocks: Iterable[int]) -> Counter[bytes]:
         """How many of these registered blocks belong to sequences with each root digest."""
@@ -313,6 +328,123 @@ class PrefixTree:
         self.turnover.by_cause[cause] += len(hashes)
         return hashes
 
+    # ---- states
+
+    def slot_of(self, block: int) -> int:
+        """The slot of the block's state, or -1."""
+        return self.slot_by_block.get(block, -1)
+
+    def block_of(self, slot: int) -> int:
+        """The block whose state the slot holds, or -1."""
+        return self._block_by_slot.get(slot, -1)
+
+    def key_of(self, block: int) -> int:
+        """The hash under which the block's state is found, or -1."""
+        return self._key_by_slot.get(self.slot_by_block.get(block, -1), -1)
+
+    def holds_state(self, block: int) -> bool:
+        """Whether the registered block's state is in a slot, or has a copy in a tier."""
+        return block in self.slot_by_block or self._hashes[block] in self.copies
+
+    def states_by_recency(self) -> list[int]:
+        """The slots of all states, least recently used first: the same on all ranks, under all policies."""
+        return list(self._last_used_ns)
+
+    def enter_states(self, blocks: Sequence[int], slots: Sequence[int], now_ns: int) -> None:
+        """The slots hold the blocks' states; no hash finds these states yet."""
+        self.slot_by_block.update(zip(blocks, slots, strict=True))
+        self._block_by_slot.update(zip(slots, blocks, strict=True))
+        self._last_used_ns.update(dict.fromkeys(slots, now_ns))
+        self.state_turnover.num_entered += len(blocks)
+        self._note_states_changed(blocks)
+
+    def name_states(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
+        """Make the blocks' states, in these slots, findable; a hash in use keeps finding its older state."""
+        block_named, key_by_slot = self.hash_to_block_id, self._key_by_slot
+        for watcher in self.watchers:
+            watcher((*keys, *(key_by_slot[slot] for slot in slots if slot in key_by_slot)))
+        for block, slot, key in zip(blocks, slots, keys, strict=True):
+            if block_named.setdefault(key, block) == block:
+                former = key_by_slot.get(slot, key)
+                if former != key:
+                    del block_named[former]
+                key_by_slot[slot] = key
+        if self.state_ghosts.discard_all(keys):
+            self._note_states_changed(blocks)
+
+    def note_state_used(self, slot: int, now_ns: int) -> None:
+        """A request resumed from this slot."""
+        self._last_used_ns[slot] = now_ns
+        self._last_used_ns.move_to_end(slot)
+        self.used.add(slot)
+
+    def note_refused(self, keys: Sequence[int]) -> None:
+        """No slot was available for the states under these prefix hashes."""
+        if keys:
+            self.state_turnover.num_refused += len(keys)
+            self.state_ghosts.add_all(keys, "capacity")
+            self._note_states_changed(self._registered(keys))
+
+    def note_copies_lost(self, keys: Iterable[int]) -> None:
+        """The tier has no copy under these hashes any more."""
+        self.leaves.note_states_changed(self._registered(keys))
+
+    def remove_states(self, blocks: Sequence[int], cause: StateRemovalCause, now_ns: int) -> list[int]:
+        """Forget the states of these blocks, as far as they have one; returns the slots of these states."""
+        slot_by_block, block_named, key_by_slot = self.slot_by_block, self.hash_to_block_id, self._key_by_slot
+        removed = [block for block in blocks if block in slot_by_block]
+        slots = [slot_by_block[block] for block in removed]
+        keys = [key_by_slot[slot] for slot in slots if slot in key_by_slot]
+        for watcher in self.watchers:
+            watcher(keys)
+        if cause in ("new_state", "live_state"):
+            self.state_ghosts.add_all(keys, "evicted")
+        for key in keys:  # the hash goes first, because it is what makes a state findable
+            block_named.pop(key, None)
+        for block, slot in zip(removed, slots, strict=True):
+            del slot_by_block[block], self._block_by_slot[slot]
+            key_by_slot.pop(slot, None)
+        turnover = self.state_turnover
+        turnover.by_cause[cause] += len(slots)
+        last_used_ns = [self._last_used_ns.pop(slot) for slot in slots]
+        if slots and cause in EVICTIONS:
+            turnover.note_ages(now_ns, last_used_ns)
+            turnover.num_unused += len(slots) - len(self.used.intersection(slots))
+        self.used.difference_update(slots)
+        if removed:
+            self._note_states_changed(removed)
+        return slots
+
+    def clear_states(self) -> None:
+        """Forget every state, and the ghosts of states."""
+        for watcher in self.watchers:
+            watcher(None)
+        num_removed = len(self.slot_by_block)
+        self.hash_to_block_id.clear()
+        self.slot_by_block.clear()
+        self._block_by_slot.clear()
+        self._key_by_slot.clear()
+        self._last_used_ns.clear()
+        self.used.clear()
+        self.state_ghosts.clear()
+        self.state_turnover.by_cause["reset"] += num_removed
+
+    def _note_states_changed(self, blocks: Iterable[int]) -> None:
+        """Note that a state of these blocks, or the ghost of one, was added or removed."""
+        self.clock = clock = self.clock + 1
+        changes, roots, parents = self.family_changes, self._roots, self.parents
+        for block in blocks:
+            if parents[block] >= 0:
+                changes[roots[block]] = clock
+        self.leaves.note_states_changed(blocks)
+
+    def _registered(self, keys: Iterable[int]) -> list[int]:
+        """The registered ones of the blocks with these hashes."""
+        block_of_hash = self.block_of_hash
+        return [block_of_hash[key] for key in keys if key in block_of_hash]
+
+    # ---- the whole
+
     def check_integrity(self, held: set[int]) -> None:
         """Raise AssertionError where the maps contradict each other; `held`: the blocks that are held."""
         registered = {block for block, parent in enumerate(self.parents) if parent >= 0}
@@ -337,3 +469,16 @@ class PrefixTree:
             assert self.serials[block] <= self.clock, "a block is newer than the clock"
         held_parents = {self.parents[block] for block in registered & held}
         assert held_parents <= held | {self.origin}, "a block is held, its parent is not"
+
+    def check_states(self) -> None:
+        """Raise AssertionError where the maps of states contradict each other or the hashes of blocks."""
+        slots = {slot: block for block, slot in self.slot_by_block.items()}
+        assert len(slots) == len(self.slot_by_block), "two blocks share a slot"
+        assert slots == self._block_by_slot, "a slot's block is another"
+        assert self._last_used_ns.keys() == slots.keys(), "the recency of other states than the committed"
+        assert self.used <= slots.keys(), "a slot without a state counts as used"
+        keys = {key: slots[slot] for slot, key in self._key_by_slot.items()}
+        assert keys == self.hash_to_block_id, "a state's hash is another"
+        for key, block in keys.items():
+            assert self.hash_of(block) == key, f"block {block} is indexed under a hash that is not its own"
+        self.state_turnover.check_integrity(len(slots), "states")

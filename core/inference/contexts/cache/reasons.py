@@ -42,7 +42,7 @@ class GhostList:
     """
 
     def __init__(self, capacity: int, present: Container[int] = ()) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self.present = present
         self._young: dict[int, str] = {}
         self._old: dict[int, str] = {}
@@ -55,9 +55,9 @@ class GhostList:
         young = self._young
         for key in keys:
             young[key] = reason
-        if len(young) >= self._capacity:
+        if len(young) >= self.capacity:
             self.num_lapses += bool(self._old)
-            self._old, self._young = (young if self._capacity else {}), {}
+            self._old, self._young = (young if self.capacity else {}), {}
 
     def discard_all(self, keys: Sequence[int]) -> bool:
         """Forget these keys; returns whether one of them was a ghost."""

@@ -1,130 +1,17 @@
-"""The pool of state slots: whose state a slot holds, who may write it, which state is evicted next."""
+"""The pool of state slots: which are free, who may write one, which state is evicted next."""
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence, ValuesView
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ....errors import MambaSlotCapacityError
 from .eviction import LRUEviction, PolicyChoice
 from .memory import DirtyEntries, MemoryUnits
-from .pool_stats import EVICTIONS, STATE_REMOVAL_CAUSES, Clock, StateRemovalCause, Turnover
-from .reasons import GhostList
+from .pool_stats import EVICTIONS, Clock, StateRemovalCause
+from .prefix_tree import PrefixTree
+from .tier import HostTier
 from .value_eviction import ValueEviction
-
-Watcher = Callable[[Iterable[int] | None], None]
-
-
-class SlotMap:
-    """Which block's state is in which committed slot, and under which hash; arguments are trusted.
-
-    `watchers` are called with hashes before these begin or cease to find a state; None for all hashes.
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        self.hash_to_block_id: dict[int, int] = {}
-        self.slot_by_block: dict[int, int] = {}
-        self.turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES, remembers=True)
-        self.watchers: tuple[Watcher, ...] = ()
-        # For each slot its last block, and the hash that finds the state, or 0. Stale without a state.
-        self._last_block = [-1] * num_slots
-        self._last_key = [0] * num_slots
-
-    def __contains__(self, block: int) -> bool:
-        return block in self.slot_by_block
-
-    def __len__(self) -> int:
-        return len(self.slot_by_block)
-
-    @property
-    def slots(self) -> ValuesView[int]:
-        """The committed slots in the order of their commits, as a live view."""
-        return self.slot_by_block.values()
-
-    def slot_of(self, block: int) -> int:
-        return self.slot_by_block.get(block, -1)
-
-    def slots_of(self, blocks: Iterable[int]) -> list[int]:
-        return [self.slot_by_block[block] for block in blocks]
-
-    def block_of(self, slot: int) -> int:
-        """The block whose state the slot holds, or -1."""
-        block = self._last_block[slot]
-        return block if self.slot_by_block.get(block) == slot else -1
-
-    def blocks_of(self, slots: Iterable[int]) -> list[int]:
-        """The blocks of slots that hold states."""
-        return [self._last_block[slot] for slot in slots]
-
-    def key_of(self, block: int) -> int:
-        """The hash under which the block's state is found, or -1."""
-        slot = self.slot_by_block.get(block, -1)
-        return self._last_key[slot] or -1 if slot >= 0 else -1
-
-    def keys_of(self, slots: Iterable[int]) -> list[int]:
-        """The hashes that find the states in these slots; slots without a hash are skipped."""
-        return [key for slot in slots if (key := self._last_key[slot])]
-
-    def enter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """The slots hold the blocks' states; no hash finds these states yet."""
-        slot_by_block, last_block, last_key = self.slot_by_block, self._last_block, self._last_key
-        for block, slot in zip(blocks, slots, strict=True):
-            slot_by_block[block] = slot
-            last_block[slot] = block
-            last_key[slot] = 0
-
-    def name(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
-        """Make the blocks' states, in these slots, findable; a hash in use keeps finding its older state."""
-        block_named, last_key = self.hash_to_block_id, self._last_key
-        for watcher in self.watchers:
-            watcher((*keys, *self.keys_of(slots)))
-        for block, slot, key in zip(blocks, slots, keys, strict=True):
-            if block_named.setdefault(key, block) == block:
-                former = last_key[slot]
-                if former and former != key:
-                    del block_named[former]
-                last_key[slot] = key
-
-    def remove(self, blocks: Sequence[int]) -> list[int]:
-        """Forget the states of these blocks, as far as they have one; returns the slots of these states."""
-        slot_by_block, block_named, last_key = self.slot_by_block, self.hash_to_block_id, self._last_key
-        removed = [block for block in blocks if block in slot_by_block]
-        for watcher in self.watchers:
-            watcher(self.keys_of(map(slot_by_block.__getitem__, removed)))
-        for block in removed:  # the hash goes first, because it is what makes a state findable
-            if key := last_key[slot_by_block[block]]:
-                block_named.pop(key, None)
-        return [slot for block in removed if (slot := slot_by_block.pop(block, -1)) >= 0]
-
-    def clear(self) -> None:
-        for watcher in self.watchers:
-            watcher(None)
-        self.hash_to_block_id.clear()
-        self.slot_by_block.clear()
-
-    def check_integrity(self, hash_of: Callable[[int], int]) -> None:
-        """Raise AssertionError where the maps, or the KV hashes of blocks, contradict each other."""
-        slots = list(self.slot_by_block.values())
-        assert len(set(slots)) == len(slots), "two blocks share a slot"
-        assert self.blocks_of(slots) == list(self.slot_by_block), "a slot's block is another"
-        keys = {self._last_key[slot]: block for block, slot in self.slot_by_block.items()}
-        assert {key: keys[key] for key in keys if key} == self.hash_to_block_id, "a state's hash is another"
-        for key, block in self.hash_to_block_id.items():
-            assert block in self.slot_by_block, f"hash {key} names block {block}, which has no state"
-            assert hash_of(block) == key, f"block {block} is indexed under a hash that is not its own"
-
-
-class KVIndex(Protocol):
-    """What the slots read of the index of KV blocks, and report to it; `PrefixTree` is one."""
-
-    def hash_of(self, block: int) -> int: ...
-
-    def keys_to(self, block: int) -> Sequence[int]: ...
-
-    def note_states_changed(self, blocks: Iterable[int]) -> None: ...
-
-    def note_ghosts_changed(self, keys: Iterable[int]) -> None: ...
 
 
 class SlotCounts(NamedTuple):
@@ -177,51 +64,51 @@ class StateSlots:
 
     Attributes:
         num_slots: slots of the pool.
-        map: the committed slots.
+        tree: which slot holds which block's state.
         free: the free slots; the last one is allocated next.
         reserved: slot -> the block that the slot is reserved for, or -1 once that block is evicted.
         pins: pinned slot -> how often it is pinned.
         live: the live slots; empty where live states have a pool of their own.
-        ghosts: hashes whose state was evicted, or was not stored for want of a slot.
         policy: names victims.
-        used: slots from which a request resumed since they were committed.
-        planned: reserved slot -> the hash that the policy expects there.
-        version: grows with every change of `free` or `map`.
-        units: which units of a shared memory hold states; None for a memory of the slots' own.
-        spill: called with slots whose states are evicted for others, and the states' hashes (< 1 for a state
-            without a hash), before anything is changed or written.
+        version: grows with every change of `free` or of the states in `tree`.
+        tier: copies of evicted states; None for no tier.
     """
 
     def __init__(
         self,
         num_slots: int,
         policy: PolicyChoice,
-        index: KVIndex,
+        tree: PrefixTree,
         num_kv_blocks: int = 0,
         *,
         clock: Clock = time.monotonic_ns,
         dirty: DirtyEntries | None = None,
         units: MemoryUnits | None = None,
+        tier: HostTier | None = None,
     ) -> None:
-        """`num_kv_blocks`: so many ghosts are remembered, or 8 a slot if more."""
+        """
+        Args:
+            num_kv_blocks: so many ghosts of states are remembered, or 8 a slot if more.
+            units: which units of a shared memory hold states; None for a memory of the slots' own.
+            tier: receives states that are evicted for others.
+        """
         self.num_slots = num_slots
-        self.units = units
-        self.map = SlotMap(num_slots)
+        self.tree = tree
+        self.tier = tier
+        if tier is not None:
+            tree.copies = tier
+        self._units = units
         self.live: set[int] = set()
         self.free = self._all_free()
         self.reserved: dict[int, int] = {}
         self.pins: dict[int, int] = {}
         num_ghosts = max(8 * num_slots, num_kv_blocks) if num_slots else 0
-        self.ghosts = GhostList(num_ghosts)
+        tree.state_ghosts.capacity = num_ghosts
         if isinstance(policy, str):
             policy = ValueEviction(num_ghosts) if policy == "value" else LRUEviction()
         self.policy = policy() if isinstance(policy, type) else policy
-        self.used: set[int] = set()
-        self.planned: dict[int, int] = {}
+        self._planned: dict[int, int] = {}  # reserved slot -> the hash that the policy expects there
         self.version = 0
-        self.spill: Callable[[Sequence[int], Sequence[int]], None] = lambda slots, keys: None
-        self._last_used_ns: OrderedDict[int, int] = OrderedDict()  # committed slots, LRU first
-        self._index = index
         self._clock = clock
         self._dirty = dirty or DirtyEntries()
 
@@ -229,16 +116,16 @@ class StateSlots:
 
     def _all_free(self) -> list[int]:
         """All slots but live ones and those whose memory holds KV."""
-        taken = self.live.union(self.units.lent_slots if self.units else ())
+        taken = self.live.union(self._units.lent_slots if self._units else ())
         return [slot for slot in range(self.num_slots) if slot not in taken]
 
     @property
     def counts(self) -> SlotCounts:
-        turnover = self.map.turnover
+        turnover = self.tree.state_turnover
         return SlotCounts(
             free=len(self.free),
             reserved=len(self.reserved),
-            committed=len(self.map),
+            committed=len(self.tree.slot_by_block),
             committed_total=turnover.num_entered,
             evicted_total=turnover.by_cause["new_state"] + turnover.by_cause["live_state"],
             live=len(self.live),
@@ -248,15 +135,11 @@ class StateSlots:
     def num_available(self) -> int:
         """Slots that `reserve` could allocate: free ones and unpinned committed ones."""
         num_pinned = sum(1 for slot in self.pins if slot not in self.reserved)
-        return len(self.free) + len(self.map) - num_pinned
+        return len(self.free) + len(self.tree.slot_by_block) - num_pinned
 
     def by_eviction(self) -> list[int]:
         """All committed slots in the order of eviction."""
-        return self.policy.victims(len(self._last_used_ns), lambda slot: True)
-
-    def by_recency(self) -> list[int]:
-        """The committed slots, least recently used first: the same on all ranks and under all policies."""
-        return list(self._last_used_ns)
+        return self.policy.victims(self.num_slots, lambda slot: True)
 
     def next_victims(self, count: int) -> list[int]:
         """Up to `count` unpinned slots whose states would be evicted next. Changes nothing."""
@@ -291,14 +174,14 @@ class StateSlots:
         """Allocate one slot for each block's state; may evict. `keys`: the hashes that `choose` chose."""
         taken = set(self.reserved.values())
         for i, block in enumerate(blocks):
-            if block in self.map or block in taken:
+            if block in self.tree.slot_by_block or block in taken:
                 raise ValueError(
                     f"block_ids[{i}] is {block}; accepted: distinct blocks without state or reservation"
                 )
             taken.add(block)
         slots = self._take(len(blocks))
         self.reserved.update(zip(slots, blocks, strict=True))
-        self.planned.update(zip(slots, keys, strict=False))
+        self._planned.update(zip(slots, keys, strict=False))
         return slots
 
     def commit(self, slots: Sequence[int], blocks: Sequence[int] | None = None) -> list[int]:
@@ -314,29 +197,29 @@ class StateSlots:
         for slot, block in zip(slots, blocks, strict=True):
             # The block may be deregistered since; its number may then stand for another prefix.
             gone = self.reserved.pop(slot) < 0
-            planned = self.planned.pop(slot, -1)
-            key = -1 if gone or block < 0 else self._index.hash_of(block)
-            if key > 0 and block not in self.map:
+            planned = self._planned.pop(slot, -1)
+            key = -1 if gone or block < 0 else self.tree.hash_of(block)
+            if key > 0 and block not in self.tree.slot_by_block:
                 self._enter([block], [slot])
                 self.name([block], [slot], [key])
             else:
                 self._free_slots([slot])
             if planned >= 0:  # does nothing where the state is there now
                 self.policy.unplan(planned)
-            results.append(-1 if gone else self.map.slot_of(block))
+            results.append(-1 if gone else self.tree.slot_of(block))
         return results
 
     def release(self, slots: Sequence[int] | None = None) -> None:
         """Free reserved slots without committing them; None frees all reserved slots that are not pinned."""
         if slots is None:
-            self.planned.clear()
+            self._planned.clear()
             self.policy.unplan(None)  # also what an interrupted `choose` planned
             slots = [slot for slot in self.reserved if slot not in self.pins]
         self._require_reserved(slots)
         for slot in slots:
             del self.reserved[slot]
-            if slot in self.planned:
-                self.policy.unplan(self.planned.pop(slot))
+            if slot in self._planned:
+                self.policy.unplan(self._planned.pop(slot))
         self._free_slots(slots)
 
     # ---- use
@@ -360,9 +243,7 @@ class StateSlots:
         """A request resumes from this committed slot, or an import brought its state again."""
         self._require_committed(slot)
         self.policy.use(slot)
-        self._last_used_ns[slot] = self._clock()
-        self._last_used_ns.move_to_end(slot)
-        self.used.add(slot)
+        self.tree.note_state_used(slot, self._clock())
 
     # ---- live slots
 
@@ -395,7 +276,7 @@ class StateSlots:
                 raise ValueError(
                     f"block_ids names {min(reserved)}; accepted: blocks that no reservation will commit"
                 )
-        slot_by_block = self.map.slot_by_block
+        slot_by_block = self.tree.slot_by_block
         if slot_by_block.keys().isdisjoint(blocks) and len(set(blocks)) == len(blocks):
             slots = self._take(len(blocks))
             self._enter(blocks, slots)
@@ -407,18 +288,9 @@ class StateSlots:
 
     def name(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
         """Make the states in these slots, of these blocks, findable by prefix hash."""
-        self.map.name(blocks, slots, keys)
+        self.tree.name_states(blocks, slots, keys)
         for block, slot, key in zip(blocks, slots, keys, strict=True):
-            self.policy.name(slot, key, partial(self._index.keys_to, block))
-        if self.ghosts.discard_all(keys):
-            self._index.note_ghosts_changed(keys)
-
-    def refuse(self, keys: Sequence[int]) -> None:
-        """No slot was available for the states under these prefix hashes."""
-        if keys:
-            self.map.turnover.num_refused += len(keys)
-            self.ghosts.add_all(keys, "capacity")
-            self._index.note_ghosts_changed(keys)
+            self.policy.name(slot, key, partial(self.tree.keys_to, block))
 
     # ---- removal
 
@@ -436,7 +308,7 @@ class StateSlots:
 
     def drop(self, block: int, cause: StateRemovalCause = "by_host") -> bool:
         """Free the slot of a state that its owner no longer needs; False, with nothing done, if pinned."""
-        if self.map.slot_of(block) in self.pins:
+        if self.tree.slot_of(block) in self.pins:
             return False
         self.forget([block], cause=cause)
         return True
@@ -449,18 +321,21 @@ class StateSlots:
         cause: StateRemovalCause | None = None,
     ) -> None:
         """Free the slots of blocks (None: all registered ones); `with_blocks`: these are evicted, too."""
+        if with_blocks and self.tier is not None:
+            if blocks is None:
+                self.tier.clear()
+            else:
+                self.tier.forget(map(self.tree.hash_of, blocks))
         if blocks is None:
-            known = (*self.map.slot_by_block, *self.reserved.values())
-            blocks = [block for block in known if block >= 0 and self._index.hash_of(block) > 0]
+            known = (*self.tree.slot_by_block, *self.reserved.values())
+            blocks = [block for block in known if block >= 0 and self.tree.hash_of(block) > 0]
         slots = self._remove(blocks, cause or ("kv_evicted" if with_blocks else "by_host"))
         if slots:
-            removed = self.map.blocks_of(slots)
             if self.pins and not self.pins.keys().isdisjoint(slots):
                 pinned = [slot for slot in slots if slot in self.pins]
                 self.reserved.update(dict.fromkeys(pinned, -1))  # still read: the last unpin frees the slot
                 slots = [slot for slot in slots if slot not in self.pins]
             self._free_slots(slots)
-            self._index.note_states_changed(removed)
         if with_blocks and self.reserved:
             gone = set(blocks)
             self.reserved = {slot: -1 if block in gone else block for slot, block in self.reserved.items()}
@@ -469,22 +344,17 @@ class StateSlots:
         """Forget every state, reservation, pin and ghost; also `totals`, and `live` slots become free."""
         if live:
             self.live.clear()
-        num_removed = len(self.map)
-        # No state may be findable once its slot is free: the map goes first, the free list comes last.
-        self.map.clear()
-        self.ghosts.clear()
+        # No state may be findable once its slot is free: the index goes first, the free list comes last.
+        self.tree.clear_states()
         self.reserved.clear()
         self.pins.clear()
         self.policy.clear()
-        self._last_used_ns.clear()
-        self.used.clear()
-        self.planned.clear()
+        self._planned.clear()
         self.free = self._all_free()
         self._dirty.note(self.free)
         self.version += 1
-        self.map.turnover.by_cause["reset"] += num_removed
         if totals:
-            self.map.turnover.clear()
+            self.tree.state_turnover.clear()
 
     # ---- memory that slots share with KV blocks
 
@@ -522,8 +392,9 @@ class StateSlots:
         if not num_slots:
             return []
         kept = self.pins.keys() | keep
-        if len(self.map) < num_slots + len(kept):  # judged without the policy, which a choice may reorder
-            num_evictable = sum(slot not in kept for slot in self.map.slots)
+        states = self.tree.slot_by_block
+        if len(states) < num_slots + len(kept):  # judged without the policy, which a choice may reorder
+            num_evictable = sum(slot not in kept for slot in states.values())
             if num_evictable < num_slots:
                 raise MambaSlotCapacityError(num_slots + num_free, num_evictable + num_free)
         victims = self.policy.victims(num_slots, lambda slot: slot not in kept)
@@ -532,33 +403,21 @@ class StateSlots:
         return victims
 
     def _evict_slots(self, slots: Sequence[int], cause: StateRemovalCause = "new_state") -> None:
-        blocks = self.map.blocks_of(slots)
-        self.spill(slots, [self.map.key_of(block) for block in blocks])
-        self.ghosts.add_all(self.map.keys_of(slots), "evicted")
+        tree, tier = self.tree, self.tier
+        blocks = [tree.block_of(slot) for slot in slots]
+        if tier is not None:
+            tree.note_copies_lost(tier.spill(slots, [tree.key_of(block) for block in blocks]))
         self._remove(blocks, cause)
-        self._index.note_states_changed(blocks)
 
     def _enter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        self.map.enter(blocks, slots)
+        self.tree.enter_states(blocks, slots, self._clock())
         self.version += 1
         self.policy.insert(slots)
-        self._last_used_ns.update(dict.fromkeys(slots, self._clock()))
-        self.map.turnover.num_entered += len(blocks)
-        self._index.note_states_changed(blocks)
 
     def _remove(self, blocks: Sequence[int], cause: StateRemovalCause) -> list[int]:
-        slots = self.map.remove(blocks)
+        slots = self.tree.remove_states(blocks, cause, self._clock())
         self.version += 1
-        turnover = self.map.turnover
-        turnover.by_cause[cause] += len(slots)
-        num_used = len(self.used.intersection(slots)) if self.used else 0
         self.policy.remove(slots, cause in EVICTIONS)
-        last_used_ns = [self._last_used_ns.pop(slot) for slot in slots]
-        if self.used:
-            self.used.difference_update(slots)
-        if slots and cause in EVICTIONS:
-            turnover.note_ages(self._clock(), last_used_ns)
-            turnover.num_unused += len(slots) - num_used
         return slots
 
     def _free_slots(self, slots: Sequence[int]) -> None:
@@ -573,8 +432,8 @@ class StateSlots:
 
     def _require_planned(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
         for slot, block in zip(slots, blocks, strict=True):
-            planned = self.planned.get(slot, -1)
-            key = -1 if planned < 0 or block < 0 else self._index.hash_of(block)
+            planned = self._planned.get(slot, -1)
+            key = -1 if planned < 0 or block < 0 else self.tree.hash_of(block)
             if key > 0 and key != planned:
                 raise ValueError(
                     f"blocks has {block}, registered under hash {key}, for slot {slot}; accepted: the block "
@@ -582,14 +441,15 @@ class StateSlots:
                 )
 
     def _require_committed(self, slot: int) -> None:
-        if self.map.block_of(slot) < 0:
+        if self.tree.block_of(slot) < 0:
             raise ValueError(f"slot is {slot}; accepted: a committed slot")
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other or the KV hashes; O(slots)."""
-        self.map.check_integrity(self._index.hash_of)
-        free, committed, reserved = set(self.free), set(self.map.slots), set(self.reserved)
-        lent = set(self.units.lent_slots) if self.units else set[int]()
+        self.tree.check_states()
+        free, reserved = set(self.free), set(self.reserved)
+        committed = set(self.tree.slot_by_block.values())
+        lent = set(self._units.lent_slots) if self._units else set[int]()
         assert len(free) == len(self.free), "a slot is free twice"
         assert free.isdisjoint(committed | reserved), "a slot is free and in use"
         assert committed.isdisjoint(reserved), "a slot is committed and reserved"
@@ -597,14 +457,11 @@ class StateSlots:
         assert lent.isdisjoint(free | reserved | committed), "a slot is in use whose memory holds KV"
         num_owned = len(free) + len(reserved) + len(committed) + len(self.live) + len(lent)
         assert num_owned == self.num_slots, "a slot is nowhere"
-        self.map.turnover.check_integrity(len(committed), "states")
         targets = [block for block in self.reserved.values() if block >= 0]
         assert len(targets) == len(set(targets)), "two slots are reserved for one block"
         for slot, block in self.reserved.items():
-            key = self._index.hash_of(block) if block >= 0 and slot in self.planned else -1
-            assert key < 0 or key == self.planned[slot], "a slot is reserved for another prefix's block"
+            key = self.tree.hash_of(block) if block >= 0 and slot in self._planned else -1
+            assert key < 0 or key == self._planned[slot], "a slot is reserved for another prefix's block"
         self.policy.check_integrity(committed)
-        assert self._last_used_ns.keys() == committed, "the recency of other states than the committed"
-        assert self.used <= committed, "a slot without a state counts as used"
-        assert self.planned.keys() <= reserved, "a state is planned for a slot that is not reserved"
+        assert self._planned.keys() <= reserved, "a state is planned for a slot that is not reserved"
         assert self.pins.keys() <= committed | reserved, "a free slot is pinned"

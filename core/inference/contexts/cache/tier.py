@@ -3,11 +3,12 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from ....errors import MambaSlotCapacityError
 from .memory import DirtyEntries
 from .pool_stats import TIER_REMOVAL_CAUSES, TierRemovalCause, TierStats
-from .state_slots import StateSlots, Watcher
+from .prefix_tree import PrefixTree, Watcher
 
 logger = logging.getLogger(__name__)
 _SMALLEST_DIRTY_SET = 64
@@ -30,7 +31,7 @@ class TierSlots:
         self._serials = [0] * num_slots
         self._pinned: int | None = None
 
-    def __contains__(self, key: int) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._slots
 
     def __len__(self) -> int:
@@ -162,6 +163,18 @@ class StateCopies:
         """Free device memory that the next `store` can allocate again."""
 
 
+class StateReservations(Protocol):
+    """Durable slots, which a fetched state needs; `StateSlots` is one."""
+
+    tree: PrefixTree
+
+    def reserve(self, blocks: Sequence[int]) -> list[int]: ...
+
+    def commit(self, slots: Sequence[int]) -> list[int]: ...
+
+    def release(self, slots: Sequence[int]) -> None: ...
+
+
 class HostTier:
     """The indexes of host memory and of files, and the copies that follow them.
 
@@ -175,7 +188,6 @@ class HostTier:
     Attributes:
         host, files: the indexes; `files` has no slots without a disk tier.
         min_tokens, min_tokens_from_file: a state is fetched if it saves at least so many tokens.
-        on_evicted: called with hashes whose copies were evicted; the owner of the KV sets it.
     """
 
     def __init__(
@@ -195,11 +207,11 @@ class HostTier:
         self.num_fetched = 0
         self.num_fetched_from_files = 0
         self.num_failed_stores = 0
-        self.on_evicted: Callable[[Sequence[int]], None] = lambda keys: None
+        self._lost: list[int] = []  # hashes whose last copy is gone since `_take_lost`
         self._agree = agree
         self._serial = 0
 
-    def __contains__(self, key: int) -> bool:
+    def __contains__(self, key: object) -> bool:
         """Whether there is a copy under this hash."""
         return key in self.host or key in self.files
 
@@ -219,10 +231,11 @@ class HostTier:
 
     # ---- out
 
-    def spill(self, slots: Sequence[int], keys: Sequence[int]) -> None:
+    def spill(self, slots: Sequence[int], keys: Sequence[int]) -> list[int]:
         """Copy the states of evicted slots, before they are written; does not wait. Keys < 1 are no hashes.
 
         A copy that failed stays indexed, so that the indexes of all ranks are equal; `fetch` refuses it.
+        Returns the hashes that have no copy any more.
         """
         for slot, key in zip(slots, keys, strict=True):
             if key <= 0:
@@ -241,6 +254,11 @@ class HostTier:
                 self.host.dirty.note([host_slot])
             self.host.publish(key, host_slot, serial)
             self._save(host_slot, key, serial)
+        return self._take_lost()
+
+    def _take_lost(self) -> list[int]:
+        lost, self._lost = self._lost, []
+        return lost
 
     def _save(self, host_slot: int, key: int, serial: int) -> None:
         if key in self.files:
@@ -258,7 +276,7 @@ class HostTier:
     def _allocate(self, tier: TierSlots) -> int:
         slot, evicted = tier.allocate()
         if evicted and evicted not in self:
-            self.on_evicted([evicted])
+            self._lost.append(evicted)
         return slot
 
     def _note_failure(self) -> None:
@@ -270,7 +288,7 @@ class HostTier:
 
     def bring_back(
         self,
-        slots: StateSlots,
+        slots: StateReservations,
         blocks: Sequence[int],
         keys: Sequence[int],
         start: int,
@@ -281,12 +299,12 @@ class HostTier:
         May evict other states, which spill in turn. A bad copy is forgotten, and the next deepest is tried.
         A collective where the model is split. Returns whether states changed: matches are stale then.
         """
-        changed = False
+        changed, states = False, slots.tree.slot_by_block
         if not (self.host or self.files):
             return changed
         for depth in range(len(blocks), -(-start // block_size_tokens), -1):
             key, block = keys[depth - 1], blocks[depth - 1]
-            if self._is_worth(key, depth * block_size_tokens - start) and block not in slots.map:
+            if self._is_worth(key, depth * block_size_tokens - start) and block not in states:
                 self._pin(key)
                 try:
                     (slot,) = slots.reserve([block])
@@ -294,7 +312,9 @@ class HostTier:
                     self._pin(None)
                     return changed
                 changed = True
-                if self._fetch(key, slot):
+                good = self._fetch(key, slot)
+                slots.tree.note_copies_lost(self._take_lost())
+                if good:
                     slots.commit([slot])
                     return True
                 slots.release([slot])
@@ -326,7 +346,7 @@ class HostTier:
         self._pin(None)
         if not self._agree(good):
             self.forget([key], "damaged" if loaded else "not_written")
-            self.on_evicted([key])
+            self._lost.append(key)
             return False
         self.num_fetched += 1
         self.num_fetched_from_files += from_file
@@ -387,22 +407,22 @@ class DirtyStates:
         num_clears: how often the cache has forgotten all states at once.
     """
 
-    def __init__(self, slots: StateSlots, tier: HostTier | None) -> None:
-        """Watches both until `close`."""
-        self._maps = (slots.map, *((tier.host, tier.files) if tier is not None else ()))
+    def __init__(self, tree: PrefixTree, tier: HostTier | None, num_slots: int) -> None:
+        """Watches both until `close`; `num_slots`: of the states in `tree`."""
+        self._watched = (tree, *((tier.host, tier.files) if tier is not None else ()))
         num_tier = tier.host.num_slots + tier.files.num_slots if tier is not None else 0
-        self._limit = max(slots.num_slots + num_tier, _SMALLEST_DIRTY_SET)
-        self._states = slots.map.hash_to_block_id
+        self._limit = max(num_slots + num_tier, _SMALLEST_DIRTY_SET)
+        self._states = tree.hash_to_block_id
         self._tier = tier
         self.keys: dict[int, None] = {}
         self.is_full = False
         self.num_clears = 0
-        for part in self._maps:
+        for part in self._watched:
             part.watchers = (*part.watchers, self._note)
 
     def close(self) -> None:
         """Stop watching."""
-        for part in self._maps:
+        for part in self._watched:
             part.watchers = tuple(watcher for watcher in part.watchers if watcher != self._note)
 
     def clear(self) -> None:

@@ -158,7 +158,7 @@ def test_checkpoints_inside_a_chunk_hold_the_state_after_exactly_those_tokens() 
     prefill(context, request)
     pool, oracle = context.memory.state_pool, RecurrentLM(small_model())
     for depth in range(1, 6):
-        slot = context.prefix_cache.slots.map.slot_of(request.holding.path.blocks[depth - 1])
+        slot = context.prefix_cache.slots.tree.slot_of(request.holding.path.blocks[depth - 1])
         for name, expected in oracle.states_after(prompt[: depth * BLOCK]).items():
             torch.testing.assert_close(pool.durable(name)[:, slot], expected, rtol=0, atol=1e-10)
 
@@ -171,7 +171,9 @@ def test_a_new_state_while_decoding_replaces_the_older_unless_somebody_resumed_f
 
     def depths_with_state(context: DynamicInferenceContext, request: DynamicInferenceRequest) -> list[int]:
         slots = context.prefix_cache.slots
-        return [i + 1 for i, block in enumerate(request.holding.path.blocks) if block in slots.map]
+        return [
+            i + 1 for i, block in enumerate(request.holding.path.blocks) if block in slots.tree.slot_by_block
+        ]
 
     context = make_context()
     request = make_request(random_tokens(12, seed=1))

@@ -120,18 +120,6 @@ def test_an_evicted_state_leaves_a_ghost_until_it_is_taken_again():
 # ---- the KV side
 
 
-def test_the_kv_side_hears_of_every_state_that_comes_or_goes():
-    host, slots = make(1)
-    heard = []
-    host.kv_block_allocator.leaves = SimpleNamespace(
-        note_states_changed=lambda blocks: heard.extend((block, slots.has_state(block)) for block in blocks)
-    )
-    committed(host, slots, 1)
-    committed(host, slots, 2)
-    slots.invalidate_block(2)
-    assert heard == [(1, True), (1, False), (2, True), (2, False)]
-
-
 class Elsewhere(SimpleNamespace):
     """A context of another engine: our two allocators, and live states."""
 

@@ -32,7 +32,7 @@ from mambaslots.net.transfer.staging import (
 )
 from mambaslots.vllm.align_host import StagedBuffer
 from oracle.budget import dear
-from oracle.kv_index import Index
+from oracle.kv_index import host_tree
 from oracle.streams import CUDA, RaceError, Simulator, Site, ordering_calls
 from torch import Tensor
 
@@ -118,8 +118,7 @@ def tier_traffic(
     rows = copies.rows
     files.copies = SimpleNamespace(_versions=copies._versions)
     held = HostTier(4, copies, num_files=8, scrubs=scrubs)
-    slots = StateSlots(3, "lru", Index(), 12)
-    slots.spill = held.spill
+    slots = StateSlots(3, "lru", host_tree(), 12, tier=held)
 
     def fails(row: Tensor, serial: int) -> Tensor:
         raise torch.OutOfMemoryError
@@ -130,14 +129,14 @@ def tier_traffic(
         if fetch_fails:
             copies._checksum = fails  # type: ignore[assignment]
         with suppress(MambaSlotCapacityError):
-            if block not in slots.map:
+            if block not in slots.tree.slot_by_block:
                 held.bring_back(slots, [block], [block + 1], 0, 1)
             copies._checksum = checksum
-            if block not in slots.map:
+            if block not in slots.tree.slot_by_block:
                 (slot,) = slots.reserve([block])
                 memory[slot].copy_(simulator.device_memory(pattern(block)), non_blocking=True)
                 slots.commit([slot])
-            row = memory[slots.map.slot_of(block)]
+            row = memory[slots.tree.slot_of(block)]
             simulator.launch(expect(row, pattern(block), "a step"), [row], [], "a step reads a state")
 
     for _ in range(25):

@@ -58,12 +58,12 @@ def test_branch_and_tail_are_taken_in_the_same_prefill() -> None:
     engine, shared = small_engine(), random_tokens(40, seed=1)
     for seed in (2, 3):
         serve_checked(engine, [shared + random_tokens(20, seed)])
-    states, kv = engine.context.prefix_cache.slots.map, engine.context.prefix_cache.kv_blocks
+    tree = engine.context.prefix_cache.tree
     sibling = shared + random_tokens(20, seed=3)
     match = engine.context.match(_request_like(engine, sibling))
-    depths = [i + 1 for i, block in enumerate(match.blocks) if block in states]
+    depths = [i + 1 for i, block in enumerate(match.blocks) if block in tree.slot_by_block]
     assert depths == [5, 7]
-    assert kv.tree.num_children(match.blocks[4]) == 2
+    assert tree.num_children(match.blocks[4]) == 2
 
 
 def _request_like(engine: ms.DynamicInferenceEngine, prompt: list[int]) -> object:

@@ -155,7 +155,7 @@ def test_a_state_that_only_the_tier_has_is_told_until_the_tier_forgets_it() -> N
         assert index.apply(events)
         told = index.keys_of("a")
         assert told == resumable_keys(cache)
-        num_in_tier_alone += len(told - cache.slots.map.hash_to_block_id.keys())
+        num_in_tier_alone += len(told - cache.slots.tree.hash_to_block_id.keys())
     assert num_in_tier_alone
 
 
@@ -213,14 +213,14 @@ def test_too_many_changes_become_a_snapshot_in_bounded_memory() -> None:
 def test_a_cache_without_a_publisher_is_not_watched() -> None:
     cache = small_cache()
     publishers = [msd.StatePublisher(SimpleNamespace(prefix_cache=cache), name) for name in "ab"]
-    assert len(cache.slots.map.watchers) == 2
+    assert len(cache.slots.tree.watchers) == 2
     publishers[0].close()
     key = commit(cache, 1)
     events = publishers[1].take()
     assert events is not None
     assert events.inserted == (key,)
     publishers[1].close()
-    assert cache.slots.map.watchers == ()
+    assert cache.slots.tree.watchers == ()
 
 
 def test_a_difference_that_nobody_noted_is_told_after_some_takes() -> None:

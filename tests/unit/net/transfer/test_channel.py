@@ -96,7 +96,7 @@ def test_many_hand_overs_take_one_connection(pair: Pair, monkeypatch: pytest.Mon
 def test_the_deepest_state_goes_or_all_of_them(pair: Pair) -> None:
     serve(pair.source, [PROMPTS[0][:25]])
     serve(pair.source, PROMPTS[:1])
-    cached = pair.source.context.prefix_cache.slots.map.slot_by_block
+    cached = pair.source.context.prefix_cache.slots.tree.slot_by_block
     sent, received = pair.hand_over([(PROMPTS[0], None)])
     assert (sent.states, received.imported.states) == (1, 1)
     assert received.imported.tokens == 40
@@ -109,7 +109,7 @@ def test_the_deepest_state_goes_or_all_of_them(pair: Pair) -> None:
     assert (
         received.imported.states
         == sent.states
-        == len(pair.source.context.prefix_cache.slots.map.slot_by_block)
+        == len(pair.source.context.prefix_cache.slots.tree.slot_by_block)
     )
 
 

@@ -58,7 +58,7 @@ def warm_engine(spec: ms.HybridStateSpec) -> ms.DynamicInferenceEngine:
 def cached(engine: ms.DynamicInferenceEngine) -> dict[tuple[str, int], torch.Tensor]:
     """(Tensor, hash) -> the numbers of each cached block and state, straight from the pools."""
     memory, kv = engine.context.memory, engine.context.prefix_cache.kv_blocks
-    slots = engine.context.prefix_cache.slots.map
+    slots = engine.context.prefix_cache.slots.tree
     found = {}
     for key, block in kv.kv_hash_to_block_id.items():
         found["kv", key] = memory.kv_cache[:, :, block]

@@ -215,7 +215,7 @@ def test_known_kv_without_a_state_gets_one(source: ms.DynamicInferenceEngine) ->
     target = engine_of()
     moved(source, target)
     slots = target.context.prefix_cache.slots
-    for block in list(slots.map.slot_by_block):
+    for block in list(slots.tree.slot_by_block):
         slots.drop(block)
     report = moved(source, target)
     assert report.known == replace(expected_counts(source), prefixes=0, states=0)
@@ -354,7 +354,7 @@ def test_what_the_allocators_tell(source: ms.DynamicInferenceEngine) -> None:
     target = engine_of()
     moved(source, target)
     kv, slots = target.context.prefix_cache.kv_blocks, target.context.prefix_cache.slots
-    assert sorted(slots.by_eviction()) == sorted(slots.map.slots)
+    assert sorted(slots.by_eviction()) == sorted(slots.tree.slot_by_block.values())
     for block in range(kv.total_count):
         assert (block in kv.tree) == (block in kv.kv_hash_to_block_id.values())
 
@@ -469,9 +469,9 @@ def test_a_slot_that_is_allocated_but_not_registered_is_not_exported() -> None:
     """It holds bytes of another state until its host has filled it."""
     source = warm_engine()
     slots, kv = source.context.prefix_cache.slots, source.context.prefix_cache.kv_blocks
-    stateless = [block for block in kv.kv_hash_to_block_id.values() if block not in slots.map]
+    stateless = [block for block in kv.kv_hash_to_block_id.values() if block not in slots.tree.slot_by_block]
     if not stateless:
-        stateless = [slots.map.block_of(slots.by_eviction()[0])]
+        stateless = [slots.tree.block_of(slots.by_eviction()[0])]
         assert slots.drop(stateless[0])
     before = export_prefixes(source)
     allocated = slots.allocate(stateless[:1])

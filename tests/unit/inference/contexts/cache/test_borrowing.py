@@ -128,7 +128,7 @@ def assert_disjoint(ranges, total):
 def usable(cache):
     """The slots and blocks that may be used now."""
     slots, kv = cache.slots, cache.kv_blocks
-    numbers = {*slots.free, *slots.map.slots, *slots.reserved, *slots.live}
+    numbers = {*slots.free, *slots.tree.slot_by_block.values(), *slots.reserved, *slots.live}
     free = kv._free.listed(kv._refs, kv.tree.parents)
     blocks = {*free, *kv.kv_hash_to_block_id.values(), *kv.references}
     return numbers, blocks
@@ -185,12 +185,12 @@ class Borrowers(RuleBasedStateMachine):
         cache.grow(path, num_blocks)
         assert (
             match.resume_slot < 0
-            or cache.slots.map.slot_of(path.blocks[match.resume_tokens // SIZE - 1]) >= 0
+            or cache.slots.tree.slot_of(path.blocks[match.resume_tokens // SIZE - 1]) >= 0
         )
         cache.register(path, tokens, len(tokens))
         for block in path.blocks[-takes:] if takes else ():
             cache._borrowing.lend_slots(1)
-            if block not in cache.slots.map and cache.slots.num_available:
+            if block not in cache.slots.tree.slot_by_block and cache.slots.num_available:
                 cache.slots.commit(cache.slots.reserve([block]))
 
     @precondition(lambda self: self.paths)
@@ -231,9 +231,9 @@ class Borrowers(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 5))
     def slots_are_wanted(self, count):
-        before = len(self.cache.slots.map)
+        before = len(self.cache.slots.tree.slot_by_block)
         self.cache._borrowing.lend_slots(count)
-        gone = before - len(self.cache.slots.map)
+        gone = before - len(self.cache.slots.tree.slot_by_block)
         assert gone <= before
 
     @rule(count=st.integers(1, 9))

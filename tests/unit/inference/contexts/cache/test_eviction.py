@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan, checked_boundaries
 from mambaslots.inference.contexts.cache.eviction import EvictionPolicy, LRUEviction, checked_policy
 from mambaslots.inference.contexts.cache.state_slots import StateSlots
-from oracle.kv_index import Index
+from oracle.kv_index import host_tree
 
 
 def anything(slot):
@@ -112,11 +112,11 @@ class LastInFirstOut(EvictionPolicy):
 
 @pytest.mark.parametrize("policy", [LastInFirstOut, LastInFirstOut()], ids=["class", "object"])
 def test_a_policy_of_ones_own_decides(policy):
-    slots = StateSlots(2, checked_policy("eviction_policy", policy), Index())
+    slots = StateSlots(2, checked_policy("eviction_policy", policy), host_tree())
     for block in (1, 2, 3):
         assert len(slots.commit(slots.reserve([block]))) == 1
         slots.check_integrity()
-    assert list(slots.map.slot_by_block) == [1, 3]
+    assert list(slots.tree.slot_by_block) == [1, 3]
 
 
 @pytest.mark.parametrize("policy", ["fifo", None, 3, dict, object()])

@@ -222,12 +222,12 @@ def test_what_a_held_block_continues_is_no_leaf_before_it_is_taken_up():
     mine, below = kv.allocate_memory_blocks(2)
     assert kv.register_chain(b"", [mine, below], [1, 3], [A, C]) == [twin, below]
     assert kv.evict_lru_blocks(1) == [leaf]
-    assert not kv.leaves.blocks
+    assert not kv.tree.leaves.blocks
     kv.add_references([twin])
     kv.release_memory_blocks([mine])
     kv.release_memory_blocks([twin, below])
     kv.check_integrity()
-    assert list(kv.leaves.blocks) == [below]
+    assert list(kv.tree.leaves.blocks) == [below]
 
 
 def test_registration_ends_before_a_colliding_hash():
@@ -300,31 +300,31 @@ def test_leaves_without_a_state_go_before_older_ones_with_a_state():
     kv = KVBlockAllocator(4)
     (old,) = cached(kv, b"", A, key=1)
     (young,) = cached(kv, b"", B, key=2)
-    kv.leaves.holds_state = {old}.__contains__
+    kv.tree.leaves.holds_state = {old}.__contains__
     assert kv.evict_lru_blocks(2) == [young, old]
 
 
 def test_a_leaf_that_lost_its_state_goes_like_any_other_once_noted():
     kv = KVBlockAllocator(4)
     states = set()
-    kv.leaves.holds_state = states.__contains__
+    kv.tree.leaves.holds_state = states.__contains__
     held = written(kv, b"", A, key=1) + written(kv, b"", B, key=2)
     states.update(held)
     for block in held:
         kv.release_memory_blocks([block])
     states.discard(held[1])
-    kv.leaves.note_states_changed([held[1]])
+    kv.tree.leaves.note_states_changed([held[1]])
     assert kv.evict_lru_blocks(1) == [held[1]]
 
 
 def test_a_leaf_that_gained_a_state_stays_longer():
     kv = KVBlockAllocator(4)
     states = set()
-    kv.leaves.holds_state = states.__contains__
+    kv.tree.leaves.holds_state = states.__contains__
     (old,) = cached(kv, b"", A, key=1)
     (young,) = cached(kv, b"", B, key=2)
     states.add(old)
-    kv.leaves.note_states_changed([old])
+    kv.tree.leaves.note_states_changed([old])
     assert kv.evict_lru_blocks(1) == [young]
 
 
@@ -590,7 +590,7 @@ def lone_blocks(size):
         asked[block] += 1
         return block % 2 == 0
 
-    kv.leaves.holds_state = holds_state
+    kv.tree.leaves.holds_state = holds_state
     blocks = kv.allocate_memory_blocks(size)
     for block in blocks:
         kv.register_chain(b"%d" % block, [block], [block + 1], [A])
@@ -627,7 +627,7 @@ def test_noting_state_changes_costs_the_same_in_a_large_pool_as_in_a_small_one()
     def cost(size):
         kv = KVBlockAllocator(size)
         states = set(range(size))
-        kv.leaves.holds_state = states.__contains__
+        kv.tree.leaves.holds_state = states.__contains__
         blocks = kv.allocate_memory_blocks(size)
         for block in blocks:
             kv.register_chain(b"%d" % block, [block], [block + 1], [A])
@@ -637,7 +637,7 @@ def test_noting_state_changes_costs_the_same_in_a_large_pool_as_in_a_small_one()
             for change in (states.discard, states.add, states.discard):
                 for block in blocks:
                     change(block)
-                    kv.leaves.note_states_changed([block])
+                    kv.tree.leaves.note_states_changed([block])
 
         return lines_run(each_loses_and_gains_its_state) / size
 
@@ -661,7 +661,7 @@ class KVBlockMachine(RuleBasedStateMachine):
     @initialize(size=st.integers(1, 12))
     def start(self, size):
         self.kv = KVBlockAllocator(size)
-        self.kv.leaves.holds_state = lambda block: block in self.states
+        self.kv.tree.leaves.holds_state = lambda block: block in self.states
         logger.disabled = True  # one observer fails, on purpose
         self.news = []
         self.kv.on_blocks_deregistered = lambda *news: self.news.append(news)
@@ -869,7 +869,7 @@ class KVBlockMachine(RuleBasedStateMachine):
     def states_come_and_go(self, data):
         for block in data.draw(st.lists(st.sampled_from(sorted(self.prefix_of)), max_size=4)):
             self.states ^= {block}
-            self.kv.leaves.note_states_changed([block])
+            self.kv.tree.leaves.note_states_changed([block])
 
     @rule(data=st.data())
     def a_bad_call_changes_nothing(self, data):

@@ -67,7 +67,7 @@ def picture(cache, paths=()):
         cache.kv_blocks.tree.clock,
         cache.kv_blocks.references,
         dict(cache.kv_blocks.kv_hash_to_block_id),
-        dict(cache.slots.map.slot_by_block),
+        dict(cache.slots.tree.slot_by_block),
         dict(cache.slots.pins),
         cache.slots.by_eviction(),
         [(list(path.blocks), path.num_registered, path.state_slot) for path in paths],
@@ -82,7 +82,7 @@ def test_a_sequence_computed_before_is_resumed_before_its_last_token():
     path = computed(cache, [1, 2, 3, 4], positions=[2, 4])
     match = cache.match(chain_of([1, 2, 3, 4]), 4)
     assert match.blocks == tuple(path.blocks)
-    assert (match.resume_tokens, match.resume_slot) == (2, cache.slots.map.slot_of(path.blocks[0]))
+    assert (match.resume_tokens, match.resume_slot) == (2, cache.slots.tree.slot_of(path.blocks[0]))
     assert cache.match(chain_of([1, 2, 3, 4, 5]), 5).resume_tokens == 4
     assert cache.resumable_tokens(chain_of([1, 2, 3, 4])) == 4
     cache.check_integrity([path])
@@ -197,7 +197,7 @@ def test_what_others_hold_of_a_discarded_path_stays():
 
 def states_outlive_blocks(cache):
     """Blocks whose state can be found though they are free, or are registered no more."""
-    kv, states = cache.kv_blocks, cache.slots.map
+    kv, states = cache.kv_blocks, cache.slots.tree
     free = {block for block in range(kv.total_count) if not kv._refs[block] and block not in kv.tree}
     return free & (set(states.hash_to_block_id.values()) | set(states.slot_by_block))
 
@@ -206,10 +206,10 @@ def test_a_state_that_cannot_be_forgotten_keeps_its_block(monkeypatch):
     cache = PrefixCache(4, 4, SIZE)
     cache.release(computed(cache, [1, 2, 3, 4], positions=[2, 4]))
 
-    def fail(blocks):
+    def fail(blocks, cause, now_ns):
         raise MemoryError("no memory for the list of states")
 
-    monkeypatch.setattr(cache.slots.map, "remove", fail)
+    monkeypatch.setattr(cache.tree, "remove_states", fail)
     for call in (
         lambda: cache.kv_blocks.evict_lru_blocks(2),
         lambda: cache.kv_blocks.allocate_memory_blocks(4),
@@ -435,7 +435,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         depths = [d for d in range(first + 1, reachable + 1) if blocks[d - 1] in self.states]
         assert match.resume_tokens == SIZE * max(depths, default=0)
         if depths:
-            assert match.resume_slot == self.cache.slots.map.slot_of(blocks[depths[-1] - 1]) >= 0
+            assert match.resume_slot == self.cache.slots.tree.slot_of(blocks[depths[-1] - 1]) >= 0
         else:
             assert match.resume_slot == -1
         assert len(blocks) * SIZE <= match.seen_tokens <= length
@@ -730,13 +730,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert self.departed == []
         assert cache.kv_blocks.references == +self.refs()
         assert set(cache.kv_blocks.kv_hash_to_block_id.values()) == self.prefix_of.keys()
-        assert cache.slots.map.blocks_of(cache.slots.by_eviction()) == self.states
-        slots = cache.slots.map.slot_by_block
-        assert {block for block, slot in slots.items() if slot in cache.slots.used} == self.used
+        assert [cache.slots.tree.block_of(slot) for slot in cache.slots.by_eviction()] == self.states
+        slots = cache.slots.tree.slot_by_block
+        assert {block for block, slot in slots.items() if slot in cache.tree.used} == self.used
         for sequence in self.sequences:
             assert sequence.path.blocks == sequence.blocks
             assert sequence.path.shares == sequence.shares
-            held = cache.slots.map.slot_of(sequence.state_block)
+            held = cache.slots.tree.slot_of(sequence.state_block)
             assert sequence.path.state_slot == held
             if sequence.shares:
                 assert sequence.path.num_registered == sequence.num_registered

@@ -70,17 +70,17 @@ def looked_up(cache, chain, num_tokens, held=(), limit=None):
     limited = limit is not None and limit < num_tokens - 1
     reachable = min(len(blocks), (limit if limited else num_tokens - 1) // SIZE)
     asked = limit // SIZE if limited else whole  # blocks whose states count
-    with_state = [d for d in range(1, reachable + 1) if slots.map.slot_of(blocks[d - 1]) >= 0]
+    with_state = [d for d in range(1, reachable + 1) if slots.tree.slot_of(blocks[d - 1]) >= 0]
     depth = max([d for d in with_state if d > len(held)], default=0)
-    slot = slots.map.slot_of(blocks[depth - 1]) if depth else -1
+    slot = slots.tree.slot_of(blocks[depth - 1]) if depth else -1
     reasons = []
     for token in range(depth * SIZE, num_tokens):
         inside = token // SIZE + 1
-        ghosts = [d for d in range(inside, reachable + 1) if chain.keys[d - 1] in slots.ghosts]
+        ghosts = [d for d in range(inside, reachable + 1) if chain.keys[d - 1] in tree.state_ghosts]
         if limited and token >= asked * SIZE:
             reasons.append("disabled")
         elif ghosts:
-            capacity = slots.ghosts.reason(chain.keys[ghosts[-1] - 1]) == "capacity"
+            capacity = tree.state_ghosts.reason(chain.keys[ghosts[-1] - 1]) == "capacity"
             reasons.append("capacity" if capacity else "state_evicted")
         elif inside <= reachable:
             reasons.append("state_not_taken" if seen >= asked else "branch_first_seen")
@@ -140,7 +140,7 @@ def test_what_happens_to_other_prefixes_leaves_a_match_alone(cache):
         lambda cache, path: take_state(cache, path, 9),
         lambda cache, path: cache.slots.drop(path.blocks[4]),
         lambda cache, path: cache.slots.release(cache.slots.evict(1)),
-        lambda cache, path: cache.slots.refuse([path.chain.keys[6]]),
+        lambda cache, path: cache.tree.note_refused([path.chain.keys[6]]),
         lambda cache, path: (cache.release(path), cache.kv_blocks.evict_lru_blocks(1)),
         lambda cache, path: (cache.release(path), cache.kv_blocks.evict_lru_blocks(7)),
         lambda cache, path: (cache.release(path), cache.kv_blocks.evict_lru_blocks(10)),
@@ -260,7 +260,7 @@ class RememberedMatches(RuleBasedStateMachine):
         self.cache = cache = PrefixCache(num_blocks, num_slots, SIZE, policy)
         tree = cache.kv_blocks.tree
         tree.ghosts = GhostList(block_ghosts, tree.block_of_hash)  # short, so that ghosts lapse
-        cache.slots.ghosts = GhostList(state_ghosts)
+        cache.tree.state_ghosts = GhostList(state_ghosts)
         self.paths, self.pins, self.remembered = [], [], []
 
     def path(self, data):
@@ -288,7 +288,7 @@ class RememberedMatches(RuleBasedStateMachine):
         path = opened(self.cache, tokens, salt)
         self.cache.register(path, tokens, len(tokens))
         block = data.draw(st.sampled_from(path.blocks))
-        if block not in self.cache.slots.map and self.cache.slots.num_available:
+        if block not in self.cache.slots.tree.slot_by_block and self.cache.slots.num_available:
             self.cache.slots.commit(self.cache.slots.reserve([block]))
         self.cache.release(path)
 
@@ -311,7 +311,7 @@ class RememberedMatches(RuleBasedStateMachine):
     @rule(data=st.data())
     def states_are_taken(self, data):
         path, slots = self.path(data), self.cache.slots
-        blocks = [b for b in path.blocks[: path.num_registered] if b not in slots.map]
+        blocks = [b for b in path.blocks[: path.num_registered] if b not in slots.tree.slot_by_block]
         if blocks and slots.num_available:
             slots.commit(slots.reserve([data.draw(st.sampled_from(blocks))]))
 
@@ -319,11 +319,11 @@ class RememberedMatches(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_state_is_refused(self, data):
         path = self.path(data)
-        self.cache.slots.refuse([data.draw(st.sampled_from(path.chain.keys))])
+        self.cache.tree.note_refused([data.draw(st.sampled_from(path.chain.keys))])
 
     @rule(data=st.data())
     def a_state_is_dropped(self, data):
-        blocks = list(self.cache.slots.map.slot_by_block)
+        blocks = list(self.cache.slots.tree.slot_by_block)
         if blocks:
             self.cache.slots.drop(data.draw(st.sampled_from(blocks)))
 

@@ -11,8 +11,7 @@ def no_parent(block):
 
 
 def made(times, states=()):
-    leaves = LeafOrder(times)
-    leaves.holds_state = set(states).__contains__
+    leaves = LeafOrder(times, set(states).__contains__)
     for block in range(len(times)):
         leaves.offer(block)
     return leaves
@@ -28,7 +27,7 @@ def test_blocks_used_at_one_time_go_by_number():
 
 def test_a_parent_left_as_a_leaf_can_be_the_next_to_go():
     parents = {0: 5}
-    leaves = LeafOrder([1, 2, 9, 9, 9, 1])
+    leaves = LeafOrder([1, 2, 9, 9, 9, 1], set().__contains__)
     for block in (0, 1):
         leaves.offer(block)
     assert leaves.pop(2, lambda block: parents.get(block, -1)) == [0, 5]
@@ -37,7 +36,7 @@ def test_a_parent_left_as_a_leaf_can_be_the_next_to_go():
 
 
 def test_a_parent_that_was_not_taken_stays_as_a_leaf():
-    leaves = LeafOrder([1, 2])
+    leaves = LeafOrder([1, 2], set().__contains__)
     leaves.offer(0)
     assert leaves.pop(1, lambda block: 1) == [0]
     assert list(leaves.blocks) == [1]
@@ -83,8 +82,7 @@ class LeafMachine(RuleBasedStateMachine):
         self.parent = [data.draw(st.integers(-1, block - 1)) for block in range(self.num_blocks)]
         self.states = set()
         self.cached = set()
-        self.leaves = LeafOrder(self.times)
-        self.leaves.holds_state = self.states.__contains__
+        self.leaves = LeafOrder(self.times, self.states.__contains__)
 
     def children(self, block):
         return {other for other in self.cached if self.parent[other] == block}

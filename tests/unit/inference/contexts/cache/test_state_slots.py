@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.inference.contexts.cache.state_slots import StateSlots, choose_for_slots
 from mambaslots.inference.contexts.mamba_metadata import MambaMetadata
-from oracle.kv_index import Index
+from oracle.kv_index import host_tree
 
 ROWS = 3
 
 
 def make_slots(num_slots: int) -> StateSlots:
-    return StateSlots(num_slots, "lru", Index())
+    return StateSlots(num_slots, "lru", host_tree())
 
 
 class SharedSlotsMachine(RuleBasedStateMachine):
@@ -61,10 +61,10 @@ class SharedSlotsMachine(RuleBasedStateMachine):
     def seat(self, which: int, resumes: bool) -> None:
         """Wherever a row is free there is room for a request, also for one that resumes from any state."""
         block = self.order[which % len(self.order)] if resumes and self.order else -1
-        slot = self.slots.map.slot_of(block)
+        slot = self.slots.tree.slot_of(block)
         assert self.live.has_room(self.per_row)
         takes_over = block >= 0 and block not in self.pinned and self.num_available == self.per_row
-        used = self.slots.map.turnover.by_cause["live_state"]
+        used = self.slots.tree.state_turnover.by_cause["live_state"]
         live = self.live.allocate_slots(self.per_row, slot)
         assert len(set(live)) == self.per_row
         assert (slot in live) == takes_over
@@ -76,7 +76,7 @@ class SharedSlotsMachine(RuleBasedStateMachine):
         else:
             self.evict(self.per_row, block)
         self.rows.append(live)
-        assert self.slots.map.turnover.by_cause["live_state"] - used == before - len(self.order)
+        assert self.slots.tree.state_turnover.by_cause["live_state"] - used == before - len(self.order)
 
     @precondition(lambda self: self.rows)
     @rule(which=st.integers(0, 100))
@@ -90,7 +90,7 @@ class SharedSlotsMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 100), what=st.sampled_from(["pin", "use", "drop"]))
     def handle(self, which: int, what: str) -> None:
         block = self.order[which % len(self.order)]
-        slot = self.slots.map.slot_of(block)
+        slot = self.slots.tree.slot_of(block)
         if what == "use":
             self.slots.note_use(slot)
             self.order.remove(block)
@@ -107,7 +107,7 @@ class SharedSlotsMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 100))
     def unpin(self, which: int) -> None:
         block = self.pinned.pop(which % len(self.pinned))
-        slot = self.slots.map.slot_of(block)
+        slot = self.slots.tree.slot_of(block)
         for _ in range(self.slots.pins[slot]):
             self.slots.unpin(slot)
 
@@ -125,7 +125,7 @@ class SharedSlotsMachine(RuleBasedStateMachine):
             return
         self.slots.check_integrity()
         self.live.check_integrity()
-        assert self.slots.map.blocks_of(self.slots.by_eviction()) == self.order
+        assert [self.slots.tree.block_of(slot) for slot in self.slots.by_eviction()] == self.order
         assert self.slots.live == {slot for row in self.rows for slot in row}
         assert self.slots.num_available == self.num_available
         assert self.live.free_count == (ROWS - len(self.rows)) * self.per_row

@@ -8,12 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from mambaslots.inference.contexts.cache.prefix_tree import PrefixTree
 from mambaslots.inference.contexts.cache.state_slots import StateSlots
 from mambaslots.inference.contexts.cache.tier import HostTier, TierSlots
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.inference.kernels.row_checksum import RowChecksum
 from oracle.faulty_copies import CopyFailedError, FaultyCopies
-from oracle.kv_index import Index
+from oracle.kv_index import host_tree
 
 MODULUS = 1 << 64
 BYTES = 24
@@ -101,10 +102,7 @@ class BooksMachine(RuleBasedStateMachine):
         self.tier = HostTier(host_slots, FaultyCopies(copies, Random(seed), share))
         self.registered: set[int] = set()
         self.share = share
-        index = Index()
-        index.hash_of = self.hash_of
-        self.slots = StateSlots(slots, "lru", index)
-        self.slots.spill = self.tier.spill
+        self.slots = StateSlots(slots, "lru", PrefixTree(10, self.hash_of), tier=self.tier)
         self.ever: set[int] = set()  # keys whose states were taken since they were registered
 
     def hash_of(self, block: int) -> int:
@@ -117,7 +115,7 @@ class BooksMachine(RuleBasedStateMachine):
     @rule(block=st.integers(0, 9))
     def take(self, block: int) -> None:
         self.registered.add(block)
-        if block not in self.slots.map:
+        if block not in self.slots.tree.slot_by_block:
             (slot,) = self.slots.reserve([block])
             self.memory[slot] = 255  # whoever reads what was here must have done so
             self.memory[slot] = self.content(block)
@@ -127,16 +125,15 @@ class BooksMachine(RuleBasedStateMachine):
     @rule(block=st.integers(0, 9))
     def bring_back(self, block: int) -> None:
         if block in self.registered:
-            there = block in self.slots.map
+            there = block in self.slots.tree.slot_by_block
             came = self.tier.bring_back(self.slots, [block], [block + 100], 0, 1)
             assert not (came and there)
-            assert not came or self.share or block in self.slots.map
+            assert not came or self.share or block in self.slots.tree.slot_by_block
             assert came or self.share or there or block + 100 not in self.tier
 
     @rule(block=st.integers(0, 9))
     def kv_leaves(self, block: int) -> None:
         if block in self.registered:
-            self.tier.forget([block + 100])
             self.slots.forget([block], with_blocks=True)
             self.registered.discard(block)
             self.ever.discard(block)
@@ -149,8 +146,8 @@ class BooksMachine(RuleBasedStateMachine):
 
     @rule(block=st.integers(0, 9))
     def use(self, block: int) -> None:
-        if block in self.slots.map:
-            self.slots.note_use(self.slots.map.slot_of(block))
+        if block in self.slots.tree.slot_by_block:
+            self.slots.note_use(self.slots.tree.slot_of(block))
 
     @invariant()
     def every_state_is_its_own(self) -> None:
@@ -159,7 +156,7 @@ class BooksMachine(RuleBasedStateMachine):
         self.slots.check_integrity()
         self.tier.check_integrity(lambda key: key - 100 in self.registered)
         for block in range(10):
-            slot = self.slots.map.slot_of(block)
+            slot = self.slots.tree.slot_of(block)
             if slot >= 0:
                 assert torch.equal(self.memory[slot], self.content(block))
             if slot >= 0 or block + 100 in self.tier:
@@ -174,8 +171,7 @@ def test_the_least_recent_states_are_in_host_memory() -> None:
     memory = torch.zeros(2, BYTES, dtype=torch.uint8)
     copies = HostCopies(3, BYTES, memory.__getitem__, torch.device("cpu"))
     tier = HostTier(3, copies)
-    slots = StateSlots(2, "lru", Index(100))
-    slots.spill = tier.spill
+    slots = StateSlots(2, "lru", host_tree(100), tier=tier)
     for block in range(7):
         (slot,) = slots.reserve([block])
         memory[slot] = BooksMachine.content(block)
@@ -202,24 +198,22 @@ def test_a_bad_copy_that_cost_another_state_is_told() -> None:
     memory = torch.zeros(1, BYTES, dtype=torch.uint8)
     copies = HostCopies(3, BYTES, memory.__getitem__, torch.device("cpu"))
     tier = HostTier(3, copies)
-    slots = StateSlots(1, "lru", Index(100))
-    slots.spill = tier.spill
+    slots = StateSlots(1, "lru", host_tree(100), tier=tier)
     for block in (5, 4):
         slots.commit(slots.reserve([block]))
     copies.rows ^= 1
     assert tier.bring_back(slots, [4, 5], [104, 105], 1, 1)
-    assert not slots.map.slot_by_block
+    assert not slots.tree.slot_by_block
     assert tier.host.keys() == [104]
     assert tier.bring_back(slots, [4], [104], 0, 1)
-    assert 4 in slots.map
+    assert 4 in slots.tree.slot_by_block
 
 
 def test_a_tier_without_tensors_finds_every_copy() -> None:
     tier = HostTier(4)
-    slots = StateSlots(1, "lru", Index(100))
-    slots.spill = tier.spill
+    slots = StateSlots(1, "lru", host_tree(100), tier=tier)
     for block in (1, 2):
         slots.commit(slots.reserve([block]))
     assert tier.bring_back(slots, [1], [101], 0, 1)
-    assert 1 in slots.map
+    assert 1 in slots.tree.slot_by_block
     assert tier.stats().num_states_fetched == 1
