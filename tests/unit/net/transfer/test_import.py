@@ -234,7 +234,12 @@ def test_too_small_an_engine_takes_what_fits(
     assert total(report) == expected_counts(source)
     assert report.imported.blocks <= blocks
     held = target.context.prefix_cache.slots
-    assert report.imported.states == len(held.map) <= held.num_slots == slots + target.config.max_requests
+    assert (
+        report.imported.states
+        == len(held.tree.slot_by_block)
+        <= held.num_slots
+        == slots + target.config.max_requests
+    )
     if blocks >= 6:  # the most recently used longest prefix
         assert report.imported.states
     export = export_prefixes(target)
