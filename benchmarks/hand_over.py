@@ -40,9 +40,9 @@ import torch
 import torch.distributed as dist
 from mambaslots.inference.kernels.row_checksum import RowChecksum
 from mambaslots.net.channel import Address, Link, Listener
-from mambaslots.net.transfer import hand_over, staging
-from mambaslots.net.transfer.nccl_pipe import NcclPipe
-from mambaslots.net.transfer.placement import Placement
+from mambaslots.net.transfer import hand_over, pieces, session
+from mambaslots.net.transfer.import_ import Placement
+from mambaslots.net.transfer.pipe import NcclPipe, new_nccl_id
 from serving.models import HYBRID_SHAPES, PATTERN, add_hybrid_shape
 from support.command_line import add_count, add_device, make_parser
 
@@ -144,7 +144,7 @@ class Side:
 
             def send() -> int:
                 data = msd.encode_prefixes(msd.export_prefixes(self.engine))
-                link.send(hand_over.Piece(), data)
+                link.send(session.Piece(), data)
                 return len(data)
 
             size, sent = self.time_ms(send)
@@ -180,17 +180,18 @@ class Side:
     def ends(self) -> Any:
         """A link from the first process to a listener of the second."""
         if self.number:
-            listener = Listener(hand_over.Message)
+            listener = Listener(session.Message)
             self.store.set("listener", listener.address.to_bytes())
             return listener
-        return Link(Address.from_bytes(self.store.get("listener")), hand_over.Message, 60.0)
+        return Link(Address.from_bytes(self.store.get("listener")), session.Message, 60.0)
 
     def link_gb_s(self, sizes: Sequence[int], repeats: int = 7) -> list[float]:
         """What NCCL sends from one GPU to the other of buffers of these bytes, in 1e9 bytes a second."""
         device = torch.device("cuda", self.number)
         store = dist.PrefixStore("bare link", self.store)
-        send_id, receive_id = partial(store.set, "id"), partial(store.get, "id")
-        pipe = NcclPipe(device, self.number, send_id, receive_id, lambda: 300.0)
+        if self.number == 0:
+            store.set("id", new_nccl_id())
+        pipe = NcclPipe(device, self.number, store.get("id"), lambda: 300.0)
         speeds = [self._speed(pipe, device, num_bytes, repeats) for num_bytes in sizes]
         pipe.close()
         return speeds
@@ -235,9 +236,9 @@ class Spans:
     def watch(self) -> None:
         """Have each hand-over over NCCL leave its events here."""
         send_pieces, receive_pieces, mark = (
-            hand_over.send_pieces,
-            hand_over.receive_pieces,
-            staging.Staging.mark,
+            session.send_pieces,
+            session.receive_pieces,
+            pieces.Staging.mark,
         )
         send, receive = NcclPipe.send, NcclPipe.receive
 
@@ -260,8 +261,8 @@ class Spans:
             self.end = mark(buffers)
             return self.end
 
-        hand_over.send_pieces, hand_over.receive_pieces = sending, receiving
-        staging.Staging.mark = marked  # type: ignore[method-assign]
+        session.send_pieces, session.receive_pieces = sending, receiving
+        pieces.Staging.mark = marked  # type: ignore[method-assign]
         NcclPipe.send, NcclPipe.receive = kept(send), kept(receive)  # type: ignore[method-assign]
 
     def sent_ms(self) -> dict[str, float]:
@@ -283,12 +284,12 @@ PARTS: dict[str, float] = {}
 def time_parts() -> None:
     """Have the functions that make up a hand-over add their time to `PARTS`."""
     for owner, name in (
-        (hand_over._Offered, "of"), (hand_over._Offered, "message"), (hand_over, "_forest_in"),
-        (hand_over, "send_pieces"), (hand_over, "receive_pieces"), (hand_over.PartCopies, "__init__"),
-        (hand_over.PartCopies, "locate"), (hand_over.PartCopies, "between"), (hand_over.PartCopies, "gather"),
-        (hand_over.PartCopies, "scatter"), (RowChecksum, "__call__"),
+        (hand_over, "forest_of"), (session, "encode"), (session, "decode"),
+        (session, "send_pieces"), (session, "receive_pieces"), (pieces.PartCopies, "__init__"),
+        (pieces.PartCopies, "between"), (pieces.PartCopies, "gather"),
+        (pieces.PartCopies, "scatter"), (RowChecksum, "__call__"),
         (NcclPipe, "send"), (NcclPipe, "receive"), (Link, "send"), (Listener, "send"),
-        (Placement, "place"), (Placement, "publish"), (staging, "_listed"),
+        (Placement, "place"), (Placement, "publish"), (pieces, "_listed"),
     ):  # fmt: skip
         _time_part(owner, name)
 

@@ -33,9 +33,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 from mambaslots.net.channel import Link, Listener
-from mambaslots.net.transfer import hand_over, pieces
-from mambaslots.net.transfer.nccl_pipe import NcclPipe
-from mambaslots.net.transfer.staging import MessagePipe
+from mambaslots.net.transfer import hand_over, pieces, session
+from mambaslots.net.transfer.pipe import MessagePipe, NcclPipe
 from serving.models import HYBRID_SHAPES
 from support.command_line import add_count, add_device, make_parser
 
@@ -114,9 +113,9 @@ def lose(order: dict[str, Any], pipe: Any, reached: Callable[[], None]) -> None:
     if moment == "arriving":
         before(hand_over.TransferChannel, "_begin", act)
     elif moment == "connecting":
-        before(*(hand_over, "Link") if order["side"] == "source" else (hand_over, "Listener"), act)
+        before(session, "Link" if order["side"] == "source" else "Listener", act)
     elif moment == "all pieces":
-        before(hand_over, *("Sums",) if order["side"] == "source" else ("Arrived",), act)
+        before(session, "Sums" if order["side"] == "source" else "Arrived", act)
     else:
         before(pipe, moves, act, 3 if moment == "third piece" else 1)
 
@@ -129,9 +128,9 @@ def lie(lie_of: str, pipe: Any, reached: Callable[[], None]) -> None:
         "checksums": ("values", lambda sums: [value ^ 1 for value in sums]),
         "blocks": ("blocks", lambda nodes: [*nodes, 1 << 40]),
         "states": ("states", lambda nodes: nodes * 1000),
-        "garbage": ("turn", lambda turn: 3),
+        "garbage": ("over_nccl", lambda _: 3),
         "huge": ("blocks", lambda nodes: [1 << 63]),
-        "offer": ("tokens", lambda tokens: os.urandom(5000)),
+        "offer": ("prefixes", lambda prefixes: os.urandom(5000)),
     }
 
     def altered(message: Any) -> Any:

@@ -10,14 +10,12 @@ from .routing.state_events import StateEvents, decode_events, encode_events
 from .routing.state_index import StateIndex
 from .routing.state_publisher import StatePublisher
 from .routing.state_router import ReplicaLoad, RouteRequest, StateRouter
-from .transfer.codec import decode_prefixes, encode_prefixes
 from .transfer.export import export_prefixes, recent_states
 from .transfer.files import SaveReport, load_prefixes, save_prefixes
 from .transfer.format import TransferError
 from .transfer.hand_over import SendReport, TransferChannel, receive_prefixes, send_prefixes
-from .transfer.import_ import CopyError, import_prefixes
-from .transfer.placement import ImportReport, PrefixCounts
-from .transfer.shard import PrefixShard
+from .transfer.import_ import CopyError, ImportReport, PrefixCounts, import_prefixes
+from .transfer.shard import PrefixShard, decode_prefixes, encode_prefixes
 
 __all__ = [
     "Heartbeat", "RankDiedError", "StoreLostError",

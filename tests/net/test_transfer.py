@@ -26,14 +26,13 @@ from mambaslots.net import (
     save_prefixes,
     send_prefixes,
 )
-from mambaslots.net.transfer import placement
+from mambaslots.net.transfer import import_
 from mambaslots.net.transfer.files import Manifest
-from mambaslots.net.transfer.nccl_pipe import NcclPipe
-from mambaslots.net.transfer.parts import shard_of
+from mambaslots.net.transfer.format import shard_of
+from mambaslots.net.transfer.import_ import Placement
 from mambaslots.net.transfer.pieces import PartCopies
-from mambaslots.net.transfer.placement import Placement
+from mambaslots.net.transfer.pipe import MessagePipe, NcclPipe
 from mambaslots.net.transfer.shard import join
-from mambaslots.net.transfer.staging import MessagePipe
 from oracle.distributed_world import World
 from oracle.model_kinds import MIX, OF_TRANSFORMERS, kind_of_model, present_kind
 from oracle.serving import TOLERANCE, expected_answer, random_tokens, small_model, small_model_over
@@ -300,7 +299,7 @@ def test_a_copy_that_fails_on_one_rank_is_undone_on_all(
         raise MemoryError("no room")
 
     if world.rank == 1:
-        monkeypatch.setattr(placement, "write_rows", broken)
+        monkeypatch.setattr(import_, "write_rows", broken)
     text = refused_on_all(world, taker, lambda: import_prefixes(taker, export), CopyError)
     assert text == "prefixes could not be imported: rank 1 of the replica: no room"
 

@@ -29,7 +29,7 @@ from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
 from mambaslots.inference.engines.dynamic_engine import DynamicInferenceEngine
 from mambaslots.inference.engines.memory_poison import MemoryPoison
 from mambaslots.inference.engines.runner import GraphRunner, ModelRunner
-from mambaslots.net.transfer.staging import Staging
+from mambaslots.net.transfer.pieces import Staging
 from torch import Tensor
 from torch.utils._device import _device_constructors
 

@@ -5,12 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import mambaslots as ms
+import msgspec
 import numpy as np
 import torch
 from mambaslots.inference.contexts.cache.hashing import PUBLIC_ROOT, SaltKey
-from mambaslots.net.transfer.forest import PrefixForest
-from mambaslots.net.transfer.format import PrefixFormat
-from mambaslots.net.transfer.parts import Shard, shard_of
+from mambaslots.net.transfer.format import PrefixForest, PrefixFormat, Shard, shard_of
 from mambaslots.net.transfer.shard import PrefixShard, shapes_of
 from mambaslots.parallel_groups import ModelShard, Part
 from mambaslots.state_spec import gated_delta_net_states, mamba2_states, short_conv_states
@@ -67,7 +66,7 @@ def random_forest(seed: int, roots: tuple[bytes, ...] = ROOTS, size: int = 4) ->
     leaves = set(range(len(parents))) - set(parents)
     states = draw.permutation(sorted(leaves | set(range(0, len(parents), 3)))).tolist()
     key_id = SALT_KEY.key_id if set(roots) - {PUBLIC_ROOT} else ""
-    return PrefixForest(size, roots, key_id, tuple(parents), tuple(tokens), tuple(states))
+    return PrefixForest(roots, key_id, tuple(parents), tuple(tokens), tuple(states))
 
 
 @dataclass(frozen=True)
@@ -138,16 +137,14 @@ def shard_of_rank(
 
 def random_export(spec: ms.HybridStateSpec, seed: int = 0, block_size_tokens: int = 4) -> PrefixShard:
     """Of the part that `spec` declares, with distinct numbers everywhere."""
-    access: Any = SimpleNamespace(
-        weights_version=VERSION, block_size_tokens=block_size_tokens, spec=spec, shard=shard_of(spec)
-    )
-    form, forest = PrefixFormat.of(access), random_forest(seed, size=block_size_tokens)
+    form, shard = PrefixFormat.of(spec, block_size_tokens, VERSION), shard_of(spec)
+    forest = random_forest(seed, size=block_size_tokens)
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        name: torch.randn(shape, generator=generator, dtype=form.tensors[name].dtype)
-        for name, shape in shapes_of(form, forest, access.shard).items()
+        name: torch.randn(shape, generator=generator, dtype=form.tensors[name].torch_dtype)
+        for name, shape in shapes_of(form, forest, shard).items()
     }
-    return PrefixShard(form, forest, access.shard, (1, 1), tensors)
+    return PrefixShard(form, forest, shard, tensors)
 
 
 def dense(shard: PrefixShard, name: str) -> torch.Tensor:
@@ -159,4 +156,4 @@ def dense(shard: PrefixShard, name: str) -> torch.Tensor:
 
 
 def with_forest(shard: PrefixShard, **changes: Any) -> PrefixShard:
-    return replace(shard, forest=replace(shard.forest, **changes))
+    return replace(shard, forest=msgspec.structs.replace(shard.forest, **changes))

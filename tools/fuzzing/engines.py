@@ -15,8 +15,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from mambaslots.net import export_prefixes, import_prefixes
-from mambaslots.net.transfer.cache_access import CacheAccess
-from mambaslots.net.transfer.codec import encode_prefixes
+from mambaslots.net.transfer.export import CacheAccess
+from mambaslots.net.transfer.shard import encode_prefixes
 from oracle.serving import random_tokens, serve_checked
 from oracle.transfers import engine_of, maps_of
 
@@ -80,7 +80,7 @@ class WarmEngine:
 
     def _picture(self) -> dict[str, Any]:
         """The maps, and the bytes of all that is cached."""
-        access, maps = CacheAccess.of(self.engine, "fuzz"), maps_of(self.engine)
+        access, maps = CacheAccess(self.engine, "fuzz"), maps_of(self.engine)
         blocks = sorted(maps["blocks"].values())
         slots = sorted(maps["states"].values())
         pictured = maps | {"pins of users": len(self.engine.pins())}

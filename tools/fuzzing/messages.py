@@ -26,7 +26,7 @@ from mambaslots.net.prefill_decode.prefill_client import PrefillClient, RemotePr
 from mambaslots.net.prefill_decode.prefill_session import PrefillSession, PromptRoom
 from mambaslots.net.prefill_decode.prefix_computer import PrefixComputer
 from mambaslots.net.transfer.hand_over import SendReport
-from mambaslots.net.transfer.placement import ImportReport
+from mambaslots.net.transfer.import_ import ImportReport
 from mambaslots.request import SamplingParams
 from mambaslots.serve.served_engine import LocalEngine
 

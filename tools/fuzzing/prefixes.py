@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import mambaslots as ms
+import msgspec
 import torch
 from fuzzing.engines import OWN, SENT, WarmEngine, quiet
 from fuzzing.target import ACCEPTED, HUGE, REFUSED, any_json, damaged_bytes, damaged_json, end_of
@@ -24,9 +25,9 @@ from mambaslots.inference.contexts import state_files
 from mambaslots.inference.contexts.cache.tier import HostTier
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.net import import_prefixes, load_prefixes, save_prefixes
-from mambaslots.net.transfer.codec import encode_prefixes
 from mambaslots.net.transfer.files import MANIFEST
 from mambaslots.net.transfer.format import TransferError
+from mambaslots.net.transfer.shard import encode_prefixes
 from oracle.serving import fetch_always
 from oracle.toy_answers import Ask, answer
 from oracle.toy_lm import ToyLM
@@ -35,7 +36,7 @@ from safetensors.torch import load, save
 
 _SEAL = re.compile(rb'("sha256": ?")([0-9a-f]{64})"')
 _GOOD = "good"
-_FOREST = ("parents", "states", "hashes", "tokens")
+_DESCRIPTION = "description"
 _DTYPES = (
     torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64,
     torch.bool,
@@ -86,14 +87,16 @@ class Damages:
         return Export(kind, self._kinds[kind](random, good))
 
     def _description(self, random: Random, data: bytes) -> bytes:
-        """The JSON that describes the model, the part and the roots."""
+        """What describes the model, the part and the prefixes."""
         tensors, metadata = load(data), metadata_of(data)
-        metadata["export"] = json.dumps(damaged_json(random, json.loads(metadata["export"])))
+        described = msgspec.msgpack.decode(tensors[_DESCRIPTION].numpy().tobytes())
+        name = random.choice(["format", "shard"])
+        described[name] = damaged_json(random, described[name])
         if random.random() < 0.1:
             metadata[random.choice(sorted(metadata))] = (
                 str(any_json(random))[:1000].replace("\ud800", "").replace("\udcff", "")
             )
-        return sealed(save(tensors, metadata))
+        return _described(tensors, metadata, described)
 
     def _header(self, random: Random, data: bytes) -> bytes:
         """The header of safetensors: dtypes, shapes and offsets of any values."""
@@ -117,37 +120,35 @@ class Damages:
         return sealed(struct.pack("<Q", length) + text + data[8 + end :])
 
     def _forest(self, random: Random, data: bytes) -> bytes:
-        """Nodes, hashes, token ids and the order of states."""
+        """Nodes, token ids, roots and the order of states."""
         tensors, metadata = load(data), metadata_of(data)
+        described = msgspec.msgpack.decode(tensors[_DESCRIPTION].numpy().tobytes())
         for _ in range(random.choice((1, 1, 2))):
-            name = random.choice(_FOREST)
-            tensor = tensors[name]
-            way = random.randrange(7)
-            if way == 0 and tensor.numel():
-                flat = tensor.flatten()
+            name = random.choice(("parents", "states", "tokens", "roots"))
+            values = described["forest"][name]
+            way = random.randrange(6)
+            if way == 0 and values:
+                at = random.randrange(len(values))
                 wide = random.choice(_INT64)
-                flat[random.randrange(len(flat))] = wide if tensor.dtype == torch.int64 else wide & 0xFF
+                old = values[at]
+                values[at] = wide if isinstance(old, int) else damaged_bytes(random, old)
             elif way == 1:
-                tensor = tensor[: random.randrange(len(tensor) + 1)].clone()
+                del values[random.randrange(len(values) + 1) :]
             elif way == 2:
-                tensor = torch.cat([tensor, tensor[: random.randrange(len(tensor) + 1)]])
+                values += values[: random.randrange(len(values) + 1)]
             elif way == 3:
-                tensor = tensor[
-                    torch.tensor(random.sample(range(len(tensor)), len(tensor)), dtype=torch.int64)
-                ]
+                random.shuffle(values)
             elif way == 4:
-                tensor = tensor.to(random.choice(_DTYPES))
-            elif way == 5:
-                tensor = tensor.reshape(random.choice([(-1,), (1, -1), (-1, 1), (-1, 1, 1)]))
-            elif len(tensor) > 1:  # one row said twice
-                tensor[random.randrange(len(tensor))] = tensor[random.randrange(len(tensor))].clone()
-            tensors[name] = tensor.contiguous()
-        return sealed(save(tensors, metadata))
+                described["forest"][name] = any_json(random)
+                break
+            elif len(values) > 1:  # one row said twice
+                values[random.randrange(len(values))] = random.choice(values)
+        return _described(tensors, metadata, described)
 
     def _tensors(self, random: Random, data: bytes) -> bytes:
         """KV and states of other shapes, types, lengths and numbers."""
         tensors, metadata = load(data), metadata_of(data)
-        name = random.choice([name for name in sorted(tensors) if name not in _FOREST])
+        name = random.choice([name for name in sorted(tensors) if name != _DESCRIPTION])
         tensor, way = tensors[name], random.randrange(7)
         if way == 0:
             tensor = tensor.to(random.choice(_DTYPES))
@@ -179,6 +180,15 @@ class Damages:
             return sealed(save(load(other), metadata_of(data)))
         except Exception:  # an export that safetensors cannot write again
             return data + other
+
+
+def _described(tensors: dict[str, torch.Tensor], metadata: dict[str, str], described: object) -> bytes:
+    try:
+        data = msgspec.msgpack.encode(described)
+    except (OverflowError, UnicodeEncodeError, RecursionError):  # no peer can say that
+        data = b"\x91" * 100
+    tensors[_DESCRIPTION] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return sealed(save(tensors, metadata))
 
 
 def metadata_of(data: bytes) -> dict[str, str]:
@@ -281,8 +291,7 @@ class LoadedFolders:
             kind = "manifest"
         if kind == "manifest":
             content = damaged_json(random, json.loads(files[MANIFEST])["content"])
-            digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-            files[MANIFEST] = json.dumps({"content": content, "sha256": digest}).encode()
+            files[MANIFEST] = _signed(content)
         elif kind == "bytes":
             name = random.choice(sorted(files))
             files[name] = damaged_bytes(random, files[name])
@@ -293,8 +302,7 @@ class LoadedFolders:
             if found is not None:
                 manifest["content"]["files"][0]["sha256"] = found.group(2).decode()
             content = manifest["content"]
-            digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-            files[MANIFEST] = json.dumps({"content": content, "sha256": digest}).encode()
+            files[MANIFEST] = _signed(content)
         elif kind == "sets":  # the manifest of one set over the files of another
             files = self._sets[0] | {MANIFEST: self._sets[1][MANIFEST]}
         elif kind == "odd":
@@ -329,6 +337,11 @@ class LoadedFolders:
         finally:
             warm.renew()
         return end
+
+
+def _signed(content: object) -> bytes:
+    text = json.dumps(content).encode()
+    return b'{"content":%s,"sha256":"%s"}' % (text, hashlib.sha256(text).hexdigest().encode())
 
 
 def place(path: Path, what: str) -> None:

@@ -25,7 +25,7 @@ from mambaslots.net import StatePublisher
 from mambaslots.net.channel import Link, Listener
 from mambaslots.net.routing.state_router import ReplicaLoad, RouteRequest, StateRouter
 from mambaslots.net.transfer import pieces
-from mambaslots.net.transfer.staging import MessagePipe
+from mambaslots.net.transfer.pipe import MessagePipe
 from mambaslots.serve.served_engine import LocalEngine
 from oracle.faulty_copies import make_faulty
 from oracle.fleet import Replicas
@@ -151,9 +151,9 @@ def lying(fault: str, random: Random) -> Iterator[None]:
         "checksums": ("values", lambda sums: [value ^ 1 for value in sums]),
         "blocks": ("blocks", lambda nodes: [*nodes, 1 << 40]),
         "states": ("states", lambda nodes: nodes * 1000 or [7]),
-        "garbage": ("turn", lambda turn: 3),
+        "garbage": ("over_nccl", lambda _: 3),
         "huge": ("blocks", lambda nodes: [1 << 63]),
-        "offer": ("tokens", lambda tokens: random.randbytes(random.randrange(1, 5000))),
+        "offer": ("prefixes", lambda prefixes: random.randbytes(random.randrange(1, 5000))),
     }
 
     def altered(message: Any) -> Any:

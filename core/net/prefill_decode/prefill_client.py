@@ -14,7 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...validation import instance, integer
 from ..transfer.hand_over import TransferChannel
-from ..transfer.placement import ImportReport, PrefixCounts
+from ..transfer.import_ import ImportReport, PrefixCounts
 from .engine_channel import EngineCall, connect, engine_channel
 from .message_stream import MessageStream, PeerLostError
 from .prefill_worker import address_key

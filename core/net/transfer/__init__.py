@@ -1,9 +1,8 @@
 """Cached prefixes to another replica: exports, files, and hand-overs between running replicas.
 
-forest, format, parts, shard     the prefixes of an export, its tensors, and one rank's part of them
-cache_access, export, import_    out of an engine's cache and into it
-codec, files                     a part as bytes; a directory of them
-placement                        where an import goes in the pools
-hand_over                        TransferChannel: messages between two replicas
-pieces, staging, nccl_pipe       the bytes of a hand-over
+format, shard        what is saved or sent, typed and bounded; one rank's part of it, and as bytes
+export, import_      out of an engine's cache and into it
+files                a directory of parts
+hand_over, session   TransferChannel; messages between the ranks of two replicas
+pieces, pipe         the bytes of a hand-over
 """

@@ -1,22 +1,93 @@
 """Out of the pools: an engine's cached prefixes as one rank's part of an export."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ...inference.contexts.cache.hashing import PUBLIC_ROOT, PrefixHashChain, salt_bytes
+from ...inference.contexts.device_memory import StatePool
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...validation import integers, shown
-from .cache_access import CacheAccess
-from .forest import PrefixForest
-from .format import PrefixFormat
-from .parts import KV, shard_of
-from .placement import read_rows
+from ...validation import instance, integers, shown
+from ..all_ranks import AllRanks
+from .format import KV, PrefixForest, PrefixFormat, segments_of, shard_of
 from .shard import PrefixShard
 
+STAGING_BYTES = 256 << 20
+"""The most bytes of a pool that are copied at once: the memory that a copy takes besides its two sides."""
 PrefixName = tuple[Sequence[int] | Tensor, bytes | str | None] | int
 """The tokens of a prefix, and the salt under which the prefix is cached; or the hash of its last block, which
 has a state. The hash says nothing about the salt."""
+
+
+class CacheAccess:
+    """One rank's prefix cache, between two steps of its engine; valid until the engine is called again.
+
+    Attributes:
+        engine: of this rank.
+        kv_blocks: the allocator of KV blocks, with the prefix that each block stores.
+        slots: which durable slot holds which block's state.
+        pools: the tensors of an export by their names, as views of the pools on the device. "kv" is
+            [attention layers, blocks, KV heads, 2, block size, head dim]; a segment of a state tensor is
+            [layers, slots, units, width, ...].
+        spec: the shapes of the part of the model that this rank holds; its states are the tensors of a
+            durable slot, which may be encoded.
+        block_size_tokens: tokens of a block.
+        ranks: of this replica.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine, call: str) -> None:
+        """
+        Args:
+            engine: of this rank.
+            call: the name of the public function, for errors.
+
+        Raises:
+            ValueError: `engine` is no engine, or caches no prefixes.
+            RuntimeError: the engine is in a step, suspended, or broken by a step that failed.
+        """
+        instance("engine", engine, DynamicInferenceEngine)
+        engine.check_usable(call)
+        context = engine.context
+        if not context.memory.allocated:
+            raise RuntimeError(f"{call} is called on a suspended engine; resume it first")
+        if context.steps:
+            raise RuntimeError(f"{call} is called during a step; end or abort it first")
+        if not engine.config.enable_prefix_caching:
+            raise ValueError("enable_prefix_caching is False; accepted: an engine that caches prefixes")
+        self.engine = engine
+        self.kv_blocks, self.slots = context.prefix_cache.kv_blocks, context.prefix_cache.slots
+        self.pools = _pools(context.memory.kv_cache, context.memory.durable_pool)
+        self.spec = replace(context.spec, states=context.memory.durable_pool.states)
+        self.block_size_tokens = engine.config.block_size_tokens
+        self.ranks = AllRanks(self.spec.groups, self.spec.device)
+
+    def format(self) -> PrefixFormat:
+        """As `PrefixFormat.of`."""
+        return PrefixFormat.of(self.spec, self.block_size_tokens, self.engine.weights_version)
+
+    def state_slots(self) -> dict[int, int]:
+        """Block -> slot of each state that a prompt can find, the most recently used state first.
+
+        A slot that a host has allocated but not registered is left out: its bytes are those of an earlier
+        state until the host has written it.
+        """
+        states = self.slots.tree
+        findable = set(states.hash_to_block_id.values())
+        by_recency = [(states.block_of(slot), slot) for slot in reversed(states.states_by_recency())]
+        return {block: slot for block, slot in by_recency if block in findable}
+
+
+def _pools(kv_cache: Tensor, state_pool: StatePool) -> dict[str, Tensor]:
+    pools = {KV: kv_cache.permute(0, 2, 4, 1, 3, 5)}
+    for tensor in state_pool.states:
+        segments, durable = segments_of(tensor), state_pool.durable(tensor.name)
+        entries = durable if tensor.shape else durable[..., None]
+        parts = torch.split(entries, [segment.size for segment in segments.values()], dim=2)
+        for (name, segment), part in zip(segments.items(), parts, strict=True):
+            pools[name] = torch.unflatten(part, 2, (segment.part.count, segment.width))
+    return pools
 
 
 def export_prefixes(
@@ -42,25 +113,28 @@ def export_prefixes(
             str, int or bytes; or a model that does not say which part of it this rank holds.
         RuntimeError: the engine is in a step, suspended, or broken by a step that failed.
     """
-    return export_from(CacheAccess.of(engine, "export_prefixes"), prefixes)
-
-
-def export_from(access: CacheAccess, prefixes: Iterable[PrefixName] | None) -> PrefixShard:
-    """`export_prefixes` of a cache that is open already."""
-    form = PrefixFormat.of(access)
-    shard = shard_of(access.spec)
-    state_slots = chosen_states(access, prefixes, "all")
+    access = CacheAccess(engine, "export_prefixes")
+    form, state_slots = access.format(), chosen_states(access, prefixes, "all")
     blocks, forest = forest_of(access, list(state_slots))
     slots = list(state_slots.values())
-    return PrefixShard(
-        format=form,
-        forest=forest,
-        shard=shard,
-        split=(access.parallel.tensor_size, access.parallel.pipeline_size),
-        tensors={
-            name: read_rows(pool, 1, blocks if name == KV else slots) for name, pool in access.pools.items()
-        },
-    )
+    tensors = {name: _read_rows(pool, blocks if name == KV else slots) for name, pool in access.pools.items()}
+    return PrefixShard(form, forest, shard_of(access.spec), tensors)
+
+
+def _read_rows(pool: Tensor, rows: Sequence[int]) -> Tensor:
+    """Copy these rows of a pool's second dimension to a new tensor on the CPU; synchronises."""
+    values = torch.empty((len(pool), len(rows), *pool.shape[2:]), dtype=pool.dtype, device="cpu")
+    for first, some in rows_at_once(pool, rows):
+        # `index_select` takes several times as long on a CPU where rows are not contiguous.
+        values[:, first : first + len(some)] = torch.stack([pool[:, row] for row in some], 1)
+    return values
+
+
+def rows_at_once(pool: Tensor, rows: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+    """(Position in `rows`, the rows from there on that fit `STAGING_BYTES`)."""
+    count = max(1, STAGING_BYTES // max(1, pool[:, :1].nbytes))
+    for first in range(0, len(rows), count):
+        yield first, rows[first : first + count]
 
 
 def chosen_states(access: CacheAccess, prefixes: Iterable[PrefixName] | None, states: str) -> dict[int, int]:
@@ -74,40 +148,31 @@ def chosen_states(access: CacheAccess, prefixes: Iterable[PrefixName] | None, st
     state_slots = access.state_slots()
     if prefixes is None:
         return state_slots
+    if not isinstance(prefixes, Iterable):
+        raise ValueError(f"prefixes is {shown(prefixes)}; accepted: a list of (tokens, salt), or None")
     chosen: set[int] = set()
-    for path in _paths_of(access, prefixes):
-        found = [block for block in path if block in state_slots]
+    for index, prefix in enumerate(prefixes):
+        found = [block for block in _path_of(access, index, prefix) if block in state_slots]
         chosen.update(found if states == "all" else found[-1:])
     return {block: slot for block, slot in state_slots.items() if block in chosen}
 
 
-def _paths_of(access: CacheAccess, prefixes: Iterable[PrefixName]) -> list[list[int]]:
-    """The cached blocks of each of these prefixes, from its first one on."""
-    if not isinstance(prefixes, Iterable):
-        raise ValueError(f"prefixes is {shown(prefixes)}; accepted: a list of (tokens, salt), or None")
-    paths: list[list[int]] = []
-    for index, prefix in enumerate(prefixes):
-        if isinstance(prefix, int) and not isinstance(prefix, bool):
-            paths.append(_path_to(access, prefix))
-            continue
-        if not isinstance(prefix, tuple) or len(prefix) != 2:
-            raise ValueError(f"prefixes[{index}] is {shown(prefix)}; accepted: (tokens, salt), or a hash")
-        tokens, salt = prefix
-        root = access.salt_key.root(salt_bytes(f"prefixes[{index}][1]", salt))
-        chain = PrefixHashChain(access.block_size_tokens, root)
-        chain.extend_to(integers(f"prefixes[{index}][0]", tokens, 0, access.spec.vocab_size - 1))
-        paths.append(list(access.kv_blocks.tree.match(chain.root, chain.keys, chain.tokens)))
-    return paths
-
-
-def _path_to(access: CacheAccess, key: int) -> list[int]:
-    """The blocks of a prefix, from its first one to the one whose state has this hash; [] without a state."""
-    path: list[int] = []
-    block: int | bytes | None = access.slots.tree.hash_to_block_id.get(key)
-    while isinstance(block, int):
-        path.append(block)
-        block, _ = access.kv_blocks.tree.content_of(block)
-    return path[::-1]
+def _path_of(access: CacheAccess, index: int, prefix: PrefixName) -> list[int]:
+    """The cached blocks of a prefix, from its first one on; [] for a hash without a state."""
+    if isinstance(prefix, int) and not isinstance(prefix, bool):
+        path: list[int] = []
+        block: int | bytes | None = access.slots.tree.hash_to_block_id.get(prefix)
+        while isinstance(block, int):
+            path.append(block)
+            block, _ = access.kv_blocks.tree.content_of(block)
+        return path[::-1]
+    if not isinstance(prefix, tuple) or len(prefix) != 2:
+        raise ValueError(f"prefixes[{index}] is {shown(prefix)}; accepted: (tokens, salt), or a hash")
+    tokens, salt = prefix
+    root = access.engine.salt_key.root(salt_bytes(f"prefixes[{index}][1]", salt))
+    chain = PrefixHashChain(access.block_size_tokens, root)
+    chain.extend_to(integers(f"prefixes[{index}][0]", tokens, 0, access.spec.vocab_size - 1))
+    return list(access.kv_blocks.tree.match(chain.root, chain.keys, chain.tokens))
 
 
 def recent_states(engine: DynamicInferenceEngine) -> list[int]:
@@ -119,7 +184,7 @@ def recent_states(engine: DynamicInferenceEngine) -> list[int]:
     Raises:
         ValueError, RuntimeError: as in `export_prefixes`.
     """
-    access = CacheAccess.of(engine, "recent_states")
+    access = CacheAccess(engine, "recent_states")
     return [access.slots.tree.key_of(block) for block in access.state_slots()]
 
 
@@ -130,24 +195,20 @@ def forest_of(access: CacheAccess, state_blocks: Sequence[int]) -> tuple[list[in
     parents: list[int] = []
     tokens: list[bytes] = []
     for state_block in state_blocks:
-        path, block = [], state_block
-        while block not in node_of:
+        path: list[tuple[int, int | bytes, bytes]] = []
+        block: int | bytes = state_block
+        while isinstance(block, int) and block not in node_of:
             parent, content = access.kv_blocks.tree.content_of(block)
             path.append((block, parent, content))
-            if isinstance(parent, bytes):
-                break
             block = parent
         for block, parent, content in reversed(path):
-            if isinstance(parent, bytes):
-                parents.append(-1 - roots.setdefault(parent, len(roots)))
-            else:
-                parents.append(node_of[parent])
+            is_first = isinstance(parent, bytes)
+            parents.append(-1 - roots.setdefault(parent, len(roots)) if is_first else node_of[parent])
             node_of[block] = len(tokens)
             tokens.append(content)
     forest = PrefixForest(
-        block_size_tokens=access.block_size_tokens,
         roots=tuple(roots),
-        salt_key_id=access.salt_key.key_id if roots.keys() - {PUBLIC_ROOT} else "",
+        salt_key_id=access.engine.salt_key.key_id if roots.keys() - {PUBLIC_ROOT} else "",
         parents=tuple(parents),
         tokens=tuple(tokens),
         states=tuple(node_of[block] for block in state_blocks),

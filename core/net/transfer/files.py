@@ -1,35 +1,41 @@
 """Exports in a directory: a file a rank, and a manifest that says which files belong together."""
 
 import hashlib
-import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from ...files import read_regular
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...validation import shown
 from ..all_ranks import Attempt, Notes
-from .cache_access import CacheAccess
-from .codec import checksum, decode_prefixes, encode_prefixes
-from .export import PrefixName, export_from
-from .forest import PrefixForest
-from .format import FORMAT_VERSION, PrefixFormat, TransferError, check_version
-from .import_ import ReceivedShard, import_received
-from .parts import Shard, json_object, shard_from_json, shard_of, shard_to_json
-from .placement import ImportReport
-from .shard import join, sources_for
+from .export import CacheAccess, PrefixName, export_prefixes
+from .format import (
+    FORMAT_VERSION,
+    PrefixForest,
+    PrefixFormat,
+    Shard,
+    TensorPart,
+    TransferError,
+    check_shard,
+    check_version,
+    shard_of,
+)
+from .import_ import ImportReport, Incoming, import_received
+from .shard import PrefixShard, checksum, decode_prefixes, encode_prefixes, join, sources_for
 
 MANIFEST = "prefixes.json"
 """The name of a manifest in its directory."""
 
 
-@dataclass(frozen=True)
-class FileEntry:
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One file of a set.
 
     Attributes:
@@ -38,39 +44,21 @@ class FileEntry:
         shard: the part of the model whose states and KV the file holds.
     """
 
-    file: str
+    file: Annotated[str, msgspec.Meta(pattern=r"^[^/\0]+$")]
     sha256: str
-    shard: Shard
+    shard: dict[str, TensorPart]
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """The files of one export, a file a rank.
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The files of one export, a file a rank, in order of rank."""
 
-    Attributes:
-        set_id: the name of the set, part of each file's name.
-        entries: the files, in order of rank.
-    """
-
-    set_id: str
-    entries: Sequence[FileEntry]
-
-    @property
-    def sha256(self) -> str:
-        """Tells this set from every other."""
-        return _digest(self._content())
+    files: list[FileEntry]
+    format_version: int = FORMAT_VERSION
 
     def to_bytes(self) -> bytes:
-        """The manifest as JSON; `from_bytes` reads it."""
-        content = self._content()
-        return json.dumps({"content": content, "sha256": _digest(content)}, indent=1).encode()
-
-    def _content(self) -> dict[str, object]:
-        files = [
-            {"file": entry.file, "sha256": entry.sha256, "shard": shard_to_json(entry.shard)}
-            for entry in self.entries
-        ]
-        return {"format_version": FORMAT_VERSION, "set": self.set_id, "files": files}
+        """The manifest as JSON with a checksum; `from_bytes` reads it."""
+        content = msgspec.json.encode(self)
+        return msgspec.json.encode(_Signed(msgspec.Raw(content), hashlib.sha256(content).hexdigest()))
 
     @classmethod
     def from_bytes(cls, text: bytes) -> "Manifest":
@@ -80,32 +68,24 @@ class Manifest:
             TransferError: `text` is truncated, altered, or of another format version.
         """
         try:
-            found = json_object(MANIFEST, json.loads(text), {"content", "sha256"})
-            content = json_object("content", found["content"], {"format_version", "set", "files"})
-            check_version(content["format_version"])
-            if found["sha256"] != _digest(content):
+            signed = msgspec.json.decode(text, type=_Signed)
+            check_version(msgspec.json.decode(signed.content, type=_Versioned).format_version)
+            if signed.sha256 != hashlib.sha256(signed.content).hexdigest():
                 raise TransferError(f"sha256 of {MANIFEST} is another: it was altered")
-            files = [json_object("file", entry, {"file", "sha256", "shard"}) for entry in content["files"]]
-            shards = [shard_from_json(entry["shard"]) for entry in files]
-            entries = [
-                FileEntry(_file_name(entry["file"]), entry["sha256"], shard)
-                for entry, shard in zip(files, shards, strict=True)
-            ]
+            return msgspec.json.decode(signed.content, type=cls)
         except TransferError:
             raise
-        except (ValueError, TypeError, RecursionError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise TransferError(f"{MANIFEST} is truncated or altered: {error}") from error
-        return cls(content["set"], entries)
 
 
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+class _Signed(msgspec.Struct, forbid_unknown_fields=True):
+    content: msgspec.Raw
+    sha256: str
 
 
-def _file_name(value: object) -> str:
-    if not isinstance(value, str) or not value or Path(value).name != value:
-        raise TransferError(f"file is {shown(value)}; accepted: the name of a file beside {MANIFEST}")
-    return value
+class _Versioned(msgspec.Struct):
+    format_version: int
 
 
 _OWN_FILES = re.compile(r"prefixes-[0-9a-f]{12}-tp[0-9]+of[0-9]+-pp[0-9]+of[0-9]+\.safetensors(\.tmp)?")
@@ -130,13 +110,6 @@ class SaveReport:
     bytes: int
 
 
-@dataclass(frozen=True)
-class _SavedFile:
-    path: Path
-    size: int
-    forest: PrefixForest
-
-
 def save_prefixes(
     engine: DynamicInferenceEngine,
     directory: str | os.PathLike[str],
@@ -159,47 +132,56 @@ def save_prefixes(
         ValueError: `directory` is no path; or as in `export_prefixes`.
         RuntimeError: as in `export_prefixes`.
     """
-    access = CacheAccess.of(engine, "save_prefixes")
-    ranks, parallel = access.ranks, access.parallel
+    access = CacheAccess(engine, "save_prefixes")
+    ranks, groups = access.ranks, access.spec.groups
     set_id = ranks.from_first_rank(uuid.uuid4().hex[:12])
     name = (
-        f"prefixes-{set_id}-tp{parallel.tensor_rank}of{parallel.tensor_size}"
-        f"-pp{parallel.pipeline_rank}of{parallel.pipeline_size}.safetensors"
+        f"prefixes-{set_id}-tp{groups.tensor_rank}of{groups.tensor_size}"
+        f"-pp{groups.pipeline_rank}of{groups.pipeline_size}.safetensors"
     )
 
-    def write_own_file(notes: Notes) -> _SavedFile:
+    def write_own_file(notes: Notes) -> PrefixForest:
         folder = _folder(directory)
-        shard = export_from(access, prefixes)
+        shard = export_prefixes(engine, prefixes)
         data = encode_prefixes(shard)
         notes["prefixes or weights"] = shard.forest.digest, shard.format
-        notes["entry"] = FileEntry(name, checksum(data), shard.shard)
+        notes["entry"] = FileEntry(name, checksum(data), dict(shard.shard))
         notes["size"] = len(data)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write(folder / name, data)
-        return _SavedFile(folder / name, len(data), shard.forest)
-
-    written = ranks.attempt(write_own_file, same=("prefixes or weights",))
-    saved = _result(written, written.value, directory)
-    folder, forest = saved.path.parent, saved.forest
-    entries: list[FileEntry] = [notes["entry"] for notes in written.notes]
+        return shard.forest
 
     def write_manifest(_: Notes) -> None:
-        if ranks.rank == 0:
-            _check_all_here(folder, entries, [notes["size"] for notes in written.notes])
-            _write(folder / MANIFEST, Manifest(set_id, entries).to_bytes())
+        if ranks.rank:
+            return
+        folder = Path(directory)
+        for rank, (entry, size) in enumerate(zip(entries, sizes, strict=True)):
+            path = folder / entry.file
+            if not path.is_file() or path.stat().st_size != size:
+                raise OSError(
+                    f"{path.name}, which rank {rank} wrote, is not here; accepted: one directory for all "
+                    "ranks"
+                )
+        _write(folder / MANIFEST, Manifest(entries).to_bytes())
 
-    _result(ranks.attempt(write_manifest), saved, directory)
+    try:
+        written = ranks.attempt(write_own_file, same=("prefixes or weights",))
+        forest = _result(written, directory)
+        entries: list[FileEntry] = [notes["entry"] for notes in written.notes]
+        sizes: list[int] = [notes["size"] for notes in written.notes]
+        _result(ranks.attempt(write_manifest), directory)
+    except (OSError, ValueError):
+        with suppress(Exception):  # the directory may be no path
+            (Path(directory) / name).unlink()
+        raise
     files = tuple(entry.file for entry in entries)
     if ranks.rank == 0:
-        _remove_other_sets(folder, files)
-    return SaveReport(files, len(forest.leaves), len(forest), len(forest.states), saved.size)
+        _remove_other_sets(Path(directory), files)
+    return SaveReport(files, len(forest.leaves), len(forest), len(forest.states), sizes[ranks.rank])
 
 
-def _result[T](attempt: Attempt[T], own_file: _SavedFile | None, directory: object) -> T:
-    """This rank's value; where a rank failed, removes this rank's file and raises as `save_prefixes` says."""
-    if attempt.reason and own_file is not None:
-        with suppress(OSError):
-            own_file.path.unlink()
+def _result[T](attempt: Attempt[T], directory: object) -> T:
+    """This rank's value; where a rank failed, raises as `save_prefixes` says."""
     if isinstance(attempt.error, ValueError):  # this rank's own argument is wrong
         raise attempt.error
     return attempt.result(
@@ -226,28 +208,27 @@ def load_prefixes(engine: DynamicInferenceEngine, directory: str | os.PathLike[s
         ValueError, RuntimeError, CopyError: as in `import_prefixes`; ValueError also for a `directory` that
             is no path.
     """
-    access = CacheAccess.of(engine, "load_prefixes")
+    access = CacheAccess(engine, "load_prefixes")
 
-    def prepare() -> Callable[[], ReceivedShard]:
+    def received() -> Incoming:
         folder = _folder(directory)
-        return lambda: _read_part(folder, PrefixFormat.of(access), shard_of(access.spec))
+        return Incoming.of(*_read_part(folder, access.format(), shard_of(access.spec)))
 
-    return import_received(access, prepare)
+    return import_received(access, received)
 
 
-def _read_part(folder: Path, own_format: PrefixFormat, own_shard: Shard) -> ReceivedShard:
-    """The part `own_shard` of the set in `folder`; reads only the files that are needed."""
+def _read_part(folder: Path, own_format: PrefixFormat, own_shard: Shard) -> tuple[PrefixShard, str]:
+    """The part `own_shard` of the set in `folder`, and the set's checksum; reads the needed files alone."""
     try:
         text = read_regular(folder / MANIFEST)
     except OSError as error:
         raise TransferError(f"directory is {str(folder)!r}: {error}; accepted: one that has a set") from error
-    manifest = Manifest.from_bytes(text)
-    shards = [entry.shard for entry in manifest.entries]
-    for shard in shards:
-        own_format.check_shard(shard)
+    entries = Manifest.from_bytes(text).files
+    for entry in entries:
+        check_shard(own_format, entry.shard)
+    needed = sources_for([entry.shard for entry in entries], own_shard)
     pieces = []
-    for index, part in sources_for(shards, own_shard).items():
-        entry = manifest.entries[index]
+    for entry in [entries[index] for index in needed] or entries[:1]:  # one tells the prefixes, at least
         try:
             data = read_regular(folder / entry.file)
         except OSError as error:
@@ -261,8 +242,8 @@ def _read_part(folder: Path, own_format: PrefixFormat, own_shard: Shard) -> Rece
                 f"{entry.file} is not the file that {MANIFEST} names; accepted: one set's files"
             )
         piece.format.check_fits(own_format)
-        pieces.append(piece.cut(part))
-    return ReceivedShard(join(pieces, own_shard), manifest.sha256)
+        pieces.append(piece)
+    return join(pieces, own_shard), hashlib.sha256(text).hexdigest()
 
 
 def _folder(directory: object) -> Path:
@@ -278,18 +259,8 @@ def _folder(directory: object) -> Path:
     return folder
 
 
-def _check_all_here(folder: Path, entries: Sequence[FileEntry], sizes: Sequence[int]) -> None:
-    """OSError unless `folder` has the files that all ranks wrote."""
-    for rank, (entry, size) in enumerate(zip(entries, sizes, strict=True)):
-        path = folder / entry.file
-        if not path.is_file() or path.stat().st_size != size:
-            raise OSError(
-                f"{path.name}, which rank {rank} wrote, is not here; accepted: one directory for all ranks"
-            )
-
-
 def _write(path: Path, data: bytes) -> None:
-    """Write a file at once: whoever opens `path`, also after a crash, finds all of `data` or no new file.
+    """Write a file at once: who opens `path`, also after a crash, finds all of `data` or no new file.
 
     The file holds what prompts hold: its owner alone may read it.
     """
@@ -308,7 +279,7 @@ def _write(path: Path, data: bytes) -> None:
 
 def _remove_other_sets(folder: Path, own_files: Collection[str]) -> None:
     """Remove the files of earlier sets and of unfinished ones, as far as the system allows."""
-    with suppress(Exception):  # the new set is complete, whatever stays beside it
+    with suppress(Exception):  # the new set is complete, whatever else stays
         for path in folder.glob("prefixes-*.safetensors*"):
             if path.name not in own_files and _OWN_FILES.fullmatch(path.name):
                 with suppress(OSError):

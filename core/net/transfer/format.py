@@ -1,29 +1,88 @@
-"""What the prefixes of one engine must have in common with another engine, to be of use there."""
+"""What is saved or sent of cached prefixes, typed and bounded: tensors, parts of them, trees of blocks."""
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from functools import cached_property
+from typing import Annotated, Literal, NamedTuple
 
+import msgspec
+import numpy as np
 import torch
+from msgspec import Meta
 
-from ...validation import INT32_MAX, integer, integers, shown
-from .cache_access import CacheAccess
-from .parts import KV, Shard, TensorPart, json_object, segments_of, shard_of
+from ...inference.contexts.cache.hashing import PUBLIC_ROOT, PrefixHashChain
+from ...parallel_groups import Part
+from ...state_spec import HybridStateSpec, StateSegment, StateTensor
+from ...validation import INT32_MAX, shown
 
-FORMAT_VERSION = 3
-WeightsVersion = str | int | bytes
-_DTYPES = {
-    str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-}
-_STATE_DTYPES = _DTYPES | {"int8": torch.int8}
+KV = "kv"
+"""The name of the tensor of keys and values. Those of states have a dot: see `segments_of`."""
+TOKEN_BYTES = 4
+"""Bytes of a token id, little-endian, as the KV index keeps it."""
+FORMAT_VERSION = 4
+_ROOT_BYTES = len(PUBLIC_ROOT)
+
+Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+Size = Annotated[int, Meta(ge=1, le=INT32_MAX)]
 
 
 class TransferError(ValueError):
     """An export is damaged, or does not fit this engine; the call that raised has changed nothing."""
 
 
-@dataclass(frozen=True)
-class TensorFormat:
+# ---- which part of each tensor a rank holds
+
+
+class TensorPart(NamedTuple):
+    """Some layers of a tensor, and some units of these layers: heads, groups or channels."""
+
+    layers: Part
+    units: Part
+
+    @property
+    def slices(self) -> tuple[slice, slice]:
+        """The part's layers and units, of those of the whole model."""
+        return slice(self.layers.start, self.layers.stop), slice(self.units.start, self.units.stop)
+
+
+Shard = Mapping[str, TensorPart]
+"""The name of each tensor -> the part that a rank holds of it."""
+
+
+def segments_of(tensor: StateTensor) -> dict[str, StateSegment]:
+    """The segments of a state tensor by their names in an export: "conv.0" is the first of "conv"."""
+    return {f"{tensor.name}.{index}": segment for index, segment in enumerate(tensor.parts.segments)}
+
+
+def shard_of(spec: HybridStateSpec) -> Shard:
+    """The part of the model that this rank holds; ValueError where a split model does not say which part."""
+    undeclared = [f"states[{i}].split" for i, tensor in enumerate(spec.states) if tensor.split is None]
+    undeclared += ["shard"] if spec.shard is None else []
+    if spec.groups.is_split and undeclared:
+        raise ValueError(
+            f"{', '.join(undeclared)} of state_spec() is None; accepted: the part of each tensor that this "
+            f"rank holds, because {spec.groups.size} ranks hold the model"
+        )
+    counts = spec.num_attention_layers, spec.num_kv_heads
+    kv = TensorPart(*(Part(0, count, count) for count in counts))
+    if spec.shard is not None:
+        kv = TensorPart(spec.shard.attention_layers, spec.shard.kv_heads)
+        if (kv.layers.count, kv.units.count) != counts:
+            raise ValueError(
+                f"state_spec().shard is {spec.shard}; accepted: one of {counts[0]} attention layers and "
+                f"{counts[1]} KV heads"
+            )
+    shard = {KV: kv}
+    for tensor in spec.states:
+        for name, segment in segments_of(tensor).items():
+            shard[name] = TensorPart(tensor.parts.layers, segment.part)
+    return shard
+
+
+# ---- the tensors of the whole model
+
+
+class TensorFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor of an export, of the whole model.
 
     Attributes:
@@ -34,47 +93,24 @@ class TensorFormat:
         grid: `StateTensor.grid`; 1 for KV.
     """
 
-    num_layers: int
-    num_units: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    grid: int = 1
+    num_layers: Count
+    num_units: Count
+    shape: tuple[Size, ...]
+    dtype: Literal["float16", "bfloat16", "float32", "float64", "int8"]
+    grid: Size = 1
 
-    @classmethod
-    def of(
-        cls, part: TensorPart, shape: tuple[int, ...], dtype: torch.dtype, grid: int = 1
-    ) -> "TensorFormat":
-        """The format of the tensor that `part` is of."""
-        return cls(part.layers.total, part.units.total, shape, dtype, grid)
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as values that JSON knows; `from_json` reads them."""
-        return vars(self) | {"shape": list(self.shape), "dtype": str(self.dtype).removeprefix("torch.")}
-
-    @classmethod
-    def from_json(cls, name: str, value: object) -> "TensorFormat":
-        """The format that `to_json` made `value` of; ValueError, which says `name`, for anything else."""
-        found = json_object(name, value, {field.name for field in fields(cls)})
-        dtype, accepted = found["dtype"], _DTYPES if name == KV else _STATE_DTYPES
-        if not isinstance(dtype, str) or dtype not in accepted:
-            raise ValueError(f"{name}.dtype is {shown(dtype)}; accepted: one of {', '.join(accepted)}")
-        return cls(
-            num_layers=integer(f"{name}.num_layers", found["num_layers"], 0, INT32_MAX),
-            num_units=integer(f"{name}.num_units", found["num_units"], 0, INT32_MAX),
-            shape=tuple(integers(f"{name}.shape", found["shape"], 1, INT32_MAX)),
-            dtype=accepted[dtype],
-            grid=integer(f"{name}.grid", found["grid"], 1, INT32_MAX),
-        )
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrefixFormat:
+class PrefixFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The tensors of the whole model, and what else the meaning of its states and KV depends on.
 
     Attributes:
-        format_version: the version of the encoding as bytes.
-        weights_version: what the exporting engine calls its weights; nothing else tells two models of one
-            shape apart.
+        weights_version: `repr` of what the exporting engine calls its weights, so that 1 and "1" differ;
+            nothing else tells two models of one shape apart.
         block_size_tokens: tokens of a KV block.
         vocab_size: token ids are below it.
         tensors: by name: "kv", and "conv.0" for the first segment of the state tensor "conv". States travel
@@ -82,108 +118,204 @@ class PrefixFormat:
             So an engine with another `durable_state_dtype` refuses them.
     """
 
-    format_version: int = FORMAT_VERSION
-    weights_version: WeightsVersion
-    block_size_tokens: int
-    vocab_size: int
-    tensors: Mapping[str, TensorFormat]
+    weights_version: str
+    block_size_tokens: Size
+    vocab_size: Size
+    tensors: dict[str, TensorFormat]
 
     @classmethod
-    def of(cls, access: CacheAccess) -> "PrefixFormat":
+    def of(cls, spec: HybridStateSpec, block_size_tokens: int, weights_version: object) -> "PrefixFormat":
         """The format of an engine's cache.
 
         Raises:
             ValueError: the engine's `weights_version` is no str, int or bytes; or the model does not say
                 which part of it this rank holds, or says so wrongly.
         """
-        version, spec = access.weights_version, access.spec
-        if type(version) not in (str, int, bytes):
+        if type(weights_version) not in (str, int, bytes):
             raise ValueError(
-                f"engine.weights_version is {shown(version)}; accepted: a str, int or bytes that names the "
-                "model's weights, because prefixes of other weights of the same shape must be refused"
+                f"engine.weights_version is {shown(weights_version)}; accepted: a str, int or bytes that "
+                "names the model's weights, because prefixes of other weights of the same shape must be "
+                "refused"
             )
-        shard, kv_shape = shard_of(spec), (2, access.block_size_tokens, spec.head_dim)
-        tensors = {KV: TensorFormat.of(shard[KV], kv_shape, spec.kv_dtype)}
+        shapes = {KV: ((2, block_size_tokens, spec.head_dim), spec.kv_dtype, 1)}
         for tensor in spec.states:
             for name, segment in segments_of(tensor).items():
-                shape = segment.width, *tensor.shape[1:]
-                tensors[name] = TensorFormat.of(shard[name], shape, tensor.dtype, tensor.grid)
+                shapes[name] = (segment.width, *tensor.shape[1:]), tensor.dtype, tensor.grid
+        shard = shard_of(spec)
         return cls(
-            weights_version=version,  # type: ignore[arg-type]
-            block_size_tokens=access.block_size_tokens,
+            weights_version=repr(weights_version),
+            block_size_tokens=block_size_tokens,
             vocab_size=spec.vocab_size,
-            tensors=tensors,
+            tensors={
+                name: TensorFormat(
+                    shard[name].layers.total,
+                    shard[name].units.total,
+                    shape,
+                    str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
+                    grid,
+                )
+                for name, (shape, dtype, grid) in shapes.items()
+            },
         )
 
     def check_fits(self, own: "PrefixFormat") -> None:
         """Raises a TransferError that names everything in which this format differs from `own`."""
-        theirs, ours = self._values(), own._values()
+        theirs, ours = self._texts(), own._texts()
         differences = [
-            f"{name} is {shown(value)}; accepted: {shown(ours[name])}, as here"
-            for name, value in theirs.items()
-            if name in ours and (type(value) is not type(ours[name]) or value != ours[name])
+            f"{name} is {text}; accepted: {ours[name]}, as here"
+            for name, text in theirs.items()
+            if name in ours and text != ours[name]
         ]
         if differences:
             raise TransferError("the export does not fit: " + "; and ".join(differences))
 
-    def _values(self) -> dict[str, object]:
+    def _texts(self) -> dict[str, str]:
         """What `check_fits` compares; the names of tensors stand for the tensors that only one side has."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values["tensors"] = sorted(self.tensors)
+        values = msgspec.structs.asdict(self) | {"tensors": sorted(self.tensors)}
         for name, tensor in self.tensors.items():
-            values |= {f"{name}.{field}": value for field, value in vars(tensor).items()}
-        return values
-
-    def check_shard(self, shard: Shard) -> None:
-        """TransferError unless `shard` is a part of a model of this format."""
-        if shard.keys() != self.tensors.keys():
-            raise TransferError(f"shard is of {sorted(shard)}; accepted: {sorted(self.tensors)}")
-        for name, tensor in self.tensors.items():
-            for axis, part, total in zip(
-                TensorPart._fields, shard[name], (tensor.num_layers, tensor.num_units), strict=True
-            ):
-                if part.total != total:
-                    raise TransferError(
-                        f"shard.{name} is of {part.total} {axis}; accepted: {total}, as the format says"
-                    )
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as values that JSON knows; `from_json` reads them."""
-        version = self.weights_version
-        text = version.hex() if isinstance(version, bytes) else version
-        return vars(self) | {
-            "weights_version": [type(version).__name__, text],
-            "tensors": {name: tensor.to_json() for name, tensor in self.tensors.items()},
+            fields = msgspec.structs.asdict(tensor)
+            values |= {f"{name}.{field}": value for field, value in fields.items()}
+        return {name: shown(value) for name, value in values.items()} | {
+            "weights_version": self.weights_version
         }
 
-    @classmethod
-    def from_json(cls, value: object) -> "PrefixFormat":
-        """The format that `to_json` made `value` of; ValueError for anything else."""
-        if isinstance(value, dict) and "format_version" in value:
-            check_version(value["format_version"])  # first: another version has other fields
-        found = json_object("format", value, {field.name for field in fields(cls)})
-        tensors = found["tensors"]
-        if not isinstance(tensors, dict):
-            raise ValueError(f"tensors is {shown(tensors)}; accepted: an object of formats")
-        return cls(
-            weights_version=_weights_version(found["weights_version"]),
-            block_size_tokens=integer("block_size_tokens", found["block_size_tokens"], 1, INT32_MAX),
-            vocab_size=integer("vocab_size", found["vocab_size"], 1, INT32_MAX),
-            tensors={name: TensorFormat.from_json(name, tensor) for name, tensor in tensors.items()},
-        )
+
+# ---- the prefixes
 
 
-def check_version(version: object) -> None:
-    """TransferError unless an export's bytes are of the version that this code reads."""
-    if version != FORMAT_VERSION:
+class PrefixForest(msgspec.Struct, frozen=True, eq=False, dict=True, forbid_unknown_fields=True):
+    """Trees whose nodes 0 .. n-1 are blocks; a path from a root is a prefix. Parents come before children.
+
+    Attributes:
+        roots: the root digests of the prefixes' hash chains, each once; see `SaltKey.root`. No salts.
+        salt_key_id: of the key that made the roots, or empty where no prefix has a salt.
+        parents: node -> the node before it in the prefix; -1 - i for the first block under `roots[i]`.
+        tokens: node -> the bytes of its token ids, `TOKEN_BYTES` each.
+        states: the nodes whose state is exported, the most recently used state first. Every leaf is among
+            them.
+    """
+
+    roots: tuple[Annotated[bytes, Meta(min_length=_ROOT_BYTES, max_length=_ROOT_BYTES)], ...]
+    salt_key_id: Annotated[str, Meta(max_length=64)]
+    parents: tuple[int, ...]
+    tokens: tuple[bytes, ...]
+    states: tuple[Count, ...]
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def leaves(self) -> frozenset[int]:
+        """The nodes without children: each ends a prefix that no other prefix continues."""
+        return frozenset(range(len(self))) - frozenset(self.parents)
+
+    def under_other_key(self, salt_key_id: str) -> frozenset[int]:
+        """The nodes of prefixes with salts, where their roots were made under another key than this one."""
+        if self.salt_key_id in ("", salt_key_id):
+            return frozenset()
+        found: set[int] = set()
+        for node, parent in enumerate(self.parents):
+            if parent in found or (parent < 0 and self.roots[-1 - parent] != PUBLIC_ROOT):
+                found.add(node)
+        return frozenset(found)
+
+    @cached_property
+    def keys(self) -> tuple[int, ...]:
+        """Node -> the hash of the prefix that ends there, computed from root and tokens."""
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(node)
+        size, keys = len(self.tokens[0]) // TOKEN_BYTES if self.tokens else 1, [0] * len(self)
+        for index, root in enumerate(self.roots):
+            chain = PrefixHashChain(size, root)
+            waiting = [(node, 0) for node in children.get(-1 - index, ())]
+            while waiting:
+                node, depth = waiting.pop()
+                chain.cut_to(depth * size)
+                chain.append(self.tokens[node])
+                keys[node] = chain.keys[-1]
+                waiting += [(child, depth + 1) for child in children.get(node, ())]
+        return tuple(keys)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for two forests whose nodes, order and states are equal."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()
+
+    def check(self, block_size_tokens: int, vocab_size: int) -> None:
+        """TransferError unless the forest is as the class says, of such blocks and tokens."""
+        nodes, width = len(self), block_size_tokens * TOKEN_BYTES
+        if len(set(self.roots)) < len(self.roots):
+            raise TransferError("the export names a root twice")
+        if bool(self.salt_key_id) != bool(set(self.roots) - {PUBLIC_ROOT}):
+            raise TransferError(
+                f"salt_key_id is {shown(self.salt_key_id)}; accepted: a str, empty where no prefix has a salt"
+            )
+        for node, parent in enumerate(self.parents):
+            if not -len(self.roots) <= parent < node:
+                raise TransferError(
+                    f"parents[{node}] is {parent}; accepted: an earlier node, or from {-len(self.roots)} to "
+                    "-1 for one of the roots"
+                )
+        if len(self.tokens) != nodes or any(len(content) != width for content in self.tokens):
+            raise TransferError(f"tokens are those of other blocks; accepted: {nodes} times {width} bytes")
+        largest = np.frombuffer(b"".join(self.tokens), dtype="<u4").max(initial=0)
+        if largest >= vocab_size:
+            raise TransferError(f"a token is {largest}; accepted: from 0 to {vocab_size - 1}")
+        if len(set(zip(self.parents, self.tokens, strict=True))) < nodes:
+            raise TransferError("the export holds a block twice")
+        if len(set(self.states)) < len(self.states) or max(self.states, default=-1) >= nodes:
+            raise TransferError(f"states is {shown(self.states)}; accepted: distinct nodes below {nodes}")
+        if not self.leaves <= set(self.states):
+            raise TransferError("the export holds blocks below the deepest state of their prefix")
+
+
+class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything of a part of an export but its numbers: the head of a file, and what a source offers.
+
+    Attributes:
+        format: of the whole model.
+        forest: the prefixes, the same in every part.
+        shard: which part of each tensor this is.
+    """
+
+    format: PrefixFormat
+    forest: PrefixForest
+    shard: dict[str, TensorPart]
+
+    def check(self) -> None:
+        """TransferError unless format, forest and shard are consistent. Costs O(blocks)."""
+        self.forest.check(self.format.block_size_tokens, self.format.vocab_size)
+        check_shard(self.format, self.shard)
+
+
+def check_version(version: int | str) -> None:
+    """TransferError unless bytes or a manifest are of the version that this code reads."""
+    if str(version) != str(FORMAT_VERSION):
         raise TransferError(f"format_version is {shown(version)}; accepted: {FORMAT_VERSION}")
 
 
-def _weights_version(value: object) -> WeightsVersion:
-    if isinstance(value, list) and len(value) == 2:
-        kind, text = value
-        if kind == "bytes" and isinstance(text, str):
-            return bytes.fromhex(text)
-        if (kind == "str" and type(text) is str) or (kind == "int" and type(text) is int):
-            return text
-    raise ValueError(f"weights_version is {shown(value)}; accepted: a str, int or bytes")
+def check_shard(form: PrefixFormat, shard: Shard) -> None:
+    """TransferError unless `shard` is a part of a model of this format."""
+    if shard.keys() != form.tensors.keys():
+        raise TransferError(f"shard is of {sorted(shard)}; accepted: {sorted(form.tensors)}")
+    for name, tensor in form.tensors.items():
+        totals = tensor.num_layers, tensor.num_units
+        for axis, part, total in zip(TensorPart._fields, shard[name], totals, strict=True):
+            if part.total != total:
+                raise TransferError(
+                    f"shard.{name} is of {part.total} {axis}; accepted: {total}, as the format says"
+                )
+
+
+def encode(value: Description | Shard) -> bytes:
+    """A description, or a shard, as bytes of msgpack."""
+    return msgspec.msgpack.encode(value)
+
+
+def decode[T](data: bytes | memoryview, kind: type[T]) -> T:
+    """What `encode` made `data` of; TransferError for anything else."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise TransferError(f"the export is malformed: {error}") from error

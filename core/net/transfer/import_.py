@@ -1,20 +1,22 @@
 """Into the pools: an export becomes part of the prefix cache on all ranks of a replica, or on none."""
 
+import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from ...errors import MambaSlotCapacityError
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...validation import shown
 from ..all_ranks import Notes
-from .cache_access import CacheAccess
-from .codec import check_finite, decode_prefixes
-from .forest import PrefixForest
-from .format import PrefixFormat, TransferError
-from .parts import shard_of
-from .placement import ImportReport, Placement
-from .shard import PrefixShard, join
+from .export import CacheAccess, rows_at_once
+from .format import KV, PrefixForest, PrefixFormat, TransferError, shard_of
+from .shard import PrefixShard, decode_prefixes, join
 
 logger = logging.getLogger(__name__)
 
@@ -31,16 +33,59 @@ class _DifferentImportsError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class ReceivedShard:
-    """This rank's part of an export, decoded and joined.
+class PrefixCounts:
+    """How much of an export.
 
     Attributes:
-        shard: the part.
-        source: tells the export from other exports of the same prefixes; empty where nothing tells.
+        prefixes: prefixes that no other prefix of the export continues, by the state at their end.
+        blocks: KV blocks.
+        states: states.
+        tokens: the tokens of `blocks`.
     """
 
-    shard: PrefixShard
+    prefixes: int = 0
+    blocks: int = 0
+    states: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What became of the prefixes of an export; the same on every rank of a replica.
+
+    Attributes:
+        imported: what was written into this cache.
+        known: what this cache held already. An import changes only its recency.
+        left_out: what found no room: too few KV blocks or state slots that nobody holds.
+        other_key: prefixes with salts that were hashed under another key. They are left out, because no
+            request of this engine could find them.
+        failure: why nothing was imported; empty where nothing failed.
+    """
+
+    imported: PrefixCounts = PrefixCounts()
+    known: PrefixCounts = PrefixCounts()
+    left_out: PrefixCounts = PrefixCounts()
+    other_key: PrefixCounts = PrefixCounts()
+    failure: str = ""
+
+
+class Incoming(NamedTuple):
+    """What a rank has received of an export.
+
+    Attributes:
+        format, forest: of the export.
+        fill: copies into the new blocks and slots of a placement.
+        source: distinguishes the export from other exports of the same prefixes; empty where nothing does.
+    """
+
+    format: PrefixFormat
+    forest: PrefixForest
+    fill: Callable[["Placement"], None]
     source: str = ""
+
+    @classmethod
+    def of(cls, shard: PrefixShard, source: str = "") -> "Incoming":
+        return cls(shard.format, shard.forest, lambda placement: placement.write(shard.tensors), source)
 
 
 def import_prefixes(engine: DynamicInferenceEngine, pieces: Piece | Sequence[Piece]) -> ImportReport:
@@ -50,7 +95,7 @@ def import_prefixes(engine: DynamicInferenceEngine, pieces: Piece | Sequence[Pie
     their pieces good. No prompt finds anything new before all ranks have copied their parts. The pools are
     written on the current stream.
 
-    Known blocks and states stay as they are. New ones take blocks and slots that nobody holds. For these the
+    Known blocks and states stay as they are. New ones are stored in free blocks and slots. For these the
     cache evicts what was used longest ago and what the pieces do not name. What finds no room is left out,
     the least recently used first.
 
@@ -64,8 +109,8 @@ def import_prefixes(engine: DynamicInferenceEngine, pieces: Piece | Sequence[Pie
         pieces: parts of one export, each a PrefixShard or the bytes that `encode_prefixes` returned. Together
             they hold at least this rank's part. The exporter may have been split in another way. A split
             model had better pass bytes: bytes that are damaged on one rank are then refused on all ranks. The
-            caller sees to it that all pieces, also those of other ranks, are of one export. Exports of the
-            same prefixes cannot be told apart.
+            caller ensures that all pieces, also those of other ranks, are of one export. Exports of the same
+            prefixes cannot be distinguished.
 
     Returns:
         What was imported, known and left out. Prefixes with salts under another key than this engine's are
@@ -78,111 +123,68 @@ def import_prefixes(engine: DynamicInferenceEngine, pieces: Piece | Sequence[Pie
         RuntimeError: the engine is in a step, suspended, or broken by a step that failed.
         CopyError: a copy failed on any rank. Hits may be lost: some prefixes may have been evicted.
     """
-    access = CacheAccess.of(engine, "import_prefixes")
+    access = CacheAccess(engine, "import_prefixes")
 
-    def prepare() -> Callable[[], ReceivedShard]:
+    def received() -> Incoming:
         parts = [pieces] if isinstance(pieces, Piece) else pieces
         if not isinstance(parts, Sequence) or isinstance(parts, str):
             raise ValueError(f"pieces is {shown(pieces)}; accepted: a PrefixShard, bytes or a list of them")
         for index, piece in enumerate(parts):
             if not isinstance(piece, Piece):
                 raise ValueError(f"pieces[{index}] is {shown(piece)}; accepted: a PrefixShard or bytes")
-        return lambda: ReceivedShard(_joined(access, parts))
-
-    return import_received(access, prepare)
-
-
-def _joined(access: CacheAccess, parts: Sequence[Piece]) -> PrefixShard:
-    own, shards = PrefixFormat.of(access), []
-    for part in parts:
-        shard = part if isinstance(part, PrefixShard) else decode_prefixes(part)
-        shard.format.check_fits(own)
-        shard.check()
-        if isinstance(part, PrefixShard):
-            check_finite(shard)  # `decode_prefixes` has done so
-        shards.append(shard)
-    return join(shards, shard_of(access.spec))
-
-
-def import_received(access: CacheAccess, prepare: Callable[[], Callable[[], ReceivedShard]]) -> ImportReport:
-    """Import this rank's part once every rank of the replica has received its own.
-
-    Args:
-        access: the cache to import into.
-        prepare: checks the caller's arguments, and returns what receives this rank's part.
-
-    Raises, on every rank alike and with nothing imported: as `import_filled`; and TransferError where a rank
-        received a part of another export.
-    """
-    shards: list[PrefixShard] = []
-
-    def prepared() -> Callable[[], tuple[PrefixFormat, PrefixForest, str]]:
-        receive_part = prepare()
-
-        def receive() -> tuple[PrefixFormat, PrefixForest, str]:
-            received = receive_part()
-            shard, own_shard = received.shard, shard_of(access.spec)
-            shard.check()
-            if shard.shard != own_shard:
-                raise TransferError(f"shard is {shard.shard}; accepted: this rank's, {own_shard}")
+        own, shards = access.format(), []
+        for part in parts:
+            shard = part if isinstance(part, PrefixShard) else decode_prefixes(part)
+            shard.format.check_fits(own)
+            if isinstance(part, PrefixShard):
+                shard.check()  # `decode_prefixes` has done so
             shards.append(shard)
-            return shard.format, shard.forest, received.source
+        return Incoming.of(join(shards, shard_of(access.spec)))
 
-        return receive
-
-    return import_filled(access, prepared, lambda placement: placement.write(shards[0].tensors))
+    return import_received(access, received)
 
 
-def import_filled(
-    access: CacheAccess,
-    prepare: Callable[[], Callable[[], tuple[PrefixFormat, PrefixForest, str]]],
-    fill: Callable[[Placement], None],
-) -> ImportReport:
-    """Import prefixes once every rank of the replica knows them; then each rank fills its blocks and slots.
+def import_received(access: CacheAccess, receive: Callable[[], Incoming]) -> ImportReport:
+    """Import prefixes once every rank of the replica has received them; then each rank fills its pools.
 
     Args:
         access: the cache to import into.
-        prepare: checks the caller's arguments, and returns what tells the prefixes: the format, the forest,
-            and the `ReceivedShard.source`.
-        fill: copies into the new blocks and slots of a placement.
+        receive: checks the caller's arguments, with a ValueError that is no TransferError, and receives.
 
     Raises, on every rank alike and with nothing imported:
-        ValueError: `prepare` refused an argument on any rank; a rank with a wrong argument raises its own
-            error.
-        TransferError: a rank was not told its prefixes, or was told others than another rank.
+        ValueError: an argument is wrong on any rank; a rank with a wrong argument raises its own error.
+        TransferError: a rank received nothing, or other prefixes than another rank.
         CopyError: a rank could not fill its part. Hits may be lost.
 
     Any other error means that this replica itself failed, for instance lost a rank. Ranks may then differ.
     """
-    ranks = access.ranks
 
-    def receive(notes: Notes) -> PrefixForest:
-        own = PrefixFormat.of(access)
-        tell = prepare()
-        notes["prepared"] = True
-        form, forest, source = tell()
-        form.check_fits(own)
-        notes["prefixes"], notes["exports"] = forest.digest, source
-        return forest
+    def work(notes: Notes) -> Incoming:
+        try:
+            own, incoming = access.format(), receive()
+            incoming.format.check_fits(own)
+        except ValueError as error:
+            notes["argument"] = not isinstance(error, TransferError)
+            raise
+        notes["prefixes"], notes["exports"] = incoming.forest.digest, incoming.source
+        return incoming
 
-    attempt = ranks.attempt(receive, same=("prefixes", "exports"))
-    unprepared = [rank for rank, notes in enumerate(attempt.notes) if "prepared" not in notes]
-    if attempt.error is not None and ranks.rank in unprepared:
-        raise attempt.error
-    if unprepared:
-        raise ValueError(attempt.failure)
-    forest = attempt.result(TransferError)
-    with access.changing(CopyError, _DifferentImportsError):
-        return _copy_in(access, forest, fill)
+    attempt = access.ranks.attempt(work, same=("prefixes", "exports"))
+    if any(notes.get("argument") for notes in attempt.notes):
+        is_own = isinstance(attempt.error, ValueError) and not isinstance(attempt.error, TransferError)
+        raise attempt.error if is_own else ValueError(attempt.failure)
+    incoming = attempt.result(TransferError)
+    with access.engine.changing_cache(CopyError, _DifferentImportsError):
+        return _copy_in(access, incoming)
 
 
-def _copy_in(access: CacheAccess, forest: PrefixForest, fill: Callable[[Placement], None]) -> ImportReport:
-    placement = Placement(access, forest)
+def _copy_in(access: CacheAccess, incoming: Incoming) -> ImportReport:
+    placement = Placement(access, incoming.forest)
 
     def copy(notes: Notes) -> None:
         try:
             placement.place()
-            fill(placement)
+            incoming.fill(placement)
         finally:
             notes["caches"] = placement.digest()
 
@@ -196,7 +198,7 @@ def _copy_in(access: CacheAccess, forest: PrefixForest, fill: Callable[[Placemen
     except BaseException as error:
         expected = isinstance(error, (CopyError, _DifferentImportsError))
         with nullcontext() if expected else suppress(Exception):
-            placement.release()  # after an interrupt the engine puts the books in order, also if this fails
+            placement.release()  # after an interrupt the engine repairs its cache, also if this fails
         raise
     placement.release()
     if report.other_key.prefixes:
@@ -204,7 +206,209 @@ def _copy_in(access: CacheAccess, forest: PrefixForest, fill: Callable[[Placemen
             "mambaslots: %d prefixes are left out of an import: their salts are hashed under the key %s, and "
             "those of this engine under %s",
             report.other_key.prefixes,
-            forest.salt_key_id,
-            access.salt_key.key_id,
+            incoming.forest.salt_key_id,
+            access.engine.salt_key.key_id,
         )
     return report
+
+
+class Placement:
+    """The place of each block and state of one import in the pools of this rank.
+
+    Call `place` and `publish`, each once and in this order, and `release` whatever happened. In between, fill
+    the new blocks and slots: `write` does it from tensors on the CPU. No request can find anything new before
+    `publish`.
+
+    The *path* of a state is the blocks that the state needs and that no earlier path holds: from below the
+    nearest node of an earlier path, or from the root, down to the state's node. First come blocks that are
+    known, then new ones. Paths are made in the order of `forest.states`, the most recently used state first.
+    So the path of the most recently used state below a block holds the block. `release` gives paths back in
+    the opposite order, which makes blocks as recent among themselves as they were at the exporter.
+
+    A state that finds no room is left out. A less recently used state further up needs fewer blocks, and may
+    still find room.
+    """
+
+    def __init__(self, access: CacheAccess, forest: PrefixForest) -> None:
+        self._access, self._kv_blocks, self._slots = access, access.kv_blocks, access.slots
+        self._forest = forest
+        self._other_key = forest.under_other_key(access.engine.salt_key.key_id)
+        self._states = [node for node in forest.states if node not in self._other_key]
+        # Per state to import: the blocks of its path, with one reference each.
+        self._paths: list[list[int]] = []
+        self._new_paths: list[list[int]] = []  # per path with new blocks: the nodes of those, in order
+        self._block_of: dict[int, int] = {}  # node -> block, for every node that a path holds
+        self._known_slots: dict[int, int] = {}  # node -> slot, pinned, of each state that is known
+        self.new_slots: dict[int, int] = {}  # node -> slot, reserved, of each state to fill
+
+    def place(self) -> None:
+        """Hold all known blocks and states; allocate and reserve for the others as far as there is room.
+
+        May evict what was used longest ago, as a prefill may, but nothing that is known. Every rank of a
+        replica decides alike.
+        """
+        self._hold_known()
+        num_available = self._slots.num_available
+        placed: list[tuple[int, list[int]]] = []
+        for node, path in zip(self._states, self._paths, strict=True):
+            if node not in self._known_slots and len(placed) < num_available and self._allocate(node, path):
+                placed.append((node, path))
+        try:
+            self._reserve(placed)
+        except MambaSlotCapacityError as error:  # where states and KV share memory, blocks took that of slots
+            for one in reversed(placed[error.available :]):
+                self._give_back(*one)
+            self._reserve(placed[: error.available])
+
+    def _reserve(self, placed: Sequence[tuple[int, list[int]]]) -> None:
+        nodes = [node for node, _ in placed]
+        slots = self._slots.reserve([self._block_of[node] for node in nodes])
+        self.new_slots = dict(zip(nodes, slots, strict=True))
+
+    def _hold_known(self) -> None:
+        """Begin every path with its known blocks; pin the known states."""
+        forest = self._forest
+        visited: set[int] = set()
+        for state in self._states:
+            path: list[int] = []
+            self._paths.append(path)
+            nodes = self._nodes_down_to(state, visited)
+            if nodes and self._parent_is_held(nodes[0]):
+                keys, tokens = [forest.keys[node] for node in nodes], [forest.tokens[node] for node in nodes]
+                blocks = self._kv_blocks.tree.match(self._parent_of(nodes[0]), keys, tokens)
+                self._kv_blocks.add_references(blocks)
+                path += blocks
+                self._block_of.update(zip(nodes, blocks, strict=False))
+            visited.update(nodes)
+            if state in self._block_of:
+                slot = self._slots.tree.slot_of(self._block_of[state])
+                if slot >= 0:
+                    self._slots.pin(slot)
+                    self._known_slots[state] = slot
+
+    def _allocate(self, state: int, path: list[int]) -> bool:
+        """Extend `path` by new blocks down to `state`; where they find no room, False and nothing changed."""
+        nodes = self._nodes_down_to(state, self._block_of)
+        if not self._kv_blocks.is_memory_available(len(nodes)):
+            return False
+        blocks = self._kv_blocks.allocate_memory_blocks(len(nodes))
+        path += blocks
+        self._block_of.update(zip(nodes, blocks, strict=True))
+        if nodes:
+            self._new_paths.append(nodes)
+        return True
+
+    def _give_back(self, state: int, path: list[int]) -> None:
+        """Undo the last `_allocate`, of this state."""
+        if self._new_paths and self._new_paths[-1][-1] == state:
+            blocks = [self._block_of.pop(node) for node in self._new_paths.pop()]
+            del path[-len(blocks) :]
+            self._kv_blocks.release_memory_blocks(blocks)
+
+    def _nodes_down_to(self, state: int, ancestors: Container[int]) -> list[int]:
+        """The nodes from below the nearest one of `ancestors`, or from the root, down to `state`."""
+        nodes: list[int] = []
+        node = state
+        while node >= 0 and node not in ancestors:
+            nodes.append(node)
+            node = self._forest.parents[node]
+        return nodes[::-1]
+
+    def _parent_is_held(self, node: int) -> bool:
+        parent = self._forest.parents[node]
+        return parent < 0 or parent in self._block_of
+
+    def _parent_of(self, node: int) -> int | bytes:
+        """What precedes `node` in the KV index: a block that a path holds, or a root digest."""
+        parent = self._forest.parents[node]
+        return self._block_of[parent] if parent >= 0 else self._forest.roots[-1 - parent]
+
+    @property
+    def new_blocks(self) -> dict[int, int]:
+        """Node -> block, of each block to fill."""
+        return {node: self._block_of[node] for path in self._new_paths for node in path}
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy KV and states into the new blocks and slots, on the current stream.
+
+        Args:
+            tensors: of this rank's part of the export; see `PrefixShard`.
+        """
+        row_of = {node: row for row, node in enumerate(self._forest.states)}
+        blocks = list(self.new_blocks.values()), list(self.new_blocks)
+        slots = list(self.new_slots.values()), [row_of[node] for node in self.new_slots]
+        with torch.inference_mode():
+            for name, pool in self._access.pools.items():
+                write_rows(pool, *(blocks if name == KV else slots), tensors[name])
+
+    def digest(self) -> str:
+        """Equal on ranks whose `place` decided alike."""
+        places = [self._paths, sorted(self.new_slots.items()), sorted(self._known_slots.items())]
+        return hashlib.sha256(repr(places).encode()).hexdigest()
+
+    def publish(self) -> ImportReport:
+        """Register the new blocks; commit the new states and use the known ones, the most recent last."""
+        forest, known_states = self._forest, set(self._known_slots)
+        registered = self._register()
+        committed: set[int] = set()
+        for node in reversed(forest.states):
+            if node in self._known_slots:
+                self._slots.note_use(self._known_slots[node])
+            elif node in self.new_slots:
+                slot = self.new_slots[node]
+                holders = self._slots.commit([slot])  # commits or frees the slot
+                del self.new_slots[node]
+                if holders == [slot]:
+                    committed.add(node)
+        known = self._block_of.keys() - {node for path in self._new_paths for node in path}
+        left_out = set(range(len(forest))) - known - registered - self._other_key
+        own_states, other_states = set(self._states), set(forest.states) & self._other_key
+        return ImportReport(
+            imported=self._counts(registered, committed),
+            known=self._counts(known, known_states),
+            left_out=self._counts(left_out, own_states - known_states - committed),
+            other_key=self._counts(self._other_key, other_states),
+        )
+
+    def _register(self) -> set[int]:
+        """Enter the new blocks into the KV index; the nodes whose blocks it took."""
+        forest = self._forest
+        registered: set[int] = set()
+        for nodes in self._new_paths:
+            parent = self._parent_of(nodes[0])
+            if isinstance(parent, int) and parent not in self._kv_blocks.tree:
+                continue  # a hash collision above kept the parent out of the index
+            blocks = [self._block_of[node] for node in nodes]
+            keys, tokens = [forest.keys[node] for node in nodes], [forest.tokens[node] for node in nodes]
+            registered_blocks = self._kv_blocks.register_chain(parent, blocks, keys, tokens)
+            registered.update(nodes[: len(registered_blocks)])
+        return registered
+
+    def _counts(self, nodes: Iterable[int], states: set[int]) -> PrefixCounts:
+        num_blocks = len(set(nodes))
+        return PrefixCounts(
+            prefixes=len(states & self._forest.leaves),
+            blocks=num_blocks,
+            states=len(states),
+            tokens=num_blocks * self._access.block_size_tokens,
+        )
+
+    def release(self) -> None:
+        """Let go of all that is held, pinned and reserved.
+
+        What was published stays cached; what was allocated and not published becomes free.
+        """
+        self._slots.release(list(self.new_slots.values()))
+        self.new_slots.clear()
+        while self._known_slots:
+            self._slots.unpin(self._known_slots.popitem()[1])
+        while self._paths:
+            self._kv_blocks.release_memory_blocks(self._paths.pop())
+
+
+def write_rows(pool: Tensor, rows: Sequence[int], value_rows: Sequence[int], values: Tensor) -> None:
+    """Overwrite distinct `rows` of a pool's second dimension by `value_rows` of `values`, on the current
+    stream."""
+    for first, some in rows_at_once(pool, rows):
+        staged = values[:, list(value_rows[first : first + len(some)])].to(pool.device)
+        pool.index_copy_(1, torch.tensor(some, dtype=torch.int64, device=pool.device), staged)

@@ -1,19 +1,27 @@
-"""What of the pools goes into which piece of a hand-over, and the copies between pools and pieces."""
+"""The pieces of a hand-over: what each holds of the pools, buffers for them, and how they are packed."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from math import prod
-from typing import NamedTuple
+from threading import Lock
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .cache_access import CacheAccess
-from .format import PrefixFormat, TensorFormat
-from .parts import KV, Shard, shard_of
+from ...inference.kernels.row_checksum import RowChecksum
+from .export import CacheAccess
+from .format import KV, PrefixFormat, Shard, TensorFormat, TransferError, shard_of
+from .pipe import Passage, Pipe
 
 PIECE_BYTES = 64 << 20
 """The most bytes of a piece, unless the rows of one layer have more."""
+NUM_BUFFERS = 4
+"""Pieces are packed and unpacked while others are on their way."""
+Wait = Callable[[Callable[[], bool]], None]
+"""Returns when a condition holds; raises where it will not in time."""
 _ALIGNMENT = 16
 
 
@@ -83,7 +91,7 @@ class PieceLayout:
         self, name: str, tensor: TensorFormat, units: int, layers: tuple[int, int], rows: tuple[int, int]
     ) -> None:
         row, (first, stop) = rows[0], layers
-        row_bytes = prod(_shape(name, tensor, stop - first, 1, units)) * tensor.dtype.itemsize
+        row_bytes = prod(_shape(name, tensor, stop - first, 1, units)) * tensor.torch_dtype.itemsize
         while row < rows[1]:
             used = self.sizes[-1] if self.sizes else self.buffer_bytes
             num_rows = min(rows[1] - row, (self.buffer_bytes - used) // row_bytes)
@@ -92,7 +100,7 @@ class PieceLayout:
                 self.sizes.append(0)
                 continue
             shape = _shape(name, tensor, stop - first, num_rows, units)
-            piece = Slice(name, layers, (row, row + num_rows), used, shape, tensor.dtype)
+            piece = Slice(name, layers, (row, row + num_rows), used, shape, tensor.torch_dtype)
             self.pieces[-1].append(piece)
             self.sizes[-1] = _aligned(piece.stop)
             row += num_rows
@@ -117,21 +125,17 @@ class Copy(NamedTuple):
 class PartCopies:
     """Copies between the pools of one rank and the pieces of a part, on the current stream."""
 
-    def __init__(self, access: CacheAccess, part: Shard) -> None:
-        """Copies nothing until `locate` says where the rows are.
+    def __init__(self, access: CacheAccess, part: Shard, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Does not synchronise.
 
         Args:
             access: the cache of the rank.
             part: what is sent, within what the rank holds.
+            blocks, slots: the rows of KV and of the other tensors, in the order in which they are sent.
         """
-        self._device = access.spec.device
         self._regions = _regions(access, part)
-        self._rows: dict[str, Tensor] = {}
-
-    def locate(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Say where the rows are, in the order in which they are sent; does not synchronise."""
         rows = torch.tensor([*blocks, *slots], dtype=torch.int64, device="cpu")
-        rows = rows.to(self._device, non_blocking=True)  # of pageable memory, which is read before it returns
+        rows = rows.to(access.spec.device, non_blocking=True)  # pageable memory is read before it returns
         places = rows[: len(blocks)], rows[len(blocks) :]
         self._rows = {name: places[0 if name == KV else 1] for name in self._regions}
 
@@ -183,7 +187,7 @@ def _shape(name: str, tensor: TensorFormat, layers: int, rows: int, units: int) 
 
 def _cell_bytes(name: str, tensor: TensorFormat, part: Shard) -> int:
     """Bytes of one row of one layer."""
-    return prod(_shape(name, tensor, 1, 1, part[name].units.count)) * tensor.dtype.itemsize
+    return prod(_shape(name, tensor, 1, 1, part[name].units.count)) * tensor.torch_dtype.itemsize
 
 
 def _aligned(num_bytes: int) -> int:
@@ -212,3 +216,155 @@ def _has_words(tensor: Tensor, word: torch.dtype) -> bool:
         and tensor.data_ptr() % width == 0
         and all(offset * size % width == 0 for offset in offsets)
     )
+
+
+# ---- staging
+
+
+class PoolGate:
+    """A context in which a thread may read and write the pools, until `close`.
+
+    A thread that its caller has given up on never touches a pool again: the engine goes on with it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self.closed = False
+
+    def close(self) -> None:
+        """Wait for a thread in the gate, and let no other in."""
+        with self._lock:
+            self.closed = True
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self.closed:
+            self._lock.release()
+            raise TransferError("the hand-over was given up")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+
+class Staging:
+    """Buffers for pieces on the device of the pools.
+
+    Copies between buffers and pools run on a stream that never waits for a pipe: a copy is launched when a
+    piece is known to be there.
+
+    Attributes:
+        buffers: `NUM_BUFFERS` of [bytes] uint8.
+    """
+
+    def __init__(self, device: torch.device, scrubs: bool = False) -> None:
+        """`scrubs`: whether `scrub` zeroes the buffers."""
+        self._device = device
+        self.scrubs = scrubs
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._checksums: dict[int, RowChecksum] = {}
+        self.buffers: list[Tensor] = []
+
+    @torch.inference_mode(False)
+    def reserve(self, layout: PieceLayout) -> RowChecksum:
+        """Make room for the pieces of a layout, on the current stream; returns what sums them."""
+        size = max(layout.sizes, default=0)
+        if not self.buffers or self.buffers[0].numel() < size:
+            self.buffers = []
+            self.buffers = [
+                torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(NUM_BUFFERS)
+            ]
+        if layout.buffer_bytes not in self._checksums:
+            self._checksums[layout.buffer_bytes] = RowChecksum(layout.buffer_bytes, self._device)
+        return self._checksums[layout.buffer_bytes]
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Copies and sums inside run on the stream of this object."""
+        on_gpu = self._stream is not None
+        with torch.cuda.stream(self._stream) if on_gpu else nullcontext(), torch.inference_mode():
+            yield
+
+    def scrub(self) -> None:
+        """Zero the buffers, after the copies from them; no piece may be on its way."""
+        if self.scrubs:
+            with self.on_stream():
+                for buffer in self.buffers:
+                    buffer.zero_()
+
+    def mark(self) -> torch.cuda.Event | None:
+        """The event of everything launched so far; None on a CPU."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def follow_engine(self) -> None:
+        """Later launches here wait for the current stream of the calling thread."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def lead_engine(self) -> None:
+        """The current stream of the calling thread waits for everything launched here."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+def send_pieces(
+    pipe: Pipe, layout: PieceLayout, copies: PartCopies, staging: Staging, gate: PoolGate, wait: Wait
+) -> tuple[list[int], Iterable[Passage]]:
+    """Gather all pieces of a part and begin to send them; a piece is summed while it is on its way.
+
+    Returns:
+        The checksums of all pieces, and the pieces that may still be on their way, which use the buffers.
+    """
+    sums: list[Tensor] = []
+    under_way: deque[Passage] = deque()
+    with staging.on_stream():
+        checksum = staging.reserve(layout)
+        for index, (piece, size) in enumerate(zip(layout.pieces, layout.sizes, strict=True)):
+            if len(under_way) == NUM_BUFFERS:
+                wait(under_way.popleft().is_done)
+            buffer = staging.buffers[index % NUM_BUFFERS][:size]
+            with gate:
+                copies.gather(copies.between(piece, buffer))
+            packed = staging.mark()
+            sums.append(checksum(buffer, index))
+            if under_way:
+                wait(under_way[-1].is_launched)
+            under_way.append(pipe.send(buffer, packed))
+        if under_way:
+            wait(under_way[-1].is_launched)
+        return _listed(sums), under_way
+
+
+def receive_pieces(
+    pipe: Pipe, layout: PieceLayout, copies: PartCopies, staging: Staging, gate: PoolGate, wait: Wait
+) -> list[int]:
+    """Receive all pieces of a part and scatter them into the pools; returns their checksums."""
+    sums: list[Tensor] = []
+    under_way: list[Passage] = []
+    with staging.on_stream():
+        checksum = staging.reserve(layout)
+        free: list[Any] = [staging.mark()] * NUM_BUFFERS
+        for index, piece in enumerate(layout.pieces):
+            for posted in range(len(under_way), min(index + NUM_BUFFERS, len(layout.pieces))):
+                place = posted % NUM_BUFFERS
+                if under_way:
+                    wait(under_way[-1].is_launched)
+                under_way.append(pipe.receive(staging.buffers[place][: layout.sizes[posted]], free[place]))
+            buffer = staging.buffers[index % NUM_BUFFERS][: layout.sizes[index]]
+            to_pools = copies.between(piece, buffer)
+            wait(under_way[index].is_done)
+            sums.append(checksum(buffer, index))
+            with gate:
+                copies.scatter(to_pools)
+            free[index % NUM_BUFFERS] = staging.mark()
+        return _listed(sums)
+
+
+def _listed(sums: list[Tensor]) -> list[int]:
+    return [int(value) for value in torch.stack(sums).tolist()] if sums else []

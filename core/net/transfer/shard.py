@@ -1,16 +1,35 @@
-"""The states and KV of a forest of prefixes, for some layers and heads of a model; cut and joined."""
+"""One part of an export: cut and joined, and as bytes."""
 
+import hashlib
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from ...parallel_groups import Part
-from .forest import PrefixForest
-from .format import PrefixFormat, TransferError
-from .parts import KV, Shard, TensorPart
+from ...validation import shown
+from .format import (
+    FORMAT_VERSION,
+    KV,
+    Description,
+    PrefixForest,
+    PrefixFormat,
+    Shard,
+    TensorPart,
+    TransferError,
+    check_version,
+    decode,
+    encode,
+)
+
+_LENGTH = struct.Struct("<Q")  # how long the header is; every safetensors file begins with it
+_CHECKSUM, _UNSIGNED = '"sha256":"', "0" * 64
+_DESCRIPTION = "description"
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +40,6 @@ class PrefixShard:
         format: of the whole model.
         forest: the prefixes, the same in every part.
         shard: which part of each tensor this is.
-        split: the sizes of the tensor group and of the pipeline group that made the export.
         tensors: those of `format`, on the CPU. Each is [layers, rows, units, *shape of a unit]. The rows of
             "kv" are the blocks, in the order of the nodes; those of the others are the states, in the order
             of `forest.states`.
@@ -30,31 +48,30 @@ class PrefixShard:
     format: PrefixFormat
     forest: PrefixForest
     shard: Shard
-    split: tuple[int, int]
     tensors: Mapping[str, Tensor]
 
-    def check(self) -> None:
-        """TransferError unless format, forest, shard and tensors are consistent.
+    @property
+    def description(self) -> Description:
+        return Description(self.format, self.forest, dict(self.shard))
 
-        Costs O(blocks); reads no state and no KV.
+    def check(self) -> None:
+        """TransferError unless format, forest, shard and tensors are consistent and all numbers are finite.
+
+        The request that resumes at a number which is not finite would end.
         """
-        self.forest.check(self.format.vocab_size)
-        if self.forest.block_size_tokens != self.format.block_size_tokens:
-            raise TransferError(
-                f"block_size_tokens is {self.forest.block_size_tokens}; accepted: "
-                f"{self.format.block_size_tokens}, as the format says"
-            )
-        self.format.check_shard(self.shard)
+        self.description.check()
         shapes = shapes_of(self.format, self.forest, self.shard)
         if self.tensors.keys() != shapes.keys():
             raise TransferError(f"tensors are {sorted(self.tensors)}; accepted: {sorted(shapes)}")
         for name, tensor in self.tensors.items():
-            shape, dtype = shapes[name], self.format.tensors[name].dtype
+            shape, dtype = shapes[name], self.format.tensors[name].torch_dtype
             if tuple(tensor.shape) != shape or tensor.dtype != dtype:
                 raise TransferError(
                     f"{name} is of shape {tuple(tensor.shape)} and {tensor.dtype}; accepted: {shape} and "
                     f"{dtype}"
                 )
+            if not all(torch.isfinite(layer).all() for layer in tensor):
+                raise TransferError(f"{name} holds NaN or an infinite number; accepted: finite numbers")
 
     def cut(self, shard: Shard) -> "PrefixShard":
         """What this part and `shard` have in common of each tensor, possibly nothing, as views."""
@@ -67,7 +84,7 @@ def join(pieces: Sequence[PrefixShard], shard: Shard) -> PrefixShard:
     """Put the part `shard` together from pieces of one export.
 
     Pieces may overlap, and hold more than `shard`. The result's tensors are new, unless one piece is of
-    exactly this shard. Pieces of two exports of the same prefixes cannot be told apart.
+    exactly this shard. Nothing distinguishes pieces of two exports of the same prefixes.
 
     Raises:
         TransferError: the pieces lack something of `shard`, or hold different prefixes.
@@ -85,7 +102,7 @@ def join(pieces: Sequence[PrefixShard], shard: Shard) -> PrefixShard:
         return whole
     sources = sources_for([piece.shard for piece in pieces], shard)
     tensors = {
-        name: torch.empty(shape, dtype=first.format.tensors[name].dtype, device="cpu")
+        name: torch.empty(shape, dtype=first.format.tensors[name].torch_dtype, device="cpu")
         for name, shape in shapes_of(first.format, first.forest, shard).items()
     }
     for index, part in sources.items():
@@ -95,46 +112,44 @@ def join(pieces: Sequence[PrefixShard], shard: Shard) -> PrefixShard:
     return replace(first, shard=shard, tensors=tensors)
 
 
-def sources_for(holders: Sequence[Shard], shard: Shard) -> dict[int, Shard]:
+def sources_for(holders: Sequence[Shard], shard: Shard) -> dict[int, dict[str, TensorPart]]:
     """Which holder gives which part, so that the parts together are `shard`.
 
     What several holders hold comes from the first of them; only where two holders overlap in part may
-    something come twice. At least one holder gives a part, though it may be empty: the forest is needed even
-    where no tensor is.
+    something come twice.
 
     Args:
         holders: what each holder has, of the same tensors as `shard`.
         shard: what is needed.
 
     Returns:
-        Index into `holders` -> the part to take from this holder.
+        Index into `holders` -> the part to read from this holder, without holders of nothing that is needed.
 
     Raises:
         TransferError: the holders together lack something of `shard`.
     """
-    covered = {
+    lacking = {
         name: np.zeros((part.layers.total, part.units.total), dtype=bool) for name, part in shard.items()
     }
-    sources: dict[int, Shard] = {}
-    for index, holder in enumerate(holders):
-        common, adds_something = {}, False
-        for name, part in shard.items():
-            common[name] = _common(holder[name], part)
-            cells = covered[name][common[name].slices]
-            if cells.all():  # true of no cells, too
-                common[name] = common[name].without_units()
-            else:
-                cells[:] = True
-                adds_something = True
-        if adds_something or (not sources and index == len(holders) - 1):
-            sources[index] = common
     for name, part in shard.items():
-        cells = covered[name][part.slices]
-        if not cells.all():
-            layer, unit = np.argwhere(~cells)[0].tolist()
+        lacking[name][part.slices] = True
+    sources = {}
+    for index, holder in enumerate(holders):
+        common = {name: _common(holder[name], part) for name, part in shard.items()}
+        needed = {name for name, part in common.items() if lacking[name][part.slices].any()}
+        for name, part in common.items():
+            if name in needed:
+                lacking[name][part.slices] = False
+            else:
+                common[name] = part._replace(units=Part(part.units.start, part.units.start, part.units.total))
+        if needed:
+            sources[index] = common
+    for name, cells in lacking.items():
+        if cells.any():
+            layer, unit = np.argwhere(cells)[0].tolist()
             raise TransferError(
-                f"the export lacks unit {unit + part.units.start} of layer {layer + part.layers.start} of "
-                f"{name}; accepted: parts that together hold {part}"
+                f"the export lacks unit {unit} of layer {layer} of {name}; accepted: parts that together "
+                f"hold {shard[name]}"
             )
     return sources
 
@@ -167,3 +182,94 @@ def _overlap(one: Part, other: Part) -> Part:
         raise TransferError(f"{one} and {other} are parts of different wholes; accepted: of the same total")
     start = min(max(one.start, other.start), one.stop)
     return Part(start, max(start, min(one.stop, other.stop)), one.total)
+
+
+# ---- as bytes
+
+
+class _Metadata(msgspec.Struct):
+    version: str = msgspec.field(name="mambaslots_prefixes")
+    sha256: str
+
+
+class _Header(msgspec.Struct):
+    metadata: _Metadata = msgspec.field(name="__metadata__")
+
+
+def encode_prefixes(shard: PrefixShard) -> bytes:
+    """Encode a part of an export as bytes; `decode_prefixes` reads them.
+
+    Works on the CPU. While it works it needs twice the memory of the bytes.
+
+    The bytes are a safetensors file. Its tensors are those of the shard, and `description`, uint8: format,
+    forest and shard in msgpack. Its metadata are `mambaslots_prefixes`, the format version, and `sha256`, the
+    checksum of the whole file with 64 zeros in place of the checksum.
+    """
+    tensors = {name: tensor.contiguous() for name, tensor in shard.tensors.items()}
+    tensors[_DESCRIPTION] = torch.frombuffer(bytearray(encode(shard.description)), dtype=torch.uint8)
+    data = safetensors.torch.save(tensors, {"mambaslots_prefixes": str(FORMAT_VERSION), "sha256": _UNSIGNED})
+    at = data.index(f'{_CHECKSUM}{_UNSIGNED}"'.encode()) + len(_CHECKSUM)
+    signature, view = hashlib.sha256(data).hexdigest().encode(), memoryview(data)
+    return b"".join((view[:at], signature, view[at + len(signature) :]))
+
+
+def decode_prefixes(data: bytes | bytearray | memoryview) -> PrefixShard:
+    """Decode the part that `encode_prefixes` made `data` of.
+
+    The checksum covers every byte. What the description says is checked before the call returns.
+
+    The ranks of a split model had better pass their bytes to `import_prefixes`. A rank that refuses its
+    bytes here never calls `import_prefixes`, where the other ranks wait.
+
+    Args:
+        data: all bytes of a part.
+
+    Returns:
+        The part; its tensors share no memory with `data`.
+
+    Raises:
+        TransferError: `data` is truncated, altered, of another format version, or holds NaN or infinite
+            numbers.
+        ValueError: `data` is no bytes.
+    """
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise ValueError(f"data is {shown(data)}; accepted: bytes")
+    data = bytes(data)
+    expected = checksum(data)
+    at = data.find(f'{_CHECKSUM}{expected}"'.encode()) + len(_CHECKSUM)
+    view, found = memoryview(data), hashlib.sha256()
+    for part in (view[:at], _UNSIGNED.encode(), view[at + len(_UNSIGNED) :]):
+        found.update(part)
+    if found.hexdigest() != expected:
+        raise TransferError(
+            f"sha256 is {shown(expected)} by the header, {found.hexdigest()} by the {len(data)} bytes: "
+            "the export is truncated or altered"
+        )
+    try:
+        with torch.device("cpu"):  # safetensors makes empty tensors where torch's default device is
+            tensors = safetensors.torch.load(data)
+        described = decode(tensors.pop(_DESCRIPTION).numpy().tobytes(), Description)
+    except TransferError:
+        raise
+    except Exception as error:  # a valid checksum does not make the content valid
+        raise TransferError(f"the export is malformed: {error}") from error
+    shard = PrefixShard(described.format, described.forest, described.shard, tensors)
+    shard.check()
+    return shard
+
+
+def checksum(data: bytes) -> str:
+    """The checksum in the header of encoded prefixes, which `decode_prefixes` compares with the bytes.
+
+    Raises:
+        TransferError: there is no header, or it is of another format version.
+    """
+    try:
+        (length,) = _LENGTH.unpack_from(data)
+        header = msgspec.json.decode(data[_LENGTH.size : _LENGTH.size + length], type=_Header)
+    except (struct.error, msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise TransferError(
+            f"the export has no readable header, so it is truncated or altered: {error}"
+        ) from error
+    check_version(header.metadata.version)
+    return header.metadata.sha256

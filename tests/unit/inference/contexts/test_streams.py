@@ -22,14 +22,8 @@ from mambaslots.inference.engines.memory_poison import MemoryPoison
 from mambaslots.inference.engines.runner import GraphRunner
 from mambaslots.inference.engines.sampling import _Results
 from mambaslots.net.transfer.format import TransferError
-from mambaslots.net.transfer.nccl_pipe import NcclPipe
-from mambaslots.net.transfer.staging import (
-    NUM_BUFFERS,
-    PoolGate,
-    Staging,
-    receive_pieces,
-    send_pieces,
-)
+from mambaslots.net.transfer.pieces import NUM_BUFFERS, PoolGate, Staging, receive_pieces, send_pieces
+from mambaslots.net.transfer.pipe import NcclPipe
 from mambaslots.vllm.align_host import StagedBuffer
 from oracle.budget import dear
 from oracle.kv_index import host_tree
@@ -340,8 +334,8 @@ SCENARIOS: dict[str, tuple[Scenario, ...]] = {
     "vllm/align_host.py": (align_buffer,),
     "inference/engines/memory_poison.py": (looks_for_nan,),
     "inference/engines/sampling.py": (sampled,),
-    "net/transfer/staging.py": (hand_over,),
-    "net/transfer/nccl_pipe.py": (hand_over,),
+    "net/transfer/pieces.py": (hand_over,),
+    "net/transfer/pipe.py": (hand_over,),
     "inference/engines/runner.py": (graphs,),
 }
 FOR_TIMES = {

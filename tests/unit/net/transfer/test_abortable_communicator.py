@@ -3,9 +3,9 @@
 import threading
 
 import pytest
-from mambaslots.net.transfer import nccl_pipe
+from mambaslots.net.transfer import pipe
 from mambaslots.net.transfer.format import TransferError
-from mambaslots.net.transfer.nccl_pipe import AbortableCommunicator
+from mambaslots.net.transfer.pipe import AbortableCommunicator
 
 
 class Communicator:
@@ -46,7 +46,7 @@ def test_an_abort_waits_for_the_call_under_way_and_nothing_is_asked_behind_it() 
 
 
 def test_a_call_that_blocks_keeps_nobody_from_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_pipe, "_CALL_S", 0.01)
+    monkeypatch.setattr(pipe, "_CALL_S", 0.01)
     inner = Communicator()
     shared = AbortableCommunicator(inner)
     asking = threading.Thread(target=shared.call, args=[lambda comm: comm.get_async_error()])

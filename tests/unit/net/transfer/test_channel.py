@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from mambaslots.net import ImportReport, SendReport, TransferChannel
 from mambaslots.net.channel import Link
-from mambaslots.net.transfer import hand_over
-from mambaslots.net.transfer.staging import MessagePipe, Staging
+from mambaslots.net.transfer import session
+from mambaslots.net.transfer.pieces import Staging
+from mambaslots.net.transfer.pipe import MessagePipe
 from oracle.serving import random_tokens, serve_checked
 from oracle.transfers import engine_of, maps_of
 
@@ -80,8 +81,8 @@ def serve(engine: ms.DynamicInferenceEngine, prompts: list[list[int]]) -> list[i
 
 def test_many_hand_overs_take_one_connection(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    real = hand_over.Link
-    monkeypatch.setattr(hand_over, "Link", lambda *given: made.append(real(*given)) or made[-1])
+    real = session.Link
+    monkeypatch.setattr(session, "Link", lambda *given: made.append(real(*given)) or made[-1])
     for prompt in PROMPTS:
         serve(pair.source, [prompt])
         sent, received = pair.hand_over([(prompt, None)])
@@ -143,9 +144,9 @@ def test_what_finds_no_room_is_not_sent(host: Any) -> None:
 
 
 def pools_of(engine: ms.DynamicInferenceEngine) -> Any:
-    from mambaslots.net.transfer.cache_access import CacheAccess
+    from mambaslots.net.transfer.export import CacheAccess
 
-    return CacheAccess.of(engine, "test").pools
+    return CacheAccess(engine, "test").pools
 
 
 def test_a_peer_that_is_late_costs_no_connection(pair: Pair) -> None:
@@ -186,7 +187,7 @@ def test_with_scrub_no_piece_stays_in_the_staging(
     send = Link.send
 
     def sends(link: Link, message: Any, payload: Any = None) -> None:
-        if isinstance(message, hand_over.Sums):
+        if isinstance(message, session.Sums):
             breaks()
         send(link, message, payload)
 
@@ -344,7 +345,7 @@ def test_bad_arguments(host: Any) -> None:
     with TransferChannel(engine, store, "x", "source") as channel:
         calls += [
             (channel.receive, "side is 'source'; accepted: 'destination'"),
-            (lambda: channel.send(states="some"), "states is 'some'; accepted: one of deepest, all"),  # type: ignore[arg-type]
+            (lambda: channel.send(states="some"), "states is 'some'; accepted: one of 'deepest', 'all'"),  # type: ignore[arg-type]
             (lambda: channel.send([5.0]), "prefixes"),  # type: ignore[list-item]
             (lambda: channel.send(timeout_s=-1.0), "timeout_s is -1"),
         ]

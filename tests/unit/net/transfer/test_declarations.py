@@ -15,9 +15,8 @@ from mambaslots.net import (
     export_prefixes,
     import_prefixes,
 )
-from mambaslots.net.transfer.cache_access import CacheAccess
-from mambaslots.net.transfer.format import PrefixFormat, TensorFormat
-from mambaslots.net.transfer.parts import TensorPart, shard_of
+from mambaslots.net.transfer.export import CacheAccess
+from mambaslots.net.transfer.format import PrefixFormat, TensorFormat, TensorPart, shard_of
 from mambaslots.parallel_groups import ModelShard, Part
 from mambaslots.state_spec import StateSegment, StateSplit, StateTensor
 from oracle.budget import costly
@@ -69,10 +68,10 @@ def cached(engine: ms.DynamicInferenceEngine) -> dict[tuple[str, int], torch.Ten
 
 
 def format_of(spec: ms.HybridStateSpec) -> PrefixFormat:
-    return PrefixFormat.of(CacheAccess.of(engine_with(spec), "format_of"))
+    return CacheAccess(engine_with(spec), "format_of").format()
 
 
-KV = TensorFormat(1, 2, (2, 8, 2), F16)
+KV = TensorFormat(1, 2, (2, 8, 2), "float16")
 
 
 @pytest.mark.parametrize(
@@ -81,22 +80,22 @@ KV = TensorFormat(1, 2, (2, 8, 2), F16)
         (
             "MM*",
             {
-                "conv.0": TensorFormat(2, 4, (2, 3), F16),  # x
-                "conv.1": TensorFormat(2, 2, (3, 3), F16),  # B
-                "conv.2": TensorFormat(2, 2, (3, 3), F16),  # C
-                "ssm.0": TensorFormat(2, 4, (1, 2, 3), F32, grid=4),
+                "conv.0": TensorFormat(2, 4, (2, 3), "float16"),  # x
+                "conv.1": TensorFormat(2, 2, (3, 3), "float16"),  # B
+                "conv.2": TensorFormat(2, 2, (3, 3), "float16"),  # C
+                "ssm.0": TensorFormat(2, 4, (1, 2, 3), "float32", grid=4),
             },
         ),
         (
             "*G",
             {
-                "gdn_conv.0": TensorFormat(1, 2, (2, 2), F16),  # q
-                "gdn_conv.1": TensorFormat(1, 2, (2, 2), F16),  # k
-                "gdn_conv.2": TensorFormat(1, 4, (3, 2), F16),  # v
-                "delta.0": TensorFormat(1, 4, (1, 2, 3), F32, grid=8),
+                "gdn_conv.0": TensorFormat(1, 2, (2, 2), "float16"),  # q
+                "gdn_conv.1": TensorFormat(1, 2, (2, 2), "float16"),  # k
+                "gdn_conv.2": TensorFormat(1, 4, (3, 2), "float16"),  # v
+                "delta.0": TensorFormat(1, 4, (1, 2, 3), "float32", grid=8),
             },
         ),
-        ("C*CC", {"short_conv.0": TensorFormat(3, 8, (1, 2), F16)}),
+        ("C*CC", {"short_conv.0": TensorFormat(3, 8, (1, 2), "float16")}),
     ],
 )
 def test_the_tensors_of_each_kind(pattern: str, tensors: dict[str, TensorFormat]) -> None:
@@ -202,7 +201,7 @@ SUMS = StateTensor("sums", 2, (6, 2), F32, 4)
         (replace(SUMS, shape=(5, 2)), r"sums.0.num_units is 5; accepted: 6, as here"),
         (replace(SUMS, shape=(6, 3)), r"sums.0.shape is \(1, 3\); accepted: \(1, 2\), as here"),
         (replace(SUMS, shape=(6,)), r"sums.0.shape is \(1,\); accepted: \(1, 2\), as here"),
-        (replace(SUMS, dtype=F64), r"sums.0.dtype is torch.float64; accepted: torch.float32, as here"),
+        (replace(SUMS, dtype=F64), r"sums.0.dtype is 'float64'; accepted: 'float32', as here"),
         (replace(SUMS, grid=2), r"sums.0.grid is 2; accepted: 4, as here"),
         (
             replace(SUMS, split=StateSplit(Part(0, 2, 2), (StateSegment(Part(0, 3, 3), 2),))),

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.net.transfer.format import PrefixFormat, TensorFormat, TransferError
-from mambaslots.net.transfer.parts import Shard, TensorPart
+from mambaslots.net.transfer.format import PrefixFormat, Shard, TensorFormat, TensorPart, TransferError
 from mambaslots.net.transfer.shard import PrefixShard, join, shapes_of, sources_for
 from mambaslots.parallel_groups import Part
 from oracle.transfers import Declared, dense, random_export, random_forest
@@ -111,11 +111,11 @@ def formats(draw: st.DrawFn) -> PrefixFormat:
     """Of tensors that no kind of layer has."""
     sizes = st.lists(st.integers(1, 3), max_size=3).map(tuple)
     tensors = st.builds(
-        TensorFormat, st.integers(0, 4), st.integers(0, 5), sizes, st.sampled_from([torch.half, torch.double])
+        TensorFormat, st.integers(0, 4), st.integers(0, 5), sizes, st.sampled_from(["float16", "float64"])
     )
     names = draw(st.sets(st.sampled_from(["kv", "a.0", "a.1", "b.0", "kv.0"]), min_size=1))
     return PrefixFormat(
-        weights_version=1,
+        weights_version="1",
         block_size_tokens=4,
         vocab_size=256,
         tensors={name: draw(tensors) for name in names},
@@ -137,10 +137,10 @@ def test_any_pieces_of_any_tensors_join_where_they_cover_what_is_wanted(data: st
         for name, t in form.tensors.items()
     }
     tensors = {
-        name: torch.randn(shape).to(form.tensors[name].dtype)
+        name: torch.randn(shape).to(form.tensors[name].torch_dtype)
         for name, shape in shapes_of(form, forest, all_of_it).items()
     }
-    whole = PrefixShard(form, forest, all_of_it, (1, 1), tensors)
+    whole = PrefixShard(form, forest, all_of_it, tensors)
     pieces = [whole.cut(shard("piece")) for _ in range(data.draw(st.integers(1, 4)))]
     wanted = shard("wanted")
 
@@ -187,7 +187,7 @@ def test_pieces_of_two_exports_do_not_join() -> None:
     first, second = model.shards(2, 1)
     with pytest.raises(TransferError, match=r"pieces\[1\] is of another export"):
         join([one.cut(first), other.cut(second)], one.shard)
-    later = replace(one, format=replace(one.format, weights_version="weights 2"))
+    later = replace(one, format=msgspec.structs.replace(one.format, weights_version="'weights 2'"))
     with pytest.raises(TransferError, match=r"pieces\[1\] is of another export"):
         join([one.cut(first), later.cut(second)], one.shard)
 

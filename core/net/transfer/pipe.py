@@ -1,21 +1,89 @@
-"""Pieces from GPU to GPU over NCCL, by nccl4py."""
+"""What carries the pieces of a hand-over: messages through host memory, or NCCL from GPU to GPU."""
 
 import importlib.util
 import time
+from collections import deque
 from collections.abc import Callable
 from threading import Lock, Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .format import TransferError
-from .staging import Passage
 
 _SUCCESS, _IN_PROGRESS = 0, 7  # ncclResult_t
 _CLOSE_S = 5.0
 _CALL_S = 1.0
-"""A call of NCCL that takes longer, though none should block, keeps nobody from an abort."""
+"""A call of NCCL that takes longer, though none should block, does not delay an abort."""
+
+
+class Passage(Protocol):
+    """A piece on its way."""
+
+    def is_launched(self) -> bool:
+        """Whether the pipe accepts the next piece; raises where it failed."""
+
+    def is_done(self) -> bool:
+        """Whether the piece has left this rank or arrived; raises where it never will."""
+
+
+class Pipe(Protocol):
+    """Carries pieces between two ranks, in order; may write to a piece until `close`."""
+
+    def send(self, piece: Tensor, packed: torch.cuda.Event | None) -> Passage:
+        """Begin to send [bytes] uint8; `packed`: the event after which the bytes are there."""
+
+    def receive(self, piece: Tensor, free: torch.cuda.Event | None) -> Passage:
+        """Begin to fill [bytes] uint8; `free`: the event after which the memory may be written."""
+
+    def close(self) -> bool:
+        """End the pipe, in seconds at most; returns whether no piece is written from now on."""
+
+
+class MessagePipe:
+    """Carries pieces as payloads of messages; the receiver acknowledges each."""
+
+    def __init__(self, send_piece: Callable[[Any], None], acknowledge: Callable[[], None]) -> None:
+        self._send_piece, self._acknowledge = send_piece, acknowledge
+        self._num_sent = self.num_acknowledged = 0
+        self._num_received = self._num_expected = 0
+        self.arrived: deque[memoryview] = deque()
+
+    def send(self, piece: Tensor, packed: torch.cuda.Event | None) -> Passage:
+        del packed  # on the current stream, as the copy to the CPU
+        self._send_piece(piece.cpu().numpy())
+        self._num_sent += 1
+        return _MessagePassage(lambda number: self.num_acknowledged >= number, self._num_sent)
+
+    def receive(self, piece: Tensor, free: torch.cuda.Event | None) -> Passage:
+        del free
+        self._num_expected += 1
+        return _MessagePassage(lambda number: self._fill(piece, number), self._num_expected)
+
+    def _fill(self, piece: Tensor, number: int) -> bool:
+        if self._num_received < number and self.arrived:
+            payload = self.arrived.popleft()
+            if len(payload) != len(piece):
+                raise TransferError(f"a piece is of {len(payload)} bytes; accepted: {len(piece)}")
+            piece.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+            self._num_received += 1
+            self._acknowledge()
+        return self._num_received >= number
+
+    def close(self) -> bool:
+        return True
+
+
+class _MessagePassage:
+    def __init__(self, is_done: Callable[[int], bool], number: int) -> None:
+        self._is_done, self._number = is_done, number
+
+    def is_launched(self) -> bool:
+        return True
+
+    def is_done(self) -> bool:
+        return self._is_done(self._number)
 
 
 class NcclFacts(NamedTuple):
@@ -39,6 +107,13 @@ def nccl_facts(device: torch.device) -> NcclFacts | None:
     return None if library is None else NcclFacts(str(library.version), gpu)
 
 
+def new_nccl_id() -> bytes:
+    """The id of a communicator to be made by two ranks."""
+    import nccl.core
+
+    return bytes(nccl.core.get_unique_id())
+
+
 class AbortableCommunicator:
     """A communicator that one thread uses and another one may abort.
 
@@ -53,14 +128,14 @@ class AbortableCommunicator:
         self._aborted = False
 
     def call[T](self, use: Callable[[Any], T]) -> T:
-        """`use(communicator)`; TransferError behind an abort."""
+        """`use(communicator)`; TransferError after an abort."""
         with self._lock:
             if self._aborted:
                 raise TransferError("the hand-over was given up")
             return use(self._communicator)
 
     def abort(self) -> None:
-        """Abort the communicator, behind the call under way. A second call does nothing."""
+        """Abort the communicator, after the call under way. A second call does nothing."""
         is_free = self._lock.acquire(timeout=_CALL_S)
         was_aborted, self._aborted = self._aborted, True
         if is_free:
@@ -79,31 +154,26 @@ class NcclPipe:
     def __init__(
         self,
         device: torch.device,
-        side: int,
-        send_id: Callable[[bytes], None],
-        receive_id: Callable[[], bytes],
+        rank: int,
+        unique_id: bytes,
         remaining_s: Callable[[], float],
     ) -> None:
         """Blocks until the other side is there.
 
         Args:
             device: the GPU; must be the current device of the thread.
-            side: 0 at the source, 1 at the destination.
-            send_id, receive_id: carry the id of the communicator.
+            rank: 0 on one side, 1 on the other.
+            unique_id: of `new_nccl_id`, the same on both sides.
             remaining_s: returns the seconds that the call may still take.
         """
         import nccl.core
 
-        self._peer = 1 - side
+        self._peer = 1 - rank
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        if side == 0:
-            unique_id = nccl.core.get_unique_id()
-            send_id(bytes(unique_id))
-        else:
-            unique_id = nccl.core.UniqueId.from_bytes(receive_id())
+        communicator_id = nccl.core.UniqueId.from_bytes(unique_id)
         config = nccl.core.NCCLConfig(blocking=False)
         self._comm = AbortableCommunicator(nccl.core.Communicator())
-        self._comm.call(lambda comm: comm.initialize(2, side, unique_id, config))
+        self._comm.call(lambda comm: comm.initialize(2, rank, communicator_id, config))
         try:
             while not self._is_settled():
                 if remaining_s() <= 0.001:
