@@ -202,8 +202,10 @@ def forest_of(access: CacheAccess, state_blocks: Sequence[int]) -> tuple[list[in
             path.append((block, parent, content))
             block = parent
         for block, parent, content in reversed(path):
-            is_first = isinstance(parent, bytes)
-            parents.append(-1 - roots.setdefault(parent, len(roots)) if is_first else node_of[parent])
+            if isinstance(parent, bytes):
+                parents.append(-1 - roots.setdefault(parent, len(roots)))
+            else:
+                parents.append(node_of[parent])
             node_of[block] = len(tokens)
             tokens.append(content)
     forest = PrefixForest(

@@ -137,7 +137,8 @@ class PrefixFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "names the model's weights, because prefixes of other weights of the same shape must be "
                 "refused"
             )
-        shapes = {KV: ((2, block_size_tokens, spec.head_dim), spec.kv_dtype, 1)}
+        kv_shape: tuple[int, ...] = 2, block_size_tokens, spec.head_dim
+        shapes = {KV: (kv_shape, spec.kv_dtype, 1)}
         for tensor in spec.states:
             for name, segment in segments_of(tensor).items():
                 shapes[name] = (segment.width, *tensor.shape[1:]), tensor.dtype, tensor.grid

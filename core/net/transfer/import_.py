@@ -171,8 +171,9 @@ def import_received(access: CacheAccess, receive: Callable[[], Incoming]) -> Imp
 
     attempt = access.ranks.attempt(work, same=("prefixes", "exports"))
     if any(notes.get("argument") for notes in attempt.notes):
-        is_own = isinstance(attempt.error, ValueError) and not isinstance(attempt.error, TransferError)
-        raise attempt.error if is_own else ValueError(attempt.failure)
+        if isinstance(attempt.error, ValueError) and not isinstance(attempt.error, TransferError):
+            raise attempt.error
+        raise ValueError(attempt.failure)
     incoming = attempt.result(TransferError)
     with access.engine.changing_cache(CopyError, _DifferentImportsError):
         return _copy_in(access, incoming)
