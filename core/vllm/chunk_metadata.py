@@ -1,6 +1,6 @@
 """The SSD chunks of a step for vLLM's Mamba2 attention backend, under vLLM's names.
 
-All results are cut on the absolute grid of `chunk_grid`, except those of `compute_varlen_chunk_metadata`.
+Results are cut on the absolute grid of `absolute_chunks`, those of `compute_varlen_chunk_metadata` are not.
 Only the absolute grid serves a prefix cache: a state exists at every absolute multiple of the chunk size,
 wherever the scheduler cut the prompt.
 """
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..inference.contexts.chunk_grid import MAX_POSITION, Int64Array, absolute_chunks, row_lengths
+from ..inference.contexts.step_inputs import MAX_POSITION, Int64Array, absolute_chunks, row_lengths
 from ..validation import described, holds_data, integer, shown
 from ..validation import device as checked_device
 

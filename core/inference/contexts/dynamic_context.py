@@ -93,9 +93,7 @@ class DynamicInferenceContext:
         if config.batch_invariant:
             largest = largest_on_ladder(largest)
         self._buffer = StepBuffer(largest, spec.device)
-        self._builder = StepBuilder(
-            self._buffer, config.block_size_tokens, self._chunk_size, config.replays, config.batch_invariant
-        )
+        self._builder = StepBuilder(self._buffer, config, self._chunk_size, self._states, self.memory)
         self._steps: tuple[RequestStep, ...] = ()
         self._observers: list[StepObserver] = []
         self._ledger = TokenLedger()
@@ -259,12 +257,7 @@ class DynamicInferenceContext:
         self.memory.scrubber.scrub()
         self._reserve(steps, sampled_tokens)
         inputs = self._builder.build(
-            self._steps,
-            self.block_table.numpy(),
-            self._states,
-            self.memory,
-            padding or (lambda shape: shape),
-            sampled_tokens,
+            self._steps, self.block_table.numpy(), padding or (lambda shape: shape), sampled_tokens
         )
         for observer in self._observers:
             observer.step_begun(self._steps, inputs)

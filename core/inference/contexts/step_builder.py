@@ -9,11 +9,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .chunk_grid import chunk_grid
+from ...config import InferenceConfig
 from .device_memory import DeviceMemory
 from .request import RequestStep
 from .states import RequestStates
-from .step_inputs import Checkpoints, PrefillChunks, Replay, StepInputs, StepShape
+from .step_inputs import Checkpoints, PrefillChunks, Replay, StepInputs, StepShape, chunk_grid
 
 Layout = Literal["front", "tokens", "rows", "state_writes"]
 """Where the values lie in a tensor that is padded:
@@ -184,23 +184,23 @@ class StepBuilder:
     def __init__(
         self,
         buffer: StepBuffer,
-        block_size_tokens: int,
+        config: InferenceConfig,
         chunk_size: int,
-        replays: bool = False,
-        batch_invariant: bool = False,
+        states: RequestStates,
+        memory: DeviceMemory,
     ) -> None:
         self._buffer = buffer
-        self._replays = replays
-        self._batch_invariant = batch_invariant
-        self._block_size = block_size_tokens
+        self._block_size = config.block_size_tokens
         self._chunk_size = chunk_size
+        self._replays = config.replays
+        self._batch_invariant = config.batch_invariant
+        self._states = states
+        self._memory = memory
 
     def build(
         self,
         steps: Sequence[RequestStep],
         block_table: Array,
-        states: RequestStates,
-        memory: DeviceMemory,
         padding: Padding,
         sampled_tokens: Tensor | None = None,
     ) -> StepInputs:
@@ -210,24 +210,24 @@ class StepBuilder:
         `sampled_tokens`: [steps] on the device, in place of the steps' tokens.
         """
         packing = _Packing.of(steps)
-        values = _token_values(steps, packing)
-        values |= self._kv_values(steps, packing, block_table)
-        values |= self._state_values(steps, packing, states)
-        values |= self._replay_values(steps, packing, states)
+        values = self._token_values(steps, packing, block_table) | self._state_values(steps, packing)
+        if self._replays:
+            values |= self._replay_values(steps, packing)
         shape = padding(packing.shape(values))
         layout = _Layout(packing, shape)
         values["row_query_start_loc"] = layout.query_start_loc()
         for name in ("kv_write_tokens", "logit_tokens"):
-            values[name] = layout.padded_tokens(values[name])
+            values[name] = layout.token_places[values[name]]
         arrays = self._buffer.arrays(shape)
         for field in STEP_FIELDS:
-            layout.fill(arrays[field.name], values[field.name], field)
+            if field.name in values:
+                layout.fill(arrays[field.name], values[field.name], field)
         tensors, num_logits = self._buffer.send(shape), len(values["logit_tokens"])
         if sampled_tokens is not None:
             tensors["token_ids"][: len(sampled_tokens)].copy_(sampled_tokens)
-        return self._inputs(shape, num_logits, tensors, memory)
+        return self._inputs(shape, num_logits, tensors)
 
-    def _kv_values(
+    def _token_values(
         self, steps: Sequence[RequestStep], packing: "_Packing", block_table: Array
     ) -> dict[str, Any]:
         size = self._block_size
@@ -238,7 +238,16 @@ class StepBuilder:
         writes = np.flatnonzero(packing.positions >= registered[packing.token_rows])
         written = packing.positions[writes]
         blocks = table[packing.token_rows[writes], written // size].astype(np.int64)
+        token_ids = chain.from_iterable(step.tokens for step in steps)
+        logits = [
+            first + position - step.start
+            for first, step in zip(packing.query_start_loc[:-1].tolist(), steps, strict=True)
+            for position in step.logit_positions
+        ]
         return {
+            "token_ids": np.fromiter(token_ids, np.int64, len(packing.positions)),
+            "positions": packing.positions,
+            "logit_tokens": np.array(logits, np.int64),
             "kv_lengths": packing.stops,
             "block_table": table,
             "query_lengths": packing.lengths,
@@ -246,21 +255,19 @@ class StepBuilder:
             "kv_write_positions": blocks * size + written % size,
         }
 
-    def _state_values(
-        self, steps: Sequence[RequestStep], packing: "_Packing", states: RequestStates
-    ) -> dict[str, Any]:
+    def _state_values(self, steps: Sequence[RequestStep], packing: "_Packing") -> dict[str, Any]:
         # Entries that are no checkpoints come last.
         inner = sorted(
             (
                 (row, position, index, position in step.destinations)
                 for row, step in enumerate(steps[packing.num_decodes :])
-                for position, index in states.inner_destinations(step)
+                for position, index in self._states.inner_destinations(step)
             ),
             key=lambda entry: not entry[3],
         )
         rows, slots = [row for row, *_ in inner], [slot for _, _, slot, _ in inner]
         count = sum(is_checkpoint for *_, is_checkpoint in inner)
-        decodes, num_decode_tokens = packing.num_decodes, packing.num_decode_tokens
+        decodes = packing.num_decodes
         grid = chunk_grid(
             packing.starts[decodes:],
             packing.lengths[decodes:],
@@ -271,11 +278,11 @@ class StepBuilder:
         chunk_destinations = np.full(len(grid.seq_idx), -1)
         chunk_destinations[grid.checkpoint_chunks] = slots
         return {
-            "state_destinations": [index for step in steps for index in states.destinations(step)],
+            "state_destinations": [index for step in steps for index in self._states.destinations(step)],
             "state_sources": [
                 step.holding.state_index if step.holding.num_computed else -1 for step in steps
             ],
-            "query_start_loc": packing.query_start_loc[decodes:] - num_decode_tokens,
+            "query_start_loc": packing.query_start_loc[decodes:] - packing.num_decode_tokens,
             "token_rows": grid.token_rows,
             "cu_chunk_seqlens": grid.cu_chunk_seqlens,
             "seq_idx": grid.seq_idx,
@@ -286,31 +293,18 @@ class StepBuilder:
             "checkpoint_destinations": slots[:count],
         }
 
-    def _replay_values(
-        self, steps: Sequence[RequestStep], packing: "_Packing", states: RequestStates
-    ) -> dict[str, Any]:
-        decodes = packing.num_decodes
-        if not self._replays:
-            nothing = np.full(len(steps), -1)
-            return {
-                "replay_slots": nothing,
-                "replay_starts": nothing,
-                "replay_destinations": nothing,
-                "tail_starts": nothing[decodes:],
-            }
+    def _replay_values(self, steps: Sequence[RequestStep], packing: "_Packing") -> dict[str, Any]:
         starts, stops = np.array(packing.starts), np.array(packing.stops)
         tails = packing.query_start_loc[:-1] - packing.num_decode_tokens - starts
         tails += stops // self._chunk_size * self._chunk_size
         return {
             "replay_slots": [step.holding.row for step in steps],
             "replay_starts": starts,
-            "replay_destinations": [states.completed_destination(step) for step in steps],
-            "tail_starts": tails[decodes:],
+            "replay_destinations": [self._states.completed_destination(step) for step in steps],
+            "tail_starts": tails[packing.num_decodes :],
         }
 
-    def _inputs(
-        self, shape: StepShape, num_logits: int, tensors: dict[str, Tensor], memory: DeviceMemory
-    ) -> StepInputs:
+    def _inputs(self, shape: StepShape, num_logits: int, tensors: dict[str, Tensor]) -> StepInputs:
         owned: dict[str, dict[str, Any]] = {"": {}, "chunks": {}, "checkpoints": {}, "replay": {}}
         for field in STEP_FIELDS:
             owned[field.owner][field.attribute or field.name] = tensors[field.name]
@@ -320,9 +314,9 @@ class StepBuilder:
             chunks=PrefillChunks(**owned["chunks"], chunk_size=self._chunk_size),
             checkpoints=Checkpoints(**owned["checkpoints"]),
             num_logits=num_logits,
-            kv_cache=memory.kv_cache,
-            state_pool=memory.state_pool,
-            replay=Replay(memory.input_pool, **owned["replay"]) if self._replays else None,
+            kv_cache=self._memory.kv_cache,
+            state_pool=self._memory.state_pool,
+            replay=Replay(self._memory.input_pool, **owned["replay"]) if self._replays else None,
             batch_invariant=self._batch_invariant,
         )
 
@@ -373,44 +367,22 @@ class _Packing(NamedTuple):
         )
 
 
-def _token_values(steps: Sequence[RequestStep], packing: _Packing) -> dict[str, Any]:
-    token_ids = chain.from_iterable(step.tokens for step in steps)
-    logits = [
-        first + position - step.start
-        for first, step in zip(packing.query_start_loc[:-1].tolist(), steps, strict=True)
-        for position in step.logit_positions
-    ]
-    return {
-        "token_ids": np.fromiter(token_ids, np.int64, len(packing.positions)),
-        "positions": packing.positions,
-        "logit_tokens": np.array(logits, np.int64),
-    }
-
-
 class _Layout:
-    """Where the values of a packed step go in arrays that are padded to a shape."""
+    """Where the values of a packed step go in arrays that are padded to a shape.
+
+    Attributes:
+        token_places: [tokens]: each token's place once all decode rows are equally long.
+    """
 
     def __init__(self, packing: _Packing, shape: StepShape) -> None:
         self._packing = packing
         self._shape = shape
-        self._token_places = self._places_of_tokens()
-
-    def _places_of_tokens(self) -> Array | None:
-        """[tokens]: each token's place once all decode rows are equally long; None where no token moves."""
-        packing, shape = self._packing, self._shape
-        total, decode_tokens = len(packing.token_rows), packing.num_decode_tokens
-        if shape.tokens == total:
-            return None
-        places = np.arange(total)
-        places[decode_tokens:] += shape.decodes * shape.decode_tokens - decode_tokens
-        if shape.decode_tokens > 1:
+        decode_tokens, width = packing.num_decode_tokens, shape.decode_tokens
+        self.token_places = places = np.arange(len(packing.token_rows))
+        places[decode_tokens:] += shape.decodes * width - decode_tokens
+        if width > 1:
             rows = packing.token_rows[:decode_tokens]
-            places[:decode_tokens] += rows * shape.decode_tokens - packing.query_start_loc[rows]
-        return places
-
-    def padded_tokens(self, tokens: Array) -> Array:
-        """The places in the padded step of the packed `tokens`."""
-        return tokens if self._token_places is None else self._token_places[tokens]
+            places[:decode_tokens] += rows * width - packing.query_start_loc[rows]
 
     def query_start_loc(self) -> Array:
         """The place of each row's first token in the padded step, for padding rows too."""
@@ -426,30 +398,18 @@ class _Layout:
             array[:] = values
             return
         padding: Any = values[-1] if field.padding is None else field.padding
-        if field.layout == "front":
-            array[: len(values)] = values
-            array[len(values) :] = padding
-            return
         array.fill(padding)
-        if field.layout == "rows":
-            self._fill_rows(array, values)
-        else:
-            array[self._places(field, len(values))] = values
+        columns = (slice(size) for size in np.shape(values)[1:])
+        array[(self._places(field.layout, len(values)), *columns)] = values
 
-    def _fill_rows(self, array: Array, values: Any) -> None:
-        """Write decode rows first, then prefill rows after the decode rows and their padding."""
-        decodes, first, prefills = self._packing.num_decodes, self._shape.decodes, self._packing.num_prefills
-        columns = tuple(slice(size) for size in np.shape(values)[1:])
-        array[(slice(decodes), *columns)] = values[:decodes]
-        array[(slice(first, first + prefills), *columns)] = values[decodes:]
-
-    def _places(self, field: StepField, count: int) -> Array:
-        tokens: Array = np.arange(
-            self._packing.num_decode_tokens if field.layout == "state_writes" else count
-        )
-        if self._token_places is not None:
-            tokens = self._token_places[: len(tokens)]
-        if field.layout == "tokens":
-            return tokens
-        first = self._shape.decodes * self._shape.decode_tokens
-        return np.append(tokens, np.arange(self._packing.num_prefills) + first)
+    def _places(self, layout: Layout, count: int) -> Array | slice:
+        packing, shape = self._packing, self._shape
+        if layout == "front":
+            return slice(count)
+        if layout == "tokens":
+            return self.token_places
+        prefills = np.arange(packing.num_prefills)
+        if layout == "rows":
+            return np.append(np.arange(packing.num_decodes), prefills + shape.decodes)
+        decode_tokens = self.token_places[: packing.num_decode_tokens]
+        return np.append(decode_tokens, prefills + shape.decodes * shape.decode_tokens)
