@@ -11,7 +11,7 @@ from .version import VERSION
 if TYPE_CHECKING:
     from . import hf as hf
     from . import models, testing, text
-    from .cache_stats import COMPUTE_REASONS, CacheStats, ComputeReason, EngineStats, SpeculationStats
+    from .cache_stats import COMPUTE_REASONS, EngineStats, SpeculationStats
     from .config import InferenceConfig
     from .errors import (
         EngineDeadError,
@@ -25,11 +25,9 @@ if TYPE_CHECKING:
     from .inference.contexts.cache.eviction import EvictionPolicy
     from .inference.contexts.cache.hashing import PrefixHashChain
     from .inference.contexts.cache.kv_block_allocator import KVBlockAllocator
-    from .inference.contexts.cache.prefix_cache import PinnedPrefix, PrefixCache
-    from .inference.contexts.cache.prefix_match import PrefixMatch
+    from .inference.contexts.cache.prefix_cache import PrefixCache
     from .inference.contexts.dynamic_context import DynamicInferenceContext
     from .inference.contexts.mamba_slot_allocator import MambaSlotAllocator
-    from .inference.contexts.request import GeneratedToken
     from .inference.contexts.step_inputs import StepInputs
     from .inference.engines.async_engine import AsyncEngine
     from .inference.engines.drafter import Drafter, NgramDrafter
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
     from .inference.kernels.reference.attention import AttentionRows
     from .loaded_model import LoadedModel, load
     from .parallel_groups import ParallelGroups
-    from .request import FinishReason, RequestResult, SamplingParams, ScoreResult
+    from .request import RequestResult, SamplingParams
     from .state_spec import (
         HybridStateSpec,
         StateTensor,
@@ -56,13 +54,11 @@ __version__ = VERSION
 __all__ = [
     # serving
     "DynamicInferenceEngine", "AsyncEngine", "InferenceConfig", "SamplingParams", "CheckpointPlan",
-    "RequestResult", "ScoreResult", "FinishReason", "GeneratedToken", "TokenStream",
-    "StepReport", "EngineObserver", "PinnedPrefix", "Drafter", "NgramDrafter",
-    "CacheStats", "EngineStats", "SpeculationStats", "ComputeReason", "COMPUTE_REASONS",
-    "load", "LoadedModel", "TextCodec", "text",
+    "RequestResult", "TokenStream", "StepReport", "EngineObserver", "Drafter", "NgramDrafter",
+    "EngineStats", "SpeculationStats", "COMPUTE_REASONS", "load", "LoadedModel", "TextCodec", "text",
     # the cache, in an engine of your own
-    "PrefixCache", "PrefixMatch", "PathStep", "PrefixHashChain", "EvictionPolicy", "KVBlockAllocator",
-    "MambaSlotAllocator", "DynamicInferenceContext",
+    "PrefixCache", "PathStep", "PrefixHashChain", "EvictionPolicy", "KVBlockAllocator", "MambaSlotAllocator",
+    "DynamicInferenceContext",
     # bringing a model
     "Model", "HybridStateSpec", "StateTensor", "mamba2_states", "gated_delta_net_states", "short_conv_states",
     "StepInputs", "kernel_set", "AttentionRows", "ParallelGroups", "models", "testing",
@@ -71,38 +67,35 @@ __all__ = [
     "EngineDeadError",
 ]  # fmt: skip
 
+_CONTEXTS, _ENGINES = "inference.contexts", "inference.engines"
 _NAMES_OF_MODULES = {
-    "mambaslots.cache_stats": "COMPUTE_REASONS CacheStats ComputeReason EngineStats SpeculationStats",
-    "mambaslots.config": "InferenceConfig",
-    "mambaslots.errors": (
+    "cache_stats": "COMPUTE_REASONS EngineStats SpeculationStats",
+    "config": "InferenceConfig",
+    "errors": (
         "EngineDeadError KVBlockCapacityError MambaSlotCapacityError QueueFullError RequestOverflowError"
     ),
-    "mambaslots.inference.contexts.cache.checkpoint_plan": "CheckpointPlan",
-    "mambaslots.inference.contexts.cache.checkpoints": "PathStep",
-    "mambaslots.inference.contexts.cache.eviction": "EvictionPolicy",
-    "mambaslots.inference.contexts.cache.kv_block_allocator": "KVBlockAllocator",
-    "mambaslots.inference.contexts.cache.prefix_cache": "PinnedPrefix PrefixCache",
-    "mambaslots.inference.contexts.cache.hashing": "PrefixHashChain",
-    "mambaslots.inference.contexts.cache.prefix_match": "PrefixMatch",
-    "mambaslots.inference.contexts.dynamic_context": "DynamicInferenceContext",
-    "mambaslots.inference.contexts.mamba_slot_allocator": "MambaSlotAllocator",
-    "mambaslots.inference.contexts.request": "GeneratedToken",
-    "mambaslots.inference.contexts.step_inputs": "StepInputs",
-    "mambaslots.inference.engines.async_engine": "AsyncEngine",
-    "mambaslots.inference.engines.drafter": "Drafter NgramDrafter",
-    "mambaslots.inference.engines.dynamic_engine": "DynamicInferenceEngine",
-    "mambaslots.inference.engines.engine_observer": "EngineObserver StepReport",
-    "mambaslots.inference.engines.runner": "Model",
-    "mambaslots.inference.engines.streams": "TokenStream",
-    "mambaslots.inference.kernels.reference.attention": "AttentionRows",
-    "mambaslots.inference.kernels.kernel_set": "kernel_set",
-    "mambaslots.loaded_model": "LoadedModel load",
-    "mambaslots.parallel_groups": "ParallelGroups",
-    "mambaslots.request": "FinishReason RequestResult SamplingParams ScoreResult",
-    "mambaslots.state_spec": (
-        "HybridStateSpec StateTensor gated_delta_net_states mamba2_states short_conv_states"
-    ),
-    "mambaslots.text": "TextCodec",
+    f"{_CONTEXTS}.cache.checkpoint_plan": "CheckpointPlan",
+    f"{_CONTEXTS}.cache.checkpoints": "PathStep",
+    f"{_CONTEXTS}.cache.eviction": "EvictionPolicy",
+    f"{_CONTEXTS}.cache.hashing": "PrefixHashChain",
+    f"{_CONTEXTS}.cache.kv_block_allocator": "KVBlockAllocator",
+    f"{_CONTEXTS}.cache.prefix_cache": "PrefixCache",
+    f"{_CONTEXTS}.dynamic_context": "DynamicInferenceContext",
+    f"{_CONTEXTS}.mamba_slot_allocator": "MambaSlotAllocator",
+    f"{_CONTEXTS}.step_inputs": "StepInputs",
+    f"{_ENGINES}.async_engine": "AsyncEngine",
+    f"{_ENGINES}.drafter": "Drafter NgramDrafter",
+    f"{_ENGINES}.dynamic_engine": "DynamicInferenceEngine",
+    f"{_ENGINES}.engine_observer": "EngineObserver StepReport",
+    f"{_ENGINES}.runner": "Model",
+    f"{_ENGINES}.streams": "TokenStream",
+    "inference.kernels.kernel_set": "kernel_set",
+    "inference.kernels.reference.attention": "AttentionRows",
+    "loaded_model": "LoadedModel load",
+    "parallel_groups": "ParallelGroups",
+    "request": "RequestResult SamplingParams",
+    "state_spec": "HybridStateSpec StateTensor gated_delta_net_states mamba2_states short_conv_states",
+    "text": "TextCodec",
 }
 _SOURCES = {name: module for module, names in _NAMES_OF_MODULES.items() for name in names.split()}
 _PACKAGES = ("hf", "models", "testing", "text")
@@ -113,7 +106,7 @@ if not TYPE_CHECKING:  # a type checker would accept any name
     def __getattr__(name: str) -> Any:
         """Import a public name at its first use."""
         if name in _SOURCES:
-            value = getattr(import_module(_SOURCES[name]), name)
+            value = getattr(import_module(f"{__name__}.{_SOURCES[name]}"), name)
         elif name in _PACKAGES:
             value = import_module(f"{__name__}.{name}")
         else:

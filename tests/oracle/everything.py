@@ -19,6 +19,7 @@ from typing import Any, get_args
 
 import mambaslots as ms
 import torch
+from mambaslots.request import FinishReason
 
 from .faults import POINTS, acting
 from .ledger import Entry, Ledger, LeftWrongError, check_objects, objects
@@ -26,7 +27,7 @@ from .random_engine import ALPHABET, LONGEST_PROMPT, random_engine, random_plan
 from .toy_answers import Ask
 from .toy_lm import ForwardError, ToyLM
 
-CHECKS_LOGITS = "invalid_logits" in get_args(ms.FinishReason)
+CHECKS_LOGITS = "invalid_logits" in get_args(FinishReason)
 
 
 class Fuzzer(Ledger):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import mambaslots as ms
+from mambaslots.inference.contexts.cache.prefix_cache import PinnedPrefix
 from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
 from mambaslots.monitor import Monitor
 
@@ -172,7 +173,7 @@ class Ledger:
         self.model = model
         self.entries: dict[int, Entry] = {}
         self.strays: list[Entry] = []
-        self.pins: list[ms.PinnedPrefix] = []
+        self.pins: list[PinnedPrefix] = []
         self.num_results = 0
         self.num_steps = 0
         self.num_invalid = 0

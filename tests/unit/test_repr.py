@@ -4,6 +4,7 @@ from pathlib import Path
 
 import mambaslots as ms
 import pytest
+from mambaslots.cache_stats import ComputeReason
 from mambaslots.inference.contexts.request import GeneratedToken
 from mambaslots.text import ByteTokenizer, ChatTemplate, GenerationDefaults
 from mambaslots.text.codec import MarkedPrompt
@@ -52,7 +53,7 @@ def test_no_token_of_a_prompt_and_no_secret(printed: dict[str, str]) -> None:
 
 def test_no_token_of_a_short_answer() -> None:
     found = GeneratedToken(7731, -0.5)
-    reasons: dict[ms.ComputeReason, int] = {"never_seen": 5}
+    reasons: dict[ComputeReason, int] = {"never_seen": 5}
     result = ms.RequestResult(3, [7731] * 2, [-0.5] * 2, None, None, 5, 0, reasons, 0, None, "length")
     report = ms.StepReport((3,), {3: found}, (result,), {3: (found, found)})
     assert repr(result) == (

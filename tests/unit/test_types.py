@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import assert_type
 
 import mambaslots as ms
+from mambaslots.inference.contexts.request import GeneratedToken
 from mambaslots.text import ByteTokenizer, ChatTemplate
 
 
@@ -45,7 +46,7 @@ with engine.stream([1, 2], ms.SamplingParams(temperature=0.5)) as stream:
     for generated in stream:
         assert_type(generated.token, int)
 assert_type(engine.stats().cache.computed_by_reason.get("never_seen"), int | None)
-assert_type(engine.step().tokens, dict[int, tuple[ms.GeneratedToken, ...]])
+assert_type(engine.step().tokens, dict[int, tuple[GeneratedToken, ...]])
 assert_type(ms.load("folder").encode("text"), list[int])
 assert_type(engine.score([[1, 2]])[0].log_probs, list[float])
 engine.generate("text")  # type: ignore[arg-type]

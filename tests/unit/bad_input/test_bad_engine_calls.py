@@ -8,6 +8,7 @@ import mambaslots as ms
 import numpy as np
 import pytest
 import torch
+from mambaslots.inference.contexts.cache.prefix_cache import PinnedPrefix
 from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
 from oracle import bad_values as bad
 from oracle.bad_values import Bad, refuse, refuse_all
@@ -245,8 +246,8 @@ def test_a_prefix_too_long_for_the_cache_is_not_warmed(served: Served) -> None:
 
 def test_only_what_was_pinned_here_is_unpinned(served: Served) -> None:
     elsewhere = Served().prefix
-    forged = [ms.PinnedPrefix(n, served.prefix.num_tokens) for n in (served.prefix.pin_id, -1, 99, [1], None)]
-    prefixes = bad.anything().also(elsewhere, *forged, ms.PinnedPrefix, served.prefix.pin_id)
+    forged = [PinnedPrefix(n, served.prefix.num_tokens) for n in (served.prefix.pin_id, -1, 99, [1], None)]
+    prefixes = bad.anything().also(elsewhere, *forged, PinnedPrefix, served.prefix.pin_id)
     refuse_all(_engine_target, prefixes, served.engine.unpin, "prefix", served.unchanged)
 
 

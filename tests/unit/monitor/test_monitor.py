@@ -11,6 +11,7 @@ import pytest
 from mambaslots.inference.contexts.cache.pool_stats import STATE_REMOVAL_CAUSES
 from mambaslots.monitor import Monitor
 from mambaslots.monitor.advice import why_not_deeper
+from mambaslots.request import FinishReason
 from oracle.faults import InjectedError, failing
 from oracle.observed import Recorder
 from oracle.serving import random_tokens, small_engine
@@ -352,7 +353,7 @@ def test_a_closed_monitor_counts_no_more() -> None:
     engine.generate([DOCUMENT], PARAMS)
     figures = monitor.figures()
     assert (figures.num_added, figures.num_ended["length"]) == (1, 1)
-    assert figures.num_ended.keys() == set(get_args(ms.FinishReason))
+    assert figures.num_ended.keys() == set(get_args(FinishReason))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import mambaslots as ms
 import openai
 import pytest
+from mambaslots.inference.contexts.cache.prefix_cache import PinnedPrefix
 from mambaslots.serve import ServerSettings, make_app
 from mambaslots.serve.gate import engine_salt
 from oracle.gated_model import PATIENCE_S
@@ -418,7 +419,7 @@ def test_logits_that_are_no_numbers_are_told(streams: bool) -> None:
 def test_a_request_that_pins_leave_too_little_memory_ends_alone(streams: bool) -> None:
     with serving(tiny_loaded(), small_config(num_kv_blocks=8, max_sequence_length=256)) as open_server:
 
-        def pin(engine: ms.DynamicInferenceEngine) -> ms.PinnedPrefix:
+        def pin(engine: ms.DynamicInferenceEngine) -> PinnedPrefix:
             tokens = list(range(193))
             engine.warm(tokens)
             return engine.pin(tokens)

@@ -5,6 +5,7 @@ from typing import get_args
 
 import mambaslots as ms
 import pytest
+from mambaslots.request import FinishReason
 from oracle.observed import Recorder
 from oracle.serving import random_tokens, small_engine
 
@@ -67,7 +68,7 @@ def test_metrics_are_the_engines_counts_and_a_recorders() -> None:
     assert single(samples, "mambaslots_generated_tokens_total") == generated
     ended = by_label(samples, "mambaslots_requests_ended_total")
     assert +Counter(ended) == Counter(result.finish_reason for _, result in recorder.ended)
-    assert ended.keys() == set(get_args(ms.FinishReason))
+    assert ended.keys() == set(get_args(FinishReason))
     assert single(samples, "mambaslots_requests_added_total") == len(recorder.ended)
     assert by_label(samples, "mambaslots_states_left_total") == cache.states_removed_by_cause
     assert by_label(samples, "mambaslots_kv_blocks_left_total") == cache.kv_blocks_removed_by_cause

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.engines import sampling as log_probs
+from mambaslots.request import ScoreResult
 from oracle.budget import dear
 from oracle.faults import POINTS, InjectedError, failing
 from oracle.recurrent_lm import RecurrentLM
@@ -28,7 +29,7 @@ SEQUENCES = [CONTEXT + answer for answer in ANSWERS]
 NOTHING = ms.CheckpointPlan(tail=False, branch=False, chunk_ends=False, decode="off")
 
 
-def assert_scored(result: ms.ScoreResult, tokens: Sequence[int], start: int = 1) -> None:
+def assert_scored(result: ScoreResult, tokens: Sequence[int], start: int = 1) -> None:
     """The result is complete: the recurrence's log-probs in float64, and every token is accounted for."""
     assert (result.start, result.num_tokens, result.finish_reason) == (start, len(tokens), "length")
     expected = expected_log_probs(tuple(tokens))[start - 1 :]
@@ -40,7 +41,7 @@ def assert_scored(result: ms.ScoreResult, tokens: Sequence[int], start: int = 1)
 
 def score_checked(
     engine: ms.DynamicInferenceEngine, sequences: Sequence[Sequence[int]], start: int = 1, **options: Any
-) -> list[ms.ScoreResult]:
+) -> list[ScoreResult]:
     results = engine.score(sequences, start, **options)
     for result, tokens in zip(results, sequences, strict=True):
         assert_scored(result, tokens, start)
