@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .inference.contexts.cache.pool_stats import PoolStats, TierStats
-from .inference.contexts.cache.reasons import COMPUTE_REASONS, ComputeReason, TokenLedger
+from .inference.contexts.cache.reasons import COMPUTE_REASONS, ComputeReason
 
 __all__ = [
     "COMPUTE_REASONS", "ComputeReason", "CacheStats", "EngineStats", "PoolStats", "SpeculationStats",
@@ -62,19 +62,6 @@ class CacheStats(PoolStats):
         return (
             f"<CacheStats: {self.num_requests} requests, {self.num_resumed_tokens} of "
             f"{self.num_prompt_tokens} prompt tokens resumed, computed: {computed or 'none'}; {self}>"
-        )
-
-    @classmethod
-    def of(cls, num_requests: int, ledger: TokenLedger, pools: PoolStats) -> "CacheStats":
-        """Put together what a context counts: requests, prompt tokens, and the use of its pools."""
-        return cls(
-            num_requests=num_requests,
-            num_prompt_tokens=ledger.num_prompt_tokens,
-            num_resumed_tokens=ledger.resumed,
-            num_computed_tokens=ledger.num_computed_tokens,
-            computed_by_reason=ledger.by_reason(),
-            num_recomputed_tokens=ledger.recomputed,
-            **vars(pools),
         )
 
 

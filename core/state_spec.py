@@ -52,15 +52,6 @@ class InputTensor:
     layout: InputLayout = "chunk"
     taps: int = 0
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name.isidentifier():
-            raise ValueError(f"name is {shown(self.name)}; accepted: a name such as 'conv_in' or 'ssm_x'")
-        set_field(self, "shape", tuple(integers("shape", self.shape, 1, INT32_MAX)))
-        float_dtype("dtype", self.dtype)
-        one_of("layout", self.layout, get_args(InputLayout))
-        fewest, most = (1, INT32_MAX) if self.layout == "ring" else (0, 0)
-        set_field(self, "taps", integer("taps", self.taps, fewest, most))
-
     def of_request(self, chunk_size: int, num_drafts: int) -> tuple[int, ...]:
         """The shape of one request in one layer; `num_drafts`: drafts of a step, at most."""
         if self.layout == "ring":
@@ -178,14 +169,9 @@ class StateTensor:
         return StateSplit(Part(0, layers, layers), (StateSegment(Part(0, entries, entries)),))
 
     @property
-    def bytes_per_layer(self) -> int:
-        """Bytes of one sequence in one layer."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of one sequence in all layers."""
-        return self.num_layers * self.bytes_per_layer
+        return self.num_layers * math.prod(self.shape) * self.dtype.itemsize
 
 
 class SlotLayout(NamedTuple):
@@ -335,9 +321,8 @@ class HybridStateSpec:
             set_field(self, name, integer(name, getattr(self, name), 1, INT32_MAX))
         float_dtype("kv_dtype", self.kv_dtype)
         set_field(self, "device", device("device", self.device))
-        boolean("separate_states", self.separate_states)
-        boolean("replays", self.replays)
-        boolean("strided_blocks", self.strided_blocks)
+        for name in ("separate_states", "replays", "strided_blocks"):
+            boolean(name, getattr(self, name))
         if self.shard is not None:
             instance("shard", self.shard, ModelShard)
         instance("groups", self.groups, ParallelGroups)
@@ -408,23 +393,15 @@ def mamba2_states(
     `grid`: tokens of an SSD chunk.
     """
     heads, groups = _part(heads), _part(groups)
-    channels = (
-        StateSegment(heads, head_dim),
-        StateSegment(groups, state_dim),
-        StateSegment(groups, state_dim),
-    )
+    shared = StateSegment(groups, state_dim)
+    window = _window("conv", layers, (StateSegment(heads, head_dim), shared, shared), conv_kernel, conv_dtype)
     inputs = (
         InputTensor("ssm_x", (heads.count, head_dim), conv_dtype),
         InputTensor("ssm_B", (groups.count, state_dim), conv_dtype),
         InputTensor("ssm_gates", (2, heads.count), _gate_dtype(conv_dtype), "by_head"),
     )
-    return (
-        _window("conv", layers, channels, conv_kernel, conv_dtype),
-        _tensor(
-            "ssm", layers, (StateSegment(heads),), (head_dim, state_dim), ssm_dtype, grid, inputs,
-            "int8", 1,
-        ),
-    )  # fmt: skip
+    inner = head_dim, state_dim
+    return window, _matrix("ssm", layers, heads, inner, ssm_dtype, grid, inputs, 1)
 
 
 def gated_delta_net_states(
@@ -443,11 +420,9 @@ def gated_delta_net_states(
     `grid`: tokens of a chunk of the scan.
     """
     key_heads, value_heads = _part(key_heads), _part(value_heads)
-    channels = (
-        StateSegment(key_heads, key_dim),
-        StateSegment(key_heads, key_dim),
-        StateSegment(value_heads, value_dim),
-    )
+    keys = StateSegment(key_heads, key_dim)
+    channels = keys, keys, StateSegment(value_heads, value_dim)
+    window = _window("gdn_conv", layers, channels, conv_kernel, conv_dtype)
     gates = _gate_dtype(conv_dtype)
     inputs = (
         InputTensor("delta_k", (key_heads.count, key_dim), conv_dtype),
@@ -455,13 +430,8 @@ def gated_delta_net_states(
         InputTensor("delta_g", (value_heads.count,), gates),
         InputTensor("delta_beta", (value_heads.count,), gates),
     )
-    return (
-        _window("gdn_conv", layers, channels, conv_kernel, conv_dtype),
-        _tensor(
-            "delta", layers, (StateSegment(value_heads),), (key_dim, value_dim), state_dtype, grid, inputs,
-            "int8", 2,
-        ),
-    )  # fmt: skip
+    inner = key_dim, value_dim
+    return window, _matrix("delta", layers, value_heads, inner, state_dtype, grid, inputs, 2)
 
 
 def short_conv_states(
@@ -476,29 +446,31 @@ def _window(
     name: str, layers: Count, segments: tuple[StateSegment, ...], conv_kernel: int, dtype: torch.dtype
 ) -> StateTensor:
     """The last inputs of a convolution."""
+    split = StateSplit(_part(layers), segments)
     channels = sum(segment.size for segment in segments)
     ring = InputTensor(f"{name}_in", (channels,), dtype, "ring", taps=conv_kernel)
-    return _tensor(name, layers, segments, (conv_kernel - 1,), dtype, 1, (ring,), "bfloat16")
+    shape = channels, conv_kernel - 1
+    return StateTensor(name, split.layers.count, shape, dtype, 1, split, (ring,), "bfloat16")
+
+
+def _matrix(
+    name: str,
+    layers: Count,
+    heads: Part,
+    inner: tuple[int, int],
+    dtype: torch.dtype,
+    grid: int,
+    inputs: tuple[InputTensor, ...],
+    scale_axis: int,
+) -> StateTensor:
+    """The matrices of a scan, one for each head."""
+    split = StateSplit(_part(layers), (StateSegment(heads),))
+    shape = heads.count, *inner
+    return StateTensor(name, split.layers.count, shape, dtype, grid, split, inputs, "int8", scale_axis)
 
 
 def _gate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _tensor(
-    name: str,
-    layers: Count,
-    segments: tuple[StateSegment, ...],
-    inner: tuple[int, ...],
-    dtype: torch.dtype,
-    grid: int,
-    inputs: tuple[InputTensor, ...],
-    coarsest: Coarsest,
-    scale_axis: int | None = None,
-) -> StateTensor:
-    split = StateSplit(_part(layers), segments)
-    shape = sum(segment.size for segment in segments), *inner
-    return StateTensor(name, split.layers.count, shape, dtype, grid, split, inputs, coarsest, scale_axis)
 
 
 def _part(count: Count) -> Part:
