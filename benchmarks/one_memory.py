@@ -123,6 +123,7 @@ def engines_on(
     """An engine with two pools, and one of equal bytes whose states and KV share one memory."""
     import mambaslots as ms
     from mambaslots.inference.contexts.cache.memory import MemoryDivision, RankBudget, UnitSizes
+    from mambaslots.inference.contexts.pool_sizes import input_bytes, input_shapes
 
     spec, longest = model.state_spec(), -(-scale.longest // scale.block)
     sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(scale.block))
@@ -135,8 +136,8 @@ def engines_on(
         "num_cuda_graphs": 16 if device == "cuda" else None,
     }  # fmt: skip
     settings |= changes
-    inputs = ms.pool_sizes.input_bytes(ms.InferenceConfig(**settings, total_gb=1.0), spec)
-    shared = (total + scale.max_requests * inputs + 0.5) / (1 << 30)
+    inputs = input_bytes(input_shapes(ms.InferenceConfig(**settings, total_gb=1.0), spec))
+    shared = (total + inputs + 0.5) / (1 << 30)
     pools = {
         "num_kv_blocks": max(longest, num_units // 2 * division.shape.blocks),
         "num_mamba_slots": 1 + num_units // 2 * division.shape.slots,

@@ -121,7 +121,7 @@ def bytes_of_a_token(served: ServingModel) -> dict[str, float]:
     engine = replace(served, settings={"decode_by_replay": True}).engine(
         rows=1, length=1024, tokens_per_step=1024, slots=1
     )
-    inputs = engine.context.memory.input_pool.num_bytes
+    inputs = sum(tensor.nbytes for tensor in engine.context.memory.input_pool.values())
     return {
         "state_bytes": spec.state_bytes,
         "input_bytes": inputs,

@@ -27,7 +27,7 @@ POINTS: dict[str, tuple[Owner, str]] = {
     "matching": (lambda e: e.context.prefix_cache, "match"),
     "admission": (lambda e: e.context._admission, "schedule"),
     "admitted": (lambda e: e.context, "schedule"),
-    "row": (lambda e: e.context._rows, "admit"),
+    "row": (lambda e: e.context._admission, "admit"),
     "block table": (lambda e: CachedPath, "append"),
     "KV allocation": (lambda e: e.context.prefix_cache.kv_blocks, "allocate_memory_blocks"),
     "KV references": (lambda e: e.context.prefix_cache.kv_blocks, "add_references"),

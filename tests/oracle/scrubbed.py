@@ -34,7 +34,7 @@ def assert_scrubbed(engine: ms.DynamicInferenceEngine) -> None:
     for block in blocks.tolist():
         assert not kv[block].any(), f"KV block {block} is free and not zero"
     rows = {request.holding.row for request in context.requests if request.holding is not None}
-    for inputs in memory.input_pool.tensors:
+    for inputs in memory.input_pool.values():
         idle = sorted(set(range(inputs.shape[1])) - rows)
         _assert_zero(inputs.movedim(1, 0).flatten(1).view(torch.uint8), idle, "inputs of a row")
 
@@ -78,7 +78,7 @@ class NewOwners:
                     assert not memory.state_pool.memory[slot].any(), f"live slot {slot} has bytes of others"
                     self.num_checked += 1
             if is_new:
-                for tensor in memory.input_pool.tensors:
+                for tensor in memory.input_pool.values():
                     assert not tensor[:, holding.row].any(), "a row has inputs of others"
 
     def step_ended(self, steps: Sequence[RequestStep]) -> None:

@@ -1,52 +1,208 @@
-"""The rows of running requests, and what a request needs for its next step: a row, a state and KV blocks."""
+"""The live slots and rows of running requests, and how a request gets what its next step needs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from ...config import InferenceConfig
 from ...errors import RequestOverflowError
+from ...validation import INT32_MAX, integer, integers
 from .cache.checkpoint_plan import Boundary, checked_boundaries
 from .cache.memory import DirtyEntries
 from .cache.prefix_cache import PrefixCache
 from .cache.prefix_match import PrefixMatch
-from .mamba_metadata import MambaMetadata
+from .cache.state_slots import StateSlots
 from .request import DynamicInferenceRequest, Holding, RequestStep
 from .states import RequestStates
 
 
-class RequestRows:
-    """A fixed number of rows. A request keeps its row, and its live slots, until it is released.
+class MambaMetadata:
+    """Which live slots each running request owns.
+
+    Live slots have a pool of their own, or are slots of the cache's pool (`slots`), so that those of idle
+    rows hold cached states. That pool has `num_live_slots` slots more than pins may keep, and no pin of a
+    running request lasts (`RequestStates.move_to_live` ends it): a free row always finds its live slots.
 
     Attributes:
-        block_table: [rows, blocks_per_row] int32 on the CPU: each row's KV blocks in order, then -1.
+        request_to_mamba_state_idx: [max_requests] int32 on the CPU, -1 = none. The context writes it as
+            requests move between rows; `free_slots` reads it.
+        intermediate_count, per_request_intermediate_counts: how many checkpoints this step's kernels
+            extract, in all and for each prefill request. The context writes them; the slot allocator
+            reads them when it commits.
     """
 
     def __init__(
         self,
         max_requests: int,
-        blocks_per_row: int,
-        metadata: MambaMetadata,
-        cache: PrefixCache,
-        slots_per_row: int = 1,
-        left: DirtyEntries | None = None,
+        num_live_slots: int | None = None,
+        dirty: DirtyEntries | None = None,
+        slots: StateSlots | None = None,
     ) -> None:
-        """`slots_per_row`: live slots of a request; `left`: notes the rows that become free."""
-        shape = (max_requests, blocks_per_row)
+        """
+        Args:
+            max_requests: rows.
+            num_live_slots: of all rows together; one a row by default, more with speculative decoding.
+            dirty: notes the slots that become free, in a pool of their own.
+            slots: the pool of cached states, to allocate from; None for a pool of their own.
+        """
+        self._dirty = dirty or DirtyEntries()
+        self._slots = slots
+        self.max_requests = integer("max_requests", max_requests, 1, INT32_MAX)
+        self.num_live_slots = integer(
+            "num_live_slots", max_requests if num_live_slots is None else num_live_slots, 1, INT32_MAX
+        )
+        with torch.inference_mode(False):  # `reset` writes it anywhere
+            self.request_to_mamba_state_idx = torch.empty(self.max_requests, dtype=torch.int32, device="cpu")
+        self.reset()
+
+    @property
+    def free_count(self) -> int:
+        """Live slots that rows may still allocate."""
+        return len(self._free) if self._slots is None else self.num_live_slots - len(self._slots.live)
+
+    def idle_slots(self) -> list[int]:
+        """The free slots of a pool of live slots' own."""
+        return list(self._free)
+
+    def has_room(self, num_slots: int) -> bool:
+        """Whether a request could get `num_slots` live slots, and resume from any cached state."""
+        return (len(self._free) if self._slots is None else self._slots.num_available) >= num_slots
+
+    def allocate_slot(self) -> int:
+        """A free live slot, as a plain int; its state is stale. Enters no row.
+
+        Raises:
+            RequestOverflowError: none is free.
+        """
+        return self.allocate_slots(1)[0]
+
+    def allocate_slots(self, num_slots: int, resume_slot: int = -1) -> tuple[int, ...]:
+        """The live slots of one request; their states are stale. They enter no row. May evict states.
+
+        `resume_slot`: the slot of the state that the request resumes from; -1 for none. Where a shared
+        pool has no other slot, the request takes this one over: it is the first of the result, holds the
+        request's state, and the state is not cached any more.
+
+        Raises:
+            RequestOverflowError, MambaSlotCapacityError: too few are free; nothing is changed.
+        """
+        slots = self._slots
+        if slots is not None:
+            if resume_slot < 0 or resume_slot in slots.pins or slots.num_available != num_slots:
+                return tuple(slots.take_live(num_slots, (resume_slot,)))
+            others = slots.take_live(num_slots - 1, (resume_slot,))
+            slots.take_over(resume_slot)
+            return resume_slot, *others
+        if len(self._free) < num_slots:
+            raise RequestOverflowError(required=num_slots, available=len(self._free))
+        taken = tuple(self._free.popitem()[0] for _ in range(num_slots))
+        self._dirty.give(taken)
+        return taken
+
+    def free_slot(self, slot: int) -> None:
+        """Free `slot`. The caller clears the row that names the slot.
+
+        Raises:
+            ValueError: `slot` is out of range or free already; nothing is changed.
+        """
+        last = (self.num_live_slots if self._slots is None else self._slots.num_slots) - 1
+        self._release("slot", [integer("slot", slot, 0, last)])
+
+    def free_slots(self, request_indices: Iterable[int] | Tensor) -> None:
+        """Free the slots of these rows and clear the rows; rows without a slot are skipped.
+
+        Raises:
+            ValueError: a row is out of range, or its slot is named twice or free already; nothing is
+                changed.
+        """
+        rows = integers("request_indices", request_indices, 0, self.max_requests - 1)
+        slots = self.request_to_mamba_state_idx[rows].tolist()
+        self._release("request_indices", [slot for slot in slots if slot != -1])
+        self.request_to_mamba_state_idx[rows] = -1
+
+    def _release(self, named_by: str, slots: list[int]) -> None:
+        released = dict.fromkeys(slots)
+        in_use = (
+            released.keys().isdisjoint(self._free)
+            if self._slots is None
+            else self._slots.live.issuperset(released)
+        )
+        if len(released) < len(slots) or not in_use:
+            raise ValueError(f"{named_by} names slots {slots}; accepted: live slots in use, once each")
+        if self._slots is not None:
+            self._slots.free_live(slots)
+            return
+        self._dirty.note(released)
+        self._free.update(released)
+
+    def reset(self) -> None:
+        """All slots free, all rows empty, no checkpoints. Rows keep their storage."""
+        num_own = self.num_live_slots if self._slots is None else 0
+        self._free = dict.fromkeys(reversed(range(num_own)))  # a stack with fast membership tests
+        self._dirty.note(self._free)
+        self.request_to_mamba_state_idx.fill_(-1)
+        self.intermediate_count = 0
+        self.per_request_intermediate_counts: list[int] = []
+
+    def check_integrity(self) -> None:
+        """Assert that every slot is free or owned, and that no two rows name one."""
+        named = [slot for slot in self.request_to_mamba_state_idx.tolist() if slot != -1]
+        assert len(set(named)) == len(named), "two rows name one slot"
+        if self._slots is not None:
+            assert self._slots.live.issuperset(named), "a row names a slot that is not live"
+            assert self.free_count >= 0, "more slots are live than rows may have"
+            return
+        assert all(0 <= slot < self.num_live_slots for slot in self._free), "a free slot is out of range"
+        assert all(0 <= slot < self.num_live_slots for slot in named), "a row names a slot out of range"
+        assert self._free.keys().isdisjoint(named), "a row names a free slot"
+
+
+class Admission:
+    """Rows, and what requests need for their next step: all of it is allocated, or nothing.
+
+    A request keeps its row, and its live slots, until it is released. This class alone writes
+    `Holding.branch_tokens` and `Holding.spans`.
+
+    Attributes:
+        block_table: [rows, blocks of the longest sequence] int32 on the CPU: each row's KV blocks in order,
+            then -1.
+    """
+
+    def __init__(
+        self,
+        config: InferenceConfig,
+        chunk_size: int,
+        cache: PrefixCache,
+        metadata: MambaMetadata,
+        states: RequestStates,
+        dirty: DirtyEntries,
+    ) -> None:
+        """`dirty`: notes the rows that become free."""
+        self._config = config
+        self._block_size = config.block_size_tokens
+        self._chunk_size = chunk_size
+        self._cache = cache
+        self._metadata = metadata
+        self._states = states
+        self._dirty = dirty
+        shape = (
+            config.max_requests,
+            min(cache.kv_blocks.total_count, self._num_blocks(config.max_sequence_length)),
+        )
         self.block_table = torch.full(shape, -1, dtype=torch.int32, device="cpu")
         self._table: npt.NDArray[np.integer[Any]] = self.block_table.numpy()
         self._first_slots = metadata.request_to_mamba_state_idx.numpy()  # the same memory
-        self._slots_per_row = slots_per_row
-        self._metadata = metadata
-        self._cache = cache
+        self._slots_per_row = metadata.num_live_slots // config.max_requests
         self._requests: dict[int, DynamicInferenceRequest] = {}
-        self._free = list(range(max_requests - 1, -1, -1))
-        self._left = left or DirtyEntries()
-        self._left.note(self._free)
+        self._free = list(range(config.max_requests - 1, -1, -1))
+        self._dirty.note(self._free)
+
+    # ---- rows
 
     @property
     def requests(self) -> list[DynamicInferenceRequest]:
@@ -56,21 +212,9 @@ class RequestRows:
     def holdings(self) -> list[Holding]:
         return [request.holding for request in self._requests.values() if request.holding is not None]
 
-    @property
-    def num_rows(self) -> int:
-        return len(self._table)
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
     def has(self, request: DynamicInferenceRequest) -> bool:
         """Whether the request holds one of these rows."""
         return request.holding is not None and self._requests.get(request.holding.row) is request
-
-    def has_slots(self, resume_slot: int) -> bool:
-        """Whether a request could get its live slots now, and resume from durable slot `resume_slot`."""
-        return self._metadata.has_room(self._slots_per_row)
 
     def admit(self, request: DynamicInferenceRequest, resume_slot: int = -1) -> Holding:
         """Give a waiting request a row, live slots and an open path. A row must be free.
@@ -79,15 +223,12 @@ class RequestRows:
         """
         live = self._metadata.allocate_slots(self._slots_per_row, resume_slot)
         row = self._free.pop()
-        self._left.give([row])
+        self._dirty.give([row])
         self._first_slots[row] = live[0]
-        limit = len(request.tokens) - 1
-        if request.max_resume_tokens is not None:
-            limit = min(limit, request.max_resume_tokens)
-        again = request.num_counted > 0
         path = self._cache.open(
-            request.hashes, request.plan, self._table[row], max_resume_tokens=limit, again=again
-        )
+            request.hashes, request.plan, self._table[row], max_resume_tokens=request.most_resumed,
+            again=request.num_counted > 0,
+        )  # fmt: skip
         request.holding = Holding(row, live, path, prefill_length=len(request.tokens))
         self._requests[row] = request
         return request.holding
@@ -95,13 +236,12 @@ class RequestRows:
     def release(self, request: DynamicInferenceRequest) -> Holding:
         """Free the request's row and live slots; the caller releases the path of the returned Holding."""
         holding, request.holding = request.holding, None
-        if holding is None:
-            raise RuntimeError(f"request {request.request_id} has no row")
+        assert holding is not None, "a request without a row is released"
         for slot in holding.live_slots:
             self._metadata.free_slot(slot)
         self._first_slots[holding.row] = -1
         del self._requests[holding.row]
-        self._left.note([holding.row])
+        self._dirty.note([holding.row])
         self._free.append(holding.row)
         return holding
 
@@ -130,27 +270,7 @@ class RequestRows:
             assert len(holding.live_slots) == self._slots_per_row, "a row has too few live slots"
             assert self._first_slots[row] == holding.live_slots[0], "a row names another live slot"
 
-
-class Admission:
-    """Allocates what requests need for their next step, all of it or nothing.
-
-    This class alone writes `Holding.branch_tokens` and `Holding.spans`.
-    """
-
-    def __init__(
-        self,
-        config: InferenceConfig,
-        chunk_size: int,
-        cache: PrefixCache,
-        rows: RequestRows,
-        states: RequestStates,
-    ) -> None:
-        self._config = config
-        self._block_size = config.block_size_tokens
-        self._chunk_size = chunk_size
-        self._cache = cache
-        self._rows = rows
-        self._states = states
+    # ---- steps
 
     def match(self, request: DynamicInferenceRequest) -> PrefixMatch:
         """What is cached of a request's tokens; changes only the request's hash chain and its last match."""
@@ -164,12 +284,10 @@ class Admission:
     def schedule(self, request: DynamicInferenceRequest, token_budget: int) -> RequestStep | None:
         """The request's next step of at most `token_budget` tokens; None where blocks or tokens are short."""
         holding = request.holding
-        if holding is not None and holding.num_computed == len(request.tokens):
-            return self._following(request, holding)
         if holding is not None and holding.decoding:
             return self._schedule_decode(request, holding)
-        if holding is None and not self._rows.num_free:
-            raise RequestOverflowError(self._rows.num_rows + 1, self._rows.num_rows)
+        if holding is None and not self._free:
+            raise RequestOverflowError(len(self._table) + 1, len(self._table))
         match = self.match(request)
         num_computed = holding.num_computed if holding is not None else 0
         if self._fetch(request, match, num_computed, token_budget):
@@ -180,9 +298,9 @@ class Admission:
         if stop <= start or not self._affords(request, match, stop):
             return None
         if holding is None:
-            if not self._has_slots(match.resume_slot):
+            if not self._has_slots():
                 return None
-            holding = self._rows.admit(request, match.resume_slot)
+            holding = self.admit(request, match.resume_slot)
         self._cache.hold(holding.path, match)
         if ahead:  # first: to grow may evict states
             self._states.start_from(holding, match.resume_slot, start)
@@ -211,31 +329,27 @@ class Admission:
         stop = self._stop(start, length, token_budget)
         if stop <= start or not self._affords(request, match, stop):
             return False
-        if holding is None and not self._has_slots(match.resume_slot):
+        if holding is None and not self._has_slots():
             return False
-        limit = length - 1
-        if request.max_resume_tokens is not None:
-            limit = min(limit, request.max_resume_tokens)
-        num_reachable = min(len(match.blocks), limit // size)
+        num_reachable = min(len(match.blocks), request.most_resumed // size)
         return tier.bring_back(
             self._cache.slots, match.blocks[:num_reachable], request.hashes.keys, start, size
         )
 
     def _schedule_decode(self, request: DynamicInferenceRequest, holding: Holding) -> RequestStep | None:
-        start, path = holding.num_computed, holding.path
-        if start == len(path.blocks) * self._block_size:
+        """A decode; one of a token that only the device knows neither needs nor completes a KV block."""
+        start, path, size = holding.num_computed, holding.path, self._block_size
+        follows, needs_block = start == len(request.tokens), start == len(path.blocks) * size
+        if follows and (needs_block or (start + 1) % size == 0):
+            return None
+        if needs_block:
             if not self._cache.kv_blocks.is_memory_available(1):
                 return None
             self._cache.grow(path, len(path.blocks) + 1)
-        boundaries = self._boundaries(holding, start, start + 1)
-        return RequestStep.of(request, holding, start, start + 1, decoding=True, boundaries=boundaries)
-
-    def _following(self, request: DynamicInferenceRequest, holding: Holding) -> RequestStep | None:
-        """The decode of a token that only the device knows; None where it needs or completes a KV block."""
-        start = holding.num_computed
-        if start == len(holding.path.blocks) * self._block_size or (start + 1) % self._block_size == 0:
-            return None
-        return RequestStep.of(request, holding, start, start + 1, decoding=True, follows=True)
+        return RequestStep.of(
+            request, holding, start, start + 1, decoding=True, follows=follows,
+            boundaries=self._boundaries(holding, start, start + 1),
+        )  # fmt: skip
 
     def draft(self, step: RequestStep, tokens: Sequence[int]) -> RequestStep:
         """The step with as many of the drafts `tokens` as there are free KV blocks for; evicts nothing."""
@@ -277,13 +391,13 @@ class Admission:
             return self._cache.affords(self._num_blocks(len(request.tokens)), match, None)
         return self._cache.affords(self._num_blocks(stop), match, holding.path)
 
-    def _has_slots(self, resume_slot: int) -> bool:
+    def _has_slots(self) -> bool:
         """Whether a waiting request can get live slots, once running ones unpin what they resumed from."""
-        for holding in self._rows.holdings:
-            if self._rows.has_slots(resume_slot):
+        for holding in self.holdings:
+            if self._metadata.has_room(self._slots_per_row):
                 return True
             self._states.move_to_live(holding)
-        return self._rows.has_slots(resume_slot)
+        return self._metadata.has_room(self._slots_per_row)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

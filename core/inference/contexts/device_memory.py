@@ -3,7 +3,6 @@
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,8 +12,10 @@ from ...validation import INT32_MAX, addressable, instance, integer
 from ...validation import device as checked_device
 from ..kernels.state_copy import copy_states
 from ..kernels.state_tensors import StateTensors, device_indices
-from .cache.memory import DirtyEntries, MemoryCleaner, MemoryDivision, UnitSizes
-from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes
+from .cache.memory import DirtyEntries, MemoryCleaner, UnitSizes
+from .pool_sizes import NUM_STAGING_SLOTS, InputShapes, PoolSizes, input_bytes
+
+MEBIBYTE = 1 << 20
 
 
 class StatePool:
@@ -57,7 +58,7 @@ class StatePool:
         self._device = checked_device("device", device)
         size = self.num_slots, self._layout.slot_bytes
         addressable("states", list(self.states), size, torch.uint8)
-        self.put(self.new_memory() if memory is None else memory)
+        self.allocate(memory)
 
     @property
     def num_slots(self) -> int:
@@ -67,16 +68,14 @@ class StatePool:
     def slot_bytes(self) -> int:
         return self._layout.slot_bytes
 
-    def allocate(self) -> None:
-        """Make the memory, as zeros; its address is new. A call that raises changes nothing."""
-        self.put(self.new_memory())
+    def allocate(self, memory: Tensor | None = None) -> None:
+        """Use `memory`, as the constructor does. A call that raises changes nothing."""
+        self.put(self.new_memory() if memory is None else memory)
 
     def new_memory(self) -> Tensor:
-        """Memory for the pool, as zeros, for `put`."""
         return self._zeros(self.num_slots)
 
     def put(self, memory: Tensor) -> None:
-        """Use this memory from now on, as that of the constructor."""
         views = {
             tensor.name: self._view(memory, tensor, offset)
             for tensor, offset in zip(self.states, self._layout.offsets, strict=True)
@@ -132,63 +131,6 @@ class StatePool:
         copy_states(states, sources, states, destinations)
 
 
-class InputPool:
-    """What decodes by replay read with a state: the inputs of the tokens after it, a slot for each row.
-
-    `pool[name]` is [layers, slots, *shape of one request]; `InputTensor.layout` says where a token lies.
-    """
-
-    def __init__(
-        self,
-        states: Sequence[StateTensor],
-        num_slots: int,
-        chunk_size: int,
-        num_drafts: int,
-        device: torch.device,
-    ) -> None:
-        """`num_drafts`: drafts of a step, at most."""
-        self.slots = num_slots
-        self._device = device
-        self._shapes = {
-            entry.name: (
-                (tensor.num_layers, num_slots, *entry.of_request(chunk_size, num_drafts)),
-                entry.dtype,
-            )
-            for tensor in states
-            for entry in tensor.inputs
-        }
-        for name, (shape, dtype) in self._shapes.items():
-            addressable(name, num_slots, shape, dtype)
-        self.allocate()
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes.values())
-
-    @torch.inference_mode(False)  # others than inference tensors can be written anywhere
-    def allocate(self) -> None:
-        """Make the tensors, as zeros."""
-        self._tensors = {
-            name: torch.zeros(shape, dtype=dtype, device=self._device)
-            for name, (shape, dtype) in self._shapes.items()
-        }
-
-    def free(self) -> None:
-        """Free the memory; tensors without slots remain."""
-        self._tensors = {name: tensor.new_empty(0) for name, tensor in self._tensors.items()}
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(self._tensors.values())
-
-    def __getitem__(self, name: str) -> Tensor:
-        """[layers, slots, *shape of one request]."""
-        return self._tensors[name]
-
-
-MEBIBYTE = 1 << 20
-
-
 class Scrubber(MemoryCleaner):
     """Zeroes freed entries of a context's pools before another owner can have them.
 
@@ -201,15 +143,17 @@ class Scrubber(MemoryCleaner):
             of their own, rows' inputs, slots that staged a state in a step, and rows of host memory.
     """
 
-    def __init__(self, memory: "DeviceMemory | None") -> None:
-        """`memory`: what is zeroed, as long as it lives; None for nothing."""
+    def __init__(self, memory: "DeviceMemory", scrubs: bool) -> None:
+        """`memory`: what is zeroed, as long as it lives; with `scrubs` False, nothing."""
         # A weak reference: the memory owns this object, and is freed with its own last owner.
-        self._memory: Callable[[], DeviceMemory | None] = lambda: None
-        if memory is not None:
-            self._memory = weakref.ref(memory)
+        self._memory = owner = weakref.ref(memory)
 
         def entries(zero: "Callable[[DeviceMemory, Sequence[int]], None]") -> DirtyEntries:
-            return DirtyEntries(None if memory is None else partial(self._zero, zero))
+            def zero_in_owner(numbers: Sequence[int]) -> None:
+                if (living := owner()) is not None:
+                    zero(living, numbers)
+
+            return DirtyEntries(zero_in_owner if scrubs else None)
 
         self.host_rows = DirtyEntries()
         self.blocks = entries(lambda pools, blocks: _zero(pools.kv_cache, 2, blocks))
@@ -218,18 +162,11 @@ class Scrubber(MemoryCleaner):
         self.inputs = entries(_zero_inputs)
         self.scratch = entries(lambda pools, slots: _zero(pools.state_pool.memory, 0, slots))
 
-    def _zero(self, zero: "Callable[[DeviceMemory, Sequence[int]], None]", entries: Sequence[int]) -> None:
-        memory = self._memory()
-        if memory is not None:
-            zero(memory, entries)
-
     def scrub(self) -> None:
         """Zero all dirty entries; does nothing where there are none."""
         memory = self._memory()
-        if memory is None:
-            return
         for dirty in (self.blocks, self.slots, self.live, self.inputs, self.scratch):
-            if memory.allocated:
+            if memory is None or memory.allocated:
                 dirty.scrub()
             else:
                 dirty.clear()
@@ -247,7 +184,7 @@ def _zero_slots(memory: "DeviceMemory", slots: Sequence[int]) -> None:
 
 
 def _zero_inputs(memory: "DeviceMemory", rows: Sequence[int]) -> None:
-    for tensor in memory.input_pool.tensors:
+    for tensor in memory.input_pool.values():
         _zero(tensor, 1, rows)
 
 
@@ -274,7 +211,8 @@ class DeviceMemory:
         state_pool: live states, then durable states; with encodings live states, then staging slots.
         durable_pool: what holds the durable states: `state_pool`, or with encodings a pool of their own.
             Durable slot s is row `durable_pool.durable_index(s)` of `durable_pool.memory`.
-        input_pool: the inputs of running requests since their last grid points.
+        input_pool: the inputs of running requests since their last grid points, which decodes by replay read
+            with a state: name -> [layers, rows, *shape of one request]; see `InputTensor.layout`.
         allocated: whether all these tensors are there.
         scrubber: zeroes what is freed.
     """
@@ -285,7 +223,7 @@ class DeviceMemory:
         sizes: PoolSizes,
         block_size_tokens: int,
         num_live_slots: int,
-        input_pool: InputPool | None = None,
+        inputs: InputShapes | None = None,
         is_shared: bool = False,
         encodings: Sequence[TensorEncoding] = (),
         scrubs: bool = False,
@@ -293,7 +231,7 @@ class DeviceMemory:
         """
         Args:
             sizes: of both pools; `sizes.division`: of one memory that states and KV share.
-            input_pool: for decodes by replay; None for others.
+            inputs: of decodes by replay, see `input_shapes`; None for others.
             is_shared: whether live and durable states share their slots; not with encodings.
             encodings: how durable slots store states; empty: as live slots do.
             scrubs: whether freed memory is zeroed.
@@ -312,38 +250,42 @@ class DeviceMemory:
         if encodings:
             tensors = [tensor for encoding in encodings for tensor in encoding.tensors]
             self.durable_pool = StatePool(tensors, 0, sizes.num_mamba_slots, spec.device)
-        self.input_pool = input_pool or InputPool((), 0, 1, 0, spec.device)
+        self._input_shapes = inputs or {}
+        for name, (input_shape, dtype) in self._input_shapes.items():
+            addressable(name, input_shape[1], input_shape, dtype)
+        self.input_pool = self._new_inputs()
         self.allocated = True
         self._scrubs = scrubs
-        self.scrubber = Scrubber(self if scrubs else None)
+        self.scrubber = Scrubber(self, scrubs)
 
     @torch.inference_mode(False)  # others than inference tensors can be written anywhere
     def _new_memory(self) -> tuple[Tensor, Tensor | None]:
-        """KV, and the slots of states where they share KV's memory."""
-        spec, num_blocks = self._spec, self._num_kv_blocks
+        """KV, and the slots of states where they share KV's memory; both then name all of its units."""
+        spec, num_blocks, sizes, division = self._spec, self._num_kv_blocks, self._sizes, self._division
         shape = (
             spec.num_attention_layers, 2, num_blocks, self._block_size, spec.num_kv_heads, spec.head_dim,
         )  # fmt: skip
         addressable("num_kv_blocks", num_blocks, shape, spec.kv_dtype)
-        if self._division is None:
+        if division is None:
             return torch.zeros(shape, dtype=spec.kv_dtype, device=spec.device), None
-        return self._views(self._division, shape)
-
-    def _views(self, division: MemoryDivision, shape: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
-        """KV of this shape and slots in one memory, as the division says. Both name all of its units."""
-        sizes, dtype = self._sizes, self._spec.kv_dtype
         num_bytes = division.total_bytes(sizes)
         addressable("total_gb", num_bytes, (num_bytes,), torch.uint8)
-        memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self._spec.device)
+        memory = torch.zeros(num_bytes, dtype=torch.uint8, device=spec.device)
         stride = division.shape.slot_stride(sizes)
         slots = memory.view(self._num_slots, stride)[:, : sizes.slot]
         shared = memory[division.num_fixed_slots * stride :]
         self._units = shared.view(division.num_units, -1)
-        units = shared.view(dtype)
         part = math.prod(shape[3:])
-        block = division.shape.block_stride(sizes) // dtype.itemsize
+        block = division.shape.block_stride(sizes) // spec.kv_dtype.itemsize
         strides = 2 * part, part, block, math.prod(shape[4:]), shape[5], 1
-        return units.as_strided(shape, strides), slots
+        return shared.view(spec.kv_dtype).as_strided(shape, strides), slots
+
+    @torch.inference_mode(False)
+    def _new_inputs(self) -> dict[str, Tensor]:
+        device, shapes = self._spec.device, self._input_shapes
+        return {
+            name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()
+        }
 
     def allocate(self) -> None:
         """Make the tensors again, as zeros, after `free`. Where it raises there are none."""
@@ -352,11 +294,11 @@ class DeviceMemory:
         self.free()  # after an interrupted call
         try:
             self.kv_cache, states = self._new_memory()
-            self.state_pool.put(self.state_pool.new_memory() if states is None else states)
+            self.state_pool.allocate(states)
             states = None  # a traceback keeps this frame, and would keep the memory
-            if self._has_encoded_states:
+            if self.durable_pool is not self.state_pool:
                 self.durable_pool.allocate()
-            self.input_pool.allocate()
+            self.input_pool = self._new_inputs()
         except BaseException:
             self.free()
             raise
@@ -368,12 +310,12 @@ class DeviceMemory:
             for unit in range(0 if self._units is None else len(self._units)):
                 self.zero_unit(unit)
             pools = self.state_pool.memory, self.durable_pool.memory, self.kv_cache
-            for memory in (*pools, *self.input_pool.tensors):
+            for memory in (*pools, *self.input_pool.values()):
                 memory.zero_()
         self.allocated = False
         self.state_pool.free()
         self.durable_pool.free()
-        self.input_pool.free()
+        self.input_pool = {name: tensor.new_empty(0) for name, tensor in self.input_pool.items()}
         self.kv_cache = self.kv_cache.new_empty(0)
         self._units = None
 
@@ -382,22 +324,19 @@ class DeviceMemory:
         if self._units is not None:
             self._units[unit].zero_()
 
-    @property
-    def _has_encoded_states(self) -> bool:
-        return self.durable_pool is not self.state_pool
-
     def summary(self) -> str:
         """One line that says the bytes of each pool, allocated or not."""
-        pool, durable, division, inputs = self.state_pool, self.durable_pool, self._division, self.input_pool
+        pool, durable, division = self.state_pool, self.durable_pool, self._division
         state, kv = self._sizes.slot / MEBIBYTE, self._num_kv_blocks * self._sizes.block / MEBIBYTE
         blocks = f"blocks of {self._block_size} tokens"
-        total, parts = inputs.num_bytes / MEBIBYTE, [f"live states {pool.num_live} x {state:.3g} MiB"]
-        if self._has_encoded_states:
+        inputs = total = input_bytes(self._input_shapes) / MEBIBYTE
+        parts = [f"live states {pool.num_live} x {state:.3g} MiB"]
+        if durable is not pool:
             total += durable.num_durable * durable.slot_bytes / MEBIBYTE
             parts.append(f"staged states {pool.num_durable} x {state:.3g} MiB")
-        if inputs.slots:
-            each = inputs.num_bytes / inputs.slots / MEBIBYTE
-            parts.append(f"inputs of running requests {inputs.slots} x {each:.3g} MiB")
+        if self._input_shapes:
+            num_rows = next(iter(self._input_shapes.values()))[0][1]
+            parts.append(f"inputs of running requests {num_rows} x {inputs / num_rows:.3g} MiB")
         if division is None:
             total += pool.num_slots * state + kv
             idle = ", and the live ones of idle rows" if pool.is_shared else ""

@@ -11,16 +11,15 @@ from ...cache_stats import CacheStats
 from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec, encodings_of
 from ...validation import instance, integer, integers, shown
-from .admission import Admission, RequestRows
+from .admission import Admission, MambaMetadata
 from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
 from .cache.prefix_match import PrefixMatch
 from .cache.reasons import TokenLedger
-from .device_memory import DeviceMemory, InputPool
-from .mamba_metadata import MambaMetadata
-from .pool_sizes import PoolSizes, num_live_slots, num_padded_drafts
+from .device_memory import DeviceMemory
+from .pool_sizes import PoolSizes, input_shapes, num_live_slots
 from .request import DynamicInferenceRequest, RequestStep
-from .states import EncodedStates, ReplayedStates, RequestStates
+from .states import EncodedStates, RequestStates
 from .step_builder import Padding, StepBuffer, StepBuilder
 from .step_inputs import Step, StepObserver, StepShape, largest_on_ladder
 from .tier_copies import tier_of
@@ -58,12 +57,13 @@ class DynamicInferenceContext:
             )
         self._chunk_size = spec.chunk_tokens(config.block_size_tokens)
         sizes = PoolSizes.of(config, spec)
+        self._check_replays()
         num_live = num_live_slots(config)
         memory_spec, dtype = self._spec_of_memory(), config.durable_state_dtype
         self._encodings = encodings_of(memory_spec.states, dtype if config.enable_prefix_caching else None)
         shares = config.enable_prefix_caching and not self._encodings  # live and cached states are alike
         self.memory = DeviceMemory(
-            memory_spec, sizes, config.block_size_tokens, num_live, self._new_input_pool(), shares,
+            memory_spec, sizes, config.block_size_tokens, num_live, input_shapes(config, memory_spec), shares,
             self._encodings, config.free_memory == "zero",
         )  # fmt: skip
         scrubber = self.memory.scrubber
@@ -108,10 +108,11 @@ class DynamicInferenceContext:
     def _spec_of_memory(self) -> HybridStateSpec:
         return self.spec
 
-    def _new_input_pool(self) -> InputPool | None:
+    def _check_replays(self) -> None:
+        """Raise a ValueError where decodes shall replay, and the model or the step cannot."""
         spec, config = self.spec, self.config
         if not config.replays:
-            return None
+            return
         setting = config.replay_setting
         unknown = [tensor.name for tensor in spec.states if tensor.num_layers and not tensor.inputs]
         if unknown or not (spec.replays and spec.separate_states):
@@ -125,37 +126,29 @@ class DynamicInferenceContext:
                 f"max_tokens is {config.max_tokens}; accepted with {setting}: at least {self._chunk_size}, "
                 "one chunk, because a prompt is cut at multiples of it"
             )
-        num_drafts = num_padded_drafts(config)
-        return InputPool(spec.states, config.max_requests, self._chunk_size, num_drafts, spec.device)
 
     def _new_states(self) -> RequestStates:
         pool, cache = self.memory.state_pool, self.prefix_cache
-        if self.config.replays:
-            return ReplayedStates(pool, cache, self._chunk_size)
         if self._encodings:
             return EncodedStates(
-                self.memory, cache, self.mamba_metadata, self._encodings, self.spec.separate_states
+                self.memory, cache, self.mamba_metadata.idle_slots, self._encodings, self.spec.separate_states
             )
-        return RequestStates(pool, cache, self.spec.separate_states)
+        chunk = self._chunk_size if self.config.replays else None
+        return RequestStates(pool, cache, self.spec.separate_states, chunk)
 
     def _empty_rows(self) -> None:
-        config, cache = self.config, self.prefix_cache
-        longest = -(-config.max_sequence_length // config.block_size_tokens)
-        blocks_per_row = min(cache.kv_blocks.total_count, longest)
-        slots_per_row = self.mamba_metadata.num_live_slots // config.max_requests
         self.mamba_metadata.reset()
-        self._rows = RequestRows(
-            config.max_requests, blocks_per_row, self.mamba_metadata, cache, slots_per_row,
+        self._admission = Admission(
+            self.config, self._chunk_size, self.prefix_cache, self.mamba_metadata, self._states,
             self.memory.scrubber.inputs,
         )  # fmt: skip
-        self._admission = Admission(config, self._chunk_size, cache, self._rows, self._states)
 
     # ---- what observers read
 
     @property
     def requests(self) -> list[DynamicInferenceRequest]:
         """The requests that hold a row."""
-        return self._rows.requests
+        return self._admission.requests
 
     @property
     def steps(self) -> tuple[RequestStep, ...]:
@@ -165,7 +158,7 @@ class DynamicInferenceContext:
     @property
     def block_table(self) -> Tensor:
         """[max_requests, blocks of the longest sequence] int32 on the CPU: each row's KV blocks, then -1."""
-        return self._rows.block_table
+        return self._admission.block_table
 
     # ---- requests
 
@@ -199,14 +192,14 @@ class DynamicInferenceContext:
         try:
             return self._admission.schedule(request, token_budget)
         except BaseException:
-            if waits and self._rows.has(request):
+            if waits and self._admission.has(request):
                 self.release(request)
             raise
 
     def draft(self, step: RequestStep, tokens: Sequence[int]) -> RequestStep:
         """The step with the first of `tokens` as drafts, up to `step.max_drafts(...)`, if blocks are free."""
         self._check_between_steps("draft")
-        if not isinstance(step, RequestStep) or not self._rows.has(step.request):
+        if not isinstance(step, RequestStep) or not self._admission.has(step.request):
             raise ValueError(
                 f"step is {shown(step)}; accepted: a RequestStep of a request with a row of this context"
             )
@@ -230,7 +223,7 @@ class DynamicInferenceContext:
             raise RuntimeError(
                 f"request {request.request_id} is part of the step under way; end or abort it first"
             )
-        holding = self._rows.release(request)
+        holding = self._admission.release(request)
         if discard:
             self.prefix_cache.discard(holding.path)
         else:
@@ -352,7 +345,14 @@ class DynamicInferenceContext:
         if not step.num_resumed and step.start >= max(len(request.prompt_tokens), request.num_counted):
             request.num_counted = step.stop  # a decode: no prompt token, none computed before
             return
-        counts = step.token_counts()
+        counts = TokenLedger.of_step(
+            resumed_from=step.start - step.num_resumed,
+            start=step.start,
+            stop=step.stop,
+            spans=step.spans,
+            num_counted=request.num_counted,
+            num_prompt_tokens=len(request.prompt_tokens),
+        )
         self._num_requests_seen += request.num_counted == 0
         self._ledger += counts
         request.ledger += counts
@@ -387,9 +387,9 @@ class DynamicInferenceContext:
     def reset_prefix_cache(self) -> None:
         """Forget every prefix, state, pin and ghost. Running requests go on, but cache nothing any more."""
         self._check_between_steps("reset_prefix_cache")
-        for holding in self._rows.holdings:
+        for holding in self._admission.holdings:
             self._states.move_to_live(holding)
-        self.prefix_cache.forget([holding.path for holding in self._rows.holdings])
+        self.prefix_cache.forget([holding.path for holding in self._admission.holdings])
 
     def suspend(self) -> None:
         """Free the tensors of all pools; every request is released and every prefix forgotten."""
@@ -412,7 +412,7 @@ class DynamicInferenceContext:
         `keep_counts`: keep the counts of prompt tokens, and of what was cached and evicted.
         """
         self._steps = ()
-        self._rows.abandon()
+        self._admission.abandon()
         self._empty_rows()
         if not keep_counts:
             self._ledger = TokenLedger()
@@ -423,13 +423,22 @@ class DynamicInferenceContext:
 
     def cache_stats(self) -> CacheStats:
         """What became of every prompt token, and how full the pools are."""
-        return CacheStats.of(self._num_requests_seen, self._ledger, self.prefix_cache.stats())
+        ledger = self._ledger
+        return CacheStats(
+            num_requests=self._num_requests_seen,
+            num_prompt_tokens=ledger.num_prompt_tokens,
+            num_resumed_tokens=ledger.resumed,
+            num_computed_tokens=ledger.num_computed_tokens,
+            computed_by_reason=ledger.by_reason(),
+            num_recomputed_tokens=ledger.recomputed,
+            **vars(self.prefix_cache.stats()),
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, pools and maps contradict each other; O(pools)."""
-        holdings, during_step = self._rows.holdings, bool(self._steps)
+        holdings, during_step = self._admission.holdings, bool(self._steps)
         self.mamba_metadata.check_integrity()
-        self._rows.check_integrity()
+        self._admission.check_integrity()
         self._states.check_integrity(holdings, during_step)
         self.prefix_cache.check_integrity([holding.path for holding in holdings], during_step)
         for holding in holdings:
@@ -441,7 +450,7 @@ class DynamicInferenceContext:
     def _check_request(self, request: DynamicInferenceRequest) -> None:
         if not isinstance(request, DynamicInferenceRequest):
             raise ValueError(f"request is {shown(request)}; accepted: a DynamicInferenceRequest")
-        if request.holding is not None and not self._rows.has(request):
+        if request.holding is not None and not self._admission.has(request):
             raise ValueError(
                 f"request has id {request.request_id} and row {request.holding.row}; accepted: one without a "
                 "row, or in a row of this context"
@@ -450,7 +459,7 @@ class DynamicInferenceContext:
     def _is_ready(self, step: RequestStep) -> bool:
         return (
             isinstance(step, RequestStep)
-            and self._rows.has(step.request)
+            and self._admission.has(step.request)
             and step.holding is step.request.holding
             and step.start == step.holding.num_computed
             and len(step.drafts) <= self.config.num_speculative_tokens

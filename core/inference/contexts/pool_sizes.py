@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
+
 from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec
 from ...validation import INT32_MAX
 from .cache.memory import MemoryDivision, RankBudget, UnitSizes
 
 GIGABYTE = 1 << 30
+InputShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _UNLIMITED = INT32_MAX + 2
 """What a rank affords where a unit has no bytes. The minimum over the ranks counts."""
 
@@ -41,46 +44,44 @@ class PoolSizes:
             ValueError: a budget buys no unit on some rank, or the ranks differ in `enable_prefix_caching`, or
                 in whether `total_gb` is set. All ranks raise the same error.
         """
-        totals = spec.groups.gather(config.total_gb is not None, spec.device)
-        if len(set(totals)) > 1:
+        ranks: list[_Rank] = spec.groups.gather(_rank(config, spec), spec.device)
+        shared = [rank for rank, one in enumerate(ranks) if one.gb is not None]
+        if 0 < len(shared) < len(ranks):
             raise ValueError(
-                f"total_gb is set on the ranks {[i for i, t in enumerate(totals) if t]} of "
-                f"{len(totals)}; accepted: on all or on none"
+                f"total_gb is set on the ranks {shared} of {len(ranks)}; accepted: on all or on none"
             )
-        if config.total_gb is not None:
-            return _shared(config, spec)
-        mine = config.num_kv_blocks or 0, config.num_mamba_slots or 0, config.enable_prefix_caching
-        ranks = spec.groups.gather(mine, spec.device)
-        _check_equal_caching([caching for *_, caching in ranks])
-        num_slots = min(slots for _, slots, _ in ranks) if config.enable_prefix_caching else 0
-        return cls(min(blocks for blocks, _, _ in ranks), num_slots)
+        caching = [rank.caching for rank in ranks]
+        if len(set(caching)) > 1:
+            raise ValueError(
+                f"enable_prefix_caching is {caching} on the ranks of the model; accepted: the same on all"
+            )
+        if shared:
+            return _of_total(config, ranks)
+        num_slots = min(rank.num_slots for rank in ranks) if config.enable_prefix_caching else 0
+        return cls(min(rank.num_blocks for rank in ranks), num_slots)
 
 
-class _Shares(NamedTuple):
-    """What one rank could buy for its `total_gb`."""
+class _Rank(NamedTuple):
+    """What one rank has for both pools: numbers of blocks and slots, or the budget that `gb` leaves."""
 
+    num_blocks: int
+    num_slots: int
+    gb: float | None  # `total_gb`
     budget: RankBudget  # bytes of states and KV, live states included, and what they are spent on
+    apart: int  # bytes of running requests' inputs, and of live states where cached ones are encoded
     caching: bool
-    strided: bool  # whether the model accepts KV blocks with gaps between them
-    gb: float
-    inputs: int  # bytes of running requests' inputs, and of live states where cached ones are encoded
+    divides: bool  # whether states and KV can share one memory
 
     @property
     def _left(self) -> int:
-        """Bytes without live states and inputs."""
+        """Bytes without live states."""
         return self.budget.memory - self.budget.num_live * self.budget.sizes.slot
 
-    @property
-    def slots(self) -> int:
-        slot = self.budget.sizes.slot
-        return self._left // slot if slot else _UNLIMITED
-
-    def slots_with(self, num_blocks: int) -> int:
-        """Cached states for half of the rest: one or more, with so many KV blocks."""
+    def slots_with(self, num_blocks: int, has_kv: bool) -> int:
+        """Cached states for the rest, or for half of it: one or more, with so many KV blocks."""
         slot, block = self.budget.sizes
-        if not slot:
-            return _UNLIMITED
-        return min(max(self._left // 2, slot), self._left - num_blocks * block) // slot
+        share = self._left // 2 if has_kv else self._left
+        return min(max(share, slot), self._left - num_blocks * block) // slot if slot else _UNLIMITED
 
     def blocks_with(self, num_slots: int) -> int:
         """KV blocks for the rest after so many cached states."""
@@ -93,66 +94,63 @@ class _Shares(NamedTuple):
         return (self.budget.num_live + self.caching) * slot + num_blocks * block
 
 
-def _shared(config: InferenceConfig, spec: HybridStateSpec) -> PoolSizes:
+def _rank(config: InferenceConfig, spec: HybridStateSpec) -> _Rank:
+    caching, num_live = config.enable_prefix_caching, num_live_slots(config)
+    encoded = caching and config.durable_state_dtype is not None
+    apart = input_bytes(input_shapes(config, spec))
+    slot = spec.slot_bytes
+    if encoded:  # live states are no part of what is divided
+        apart += (num_live + NUM_STAGING_SLOTS) * slot
+        num_live, slot = 0, spec.durable_slot_bytes(config.durable_state_dtype)
+    sizes = UnitSizes(slot, spec.kv_block_bytes(config.block_size_tokens))
+    budget = RankBudget(sizes, int((config.total_gb or 0.0) * GIGABYTE) - apart, num_live)
+    divides = caching and not encoded and spec.strided_blocks
+    num_blocks, num_slots = config.num_kv_blocks or 0, config.num_mamba_slots or 0
+    return _Rank(num_blocks, num_slots, config.total_gb, budget, apart, caching, divides)
+
+
+def _of_total(config: InferenceConfig, ranks: Sequence[_Rank]) -> PoolSizes:
     """The pools that `total_gb` buys: live states and inputs first, then cached states and KV in one memory.
 
     A model without states or KV, or without caching, spends all on the other kind. Encoded states and KV get
     a half each.
     """
-    caching, block = config.enable_prefix_caching, config.block_size_tokens
-    longest = -(-config.max_sequence_length // block)
-    inputs = config.max_requests * input_bytes(config, spec)
-    num_live = num_live_slots(config)
-    sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(block))
-    memory = int((config.total_gb or 0.0) * GIGABYTE) - inputs
-    encoded = caching and config.durable_state_dtype is not None
-    if encoded:  # live states are no part of what is divided
-        apart = (num_live + NUM_STAGING_SLOTS) * spec.slot_bytes
-        inputs, memory, num_live = inputs + apart, memory - apart, 0
-        sizes = UnitSizes(spec.durable_slot_bytes(config.durable_state_dtype), sizes.block)
-    mine = _Shares(
-        RankBudget(sizes, memory, num_live), caching, spec.strided_blocks, config.total_gb or 0.0, inputs
-    )
-    ranks: list[_Shares] = spec.groups.gather(mine, spec.device)
-    _check_equal_caching([rank.caching for rank in ranks])
+    longest = -(-config.max_sequence_length // config.block_size_tokens)
     has_states = any(rank.budget.sizes.slot for rank in ranks)
     has_kv = any(rank.budget.sizes.block for rank in ranks)
-    if caching and has_states and has_kv and not encoded and all(rank.strided for rank in ranks):
+    caches_states = config.enable_prefix_caching and has_states
+    if caches_states and has_kv and all(rank.divides for rank in ranks):
         division = MemoryDivision.of([rank.budget for rank in ranks], longest)
         if division.num_units < division.num_kv_units:
             raise _too_small(config, ranks, [division.least_bytes(rank.budget.sizes) for rank in ranks])
-        division = replace(division, slots_per_request=num_live // config.max_requests)
+        division = replace(division, slots_per_request=division.num_live // config.max_requests)
         return PoolSizes(division.num_kv_blocks, division.num_durable_slots, division)
-    slots = 0
-    if caching and has_states:
-        slots = min(rank.slots_with(longest) if has_kv else rank.slots for rank in ranks)
+    slots = min(rank.slots_with(longest, has_kv) for rank in ranks) if caches_states else 0
     blocks = min(rank.blocks_with(slots) for rank in ranks)
-    if blocks < longest or (caching and has_states and slots < 1):
+    if blocks < longest or (caches_states and slots < 1):
         raise _too_small(config, ranks, [rank.least_bytes(longest) for rank in ranks])
     if not has_kv:
+        # Blocks name prefixes only: those of running requests, and four times those of all slots' longest
+        # prefixes, but at most `_MOST_NAMES`, because the bookkeeping of a block costs some hundred bytes.
         slots = min(slots, _MOST_NAMES)
-        return PoolSizes(_blocks_without_bytes(config, slots), slots)
+        names = config.max_requests * longest + min(4 * slots * longest, _MOST_NAMES)
+        return PoolSizes(min(names, INT32_MAX), slots)
     blocks = min(blocks, INT32_MAX)
-    return PoolSizes(blocks, min(blocks, _MOST_NAMES) if caching and not has_states else slots)
+    return PoolSizes(
+        blocks, min(blocks, _MOST_NAMES) if config.enable_prefix_caching and not has_states else slots
+    )
 
 
-def _check_equal_caching(switches: Sequence[bool]) -> None:
-    if len(set(switches)) > 1:
-        raise ValueError(
-            f"enable_prefix_caching is {switches} on the ranks of the model; accepted: the same on all"
-        )
-
-
-def _too_small(config: InferenceConfig, ranks: Sequence[_Shares], least: Sequence[int]) -> ValueError:
+def _too_small(config: InferenceConfig, ranks: Sequence[_Rank], least: Sequence[int]) -> ValueError:
     """The error of the rank that lacks most; `least`: bytes for states and KV that each rank needs."""
-    needed = [size + rank.inputs for size, rank in zip(least, ranks, strict=True)]
-    rank = max(range(len(ranks)), key=lambda i: needed[i] - ranks[i].gb * GIGABYTE)
-    least_gb = needed[rank] / GIGABYTE
+    needed = [(size + rank.apart) / GIGABYTE for size, rank in zip(least, ranks, strict=True)]
+    given = [rank.gb or 0.0 for rank in ranks]
+    rank = max(range(len(ranks)), key=lambda i: needed[i] - given[i])
     states = "one cached state, " if config.enable_prefix_caching else ""
     where = f" on rank {rank}" if len(ranks) > 1 else ""
     return ValueError(
-        f"total_gb is {ranks[rank].gb:.3g}{where}; accepted: at least {least_gb:.3g} "
-        f"({least_gb - ranks[rank].gb:.3g} more) for {config.max_requests} running requests (max_requests), "
+        f"total_gb is {given[rank]:.3g}{where}; accepted: at least {needed[rank]:.3g} "
+        f"({needed[rank] - given[rank]:.3g} more) for {config.max_requests} running requests (max_requests), "
         f"{states}and the KV of one sequence of {config.max_sequence_length} tokens (max_sequence_length)"
     )
 
@@ -162,29 +160,24 @@ def num_live_slots(config: InferenceConfig) -> int:
     return config.max_requests * (1 if config.replays else 1 + config.num_speculative_tokens)
 
 
-def num_padded_drafts(config: InferenceConfig) -> int:
-    """Drafts of a step at most, those included that rows of decodes are padded with."""
-    return (1 << config.num_speculative_tokens.bit_length()) - 1
+def input_shapes(config: InferenceConfig, spec: HybridStateSpec) -> InputShapes:
+    """Name -> [layers, rows, *shape of one request] and dtype of the inputs that rows keep for replays.
 
-
-def input_bytes(config: InferenceConfig, spec: HybridStateSpec) -> int:
-    """Bytes of the inputs that one running request keeps where decodes replay; 0 elsewhere."""
+    Empty unless decodes replay. Rows have room for all drafts of a step, those of padding included.
+    """
     if not config.replays:
-        return 0
-    chunk, drafts = spec.chunk_tokens(config.block_size_tokens), num_padded_drafts(config)
-    return sum(
-        tensor.num_layers * math.prod(entry.of_request(chunk, drafts)) * entry.dtype.itemsize
+        return {}
+    chunk = spec.chunk_tokens(config.block_size_tokens)
+    num_drafts = (1 << config.num_speculative_tokens.bit_length()) - 1
+    return {
+        entry.name: (
+            (tensor.num_layers, config.max_requests, *entry.of_request(chunk, num_drafts)),
+            entry.dtype,
+        )
         for tensor in spec.states
         for entry in tensor.inputs
-    )
+    }
 
 
-def _blocks_without_bytes(config: InferenceConfig, num_slots: int) -> int:
-    """KV blocks of a model without attention with `total_gb`: names of prefixes only.
-
-    Those of running requests, and four times those of the longest prefixes of all slots, but at most
-    `_MOST_NAMES`, because the bookkeeping of a block costs some hundred bytes.
-    """
-    blocks_per_sequence = -(-config.max_sequence_length // config.block_size_tokens)
-    names = min(4 * num_slots * blocks_per_sequence, _MOST_NAMES)
-    return min(config.max_requests * blocks_per_sequence + names, INT32_MAX)
+def input_bytes(shapes: InputShapes) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())

@@ -25,10 +25,6 @@ class TokenView(Sequence[int]):
         """`tokens`: the list to show; it only grows."""
         self._tokens = tokens
 
-    def shows(self, tokens: list[int]) -> bool:
-        """Whether this is a view of this very list."""
-        return tokens is self._tokens
-
     def __len__(self) -> int:
         return len(self._tokens)
 
@@ -169,7 +165,7 @@ class DynamicInferenceRequest:
     @property
     def token_view(self) -> TokenView:
         """`tokens` for a drafter to read; the same view until tokens are cut back."""
-        if self._token_view is None or not self._token_view.shows(self.tokens):
+        if self._token_view is None or self._token_view._tokens is not self.tokens:
             self._token_view = TokenView(self.tokens)
         return self._token_view
 
@@ -200,6 +196,12 @@ class DynamicInferenceRequest:
         """How many leading tokens may stay without logits; None where only the next token needs logits."""
         scored, num_known = self.scored_positions, len(self.prompt_log_probs)
         return scored[num_known] if num_known < len(scored) else None
+
+    @property
+    def most_resumed(self) -> int:
+        """How many leading tokens a cached state may stand for: the last known token is always computed."""
+        limit = len(self.tokens) - 1
+        return limit if self.max_resume_tokens is None else min(limit, self.max_resume_tokens)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -353,14 +355,3 @@ class RequestStep(PathStep):
         if not self.decoding or self.drafts:
             return 0
         return max(0, min(num_speculative_tokens, self.request.max_length - self.stop - 1))
-
-    def token_counts(self) -> TokenLedger:
-        """How many of the step's prompt tokens are resumed, computed (by reason) or recomputed."""
-        return TokenLedger.of_step(
-            resumed_from=self.start - self.num_resumed,
-            start=self.start,
-            stop=self.stop,
-            spans=self.spans,
-            num_counted=self.request.num_counted,
-            num_prompt_tokens=len(self.request.prompt_tokens),
-        )

@@ -11,11 +11,11 @@ import tempfile
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TextIO
 
 from torch import Tensor
 
@@ -28,7 +28,6 @@ _MAGIC = b"MSSTATE1"
 _PREFIX, _LOCK = "mambaslots-", "lock"
 _PAGE_OF_ZEROS = 1 << 20
 
-Work = Callable[[], None]
 Remove = Callable[[Path], None]
 
 
@@ -54,23 +53,13 @@ class StateFiles:
         """
         root = Path(path)
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._remove = _overwrite_and_unlink if scrubs else Path.unlink
-        _remove_leftovers(root, self._remove)
+        remove = _overwrite_and_unlink if scrubs else Path.unlink
+        _remove_leftovers(root, remove)
         self.directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-        lock = (self.directory / _LOCK).open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._state_bytes = state_bytes
         self._model = hashlib.sha256(model.encode()).digest()
-        self._work: SimpleQueue[Work | None] = SimpleQueue()
-        self.num_failed = 0
-        closed = threading.Event()
-        thread = threading.Thread(
-            target=_run, args=(self._work, closed), name="mambaslots-files", daemon=True
-        )
-        self.close = weakref.finalize(
-            self, _close, self._work, closed, thread, self.directory, lock, self._remove
-        )
-        thread.start()
+        self._writer = _Writer(self.directory, remove)
+        self.close = weakref.finalize(self, self._writer.close)
 
     def _name(self, file: int) -> Path:
         return self.directory / f"{file}.state"
@@ -81,15 +70,12 @@ class StateFiles:
         `checksum`: the thread calls it before and after it reads the row. It waits until the row is complete,
         and returns its checksum, or None if the row holds another state by now.
         """
-        head = _MAGIC, self._state_bytes, serial
-        name, model, failed = self._name(file), self._model, weakref.WeakMethod(self._note_failure)
-        remove = self._remove
-        self._work.put(lambda: _write(name, head, model, row, checksum, failed, remove))
+        size, model = self._state_bytes, self._model
 
-    def _note_failure(self, error: OSError) -> None:
-        if not self.num_failed:
-            logger.warning("a state could not be written to %s: %s", self.directory, error)
-        self.num_failed += 1
+        def head(value: int) -> bytes:
+            return _HEAD.pack(_MAGIC, size, serial, value, model)
+
+        self._writer.work.put(partial(self._writer.write, self._name(file), head, row, checksum))
 
     def load(self, file: int, serial: int, row: Tensor) -> int | None:
         """Read a state into `row`, and return its stored checksum, which is not computed here.
@@ -117,9 +103,8 @@ class StateFiles:
 
     def delete(self, files: Sequence[int] | None) -> None:
         """Let the thread remove these files, or all, after earlier saves."""
-        directory, names = self.directory, None if files is None else [self._name(file) for file in files]
-        remove = self._remove
-        self._work.put(lambda: _delete(directory, names, remove))
+        names = None if files is None else [self._name(file) for file in files]
+        self._writer.work.put(partial(self._writer.delete, names))
 
     def forget_pages(self, file: int) -> None:
         """Write a file through to the disk, so that its next `load` reads the disk."""
@@ -129,48 +114,72 @@ class StateFiles:
 
     def wait(self) -> None:
         done = threading.Event()
-        self._work.put(done.set)
+        self._writer.work.put(done.set)
         done.wait()
+
+
+class _Writer:
+    """Writes and removes files of a locked directory, on a thread of its own that does the queued `work`."""
+
+    def __init__(self, directory: Path, remove: Remove) -> None:
+        self.work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._directory, self._remove = directory, remove
+        self._lock = (directory / _LOCK).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._closed = self._has_failed = False
+        self._thread = threading.Thread(target=self._run, name="mambaslots-files", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (todo := self.work.get()) is not None:
+            try:
+                if not self._closed:
+                    todo()
+            except Exception:
+                logger.exception("a state could not be written to a file")
+
+    def write(
+        self, name: Path, head: Callable[[int], bytes], row: Tensor, checksum: Callable[[], int | None]
+    ) -> None:
+        """Write a file under another name, then rename it. The file's former state is removed in any case."""
+        self.delete([name])
+        value = checksum()
+        if value is None:
+            return
+        text, draft = head(value), name.with_suffix(".part")
+        try:
+            with open(draft, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as opened:
+                opened.write(text + _crc(text))
+                opened.write(memoryview(row.numpy()))
+            if checksum() == value:
+                os.replace(draft, name)
+            else:
+                self._remove(draft)
+        except OSError as error:
+            with suppress(OSError):
+                self._remove(draft)
+            if not self._has_failed:
+                logger.warning("a state could not be written to %s: %s", self._directory, error)
+            self._has_failed = True
+
+    def delete(self, names: Sequence[Path] | None) -> None:
+        _remove_files(self._directory.glob("*.state") if names is None else names, self._remove)
+
+    def close(self) -> None:
+        self._closed = True
+        self.work.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)
+        _remove_all(self._directory, self._remove)
+        self._lock.close()
 
 
 def _crc(text: bytes) -> bytes:
     return zlib.crc32(text).to_bytes(4, "little")
 
 
-def _write(
-    name: Path,
-    head: tuple[bytes, int, int],
-    model: bytes,
-    row: Tensor,
-    checksum: Callable[[], int | None],
-    failed: Callable[[], Callable[[OSError], None] | None],
-    remove: Remove,
-) -> None:
-    """Write one file under another name, then rename it. The file's former state is removed in any case."""
-    _delete(name.parent, [name], remove)
-    value = checksum()
-    if value is None:
-        return
-    text = _HEAD.pack(*head, value, model)
-    draft = name.with_suffix(".part")
-    try:
-        with open(draft, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as opened:
-            opened.write(text + _crc(text))
-            opened.write(memoryview(row.numpy()))
-        if checksum() == value:
-            os.replace(draft, name)
-        else:
-            remove(draft)
-    except OSError as error:
-        with suppress(OSError):
-            remove(draft)
-        note = failed()
-        if note is not None:
-            note(error)
-
-
-def _delete(directory: Path, names: Sequence[Path] | None, remove: Remove) -> None:
-    for name in directory.glob("*.state") if names is None else names:
+def _remove_files(names: Iterable[Path], remove: Remove) -> None:
+    for name in names:
         with suppress(OSError):
             remove(name)
 
@@ -194,35 +203,8 @@ def _open_no_link(name: str, flags: int) -> int:
 
 
 def _remove_all(directory: Path, remove: Remove) -> None:
-    for name in (*directory.glob("*.state"), *directory.glob("*.part")):
-        with suppress(OSError):
-            remove(name)
+    _remove_files((*directory.glob("*.state"), *directory.glob("*.part")), remove)
     shutil.rmtree(directory, ignore_errors=True)
-
-
-def _run(work: "SimpleQueue[Work | None]", closed: threading.Event) -> None:
-    while (todo := work.get()) is not None:
-        try:
-            if not closed.is_set():
-                todo()
-        except Exception:
-            logger.exception("a state could not be written to a file")
-
-
-def _close(
-    work: "SimpleQueue[Work | None]",
-    closed: threading.Event,
-    thread: threading.Thread,
-    directory: Path,
-    lock: TextIO,
-    remove: Remove,
-) -> None:
-    closed.set()
-    work.put(None)
-    if thread is not threading.current_thread():
-        thread.join(timeout=5.0)
-    _remove_all(directory, remove)
-    lock.close()
 
 
 def _remove_leftovers(root: Path, remove: Remove) -> None:

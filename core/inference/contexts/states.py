@@ -1,13 +1,12 @@
-"""Where the state of each running request is: in place, with replay, and with encoded cached states."""
+"""Where the state of each running request is, also with replay, and with encoded cached states."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ...state_spec import TensorEncoding
 from ..kernels.state_codec import decode_states, encode_states
 from ..kernels.state_tensors import CodedTensor
 from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory, StatePool
-from .mamba_metadata import MambaMetadata
 from .request import Holding, RequestStep
 
 
@@ -17,20 +16,42 @@ class RequestStates:
     This class alone writes `Holding.state_index` and `Holding.num_computed`. For kernels that update states
     in place, `gather` copies states to live slots before a step, and `scatter` copies boundary states from
     there afterwards, in one launch each.
+
+    Where decodes replay, a request's state is the state at its last grid point. Every decode reads it, so it
+    is copied to the one live slot before the first decode: no decode keeps a durable slot pinned.
     """
 
-    def __init__(self, pool: StatePool, cache: PrefixCache, separate: bool = True) -> None:
-        """`separate`: whether kernels read a state at one pool index and write new states at others."""
+    def __init__(
+        self, pool: StatePool, cache: PrefixCache, separate: bool = True, replay_chunk: int | None = None
+    ) -> None:
+        """
+        Args:
+            separate: whether kernels read a state at one pool index and write new states at others.
+            replay_chunk: grid points are its multiples; None where decodes do not replay.
+        """
         self._pool = pool
         self._cache = cache
         self._separate = separate
+        self._stores = separate  # whether kernels write boundary states to durable slots
+        self._replays = replay_chunk is not None
+        self._grid = replay_chunk or 1
 
     def start_from(self, holding: Holding, slot: int, num_tokens: int) -> None:
         """Continue from the state after `num_tokens` tokens in a durable slot, perhaps a live slot now."""
         if not (self._pool.is_shared and slot in holding.live_slots):
             self._cache.hold_state(holding.path, slot, resumes=True)
-        holding.state_index = self._pool.durable_index(slot)
+        holding.state_index = self._pinned_index(slot)
         holding.num_computed = num_tokens
+
+    def _pinned_index(self, slot: int) -> int:
+        """`Holding.state_index` while the request's state is in a pinned durable slot."""
+        return self._pool.durable_index(slot)
+
+    def _last_grid_point(self, position: int) -> int:
+        return position // self._grid * self._grid
+
+    def _reaches_grid_point(self, step: RequestStep) -> bool:
+        return self._last_grid_point(step.stop) > step.start
 
     def max_inner_states(self, steps: Sequence[RequestStep]) -> int | None:
         """How many states inside their prefills the steps can store; None: any number."""
@@ -66,44 +87,56 @@ class RequestStates:
 
     def inner_destinations(self, step: RequestStep) -> list[tuple[int, int]]:
         """Positions inside a prefill, and the pool indices where the prefill stores the states there."""
-        return [
+        inner = [
             (position, self._pool.durable_index(slot))
             for position, slot in step.destinations.items()
             if position != step.stop
         ]
+        last = self._last_grid_point(step.stop)
+        if step.start < last < step.stop and last not in step.destinations:
+            inner.append((last, self._live_slot(step, last)))
+        return inner
 
     def completed_destination(self, step: RequestStep) -> int:
         """The pool index for the state of a chunk that a decode by replay completes; -1: none."""
-        return -1
+        if not step.decoding or step.stop % self._grid:
+            return -1
+        return self._destination(step, step.stop)
 
     def destinations(self, step: RequestStep) -> list[int]:
         """The pool index for the state after the step; with drafts, one index for each token's state."""
+        if self._replays and (step.decoding or step.stop % self._grid):
+            return [-1] * (step.length if step.decoding else 1)
         if not step.drafts:
             return [self._destination(step, step.stop)]
         return [self._destination(step, position + 1) for position in range(step.start, step.stop)]
 
     def _destination(self, step: RequestStep, position: int) -> int:
         """The slot reserved for the state at `position`, or a live slot."""
-        slot = step.destinations.get(position, -1) if self._separate else -1
+        slot = step.destinations.get(position, -1) if self._stores else -1
         return self._live_slot(step, position) if slot < 0 else self._pool.durable_index(slot)
 
     def _live_slot(self, step: RequestStep, position: int) -> int:
         """The live slot for the state at `position`: the step's end, or the end of any token of a decode."""
-        return step.holding.live_slots[position - step.stop + len(step.drafts)]
+        return step.holding.live_slots[0 if self._replays else position - step.stop + len(step.drafts)]
 
     def release_source(self, step: RequestStep) -> None:
         """After a launched step: unpin the durable slot that the step read, unless a later step reads it."""
-        self._cache.release_state(step.holding.path)
+        if self._reaches_grid_point(step):
+            self._cache.release_state(step.holding.path)
 
     def advance(self, step: RequestStep, committed: Mapping[int, int]) -> None:
         """Note where a launched step wrote its request's state; `committed`: boundary -> its slot, or -1."""
         step.holding.num_computed = step.stop
-        self._move(step, step.stop, committed)
+        if self._reaches_grid_point(step):
+            self._move(step, self._last_grid_point(step.stop), committed)
+        if self._replays and step.holding.decoding:
+            self.move_to_live(step.holding)
 
     def _move(self, step: RequestStep, position: int, committed: Mapping[int, int]) -> None:
         """Continue from the state that the step wrote at `position`."""
         holding = step.holding
-        slot = committed.get(position, -1) if self._separate else -1
+        slot = committed.get(position, -1) if self._stores else -1
         if slot >= 0:
             self._cache.hold_state(holding.path, slot, resumes=False)
             holding.state_index = self._pool.durable_index(slot)
@@ -133,65 +166,9 @@ class RequestStates:
         """Raise AssertionError where a request's state is neither in its pinned slot nor in a live slot."""
         for holding in holdings:
             if holding.path.state_slot >= 0:
-                assert holding.state_index == self._pool.durable_index(holding.path.state_slot)
-            elif self._has_state(holding) and not during_step:
+                assert holding.state_index == self._pinned_index(holding.path.state_slot)
+            elif holding.num_computed >= self._grid and not during_step:
                 assert holding.state_index in holding.live_slots, "a request's state is somewhere else"
-
-    def _has_state(self, holding: Holding) -> bool:
-        """Whether the request's state is that of one token or more, so that a slot holds it."""
-        return holding.num_computed > 0
-
-
-class ReplayedStates(RequestStates):
-    """A request's state is the state at its last grid point, in its live slot or in a pinned durable slot.
-
-    Every decode reads it, so it is copied to the one live slot before the first decode: no decode keeps a
-    durable slot pinned.
-    """
-
-    def __init__(self, pool: StatePool, cache: PrefixCache, chunk_size: int) -> None:
-        """`chunk_size`: grid points are its multiples."""
-        super().__init__(pool, cache)
-        self._chunk_size = chunk_size
-
-    def _last_grid_point(self, position: int) -> int:
-        return position // self._chunk_size * self._chunk_size
-
-    def _reaches_grid_point(self, step: RequestStep) -> bool:
-        return self._last_grid_point(step.stop) > step.start
-
-    def inner_destinations(self, step: RequestStep) -> list[tuple[int, int]]:
-        inner, last = super().inner_destinations(step), self._last_grid_point(step.stop)
-        if step.start < last < step.stop and last not in step.destinations:
-            inner.append((last, self._live_slot(step, last)))
-        return inner
-
-    def destinations(self, step: RequestStep) -> list[int]:
-        if step.decoding:
-            return [-1] * step.length
-        return [self._destination(step, step.stop) if step.stop % self._chunk_size == 0 else -1]
-
-    def completed_destination(self, step: RequestStep) -> int:
-        if not step.decoding or step.stop % self._chunk_size:
-            return -1
-        return self._destination(step, step.stop)
-
-    def _live_slot(self, step: RequestStep, position: int) -> int:
-        return step.holding.live_slots[0]
-
-    def release_source(self, step: RequestStep) -> None:
-        if self._reaches_grid_point(step):
-            super().release_source(step)
-
-    def advance(self, step: RequestStep, committed: Mapping[int, int]) -> None:
-        step.holding.num_computed = step.stop
-        if self._reaches_grid_point(step):
-            self._move(step, self._last_grid_point(step.stop), committed)
-        if step.holding.decoding:
-            self.move_to_live(step.holding)
-
-    def _has_state(self, holding: Holding) -> bool:
-        return holding.num_computed >= self._chunk_size
 
 
 class EncodedStates(RequestStates):
@@ -212,20 +189,20 @@ class EncodedStates(RequestStates):
         self,
         memory: DeviceMemory,
         cache: PrefixCache,
-        live_slots: MambaMetadata,
+        idle_slots: Callable[[], Sequence[int]],
         encodings: Sequence[TensorEncoding],
         separate: bool = True,
     ) -> None:
+        """`idle_slots`: the live slots that no request owns now."""
         super().__init__(memory.state_pool, cache, separate)
         self._memory = memory
-        self._live_slots = live_slots
+        self._idle_slots = idle_slots
         self._encodings = tuple(encodings)
+        self._stores = False
         self._staged: dict[tuple[int, int], int] = {}  # row and position -> pool index, in this step
 
-    def start_from(self, holding: Holding, slot: int, num_tokens: int) -> None:
-        self._cache.hold_state(holding.path, slot, resumes=True)
-        holding.state_index = -1  # until `gather`
-        holding.num_computed = num_tokens
+    def _pinned_index(self, slot: int) -> int:
+        return -1  # until `gather`
 
     def max_inner_states(self, steps: Sequence[RequestStep]) -> int | None:
         return len(self._staging_slots(steps))
@@ -234,7 +211,7 @@ class EncodedStates(RequestStates):
         """The slots that are free in a step: those for staging, then idle live ones."""
         own = range(self._pool.num_live, self._pool.num_live + self._pool.num_durable)
         drafts = [slot for step in steps if not step.decoding for slot in step.holding.live_slots[1:]]
-        return [*own, *drafts, *self._live_slots.idle_slots]
+        return [*own, *drafts, *self._idle_slots()]
 
     def gather(self, steps: Sequence[RequestStep]) -> None:
         """Before a step: decode the states that its requests resume from, and place its staged states."""
@@ -269,19 +246,10 @@ class EncodedStates(RequestStates):
             return self._live_slot(step, position)
         return self._staged[step.holding.row, position]
 
-    def destinations(self, step: RequestStep) -> list[int]:
-        if not step.drafts:
-            return [self._live_slot(step, step.stop)]
-        return [self._live_slot(step, position + 1) for position in range(step.start, step.stop)]
-
     def inner_destinations(self, step: RequestStep) -> list[tuple[int, int]]:
         return [
             (position, self._place(step, position)) for position in step.destinations if position != step.stop
         ]
-
-    def advance(self, step: RequestStep, committed: Mapping[int, int]) -> None:
-        step.holding.num_computed = step.stop
-        step.holding.state_index = self._live_slot(step, step.stop)
 
     def move_to_live(self, holding: Holding) -> None:
         self._decode([holding])
@@ -309,11 +277,3 @@ class EncodedStates(RequestStates):
             )
             for encoding in self._encodings
         ]
-
-    def check_integrity(self, holdings: Sequence[Holding], during_step: bool) -> None:
-        """Raise AssertionError where a request's state is neither in its pinned slot nor in a live slot."""
-        for holding in holdings:
-            if holding.path.state_slot >= 0:
-                assert holding.state_index == -1, "a pinned state is decoded"
-            elif self._has_state(holding) and not during_step:
-                assert holding.state_index in holding.live_slots, "a request's state is somewhere else"

@@ -209,13 +209,12 @@ class StepBuilder:
         KV of tokens in registered blocks is not written again. `block_table`: [rows, blocks] of all rows.
         `sampled_tokens`: [steps] on the device, in place of the steps' tokens.
         """
-        packing = _Packing.of(steps)
-        values = self._token_values(steps, packing, block_table) | self._state_values(steps, packing)
+        layout = _Layout(steps)
+        values = self._token_values(steps, layout, block_table) | self._state_values(steps, layout)
         if self._replays:
-            values |= self._replay_values(steps, packing)
-        shape = padding(packing.shape(values))
-        layout = _Layout(packing, shape)
-        values["row_query_start_loc"] = layout.query_start_loc()
+            values |= self._replay_values(steps, layout)
+        shape = padding(layout.shape(values))
+        values["row_query_start_loc"] = layout.pad_to(shape)
         for name in ("kv_write_tokens", "logit_tokens"):
             values[name] = layout.token_places[values[name]]
         arrays = self._buffer.arrays(shape)
@@ -228,49 +227,49 @@ class StepBuilder:
         return self._inputs(shape, num_logits, tensors)
 
     def _token_values(
-        self, steps: Sequence[RequestStep], packing: "_Packing", block_table: Array
+        self, steps: Sequence[RequestStep], layout: "_Layout", block_table: Array
     ) -> dict[str, Any]:
         size = self._block_size
-        num_blocks = -(-max(packing.stops) // size)
+        num_blocks = -(-max(layout.stops) // size)
         rows = [step.holding.row for step in steps]
         table = block_table[:, :num_blocks][rows].clip(min=0)  # cut first: whole rows are long
         registered = np.array([step.holding.path.num_registered * size for step in steps])
-        writes = np.flatnonzero(packing.positions >= registered[packing.token_rows])
-        written = packing.positions[writes]
-        blocks = table[packing.token_rows[writes], written // size].astype(np.int64)
+        writes = np.flatnonzero(layout.positions >= registered[layout.token_rows])
+        written = layout.positions[writes]
+        blocks = table[layout.token_rows[writes], written // size].astype(np.int64)
         token_ids = chain.from_iterable(step.tokens for step in steps)
         logits = [
             first + position - step.start
-            for first, step in zip(packing.query_start_loc[:-1].tolist(), steps, strict=True)
+            for first, step in zip(layout.query_start_loc[:-1].tolist(), steps, strict=True)
             for position in step.logit_positions
         ]
         return {
-            "token_ids": np.fromiter(token_ids, np.int64, len(packing.positions)),
-            "positions": packing.positions,
+            "token_ids": np.fromiter(token_ids, np.int64, len(layout.positions)),
+            "positions": layout.positions,
             "logit_tokens": np.array(logits, np.int64),
-            "kv_lengths": packing.stops,
+            "kv_lengths": layout.stops,
             "block_table": table,
-            "query_lengths": packing.lengths,
+            "query_lengths": layout.lengths,
             "kv_write_tokens": writes,
             "kv_write_positions": blocks * size + written % size,
         }
 
-    def _state_values(self, steps: Sequence[RequestStep], packing: "_Packing") -> dict[str, Any]:
+    def _state_values(self, steps: Sequence[RequestStep], layout: "_Layout") -> dict[str, Any]:
         # Entries that are no checkpoints come last.
         inner = sorted(
             (
                 (row, position, index, position in step.destinations)
-                for row, step in enumerate(steps[packing.num_decodes :])
+                for row, step in enumerate(steps[layout.num_decodes :])
                 for position, index in self._states.inner_destinations(step)
             ),
             key=lambda entry: not entry[3],
         )
         rows, slots = [row for row, *_ in inner], [slot for _, _, slot, _ in inner]
         count = sum(is_checkpoint for *_, is_checkpoint in inner)
-        decodes = packing.num_decodes
+        decodes = layout.num_decodes
         grid = chunk_grid(
-            packing.starts[decodes:],
-            packing.lengths[decodes:],
+            layout.starts[decodes:],
+            layout.lengths[decodes:],
             self._chunk_size,
             rows,
             [position for _, position, *_ in inner],
@@ -282,7 +281,7 @@ class StepBuilder:
             "state_sources": [
                 step.holding.state_index if step.holding.num_computed else -1 for step in steps
             ],
-            "query_start_loc": packing.query_start_loc[decodes:] - packing.num_decode_tokens,
+            "query_start_loc": layout.query_start_loc[decodes:] - layout.num_decode_tokens,
             "token_rows": grid.token_rows,
             "cu_chunk_seqlens": grid.cu_chunk_seqlens,
             "seq_idx": grid.seq_idx,
@@ -293,15 +292,15 @@ class StepBuilder:
             "checkpoint_destinations": slots[:count],
         }
 
-    def _replay_values(self, steps: Sequence[RequestStep], packing: "_Packing") -> dict[str, Any]:
-        starts, stops = np.array(packing.starts), np.array(packing.stops)
-        tails = packing.query_start_loc[:-1] - packing.num_decode_tokens - starts
+    def _replay_values(self, steps: Sequence[RequestStep], layout: "_Layout") -> dict[str, Any]:
+        starts, stops = np.array(layout.starts), np.array(layout.stops)
+        tails = layout.query_start_loc[:-1] - layout.num_decode_tokens - starts
         tails += stops // self._chunk_size * self._chunk_size
         return {
             "replay_slots": [step.holding.row for step in steps],
             "replay_starts": starts,
             "replay_destinations": [self._states.completed_destination(step) for step in steps],
-            "tail_starts": tails[packing.num_decodes :],
+            "tail_starts": tails[layout.num_decodes :],
         }
 
     def _inputs(self, shape: StepShape, num_logits: int, tensors: dict[str, Tensor]) -> StepInputs:
@@ -321,33 +320,28 @@ class StepBuilder:
         )
 
 
-class _Packing(NamedTuple):
-    """Where each request's tokens lie in the packed step, decode rows first."""
+class _Layout:
+    """Where each request's tokens lie in the packed step, decode rows first, and in the padded step.
 
-    starts: list[int]
-    stops: list[int]
-    lengths: Array
-    query_start_loc: Array  # [rows + 1] where each row's tokens start; trailing total
-    token_rows: Array  # [tokens] the row of each token
-    positions: Array  # [tokens] in the token's sequence
-    num_decodes: int
-    num_decode_tokens: int
+    Attributes:
+        starts, stops, lengths: of each row's tokens.
+        query_start_loc: [rows + 1] where each row's tokens start; trailing total.
+        token_rows: [tokens] the row of each token.
+        positions: [tokens] in the token's sequence.
+        token_places: [tokens] in the padded step, where all decode rows are equally long, after `pad_to`.
+    """
 
-    @classmethod
-    def of(cls, steps: Sequence[RequestStep]) -> "_Packing":
-        starts, stops = [step.start for step in steps], [step.stop for step in steps]
-        lengths = np.subtract(stops, starts)
-        query_start_loc = np.zeros(len(steps) + 1, np.int64)
-        lengths.cumsum(out=query_start_loc[1:])
-        token_rows = np.arange(len(steps)).repeat(lengths)
-        positions = np.arange(len(token_rows)) + (starts - query_start_loc[:-1])[token_rows]
-        decodes = sum(step.decoding for step in steps)
-        decode_tokens = int(query_start_loc[decodes])
-        return cls(starts, stops, lengths, query_start_loc, token_rows, positions, decodes, decode_tokens)
-
-    @property
-    def num_prefills(self) -> int:
-        return len(self.starts) - self.num_decodes
+    def __init__(self, steps: Sequence[RequestStep]) -> None:
+        self.starts, self.stops = [step.start for step in steps], [step.stop for step in steps]
+        self.lengths = np.subtract(self.stops, self.starts)
+        self.query_start_loc = np.zeros(len(steps) + 1, np.int64)
+        self.lengths.cumsum(out=self.query_start_loc[1:])
+        self.token_rows = np.arange(len(steps)).repeat(self.lengths)
+        self.token_places = np.arange(len(self.token_rows))
+        self.positions = self.token_places + (self.starts - self.query_start_loc[:-1])[self.token_rows]
+        self.num_decodes = sum(step.decoding for step in steps)
+        self.num_decode_tokens = int(self.query_start_loc[self.num_decodes])
+        self.num_prefills = len(steps) - self.num_decodes
 
     def shape(self, values: dict[str, Any]) -> StepShape:
         """The step's sizes without padding."""
@@ -366,31 +360,17 @@ class _Packing(NamedTuple):
             decode_tokens=int(self.lengths[:decodes].max()) if drafts else 1,
         )
 
-
-class _Layout:
-    """Where the values of a packed step go in arrays that are padded to a shape.
-
-    Attributes:
-        token_places: [tokens]: each token's place once all decode rows are equally long.
-    """
-
-    def __init__(self, packing: _Packing, shape: StepShape) -> None:
-        self._packing = packing
+    def pad_to(self, shape: StepShape) -> Array:
+        """Lay the step out in `shape`; returns the place of each row's first token, for padding rows too."""
         self._shape = shape
-        decode_tokens, width = packing.num_decode_tokens, shape.decode_tokens
-        self.token_places = places = np.arange(len(packing.token_rows))
-        places[decode_tokens:] += shape.decodes * width - decode_tokens
+        decode_tokens, width, places = self.num_decode_tokens, shape.decode_tokens, self.token_places
+        moved = shape.decodes * width - decode_tokens
+        places[decode_tokens:] += moved
         if width > 1:
-            rows = packing.token_rows[:decode_tokens]
-            places[:decode_tokens] += rows * width - packing.query_start_loc[rows]
-
-    def query_start_loc(self) -> Array:
-        """The place of each row's first token in the padded step, for padding rows too."""
-        packing, shape = self._packing, self._shape
-        width = shape.decode_tokens
-        moved = shape.decodes * width - packing.num_decode_tokens
+            rows = self.token_rows[:decode_tokens]
+            places[:decode_tokens] += rows * width - self.query_start_loc[rows]
         decodes = np.arange(0, shape.decodes * width, width)
-        return np.concatenate([decodes, packing.query_start_loc[packing.num_decodes :] + moved])
+        return np.concatenate([decodes, self.query_start_loc[self.num_decodes :] + moved])
 
     def fill(self, array: Array, values: Sequence[int] | Array, field: StepField) -> None:
         """Write a field's values into its array, and padding into the rest."""
@@ -403,13 +383,12 @@ class _Layout:
         array[(self._places(field.layout, len(values)), *columns)] = values
 
     def _places(self, layout: Layout, count: int) -> Array | slice:
-        packing, shape = self._packing, self._shape
         if layout == "front":
             return slice(count)
         if layout == "tokens":
             return self.token_places
-        prefills = np.arange(packing.num_prefills)
+        prefills, shape = np.arange(self.num_prefills), self._shape
         if layout == "rows":
-            return np.append(np.arange(packing.num_decodes), prefills + shape.decodes)
-        decode_tokens = self.token_places[: packing.num_decode_tokens]
+            return np.append(np.arange(self.num_decodes), prefills + shape.decodes)
+        decode_tokens = self.token_places[: self.num_decode_tokens]
         return np.append(decode_tokens, prefills + shape.decodes * shape.decode_tokens)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...validation import INT32_MAX
 from ..kernels.reference.attention import AttentionRows
-from .device_memory import InputPool, StatePool
+from .device_memory import StatePool
 from .request import RequestStep
 
 
@@ -106,7 +106,7 @@ class Replay:
     Beyond a request's tokens a slot may hold anything, NaN included.
     """
 
-    pool: InputPool
+    pool: dict[str, Tensor]  # `DeviceMemory.input_pool`
     slots: Tensor  # [R] int64: each row's slot in `pool`; -1 = a padding row
     starts: Tensor  # [R] int32: absolute position of each row's first token
     destinations: Tensor  # [R] int64: pool index for the state that a decode row completes; -1 = none

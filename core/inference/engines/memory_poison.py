@@ -77,22 +77,20 @@ class MemoryPoison:
 
     def _fill_inputs(self) -> None:
         spec, pool = self._context.spec, self._context.memory.input_pool
-        if not pool.slots:
-            return
         chunk = spec.chunk_tokens(self._context.config.block_size_tokens)
         holdings = [request.holding for request in self._context.requests if request.holding is not None]
-        for entry in (entry for tensor in spec.states for entry in tensor.inputs):
+        for entry in (entry for tensor in spec.states for entry in tensor.inputs if entry.name in pool):
             inputs = pool[entry.name]
             axis = inputs.dim() - 1 if entry.layout == "by_head" else 2
             length = inputs.shape[axis]
-            free = torch.ones(pool.slots, length, dtype=torch.bool, device="cpu")
+            free = torch.ones(inputs.shape[1], length, dtype=torch.bool, device="cpu")
             for holding in holdings:
                 stop = holding.num_computed
                 first = stop - entry.taps + 1 if entry.layout == "ring" else stop // chunk * chunk
                 for position in range(max(0, first), stop) if holding.decoding else ():
                     free[holding.row, position % length] = False
             shape = [1] * inputs.dim()
-            shape[1], shape[axis] = pool.slots, length
+            shape[1], shape[axis] = inputs.shape[1], length
             inputs.masked_fill_(_on_device(free.view(shape), inputs), float("nan"))
 
     def check(self, logits: Tensor) -> Callable[[], None]:

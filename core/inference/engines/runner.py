@@ -253,7 +253,7 @@ class GraphRunner(ModelRunner):
 
     def _forward(self, model: Model, inputs: StepInputs) -> Tensor:
         pool = inputs.state_pool
-        replayed = inputs.replay.pool.tensors if inputs.replay is not None else ()
+        replayed = inputs.replay.pool.values() if inputs.replay is not None else ()
         addresses = tuple(memory.data_ptr() for memory in (pool.memory, inputs.kv_cache, *replayed))
         if addresses != self._addresses:
             self.drop_graphs()

@@ -274,7 +274,10 @@ class IndicesChecked:
             "chunks.seq_idx": rows, "chunks.token_rows": rows, "token_ids": self._context.spec.vocab_size,
         }  # fmt: skip
         if inputs.replay is not None:
-            most |= {"replay.slots": inputs.replay.pool.slots, "replay.destinations": slots}
+            most |= {
+                "replay.slots": self._context.config.max_requests,
+                "replay.destinations": slots,
+            }
         for name, size in most.items():
             owner, _, attribute = name.rpartition(".")
             index = getattr(getattr(inputs, owner) if owner else inputs, attribute)

@@ -56,7 +56,7 @@ class FreedBytesAreOnes:
         blocks = context.prefix_cache.kv_blocks
         held = [block for holding in holdings for block in holding.path.blocks]
         _fill_others(memory.kv_cache, 2, [*held, *blocks.tree.block_of_hash.values()])
-        for inputs in memory.input_pool.tensors if memory.input_pool.slots else ():
+        for inputs in memory.input_pool.values():
             _fill_others(inputs, 1, [holding.row for holding in holdings])
 
 

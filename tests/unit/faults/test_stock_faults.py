@@ -16,7 +16,7 @@ from weakref import ref
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts.mamba_metadata import MambaMetadata
+from mambaslots.inference.contexts.admission import MambaMetadata
 from mambaslots.inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from mambaslots.inference.kernels import state_copy
 from mambaslots.mcore.slot_allocator import HostSlotAllocator

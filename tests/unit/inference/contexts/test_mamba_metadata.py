@@ -5,8 +5,8 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from mambaslots.errors import RequestOverflowError
-from mambaslots.inference.contexts import mamba_metadata
-from mambaslots.inference.contexts.mamba_metadata import MambaMetadata
+from mambaslots.inference.contexts import admission as mamba_metadata
+from mambaslots.inference.contexts.admission import MambaMetadata
 
 
 def int32(values):

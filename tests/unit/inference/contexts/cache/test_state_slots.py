@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from mambaslots.inference.contexts.admission import MambaMetadata
 from mambaslots.inference.contexts.cache.state_slots import StateSlots, choose_for_slots
-from mambaslots.inference.contexts.mamba_metadata import MambaMetadata
 from oracle.kv_index import host_tree
 
 ROWS = 3
