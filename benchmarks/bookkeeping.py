@@ -576,7 +576,7 @@ def _write(path: Path, repeats: int, report: list[Any], requirements: list[Any])
 
 
 def processor() -> str:
-    """The CPU's name, where the system tells it."""
+    """The CPU's name, where the system names it."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -214,7 +214,7 @@ def main() -> None:
 
 
 def processor() -> str:
-    """The CPU's name, where the system tells it."""
+    """The CPU's name, where the system names it."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

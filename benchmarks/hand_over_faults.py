@@ -1,7 +1,7 @@
 """What becomes of a hand-over whose peer is absent, killed, frozen or lies, and of the engine at this end.
 
 One engine stays alive, with one channel as a source and one as a destination. In each try another process is
-its peer: it never comes, or is killed (SIGKILL) or frozen (SIGSTOP) at some moment, or tells or sends
+its peer: it never comes, or is killed (SIGKILL) or frozen (SIGSTOP) at some moment, or sends
 something wrong. Each try must reach its fault, and must be a miss within its timeout. Then the engine serves
 prompts, and its answers must be those of before. In the end a good peer takes part in both hand-overs, which
 must succeed.
@@ -121,7 +121,7 @@ def lose(order: dict[str, Any], pipe: Any, reached: Callable[[], None]) -> None:
 
 
 def lie(lie_of: str, pipe: Any, reached: Callable[[], None]) -> None:
-    """Tell or send something wrong."""
+    """Send something wrong."""
     real_send, real_receive = pipe.send, pipe.receive
     link, listener = Link.send, Listener.send
     wrong: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -249,7 +249,7 @@ class Survivor:
         return "" if found == self.answers else "an answer is another than before"
 
     def order(self, number: int, side: str, **order: Any) -> None:
-        """Tell a peer what to do; `side` is that of this engine."""
+        """Send a peer its order; `side` is that of this engine."""
         other = "destination" if side == "source" else "source"
         nccl = self.args.device == "cuda" and self.channels[side].transport == "nccl"
         text = json.dumps({"side": other, "name": f"alive as {side}", "nccl": nccl, **order})

@@ -69,7 +69,7 @@ async def compute_prompts(device: torch.device, store: dist.Store) -> None:
 
 
 async def answer(server: msd.DisaggregatedEngine, prompt: list[int]) -> Answer:
-    # `generate` alone would do this, too, and tell nothing of it.
+    # `generate` alone would do this, too, and report nothing of it.
     prefill = await server.prefill(prompt[:-1])
     return Answer(prefill, await server.generate(prompt, SAMPLING))
 

@@ -95,7 +95,7 @@ class Server:
 
     def _step(self, step: int) -> int:
         """Advance the engine, and return how many turns it finished."""
-        if self.waiting:  # this step may admit somebody, so the oracle must know what precedes it
+        if self.waiting:  # this step may admit a request, so the oracle must know what precedes it
             for request_id, key in self.running.items():
                 self.oracle.computed(key, self.engine.computed_prefix(request_id))
         report = self.engine.step()

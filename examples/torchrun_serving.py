@@ -105,7 +105,7 @@ class Conversations:
             self.transcripts[user] += text.encode()
         return replica.order("serve", prompts=[self.transcripts[user] for user in users], length=ANSWER)
 
-    def hear(self, turn: int, users: list[int], replica: Replica, number: int) -> None:
+    def receive(self, turn: int, users: list[int], replica: Replica, number: int) -> None:
         """Take the answers to order `number`, and print a line about them."""
         answers, seconds = replica.answer(number)
         for user, answer in zip(users, answers, strict=True):
@@ -182,12 +182,12 @@ def main() -> int:
                 for users, replica in ((users_of_a, a), (users_of_b, b))
             ]
             for users, replica, number in orders:
-                talk.hear(turn, users, replica, number)
+                talk.receive(turn, users, replica, number)
         arrived = hand_over(a, b, [talk.transcripts[user] for user in users_of_a])
         kill_before_it_hands_over(a, b)
         for turn in (2, 3):
             for users in (users_of_a, users_of_b):
-                talk.hear(turn, users, b, talk.ask(turn, users, b))
+                talk.receive(turn, users, b, talk.ask(turn, users, b))
     expected = expected_answers([prompt for prompt, _ in talk.exchanges])
     num_same = sum(answer == other for (_, answer), other in zip(talk.exchanges, expected, strict=True))
     print(

@@ -85,7 +85,7 @@ class Trainer:
         texts = TokenStream(self.files, self.device)
         print(
             f"{sum(w.numel() for w in self.weights.values()):,} weights; {len(self.files.training):,} files, "
-            f"{texts.num_plain:,} tokens of files and {texts.num_told:,} of conversations",
+            f"{texts.num_plain:,} tokens of files and {texts.num_conversation_tokens:,} of conversations",
             flush=True,
         )
         started, before = time.perf_counter(), progress.seconds

@@ -24,7 +24,7 @@ POISON = pytest.StashKey[tuple[tuple[str, ...], AbstractContextManager[None]]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--poison", action="store_true", help="poison memory that nobody may read: oracle/poisoned_session.py"
+        "--poison", action="store_true", help="poison memory that may not be read: oracle/poisoned_session.py"
     )
 
 

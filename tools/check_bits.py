@@ -25,7 +25,7 @@ _SEED = 17
 
 
 class AttentionSizes(NamedTuple):
-    """What tells two attentions of a model apart."""
+    """What distinguishes two attentions of a model."""
 
     heads: int
     kv_heads: int

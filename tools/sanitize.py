@@ -10,7 +10,7 @@ graphs      an engine whose pool is so small that states leave for pinned memory
 
 memcheck    accesses out of bounds or misaligned, in global, shared and local memory
 racecheck   hazards in shared memory
-initcheck   reads of device memory that nobody has written
+initcheck   reads of device memory that was never written
 synccheck   wrong use of barriers
 
 Parts run at once, up to --jobs of them, each in a process of its own under one tool, and print their lines

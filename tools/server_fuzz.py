@@ -4,8 +4,8 @@ Starts the server over loopback, sends good requests, then malformed ones, then 
 
 - each malformed request gets a status from 400 to 499 and a JSON error with a message and a request id;
 - its message has at most 400 characters, and names nothing of the server's code;
-- afterwards no request runs or waits, no KV block is held, no state is pinned, and the engine's books are in
-  order (`check_integrity`);
+- afterwards no request runs or waits, no KV block is held, no state is pinned, and `check_integrity()`
+  passes;
 - the good requests are answered as before, from the cache.
 
 The table has a row for each kind of malformed request: how many were sent, and how many got each status.

@@ -14,7 +14,7 @@ class Specialisation:
     """
 
     name: str
-    """Unique among all launches: the kernel, then what tells this launch apart, as "copy_states float32"."""
+    """Unique among all launches: the kernel, then this launch, as "copy_states float32"."""
     kernel: Any
     """The `@triton.jit` function."""
     signature: Mapping[str, str]

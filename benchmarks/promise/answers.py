@@ -17,7 +17,7 @@ class Answer:
     Attributes:
         tokens: the generated tokens.
         log_probs: one a generated token.
-        prompt_log_probs: of prompt tokens 1 .. N-1; empty where nobody asked for them.
+        prompt_log_probs: of prompt tokens 1 .. N-1; empty where not asked for.
     """
 
     tokens: list[int]

@@ -88,7 +88,7 @@ class BitsBench:
         return engine
 
     def free(self) -> None:
-        """Give the memory of engines back that nobody holds any more."""
+        """Free the memory of engines that are not referenced any more."""
         self._plain = None
         free(self.served.device)
 

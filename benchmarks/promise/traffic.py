@@ -130,7 +130,7 @@ class Traffic:
 
 
 class Bystanders:
-    """Requests that come and go beside those that are compared; nobody looks at their answers."""
+    """Other requests, with those that are compared; their answers are not read."""
 
     def __init__(self, traffic: Traffic, sizes: Sizes) -> None:
         self._traffic, self._sizes = traffic, sizes

@@ -135,7 +135,7 @@ class KVPool:
         self._leaves.push(node)
 
     def drop(self, node: int) -> None:
-        """Forget a leaf that nobody holds."""
+        """Forget a leaf that is not held."""
         self.cached[node] = 0
         self.num_cached -= 1
         parent = self._parent[node]
@@ -436,7 +436,7 @@ class TwoPools:
         states.bind(kv)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the books of KV or states are wrong."""
+        """Raise AssertionError where the indices of KV or states are wrong."""
         self.kv.check_integrity()
         self.states.check_integrity()
 

@@ -27,7 +27,7 @@ class RunningRequest:
         resumed: tokens that were not computed, of the first admission.
         matched: blocks whose KV was cached when the request was admitted.
         held: registered blocks that the request holds.
-        private: blocks that the request holds and that nobody finds.
+        private: blocks that the request holds and that are not found.
         state: node that the request resumed from; 0 for none.
     """
 
@@ -66,7 +66,7 @@ class CacheModel(Protocol):
         """Give back what the request holds. A request that is not finished is admitted again later."""
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the books are wrong."""
+        """Raise AssertionError where the indices are wrong."""
 
     @property
     def num_states_taken(self) -> int: ...

@@ -198,9 +198,11 @@ class MarconiRow:
         states = partial(MarconiSlots, index, num_state_slots(setting), setting.shape)
         kv_blocks = num_kv_blocks(setting, index.block_size)
 
-        def serve(part: Trace, slots: MarconiSlots, limits: ReplaySetting, told: Progress) -> ReplayResult:
+        def serve(
+            part: Trace, slots: MarconiSlots, limits: ReplaySetting, progress: Progress
+        ) -> ReplayResult:
             cache = MarconiCache(index, kv_blocks, slots, TakenStates())
-            return RequestLoop(part, index.paths, cache, limits, told).run()
+            return RequestLoop(part, index.paths, cache, limits, progress).run()
 
         one_by_one, weights = replace(setting, max_requests=1), []
         first = states((), True)

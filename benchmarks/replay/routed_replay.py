@@ -192,7 +192,7 @@ class Replica:
 
     Attributes:
         name: the router's name for the replica.
-        engine: the scheduler and the books.
+        engine: the scheduler and the cache.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Replica:
         *,
         token_by_token: bool,
     ) -> None:
-        """`outside`: what the replica asks and tells; the others are `EngineReplay`'s arguments."""
+        """`outside`: what the replica asks and publishes; the others are `EngineReplay`'s arguments."""
         self.name = name
         self.engine = EngineReplay(
             trace, spec, config, cost,
@@ -275,7 +275,7 @@ class Replica:
         return None if fewest is None else self.engine.now_ns + fewest * self._least_step_ns
 
     def step(self) -> None:
-        """Make the next step, and the decodes behind it that change no book."""
+        """Make the next step, and the decodes after it that change no index."""
         self.engine.step()
         self._note_progress()  # of requests that were refused
 
@@ -330,7 +330,7 @@ class RoutedReplay:
 
     A request comes as in a replay with one engine: behind the last answer of its session, wherever that was
     computed. The router then sends it to a replica. The router knows at once how many requests and tokens it
-    has sent, learns when a step has ended what it has computed, and is told of states later.
+    has sent, learns when a step has ended what it has computed, and receives states later.
 
     What happens at one time happens in this order: steps end, messages arrive, requests come, steps begin.
 
@@ -358,7 +358,7 @@ class RoutedReplay:
             spec: of the model; its tensors are not made.
             config: sizes and switches of each replica; with one row, requests come one after another.
             cost: how long a replica's steps take.
-            router: new; it is told of nothing else.
+            router: new; it receives nothing else.
             num_replicas: one or more.
             event_delay_ms: from the end of a step until the router knows of its states.
             token_by_token: whether each decode is a step of its own.
@@ -431,7 +431,7 @@ class RoutedReplay:
             event_bytes=self.channel.num_bytes,
         )
 
-    # ---- what replicas ask and tell
+    # ---- what replicas ask and publish
 
     def route_until(self, now_ns: int) -> None:
         """Send all requests to replicas that have come by now, each at its time."""
@@ -447,7 +447,7 @@ class RoutedReplay:
         return min((time for time in (self._arrivals.next_ns, *times) if time is not None), default=None)
 
     def after_step(self, replica: Replica) -> None:
-        """Send what the replica tells of its states."""
+        """Send what the replica publishes of its states."""
         if replica.name in self._publishers:
             events = self._publishers[replica.name].take()
             if events is not None:

@@ -33,7 +33,7 @@ class Router(Protocol):
         ...
 
     def apply(self, events: StateEvents) -> bool:
-        """Note what a replica tells of its states; False where the router needs a snapshot of the replica."""
+        """Note what a replica publishes of its states; False where the router needs a snapshot."""
         ...
 
     def forget(self, replica: str) -> None:
@@ -49,7 +49,7 @@ def check_loads(loads: Sequence[ReplicaLoad]) -> None:
 
 
 class BlindRouter:
-    """A router that hears of no states. Those of this file differ in `choose` alone."""
+    """A router that receives no states. Those of this file differ in `choose` alone."""
 
     reads_events = False
 

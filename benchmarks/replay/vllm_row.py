@@ -173,7 +173,7 @@ class VLLMRow:
     The attention block is raised until its bytes equal a state's page; layers are divided into groups of
     equal size, and a state takes a block of each of its groups. Prefill steps end on boundaries, and each
     such end, and each boundary that a decode passes, leaves a cached state. A request resumes at the
-    deepest boundary where both are cached. Whoever is free longest is overwritten, KV or state.
+    deepest boundary where both are cached. What is free longest is overwritten, KV or state.
     `state_gb` and `kv_gb` are one pool of their sum, live states included. A step budget below a block,
     which vLLM refuses, counts as a block. Left out: second copies of a block that was computed again
     (here there is one, freshly used), and speculation.

@@ -1,7 +1,7 @@
 """What the GPU does in a step, by torch's profiler: idle time between steps, and time by family of kernels.
 
 A `MarkedModel` launches an empty kernel before and after each forward; a CUDA graph captures both. The two
-marks tell forwards apart on the GPU's own timeline. Between the forward of one step and that of the next lie
+marks separate forwards on the GPU's own timeline. Between the forward of one step and that of the next lie
 the sampling, the copy of the tokens and the copy of the next step's index tensors; the GPU idles while none
 of them runs.
 """

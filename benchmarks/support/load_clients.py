@@ -60,7 +60,7 @@ class Load:
         model: its name.
         turns: of a conversation.
         max_tokens: of an answer.
-        until_s: `time.monotonic` after which nobody asks any more; None for no end.
+        until_s: `time.monotonic` after which no client asks any more; None for no end.
         conversations: of a client; None for any number.
         answers: the turns of each conversation.
         freed_s: seconds from the death of a client to the end of its request.

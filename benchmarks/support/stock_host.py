@@ -1,6 +1,6 @@
 """megatron-core's inference classes on a machine without a GPU, and the hosts that its allocators need.
 
-Whoever compares them with ours runs both sides under `cpu_as_gpu`, which is that of `examples/mcore_rig`. The
+A comparison with ours runs both sides under `cpu_as_gpu`, which is that of `examples/mcore_rig`. The
 builders make a host for the two slot allocators, and a real stock `DynamicInferenceContext` without a model.
 Nothing here launches a kernel.
 """

@@ -1,4 +1,4 @@
-"""Source files told as conversations: a user asks for parts of a file, and the answers are those parts.
+"""Source files as conversations: a user asks for parts of a file, and the answers are those parts.
 
 Everything is drawn with `random.Random`, so that a seed gives the same conversations everywhere.
 """

@@ -22,14 +22,14 @@ class TokenStream:
 
     def __init__(self, files: SourceFiles, device: torch.device) -> None:
         plain = [np.array([DOCUMENT, *text], dtype=np.int16) for text in files.training.values()]
-        told = [np.array(tokens, dtype=np.int16) for tokens in conversations(files.training, seed=0)]
-        self.num_plain, self.num_told = sum(map(len, plain)), sum(map(len, told))
-        self._starts = np.cumsum([0, *map(len, [*plain, *told])])[:-1]
-        self._tokens = torch.from_numpy(np.concatenate([*plain, *told])).to(device)
+        talks = [np.array(tokens, dtype=np.int16) for tokens in conversations(files.training, seed=0)]
+        self.num_plain, self.num_conversation_tokens = sum(map(len, plain)), sum(map(len, talks))
+        self._starts = np.cumsum([0, *map(len, [*plain, *talks])])[:-1]
+        self._tokens = torch.from_numpy(np.concatenate([*plain, *talks])).to(device)
 
     def windows(self, count: int, length: int, random: np.random.Generator) -> Tensor:
         """[count, length] int64. Half of the windows begin where a document does."""
-        total = self.num_plain + self.num_told
+        total = self.num_plain + self.num_conversation_tokens
         starts = np.where(
             random.random(count) < CONVERSATION_SHARE,
             random.integers(self.num_plain, total, count),

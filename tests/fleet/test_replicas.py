@@ -113,7 +113,9 @@ def test_a_lost_channel_is_made_again_and_filled_by_the_replicas(two: "Fleet") -
     tokens = prompt_of(60, 90)
     answer, _ = two.complete(tokens, **GREEDY)
     two.wait_for_replicas(2)
-    two.wait_until(lambda: set(held()) == {status.replica for status in two.statuses()}, "both are heard")
+    two.wait_until(
+        lambda: set(held()) == {status.replica for status in two.statuses()}, "both have published"
+    )
     before = held()
     ray.kill(find_channel(two.settings.channel), no_restart=False)
     tokens += [*answer, 1, 2, 3, 4, 5]

@@ -39,7 +39,7 @@ def _machine() -> Iterator[None]:
         ),
     ],
 )
-def test_a_context_that_caches_no_state_is_told_so_once_with_the_settings_to_change(
+def test_a_context_that_caches_no_state_is_warned_once_with_the_settings_to_change(
     settings: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with mambaslots.mcore.installed() as installation:

@@ -56,7 +56,7 @@ def test_which_states_of_an_answer_are_kept(decode: str | int, states: int) -> N
         assert host.context.mamba_slot_allocator.committed_count == states
 
 
-def test_an_older_state_of_an_answer_stays_where_somebody_resumed_from_it() -> None:
+def test_an_older_state_of_an_answer_stays_where_a_request_resumed_from_it() -> None:
     with mambaslots.mcore.installed():
         host = RecurrentHost(make_context())
         first = host.add(PROMPT)

@@ -62,7 +62,7 @@ def run_stages(folder: Path, *arguments: str | Path) -> list[dict[str, Any]]:
 
 
 def engine_arguments(folder: Path, pattern: str) -> tuple[str | Path, ...]:
-    """What tells the stages to serve the model of this pattern; the weights are in the folder."""
+    """What makes the stages serve the model of this pattern; the weights are in the folder."""
     torch.save(mcore_rig.hybrid_model(pattern.replace("|", "")).state_dict(), folder / "weights")
     return "engine", folder / "weights", pattern
 

@@ -111,7 +111,7 @@ def test_under_torchrun_rank_0_speaks_and_every_rank_writes_its_statistics(
 
 
 @pytest.mark.long
-def test_a_script_without_a_cache_is_told_so(right_answers: Any) -> None:
+def test_a_script_without_a_cache_is_warned(right_answers: Any) -> None:
     ran = run("-m", "mambaslots.mcore", SCRIPT, "--no-cache")
     assert ran["answers"] == right_answers
     lines = [line for line in ours(ran["stderr"]) if "enable_prefix_caching is False" in line]

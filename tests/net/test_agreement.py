@@ -205,8 +205,8 @@ def disagree(world: World, engine: Engine, deed: Deed, timeout_s: float = 60.0) 
         deed(engine)
     engine.context.check_integrity()
     error = caught.value
-    told = world.gathered((str(error), error.ranks))
-    assert told == [(str(error), error.ranks)] * world.size, "the ranks do not say the same"
+    reports = world.gathered((str(error), error.ranks))
+    assert reports == [(str(error), error.ranks)] * world.size, "the ranks do not say the same"
     engine.reset()
     answers = serve(engine, range(2))
     assert world.gathered(answers) == [answers] * world.size
@@ -218,8 +218,8 @@ def check(world: World, error: DisagreementError, odd: int, odds: str, others: s
     assert error.ranks == ((odd,) if world.size > 2 else (0, 1))
     for rank, decision in error.decisions.items():
         assert re.match(odds if rank == odd else others, decision)
-    told = f"ranks [{odd}] differ from" if world.size > 2 else "ranks [0, 1] differ at decision"
-    assert told in str(error)
+    wanted = f"ranks [{odd}] differ from" if world.size > 2 else "ranks [0, 1] differ at decision"
+    assert wanted in str(error)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[0].__name__)
@@ -248,11 +248,11 @@ OTHER_SETTINGS = {
 def test_contexts_that_were_built_otherwise_are_named_at_the_first_step(
     world: World, split: str, other: str
 ) -> None:
-    settings, told = OTHER_SETTINGS[other]
+    settings, wanted = OTHER_SETTINGS[other]
     engine = small_engine(model=world.model(split), **settings if world.rank == 1 else {})
     with agreeing(world, engine), pytest.raises(DisagreementError) as caught:
         serve(engine, range(1))
-    check(world, caught.value, 1, told, told)
+    check(world, caught.value, 1, wanted, wanted)
     assert caught.value.step == 0
     engine.context.check_integrity()
 

@@ -1,4 +1,4 @@
-"""What rank 0 calls is made on all ranks: the answers are those of the whole model, the books are equal."""
+"""Calls of rank 0 are made on all ranks: answers are the whole model's, and all ranks' caches are equal."""
 
 import asyncio
 import gc
@@ -49,7 +49,7 @@ def _led(kind: str, world: World, request: pytest.FixtureRequest, monkeypatch: p
 
 
 class Caller:
-    """Calls an engine on rank 0; holds answers against the recurrence, and all ranks' books together."""
+    """Calls an engine on rank 0; holds answers against the recurrence, and ranks' caches together."""
 
     def __init__(self, engine: ms.DynamicInferenceEngine) -> None:
         assert isinstance(engine, msd.LeadingEngine)
@@ -180,11 +180,11 @@ def _make_any_calls(calls: list[tuple[Any, Any]], ahead: bool) -> None:
         caller.finish()
 
 
-def test_any_calls_of_rank_0_leave_equal_books_on_all_ranks() -> None:
+def test_any_calls_of_rank_0_leave_equal_caches_on_all_ranks() -> None:
     on_leader(_make_any_calls)()
 
 
-# ---- what nobody calls
+# ---- what no caller waits for
 
 
 @on_leader
@@ -378,7 +378,7 @@ def of_whole_model(**settings: Any) -> ms.DynamicInferenceEngine:
 
 
 traffic.small_engine = of_whole_model  # type: ignore[attr-defined]  # for answers of random tokens
-ASYNC_CALLS = [name for name in traffic.CALLS if name != "preempts"]  # by a change of rank 0's books
+ASYNC_CALLS = [name for name in traffic.CALLS if name != "preempts"]  # by a change inside rank 0's engine
 
 
 @given(

@@ -11,7 +11,7 @@ NOT_LED = {
     "test_blocks_of_one_token_keep_one_state_of_the_answer",
     # a split model's engine is broken by a failed step, which other ranks may have made
     "test_a_failing_forward_costs_time_and_no_tokens",
-    # reach into the books of rank 0, where no other rank can follow
+    # reach into the engine of rank 0, where no other rank can follow
     "test_an_evicted_request_restarts_from_its_last_checkpoint",
 }
 pytestmark = [

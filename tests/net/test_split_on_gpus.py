@@ -66,8 +66,8 @@ def check_ranks(world: World, engine: ms.DynamicInferenceEngine, prompts: list[l
         for seed in range(len(prompts))
     ]
     answers = [[result.tokens for result in engine.generate(prompts, params)] for _ in range(2)]
-    told = world.gathered(answers)
-    assert all(each == told[0] for each in told)
+    of_ranks = world.gathered(answers)
+    assert all(each == of_ranks[0] for each in of_ranks)
     assert len(engine._runner.shapes) > 3
 
 

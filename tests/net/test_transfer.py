@@ -222,8 +222,8 @@ def test_where_there_is_room_for_some_the_ranks_choose_alike(world: World, folde
     taker.context.check_integrity()
     assert 0 < report.imported.blocks < saved.blocks
     assert report.imported.blocks + report.left_out.blocks == saved.blocks
-    told = world.gathered((report, maps_of(taker)))
-    assert all(other == told[0] for other in told)
+    gathered_reports = world.gathered((report, maps_of(taker)))
+    assert all(other == gathered_reports[0] for other in gathered_reports)
     serve(taker)
 
 
@@ -304,7 +304,7 @@ def test_a_copy_that_fails_on_one_rank_is_undone_on_all(
     assert text == "prefixes could not be imported: rank 1 of the replica: no room"
 
 
-def test_ranks_that_placed_differently_are_told_apart_from_a_copy_that_failed(
+def test_ranks_that_placed_differently_are_distinguished_from_a_copy_that_failed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split = whole_replica(world)
@@ -419,7 +419,9 @@ def test_bytes_damaged_on_one_rank_are_refused_on_all(world: World) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["piece", "weights", "folder", "folder to save in", "name", "timeout_s"])
-def test_an_argument_that_is_wrong_on_one_rank_is_told_to_all(world: World, folder: Path, wrong: str) -> None:
+def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all(
+    world: World, folder: Path, wrong: str
+) -> None:
     split = whole_replica(world)
     giver, taker = engine_at(world, split), engine_at(world, split)
     serve(giver)
@@ -559,7 +561,7 @@ def check_hand_over(world: World, source: Split, target: Split) -> None:
 def test_a_source_that_never_comes(world: World, source: Split, target: Split) -> None:
     parties = Parties(world, source, target)
     parties.gives = False
-    failures = parties.missed(f"nobody {source}", 1.0)
+    failures = parties.missed(f"nothing {source}", 1.0)
     assert "rank 0 of the source did not come in 1 s" in failures[-1]
 
 
@@ -567,7 +569,7 @@ def test_a_source_that_never_comes(world: World, source: Split, target: Split) -
 def test_a_destination_that_never_comes(world: World, source: Split, target: Split) -> None:
     parties = Parties(world, source, target)
     parties.takes = False
-    report, took = parties.hand_over(f"nobody to {target}", 1.0)
+    report, took = parties.hand_over(f"nothing to {target}", 1.0)
     assert took < 3.0
     assert not parties.gives or "rank 0 of the destination did not come in 1 s" in report.failure
 

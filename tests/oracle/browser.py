@@ -95,7 +95,7 @@ def a_browser() -> Iterator[Any]:
 
 
 class Visit:
-    """A page that somebody looks at, what the browser complains of, and which hosts it asks."""
+    """A page that is open, what the browser complains of, and which hosts it asks."""
 
     def __init__(self, browser: Any, url: str, width: int = 1280, scheme: str = "light") -> None:
         self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)

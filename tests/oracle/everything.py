@@ -3,7 +3,7 @@
     python -m tests.oracle.everything --minutes 20 --seed 0
 
 A run is one engine of random settings and a few hundred random operations. Tokens and log-probs are held
-against `oracle.toy_answers`, the books are checked after each operation, and nothing may be left at the end.
+against `oracle.toy_answers`, integrity is checked after each operation, and nothing may be left at the end.
 A run is known by its seed: `--seed N --runs 1` repeats it.
 """
 

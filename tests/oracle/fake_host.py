@@ -1,7 +1,7 @@
 """A host of the slot allocator by the names of megatron-core's context, with nothing behind them.
 
 `names` "0.19" is a host of megatron-core 0.19, "0.20" a later one. A state is made of numbers that
-say whose it is and after how many tokens, so that a test can tell one from another.
+say whose it is and after how many tokens, so that a test can distinguish them.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ class FakeKV:
 
 @dataclass
 class FakeRequest:
-    """`number` tells its states from those of others."""
+    """`number` distinguishes its states from those of others."""
 
     number: int
     prompt_tokens: Sequence[int]

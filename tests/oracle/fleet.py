@@ -82,7 +82,7 @@ class Replicas:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Replicas"]:
-        """The engines, served. At the end nothing runs, and all books are in order."""
+        """The engines, served. At the end nothing runs, and integrity holds."""
         self.start()
         try:
             yield self

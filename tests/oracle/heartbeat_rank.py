@@ -137,7 +137,7 @@ def _lead_to_a_full_pipe(name: str) -> None:
             os.write(writer, bytes(select.PIPE_BUF))
     os.set_blocking(writer, True)
     os.dup2(writer, stream.fileno())
-    stream.write("what nobody reads")
+    stream.write("what is not read")
     setattr(sys, name, stream)
 
 

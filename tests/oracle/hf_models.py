@@ -190,7 +190,7 @@ def reference_model(case: str, dtype: torch.dtype = torch.float32, vocabulary: i
 
 
 def _take_torchs_functions(modelling: ModuleType) -> None:
-    """Whoever imported this file beside fla-core first has given it kernels that need a GPU."""
+    """The first import of this file beside fla-core has given it kernels that need a GPU."""
     for name, function in list(vars(modelling).items()):
         own = getattr(function, "__wrapped__", None)
         if name.startswith("torch_") and own is not None:

@@ -1,4 +1,4 @@
-"""A stream of copies on a CPU that does what it was told as late as it may: when somebody waits for it."""
+"""A stream of copies on a CPU that does its work as late as it may: when it is waited for."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ class LateStream:
 
     Attributes:
         waiting: what is still to be done, the first one first.
-        num_late: copies that were made when somebody waited for them.
+        num_late: copies that were made when they were waited for.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class LateStream:
 
 
 class StepStream:
-    """The stream of steps: each launch is done at once, behind what it was told to wait for."""
+    """The stream of steps: each launch is done at once, after what it was made to wait for."""
 
     def wait_event(self, event: LateEvent) -> None:
         event.synchronize()

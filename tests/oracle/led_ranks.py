@@ -117,13 +117,13 @@ def on_leader(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_alike(engine: ms.DynamicInferenceEngine) -> None:
-    """The books are in order on every rank, and equal on all."""
+    """The caches are in order on every rank, and equal on all."""
     engine.check_integrity()
-    found = engine.context.spec.groups.gather(books_of(engine))
+    found = engine.context.spec.groups.gather(state_of(engine))
     assert all(one == found[0] for one in found), found
 
 
-def books_of(engine: ms.DynamicInferenceEngine) -> dict[str, object]:
+def state_of(engine: ms.DynamicInferenceEngine) -> dict[str, object]:
     """What the engines of all ranks must have in common."""
     scheduler, cache = engine._state.scheduler, engine.context.prefix_cache
     return {

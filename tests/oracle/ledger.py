@@ -47,7 +47,7 @@ class Entry:
         stream: its stream; None for a request of `add_request`.
         arrived: tokens that its stream has returned.
         resumes_nothing: whether its prompt must be computed in full.
-        mixed: whether the weights changed while it ran: its tokens are then nobody's.
+        mixed: whether the weights changed while it ran: its tokens are then not checked.
         may_vanish: whether a call that ends it was interrupted: it may have ended without a result.
         may_be_cut: whether a call that ends it was made: fewer tokens may come.
     """
@@ -76,7 +76,7 @@ class Entry:
 
     @property
     def expected(self) -> Answer | None:
-        """The whole answer; None where nobody knows it, or not yet."""
+        """The whole answer; None where it is not known, or not yet."""
         return answer(self.ask)
 
     @property
@@ -152,7 +152,7 @@ class EndWatch:
         pass
 
     def request_ended(self, request: DynamicInferenceRequest, result: ms.RequestResult) -> None:
-        self.running.discard(request.request_id)  # an end may be told twice
+        self.running.discard(request.request_id)  # an end may be reported twice
 
 
 class Ledger:
@@ -160,7 +160,7 @@ class Ledger:
 
     Attributes:
         entries: requests under way, by id.
-        strays: what was asked in calls that did not return: nobody has an id.
+        strays: what was asked in calls that did not return: no caller has an id.
         pins: what is pinned.
         watch, monitor: observers of the engine; there may be no monitor.
     """
@@ -224,7 +224,7 @@ class Ledger:
     tolerance = TOLERANCE
 
     def wanted_scores(self, tokens: Sequence[int], start: int) -> Sequence[float] | None:
-        """The log-probs of tokens `start` .. N-1 with the present weights; None where nobody knows them."""
+        """The log-probs of tokens `start` .. N-1 with the present weights; None where they are not known."""
         return prompt_log_probs(tuple(tokens), self.model.version, self.model.kind)[start - 1 :]
 
     # ---- serving
@@ -259,7 +259,7 @@ class Ledger:
                 with suppress(LeftWrongError):
                     self._check(entry, result)
                     return
-        raise LeftWrongError("answer", f"the result of a request that nobody asked: {result}")
+        raise LeftWrongError("answer", f"the result of a request that was not asked: {result}")
 
     def read(self, request_id: int, count: int | None = None) -> None:
         """Read tokens of a stream; all for None."""
@@ -304,7 +304,7 @@ class Ledger:
         self.forget(request_id)
 
     def finish(self) -> None:
-        """Step until nobody waits, and check that each request has its result."""
+        """Step until no request waits, and check that each request has its result."""
         for _ in self.steps():
             self.check_integrity()
         for request_id, entry in list(self.entries.items()):
@@ -339,7 +339,7 @@ class Ledger:
             with suppress(ValueError) if may_be_unpinned else nullcontext():
                 self.engine.unpin(pin)
         self.pins.clear()
-        for pin in list(getattr(self.engine, "pins", list)()):  # of interrupted calls: nobody has these
+        for pin in list(getattr(self.engine, "pins", list)()):  # of interrupted calls: no caller has these
             self.engine.unpin(pin)
 
     def forget_all(self) -> None:
@@ -372,7 +372,7 @@ class Ledger:
             "KV blocks": stats.cache.num_held_kv_blocks,
             "reserved slots": stats.cache.num_reserved_slots,
             "slot pins": len(context.prefix_cache.slots.pins),
-            "ends that nobody heard": self._num_unheard_ends,
+            "ends that were not reported": self._num_unreported_ends,
         }
         if any(left.values()):
             raise LeftWrongError(
@@ -380,14 +380,14 @@ class Ledger:
             )
 
     @property
-    def _num_unheard_ends(self) -> int:
+    def _num_unreported_ends(self) -> int:
         """Requests that have ended, which an observer takes for running; an interrupted one was dropped."""
-        books, running = self.engine._state, set[int]()
-        if self.watch in books.observers._observers:
+        state, running = self.engine._state, set[int]()
+        if self.watch in state.observers._observers:
             running |= self.watch.running
-        if self.monitor is not None and self.monitor in books.observers._observers:
+        if self.monitor is not None and self.monitor in state.observers._observers:
             running |= self.monitor._running.keys()
-        return len(running - books.requests.keys())
+        return len(running - state.requests.keys())
 
 
 def objects() -> Counter[str]:

@@ -13,7 +13,7 @@ UNTOLD = ("model", "_new_ids")  # weights, and numbers that are only ever handed
 def picture(thing: Any, _seen: dict[int, int] | None = None) -> Any:
     """Tensors to the bit, containers in their order (sets sorted), our own objects by all their attributes.
 
-    What comes twice is told once, and then by its number: who shares what is part of the picture.
+    What comes twice is described once, and then by its number: who shares what is part of the picture.
     """
     if isinstance(thing, (int, float, str, bytes, type(None))):
         return thing

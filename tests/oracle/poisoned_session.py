@@ -1,4 +1,4 @@
-"""Whole suites with poison in all memory that nobody may read: `pytest --poison`.
+"""Whole suites with poison in all memory that may not be read: `pytest --poison`.
 
 What holds poison within `poisoned()`:
 
@@ -77,7 +77,7 @@ def left_out(test_id: str) -> tuple[Part, ...]:
 
 @contextmanager
 def poisoned(without: Collection[Part] = ()) -> Iterator[None]:
-    """Engines that are built within it have poison in all memory that nobody may read.
+    """Engines that are built within it have poison in all memory that may not be read.
 
     `without`: parts that are left out.
     """
@@ -104,7 +104,7 @@ def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
 
 
 def fill(tensor: Tensor) -> Tensor:
-    """Fill new memory with what nobody can use by mistake."""
+    """Fill new memory with what cannot be used unnoticed."""
     if tensor.layout != torch.strided or not tensor.numel() or tensor.is_quantized:
         return tensor
     with torch.no_grad():

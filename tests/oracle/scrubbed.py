@@ -1,4 +1,4 @@
-"""Whether what nobody owns is zero, and whether who gets memory gets zeros: judged by bytes and books."""
+"""Whether memory without an owner is zero, and newly allocated memory, too: judged by bytes and indices."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from mambaslots.inference.engines.memory_poison import free_memory
 
 
 def assert_scrubbed(engine: ms.DynamicInferenceEngine) -> None:
-    """Between two calls: all memory that nobody owns is zero."""
+    """Between two calls: all memory without an owner is zero."""
     context = engine.context
     memory, cache = context.memory, context.prefix_cache
     if cache.tier is not None and hasattr(cache.tier.copies, "rows"):

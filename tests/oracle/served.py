@@ -162,7 +162,7 @@ class Served:
 def serving(
     loaded: ms.LoadedModel, config: ms.InferenceConfig | None = None, **settings: Any
 ) -> Iterator[Served]:
-    """A server in a thread. At the end its engine is checked: nothing runs, nothing waits, books in order."""
+    """A server in a thread. At the end its engine is checked: nothing runs or waits, integrity holds."""
     config = config or small_config()
     engine = ms.DynamicInferenceEngine(loaded.model, config)
     app = make_app(engine, loaded, ServerSettings(**({"model_name": "tiny"} | settings)))

@@ -27,7 +27,7 @@ class LossyChannel:
         self._late: list[bytes] = []
         self._is_telling = False  # True behind an interrupt
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Take what has changed, and bring it or not. The router may ask for a snapshot, or not do so yet."""
         self._is_telling = True
         events = self.publisher.take()

@@ -69,7 +69,7 @@ class RoundedEngine:
         self._context.observe(self)
 
     def read_weights(self, model: ms.models.HybridLM) -> None:
-        """The engine's model has the weights of `model` now; what is under way is nobody's."""
+        """The engine's model has the weights of `model` now; what is under way is not checked."""
         self._lm = _WithKnownKV(model)
 
     def known(self, request_id: int, num_prompt_tokens: int) -> list[tuple[int, float]]:

@@ -9,7 +9,7 @@ import torch
 
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
-    """Within it, an operation that waits for the GPU raises RuntimeError, as far as torch can tell."""
+    """Within it, an operation that waits for the GPU raises RuntimeError, as far as torch can know."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")

@@ -71,7 +71,7 @@ def random_forest(seed: int, roots: tuple[bytes, ...] = ROOTS, size: int = 4) ->
 
 @dataclass(frozen=True)
 class Declared:
-    """The states and KV that a model of any kinds of layer would declare; nobody computes them.
+    """The states and KV that a model of any kinds of layer would declare; they are not computed.
 
     Attributes:
         pattern: a letter a layer: "M" Mamba-2, "G" gated delta net, "C" short convolution, "*" attention; any

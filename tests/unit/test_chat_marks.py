@@ -156,7 +156,7 @@ def test_a_tokenizer_without_cuts_gives_the_same_marks() -> None:
 
 
 class CountingTemplate:
-    """Counts renderings, and refuses the later ones where it is told to."""
+    """Counts renderings, and refuses the later ones where it is set to."""
 
     def __init__(self, template: ChatTemplate, error: type[Exception] | None = None) -> None:
         self.template, self.error, self.calls = template, error, 0

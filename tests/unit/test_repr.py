@@ -19,7 +19,7 @@ def printed() -> dict[str, str]:
     model = ms.models.HybridLM(ms.models.HybridConfig.tiny(), seed=0)
     config = ms.InferenceConfig(
         block_size_tokens=32, max_requests=1, max_tokens=2048, num_kv_blocks=256, num_mamba_slots=8,
-        salt_key="a key that nobody may read",
+        salt_key="a key that must not be read",
     )  # fmt: skip
     engine = ms.DynamicInferenceEngine(model, config)
     params = ms.SamplingParams(num_tokens_to_generate=20, return_log_probs=True)
@@ -48,7 +48,7 @@ def test_no_token_of_a_prompt_and_no_secret(printed: dict[str, str]) -> None:
     for name, text in printed.items():
         assert "77, 77" not in text, name
         assert SALT not in text
-        assert "nobody" not in text
+        assert "must not be" not in text
 
 
 def test_no_token_of_a_short_answer() -> None:

@@ -324,7 +324,7 @@ def test_stop_tokens_may_stand_in_the_config(tmp_path: Path) -> None:
         ({"max_new_tokens": 0}, "num_tokens_to_generate is 0"),
     ],
 )
-def test_defaults_that_nobody_accepts_are_refused_at_once(
+def test_defaults_that_no_model_accepts_are_refused_at_once(
     said: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match=f"generation_config.json: {message}"):

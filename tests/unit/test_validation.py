@@ -28,7 +28,7 @@ def test_what_is_no_integer_is_refused(value):
         validation.integer("n", value)
 
 
-def test_a_refused_integer_hears_of_its_bounds():
+def test_a_refused_integer_is_answered_with_its_bounds():
     with refusal("n is -1; accepted: an integer >= 0"):
         validation.integer("n", -1, 0)
     with refusal("n is 4; accepted: an integer <= 3"):
@@ -61,7 +61,7 @@ def test_an_integer_beyond_all_floats_is_refused():
         validation.real("x", 10**400, 0)
 
 
-def test_a_refused_number_hears_of_both_bounds():
+def test_a_refused_number_is_answered_with_both_bounds():
     with refusal("x is 2; accepted: a finite number from 0 to 1"):
         validation.real("x", 2, 0, 1)
 

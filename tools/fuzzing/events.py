@@ -1,4 +1,4 @@
-"""What replicas tell of their states, to a router and to the channel: bytes of any kind, in any order.
+"""What replicas publish of their states, to a router and to the channel: bytes of any kind, in any order.
 
 What an index holds is compared with a plain model: sets of keys by replica.
 """
@@ -164,7 +164,7 @@ class Channel:
     async def _fed(self, drawn: Published) -> str:
         channel, index = StateChannel(), StateIndex()
         refused, instance, version = 0, "", 0
-        told: dict[str, set[int]] = {}
+        published: dict[str, set[int]] = {}
         for number, (said, data) in enumerate(drawn.messages):
             before = _held(channel)
             try:
@@ -174,8 +174,8 @@ class Channel:
                 assert _held(channel) == before, "refused events changed what the channel holds"
                 continue
             events = decode_events(data)
-            assert events.replica == said, f"{said!r} told of the states of {events.replica!r}"
-            told.setdefault(said, set()).update(events.inserted)
+            assert events.replica == said, f"{said!r} published the states of {events.replica!r}"
+            published.setdefault(said, set()).update(events.inserted)
             assert isinstance(orders.wants_snapshot, bool)
             if number % 3 == 0:
                 news = await channel.read(instance, version, 0.0)
@@ -188,7 +188,9 @@ class Channel:
         assert set(late.replicas) == set(whole.replicas)
         for name in late.replicas:
             assert late.keys_of(name) == _held(channel)[name][2]
-            assert late.keys_of(name) <= told.get(name, set()), f"{name} never told of all that it holds"
+            assert late.keys_of(name) <= published.get(name, set()), (
+                f"{name} never published all that it holds"
+            )
         _check(index)
         return REFUSED if refused else ACCEPTED
 

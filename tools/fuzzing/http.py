@@ -260,7 +260,7 @@ class Http:
         assert headers.get(b"x-request-id", b"").startswith(b"req-"), headers
 
     def _check_idle(self) -> None:
-        """No request of a client that is gone runs on, and the books are in order."""
+        """No request of a client that is gone runs on, and integrity holds."""
         for _ in range(200):
             stats = self._served.stats()
             if not (stats.num_running or stats.num_waiting):
@@ -282,7 +282,7 @@ class Http:
 def _until_silent(connection: socket.socket) -> bytes:
     """What the server says until it waits, perhaps for the rest of a request that never comes.
 
-    An answer without end is not awaited: whoever leaves before it is complete is a client that is gone.
+    An answer without end is not awaited: a client that leaves before it is complete is gone.
     """
     received, begin = b"", time.perf_counter()
     connection.settimeout(_SILENCE_S)

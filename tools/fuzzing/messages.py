@@ -126,8 +126,8 @@ class Sessions:
             with suppress(PeerLostError):
                 await PrefillSession(server, computer, room, 8, stream, channel).serve()
             assert (room._free_blocks, room._free_prompts) == free, "a prompt that is gone has its room"
-        told = [json.loads(line) for line in writer.sent.splitlines()]
-        assert all({"computed", "sent", "refused"} & message.keys() for message in told)
+        messages = [json.loads(line) for line in writer.sent.splitlines()]
+        assert all({"computed", "sent", "refused"} & message.keys() for message in messages)
         return ACCEPTED if drawn.kind == "good" else REFUSED
 
 

@@ -65,7 +65,7 @@ class World:
         weights: which ones answer.
         may_refuse: codes in `REFUSALS` that may come.
         paths: what operators read.
-        until_s: `time.monotonic` after which nobody asks any more.
+        until_s: `time.monotonic` after which no client asks any more.
         is_closing: whether the server may be gone.
         name: what repeats the round.
     """

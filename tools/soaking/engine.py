@@ -35,7 +35,7 @@ class SoakEntry(Entry):
 
     Attributes:
         oracle: says the answer at once; None for a request that an uncached engine answers later, or whose
-            answer nobody computes.
+            answer is not computed.
         later: whether an uncached engine answers it once it has ended.
         found, found_prompt: what that engine said.
         bits: whether log-probs must be equal to the bit.
@@ -208,7 +208,7 @@ class EngineRound(Fuzzer):
         quiet = world.encoded is not None or world.bits
         super().__init__(seed, 0.0 if quiet else settings.choice([0.0, 0.0, 0.05]))
         self.engine.set_weights_version(self.model.version)
-        world.model.told = self._weights_change
+        world.model.on_weights = self._weights_change
         for weight, operation in (
             (2, self._burst), (2, self._resend), (1, self._import), (2, self._fail_at_a_point)
         ):  # fmt: skip

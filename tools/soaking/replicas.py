@@ -262,11 +262,11 @@ class RoutedReplicas(Replicas):
             if is_alive
         ]
 
-    async def tell(self, number: int) -> None:
-        """Let a replica tell the router what has changed; some of it is lost, repeated or late."""
+    async def publish(self, number: int) -> None:
+        """Let a replica publish to the router what has changed; some of it is lost, repeated or late."""
         feed = self.feeds[number]
         feed.publisher = await self._published(number)
-        feed.tell()
+        feed.publish()
         self.events["tellings of states"] += 1
 
     async def _published(self, number: int) -> Any:
@@ -283,7 +283,7 @@ class RoutedReplicas(Replicas):
         old = self.engines[number]
         old.check_integrity()
         if self.random.random() < 0.5:
-            self.router.forget(self.names[number])  # or it hears of the new one by what that tells
+            self.router.forget(self.names[number])  # or it learns of the new one by what that publishes
         self.engines[number] = engine = self.make_engine(number)  # type: ignore[index]
         self.local[number] = LocalEngine(engine, model_name=self.model_name)
         self.publishers[number] = StatePublisher(engine, self.names[number])
@@ -331,9 +331,9 @@ class FleetOperator:
         replicas, random = self._replicas, self._random
         number = random.randrange(len(replicas.engines))
         chance = random.random()
-        await replicas.tell(random.randrange(len(replicas.engines)))
+        await replicas.publish(random.randrange(len(replicas.engines)))
         if chance < 0.35:
-            await replicas.tell(number)
+            await replicas.publish(number)
         elif chance < 0.65:
             await self._hand_on(number, random.choice(["", "", *FAULTS]))
         elif chance < 0.8:

@@ -78,15 +78,15 @@ class Choice:
         self.finish_reason = piece["finish_reason"] or self.finish_reason
         if "token_ids" in piece:
             self.tokens = [*(self.tokens or []), *piece["token_ids"]]
-        told = piece.get("logprobs")
-        if told is None:
+        log_probs = piece.get("logprobs")
+        if log_probs is None:
             return
-        if "content" in told:
-            values = [one["logprob"] for one in told["content"]]
-            tops = [[top["logprob"] for top in one["top_logprobs"]] for one in told["content"]]
+        if "content" in log_probs:
+            values = [one["logprob"] for one in log_probs["content"]]
+            tops = [[top["logprob"] for top in one["top_logprobs"]] for one in log_probs["content"]]
         else:
-            values = told["token_logprobs"]
-            tops = [sorted(one.values(), reverse=True) for one in told["top_logprobs"] or []]
+            values = log_probs["token_logprobs"]
+            tops = [sorted(one.values(), reverse=True) for one in log_probs["top_logprobs"] or []]
         self.log_probs = [*(self.log_probs or []), *values]
         self.tops = [*(self.tops or []), *tops]
 

@@ -82,7 +82,7 @@ class MemoryWatch:
         self._libc = ctypes.CDLL(None)
 
     def read(self) -> None:
-        """Give back what nobody uses, and note what is left."""
+        """Free what is not used, and note what is left."""
         gc.collect()
         if self._on_gpu:
             torch.cuda.synchronize()

@@ -130,7 +130,7 @@ def quiet(stats: Callable[[], ms.EngineStats], name: str, tally: RoundTally) -> 
 
 
 def check_end(engine: ms.DynamicInferenceEngine, name: str, tally: RoundTally) -> None:
-    """Nothing runs, waits or is held, and all books are in order."""
+    """Nothing runs, waits or is held, and integrity holds."""
     engine.check_integrity()
     stats = engine.stats()
     cache = stats.cache
@@ -305,7 +305,7 @@ class Operator:
 
     def _check(self) -> None:
         self._served.call(lambda engine: engine.check_integrity())
-        self.events["checks of all books"] += 1
+        self.events["checks of integrity"] += 1
 
     def _pin(self) -> None:
         query: Query = self.world.talk.draw(self._random)

@@ -153,7 +153,7 @@ class ServedLM:
         self.spoils: int | None = None
         self.during: Callable[[], None] | None = None
         self.num_spoiled = 0
-        self.told: Callable[[int], None] = lambda version: None
+        self.on_weights: Callable[[int], None] = lambda version: None
         self._versions, self._in_place = versions, in_place
         self._version = 0
         self.lm.load_state_dict(versions[0].state_dict())
@@ -165,7 +165,7 @@ class ServedLM:
     @version.setter
     def version(self, version: int) -> None:
         if version != self._version:
-            self.told(version)
+            self.on_weights(version)
             self._version = version
             self.lm.load_state_dict(self._versions[version].state_dict())
 

@@ -101,7 +101,7 @@ SLOT_CALLS: list[tuple[str, tuple[Any, ...], int, Bad, str]] = [
     ("invalidate_block", (4,), 0, _block, "block_id"),
     ("_invalidate_blocks_batch", ([4],), 0, bad.ids(0, 15, good=(4,)), "block_ids_list"),
     ("on_kv_blocks_deregistered", ([4], {1}), 0, bad.ids(0, 15, good=(4,)), "block_ids_list"),
-    # Not of blocks without a slot, nor whose state somebody may read.
+    # Not of blocks without a slot, nor whose state may still be read.
     ("store_from_tensors", (4, 0, _ssm, _conv), 0, _block.also(1, 2, 3, 5), "block_id|slot"),
     ("store_from_tensors", (4, 0, _ssm, _conv), 1, bad.integer(0, 1), "layer_idx"),
     ("store_from_tensors", (4, 0, _ssm, _conv), 2, bad.tensor(SSM_SHAPE), "ssm_state"),

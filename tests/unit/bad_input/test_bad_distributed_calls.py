@@ -1,4 +1,4 @@
-"""What keeps ranks together refuses bad arguments before it tells the other ranks anything."""
+"""What keeps ranks together refuses bad arguments before it sends the other ranks anything."""
 
 from collections.abc import Callable
 from typing import Any
@@ -57,11 +57,11 @@ def test_a_timeout_is_several_intervals() -> None:
     bad.refuse("Heartbeat", lambda: Heartbeat(STORE, 0, 2, 3.0), "timeout_s")
 
 
-def test_a_context_is_observed_by_what_can_be_told() -> None:
+def test_a_context_is_observed_by_what_has_the_methods() -> None:
     class Half:
         def step_begun(self, chunks: object) -> None: ...
 
     context = ENGINE.context
-    nobody = bad.anything().also(Half(), Agreement)
-    refuse_all("DynamicInferenceContext", nobody, context.observe, "observer")
-    refuse_all("DynamicInferenceContext", nobody, context.unobserve, "observer")
+    no_observer = bad.anything().also(Half(), Agreement)
+    refuse_all("DynamicInferenceContext", no_observer, context.observe, "observer")
+    refuse_all("DynamicInferenceContext", no_observer, context.unobserve, "observer")

@@ -52,8 +52,8 @@ def test_later_turns_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         deepest_boundary = (turn["num_prompt_tokens"] - 1) // 64 * 64
         assert following["num_resumed_tokens"] >= deepest_boundary > 0
     for turn in turns:
-        told = f"[resumed {turn['num_resumed_tokens']} of {turn['num_prompt_tokens']} prompt tokens; "
-        assert f"you> {turn['question']}\nmodel> {turn['answer']}\n{told}" in printed
+        figures = f"[resumed {turn['num_resumed_tokens']} of {turn['num_prompt_tokens']} prompt tokens; "
+        assert f"you> {turn['question']}\nmodel> {turn['answer']}\n{figures}" in printed
 
 
 def test_the_terminal_ends_a_conversation(

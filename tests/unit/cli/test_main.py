@@ -58,11 +58,11 @@ def test_a_wrong_command_line_is_said_in_one_line(
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert ended.value.code == 2
-    assert told.startswith("mambaslots")
-    assert said in told
-    assert told.count("\n") == 1
+    assert stderr.startswith("mambaslots")
+    assert said in stderr
+    assert stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_what_the_user_can_mend_is_said_in_one_line(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 1
-    told = capsys.readouterr().err
-    assert told.startswith(said)
-    assert told.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(said)
+    assert stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("words", [["--help"], ["serve"], ["chat", MODEL, "--no-such-option"]], ids=str)
@@ -183,7 +183,7 @@ def test_keys_of_tenants_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "alice", ":key", "alice:", "a:k\na:l", "a:k\nb:k"])
-def test_keys_that_tell_no_tenant_are_refused(text: str, tmp_path: Path) -> None:
+def test_keys_that_name_no_tenant_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(text)
     with pytest.raises(ValueError, match="accepted"):
         read_keys(tmp_path / "keys")

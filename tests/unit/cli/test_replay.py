@@ -122,10 +122,10 @@ def test_a_wrong_option_is_said_in_one_line(
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["replay", *words])
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert ended.value.code == 2
-    assert said in told
-    assert told.count("\n") == 1
+    assert said in stderr
+    assert stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -146,6 +146,6 @@ def test_what_does_not_go_together_is_said_in_one_line(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["replay", *words]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith(f"mambaslots replay: {said}")
-    assert told.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"mambaslots replay: {said}")
+    assert stderr.count("\n") == 1

@@ -305,7 +305,7 @@ class IndicesChecked:
 def test_no_step_names_a_slot_a_block_or_a_token_that_does_not_exist(
     mode: str, kind: str, sizes: dict[str, Any], asked: list[Asked]
 ) -> None:
-    """Indices come from the books alone: over any settings and requests each is in its range."""
+    """Indices come from the cache alone: over any settings and requests each is in its range."""
     with kind_of_model(kind):
         with speculating(mode):
             client = Client(small_engine(**sizes))

@@ -55,7 +55,7 @@ class Confused:
 
 @pytest.mark.usefixtures("kind")
 def test_a_state_of_one_depth_is_not_committed_under_a_key_of_another() -> None:
-    """The books are led astray between reserve and commit: the step fails and is made again, rightly."""
+    """The cache is damaged between reserve and commit: the step fails and is made again, rightly."""
     engine = small_engine(checkpoint_plan=ms.CheckpointPlan.every_block(BLOCK), max_tokens=24)
     confused = Confused(engine)
     request = engine.add_request(LONG, GREEDY)

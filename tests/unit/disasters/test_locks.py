@@ -152,7 +152,7 @@ def test_a_state_for_which_every_slot_is_pinned_is_skipped_and_counted(policy: s
 
 
 @pytest.mark.usefixtures("kind")
-def test_an_import_that_holds_every_slot_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_that_holds_every_slot_stops_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """While it copies, the slots are reserved; a state that another one would store is refused."""
     source, target = (small_engine(num_mamba_slots=slots, max_requests=1) for slots in (8, 2))
     for engine in (source, target):
@@ -259,7 +259,7 @@ def test_one_side_starves_while_the_other_is_idle_and_memory_moves(kind: str, mo
 
 
 @pytest.mark.parametrize("kind", WITH_ATTENTION, indirect=True)
-def test_pins_on_one_side_starve_the_other_and_nobody_waits_for_ever(kind: str) -> None:
+def test_pins_on_one_side_starve_the_other_and_no_request_waits_for_ever(kind: str) -> None:
     engine = shared_engine(3)
     pins = []
     for seed in range(12):

@@ -42,7 +42,7 @@ def named(version: int = 0, num_slots: int = 6, **settings: Any) -> tuple[ms.Dyn
 
 
 def bump(engine: ms.DynamicInferenceEngine, version: int) -> None:
-    """The model has other weights, and the engine is told."""
+    """The model has other weights, and the engine is notified."""
     assert isinstance(engine.model, ToyLM)
     engine.model.version = version
     engine.set_weights_version(version)
@@ -61,7 +61,7 @@ def ask_all(engine: ms.DynamicInferenceEngine, version: int, tail: int) -> int:
 @pytest.mark.parametrize("toy", list(TOYS))
 @pytest.mark.parametrize("setting", list(SETTINGS))
 def test_weights_that_change_while_requests_run(setting: str, toy: str) -> None:
-    """At every step of a few requests; a router hears of the states, late."""
+    """At every step of a few requests; a router receives the states, late."""
     fresh = 0
     for moment in thinned((3, 0, 1, 12, 8, 5), every=3):
         engine, model = named(kind=TOYS[toy], **SETTINGS[setting])

@@ -19,7 +19,7 @@ SERVED = [mode for mode in MODES if mode != "n-grams"]
 
 
 class FreedBytesAreOnes:
-    """Observes a context: behind each step all bytes of what nobody holds are 0xFF, which is NaN.
+    """Observes a context: behind each step all bytes of memory without a holder are 0xFF, which is NaN.
 
     Bytes, so that no tensor of a slot can escape, whatever a slot holds.
     """

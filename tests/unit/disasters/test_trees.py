@@ -215,7 +215,7 @@ def chained(tokens: Sequence[int]) -> tuple[bytes, list[int], list[bytes]]:
 
 @pytest.mark.usefixtures("kind")
 def test_a_block_that_becomes_full_is_found_under_its_one_hash() -> None:
-    """One request fills the block in its prompt, one while it decodes: nobody finds the shorter content."""
+    """One request fills the block in its prompt, one while it decodes: the shorter content is never found."""
     engine = small_engine()
     text = random_tokens(21, seed=2)
     answer = expected_answer(tuple(text), 12)[0]

@@ -150,7 +150,7 @@ def drop_in_forward(number: int, mode: str, asked_inside: bool, fails: bool) -> 
         result = run_checked(engine)[again[0]]
         assert_answers(PROMPT, result)
         resumed = result.num_resumed_tokens
-    else:  # a step that ends is registered, whoever has gone meanwhile
+    else:  # a step that ends is registered, whichever request has ended meanwhile
         resumed = assert_the_prompt_resumes(engine, CHUNK * (number if fails else number + 1))
     assert_cached_states(engine.context)
     assert_idle(engine)

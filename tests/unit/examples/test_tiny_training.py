@@ -180,11 +180,11 @@ class TestTexts:
         assert 0.02 < len(ours.held_out) / len(ours.texts) < 0.08
 
     def test_conversations_ask_for_parts_of_the_file_and_answer_with_them(self, files: SourceFiles) -> None:
-        told = list(conversations(files.texts, seed=0))
-        assert told == list(conversations(files.texts, seed=0))
-        assert len(told) == 60  # neither of the empty file nor of the broken one
+        talks = list(conversations(files.texts, seed=0))
+        assert talks == list(conversations(files.texts, seed=0))
+        assert len(talks) == 60  # neither of the empty file nor of the broken one
         answers: Counter[bytes] = Counter()
-        for tokens in told:
+        for tokens in talks:
             assert tokens[0] == DOCUMENT
             assert tokens.count(USER) == tokens.count(ASSISTANT) >= 1
             while ASSISTANT in tokens:

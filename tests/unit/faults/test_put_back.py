@@ -257,7 +257,7 @@ FAULTS = {
         "fault_18",
         ((POLICIES + "checkpoint_plan.py", 'if self.decode != "off":', "if False:"),),
     ),
-    "19 a KV match refreshes states nobody used": PutBack(
+    "19 a KV match refreshes states that were not used": PutBack(
         "fault_19",
         (
             (

@@ -85,7 +85,7 @@ def test_an_answer_is_the_same_wherever_its_replica_is_lost(params: ms.SamplingP
             group.losses[:] = [loss]
             check_same(await answered(fleet, PROMPT, params), expected)
             first, *others = group.requests
-            assert len(others) == (loss < LENGTH)  # the whole answer has come: nobody is asked again
+            assert len(others) == (loss < LENGTH)  # the whole answer has come: no replica is asked again
             for second in others:
                 assert list(second.prompt) == PROMPT + expected.tokens[:loss]
                 assert second.num_generated == loss

@@ -1,4 +1,4 @@
-"""The channel of states: what routers hear, and what replicas are asked for."""
+"""The channel of states: what routers receive, and what replicas are asked for."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -20,7 +20,7 @@ def run[T](coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class Replica:
-    """Tells a channel of its states, as a `StateFeed` does."""
+    """Sends a channel its states, as a `StateFeed` does."""
 
     def __init__(self, name: str, epoch: int = 1) -> None:
         self.name, self.epoch, self.sequence = name, epoch, -1
@@ -30,13 +30,13 @@ class Replica:
         self.keys = (self.keys | inserted) - removed
         self.sequence += 1
         first = not self.sequence
-        told = (tuple(self.keys), ()) if first else (tuple(inserted), tuple(removed))
-        return encode_events(StateEvents(self.name, self.epoch, self.sequence, *told, is_snapshot=first))
+        keys = (tuple(self.keys), ()) if first else (tuple(inserted), tuple(removed))
+        return encode_events(StateEvents(self.name, self.epoch, self.sequence, *keys, is_snapshot=first))
 
     def snapshot(self) -> bytes:
         return encode_events(StateEvents(self.name, self.epoch, self.sequence, tuple(self.keys), (), True))
 
-    async def tell(self, channel: StateChannel, *events: bytes) -> None:
+    async def publish(self, channel: StateChannel, *events: bytes) -> None:
         orders = await channel.publish(self.name, events)
         if orders.wants_snapshot:
             assert not (await channel.publish(self.name, (self.snapshot(),))).wants_snapshot
@@ -46,7 +46,7 @@ def test_a_channel_that_knows_nothing_asks_for_a_snapshot_and_a_late_reader_gets
     async def scenario() -> None:
         channel, replica = StateChannel(), Replica("a")
         replica.change({1, 2}, set())
-        await replica.tell(channel, replica.change({3}, {1}))  # the channel has missed the first message
+        await replica.publish(channel, replica.change({3}, {1}))  # the channel has missed the first message
         news = await channel.read("", 0, 0.0)
         (events,) = (decode_events(data) for data in news.events)
         assert (set(events.inserted), events.is_snapshot) == ({2, 3}, True)
@@ -55,12 +55,12 @@ def test_a_channel_that_knows_nothing_asks_for_a_snapshot_and_a_late_reader_gets
     run(scenario())
 
 
-def test_a_replica_tells_of_its_own_states_alone() -> None:
+def test_a_replica_publishes_its_own_states_alone() -> None:
     """Else one replica could take the requests of another, or make routers forget its states."""
 
     async def scenario() -> None:
         channel, replica, liar = StateChannel(), Replica("a"), Replica("a", epoch=9)
-        await replica.tell(channel, replica.change({1, 2}, set()))
+        await replica.publish(channel, replica.change({1, 2}, set()))
         before = await channel.read("", 0, 0.0)
         for lie in (liar.change({7}, set()), liar.snapshot(), b"no events"):
             with pytest.raises(ValueError, match=r"events.replica is 'a'; accepted: 'b'|data is no message"):
@@ -73,12 +73,12 @@ def test_a_replica_tells_of_its_own_states_alone() -> None:
 def test_a_reader_waits_for_what_is_new_and_gets_it_once() -> None:
     async def scenario() -> None:
         channel, replica = StateChannel(), Replica("a")
-        await replica.tell(channel, replica.change({1}, set()))
+        await replica.publish(channel, replica.change({1}, set()))
         news = await channel.read("", 0, 0.0)
         waiting = asyncio.create_task(channel.read(news.instance, news.version, 60.0))
         await asyncio.sleep(0)
         assert not waiting.done()
-        await replica.tell(channel, replica.change({2}, set()), replica.change(set(), {1}))
+        await replica.publish(channel, replica.change({2}, set()), replica.change(set(), {1}))
         later = await waiting
         assert [decode_events(data).sequence for data in later.events] == [1, 2]
         assert (await channel.read(later.instance, later.version, 0.0)).events == ()
@@ -94,7 +94,7 @@ def test_a_reader_that_was_slow_or_knew_another_channel_gets_snapshots(
 
     async def scenario() -> None:
         channel, replica = StateChannel(), Replica("a")
-        await replica.tell(channel, *(replica.change({number}, set()) for number in range(1, 20)))
+        await replica.publish(channel, *(replica.change({number}, set()) for number in range(1, 20)))
         for instance, version in ((channel._instance, 3), ("another", 19), (channel._instance, 99)):
             (data,) = (await channel.read(instance, version, 0.0)).events
             assert set(decode_events(data).inserted) == replica.keys
@@ -114,9 +114,9 @@ def test_the_replica_with_most_states_hands_over_and_silent_ones_are_forgotten(
         channel, small, large = StateChannel(), Replica("small"), Replica("large")
         order = HandOver("one", "127.0.0.1", 1)
         assert await channel.donor("new", order) is None
-        await small.tell(channel, small.change({1}, set()))
+        await small.publish(channel, small.change({1}, set()))
         assert await channel.donor("small", order) is None
-        await large.tell(channel, large.change({1, 2}, set()))
+        await large.publish(channel, large.change({1, 2}, set()))
         assert await channel.donor("new", order, ["large"]) == "small"
         assert await channel.donor("new", order, ["large", "small"]) is None
         assert (await channel.publish("small")).hand_overs == (order,)
@@ -153,14 +153,14 @@ def test_whatever_is_lost_a_router_ends_up_with_what_the_replicas_hold(data: st.
 
         for _ in range(data.draw(st.integers(1, 12))):
             replica = replicas[data.draw(st.sampled_from("ab"))]
-            event = data.draw(st.sampled_from(["tell", "lose", "restart", "new channel", "read"]))
+            event = data.draw(st.sampled_from(["publish", "lose", "restart", "new channel", "read"]))
             keys = st.sets(st.integers(1, 6), max_size=3)
-            if event in ("tell", "lose"):
+            if event in ("publish", "lose"):
                 inserted = data.draw(keys) - replica.keys
                 removed = data.draw(keys) & replica.keys
                 message = replica.change(inserted, removed)
-                if event == "tell":
-                    await replica.tell(channel, message)
+                if event == "publish":
+                    await replica.publish(channel, message)
             elif event == "restart":
                 replicas[replica.name] = Replica(replica.name, replica.epoch + 1)
             elif event == "new channel":
@@ -168,7 +168,7 @@ def test_whatever_is_lost_a_router_ends_up_with_what_the_replicas_hold(data: st.
             else:
                 await read()
         for replica in replicas.values():
-            await replica.tell(channel, replica.change(set(), set()))
+            await replica.publish(channel, replica.change(set(), set()))
         await read()
         for replica in replicas.values():
             assert router.index.keys_of(replica.name) == replica.keys
@@ -183,7 +183,7 @@ class Publisher:
     """States that the test changes."""
 
     def __init__(self) -> None:
-        self.told: list[int] = []
+        self.published: list[int] = []
         self.new: list[int] = []
         self.sequence = -1
 
@@ -192,11 +192,11 @@ class Publisher:
             return None
         self.sequence += 1
         new, self.new = self.new, []
-        self.told += new
+        self.published += new
         return StateEvents("a", 1, self.sequence, tuple(new), (), is_snapshot=not self.sequence)
 
     def snapshot(self) -> StateEvents:
-        return StateEvents("a", 1, self.sequence, tuple(self.told), (), is_snapshot=True)
+        return StateEvents("a", 1, self.sequence, tuple(self.published), (), is_snapshot=True)
 
 
 async def call(function: Any) -> Any:
@@ -238,6 +238,6 @@ def test_a_message_that_fails_is_made_up_for_by_the_next_look(
         assert await held() == {1, 2}
         sequence = channel._version
         await feed._publish()
-        assert channel._version == sequence  # nothing is told twice
+        assert channel._version == sequence  # nothing is sent twice
 
     asyncio.run(main())

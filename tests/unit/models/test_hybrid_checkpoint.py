@@ -176,7 +176,7 @@ class TestTheShippedModel:
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 @pytest.mark.parametrize("target", ["pipe", "/dev/zero"])
 def test_what_never_ends_is_not_read(folder: Path, name: str, target: str) -> None:
-    """A pipe, which blocks whoever opens it, or a link to a device, which has no end."""
+    """A pipe, which blocks its opener, or a link to a device, which has no end."""
     path = folder / name
     path.unlink(missing_ok=True)
     if target == "pipe":

@@ -190,7 +190,7 @@ class Scenario:
             *((*memory.state_pool.tensors, memory.kv_cache) for memory in memories), strict=True
         ):
             torch.testing.assert_close(ours.cpu(), theirs.cpu(), **close)
-            assert torch.equal(ours.cpu() == 0, theirs.cpu() == 0), "a slot that nobody named was written"
+            assert torch.equal(ours.cpu() == 0, theirs.cpu() == 0), "a slot that was not named was written"
         assert self.context.cache_stats() == other.context.cache_stats()
         assert self.context.cache_stats().num_states_committed > 6
 

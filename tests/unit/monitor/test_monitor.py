@@ -209,7 +209,7 @@ def test_a_series_has_a_point_for_each_interval_and_each_token_once() -> None:
 
 
 def test_a_page_that_polls_takes_no_warning_away_and_no_description() -> None:
-    told = []
+    warnings_seen = []
     for polls in (False, True):
         clock = Clock()
         engine = small_engine(num_mamba_slots=2)
@@ -221,9 +221,9 @@ def test_a_page_that_polls_takes_no_warning_away_and_no_description() -> None:
                 monitor.snapshot()
             if second % 4 == 1:
                 engine.generate([random_tokens(60, second // 4 % 12)], PARAMS)
-        told.append(monitor.snapshot()["warnings"])
+        warnings_seen.append(monitor.snapshot()["warnings"])
         assert monitor.snapshot()["engine"]["description"] == engine.describe().splitlines()
-    alone, polled = told
+    alone, polled = warnings_seen
     assert any("state_evicted" in warning for warning in alone)
     assert polled == alone
 
@@ -280,11 +280,11 @@ def test_a_trace_has_a_line_for_each_request_and_none_of_its_tokens() -> None:
     monitor = Monitor(engine, model_name="small", trace=lines.append)
     engine.generate([DOCUMENT, DOCUMENT], PARAMS)
     engine.cancel(engine.add_request(DOCUMENT, PARAMS))
-    told = [json.loads(line) for line in lines]
-    assert [one["finish_reason"] for one in told] == ["length", "length", "cancelled"]
-    assert all(one.keys() == REQUEST_KEYS | {"queued_s", "recomputed_tokens"} for one in told)
+    records = [json.loads(line) for line in lines]
+    assert [one["finish_reason"] for one in records] == ["length", "length", "cancelled"]
+    assert all(one.keys() == REQUEST_KEYS | {"queued_s", "recomputed_tokens"} for one in records)
     shown = {one["id"]: one for one in monitor.snapshot()["requests"]}
-    for one in told:
+    for one in records:
         assert {key: one[key] for key in REQUEST_KEYS} == shown[one["id"]]
     assert not any("\n" in line for line in lines)
 

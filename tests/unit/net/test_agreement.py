@@ -100,7 +100,7 @@ def test_a_second_agreement_over_the_same_store_starts_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    ("decisions", "ranks", "told"),
+    ("decisions", "ranks", "message"),
     [
         (("ab", "ac", "ab"), (1,), "ranks [1] differ from [0, 2] at decision 1: 'c' against 'b'"),
         (
@@ -118,7 +118,7 @@ def test_a_second_agreement_over_the_same_store_starts_anew() -> None:
     ],
 )  # fmt: skip
 def test_the_first_difference_and_the_minority_are_named(
-    decisions: tuple[str, ...], ranks: tuple[int, ...], told: str
+    decisions: tuple[str, ...], ranks: tuple[int, ...], message: str
 ) -> None:
     def after_the_first(work: Work) -> Work:
         def both(engine: ms.DynamicInferenceEngine, agreement: Agreement) -> None:
@@ -128,7 +128,7 @@ def test_the_first_difference_and_the_minority_are_named(
         return both
 
     errors = run_ranks(*(after_the_first(deciding(*letters)) for letters in decisions))
-    assert messages(errors) == {f"step 1: {told}"}
+    assert messages(errors) == {f"step 1: {message}"}
     for error in errors:
         assert isinstance(error, DisagreementError)
         assert (error.step, error.ranks) == (1, ranks)
@@ -170,7 +170,7 @@ class StoppedAtTheTimeout(dist.PrefixStore):
         return here
 
 
-def test_a_rank_that_comes_right_at_the_timeout_agrees_with_all_or_with_nobody() -> None:
+def test_a_rank_that_comes_right_at_the_timeout_agrees_with_all_or_with_none() -> None:
     base, second_is_done = dist.HashStore(), threading.Event()
     first_store = StoppedAtTheTimeout(base, second_is_done)
 
@@ -241,7 +241,7 @@ def test_after_a_disagreement_every_step_says_so_again_until_both_begin_anew() -
 def test_the_tokens_of_the_very_last_step_are_compared_when_asked_to() -> None:
     def answer(added: int) -> Work:
         def work(engine: ms.DynamicInferenceEngine, agreement: Agreement) -> None:
-            # A prompt without a whole block: its token is read after the step's books are done.
+            # A prompt without a whole block: its token is read after the step is registered.
             request_id = engine.add_request(random_tokens(5, 0), ms.SamplingParams(num_tokens_to_generate=1))
             request = engine._state.requests[request_id]
             engine.step()
@@ -257,20 +257,20 @@ def test_the_tokens_of_the_very_last_step_are_compared_when_asked_to() -> None:
     )
 
 
-def test_an_observer_is_told_of_each_step_and_fails_it_by_raising() -> None:
+def test_an_observer_is_called_at_each_step_and_fails_it_by_raising() -> None:
     class Observer:
         def __init__(self) -> None:
-            self.told: list[tuple[str, int, int]] = []
+            self.chunks: list[tuple[str, int, int]] = []
 
         def step_begun(self, chunks: Sequence[RequestStep], inputs: StepInputs) -> None:
-            self.told += [("begun", chunk.start, chunk.stop) for chunk in chunks]
+            self.chunks += [("begun", chunk.start, chunk.stop) for chunk in chunks]
             assert engine.context.steps == tuple(chunks)
             assert inputs.shape.rows == len(chunks)
-            if len(self.told) == 3:
+            if len(self.chunks) == 3:
                 raise LookupError("not this step")
 
         def step_ended(self, chunks: Sequence[RequestStep]) -> None:
-            self.told += [("ended", chunk.start, chunk.stop) for chunk in chunks]
+            self.chunks += [("ended", chunk.start, chunk.stop) for chunk in chunks]
             assert not engine.context.steps
 
     engine, observer = small_engine(), Observer()
@@ -283,7 +283,7 @@ def test_an_observer_is_told_of_each_step_and_fails_it_by_raising() -> None:
     engine.step()  # it restarts from the state at 8
     engine.context.unobserve(observer)
     engine.step()
-    assert observer.told == [
+    assert observer.chunks == [
         ("begun", 0, 9), ("ended", 0, 9), ("begun", 9, 10), ("begun", 8, 10), ("ended", 8, 10),
     ]  # fmt: skip
 

@@ -20,15 +20,15 @@ STUCK = 70
 
 
 def assert_all_say(
-    survivors: Sequence[RankProcess], told: str, statuses: tuple[int, ...] = (1, STUCK)
+    survivors: Sequence[RankProcess], wanted: str, statuses: tuple[int, ...] = (1, STUCK)
 ) -> None:
     """They end, by an error or from inside the collective that held them, and say this on stderr."""
     began = time.monotonic()
     for process in survivors:
         status, seconds = process.status(), time.monotonic() - began
-        line = next((line for line in process.said.splitlines() if told in line), process.said)
+        line = next((line for line in process.said.splitlines() if wanted in line), process.said)
         print(f"{process.log.name} ended after {seconds:.2f} s with status {status}: {line}")
-        assert told in line
+        assert wanted in line
         assert status in statuses
         assert seconds < TIMEOUT_S + SLACK_S
 
@@ -51,15 +51,15 @@ def test_a_stopped_rank_is_named_though_the_others_hang_in_a_collective(tmp_path
 
 
 @pytest.mark.sampled(unread=("stdout",))
-@pytest.mark.parametrize(("unread", "told"), [("stdout", "RankDiedError: rank 0 died"), ("stderr", SERVED)])
-def test_a_stuck_rank_ends_though_nobody_reads_what_it_says(tmp_path: Path, unread: str, told: str) -> None:
+@pytest.mark.parametrize(("unread", "wanted"), [("stdout", "RankDiedError: rank 0 died"), ("stderr", SERVED)])
+def test_a_stuck_rank_ends_though_its_output_is_not_read(tmp_path: Path, unread: str, wanted: str) -> None:
     with rank_processes(tmp_path, "serves", f"serves unread {unread}") as (stopped, other):
         stopped.signal(signal.SIGSTOP)
-        assert_all_say([other], told, (STUCK,))
+        assert_all_say([other], wanted, (STUCK,))
 
 
 @pytest.mark.long
-def test_ranks_that_pause_together_accuse_nobody_even_at_the_shortest_timeout(tmp_path: Path) -> None:
+def test_ranks_that_pause_together_accuse_no_rank_even_at_the_shortest_timeout(tmp_path: Path) -> None:
     """As in a virtual machine that is suspended."""
     interval_s = 0.4
     brief = {"interval_s": interval_s, "timeout_s": MIN_TIMEOUT_INTERVALS * interval_s}
@@ -93,15 +93,15 @@ def test_a_rank_that_has_finished_is_not_dead(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "told"), [(signal.SIGKILL, "answers no more"), (signal.SIGSTOP, "has not answered for")]
+    ("sent", "wanted"), [(signal.SIGKILL, "answers no more"), (signal.SIGSTOP, "has not answered for")]
 )
-def test_without_the_store_nobody_serves_on(tmp_path: Path, sent: signal.Signals, told: str) -> None:
+def test_without_the_store_no_rank_serves_on(tmp_path: Path, sent: signal.Signals, wanted: str) -> None:
     with (
         store_process(tmp_path) as (host, port),
         rank_processes(tmp_path, *["serves"] * 2, port=port) as ranks,
     ):
         host.signal(sent)
-        assert_all_say(ranks, f"StoreLostError: the store, or the process that hosts it, {told}")
+        assert_all_say(ranks, f"StoreLostError: the store, or the process that hosts it, {wanted}")
 
 
 # ---- by itself
@@ -147,7 +147,7 @@ def test_the_dead_are_named_in_place_of_what_their_death_caused() -> None:
         assert caught.value.ranks == (1,)
         assert str(caught.value.__cause__) == "Connection closed by peer"
         with pytest.raises(RankDiedError), hearts[0].naming_the_dead():
-            pytest.fail("who begins anew is told at once")
+            pytest.fail("a rank that begins anew fails at once")
 
 
 def test_what_ends_well_after_a_death_is_not_believed() -> None:
@@ -165,14 +165,14 @@ def test_what_ends_well_after_a_death_is_not_believed() -> None:
 @pytest.mark.parametrize(
     "error", [RuntimeError("for another reason"), KVBlockCapacityError(2, 1), ValueError("no"), SystemExit()]
 )
-def test_where_nobody_died_an_error_stays_what_it_is(error: BaseException) -> None:
+def test_where_no_rank_died_an_error_stays_what_it_is(error: BaseException) -> None:
     with beating(2) as hearts:
         with pytest.raises(type(error)) as caught, hearts[0].naming_the_dead():
             raise error
         assert caught.value is error
 
 
-def test_who_was_stopped_itself_accuses_nobody() -> None:
+def test_who_was_stopped_itself_accuses_no_rank() -> None:
     with beating(2) as hearts:
         hearts[0]._looked -= 1000.0
         time.sleep(6 * INTERVAL_S)
@@ -225,7 +225,7 @@ def test_who_is_inside_stays_so_when_an_inner_block_or_another_thread_leaves(
             be_stuck()
 
 
-def test_who_is_taken_for_dead_hears_who_left_it() -> None:
+def test_who_is_taken_for_dead_learns_who_left_it() -> None:
     with beating(2) as hearts:
         hearts[1]._leave({0: "died, or stands still"})
         time.sleep(6 * INTERVAL_S)

@@ -28,7 +28,7 @@ def replay_of(trace: Trace, cost: StepCost | None = None, **settings: Any) -> En
     )
 
 
-def books_of(replay: EngineReplay) -> tuple[object, ...]:
+def state_of(replay: EngineReplay) -> tuple[object, ...]:
     """All that the next decisions depend on."""
     cache = replay.context.prefix_cache
     return (
@@ -70,7 +70,7 @@ def test_many_decodes_at_once_decide_as_single_ones(
         coarse.context.check_integrity()
         while fine.now_ns < coarse.now_ns:
             assert fine.step()
-        assert books_of(fine) == books_of(coarse)
+        assert state_of(fine) == state_of(coarse)
     assert not fine.step()
     assert fine.result() == coarse.result()
     assert fine.context.cache_stats().state_ages == coarse.context.cache_stats().state_ages
@@ -85,7 +85,7 @@ def test_two_runs_are_equal() -> None:
     trace = small_trace(3, num_sessions=12)
     first, second = replay_of(trace, num_mamba_slots=4), replay_of(trace, num_mamba_slots=4)
     assert first.run() == second.run()
-    assert books_of(first) == books_of(second)
+    assert state_of(first) == state_of(second)
     assert first.context.cache_stats().state_ages == second.context.cache_stats().state_ages
 
 

@@ -1,4 +1,4 @@
-"""A recorder: what it writes reads back with the structure of the traffic, and tells nothing else."""
+"""A recorder: what it writes reads back with the structure of the traffic, and discloses nothing else."""
 
 import json
 import logging
@@ -104,7 +104,7 @@ def test_equal_whole_blocks_are_equal_in_any_recording(
         assert common(*made) // size == same or same == min(len(left), len(right)) // size
 
 
-def test_a_recording_tells_no_token_and_no_two_recordings_compare(tmp_path: Path) -> None:
+def test_a_recording_discloses_no_token_and_no_two_recordings_compare(tmp_path: Path) -> None:
     lines = []
     for number in range(2):
         engine = small_engine()
@@ -179,15 +179,17 @@ def test_a_full_disk_ends_the_recording_and_no_step(
     engine.check_integrity()
 
 
-def test_an_end_that_is_heard_twice_is_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_is_reported_twice_is_recorded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = small_engine()
-    hear = TraceRecorder.request_ended
+    request_ended = TraceRecorder.request_ended
 
-    def hear_twice(self: TraceRecorder, *end: Any) -> None:
-        hear(self, *end)
-        hear(self, *end)
+    def twice(self: TraceRecorder, *end: Any) -> None:
+        request_ended(self, *end)
+        request_ended(self, *end)
 
-    monkeypatch.setattr(TraceRecorder, "request_ended", hear_twice)
+    monkeypatch.setattr(TraceRecorder, "request_ended", twice)
     with TraceRecorder(engine, tmp_path / "own.jsonl") as recorder:
         engine.generate([random_tokens(12, seed=1), random_tokens(12, seed=1)], PARAMS)
         assert recorder.num_requests == 2

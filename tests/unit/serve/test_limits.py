@@ -71,7 +71,7 @@ def cached(reply: Reply) -> int:
     "authorization",
     [None, "", "Bearer", "Bearer wrong", "Basic key-of-ann", "key-of-ann", "Bearer key-of-an"],
 )
-def test_without_a_key_nothing_is_told(served: Served, path: str, authorization: str | None) -> None:
+def test_without_a_key_nothing_is_disclosed(served: Served, path: str, authorization: str | None) -> None:
     headers = {} if authorization is None else {"authorization": authorization}
     reply = served.get(path, **headers)
     assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
@@ -103,7 +103,7 @@ def test_the_operator_s_paths_need_the_operator_s_key(served: Served) -> None:
     assert served.get("/health").json == {"status": "ok"}
 
 
-def test_without_an_admin_key_nobody_is_the_operator() -> None:
+def test_without_an_admin_key_there_is_no_operator() -> None:
     with serving(tiny_loaded(), small_config(num_kv_blocks=64), api_keys=KEYS) as keyed:
         assert keyed.get("/status.json", authorization="Bearer key-of-ann").status == 403
         assert keyed.get("/health").status == 200
@@ -393,7 +393,7 @@ def test_paths_and_methods_that_do_not_exist() -> None:
         assert reply.error["message"] == "this path does not accept this method"
 
 
-def test_a_dead_engine_is_told() -> None:
+def test_a_dead_engine_is_reported() -> None:
     loaded = tiny_loaded()
     with (
         serving(loaded, small_config(num_kv_blocks=64)) as open_server,
@@ -406,7 +406,7 @@ def test_a_dead_engine_is_told() -> None:
 
 
 @pytest.mark.parametrize("streams", [pytest.param(False, marks=pytest.mark.long), True])
-def test_logits_that_are_no_numbers_are_told(streams: bool) -> None:
+def test_logits_that_are_no_numbers_are_reported(streams: bool) -> None:
     loaded = tiny_loaded()
     for weight in loaded.model.parameters():  # type: ignore[attr-defined]
         weight.fill_(float("nan"))

@@ -52,8 +52,8 @@ def test_how_a_request_ended(served: Served, lines: Lines, streams: bool) -> Non
     served.post("/v1/completions", LONG | {"max_tokens": 2, "stream": streams}, **KEY)
     assert lines.last() == "POST /v1/completions 200"
     served.post("/v1/completions", LONG | {"stream": streams}, **KEY)
-    told = "200, ended by the timeout," if streams else "504"
-    assert lines.last() == f"POST /v1/completions {told}"
+    outcome = "200, ended by the timeout," if streams else "504"
+    assert lines.last() == f"POST /v1/completions {outcome}"
 
 
 def test_a_client_that_leaves_its_stream(served: Served, lines: Lines) -> None:

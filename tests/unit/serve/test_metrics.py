@@ -143,7 +143,7 @@ def test_tiers_are_counted() -> None:
     assert by_label(samples, "mambaslots_tier_copies_damaged_total") == {"host": 0, "disk": 0}
 
 
-def test_labels_are_few_and_known_and_no_prompt_is_told() -> None:
+def test_labels_are_few_and_known_and_no_prompt_is_disclosed() -> None:
     _, monitor, _ = pressed()
     body, _ = metrics_text(monitor)
     labels: dict[str, set[str]] = defaultdict(set)

@@ -121,7 +121,7 @@ def test_the_likeliest_tokens(served: Served, client: openai.OpenAI, streams: bo
 
 def test_a_completion_of_text(served: Served, client: openai.OpenAI) -> None:
     answer = client.completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=LENGTH, temperature=0, logprobs=0, stop=None, user="somebody"
+        model=MODEL, prompt=PROMPT, max_tokens=LENGTH, temperature=0, logprobs=0, stop=None, user="a user"
     )
     (result,) = expected(served, [served.loaded.encode(PROMPT)], temperature=0, return_log_probs=True)
     choice = answer.choices[0]

@@ -174,7 +174,7 @@ LEAST_DISTANCE = 12  # CIE76; 2.3 is just noticeable side by side
 
 
 def seen(colour: str, vision: object) -> np.ndarray:
-    """CIELAB of a colour "#rrggbb" or "#rgb" as somebody with this vision sees it."""
+    """CIELAB of a colour "#rrggbb" or "#rgb" as a person with this vision sees it."""
     digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
     coded = np.array([int(digits[at : at + 2], 16) for at in (0, 2, 4)]) / 255
     linear = np.where(coded <= 0.04045, coded / 12.92, ((coded + 0.055) / 1.055) ** 2.4)

@@ -50,7 +50,7 @@ def test_keys_are_not_shown() -> None:
     assert "covert" not in repr(settings)
 
 
-def test_without_the_extra_its_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_its_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = [name for name in sys.modules if name.startswith("mambaslots.serve.")]
     for name in loaded:
         monkeypatch.delitem(sys.modules, name)

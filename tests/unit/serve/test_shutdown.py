@@ -1,4 +1,4 @@
-"""A server in a process of its own is told to stop, by real signals."""
+"""A server in a process of its own is stopped by real signals."""
 
 import asyncio
 import http.client
@@ -274,7 +274,7 @@ def test_the_program_of_the_page_runs() -> None:
             started.kill()
 
 
-def test_an_address_in_use_is_told_in_a_line() -> None:
+def test_an_address_in_use_is_reported_in_a_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         loaded = tiny_loaded()

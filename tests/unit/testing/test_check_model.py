@@ -155,7 +155,7 @@ class NoRecurrentLayer(EmaLM):
         (NoRecurrentLayer(), r"states has no layer; accepted: at least one"),
     ],
 )
-def test_what_is_no_model_is_told_so_in_a_sentence(model: object, message: str) -> None:
+def test_what_is_no_model_is_refused_in_a_sentence(model: object, message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         check_model(model)  # type: ignore[arg-type]
     (finding,) = caught.value.report.findings

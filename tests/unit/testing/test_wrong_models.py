@@ -569,7 +569,7 @@ class TakesPaddingForTheFirstRowsTokens(EmaLM):
 
 
 @pytest.mark.parametrize(("model", "rule"), WRONG, ids=[model.__name__ for model, _ in WRONG])
-def test_a_wrong_model_is_told_what_is_wrong(model: type, rule: Rule) -> None:
+def test_a_wrong_model_is_answered_with_what_is_wrong(model: type, rule: Rule) -> None:
     with pytest.raises(ModelError) as caught:
         check_model(model())
     assert str(caught.value) == str(caught.value.report)

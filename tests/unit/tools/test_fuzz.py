@@ -71,7 +71,7 @@ class Faulty:
         if self.what == "error":
             raise KeyError(drawn)
         if self.what == "state":
-            raise AssertionError("the books have changed")
+            raise AssertionError("the state has changed")
         if self.what == "hidden memory":
             return end_of(_hide_memory, self.documented)
         if self.what == "written memory":
@@ -103,8 +103,8 @@ def _hide_memory() -> None:
     ],
 )
 def test_each_kind_of_finding_is_found(what: str, kind: str) -> None:
-    end, told = fuzz.feed_one(Faulty(what), 0, 0)
-    assert (end, bool(told)) == (kind, True)
+    end, text = fuzz.feed_one(Faulty(what), 0, 0)
+    assert (end, bool(text)) == (kind, True)
     assert fuzz.feed_one(Faulty("nothing"), 0, 0) == (ACCEPTED, "")
 
 

@@ -1,4 +1,4 @@
-"""Caches of blocks and states, against a cache of plain prefix sets; and their books after every step."""
+"""Caches of blocks and states, against a cache of plain prefix sets; and their indices after every step."""
 
 import pytest
 from block_cache import BlockCache, CoverageSlots, KVRecencySlots, PathCapSlots, StateSlots, TakenStates
@@ -87,7 +87,7 @@ CACHES = {
 
 
 class CheckedLoop(RequestLoop):
-    """Checks the cache's books after each step."""
+    """Checks the cache's indices after each step."""
 
     def _step(self) -> None:
         super()._step()
@@ -105,7 +105,7 @@ class CheckedLoop(RequestLoop):
     sessions=st.integers(0, 3),
     gap_s=st.sampled_from([0.0, 0.01, 1.0]),
 )
-def test_books_hold_after_every_step(
+def test_integrity_holds_after_every_step(
     name: str,
     requests: Requests,
     num_slots: int,

@@ -32,7 +32,7 @@ MS = 1_000_000
 
 
 class Noted:
-    """A router that asks another one, and notes what it was told."""
+    """A router that asks another one, and notes what it received."""
 
     reads_events = True
 
@@ -40,12 +40,12 @@ class Noted:
         self.index = StateIndex()
         self.loads: list[tuple[ReplicaLoad, ...]] = []
         self.events: list[StateEvents] = []
-        self.num_told: list[int] = []  # messages before each choice
+        self.num_received: list[int] = []  # messages before each choice
         self._inner = inner
 
     def choose(self, request: RouteRequest, loads: Sequence[ReplicaLoad]) -> Sequence[str]:
         self.loads.append(tuple(loads))
-        self.num_told.append(len(self.events))
+        self.num_received.append(len(self.events))
         return self._inner.choose(request, loads)
 
     def note_routed(self, request: RouteRequest, replica: str) -> None:
@@ -109,7 +109,7 @@ def check(replay: RoutedReplay) -> None:
         scheduler.check_integrity(known)
 
 
-def books_of(engine: EngineReplay) -> tuple[object, ...]:
+def state_of(engine: EngineReplay) -> tuple[object, ...]:
     cache = engine.context.prefix_cache
     return (
         engine.now_ns, cache.slots.tree.slot_by_block, cache.slots.tree.hash_to_block_id,
@@ -142,7 +142,7 @@ def test_one_replica_is_the_plain_replay(
     alone, one = plain(trace, **settings), routed(trace, ROUTERS[name](seed), 1, event_delay_ms=5, **settings)
     expected, result = alone.run(), one.run()
     assert result.replicas[0].served == expected
-    assert books_of(one.replicas[0].engine) == books_of(alone)
+    assert state_of(one.replicas[0].engine) == state_of(alone)
     assert list(one.replicas[0].engine.first_token_ns) == alone.first_token_ns
     assert (result.num_moved_sessions, result.token_imbalance, result.request_imbalance) == (0, 1.0, 1.0)
 
@@ -184,7 +184,7 @@ def test_replicas_with_sessions_of_their_own_are_plain_replays_of_their_parts(
         lengths = tuple(served.resumed_lengths[number] for number in own)
         assert replace(served, resumed_lengths=lengths) == expected
         assert [replica.engine.first_token_ns[number] for number in own] == alone.first_token_ns
-        assert books_of(replica.engine) == books_of(alone)
+        assert state_of(replica.engine) == state_of(alone)
 
 
 @costly()
@@ -220,7 +220,7 @@ def test_many_decodes_at_once_are_seen_as_single_ones(
     assert fine_router.loads == coarse_router.loads
     assert fine_router.events == coarse_router.events
     for one, other in zip(coarse.replicas, fine.replicas, strict=True):
-        assert books_of(one.engine) == books_of(other.engine)
+        assert state_of(one.engine) == state_of(other.engine)
 
 
 @costly()
@@ -269,7 +269,7 @@ def test_a_router_sees_what_has_ended_and_learns_states_later() -> None:
     assert all(loads[0] == ReplicaLoad("replica-0", 0, 0) for loads in router.loads)
     seen = [(loads[1].num_requests, loads[1].num_tokens) for loads in router.loads]
     assert seen[:3] == [(0, 0), (1, 5 + 2), (2, 2 + 10)]
-    assert router.num_told == [0, 0, 0, 0, 1]
+    assert router.num_received == [0, 0, 0, 0, 1]
 
 
 def test_a_session_waits_for_its_answer_at_another_replica() -> None:

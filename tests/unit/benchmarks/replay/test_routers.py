@@ -57,7 +57,7 @@ def test_each_replica_is_named_once_and_equal_seeds_choose_alike(
 
 @every_router
 @pytest.mark.parametrize("wrong", [[], [ReplicaLoad("a", 0), ReplicaLoad("a", 1)]], ids=["none", "twice"])
-def test_replicas_that_cannot_be_told_apart_are_refused(name: str, wrong: list[ReplicaLoad]) -> None:
+def test_replicas_that_cannot_be_distinguished_are_refused(name: str, wrong: list[ReplicaLoad]) -> None:
     with pytest.raises(ValueError, match="loads names"):
         ROUTERS[name](0).choose(prompt(1), wrong)
 

@@ -163,7 +163,7 @@ def test_checkpoints_inside_a_chunk_hold_the_state_after_exactly_those_tokens() 
             torch.testing.assert_close(pool.durable(name)[:, slot], expected, rtol=0, atol=1e-10)
 
 
-def test_a_new_state_while_decoding_replaces_the_older_unless_somebody_resumed_from_it() -> None:
+def test_a_new_state_while_decoding_replaces_the_older_unless_a_request_resumed_from_it() -> None:
     def decode(context: DynamicInferenceContext, request: DynamicInferenceRequest, steps: int) -> None:
         for token in range(steps):
             request.tokens.append(token)

@@ -170,7 +170,7 @@ def test_the_deepest_state_of_a_prompt_is_the_last_to_be_given_up():
     assert slots.hash_to_block_id == {13: 3}
 
 
-def test_a_block_with_a_reservation_is_left_to_whoever_reserved_it():
+def test_a_block_with_a_reservation_is_left_to_its_owner():
     host, slots, _ = make()
     host.kv_block_allocator.register([1, 2, 3], [11, 12, 13])
     reserved = slots.reserve([2])

@@ -558,7 +558,7 @@ class SlotMachine(RuleBasedStateMachine):
     """A host does anything, in any order; the model scans dicts and lists.
 
     The model knows of each slot who has it: a committed block, a reservation (for a block or, once that left,
-    for none), or nobody; the committed slots in order of use; and a number that stands for the state in it.
+    for none), or no owner; the committed slots in order of use; and a number that stands for the state in it.
     """
 
     num_blocks = 10
@@ -658,8 +658,8 @@ class SlotMachine(RuleBasedStateMachine):
     @rule(data=st.data(), clear_first=st.booleans(), kind=st.sampled_from([list, torch.tensor]))
     def blocks_are_deregistered(self, data, clear_first, kind):
         blocks = self.some(data, range(self.num_blocks), min_size=1, max_size=4)
-        heard = self.slots.on_kv_blocks_deregistered
-        self.kv.deregister(blocks, lambda left, hashes: heard(kind(left), hashes), clear_first)
+        callback = self.slots.on_kv_blocks_deregistered
+        self.kv.deregister(blocks, lambda left, hashes: callback(kind(left), hashes), clear_first)
         for block in blocks:
             self.remove(block)
             self.reserved = {slot: None if b == block else b for slot, b in self.reserved.items()}

@@ -1,4 +1,4 @@
-"""One request stops nobody: pins, prompts that do not fit now, promised states, drafts."""
+"""One request blocks no other: pins, prompts that do not fit now, promised states, drafts."""
 
 import mambaslots as ms
 import pytest
@@ -25,7 +25,7 @@ def pinned_engine(num_kv_blocks: int = 16, **settings: object) -> ms.DynamicInfe
 # ---- pins
 
 
-def test_a_request_for_which_pins_leave_too_little_holds_nobody_up() -> None:
+def test_a_request_for_which_pins_leave_too_little_holds_no_other_up() -> None:
     client = Client(pinned_engine())
     too_long = client.engine.add_request(random_tokens(80, 1), SHORT)  # 10 blocks, and 9 are left
     others = [client.ask(Asked(tuple(random_tokens(9, seed)), 3)) for seed in thinned(range(2, 200), 10)]
@@ -41,7 +41,7 @@ def test_a_request_for_which_pins_leave_too_little_holds_nobody_up() -> None:
     assert_idle(client.engine, pinned_blocks=7)
 
 
-def test_any_number_of_requests_for_which_pins_leave_too_little_hold_nobody_up(
+def test_any_number_of_requests_for_which_pins_leave_too_little_hold_no_other_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scheduler, "MOST_OVERTAKING", 2)
@@ -69,7 +69,7 @@ def test_unpinning_lets_the_request_in() -> None:
     assert engine.step().admitted == (request_id,)
 
 
-def test_an_answer_that_outgrows_what_pins_leave_holds_nobody_up() -> None:
+def test_an_answer_that_outgrows_what_pins_leave_holds_no_other_up() -> None:
     client = Client(pinned_engine(num_kv_blocks=10))
     growing = client.ask(Asked(tuple(TEXTS[1][:17]), 24))
     for _ in range(6):

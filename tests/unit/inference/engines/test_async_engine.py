@@ -236,7 +236,7 @@ def test_requests_that_get_a_free_row_do_not_count_against_the_limit() -> None:
     assert_nothing_left(engine)
 
 
-def test_requests_that_nobody_streams_count_against_the_limit() -> None:
+def test_requests_without_a_stream_count_against_the_limit() -> None:
     async def main() -> None:
         ids = [engine.add_request(PROMPTS[0], PARAMS)]
         async with ms.AsyncEngine(engine, max_waiting_requests=2) as server:
@@ -520,7 +520,7 @@ async def assert_dead(server: ms.AsyncEngine, stream: AsyncStream, failure: type
             await call
 
 
-def test_a_thread_that_is_told_to_exit_gives_up() -> None:
+def test_a_thread_whose_work_exits_gives_up() -> None:
     async def body(server: ms.AsyncEngine) -> None:
         stream = await server.stream(PROMPTS[0], PARAMS)
         waiting = asyncio.create_task(server.call(lambda engine: None))
@@ -536,7 +536,7 @@ def test_a_thread_that_is_told_to_exit_gives_up() -> None:
     serve(body, engine)
 
 
-def test_a_call_that_exits_ends_the_thread_and_tells_its_caller() -> None:
+def test_a_call_that_exits_ends_the_thread_and_raises_at_its_caller() -> None:
     async def body(server: ms.AsyncEngine) -> None:
         stream = await server.stream(PROMPTS[0], ms.SamplingParams(num_tokens_to_generate=100))
         with pytest.raises(ms.EngineDeadError):
@@ -711,7 +711,7 @@ def test_a_thread_whose_loop_is_closed_cancels_its_requests_and_ends() -> None:
     assert_nothing_left(engine)
 
 
-def test_an_async_engine_that_nobody_refers_to_ends_its_thread() -> None:
+def test_an_unreferenced_async_engine_ends_its_thread() -> None:
     async def main() -> None:
         server = ms.AsyncEngine(engine)
         server.start()

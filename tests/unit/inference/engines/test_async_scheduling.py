@@ -66,7 +66,7 @@ def test_steps_follow_wherever_no_block_and_no_state_needs_the_token() -> None:
         assert known == (position if follows else position + 1)
 
 
-def test_a_report_tells_the_tokens_of_its_own_step() -> None:
+def test_a_report_has_the_tokens_of_its_own_step() -> None:
     engine = ahead()
     request_id = engine.add_request(PROMPT, greedy())
     tokens, _ = expected_answer(PROMPT, LENGTH)

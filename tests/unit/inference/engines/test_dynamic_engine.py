@@ -375,7 +375,7 @@ def test_a_state_that_a_newer_one_of_the_answer_replaces_is_not_evicted() -> Non
     assert (stats.num_states_committed, stats.num_states_evicted) == (0, 0)
 
 
-def test_a_repeated_prompt_takes_no_second_slot_and_evicts_nobody() -> None:
+def test_a_repeated_prompt_takes_no_second_slot_and_evicts_none() -> None:
     engine = small_engine(num_mamba_slots=3)
     other, repeated = random_tokens(9, seed=2), random_tokens(9, seed=1)
     engine.generate([other], ms.SamplingParams(num_tokens_to_generate=1))

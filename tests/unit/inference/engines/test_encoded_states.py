@@ -1,4 +1,4 @@
-"""Durable states in bfloat16 or int8: answers are exactly those of the rounded recurrence, books in order."""
+"""Durable states in bfloat16 or int8: answers are those of the rounded recurrence, indices in order."""
 
 from typing import Any
 
@@ -166,7 +166,7 @@ def test_a_reset_while_requests_run_keeps_their_states() -> None:
     context.release(request)
 
 
-def test_poisoned_memory_holds_nan_where_nobody_may_read() -> None:
+def test_poisoned_memory_holds_nan_where_it_may_not_be_read() -> None:
     plan = ms.CheckpointPlan(prefill_interval=BLOCK)
     for dtype in DTYPES:
         answers = []

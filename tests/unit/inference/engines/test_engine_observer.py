@@ -1,4 +1,4 @@
-"""Observers of an engine: what they are told, when, and what becomes of one that fails."""
+"""Observers of an engine: what they are called with, when, and what becomes of one that fails."""
 
 import logging
 from contextlib import suppress
@@ -23,7 +23,7 @@ def observed(**settings: object) -> tuple[ms.DynamicInferenceEngine, Recorder]:
     return engine, recorder
 
 
-def test_what_observers_are_told_adds_up_to_the_engines_own_counts() -> None:
+def test_what_observers_receive_adds_up_to_the_engines_own_counts() -> None:
     engine, recorder = observed(max_tokens=16)
     results = [result for _ in range(2) for result in engine.generate(PROMPTS, PARAMS)]
     cache = engine.stats().cache
@@ -40,7 +40,7 @@ def test_what_observers_are_told_adds_up_to_the_engines_own_counts() -> None:
     assert {step.request.request_id for step in recorder.resumed} == {result.request_id for result in results}
 
 
-def test_ends_are_told_whoever_ends_a_request() -> None:
+def test_ends_are_reported_however_a_request_ends() -> None:
     engine, recorder = observed()
     waiting, running = engine.add_request(PROMPTS[0], PARAMS), engine.add_request(PROMPTS[1], PARAMS)
     engine.cancel(waiting)
@@ -58,7 +58,7 @@ def test_ends_are_told_whoever_ends_a_request() -> None:
 
 
 @pytest.mark.parametrize("point", ["forward", "commit", "sampled"])
-def test_a_step_that_fails_is_told_to_nobody(point: str) -> None:
+def test_a_step_that_fails_is_not_reported(point: str) -> None:
     engine, recorder = observed()
     engine.add_request(PROMPTS[0], ms.SamplingParams(num_tokens_to_generate=1))
     with failing(engine, point, after=False, error=InjectedError), suppress(InjectedError):
@@ -103,25 +103,25 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupting(Recorder):
-    """Is interrupted when it hears of the first end, before it has noted it or behind that."""
+    """Is interrupted at the first end, before it has noted it or after that."""
 
     def __init__(self, notes: bool) -> None:
         super().__init__()
         self.notes = notes
-        self.num_heard = 0
+        self.num_ends = 0
 
     def request_ended(self, request: DynamicInferenceRequest, result: ms.RequestResult) -> None:
-        self.num_heard += 1
-        if self.num_heard > 1 + self.notes:  # an end that was noted comes twice
+        self.num_ends += 1
+        if self.num_ends > 1 + self.notes:  # an end that was noted comes twice
             super().request_ended(request, result)
-        elif self.num_heard == 1:
+        elif self.num_ends == 1:
             if self.notes:
                 super().request_ended(request, result)
             raise Interrupted
 
 
 @pytest.mark.parametrize("notes", [False, True])
-def test_an_end_is_told_again_where_an_observer_is_interrupted(notes: bool) -> None:
+def test_an_end_is_reported_again_where_an_observer_is_interrupted(notes: bool) -> None:
     engine, recorder = small_engine(), Interrupting(notes)
     engine.observe(recorder)
     request_id = engine.add_request(PROMPTS[0], PARAMS)
@@ -130,12 +130,12 @@ def test_an_end_is_told_again_where_an_observer_is_interrupted(notes: bool) -> N
     engine.stats()
     engine.generate([PROMPTS[1]], PARAMS)
     assert [ended for ended, _ in recorder.ended] == [0, 1]
-    assert (recorder.requests, recorder.num_heard) == ({}, 3)
+    assert (recorder.requests, recorder.num_ends) == ({}, 3)
     assert not engine._state.observers._ended
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_an_end_is_told_where_noting_it_is_interrupted(after: bool) -> None:
+def test_an_end_is_reported_where_noting_it_is_interrupted(after: bool) -> None:
     engine, recorder = observed()
     monitor = Monitor(engine, model_name="small")
     request_id = engine.add_request(PROMPTS[0], PARAMS)
@@ -182,7 +182,7 @@ def test_an_observer_may_call_the_engine_when_a_request_ends() -> None:
     engine.check_integrity()
 
 
-def test_who_no_longer_observes_hears_nothing_and_nobody_observes_twice() -> None:
+def test_who_no_longer_observes_receives_nothing_and_none_observes_twice() -> None:
     engine, recorder = observed()
     engine.observe(recorder)
     engine.generate(PROMPTS[:1], PARAMS)

@@ -401,7 +401,7 @@ def test_an_abandoned_stream_leaves_nothing(how: str, taken: int) -> None:
     for _ in range(taken):
         next(stream)
         client.arrived.clear()
-    for request_id in client.asked:  # steps made by the stream reported to nobody
+    for request_id in client.asked:  # steps made by the stream were reported to no caller
         client.arrived[request_id] = client.engine._state.requests[request_id].generated
     if how == "closed":
         stream.close()

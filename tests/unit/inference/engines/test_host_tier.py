@@ -177,7 +177,7 @@ def test_a_file_that_was_never_written_is_not_called_damaged(tmp_path: Path) -> 
 
 
 def test_a_pipe_in_place_of_a_file_is_a_miss(tmp_path: Path) -> None:
-    """Opened as a file is, it would keep the engine until somebody writes to it."""
+    """Opened as a file is, it would block the engine until it is written to."""
     files, row = StateFiles(str(tmp_path), 8, "model"), torch.zeros(8, dtype=torch.uint8)
     os.mkfifo(files.directory / "0.state")
     assert files.load(0, 1, row) is None
@@ -192,7 +192,7 @@ def test_a_pipe_in_place_of_a_file_is_a_miss(tmp_path: Path) -> None:
 def test_links_in_a_dead_engines_folder_lead_to_no_file_of_others(
     tmp_path: Path, link: str, scrubs: bool
 ) -> None:
-    """Whoever may write to the folder could otherwise have any file of the engine's user overwritten."""
+    """A user who may write to the folder could otherwise have any file of the engine's user overwritten."""
     others, root = tmp_path / "others", tmp_path / "states"
     others.mkdir()
     root.mkdir()

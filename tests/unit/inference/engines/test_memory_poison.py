@@ -1,4 +1,4 @@
-"""With `free_memory="nan"`, what nobody may read is NaN before every forward, and all answers stay."""
+"""With `free_memory="nan"`, memory that may not be read is NaN before every forward, and all answers stay."""
 
 from dataclasses import replace
 

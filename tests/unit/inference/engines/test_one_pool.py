@@ -23,9 +23,9 @@ def test_idle_rows_hold_cached_states_and_running_requests_take_them_back(
     prompts = [random_tokens(20, seed) for seed in range(slots + idle + 3)]
     for prompt in prompts:
         serve_checked(engine, [prompt], length=1)
-    book = engine.context.prefix_cache.slots
-    assert (len(book.tree.slot_by_block), book.live) == (slots + idle, set())
-    assert book.num_slots == slots + idle + 1 + drafts
+    slots_ = engine.context.prefix_cache.slots
+    assert (len(slots_.tree.slot_by_block), slots_.live) == (slots + idle, set())
+    assert slots_.num_slots == slots + idle + 1 + drafts
     for prompt in prompts[3:]:
         (result,) = serve_checked(engine, [[*prompt[:16], 1]], length=1)
         assert result.num_resumed_tokens == 16
@@ -34,8 +34,8 @@ def test_idle_rows_hold_cached_states_and_running_requests_take_them_back(
     for prompt in several:
         engine.add_request(prompt, params)
     assert len(engine.step().admitted) == rows
-    assert len(book.live) == rows * (1 + drafts)
-    assert len(book.tree.slot_by_block) <= slots
+    assert len(slots_.live) == rows * (1 + drafts)
+    assert len(slots_.tree.slot_by_block) <= slots
     for result in run_checked(engine).values():
         assert result.num_resumed_tokens == 16
     stats = engine.stats().cache
@@ -59,13 +59,13 @@ def test_a_request_takes_over_the_only_slot_left_and_resumes_from_it(mode: str) 
     params = ms.SamplingParams(num_tokens_to_generate=12, return_log_probs=True)
     engine.add_request([3, 4, 5], params)
     engine.step()
-    book = engine.context.prefix_cache.slots
-    assert (len(book.tree.slot_by_block), book.free) == (2, [])
-    (taken,) = set(book.tree.slot_by_block.values()) - book.pins.keys()
+    slots_ = engine.context.prefix_cache.slots
+    assert (len(slots_.tree.slot_by_block), slots_.free) == (2, [])
+    (taken,) = set(slots_.tree.slot_by_block.values()) - slots_.pins.keys()
     request_id = engine.add_request([*shared, 1], params)
     assert request_id in (*engine.step().admitted, *engine.step().admitted)  # a step may be under way
-    assert taken in book.live
-    assert len(book.tree.slot_by_block) == 1
+    assert taken in slots_.live
+    assert len(slots_.tree.slot_by_block) == 1
     result = run_checked(engine)[request_id]
     assert result.num_resumed_tokens == 16
     assert_answers([*shared, 1], result)
@@ -114,19 +114,19 @@ def test_the_engine_says_what_is_live() -> None:
 
 def test_reset_and_suspend_free_live_slots_and_a_reset_of_the_cache_does_not() -> None:
     engine = small_engine(num_mamba_slots=1, max_requests=2)
-    book = engine.context.prefix_cache.slots
+    slots_ = engine.context.prefix_cache.slots
     params = ms.SamplingParams(num_tokens_to_generate=30, return_log_probs=True)
     engine.add_request(random_tokens(16, seed=1), params)
     engine.step()
     engine.reset_prefix_cache()
     engine.check_integrity()
-    assert (len(book.live), len(book.free), len(book.tree.slot_by_block)) == (1, 2, 0)
+    assert (len(slots_.live), len(slots_.free), len(slots_.tree.slot_by_block)) == (1, 2, 0)
     engine.suspend()
     engine.check_integrity()
-    assert (len(book.live), len(book.free)) == (0, 3)
+    assert (len(slots_.live), len(slots_.free)) == (0, 3)
     engine.resume()
     engine.step()
-    assert len(book.live) == 1
+    assert len(slots_.live) == 1
     engine.reset()
     engine.check_integrity()
-    assert (len(book.live), len(book.free)) == (0, 3)
+    assert (len(slots_.live), len(slots_.free)) == (0, 3)

@@ -189,13 +189,15 @@ def test_a_reset_forgets_why_states_left_too() -> None:
     assert result.computed_by_reason["never_seen"] == len(LONG)
 
 
-def test_a_reset_between_two_steps_tells_observers_what_left() -> None:
-    engine, told = small_engine(), []
-    engine.context.prefix_cache.kv_blocks.observe_deregistration(lambda blocks, _: told.append(set(blocks)))
+def test_a_reset_between_two_steps_notifies_observers_of_what_left() -> None:
+    engine, deregistered = small_engine(), []
+    engine.context.prefix_cache.kv_blocks.observe_deregistration(
+        lambda blocks, _: deregistered.append(set(blocks))
+    )
     engine.generate([LONG[:40]], ONE)
     registered = set(engine.context.prefix_cache.kv_blocks.kv_hash_to_block_id.values())
     engine.reset_prefix_cache()
-    assert told == [registered]
+    assert deregistered == [registered]
 
 
 # ---- new weights
@@ -394,7 +396,7 @@ def test_warm_under_load_serves_the_others_along() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_warm_with_few_slots_tells_the_truth(slots: int) -> None:
+def test_warm_with_few_slots_reports_the_truth(slots: int) -> None:
     engine = small_engine(num_mamba_slots=slots, num_kv_blocks=16)
     for prompt in (LONG, TEXTS[1], LONG[:20]):
         assert engine.warm(prompt) == resumed(engine, [*prompt, 1])
@@ -507,7 +509,7 @@ def test_what_has_no_state_is_not_pinned() -> None:
     assert_idle(engine)
 
 
-def test_pins_that_leave_too_little_for_a_request_are_told_and_unpinning_helps() -> None:
+def test_pins_that_leave_too_little_for_a_request_are_reported_and_unpinning_helps() -> None:
     engine = small_engine(num_kv_blocks=10)
     engine.warm(LONG)
     pinned = engine.pin(LONG)
@@ -526,7 +528,7 @@ def test_pins_that_leave_too_little_for_a_request_are_told_and_unpinning_helps()
     assert_idle(engine)
 
 
-def test_an_answer_that_outgrows_what_pins_leave_is_told() -> None:
+def test_an_answer_that_outgrows_what_pins_leave_is_reported() -> None:
     engine = small_engine(num_kv_blocks=10)
     engine.warm(LONG)
     pinned = engine.pin(LONG)
@@ -669,7 +671,7 @@ def test_a_reset_at_any_moment_leaves_a_new_engine() -> None:
         assert serve_checked(engine, [LONG[:40]])[0].num_resumed_tokens == 0
 
 
-def test_a_reset_drops_results_nobody_took() -> None:
+def test_a_reset_drops_results_that_were_not_taken() -> None:
     engine = small_engine()
     request_id = engine.add_request(LONG, ONE)
     engine.generate([LONG], ms.SamplingParams(num_tokens_to_generate=9))

@@ -45,7 +45,7 @@ class OperationsMachine(RuleBasedStateMachine):
         return self.engine.context.memory.allocated
 
     def collect(self) -> None:
-        """After steps that others made: results wait in the engine, and tokens were reported to nobody."""
+        """After steps that others made: results wait in the engine, and tokens were reported to no caller."""
         for request_id in list(self.client.asked):
             result = self.engine.take_result(request_id)
             if result is None:
@@ -257,7 +257,7 @@ TestFewSlotsMachine = FewSlotsMachine.TestCase
 
 
 class ScrubbedMachine(OperationsMachine):
-    """After every call what nobody owns is zero, and whoever gets memory gets zeros."""
+    """After every call memory without an owner is zero, and what is allocated is zero."""
 
     @initialize(
         kind=kinds,
@@ -269,7 +269,7 @@ class ScrubbedMachine(OperationsMachine):
         self.owners = NewOwners(self.engine)
 
     @invariant()
-    def what_nobody_owns_is_zero(self) -> None:
+    def memory_without_an_owner_is_zero(self) -> None:
         assert_scrubbed(self.engine)
 
 

@@ -1,4 +1,4 @@
-"""What `pytest --poison` sees: planted reads of memory that nobody may read, most of them weighed by 0."""
+"""What `pytest --poison` sees: planted reads of memory that may not be read, most of them weighed by 0."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

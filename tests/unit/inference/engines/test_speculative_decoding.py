@@ -412,7 +412,7 @@ class TestStates:
 
 @pytest.mark.usefixtures("kind")
 class TestOthers:
-    def test_drafts_take_only_blocks_that_nobody_holds_and_give_back_what_was_wrong(self):
+    def test_drafts_take_only_blocks_without_a_holder_and_give_back_what_was_wrong(self):
         engine = speculating(WrongDrafter, most=20, num_kv_blocks=4, max_sequence_length=32)
         request_id = engine.add_request(
             random_tokens(7, seed=1), ms.SamplingParams(num_tokens_to_generate=25)
@@ -427,7 +427,7 @@ class TestOthers:
             engine.context.check_integrity()
 
     @pytest.mark.parametrize("drafter", [WrongDrafter, MixedDrafter])
-    def test_nobody_is_paused_or_evicted_sooner(self, drafter):
+    def test_no_request_is_paused_or_evicted_sooner(self, drafter):
         """Wrong drafts, or none: the same requests wait in the same steps."""
         stories = []
         for engine in (
@@ -483,7 +483,7 @@ class TestContext:
         assert chunk is not None
         return engine, chunk
 
-    def test_end_step_must_be_told_what_stays(self):
+    def test_end_step_needs_what_stays(self):
         engine, chunk = self.started()
         context = engine.context
         drafted = context.draft(chunk, [1, 2, 3, 4, 5])

@@ -119,7 +119,7 @@ def test_streams_and_steps_bring_them_with_their_tokens_also_after_failed_steps(
     assert_tops(PROMPTS[0], stream.result, 3)
 
 
-def test_a_step_that_nobody_asks_computes_none() -> None:
+def test_a_step_without_such_a_request_computes_none() -> None:
     engine = small_engine()
     with patch.object(sampling, "top_log_probs", side_effect=AssertionError):
         (result,) = engine.generate(PROMPTS[:1], WANTED[1])

@@ -68,7 +68,7 @@ def test_prefixes_are_found_and_answers_are_the_recurrences(kind: str, slots: in
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_requests_of_the_greatest_length_run_together(kind: str, caching: bool) -> None:
-    """All that may run at once have their names: nobody is paused, or evicted."""
+    """All that may run at once have their names: no request is paused, or evicted."""
     engine = engine_of_gigabytes(
         num_mamba_slots=1, max_requests=3, max_sequence_length=40, enable_prefix_caching=caching
     )

@@ -162,7 +162,7 @@ FLASH_SCHEMA = (
 
 
 class Flash:
-    """Computes what FlashAttention-3 does: rows of a page that nobody wrote are multiplied by 0."""
+    """Computes what FlashAttention-3 does: rows of a page that were never written are multiplied by 0."""
 
     def __init__(self) -> None:
         self.splits: list[int] = []

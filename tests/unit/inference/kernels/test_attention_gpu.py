@@ -42,7 +42,7 @@ def assert_exact(batch: AttentionBatch, out: torch.Tensor, scale: float | None =
 
 @pytest.mark.usefixtures("flash")
 class TestFlashAttention:
-    """Rows that nobody wrote hold zeros, as `write_kv` leaves them; blocks that no row holds are NaN."""
+    """Rows never written hold zeros, as `write_kv` leaves them; blocks that no row holds are NaN."""
 
     @pytest.mark.parametrize(("dtype", "block"), KINDS)
     @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ TENSORS = ("kv_lengths", "query_start_loc", "query_lengths", "positions")
 
 
 class TestTorchOperations:
-    """What a GPU without FlashAttention-3 runs, on memory that is NaN wherever nobody wrote."""
+    """What a GPU without FlashAttention-3 runs, on memory that is NaN wherever nothing was written."""
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("sizes", [(8, 2, 64), (4, 4, 40), (16, 2, 256)])

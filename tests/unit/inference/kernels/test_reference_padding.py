@@ -205,7 +205,7 @@ class TestPaddedAttention:
 
     @pytest.fixture
     def cache(self) -> Tensor:
-        """Ten blocks; the last, where nobody's tokens are, holds no numbers."""
+        """Ten blocks; the last, where no request's tokens are, holds no numbers."""
         cache = randn(2, 10, self.BLOCK, self.KV_HEADS, self.DIM, seed=1)
         cache[:, 9] = math.nan
         return cache

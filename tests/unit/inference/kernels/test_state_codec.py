@@ -79,7 +79,7 @@ def test_what_becomes_of_special_values():
 
 
 def test_a_group_keeps_its_own_precision():
-    """A large entry costs others of its group their bits, and nobody else's."""
+    """A large entry costs others of its group their bits, and no other group's."""
     values = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(1))
     values[1, 2, 3] = 1e6
     decoded = dequantise(*quantise(values, 1), 1)

@@ -68,10 +68,10 @@ BEHAVIOURS = {
     "has sent what did not come": says({"sent": 0, "bytes": 1}),
     "has sent bytes that are no number": says({"sent": 0, "bytes": "x"}),
     "sends nothing behind its announcement": says({"computed": 0}),
-    "announces what nobody asked for": says({"computed": 5}),
+    "announces what was not asked for": says({"computed": 5}),
     "announces no number": says({"computed": "x"}),
     "refuses for no reason": says({"refused": 0}),
-    "refuses what nobody asked for": says({"refused": 7}),
+    "refuses what was not asked for": says({"refused": 7}),
 }
 
 
@@ -156,7 +156,7 @@ ASKS_LATER = (
 
 
 @pytest.mark.parametrize("greets", [False, True])
-def test_a_worker_survives_whoever_connects(place: Place, greets: bool) -> None:
+def test_a_worker_survives_any_client(place: Place, greets: bool) -> None:
     async def body() -> None:
         async with place.worker(engine_of()), place.server(engine_of()) as server:
             address = await asyncio.to_thread(lambda: place.client().get("mambaslots/prefill/prefill"))

@@ -14,7 +14,7 @@ NAMES = ("a", "b", "c")
 KEYS = st.lists(st.integers(1, 12), unique=True, max_size=6)
 
 
-class Teller:
+class Publisher:
     """A replica that says what it holds; `history` has what it held after each message of its epoch."""
 
     def __init__(self, name: str) -> None:
@@ -28,7 +28,7 @@ class Teller:
         self.held: set[int] = set()
         self.history: dict[int, frozenset[int]] = {}
 
-    def tell(self, keys: set[int], is_snapshot: bool) -> StateEvents:
+    def publish(self, keys: set[int], is_snapshot: bool) -> StateEvents:
         inserted = keys if is_snapshot else keys - self.held
         removed = set() if is_snapshot else self.held - keys
         self.sequence += 1
@@ -41,29 +41,29 @@ class Teller:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Replicas tell, messages arrive in any order, some more than once and some never."""
+    """Replicas publish, messages arrive in any order, some more than once and some never."""
 
     def __init__(self) -> None:
         super().__init__()
         self.index = StateIndex()
-        self.tellers = {name: Teller(name) for name in NAMES}
+        self.publishers = {name: Publisher(name) for name in NAMES}
         self.messages: list[StateEvents] = []
         # What each replica held when it sent what the index knows of it: the model.
         self.known: dict[str, tuple[int, int, frozenset[int]]] = {}
 
     @rule(name=st.sampled_from(NAMES), keys=KEYS, is_snapshot=st.booleans())
-    def tell(self, name: str, keys: list[int], is_snapshot: bool) -> None:
-        teller = self.tellers[name]
-        self.messages.append(teller.tell(set(keys), is_snapshot or teller.sequence < 0))
+    def publish(self, name: str, keys: list[int], is_snapshot: bool) -> None:
+        publisher = self.publishers[name]
+        self.messages.append(publisher.publish(set(keys), is_snapshot or publisher.sequence < 0))
 
     @rule(name=st.sampled_from(NAMES), keys=KEYS)
-    def tell_at_once(self, name: str, keys: list[int]) -> None:
-        self.tell(name, keys, is_snapshot=False)
+    def publish_at_once(self, name: str, keys: list[int]) -> None:
+        self.publish(name, keys, is_snapshot=False)
         self._arrive(self.messages.pop())
 
     @rule(name=st.sampled_from(NAMES))
     def begin_anew(self, name: str) -> None:
-        self.tellers[name].begin()
+        self.publishers[name].begin()
 
     @rule(data=st.data(), keep=st.booleans())
     def arrive(self, data: st.DataObject, keep: bool) -> None:
@@ -75,10 +75,10 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def ask_for_snapshot(self, name: str) -> None:
-        teller = self.tellers[name]
-        if teller.sequence >= 0:
-            self._arrive(teller.snapshot())
-            assert self.index.keys_of(name) == teller.held
+        publisher = self.publishers[name]
+        if publisher.sequence >= 0:
+            self._arrive(publisher.snapshot())
+            assert self.index.keys_of(name) == publisher.held
 
     @rule(name=st.sampled_from(NAMES))
     def forget(self, name: str) -> None:
@@ -103,9 +103,9 @@ class IndexMachine(RuleBasedStateMachine):
         assert set(self.index.replicas) == self.known.keys()
         for name, (epoch, sequence, held) in self.known.items():
             assert self.index.keys_of(name) == held
-            teller = self.tellers[name]
-            if epoch == teller.epoch and sequence in teller.history:
-                assert held == teller.history[sequence]
+            publisher = self.publishers[name]
+            if epoch == publisher.epoch and sequence in publisher.history:
+                assert held == publisher.history[sequence]
         assert len(self.index) == len(set().union(*(held for _, _, held in self.known.values())))
 
     @invariant()
@@ -202,7 +202,7 @@ def test_a_lookup_looks_at_each_block_once_however_many_replicas_there_are() -> 
     assert Counting.num_looks == 1, "all are found at the deepest block"
 
 
-def test_an_epoch_that_is_over_does_not_come_back_even_if_nothing_was_heard_of_it() -> None:
+def test_an_epoch_that_is_over_does_not_come_back_even_if_nothing_of_it_arrived() -> None:
     index = StateIndex()
     assert index.apply(StateEvents("a", 2, 0, (1,), (), True))
     assert index.apply(StateEvents("a", 1, 0, (2,), (), True))
@@ -215,9 +215,9 @@ def test_an_epoch_that_is_over_does_not_come_back_even_if_nothing_was_heard_of_i
 
 def test_a_snapshot_of_the_same_number_is_taken_up() -> None:
     index = StateIndex()
-    told = StateEvents("a", 1, 4, (1, 2), (), True)
-    assert index.apply(told)
-    assert index.apply(replace(told, inserted=(2, 3)))
+    events = StateEvents("a", 1, 4, (1, 2), (), True)
+    assert index.apply(events)
+    assert index.apply(replace(events, inserted=(2, 3)))
     assert index.keys_of("a") == {2, 3}
 
 

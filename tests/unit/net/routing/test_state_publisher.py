@@ -1,4 +1,4 @@
-"""What a replica tells is what it can resume from, whatever happens to it and to its messages."""
+"""What a replica publishes is what it can resume from, whatever happens to it and to its messages."""
 
 import tracemalloc
 from types import SimpleNamespace
@@ -42,23 +42,23 @@ def serve(engine: ms.DynamicInferenceEngine, number: int, length: int = 18) -> N
 
 
 class PublishingFuzzer(Fuzzer):
-    """Also tells what the engine can resume from; interrupts come in the middle of that, too."""
+    """Also publishes what the engine can resume from; interrupts come in the middle of that, too."""
 
     def __init__(self, seed: int, interrupts: float, faults: float) -> None:
         super().__init__(seed, interrupts)
         self._cache = self.engine.context.prefix_cache
         self._channel = LossyChannel(msd.StatePublisher(self.engine, "a"), seed, faults)
-        self._operations += [self._channel.tell] * 6
+        self._operations += [self._channel.publish] * 6
 
     def check_integrity(self) -> None:
         super().check_integrity()
         if self.random.random() < 0.5:
-            self._channel.tell()
+            self._channel.publish()
         else:
             self._channel.settle()
-            told, there = self._channel.index.keys_of("a"), resumable_keys(self._cache)
-            if told != there:
-                raise LeftWrongError("stale", f"too many: {told - there}; missing: {there - told}")
+            published, there = self._channel.index.keys_of("a"), resumable_keys(self._cache)
+            if published != there:
+                raise LeftWrongError("stale", f"too many: {published - there}; missing: {there - published}")
 
 
 @pytest.mark.parametrize("faults", [0.0, 0.3])
@@ -101,7 +101,7 @@ def test_the_first_message_is_a_snapshot_and_the_others_are_changes() -> None:
     )
 
 
-def test_what_came_and_left_between_two_messages_is_not_told() -> None:
+def test_what_came_and_left_between_two_messages_is_not_published() -> None:
     engine = toy_engine(num_mamba_slots=2, max_requests=1)
     publisher = msd.StatePublisher(engine, "a")
     publisher.take()
@@ -142,7 +142,7 @@ def test_a_cache_that_begins_anew_has_a_new_epoch(forget: object) -> None:
     assert not index.keys_of("a")
 
 
-def test_a_state_that_only_the_tier_has_is_told_until_the_tier_forgets_it() -> None:
+def test_a_state_that_only_the_tier_has_is_published_until_the_tier_forgets_it() -> None:
     bytes_each = ToyLM().state_spec().slot_bytes
     engine = toy_engine(num_mamba_slots=1, max_requests=1, host_cache_gb=6 * bytes_each / (1 << 30))
     cache = engine.context.prefix_cache
@@ -153,13 +153,13 @@ def test_a_state_that_only_the_tier_has_is_told_until_the_tier_forgets_it() -> N
         events = publisher.take()
         assert events is not None
         assert index.apply(events)
-        told = index.keys_of("a")
-        assert told == resumable_keys(cache)
-        num_in_tier_alone += len(told - cache.slots.tree.hash_to_block_id.keys())
+        published = index.keys_of("a")
+        assert published == resumable_keys(cache)
+        num_in_tier_alone += len(published - cache.slots.tree.hash_to_block_id.keys())
     assert num_in_tier_alone
 
 
-def test_states_that_are_imported_are_told() -> None:
+def test_states_that_are_imported_are_published() -> None:
     source, target = toy_engine(), toy_engine()
     for engine in (source, target):
         engine.set_weights_version("same")
@@ -223,7 +223,7 @@ def test_a_cache_without_a_publisher_is_not_watched() -> None:
     assert cache.slots.tree.watchers == ()
 
 
-def test_a_difference_that_nobody_noted_is_told_after_some_takes() -> None:
+def test_a_difference_that_was_not_noted_is_published_after_some_takes() -> None:
     cache = small_cache()
     publisher, index = msd.StatePublisher(SimpleNamespace(prefix_cache=cache), "a"), msd.StateIndex()
     keys = {commit(cache, number) for number in range(3)}
@@ -251,7 +251,7 @@ def test_a_step_without_changes_takes_no_memory() -> None:
     assert peak < 2000
 
 
-def test_a_context_of_books_alone_can_be_published() -> None:
+def test_a_context_without_tensors_can_be_published() -> None:
     config = ms.InferenceConfig(
         block_size_tokens=BLOCK, max_tokens=32, num_kv_blocks=20, num_mamba_slots=4, max_sequence_length=40
     )

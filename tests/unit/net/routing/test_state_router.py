@@ -21,7 +21,7 @@ def prompt(*texts: int, tail: int = 50, answer: int = 0) -> RouteRequest:
 
 
 def hold(router: StateRouter, replica: str, *requests: RouteRequest) -> None:
-    """The replica tells that it can resume behind these prompts, and behind nothing else."""
+    """The replica publishes that it can resume after these prompts, and after nothing else."""
     keys = tuple(dict.fromkeys(request.keys[-1] for request in requests))
     router.forget(replica)
     assert router.apply(StateEvents(replica, 1, 0, keys, (), is_snapshot=True))
@@ -145,7 +145,7 @@ def test_answers_count_up_to_a_length_that_is_usual() -> None:
         assert router.choose(talk, IDLE)[0] == first
 
 
-def test_a_small_excess_moves_nobody() -> None:
+def test_a_small_excess_moves_no_request() -> None:
     """One conversation has no more than a tenth more work than the others, and stays."""
     router = StateRouter(0)
     talks = [tuple(range(100 * number, 100 * number + 3)) for number in range(4)]
@@ -215,7 +215,7 @@ def test_prospects_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("answer", [60, 512])
-def test_a_conversation_stays_with_its_state_while_nobody_else_comes(answer: int) -> None:
+def test_a_conversation_stays_with_its_state_while_no_other_comes(answer: int) -> None:
     """However long an answer may become, and though all that was sent went to one replica."""
     router, homes = StateRouter(), []
     for turn in range(1, 7):

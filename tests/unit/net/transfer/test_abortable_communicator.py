@@ -45,7 +45,7 @@ def test_an_abort_waits_for_the_call_under_way_and_nothing_is_asked_behind_it() 
     assert inner.aborts == [False]
 
 
-def test_a_call_that_blocks_keeps_nobody_from_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_blocks_prevents_no_abort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipe, "_CALL_S", 0.01)
     inner = Communicator()
     shared = AbortableCommunicator(inner)

@@ -274,7 +274,7 @@ def test_weights_of_both_sides_change_before_the_next_hand_over(
     elif before == "failed":
         with patch.object(MessagePipe, "send", side_effect=RuntimeError("no way")):
             assert all(report.failure for report in pair.hand_over(timeout_s=2.0))
-    elif before == "restarted":  # whoever comes first has lost all that it knew of the other side
+    elif before == "restarted":  # the first to connect has lost all that it knew of the other side
         pair.hand_over()
         forgotten = pair.ends[first != "source"]
         pair.ends[first != "source"] = pair.end(first)

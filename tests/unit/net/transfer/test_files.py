@@ -232,7 +232,7 @@ def test_manifests_that_are_none(
 def test_what_is_no_file_is_not_waited_for(
     source: ms.DynamicInferenceEngine, tmp_path: Path, name: str, what: str
 ) -> None:
-    """A pipe that nobody writes to would keep all ranks; a device would fill the memory."""
+    """A pipe without a writer would block all ranks; a device would fill the memory."""
     save_prefixes(source, tmp_path)
     (path,) = tmp_path.glob(name)
     path.unlink()

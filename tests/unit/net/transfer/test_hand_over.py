@@ -437,7 +437,7 @@ def test_a_store_that_stops_answering(source: ms.DynamicInferenceEngine, after: 
 
 
 @pytest.mark.parametrize("call", [send_prefixes, receive_prefixes])
-def test_nobody_comes(host: Any, source: ms.DynamicInferenceEngine, call: Callable[..., Any]) -> None:
+def test_no_peer_comes(host: Any, source: ms.DynamicInferenceEngine, call: Callable[..., Any]) -> None:
     begin, before = time.monotonic(), maps_of(source)
     report = call(source, client(host), "alone", timeout_s=0.5)
     assert 0.4 < time.monotonic() - begin < 2.0
@@ -519,8 +519,8 @@ def test_what_fails_within_the_replica_is_no_miss(
         sent = threads.submit(send_prefixes, source, client(host), "a to b", timeout_s=20.0)
         with pytest.raises(RuntimeError, match=r"^a rank was lost$"):
             receive_prefixes(target, client(host), "a to b", timeout_s=20.0)
-        told = sent.result().failure
-    assert told == ("rank 0 of the destination: a rank was lost" if broken == "the first gather" else "")
+        failure = sent.result().failure
+    assert failure == ("rank 0 of the destination: a rank was lost" if broken == "the first gather" else "")
     monkeypatch.undo()
     target.context.check_integrity()
     serve_checked(target, PROMPTS)

@@ -358,7 +358,7 @@ def test_a_hash_that_names_another_prefix_here(source: ms.DynamicInferenceEngine
     assert serve(target)[3] == 16
 
 
-def test_what_the_allocators_tell(source: ms.DynamicInferenceEngine) -> None:
+def test_what_the_allocators_report(source: ms.DynamicInferenceEngine) -> None:
     target = engine_of()
     moved(source, target)
     kv, slots = target.context.prefix_cache.kv_blocks, target.context.prefix_cache.slots

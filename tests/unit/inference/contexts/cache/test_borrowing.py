@@ -89,7 +89,7 @@ def test_a_unit_with_states_goes_where_they_would_go_anyway(victims, taken):
     assert (found is not None) == taken
 
 
-# ---- the books, beside a map of bytes
+# ---- the indices, against a map of bytes
 
 
 def interval(first, size):

@@ -164,7 +164,7 @@ def test_without_a_salt_every_key_gives_the_public_root() -> None:
     assert SaltKey(KEY).root(None) == SaltKey(OTHER).root(None) == PUBLIC_ROOT
 
 
-def test_an_id_tells_keys_apart_and_shows_none() -> None:
+def test_an_id_distinguishes_keys_and_shows_none() -> None:
     ids = {SaltKey(key).key_id for key in (KEY, KEY, OTHER, drawn_key(), drawn_key())}
     assert len(ids) == 4
     assert all(len(key_id) == 16 and int(key_id, 16) >= 0 for key_id in ids)

@@ -206,7 +206,7 @@ def test_a_chain_continues_below_its_twins():
     assert kv.tree.num_children(first[1]) == 1
 
 
-def test_a_block_below_a_twin_that_nobody_took_up_can_be_released():
+def test_a_block_below_a_twin_that_was_not_taken_up_can_be_released():
     kv = KVBlockAllocator(4)
     (twin,) = cached(kv, b"", A)
     mine, below = kv.allocate_memory_blocks(2)
@@ -369,24 +369,24 @@ def test_too_much_to_allocate_evicts_nothing():
 # ---- deregistration observers
 
 
-def test_every_observer_hears_of_blocks_and_hashes_that_left():
+def test_every_observer_is_notified_of_blocks_and_hashes_that_left():
     kv = KVBlockAllocator(4)
-    heard = []
-    kv.on_blocks_deregistered = lambda *news: heard.append(("single", *news))
-    kv.observe_deregistration(lambda *news: heard.append(("first", *news)))
-    kv.observe_deregistration(lambda *news: heard.append(("second", *news)))
+    calls = []
+    kv.on_blocks_deregistered = lambda *news: calls.append(("single", *news))
+    kv.observe_deregistration(lambda *news: calls.append(("first", *news)))
+    kv.observe_deregistration(lambda *news: calls.append(("second", *news)))
     blocks = cached(kv, b"", A, B)
     kv.evict_lru_blocks(2)
-    assert [name for name, _, _ in heard] == ["single", "first", "second"]
-    assert all((sorted(ids), hashes) == (sorted(blocks), {1, 2}) for _, ids, hashes in heard)
+    assert [name for name, _, _ in calls] == ["single", "first", "second"]
+    assert all((sorted(ids), hashes) == (sorted(blocks), {1, 2}) for _, ids, hashes in calls)
 
 
-def test_observers_are_not_told_of_blocks_without_a_hash():
+def test_observers_are_not_notified_of_blocks_without_a_hash():
     kv = KVBlockAllocator(4)
-    heard = []
-    kv.observe_deregistration(lambda *news: heard.append(news))
+    calls = []
+    kv.observe_deregistration(lambda *news: calls.append(news))
     kv.release_memory_blocks(kv.allocate_memory_blocks(2))
-    assert heard == []
+    assert calls == []
 
 
 @pytest.mark.parametrize("failing", ["single", "first"])
@@ -395,45 +395,45 @@ def test_an_observer_that_raises_loses_nothing(failing, caplog):
         raise RuntimeError("observer")
 
     kv = KVBlockAllocator(3)
-    heard = []
-    kv.on_blocks_deregistered = fail if failing == "single" else lambda *news: heard.append("single")
-    kv.observe_deregistration(fail if failing == "first" else lambda *news: heard.append("first"))
-    kv.observe_deregistration(lambda *news: heard.append("second"))
+    calls = []
+    kv.on_blocks_deregistered = fail if failing == "single" else lambda *news: calls.append("single")
+    kv.observe_deregistration(fail if failing == "first" else lambda *news: calls.append("first"))
+    kv.observe_deregistration(lambda *news: calls.append("second"))
     blocks = cached(kv, b"", A, B, C)
     assert sorted(kv.allocate_memory_blocks(3)) == sorted(blocks)
-    assert len(heard) == 2
+    assert len(calls) == 2
     assert "observer" in caplog.text
     kv.check_integrity()
 
 
-def test_one_that_observes_no_more_hears_nothing():
+def test_one_that_observes_no_more_is_not_notified():
     class Observer(list):
-        def hear(self, *news):
+        def note(self, *news):
             self.append(news)
 
     kv = KVBlockAllocator(3)
     leaving, staying = Observer(), Observer()
-    kv.observe_deregistration(leaving.hear)
-    kv.observe_deregistration(staying.hear)
-    kv.unobserve_deregistration(leaving.hear)  # another bound method, of the same object
+    kv.observe_deregistration(leaving.note)
+    kv.observe_deregistration(staying.note)
+    kv.unobserve_deregistration(leaving.note)  # another bound method, of the same object
     cached(kv, b"", A)
     kv.evict_lru_blocks(1)
     assert (len(leaving), len(staying)) == (0, 1)
     with pytest.raises(ValueError, match=r"accepted: one that observes this allocator"):
-        kv.unobserve_deregistration(leaving.hear)
+        kv.unobserve_deregistration(leaving.note)
 
 
 def test_what_one_observer_does_to_its_arguments_reaches_no_other():
     kv = KVBlockAllocator(3)
-    heard = []
+    calls = []
     kv.observe_deregistration(lambda blocks, hashes: (blocks.clear(), hashes.clear()))
-    kv.observe_deregistration(lambda *news: heard.append(news))
+    kv.observe_deregistration(lambda *news: calls.append(news))
     (block,) = cached(kv, b"", A)
     assert kv.evict_lru_blocks(1) == [block]
-    assert heard == [([block], {1})]
+    assert calls == [([block], {1})]
 
 
-def test_blocks_are_free_and_unknown_by_the_time_observers_hear():
+def test_blocks_are_free_and_unknown_when_observers_are_notified():
     kv = KVBlockAllocator(3)
     seen = []
 
@@ -460,18 +460,18 @@ def test_without_a_prefix_held_blocks_stay_held():
     kv.check_integrity()
 
 
-def test_reset_forgets_all_and_tells_nobody():
+def test_reset_forgets_all_without_a_notification():
     kv = KVBlockAllocator(4)
-    heard = []
-    kv.observe_deregistration(lambda *news: heard.append(news))
+    calls = []
+    kv.observe_deregistration(lambda *news: calls.append(news))
     written(kv, b"", A)
     cached(kv, b"", B, key=2)
     kv.evict_lru_blocks(1)
-    heard.clear()
+    calls.clear()
     kv.reset()
     assert (kv.total_avail, kv.cached_count, kv.held_count, len(kv.tree.ghosts)) == (4, 0, 0, 0)
     assert kv.match_chain(b"", [1], [A]) == []
-    assert heard == []
+    assert calls == []
     kv.check_integrity()
 
 
@@ -650,7 +650,7 @@ SALTS = (b"", b"salt")
 
 
 class KVBlockMachine(RuleBasedStateMachine):
-    """Requests come, grow, share, and go as a context drives them; dicts and scans tell what must happen.
+    """Requests come, grow, share, and go as a context drives them; dicts and scans say what must happen.
 
     A prefix is (salt, contents...). The model knows of a block its reference count, the prefix it is
     registered under, and when its last reference went.

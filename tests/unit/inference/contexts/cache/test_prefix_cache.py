@@ -228,13 +228,13 @@ def test_a_state_that_cannot_be_forgotten_keeps_its_block(monkeypatch):
 def test_a_host_that_observes_does_not_take_the_states_place():
     cache = PrefixCache(4, 4, SIZE)
     cache.release(computed(cache, [1, 2, 3, 4], positions=[2, 4]))
-    heard = []
-    cache.kv_blocks.on_blocks_deregistered = lambda blocks, hashes: heard.append(
+    calls = []
+    cache.kv_blocks.on_blocks_deregistered = lambda blocks, hashes: calls.append(
         (sorted(blocks), cache.slots.counts.committed)
     )
     blocks = sorted(cache.match(chain_of([1, 2, 3, 4, 5]), 5).blocks)
     cache.kv_blocks.evict_lru_blocks(2)
-    assert heard == [(blocks, 0)]
+    assert calls == [(blocks, 0)]
     cache.check_integrity([])
 
 

@@ -93,7 +93,7 @@ def looked_up(cache, chain, num_tokens, held=(), limit=None):
     return tuple(blocks), depth * SIZE, slot, seen * SIZE, reasons
 
 
-def told(match):
+def facts_of(match):
     """The same of a match."""
     reasons = [span.reason for span in match.spans for _ in range(span.start, span.stop)]
     return match.blocks, match.resume_tokens, match.resume_slot, match.seen_tokens, reasons
@@ -166,7 +166,7 @@ def test_what_happens_to_the_prefix_changes_the_match(cache, change):
     again = cache.match(chain, 23, known=match)
     assert again != match
     assert again == cache.match(chain, 23)
-    assert told(again) == looked_up(cache, chain, 23)
+    assert facts_of(again) == looked_up(cache, chain, 23)
 
 
 def test_a_match_of_other_tokens_or_of_more_is_no_help_and_does_no_harm(cache):
@@ -400,7 +400,7 @@ class RememberedMatches(RuleBasedStateMachine):
                 # A path may have registered more than a shorter match asks for.
                 if len(held) <= one.num_tokens // SIZE:
                     oracle = looked_up(self.cache, one.chain, one.num_tokens, held, one.limit)
-                    assert told(fresh) == oracle
+                    assert facts_of(fresh) == oracle
             for known in one.known:
                 again = copied(known)
                 result = self.matched(one, again)

@@ -48,7 +48,7 @@ def test_a_state_that_went_unnoted_is_seen_when_its_turn_comes():
     leaves = made([1, 2])
     leaves.holds_state = states.__contains__
     leaves.note_states_changed([0])
-    states.add(1)  # nobody says so
+    states.add(1)  # without a notification
     assert leaves.pop(1, no_parent) == [0]
 
 

@@ -61,9 +61,9 @@ def reason_of(token, match):
 
 @given(matches())
 def test_every_computed_token_has_the_reason_that_a_look_at_everything_gives(match):
-    told = [(token, span.reason) for span in spans_of(match) for token in range(span.start, span.stop)]
+    reasons = [(token, span.reason) for span in spans_of(match) for token in range(span.start, span.stop)]
     first = match["num_resumed"] * match["block_size_tokens"]
-    assert told == [(token, reason_of(token, match)) for token in range(first, match["num_tokens"])]
+    assert reasons == [(token, reason_of(token, match)) for token in range(first, match["num_tokens"])]
 
 
 @given(matches())

@@ -117,7 +117,7 @@ class BooksMachine(RuleBasedStateMachine):
         self.registered.add(block)
         if block not in self.slots.tree.slot_by_block:
             (slot,) = self.slots.reserve([block])
-            self.memory[slot] = 255  # whoever reads what was here must have done so
+            self.memory[slot] = 255  # a reader of what was here must have read it
             self.memory[slot] = self.content(block)
             self.slots.commit([slot])
             self.ever.add(block)
@@ -193,7 +193,7 @@ def test_a_copy_that_takes_the_row_of_a_copy_that_failed_is_not_zeroed() -> None
     assert torch.equal(copies.rows[0], states[1])
 
 
-def test_a_bad_copy_that_cost_another_state_is_told() -> None:
+def test_a_bad_copy_that_cost_another_state_is_reported() -> None:
     """The sequence would have resumed from the state that left for the bad copy."""
     memory = torch.zeros(1, BYTES, dtype=torch.uint8)
     copies = HostCopies(3, BYTES, memory.__getitem__, torch.device("cpu"))

@@ -107,7 +107,7 @@ def test_a_newcomer_worth_less_than_all_states_is_the_least():
     assert policy.least(lambda slot: False) == (-1, -1)
 
 
-def test_a_host_that_tells_nothing_gets_the_order_of_use():
+def test_a_host_that_notifies_of_nothing_gets_the_order_of_use():
     policy = ValueEviction()
     for slot in range(4):
         policy.insert([slot])
@@ -124,7 +124,7 @@ def test_classes_whose_requests_return_are_learned():
         first = [1000 * session + block for block in range(1, 4)]
         one_request(policy, 0, first)
         policy.remove([0])
-        if session % 2:  # a session of two turns; nobody has a third
+        if session % 2:  # a session of two turns; none has a third
             one_request(policy, 0, [*first, 1000 * session + 9, 1000 * session + 10, 1000 * session + 11])
             policy.remove([0])
     one_request(policy, 1, [4, 5, 6])
