@@ -67,15 +67,19 @@ class StagedBuffer:
 
     def send(self, numbers: Sequence[int]) -> Tensor:
         """Copy numbers to the front of `gpu`, whose other entries stay; waits for the last copy but one."""
-        n, host = len(numbers), self._hosts[self._current]
-        if self._copied:
-            self._copied[self._current].synchronize()
+        n, host = len(numbers), self._writable()
         host.numpy()[:n] = numbers
         self.gpu[:n].copy_(host[:n], non_blocking=True)
         if self._copied:
             self._copied[self._current].record()
         self._current ^= 1
         return self.gpu
+
+    def _writable(self) -> Tensor:
+        """The host array of the next copy; waits for its last copy."""
+        if self._copied:
+            self._copied[self._current].synchronize()
+        return self._hosts[self._current]
 
 
 class MambaSpecDecodeGPUContext:
