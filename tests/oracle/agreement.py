@@ -164,7 +164,6 @@ class Agreement:
             return
         self._closed = True
         self._context.unobserve(self)
-        self._context.prefix_cache.kv_blocks.unobserve_deregistration(self._blocks_deregistered)
         self._decisions.clear()
         self._tracked.clear()
         with suppress(RuntimeError):  # the store's host has ended: no key is left
@@ -198,6 +197,8 @@ class Agreement:
         self._note_slots()
 
     def _blocks_deregistered(self, blocks: list[int], hashes: set[int]) -> None:
+        if self._closed:
+            return
         self._note_tokens()
         for block in blocks:
             self._note(f"KV block {block} deregistered")

@@ -13,6 +13,7 @@ from mambaslots.net.transfer.format import PrefixForest, PrefixFormat, Shard, sh
 from mambaslots.net.transfer.shard import PrefixShard, shapes_of
 from mambaslots.parallel_groups import ModelShard, Part
 from mambaslots.state_spec import gated_delta_net_states, mamba2_states, short_conv_states
+from oracle.kv_index import eviction_order
 from oracle.serving import small_model
 
 VERSION = "weights 1"
@@ -48,7 +49,7 @@ def maps_of(engine: ms.DynamicInferenceEngine) -> dict[str, Any]:
         "reserved": dict(slots.reserved),
         "pins": dict(slots.pins),
         "recency": slots.tree.states_by_recency(),
-        "order of eviction": slots.by_eviction(),
+        "order of eviction": eviction_order(slots),
     }
 
 

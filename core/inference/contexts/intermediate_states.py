@@ -17,7 +17,7 @@ from ...validation import INT32_MAX, instance, integer, shown
 from ..kernels.state_tensors import StateTensors
 from .cache.checkpoint_plan import CheckpointPlan, checked_boundaries
 from .cache.eviction import PolicyChoice, checked_policy
-from .cache.state_slots import StateSlots, choose_for_slots
+from .cache.state_slots import StateSlots
 
 MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
 """Offsets per request where the host does not state `max_intermediate_offsets_per_request`."""
@@ -297,11 +297,12 @@ class IntermediateStates:
             Block -> reserved slot. Where a copy raises, nothing stays reserved.
         """
         slots = self._slots
-        chosen, refused = choose_for_slots(list(sources)[::-1], num_available=slots.num_available)
+        blocks = list(sources)
+        num_refused = max(0, len(blocks) - slots.num_available)
+        chosen, refused = blocks[num_refused:], blocks[:num_refused]
         if refused:
             hashes = self._context.kv_block_allocator.block_hashes
             slots.tree.note_refused([int(hashes[block]) for block in refused])
-        chosen.reverse()
         reserved = slots.reserve(chosen)
         try:
             for in_scratch in (True, False):

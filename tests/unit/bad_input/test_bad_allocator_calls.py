@@ -250,7 +250,6 @@ class Blocks:
 
 _held = bad.ids(0, 11, good=(4,))
 _parent = bad.anything(bytes).also(-1, 12, 2, 4, 5)  # out of range, not held, not registered, free
-_known = (b"salt", [11], [b"a"])
 _new = (1, [4], [15], [b"e"])
 _any_of_three = "block_ids|block_ids, hashes and tokens"
 _contents = (
@@ -259,20 +258,15 @@ _contents = (
 BLOCK_CALLS: list[tuple[str, tuple[Any, ...], int, Bad, str]] = [
     ("is_memory_available", (1, 0), 0, bad.integer(0), "num_blocks"),
     ("is_memory_available", (1, 0), 1, bad.integer(0), "potential_matched_count"),
-    ("count_cached", ([2],), 0, bad.ids(0, 11, good=(2,)), "block_ids"),
     ("allocate_memory_blocks", (1,), 0, bad.integer(0), "num_blocks"),
     ("add_references", ([4],), 0, _held.also([5], [4, 5], [3], [3, 2]), "block_ids"),
     ("release_memory_blocks", ([4],), 0, _held.also([5], [4, 4], [2], [0], [4, 0]), "block_ids"),
-    ("match_chain", _known, 0, bad.anything(bytes).also(-1, 12), "parent"),
-    ("match_chain", _known, 1, bad.ids(1, MAX_HASH).also([], [11, 12]), "hashes"),
-    ("match_chain", _known, 2, _contents, "tokens|hashes"),
     ("register_chain", _new, 0, _parent, "parent"),
     ("register_chain", _new, 1, bad.ids(0, 11).also([0], [2], [5], [4, 4], []), _any_of_three),
     ("register_chain", _new, 2, bad.ids(1, MAX_HASH).also([], [15, 16]), f"hashes|{_any_of_three}"),
     ("register_chain", _new, 3, _contents, f"tokens|{_any_of_three}"),
     ("evict_lru_blocks", (1,), 0, bad.integer(), "num_blocks"),
     ("observe_deregistration", (print,), 0, bad.anything().only(callable), "observer"),
-    ("unobserve_deregistration", (print,), 0, bad.anything().also(print), "observer"),
 ]  # fmt: skip
 
 

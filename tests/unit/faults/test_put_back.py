@@ -196,8 +196,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "intermediate_states.py",
-                "choose_for_slots(list(sources)[::-1], num_available=slots.num_available)",
-                "(list(sources)[::-1], [])",
+                "num_refused = max(0, len(blocks) - slots.num_available)",
+                "num_refused = 0",
             ),
         ),
     ),

@@ -11,6 +11,7 @@ from mambaslots.replay.engine_replay import TOO_LONG, EngineReplay
 from mambaslots.replay.ours import spec_of
 from mambaslots.replay.setting import ModelShape, StepCost
 from mambaslots.replay.trace import Trace, TraceRequest
+from oracle.kv_index import eviction_order
 from oracle.session_traces import small_trace
 
 SHAPE = ModelShape("small", 1024, 1024, 64, 4, 64, 4, 1, 1, 16)
@@ -36,7 +37,7 @@ def state_of(replay: EngineReplay) -> tuple[object, ...]:
         cache.slots.tree.slot_by_block.copy(),
         cache.slots.tree.hash_to_block_id.copy(),
         list(cache.slots.free),
-        cache.slots.by_eviction(),
+        eviction_order(cache.slots),
         cache.slots.pins.copy(),
         list(cache.kv_blocks.references),
         cache.kv_blocks.tree.block_of_hash.copy(),

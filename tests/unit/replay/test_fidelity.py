@@ -14,6 +14,7 @@ from mambaslots.replay.setting import StepCost
 from mambaslots.replay.trace import Trace
 from mambaslots.state_spec import StateTensor
 from oracle.budget import costly
+from oracle.kv_index import eviction_order
 from oracle.session_traces import small_trace
 
 VOCABULARY, BLOCK = 100, 4
@@ -117,7 +118,7 @@ def test_a_replay_decides_as_a_real_engine(
     real, replayed = engine.context.prefix_cache, replay.context.prefix_cache
     assert real.slots.tree.hash_to_block_id == replayed.slots.tree.hash_to_block_id
     assert real.slots.tree.slot_by_block == replayed.slots.tree.slot_by_block
-    assert real.slots.by_eviction() == replayed.slots.by_eviction()
+    assert eviction_order(real.slots) == eviction_order(replayed.slots)
     assert real.kv_blocks.tree.block_of_hash == replayed.kv_blocks.tree.block_of_hash
     assert engine.context.cache_stats() == replay.context.cache_stats()
     stats = engine.context.cache_stats()

@@ -75,17 +75,34 @@ class Borrowing:
 
     def _candidates(self) -> Iterator[KVUnit]:
         """Clock algorithm: units that could be emptied, from the hand on, up to the first without a state."""
-        units, kv, slot_of = self._units, self._kv_blocks, self._slots.tree.slot_of
+        units, tree = self._units, self._kv_blocks.tree
         first, count = units.num_kv_units, units.num_units - units.num_kv_units
         for step in range(min(count, MOST_LOOKS)):
             unit = first + (self._hand + step) % count
-            if units.holds_states[unit] or (leaves := kv.unit_leaves(unit)) is None:
+            if units.holds_states[unit] or (leaves := self._leaves_of(unit)) is None:
                 continue
-            slots = [slot_of(block) for block in leaves if kv.tree.holds_state(block)]
+            slots = [tree.slot_of(block) for block in leaves if tree.holds_state(block)]
             if -1 in slots or not self._slots.pins.keys().isdisjoint(slots):
                 continue  # a state of a tier, or one that is read
-            yield KVUnit(unit, leaves, slots, kv.last_use(leaves))
+            last_use = max(map(tree.leaves.timestamps.__getitem__, leaves), default=0)
+            yield KVUnit(unit, leaves, slots, last_use)
         self._hand = (self._hand + MOST_LOOKS) % max(1, count)
+
+    def _leaves_of(self, unit: int) -> list[int] | None:
+        """A unit's cached blocks, children first; None where one is held, or continued by another unit's."""
+        blocks, tree = self._units.blocks_of(unit), self._kv_blocks.tree
+        parents = tree.parents
+        if any(tree.references[blocks.start : blocks.stop]):
+            return None
+        counts = {block: tree.num_children(block) for block in blocks if parents[block] >= 0}
+        ordered = [block for block, num_children in counts.items() if not num_children]
+        for block in ordered:
+            parent = parents[block]
+            if parent in counts:
+                counts[parent] -= 1
+                if not counts[parent]:
+                    ordered.append(parent)
+        return ordered if len(ordered) == len(counts) else None
 
     def _give_to_states(self, unit: int) -> None:
         self._scrubber.move_unit(unit, self._units.blocks_of(unit), self._scrubber.blocks)

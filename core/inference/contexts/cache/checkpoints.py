@@ -172,9 +172,7 @@ class StepCheckpoints:
                 continue
             block = path.blocks[depth - 1]
             if step.decoding:  # a draft's state is planned only now that the draft is right
-                self._slots.plan(
-                    PlannedState(path.chain.keys[depth - 1], path.chain.keys, depth, "decode", path.request)
-                )
+                self._slots.policy.plan(path.chain.keys, depth, "decode", path.request)
             (committed[position],) = self._slots.commit([slot], [block])
             if step.decoding:
                 keeps = any(b.position == position and b.keeps for b in step.boundaries)

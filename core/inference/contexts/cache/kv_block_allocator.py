@@ -79,7 +79,7 @@ class KVBlockAllocator:
         self._now = clock
         self.total_count = integer("total_count", total_count, 1, INT32_MAX)
         self._registers = boolean("enable_prefix_caching", enable_prefix_caching)
-        self.units = units
+        self._units = units
         self.lender: BlockLender | None = None
         self.tree = PrefixTree(self.total_count) if slots is None else slots.tree
         self.on_blocks_deregistered: DeregistrationObserver | None = None
@@ -91,9 +91,9 @@ class KVBlockAllocator:
         self._clear_references()
 
     def _clear_references(self) -> None:
-        self._refs = [0] * self.total_count + [1]  # the tree's origin is always held
+        self.tree.references[:-1] = [0] * self.total_count
         for block in self._lent_blocks:
-            self._refs[block] = 1
+            self.tree.references[block] = 1
         self.tree.leaves.timestamps[:] = [0] * self.total_count
         self._clock = 0
         self._num_cached = 0
@@ -101,9 +101,9 @@ class KVBlockAllocator:
 
     def _restart_free(self, num_free: int) -> None:
         """Note that every block is free that is neither held nor registered."""
-        self._free.restart(num_free, self._refs, self.tree.parents)
+        self._free.restart(num_free, self.tree.references, self.tree.parents)
         if self._dirty.is_active:
-            self._dirty.note(self._free.listed(self._refs, self.tree.parents))
+            self._dirty.note(self._free.listed(self.tree.references, self.tree.parents))
 
     def _add_free(self, blocks: list[int]) -> None:
         self._dirty.note(blocks)
@@ -113,7 +113,7 @@ class KVBlockAllocator:
 
     @property
     def block_ref_counts(self) -> npt.NDArray[np.int32]:
-        return np.array(self._refs[: self.total_count], np.int32)
+        return np.array(self.tree.references[: self.total_count], np.int32)
 
     @property
     def block_hashes(self) -> npt.NDArray[np.int64]:
@@ -128,7 +128,7 @@ class KVBlockAllocator:
     @property
     def _lent_blocks(self) -> Sequence[int]:
         """The blocks whose memory holds states. They have a reference, which does not count as held."""
-        return self.units.lent_blocks if self.units else ()
+        return self._units.lent_blocks if self._units else ()
 
     @property
     def kv_hash_to_block_id(self) -> dict[int, int]:
@@ -137,7 +137,7 @@ class KVBlockAllocator:
     @property
     def references(self) -> dict[int, int]:
         """The reference counts of the held blocks."""
-        held = {block: count for block, count in enumerate(self._refs[: self.total_count]) if count}
+        held = {block: count for block, count in enumerate(self.tree.references[: self.total_count]) if count}
         for block in self._lent_blocks:
             held.pop(block, None)
         return held
@@ -156,7 +156,7 @@ class KVBlockAllocator:
 
     @property
     def held_count(self) -> int:
-        num_lent = self.units.num_lent_blocks if self.units else 0
+        num_lent = self._units.num_lent_blocks if self._units else 0
         return self.total_count - self.total_avail - self._num_cached - num_lent
 
     def is_memory_available(
@@ -172,15 +172,11 @@ class KVBlockAllocator:
         needed = integer("num_blocks", num_blocks, 0)
         matched = integer("potential_matched_count", potential_matched_count, 0)
         missing = needed - (self.total_avail + self._num_cached - matched)
-        if missing <= 0 or self.units is None or self.lender is None:
+        if missing <= 0 or self._units is None or self.lender is None:
             return missing <= 0
         if keep_slots is None:
             return missing <= self.lender.num_blocks_to_lend()
-        return missing <= self.lender.num_blocks_to_lend(keep_slots, self.units.num_spare_units)
-
-    def count_cached(self, block_ids: Sequence[int]) -> int:
-        """How many of these blocks are not held; all of them must be registered."""
-        return countOf(map(self._refs.__getitem__, self._checked(block_ids)), 0)
+        return missing <= self.lender.num_blocks_to_lend(keep_slots, self._units.num_spare_units)
 
     # ---- allocation and references
 
@@ -198,11 +194,11 @@ class KVBlockAllocator:
             raise KVBlockCapacityError(num_blocks, self.total_avail + self._num_cached)
         if missing > 0:
             self._evict(missing)
-        blocks = self._free.take(num_blocks, self._refs, self.tree.parents)
+        blocks = self._free.take(num_blocks, self.tree.references, self.tree.parents)
         self._dirty.give(blocks)
         if self.tree.deferred:
             self.tree.deferred.free(512 + 16 * num_blocks)
-        refs = self._refs
+        refs = self.tree.references
         for block in blocks:
             refs[block] = 1
         return blocks
@@ -210,7 +206,7 @@ class KVBlockAllocator:
     def add_references(self, block_ids: Sequence[int]) -> None:
         """Add one reference to each of these held or registered blocks; parents come before children."""
         blocks = self._checked(block_ids)
-        refs, tree = self._refs, self.tree
+        refs, tree = self.tree.references, self.tree
         parents = tree.parents
         seen: set[int] = set()
         for block in blocks:
@@ -243,7 +239,7 @@ class KVBlockAllocator:
         `forget`: also deregister the blocks that are not held any more and no other sequence continues.
         """
         blocks = self._checked(block_ids)
-        refs, tree = self._refs, self.tree
+        refs, tree = self.tree.references, self.tree
         parents, num_held_children = tree.parents, tree.num_held_children
         if len(set(blocks)) == len(blocks):
             remaining = [refs[block] - 1 for block in blocks]
@@ -296,23 +292,6 @@ class KVBlockAllocator:
 
     # ---- prefixes
 
-    def match_chain(self, parent: Parent, hashes: Sequence[int], tokens: Sequence[bytes]) -> list[int]:
-        """The registered blocks that continue `parent`, up to the first one that is unknown.
-
-        Token ids are compared, not only hashes.
-
-        `parent`: a registered block, or the root digest.
-        """
-        if not isinstance(parent, bytes):
-            parent = integer("parent", parent, 0, self.total_count - 1)
-        keys = checked_integers("hashes", hashes, 1, MAX_HASH)
-        contents = _checked_contents(tokens)
-        if len(keys) != len(contents):
-            raise ValueError(
-                f"hashes has {len(keys)} entries and tokens {len(contents)}; accepted: equally many"
-            )
-        return self.tree.match(parent, keys, contents)
-
     def register_chain(
         self, parent: Parent, block_ids: Sequence[int], hashes: Sequence[int], tokens: Sequence[bytes]
     ) -> list[int]:
@@ -340,9 +319,9 @@ class KVBlockAllocator:
             )
         if not isinstance(parent, bytes):
             parent = integer("parent", parent, 0, self.total_count - 1)
-            if parent not in self.tree or not self._refs[parent]:
+            if parent not in self.tree or not self.tree.references[parent]:
                 raise ValueError(f"parent is {parent}; accepted: a held, registered block, or a root digest")
-        refs, parents = self._refs, self.tree.parents
+        refs, parents = self.tree.references, self.tree.parents
         registered = [parents[block] for block in blocks] != [-1] * len(blocks)
         if registered or len(set(blocks)) < len(blocks) or 0 in [refs[block] for block in blocks]:
             raise ValueError(
@@ -370,7 +349,7 @@ class KVBlockAllocator:
         return self._evict(num_blocks) if num_blocks > 0 else []
 
     def _evict(self, num_blocks: int) -> list[int]:
-        refs, tree = self._refs, self.tree
+        refs, tree = self.tree.references, self.tree
         parents, num_held, num_cached = tree.parents, tree.num_held_children, tree.num_cached_children
 
         def leaf_parent(block: int) -> int:
@@ -393,12 +372,6 @@ class KVBlockAllocator:
         if not callable(observer):
             raise ValueError(f"observer is {shown(observer)}; accepted: a callable of blocks and hashes")
         self._observers.append(observer)
-
-    def unobserve_deregistration(self, observer: DeregistrationObserver) -> None:
-        """Stop calling `observer`; ValueError for one that does not observe."""
-        if not callable(observer) or observer not in self._observers:
-            raise ValueError(f"observer is {shown(observer)}; accepted: one that observes this allocator")
-        self._observers = [known for known in self._observers if known != observer]
 
     def _deregister(self, blocks: list[int], cause: KVRemovalCause) -> None:
         """Forget cached blocks that nothing continues, and free them: states first, observers last."""
@@ -470,46 +443,25 @@ class KVBlockAllocator:
         return self._by_unit.whole_units if self._by_unit is not None else []
 
     def _blocks_of(self, unit: int) -> range:
-        return self.units.blocks_of(unit) if self.units else range(0)
-
-    def unit_leaves(self, unit: int) -> list[int] | None:
-        """A unit's cached blocks, children first; None where one is held, or continued by another unit's."""
-        blocks = self._blocks_of(unit)
-        if any(self._refs[blocks.start : blocks.stop]):
-            return None
-        tree = self.tree
-        parents = tree.parents
-        counts = {block: tree.num_children(block) for block in blocks if parents[block] >= 0}
-        ordered = [block for block, num_children in counts.items() if not num_children]
-        for block in ordered:
-            parent = parents[block]
-            if parent in counts:
-                counts[parent] -= 1
-                if not counts[parent]:
-                    ordered.append(parent)
-        return ordered if len(ordered) == len(counts) else None
+        return self._units.blocks_of(unit) if self._units else range(0)
 
     def empty_unit(self, leaves: list[int]) -> None:
-        """Evict the blocks that `unit_leaves` has named."""
+        """Evict these cached blocks of one unit, children first; only blocks of the unit continue them."""
         tree = self.tree
         for block in leaves:
             parent = tree.parents[block]
             self.tree.leaves.withdraw(block)
             tree.num_cached_children[parent] -= 1
-            if not self._refs[parent] and not tree.num_children(parent):
+            if not self.tree.references[parent] and not tree.num_children(parent):
                 self.tree.leaves.offer(parent)
         last_used_ns = list(map(self.tree.leaves.timestamps.__getitem__, leaves))
         self._deregister(leaves, "new_block")
         tree.turnover.note_ages(self._now(), last_used_ns)
 
-    def last_use(self, blocks: Sequence[int]) -> int:
-        """When one of these blocks was last used; 0 for no blocks."""
-        return max(map(self.tree.leaves.timestamps.__getitem__, blocks), default=0)
-
     def withdraw_unit(self, unit: int) -> None:
         """Give up the blocks of a unit, all of which are free: its memory shall hold states."""
         for block in self._blocks_of(unit):
-            self._refs[block] = 1
+            self.tree.references[block] = 1
         self._dirty.withdraw(self._blocks_of(unit))
         if self._by_unit is not None:
             self._by_unit.withdraw(unit)
@@ -518,7 +470,7 @@ class KVBlockAllocator:
         """Take the blocks of a unit into use, whose memory held states; zero where that is asked for."""
         blocks = self._blocks_of(unit)
         for block in blocks:
-            self._refs[block] = 0
+            self.tree.references[block] = 0
         self._free.add(list(reversed(blocks)))
 
     # ---- checks
@@ -528,22 +480,23 @@ class KVBlockAllocator:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other; O(pool)."""
+        refs = self.tree.references
         registered = set(self.kv_hash_to_block_id.values())
-        listed = self._free.listed(self._refs, self.tree.parents)
+        listed = self._free.listed(refs, self.tree.parents)
         free = set(listed)
         assert len(listed) == len(free), "a block is free twice"
         assert len(free) == self.total_avail, "the count of free blocks is off"
         assert not free & registered, "a free block is registered"
-        assert all(self._refs[block] == 0 for block in free), "a free block is held"
-        held = {block for block in range(self.total_count) if self._refs[block] > 0}
+        assert all(refs[block] == 0 for block in free), "a free block is held"
+        held = {block for block in range(self.total_count) if refs[block] > 0}
         cached = registered - held
-        assert min(self._refs) >= 0, "a reference count is negative"
+        assert min(refs) >= 0, "a reference count is negative"
         lent = self._lent_blocks
         assert registered.isdisjoint(lent), "a registered block's memory holds states"
-        assert all(self._refs[block] == 1 for block in lent), "the memory of a block in use holds states"
+        assert all(refs[block] == 1 for block in lent), "the memory of a block in use holds states"
         assert len(free) + len(held | registered) == self.total_count, "a block is nowhere"
         assert len(cached) == self._num_cached, "the count of cached blocks is off"
-        assert self._refs[self.total_count] == 1, "the origin of all prefixes is not held"
+        assert refs[self.total_count] == 1, "the origin of all prefixes is not held"
         self.tree.check_integrity(held)
         leaves = {block for block in cached if not self.tree.num_children(block)}
         assert leaves == self.tree.leaves.blocks, "the cached leaves are others"

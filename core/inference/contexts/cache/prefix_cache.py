@@ -315,7 +315,7 @@ class PrefixCache:
         num_held_children = self.tree.num_held_children
         num_held = bisect_left(blocks, True, key=lambda block: not num_held_children[block])
         if num_held < len(blocks):
-            num_held += not self.kv_blocks.count_cached([blocks[num_held]])
+            num_held += self.tree.references[blocks[num_held]] > 0
         return len(blocks) - num_held
 
     def hold(self, path: CachedPath, match: PrefixMatch) -> None:

@@ -148,13 +148,14 @@ class PrefixTree:
     A node is a registered block: under the hash of the prefix that it ends, below the block before it. Every
     attribute of a node is an entry of a flat list, or of a dictionary where few blocks have one. The parent
     of a prefix's first block is the *origin*, which counts as a block that is always held; the prefix's root
-    digest is stored with the first block. Arguments are trusted. `KVBlockAllocator` knows which blocks are
-    held, and keeps the two counts of children up to date; `StateSlots` knows which slots are free.
+    digest is stored with the first block. Arguments are trusted. `KVBlockAllocator` counts references and
+    children, and knows which blocks are free; `StateSlots` knows which slots are.
 
     Attributes:
         origin: the number of the origin: one more than the last block.
         block_of_hash: prefix hash -> registered block. `clear` puts another dict in its place.
         parents: parent of each block, -1 for unregistered blocks.
+        references: how often each block is held. The last entry is the origin's, which is 1.
         num_held_children, num_cached_children: for each block the number of registered blocks that continue
             it and are held, or are cached. The last entry is the origin's.
         slot_by_block: block -> the slot of the state at its end, in the order of commits.
@@ -196,6 +197,7 @@ class PrefixTree:
         self.serials = [0] * num_blocks
         self.family_changes = [0] * num_blocks
         self._roots = [0] * num_blocks  # the first block of each registered block's prefix
+        self.references = [0] * num_blocks + [1]
         self.parents: list[int] = []
         self.num_held_children: list[int] = []
         self.num_cached_children: list[int] = []

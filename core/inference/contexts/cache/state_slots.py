@@ -25,21 +25,6 @@ class SlotCounts(NamedTuple):
     live: int = 0
 
 
-class SlotChoice[T](NamedTuple):
-    """`chosen` candidates get a slot; `refused` ones are certain candidates that get none."""
-
-    chosen: list[T]
-    refused: list[T]
-
-
-def choose_for_slots[T](
-    certain: Sequence[T], guessed: Sequence[T] = (), *, num_available: int, num_free: int = 0
-) -> SlotChoice[T]:
-    """Give slots to the worthiest candidates; a guessed one evicts nothing, as its draft may be wrong."""
-    chosen, refused = list(certain[:num_available]), list(certain[num_available:])
-    return SlotChoice(chosen + list(guessed[: max(0, num_free - len(chosen))]), refused)
-
-
 class PlannedState(NamedTuple):
     """A state that a step will store: `keys[:depth]` hashes its prefix, `request` is the policy's number."""
 
@@ -137,27 +122,22 @@ class StateSlots:
         num_pinned = sum(1 for slot in self.pins if slot not in self.reserved)
         return len(self.free) + len(self.tree.slot_by_block) - num_pinned
 
-    def by_eviction(self) -> list[int]:
-        """All committed slots in the order of eviction."""
-        return self.policy.victims(self.num_slots, lambda slot: True)
-
     def next_victims(self, count: int) -> list[int]:
         """Up to `count` unpinned slots whose states would be evicted next. Changes nothing."""
         return self.policy.victims(count, lambda slot: slot not in self.pins)
 
     # ---- reservations
 
-    def plan(self, state: PlannedState) -> None:
-        """A step will store this state; `choose` calls this for all states but those of drafts."""
-        self.policy.plan(state.keys, state.depth, state.taken_as, state.request)
+    def choose(
+        self, planned: Sequence[PlannedState], guessed: Sequence[int] = ()
+    ) -> tuple[list[int], list[int]]:
+        """Which hashes get a slot, and which planned ones get none; evicts states worth less.
 
-    def choose(self, planned: Sequence[PlannedState], guessed: Sequence[int] = ()) -> SlotChoice[int]:
-        """Which hashes get a slot; evicts states worth less. `guessed`: hashes of drafts' states."""
+        `guessed`: hashes of drafts' states, which evict nothing, because the drafts may be wrong.
+        """
         policy, keys = self.policy, [state.key for state in planned]
         for state in planned:
-            self.plan(state)
-        if not policy.refuses:
-            return choose_for_slots(keys, guessed, num_available=self.num_available, num_free=len(self.free))
+            policy.plan(state.keys, state.depth, state.taken_as, state.request)
         wanted = dict.fromkeys(keys)
         while len(wanted) > len(self.free):
             slot, key = policy.least(lambda slot: slot not in self.pins, wanted)
@@ -168,7 +148,7 @@ class StateSlots:
                 policy.unplan(key)
                 del wanted[key]
         num_free = len(self.free) - len(wanted)
-        return SlotChoice([*wanted, *guessed[:num_free]], [key for key in keys if key not in wanted])
+        return [*wanted, *guessed[:num_free]], [key for key in keys if key not in wanted]
 
     def reserve(self, blocks: Sequence[int], keys: Sequence[int] = ()) -> list[int]:
         """Allocate one slot for each block's state; may evict. `keys`: the hashes that `choose` chose."""

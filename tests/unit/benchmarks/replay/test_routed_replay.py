@@ -19,6 +19,7 @@ from mambaslots.replay.ours import OURS, spec_of
 from mambaslots.replay.setting import ModelShape, ReplaySetting, StepCost, model_shape
 from mambaslots.replay.trace import Trace, TraceRequest
 from oracle.budget import costly
+from oracle.kv_index import eviction_order
 from oracle.session_traces import small_trace
 from routed import one_cache_replay, sum_of
 from routed import routed_replay as routed_by
@@ -113,7 +114,7 @@ def state_of(engine: EngineReplay) -> tuple[object, ...]:
     cache = engine.context.prefix_cache
     return (
         engine.now_ns, cache.slots.tree.slot_by_block, cache.slots.tree.hash_to_block_id,
-        cache.slots.by_eviction(), list(cache.kv_blocks.references), engine.context.cache_stats(),
+        eviction_order(cache.slots), list(cache.kv_blocks.references), engine.context.cache_stats(),
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from mambaslots.net.transfer import import_
 from mambaslots.net.transfer.format import TensorFormat
 from mambaslots.net.transfer.import_ import Placement
 from oracle.budget import costly
+from oracle.kv_index import eviction_order
 from oracle.model_kinds import MIX, kind_of_model
 from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_model
 from oracle.transfers import engine_of, maps_of, tensors_of
@@ -362,7 +363,7 @@ def test_what_the_allocators_report(source: ms.DynamicInferenceEngine) -> None:
     target = engine_of()
     moved(source, target)
     kv, slots = target.context.prefix_cache.kv_blocks, target.context.prefix_cache.slots
-    assert sorted(slots.by_eviction()) == sorted(slots.tree.slot_by_block.values())
+    assert sorted(eviction_order(slots)) == sorted(slots.tree.slot_by_block.values())
     for block in range(kv.total_count):
         assert (block in kv.tree) == (block in kv.kv_hash_to_block_id.values())
 
@@ -479,7 +480,7 @@ def test_a_slot_that_is_allocated_but_not_registered_is_not_exported() -> None:
     slots, kv = source.context.prefix_cache.slots, source.context.prefix_cache.kv_blocks
     stateless = [block for block in kv.kv_hash_to_block_id.values() if block not in slots.tree.slot_by_block]
     if not stateless:
-        stateless = [slots.tree.block_of(slots.by_eviction()[0])]
+        stateless = [slots.tree.block_of(eviction_order(slots)[0])]
         assert slots.drop(stateless[0])
     before = export_prefixes(source)
     allocated = slots.allocate(stateless[:1])

@@ -108,7 +108,7 @@ def test_a_registered_block_stays_cached_after_its_last_release():
     kv = KVBlockAllocator(3)
     blocks = cached(kv, b"", A, B)
     assert (kv.total_avail, kv.cached_count, kv.held_count) == (1, 2, 0)
-    assert kv.match_chain(b"", [1, 2], [A, B]) == blocks
+    assert kv.tree.match(b"", [1, 2], [A, B]) == blocks
 
 
 def test_a_cached_block_can_be_held_again():
@@ -137,50 +137,43 @@ def test_available_memory_counts_free_and_cached_blocks_less_those_about_to_be_h
     assert not kv.is_memory_available(3, potential_matched_count=2)
 
 
-def test_cached_blocks_among_matched_ones_can_be_counted():
-    kv = KVBlockAllocator(4)
-    held = written(kv, b"", A, B)
-    gone = cached(kv, held[1], C, key=3)
-    assert kv.count_cached(held + gone) == 1
-
-
 # ---- prefixes
 
 
 def test_the_longest_known_prefix_matches():
     kv = KVBlockAllocator(4)
     blocks = written(kv, b"", A, B)
-    assert kv.match_chain(b"", [1, 2, 9], [A, B, C]) == blocks
-    assert kv.match_chain(b"", [1, 9], [A, C]) == blocks[:1]
-    assert kv.match_chain(b"", [9], [C]) == []
+    assert kv.tree.match(b"", [1, 2, 9], [A, B, C]) == blocks
+    assert kv.tree.match(b"", [1, 9], [A, C]) == blocks[:1]
+    assert kv.tree.match(b"", [9], [C]) == []
 
 
 def test_matching_holds_and_refreshes_nothing():
     kv = KVBlockAllocator(4)
     cached(kv, b"", A)
     before = picture(kv)
-    kv.match_chain(b"", [1], [A])
+    kv.tree.match(b"", [1], [A])
     assert picture(kv) == before
 
 
 def test_other_salts_share_nothing_even_under_one_hash():
     kv = KVBlockAllocator(4)
     written(kv, b"mine", A)
-    assert kv.match_chain(b"yours", [1], [A]) == []
+    assert kv.tree.match(b"yours", [1], [A]) == []
 
 
 def test_equal_hashes_of_other_tokens_do_not_match():
     kv = KVBlockAllocator(4)
     written(kv, b"", A)
-    assert kv.match_chain(b"", [1], [B]) == []
+    assert kv.tree.match(b"", [1], [B]) == []
 
 
 def test_equal_hashes_and_tokens_below_another_parent_do_not_match():
     kv = KVBlockAllocator(4)
     first = written(kv, b"", A, C)
     other = written(kv, b"", B, key=7)
-    assert kv.match_chain(b"", [7, 2], [B, C]) == other
-    assert kv.match_chain(b"", [1, 2], [A, C]) == first
+    assert kv.tree.match(b"", [7, 2], [B, C]) == other
+    assert kv.tree.match(b"", [1, 2], [A, C]) == first
 
 
 def test_the_first_to_register_a_prefix_wins():
@@ -202,7 +195,7 @@ def test_a_chain_continues_below_its_twins():
     kv.add_references(first)
     kv.release_memory_blocks(second[:2])
     kv.check_integrity()
-    assert kv.match_chain(b"", [1, 2, 3], [A, B, C]) == chain
+    assert kv.tree.match(b"", [1, 2, 3], [A, B, C]) == chain
     assert kv.tree.num_children(first[1]) == 1
 
 
@@ -237,7 +230,7 @@ def test_registration_ends_before_a_colliding_hash():
     assert kv.register_chain(b"", blocks, [5, 1, 6], [B, C, D]) == blocks[:1]
     assert kv.block_hashes[blocks].tolist() == [5, -1, -1]
     kv.check_integrity()
-    assert kv.match_chain(b"", [5, 1, 6], [B, C, D]) == blocks[:1]
+    assert kv.tree.match(b"", [5, 1, 6], [B, C, D]) == blocks[:1]
 
 
 def test_registration_ends_before_an_equal_block_of_another_parent():
@@ -277,7 +270,7 @@ def test_allocation_evicts_only_what_is_missing():
     kv = KVBlockAllocator(4)
     blocks = cached(kv, b"", A, B, C)
     new = kv.allocate_memory_blocks(2)
-    assert kv.match_chain(b"", [1, 2, 3], [A, B, C]) == blocks[:2]
+    assert kv.tree.match(b"", [1, 2, 3], [A, B, C]) == blocks[:2]
     assert blocks[2] in new
 
 
@@ -406,23 +399,6 @@ def test_an_observer_that_raises_loses_nothing(failing, caplog):
     kv.check_integrity()
 
 
-def test_one_that_observes_no_more_is_not_notified():
-    class Observer(list):
-        def note(self, *news):
-            self.append(news)
-
-    kv = KVBlockAllocator(3)
-    leaving, staying = Observer(), Observer()
-    kv.observe_deregistration(leaving.note)
-    kv.observe_deregistration(staying.note)
-    kv.unobserve_deregistration(leaving.note)  # another bound method, of the same object
-    cached(kv, b"", A)
-    kv.evict_lru_blocks(1)
-    assert (len(leaving), len(staying)) == (0, 1)
-    with pytest.raises(ValueError, match=r"accepted: one that observes this allocator"):
-        kv.unobserve_deregistration(leaving.note)
-
-
 def test_what_one_observer_does_to_its_arguments_reaches_no_other():
     kv = KVBlockAllocator(3)
     calls = []
@@ -438,7 +414,7 @@ def test_blocks_are_free_and_unknown_when_observers_are_notified():
     seen = []
 
     def look(blocks, hashes):
-        seen.append((kv.total_avail, kv.block_hashes[blocks].tolist(), kv.match_chain(b"", [1], [A])))
+        seen.append((kv.total_avail, kv.block_hashes[blocks].tolist(), kv.tree.match(b"", [1], [A])))
         kv.check_integrity()
 
     kv.observe_deregistration(look)
@@ -470,7 +446,7 @@ def test_reset_forgets_all_without_a_notification():
     calls.clear()
     kv.reset()
     assert (kv.total_avail, kv.cached_count, kv.held_count, len(kv.tree.ghosts)) == (4, 0, 0, 0)
-    assert kv.match_chain(b"", [1], [A]) == []
+    assert kv.tree.match(b"", [1], [A]) == []
     assert calls == []
     kv.check_integrity()
 
@@ -565,7 +541,7 @@ def test_hashes_of_any_integer_sequence_are_found_again(kind):
     kv = KVBlockAllocator(3)
     blocks = kv.allocate_memory_blocks(2)
     assert kv.register_chain(b"", blocks, kind([5, 6]), [A, B]) == blocks
-    assert kv.match_chain(b"", [5, 6], [A, B]) == blocks
+    assert kv.tree.match(b"", [5, 6], [A, B]) == blocks
     kv.check_integrity()
 
 
@@ -617,7 +593,7 @@ def test_calls_cost_the_same_in_a_large_pool_as_in_a_small_one():
             lines_run(lambda: kv.release_memory_blocks(got)),
             lines_run(lambda: kv.evict_lru_blocks(4)),
             lines_run(lambda: kv.is_memory_available(4)),
-            lines_run(lambda: kv.match_chain(b"new", [10**6], [A])),
+            lines_run(lambda: kv.tree.match(b"new", [10**6], [A])),
         ]
 
     assert costs(5_000) == costs(100)
@@ -769,11 +745,10 @@ class KVBlockMachine(RuleBasedStateMachine):
         request = [salt, contents, [], 0]
         prefixes, keys = self.chain_of(request)
         known = next((i for i, p in enumerate(prefixes) if p not in self.block_of), len(prefixes))
-        matched = self.kv.match_chain(salt, keys, contents)
+        matched = self.kv.tree.match(salt, keys, contents)
         assert matched == [self.block_of[prefix] for prefix in prefixes[:known]]
         missing = len(contents) - known
-        held_soon = self.kv.count_cached(matched)
-        assert held_soon == sum(1 for block in matched if not self.refs[block])
+        held_soon = sum(1 for block in matched if not self.refs[block])
         fits = self.kv.is_memory_available(missing, held_soon)
         self.kv.add_references(matched)
         self.refs.update(matched)

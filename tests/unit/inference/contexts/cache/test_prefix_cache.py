@@ -15,6 +15,7 @@ from mambaslots.inference.contexts.cache.checkpoints import PathStep
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.pool_stats import AGE_BOUNDS_S
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
+from oracle.kv_index import eviction_order
 
 SIZE = 2  # tokens of a block
 MOST_BLOCKS = 32
@@ -69,7 +70,7 @@ def picture(cache, paths=()):
         dict(cache.kv_blocks.kv_hash_to_block_id),
         dict(cache.slots.tree.slot_by_block),
         dict(cache.slots.pins),
-        cache.slots.by_eviction(),
+        eviction_order(cache.slots),
         [(list(path.blocks), path.num_registered, path.state_slot) for path in paths],
     )
 
@@ -198,7 +199,9 @@ def test_what_others_hold_of_a_discarded_path_stays():
 def states_outlive_blocks(cache):
     """Blocks whose state can be found though they are free, or are registered no more."""
     kv, states = cache.kv_blocks, cache.slots.tree
-    free = {block for block in range(kv.total_count) if not kv._refs[block] and block not in kv.tree}
+    free = {
+        block for block in range(kv.total_count) if not kv.tree.references[block] and block not in kv.tree
+    }
     return free & (set(states.hash_to_block_id.values()) | set(states.slot_by_block))
 
 
@@ -730,7 +733,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert self.departed == []
         assert cache.kv_blocks.references == +self.refs()
         assert set(cache.kv_blocks.kv_hash_to_block_id.values()) == self.prefix_of.keys()
-        assert [cache.slots.tree.block_of(slot) for slot in cache.slots.by_eviction()] == self.states
+        assert [cache.slots.tree.block_of(slot) for slot in eviction_order(cache.slots)] == self.states
         slots = cache.slots.tree.slot_by_block
         assert {block for block, slot in slots.items() if slot in cache.tree.used} == self.used
         for sequence in self.sequences:

@@ -14,6 +14,7 @@ from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
 from mambaslots.inference.contexts.cache.prefix_match import PrefixMatch
 from mambaslots.inference.contexts.cache.prefix_tree import PrefixTree
 from mambaslots.inference.contexts.cache.reasons import GhostList
+from oracle.kv_index import eviction_order
 
 SIZE = 2
 PLAN = CheckpointPlan()
@@ -330,7 +331,7 @@ class RememberedMatches(RuleBasedStateMachine):
     @rule(count=st.integers(1, 3))
     def states_are_evicted(self, count):
         slots = self.cache.slots
-        evictable = [slot for slot in slots.by_eviction() if slot not in slots.pins]
+        evictable = [slot for slot in eviction_order(slots) if slot not in slots.pins]
         slots.release(slots.evict(min(count, len(evictable))))
 
     @rule(count=st.integers(1, 6))

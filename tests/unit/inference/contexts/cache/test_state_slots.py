@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.inference.contexts.admission import MambaMetadata
-from mambaslots.inference.contexts.cache.state_slots import StateSlots, choose_for_slots
-from oracle.kv_index import host_tree
+from mambaslots.inference.contexts.cache.state_slots import PlannedState, StateSlots
+from oracle.kv_index import eviction_order, host_tree
 
 ROWS = 3
 
@@ -125,7 +125,7 @@ class SharedSlotsMachine(RuleBasedStateMachine):
             return
         self.slots.check_integrity()
         self.live.check_integrity()
-        assert [self.slots.tree.block_of(slot) for slot in self.slots.by_eviction()] == self.order
+        assert [self.slots.tree.block_of(slot) for slot in eviction_order(self.slots)] == self.order
         assert self.slots.live == {slot for row in self.rows for slot in row}
         assert self.slots.num_available == self.num_available
         assert self.live.free_count == (ROWS - len(self.rows)) * self.per_row
@@ -168,27 +168,24 @@ def test_a_slot_that_is_lost_or_in_two_hands_is_found() -> None:
             slots.check_integrity()
 
 
-def test_the_worthiest_certain_states_come_first():
-    assert choose_for_slots("abc", num_available=2, num_free=2) == (["a", "b"], ["c"])
+def planned(*keys: int) -> list[PlannedState]:
+    return [PlannedState(key, [key], 1, "tail", -1) for key in keys]
 
 
-def test_guesses_get_only_slots_that_are_free():
-    assert choose_for_slots("a", "xy", num_available=5, num_free=2) == (["a", "x"], [])
-
-
-def test_guesses_evict_nothing():
-    assert choose_for_slots("", "x", num_available=5, num_free=0) == ([], [])
-
-
-def test_nothing_is_chosen_without_slots():
-    assert choose_for_slots("ab", "x", num_available=0) == ([], ["a", "b"])
+def held(slots: StateSlots, num_free: int, num_evictable: int) -> StateSlots:
+    """A pool with so many slots free, and so many of states."""
+    slots.commit(slots.reserve(range(num_evictable)))
+    assert len(slots.free) == num_free
+    return slots
 
 
 @given(st.integers(0, 8), st.integers(0, 8), st.integers(0, 8), st.integers(0, 8))
-def test_slots_are_handed_out_one_by_one(num_certain, num_guessed, num_free, num_evictable):
-    certain = [("certain", i) for i in range(num_certain)]
-    guessed = [("guessed", i) for i in range(num_guessed)]
-    free, evictable, chosen, refused = num_free, num_evictable, [], []
+def test_slots_are_given_to_the_worthiest_and_a_guess_evicts_nothing(
+    num_certain: int, num_guessed: int, num_free: int, num_evictable: int
+) -> None:
+    slots = held(make_slots(num_free + num_evictable), num_free, num_evictable)
+    certain, guessed = list(range(100, 100 + num_certain)), list(range(200, 200 + num_guessed))
+    free, evictable, chosen, refused = num_free, num_evictable, list[int](), list[int]()
     for candidate in certain:
         if free:
             free -= 1
@@ -198,6 +195,5 @@ def test_slots_are_handed_out_one_by_one(num_certain, num_guessed, num_free, num
             refused.append(candidate)
             continue
         chosen.append(candidate)
-    chosen += guessed[:free]
-    choice = choose_for_slots(certain, guessed, num_available=num_free + num_evictable, num_free=num_free)
-    assert choice == (chosen, refused)
+    assert slots.choose(planned(*certain), guessed) == (chosen + guessed[:free], refused)
+    assert len(slots.tree.slot_by_block) == evictable
