@@ -94,7 +94,7 @@ class Borrowing:
         parents = tree.parents
         if any(tree.references[blocks.start : blocks.stop]):
             return None
-        counts = {block: tree.num_children(block) for block in blocks if parents[block] >= 0}
+        counts = {block: tree.num_children[block] for block in blocks if parents[block] >= 0}
         ordered = [block for block, num_children in counts.items() if not num_children]
         for block in ordered:
             parent = parents[block]

@@ -226,7 +226,6 @@ class KVBlockAllocator:
             if refs[block] == 0:
                 self._num_cached -= 1
                 self.tree.leaves.withdraw(block)
-                tree.num_cached_children[parents[block]] -= 1
                 tree.num_held_children[parents[block]] += 1
             refs[block] += 1
 
@@ -270,25 +269,18 @@ class KVBlockAllocator:
         cached.reverse()
         self._num_cached += len(cached)
         self._clock = max(self._clock + 1, self._now())
-        leaves, clock, num_cached_children = tree.leaves, self._clock, tree.num_cached_children
+        leaves, clock, num_children = tree.leaves, self._clock, tree.num_children
         for block in cached:
             leaves.timestamps[block] = clock
-            num_cached_children[parents[block]] += 1
-        for block in cached:
-            if not num_cached_children[block]:
+            if not num_children[block]:
                 leaves.offer(block)
         if forget:
-            self._deregister(self._without_continuation(cached), "discarded")
-
-    def _without_continuation(self, blocks: Sequence[int]) -> list[int]:
-        """Take those that nothing continues, children first, out of the order of eviction."""
-        tree, gone = self.tree, []
-        for block in blocks:
-            if not tree.num_children(block):
-                self.tree.leaves.withdraw(block)
-                tree.num_cached_children[tree.parents[block]] -= 1
-                gone.append(block)
-        return gone
+            gone = []
+            for block in cached:
+                if not num_children[block]:
+                    tree.take_leaf(block)
+                    gone.append(block)
+            self._deregister(gone, "discarded")
 
     # ---- prefixes
 
@@ -349,15 +341,7 @@ class KVBlockAllocator:
         return self._evict(num_blocks) if num_blocks > 0 else []
 
     def _evict(self, num_blocks: int) -> list[int]:
-        refs, tree = self.tree.references, self.tree
-        parents, num_held, num_cached = tree.parents, tree.num_held_children, tree.num_cached_children
-
-        def leaf_parent(block: int) -> int:
-            parent = parents[block]
-            num_cached[parent] = num_siblings = num_cached[parent] - 1
-            return -1 if num_siblings or refs[parent] or num_held[parent] else parent
-
-        victims = self.tree.leaves.pop(num_blocks, leaf_parent)
+        victims = self.tree.take_leaves(num_blocks)
         self._deregister(victims, "new_block")
         last_used_ns = list(map(self.tree.leaves.timestamps.__getitem__, victims))
         self.tree.turnover.note_ages(self._now(), last_used_ns)
@@ -381,22 +365,12 @@ class KVBlockAllocator:
             if self._slots is not None:  # a state must not outlive its block
                 self._slots.forget(blocks, with_blocks=True, cause=_CAUSE_OF_STATE[cause])
         except BaseException:
-            self._put_back(blocks)
+            self.tree.put_back(blocks)
             raise
         hashes = self.tree.deregister(blocks, cause)
         self._num_cached -= len(blocks)
         self._add_free(blocks[::-1])
         self._notify(blocks, hashes)
-
-    def _put_back(self, blocks: list[int]) -> None:
-        """Put blocks back among the cached ones, whose deregistration failed."""
-        tree = self.tree
-        for block in blocks:
-            tree.num_cached_children[tree.parents[block]] += 1
-            self.tree.leaves.withdraw(tree.parents[block])
-        for block in blocks:
-            if not tree.num_children(block):
-                self.tree.leaves.offer(block)
 
     @property
     def _strangers(self) -> list[DeregistrationObserver]:
@@ -447,16 +421,11 @@ class KVBlockAllocator:
 
     def empty_unit(self, leaves: list[int]) -> None:
         """Evict these cached blocks of one unit, children first; only blocks of the unit continue them."""
-        tree = self.tree
         for block in leaves:
-            parent = tree.parents[block]
-            self.tree.leaves.withdraw(block)
-            tree.num_cached_children[parent] -= 1
-            if not self.tree.references[parent] and not tree.num_children(parent):
-                self.tree.leaves.offer(parent)
+            self.tree.take_leaf(block)
         last_used_ns = list(map(self.tree.leaves.timestamps.__getitem__, leaves))
         self._deregister(leaves, "new_block")
-        tree.turnover.note_ages(self._now(), last_used_ns)
+        self.tree.turnover.note_ages(self._now(), last_used_ns)
 
     def withdraw_unit(self, unit: int) -> None:
         """Give up the blocks of a unit, all of which are free: its memory shall hold states."""
@@ -498,7 +467,7 @@ class KVBlockAllocator:
         assert len(cached) == self._num_cached, "the count of cached blocks is off"
         assert refs[self.total_count] == 1, "the origin of all prefixes is not held"
         self.tree.check_integrity(held)
-        leaves = {block for block in cached if not self.tree.num_children(block)}
+        leaves = {block for block in cached if not self.tree.num_children[block]}
         assert leaves == self.tree.leaves.blocks, "the cached leaves are others"
         self.tree.leaves.check_integrity()
 

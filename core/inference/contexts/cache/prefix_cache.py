@@ -312,11 +312,8 @@ class PrefixCache:
 
     def _count_cached(self, blocks: Sequence[int]) -> int:
         """How many of a prefix's consecutive blocks are not held; O(log blocks), as held ones come first."""
-        num_held_children = self.tree.num_held_children
-        num_held = bisect_left(blocks, True, key=lambda block: not num_held_children[block])
-        if num_held < len(blocks):
-            num_held += self.tree.references[blocks[num_held]] > 0
-        return len(blocks) - num_held
+        references = self.tree.references
+        return len(blocks) - bisect_left(blocks, True, key=lambda block: not references[block])
 
     def hold(self, path: CachedPath, match: PrefixMatch) -> None:
         """Put a match's registered blocks in the place of the path's unregistered ones."""

@@ -156,8 +156,8 @@ class PrefixTree:
         block_of_hash: prefix hash -> registered block. `clear` puts another dict in its place.
         parents: parent of each block, -1 for unregistered blocks.
         references: how often each block is held. The last entry is the origin's, which is 1.
-        num_held_children, num_cached_children: for each block the number of registered blocks that continue
-            it and are held, or are cached. The last entry is the origin's.
+        num_children, num_held_children: for each block the number of registered blocks that continue it, and
+            of held ones among them; two or more children make it a fork. The last entry is the origin's.
         slot_by_block: block -> the slot of the state at its end, in the order of commits.
         hash_to_block_id: prefix hash -> the block whose state is found under it.
         used: slots from which a request resumed since they were committed.
@@ -199,8 +199,8 @@ class PrefixTree:
         self._roots = [0] * num_blocks  # the first block of each registered block's prefix
         self.references = [0] * num_blocks + [1]
         self.parents: list[int] = []
+        self.num_children: list[int] = []
         self.num_held_children: list[int] = []
-        self.num_cached_children: list[int] = []
         # The last registration of each block; meaningless once the block is deregistered.
         self._hashes = [-1] * num_blocks
         self._tokens = [b""] * num_blocks
@@ -210,15 +210,15 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Forget every block, and the ghosts of blocks; `clear_states` forgets the states."""
-        old = self.block_of_hash, self.parents, self.num_held_children, self.num_cached_children
+        old = self.block_of_hash, self.parents, self.num_children, self.num_held_children
         num_registered = len(self.block_of_hash)
         self.block_of_hash = present = dict[int, int]()
         self.ghosts.present = present
         self.deferred.add(*old, *self.ghosts.clear(), *self._ghost_parents.clear())
         num_blocks = self.origin
         self.parents = [-1] * num_blocks
+        self.num_children = [0] * (num_blocks + 1)
         self.num_held_children = [0] * (num_blocks + 1)
-        self.num_cached_children = [0] * (num_blocks + 1)
         self._root_digests.clear()
         self.leaves.clear()
         self.turnover.by_cause["reset"] += num_registered
@@ -260,14 +260,10 @@ class PrefixTree:
             counts[self._root_digests.get(first, b"")] += number
         return counts
 
-    def num_children(self, block: int) -> int:
-        """Registered blocks that continue this one; two or more make it a fork."""
-        return self.num_held_children[block] + self.num_cached_children[block]
-
     def was_continued(self, key: int) -> bool:
         """Whether a registered block continues the prefix with this hash, or one did that was evicted."""
         block = self.block_of_hash.get(key, -1)
-        return (block >= 0 and self.num_children(block) > 0) or key in self._ghost_parents
+        return (block >= 0 and self.num_children[block] > 0) or key in self._ghost_parents
 
     def match(self, parent: Parent, hashes: Sequence[int], tokens: Sequence[bytes]) -> list[int]:
         """The registered blocks that continue `parent`, up to the first unknown one; token ids count."""
@@ -292,7 +288,7 @@ class PrefixTree:
         num_known = len(canonical)
         before = canonical[-1] if canonical else self.origin if isinstance(parent, bytes) else parent
         block_of_hash, parents, num_held = self.block_of_hash, self.parents, self.num_held_children
-        own_hashes, contents = self._hashes, self._tokens
+        own_hashes, contents, num_children = self._hashes, self._tokens, self.num_children
         serials, roots = self.serials, self._roots
         self.clock = clock = self.clock + 1
         root = -1 if before == self.origin else roots[before]
@@ -309,14 +305,43 @@ class PrefixTree:
             roots[block] = root = root if root >= 0 else block
             serials[block] = clock
             parents[block] = before
+            num_children[before] += 1
             num_held[before] += 1
             canonical.append(block)
             before = block
         self.turnover.num_entered += len(canonical) - num_known
         return canonical
 
+    def take_leaves(self, num_blocks: int) -> list[int]:
+        """Remove the next blocks to evict from the order and from the counts of children."""
+        parents, num_children, references = self.parents, self.num_children, self.references
+
+        def leaf_parent(block: int) -> int:
+            parent = parents[block]
+            num_children[parent] = num_siblings = num_children[parent] - 1
+            return -1 if num_siblings or references[parent] else parent
+
+        return self.leaves.pop(num_blocks, leaf_parent)
+
+    def take_leaf(self, block: int) -> None:
+        """Remove this leaf from the order and from the counts of children."""
+        parent = self.parents[block]
+        self.leaves.withdraw(block)
+        self.num_children[parent] -= 1
+        if not self.references[parent] and not self.num_children[parent]:
+            self.leaves.offer(parent)
+
+    def put_back(self, blocks: list[int]) -> None:
+        """Put blocks back that were taken, and were not deregistered."""
+        for block in blocks:
+            self.num_children[self.parents[block]] += 1
+            self.leaves.withdraw(self.parents[block])
+        for block in blocks:
+            if not self.num_children[block]:
+                self.leaves.offer(block)
+
     def deregister(self, blocks: Sequence[int], cause: KVRemovalCause) -> list[int]:
-        """Forget blocks that nothing continues, already subtracted from counts; returns their hashes."""
+        """Forget blocks that were taken as leaves; returns their hashes."""
         own_hashes, parents, block_of_hash = self._hashes, self.parents, self.block_of_hash
         hashes = [own_hashes[block] for block in blocks]
         for key in hashes:
@@ -450,12 +475,11 @@ class PrefixTree:
     def check_integrity(self, held: set[int]) -> None:
         """Raise AssertionError where the maps contradict each other; `held`: the blocks that are held."""
         registered = {block for block, parent in enumerate(self.parents) if parent >= 0}
-        cached = registered - held
         self.turnover.check_integrity(len(registered), "KV blocks")
         assert {self._hashes[b]: b for b in registered} == self.block_of_hash, "a block's hash is another"
         for counts, blocks in (
+            (self.num_children, registered),
             (self.num_held_children, registered & held),
-            (self.num_cached_children, cached),
         ):
             counted = Counter(self.parents[block] for block in blocks)
             assert counts == [counted[b] for b in range(self.origin + 1)], "a count of children is off"

@@ -63,7 +63,7 @@ def test_branch_and_tail_are_taken_in_the_same_prefill() -> None:
     match = engine.context.match(_request_like(engine, sibling))
     depths = [i + 1 for i, block in enumerate(match.blocks) if block in tree.slot_by_block]
     assert depths == [5, 7]
-    assert tree.num_children(match.blocks[4]) == 2
+    assert tree.num_children[match.blocks[4]] == 2
 
 
 def _request_like(engine: ms.DynamicInferenceEngine, prompt: list[int]) -> object:

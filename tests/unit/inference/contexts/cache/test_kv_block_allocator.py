@@ -36,7 +36,7 @@ def picture(kv):
         dict(kv.kv_hash_to_block_id),
         kv.total_avail,
         kv.cached_count,
-        [kv.tree.num_children(block) for block in range(kv.total_count)],
+        [kv.tree.num_children[block] for block in range(kv.total_count)],
         len(kv.tree.ghosts),
     )
 
@@ -196,7 +196,7 @@ def test_a_chain_continues_below_its_twins():
     kv.release_memory_blocks(second[:2])
     kv.check_integrity()
     assert kv.tree.match(b"", [1, 2, 3], [A, B, C]) == chain
-    assert kv.tree.num_children(first[1]) == 1
+    assert kv.tree.num_children[first[1]] == 1
 
 
 def test_a_block_below_a_twin_that_was_not_taken_up_can_be_released():
@@ -246,12 +246,12 @@ def test_a_fork_is_a_block_with_two_children():
     kv = KVBlockAllocator(6)
     (root,) = written(kv, b"", A)
     written(kv, root, B, key=2)
-    assert kv.tree.num_children(root) == 1
+    assert kv.tree.num_children[root] == 1
     (second,) = written(kv, root, C, key=3)
-    assert kv.tree.num_children(root) == 2
+    assert kv.tree.num_children[root] == 2
     kv.release_memory_blocks([second])
     kv.evict_lru_blocks(1)
-    assert kv.tree.num_children(root) == 1
+    assert kv.tree.num_children[root] == 1
 
 
 def test_without_prefix_caching_nothing_is_registered():
@@ -551,7 +551,7 @@ def test_a_parent_of_any_integer_type_counts_its_child():
     block = kv.allocate_memory_blocks(1)
     kv.register_chain(np.int64(root), block, [2], [B])
     kv.check_integrity()
-    assert kv.tree.num_children(root) == 1
+    assert kv.tree.num_children[root] == 1
 
 
 # ---- costs
@@ -897,7 +897,7 @@ class KVBlockMachine(RuleBasedStateMachine):
         assert kv.kv_hash_to_block_id == self.by_key
         assert self.news == []
         for block in self.prefix_of:
-            assert kv.tree.num_children(block) == len(self.children(block))
+            assert kv.tree.num_children[block] == len(self.children(block))
 
 
 class CollidingKVBlockMachine(KVBlockMachine):
