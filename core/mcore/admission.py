@@ -86,7 +86,7 @@ def compute_spans(context: Any, record: HostRecord, request: Any, skipped: int) 
     allocator = getattr(context, "mamba_slot_allocator", None)
     if allocator is None or _needs_every_token(request) or (not keys and length >= size):
         return (Span(0, length, "disabled"),)
-    kv_blocks, state_ghosts = context.kv_block_allocator.kv_hash_to_block_id, allocator.ghosts
+    kv_blocks = context.kv_block_allocator.kv_hash_to_block_id
     matched = next((d for d, key in enumerate(keys) if key not in kv_blocks), len(keys))
     seen = next((d for d in range(matched, len(keys)) if keys[d] not in record.kv_ghosts), len(keys))
     depth = skipped // size
@@ -98,7 +98,7 @@ def compute_spans(context: Any, record: HostRecord, request: Any, skipped: int) 
         num_seen=seen,
         num_tokens=length,
         block_size_tokens=size,
-        state_ghosts=state_ghosts,
+        state_ghosts=allocator.slots.tree.state_ghosts,
     )
 
 

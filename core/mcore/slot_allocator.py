@@ -97,7 +97,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         blocks, keys = self._checked_blocks(block_ids), integers("hashes", hashes)
         check_lengths(blocks, hashes=keys)
         pairs = list(zip(blocks, keys, strict=True))
-        states, reserved = self.slots.tree.slot_by_block, self.reserved_blocks
+        states, reserved = self.slots.tree.slot_by_block, set(self.slots.reserved.values())
         lacking = [b for b, key in pairs if key > 0 and b not in states and b not in reserved]
         stateless = list(dict.fromkeys(lacking))[: self.free_count]
         if stateless:
@@ -129,7 +129,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         finally:
             self.intermediate.clear()
             record = record_of(self.context)
-            record.slots, record.dropped = self.slots.counts, self.dropped_checkpoints
+            record.slots, record.dropped = self.slots.counts, self.intermediate.num_dropped
 
     def _commit_step(self) -> None:
         prompts = self.intermediate.sources()
@@ -171,7 +171,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         return states
 
     def _lacks_state(self, block: int) -> bool:
-        return block not in self.slots.tree.slot_by_block and block not in self.reserved_blocks
+        return block not in self.slots.tree.slot_by_block and block not in self.slots.reserved.values()
 
     def _track(self, crossing: Crossing) -> RequestTrack:
         return record_of(self.context).tracks[crossing.request_id]

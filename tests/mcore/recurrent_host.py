@@ -300,6 +300,6 @@ class RecurrentHost:
         assert context.total_request_count == 0
         assert int(context.kv_block_allocator.block_ref_counts.sum()) == 0
         assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
-        assert not slots.pins
+        assert not slots.slots.pins
         assert not slots.slots.reserved
         self.check_cache()

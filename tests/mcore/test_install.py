@@ -107,7 +107,7 @@ def test_a_plan_of_ones_own_says_which_states_are_stored() -> None:
     with mambaslots.mcore.installed(plan=EveryBlock()):
         host = RecurrentHost(make_context())
         host.serve(prompt)
-        assert host.context.mamba_slot_allocator.committed_count == 3
+        assert host.context.mamba_slot_allocator.slots.counts.committed == 3
         assert host.serve(prompt[: BLOCK + 1])[0] == BLOCK
         host.check_idle()
 

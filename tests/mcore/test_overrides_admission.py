@@ -211,7 +211,7 @@ def picture(context: Any) -> list[Any]:
         dict(kv.kv_hash_to_block_id),
         slots.free_count,
         dict(slots.hash_to_block_id),
-        slots.pins,
+        dict(slots.slots.pins),
         context.total_request_count,
         context.active_token_count,
         context.mamba_metadata.mamba_state_free_slot_count,
@@ -301,7 +301,7 @@ def test_requests_without_hashes_share_nothing() -> None:
             number = host.add(prompt, hashed=False)
             assert host.running[number].resumed == 0
             host.step(finish=(number,))
-        assert host.context.mamba_slot_allocator.committed_count == 0
+        assert host.context.mamba_slot_allocator.slots.counts.committed == 0
         host.check_idle()
 
 

@@ -53,7 +53,7 @@ def test_which_states_of_an_answer_are_kept(decode: str | int, states: int) -> N
     with mambaslots.mcore.installed(plan=ms.CheckpointPlan(decode=decode)):  # type: ignore[arg-type]
         host = RecurrentHost(make_context())
         host.serve(PROMPT, new_tokens=3 * BLOCK)
-        assert host.context.mamba_slot_allocator.committed_count == states
+        assert host.context.mamba_slot_allocator.slots.counts.committed == states
 
 
 def test_an_older_state_of_an_answer_stays_where_a_request_resumed_from_it() -> None:
@@ -104,7 +104,7 @@ def test_with_async_scheduling_a_state_waits_for_its_last_token() -> None:
             assert not slots.slots.reserved  # settled as soon as the token came
         said = list(one.sequence)
         host.async_step(finish=(0,))
-        assert slots.committed_count == 2
+        assert slots.slots.counts.committed == 2
         host.check_idle()
         assert next_turn(host, said) == 4 * BLOCK
 

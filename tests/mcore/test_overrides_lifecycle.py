@@ -66,7 +66,7 @@ def test_fault_07_a_reset_leaves_nothing_pending(keep: bool) -> None:
     host.context.reset(preserve_prefix_cache=keep)
     assert host.context._pending_mamba_restores == host.context._pending_mamba_zeros == []
     slots = host.context.mamba_slot_allocator
-    assert not slots.pins
+    assert not slots.slots.pins
     assert not slots._has_intermediates
     host.running.clear()
     live = host.context.mamba_ssm_states.fill_(7)

@@ -93,11 +93,7 @@ class MambaMetadata:
         """
         slots = self._slots
         if slots is not None:
-            if resume_slot < 0 or resume_slot in slots.pins or slots.num_available != num_slots:
-                return tuple(slots.take_live(num_slots, (resume_slot,)))
-            others = slots.take_live(num_slots - 1, (resume_slot,))
-            slots.take_over(resume_slot)
-            return resume_slot, *others
+            return tuple(slots.take_live(num_slots, resume_slot))
         if len(self._free) < num_slots:
             raise RequestOverflowError(required=num_slots, available=len(self._free))
         taken = tuple(self._free.popitem()[0] for _ in range(num_slots))

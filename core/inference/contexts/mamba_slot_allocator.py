@@ -23,7 +23,6 @@ from ..kernels.state_copy import copy_states
 from ..kernels.state_tensors import StateTensors
 from .cache.kv_block_allocator import MAX_HASH, KVBlockAllocator
 from .cache.prefix_tree import PrefixTree
-from .cache.reasons import GhostList
 from .cache.state_slots import StateSlots
 from .intermediate_states import (
     MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
@@ -57,8 +56,8 @@ class MambaSlotAllocator:
         conv_states, ssm_states [layers, max_slots, ...]: the durable states.
         intermediate_conv_out, intermediate_ssm_out [layers, max_intermediate_count, ...]: scratch that
         kernels without source/destination indices write.
-        ghosts: hashes whose state was evicted, or had no slot.
-        slots: which slots are free, reserved, committed or pinned, and which is evicted next.
+        slots: which slots are free, reserved, committed or pinned, and which is evicted next; its `counts`,
+            `pins` and `num_available`, and `slots.tree.state_ghosts`, why states are gone.
         intermediate: plans and commits for hosts whose kernels write states to scratch.
     """
 
@@ -85,13 +84,13 @@ class MambaSlotAllocator:
         addressable("ssm_states_shape", self._ssm_shape, (*rows, *self._ssm_shape), ssm_states_dtype)
         self._dtypes = conv_states_dtype, ssm_states_dtype
         settings = self._host_settings()
-        self.num_blocks = settings.num_blocks
+        self._num_blocks = settings.num_blocks
         self._durable = self._new_states(self.max_slots, _device_of_live_states(context))
         kv = context.kv_block_allocator
-        tree = kv.tree if isinstance(kv, KVBlockAllocator) else PrefixTree(self.num_blocks, self._hash_of)
+        tree = kv.tree if isinstance(kv, KVBlockAllocator) else PrefixTree(self._num_blocks, self._hash_of)
         self.slots = StateSlots(self.max_slots, settings.eviction_policy, tree)
         self.hash_to_block_id = tree.hash_to_block_id
-        self._block_to_slot = torch.full((self.num_blocks,), -1, dtype=torch.int32, device="cpu")
+        self._block_to_slot = torch.full((self._num_blocks,), -1, dtype=torch.int32, device="cpu")
         self._slot_to_block = torch.full((self.max_slots,), -1, dtype=torch.int32, device="cpu")
         self._free_slots = torch.arange(self.max_slots, dtype=torch.int32, device="cpu")
         self._mirrored_version = -1
@@ -164,41 +163,18 @@ class MambaSlotAllocator:
         self._mirrored_version = self.slots.version
 
     @property
-    def ghosts(self) -> GhostList:
-        return self.slots.tree.state_ghosts
-
-    @property
     def free_count(self) -> int:
         return len(self.slots.free)
 
-    @property
-    def committed_count(self) -> int:
-        return len(self.slots.tree.slot_by_block)
-
-    @property
-    def available_count(self) -> int:
-        """Slots that `reserve` could allocate: free ones and unpinned committed ones."""
-        return self.slots.num_available
-
-    @property
-    def reserved_blocks(self) -> set[int]:
-        """The blocks whose states the running step will store."""
-        return set(self.slots.reserved.values()) - {-1}
-
-    @property
-    def pins(self) -> dict[int, int]:
-        """Pinned slots and how often each is pinned."""
-        return dict(self.slots.pins)
-
     def has_state(self, block_id: int) -> bool:
         """Whether a committed slot holds the state after block `block_id`."""
-        if type(block_id) is int and 0 <= block_id < self.num_blocks:
+        if type(block_id) is int and 0 <= block_id < self._num_blocks:
             return block_id in self.slots.tree.slot_by_block
         return self.get_slot(block_id) >= 0
 
     def get_slot(self, block_id: int) -> int:
         """The committed slot of `block_id`, or -1."""
-        return self.slots.tree.slot_of(integer("block_id", block_id, 0, self.num_blocks - 1))
+        return self.slots.tree.slot_of(integer("block_id", block_id, 0, self._num_blocks - 1))
 
     # ---- reservations
 
@@ -247,7 +223,7 @@ class MambaSlotAllocator:
 
     def invalidate_block(self, block_id: int) -> None:
         """Free the slot of `block_id`, if any, and drop its index key."""
-        self.slots.forget([integer("block_id", block_id, 0, self.num_blocks - 1)])
+        self.slots.forget([integer("block_id", block_id, 0, self._num_blocks - 1)])
 
     def _invalidate_blocks_batch(self, block_ids_list: list[int]) -> None:
         self.slots.forget(self._checked_blocks(block_ids_list, "block_ids_list"))
@@ -364,11 +340,6 @@ class MambaSlotAllocator:
     def _has_intermediates(self) -> bool:
         return self.intermediate.pending
 
-    @property
-    def dropped_checkpoints(self) -> int:
-        """Planned boundaries that this host's offset rows or scratch had no room for."""
-        return self.intermediate.num_dropped
-
     def compute_and_store_offsets(
         self,
         req: Any,
@@ -431,7 +402,7 @@ class MambaSlotAllocator:
             assert self._free_slots[: self.free_count].tolist() == self.slots.free, "free_slots differs"
 
     def _checked_blocks(self, block_ids: Sequence[int], name: str = "block_ids") -> list[int]:
-        return checked_integers(name, block_ids, 0, self.num_blocks - 1)
+        return checked_integers(name, block_ids, 0, self._num_blocks - 1)
 
     def _checked_slot(self, slot: int) -> int:
         return integer("slot", slot, 0, self.max_slots - 1)

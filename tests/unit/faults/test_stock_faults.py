@@ -186,7 +186,7 @@ def test_fault_10_requests_without_hashes_take_no_state() -> None:
     slots = host_allocator()
     slots.compute_and_store_offsets(host_request(12, hashes=()), 0, 0, 12, 0, [], 3)
     commit_step(slots)
-    assert slots.committed_count == 0
+    assert slots.slots.counts.committed == 0
 
 
 def test_fault_11_evicting_a_block_with_a_duplicate_hash_keeps_the_other_blocks_entry() -> None:
@@ -221,7 +221,7 @@ def test_fault_12_a_pool_smaller_than_the_steps_checkpoints_costs_states_and_not
     slots.compute_and_store_offsets(host_request(14), 0, 0, 14, 1, [1], 4)
     assert int(slots._intermediate_counts_cpu[0]) == 2
     commit_step(slots)
-    assert slots.committed_count == 1
+    assert slots.slots.counts.committed == 1
     engine = small_engine(num_mamba_slots=1, checkpoint_plan=ms.CheckpointPlan.every_block(BLOCK))
     serve_checked(engine, [random_tokens(60, seed=1), random_tokens(60, seed=2)])
 
@@ -358,7 +358,7 @@ def test_fault_21_a_hosts_commit_is_the_same_few_copies_for_one_state_or_many() 
         slots.context.mamba_metadata.intermediate_count = sum(counts)
         slots.context.mamba_metadata.per_request_intermediate_counts = counts
         ops = count_ops(slots.commit_intermediate_states)
-        assert slots.committed_count == states
+        assert slots.slots.counts.committed == states
         return Counter(
             {name: n for name, n in ops.items() if name in ("index", "index_put_", "copy_", "index_put")}
         )

@@ -38,7 +38,7 @@ class PlannedState(NamedTuple):
 class StateSlots:
     """The slots of one pool, as integers: no tensor is made or copied. Arguments are trusted.
 
-        FREE -- reserve --> RESERVED -- commit --> COMMITTED -- take_over --> LIVE
+        FREE -- reserve --> RESERVED -- commit --> COMMITTED -- take_live --> LIVE
           ^ <--- release ------+                       |                        |
           +---------------------------- evict, drop, forget+ <----- free_live --+ (FREE -- take_live --> LIVE)
 
@@ -56,7 +56,6 @@ class StateSlots:
         live: the live slots; empty where live states have a pool of their own.
         policy: names victims.
         version: grows with every change of `free` or of the states in `tree`.
-        tier: copies of evicted states; None for no tier.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class StateSlots:
         """
         self.num_slots = num_slots
         self.tree = tree
-        self.tier = tier
+        self._tier = tier
         if tier is not None:
             tree.copies = tier
         self._units = units
@@ -227,17 +226,20 @@ class StateSlots:
 
     # ---- live slots
 
-    def take_live(self, num_slots: int, keep: Iterable[int] = ()) -> list[int]:
-        """Allocate slots for a running request; evicts unpinned states, but those of `keep`, where needed."""
-        slots = self._take(num_slots, keep, "live_state")
+    def take_live(self, num_slots: int, resume_slot: int = -1) -> list[int]:
+        """Allocate slots for a running request; evicts unpinned states, but that of `resume_slot`, if needed.
+
+        Where only the state in `resume_slot`, from which the request resumes, could be evicted for the last
+        slot, the request takes it over: the slot is the first of the result, and its state is evicted.
+        """
+        takes_over = resume_slot >= 0 and resume_slot not in self.pins and self.num_available == num_slots
+        slots = self._take(num_slots - takes_over, (resume_slot,), "live_state")
+        if takes_over:
+            self.note_use(resume_slot)
+            self._evict_slots([resume_slot], "live_state")
+            slots = [resume_slot, *slots]
         self.live.update(slots)
         return slots
-
-    def take_over(self, slot: int) -> None:
-        """Make an unpinned committed slot live: a running request updates its state, which is evicted."""
-        self.note_use(slot)
-        self._evict_slots([slot], "live_state")
-        self.live.add(slot)
 
     def free_live(self, slots: Sequence[int]) -> None:
         """Free live slots; ValueError, with nothing changed, where a slot is not live, or named twice."""
@@ -301,11 +303,11 @@ class StateSlots:
         cause: StateRemovalCause | None = None,
     ) -> None:
         """Free the slots of blocks (None: all registered ones); `with_blocks`: these are evicted, too."""
-        if with_blocks and self.tier is not None:
+        if with_blocks and self._tier is not None:
             if blocks is None:
-                self.tier.clear()
+                self._tier.clear()
             else:
-                self.tier.forget(map(self.tree.hash_of, blocks))
+                self._tier.forget(map(self.tree.hash_of, blocks))
         if blocks is None:
             known = (*self.tree.slot_by_block, *self.reserved.values())
             blocks = [block for block in known if block >= 0 and self.tree.hash_of(block) > 0]
@@ -383,7 +385,7 @@ class StateSlots:
         return victims
 
     def _evict_slots(self, slots: Sequence[int], cause: StateRemovalCause = "new_state") -> None:
-        tree, tier = self.tree, self.tier
+        tree, tier = self.tree, self._tier
         blocks = [tree.block_of(slot) for slot in slots]
         if tier is not None:
             tree.note_copies_lost(tier.spill(slots, [tree.key_of(block) for block in blocks]))

@@ -60,7 +60,7 @@ def test_what_a_row_has_no_room_for_is_counted():
     host, slots, states = make(optional={"checkpoint_plan": plan})
     host.plan(slots, Chunk(prompt(1, 31), 0, 0, 31), list(range(8)), matched=3)
     assert states.offsets_cpu[0].tolist() == [4, 12, 28]
-    assert slots.dropped_checkpoints == 4
+    assert slots.intermediate.num_dropped == 4
 
 
 def test_boundaries_off_the_ssd_chunk_are_counted_among_the_dropped():
@@ -68,7 +68,7 @@ def test_boundaries_off_the_ssd_chunk_are_counted_among_the_dropped():
     request = prompt(1, 15, finished=3)
     host.plan(slots, Chunk(request, 0, 0, 12), [0, 1, 2, 3])
     assert states.counts_cpu.tolist() == [0, 0, 0, 0]
-    assert slots.dropped_checkpoints == 3
+    assert slots.intermediate.num_dropped == 3
     assert not states.pending
 
 
@@ -83,7 +83,7 @@ def test_rows_of_a_step_share_its_scratch_first_come_first_served():
     for chunk in chunks:  # each wants positions 4 and 8 in scratch, and 12 from its live slot
         host.plan(slots, chunk, blocks[chunk.request.number])
     assert states.counts_cpu.tolist() == [2, 1, 0, 0]
-    assert slots.dropped_checkpoints == 3
+    assert slots.intermediate.num_dropped == 3
     host.kv_block_allocator.register(range(1, 10), range(11, 20))
     host.forward(slots, chunks)
     slots.commit_intermediate_states()
@@ -104,7 +104,7 @@ def test_scratch_is_free_again_after_a_commit_and_for_a_row_planned_anew():
             assert states.counts_cpu.tolist() == [1, 0, 0, 0]
         host.forward(slots, [chunk])
         slots.commit_intermediate_states()
-    assert slots.dropped_checkpoints == 0
+    assert slots.intermediate.num_dropped == 0
 
 
 @pytest.mark.parametrize("names", ["0.19", "0.20"])
@@ -179,8 +179,8 @@ def test_a_block_with_a_reservation_is_left_to_its_owner():
     host.forward(slots, [chunk])
     slots.commit_intermediate_states()
     assert slots.hash_to_block_id == {13: 3}
-    assert slots.reserved_blocks == {2}
-    assert 12 not in slots.ghosts
+    assert set(slots.slots.reserved.values()) == {2}
+    assert 12 not in slots.slots.tree.state_ghosts
     slots.check_integrity()
     assert slots.commit(reserved) == reserved
     assert slots.hash_to_block_id == {12: 2, 13: 3}
@@ -234,7 +234,7 @@ def test_a_row_is_the_plans_boundaries_on_the_kernels_grid(data):
         chunk=grid, optional=optional, names=data.draw(st.sampled_from(["0.19", "0.20"]))
     )
     host.plan(slots, Chunk(prompt(2, 31), 1, 0, 31), list(range(8)))
-    elsewhere, dropped = int(states.counts_cpu[1]), slots.dropped_checkpoints
+    elsewhere, dropped = int(states.counts_cpu[1]), slots.intermediate.num_dropped
     pending = states.pending
     total = data.draw(st.integers(1, 50))
     finished = data.draw(st.integers(0, total - 1))
@@ -263,4 +263,4 @@ def test_a_row_is_the_plans_boundaries_on_the_kernels_grid(data):
     ends = stop in {b.position for b in wanted}
     assert states.eos_block_id_cpu[2] == (blocks[stop // 4 - 1] if ends else -1)
     assert states.pending == bool(pending or kept or ends)
-    assert slots.dropped_checkpoints - dropped == len(inside) - len(kept)
+    assert slots.intermediate.num_dropped - dropped == len(inside) - len(kept)

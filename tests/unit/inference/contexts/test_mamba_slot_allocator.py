@@ -37,15 +37,15 @@ def picture(slots):
         slots.free_slots[: slots.free_count].tolist(),
         dict(slots.hash_to_block_id),
         dict(slots.slots.reserved),
-        slots.pins,
-        len(slots.ghosts),
+        dict(slots.slots.pins),
+        len(slots.slots.tree.state_ghosts),
         slots.conv_states.tolist(),
         slots.ssm_states.tolist(),
         slots._intermediate_offsets_cpu.tolist(),
         slots._intermediate_counts_cpu.tolist(),
         slots._intermediate_block_ids_cpu.tolist(),
         slots._eos_cache_block_id_cpu.tolist(),
-        slots.dropped_checkpoints,
+        slots.intermediate.num_dropped,
     )
 
 
@@ -112,9 +112,9 @@ def test_an_evicted_state_leaves_a_ghost_until_it_is_taken_again():
     host, slots = make(1)
     committed(host, slots, 1)
     committed(host, slots, 2)
-    assert slots.ghosts.reason(101) == "evicted"
+    assert slots.slots.tree.state_ghosts.reason(101) == "evicted"
     committed(host, slots, 1)
-    assert 101 not in slots.ghosts
+    assert 101 not in slots.slots.tree.state_ghosts
 
 
 # ---- the KV side
@@ -336,7 +336,7 @@ def test_a_long_plan_is_cut_in_the_order_marks_tail_branch_and_the_cut_is_counte
     plan = {"checkpoint_plan": CheckpointPlan(marks=(4, 20), prefill_interval=4)}
     kept, slots = plan_of(31, matched=3, width=4, optional=dict(plan))
     assert kept == ([4, 12, 20, 28], [10, 12, 14, 16], -1)
-    assert slots.dropped_checkpoints == 3
+    assert slots.intermediate.num_dropped == 3
     assert plan_of(31, matched=3, width=3, optional=dict(plan))[0][0] == [4, 20, 28]
     assert plan_of(31, matched=3, width=2, optional=dict(plan))[0][0] == [4, 20]
 
@@ -413,15 +413,15 @@ def test_a_full_pool_costs_states_never_the_step(max_slots):
     host, slots = make(max_slots)
     one, two = FakeRequest(1, tokens(12)), FakeRequest(2, tokens(12))
     served(host, slots, [Chunk(one, 0, 0, 12), Chunk(two, 1, 0, 12)], {1: [1, 2, 3], 2: [4, 5, 6]})
-    assert slots.committed_count == max_slots
+    assert slots.slots.counts.committed == max_slots
     assert not slots._has_intermediates
     for key, block in slots.hash_to_block_id.items():
         request, position = (one, 4 * block) if block <= 3 else (two, 4 * (block - 3))
         assert same_bytes(durable(slots, slots.get_slot(block)), host.state_after(request, position))
-        assert key not in slots.ghosts
+        assert key not in slots.slots.tree.state_ghosts
     for key in {1002, 1003, 1005, 1006} - slots.hash_to_block_id.keys():
         if max_slots:
-            assert slots.ghosts.reason(key) == "capacity"
+            assert slots.slots.tree.state_ghosts.reason(key) == "capacity"
     slots.check_integrity()
 
 
@@ -430,7 +430,7 @@ def test_a_pool_full_of_pinned_states_costs_the_new_states():
     slots.pin(committed(host, slots, 9)[0])
     served(host, slots, [Chunk(FakeRequest(1, tokens(12)), 0, 0, 12)], {1: [1, 2, 3]})
     assert slots.hash_to_block_id == {109: 9}
-    assert slots.ghosts.reason(1003) == "capacity"
+    assert slots.slots.tree.state_ghosts.reason(1003) == "capacity"
     slots.check_integrity()
 
 
@@ -461,7 +461,7 @@ def test_rows_a_host_clears_after_the_forward_commit_nothing():
     slots._intermediate_block_ids_cpu[:1] = -1
     slots._eos_cache_block_id_cpu[:1] = -1
     slots.commit_intermediate_states()
-    assert slots.committed_count == 0
+    assert slots.slots.counts.committed == 0
     slots.check_integrity()
 
 
@@ -474,7 +474,7 @@ def test_a_copy_that_fails_leaves_no_reservation():
     del host.mamba_conv_states
     with pytest.raises(AttributeError):
         slots.commit_intermediate_states()
-    assert (slots.free_count, len(slots.slots.reserved), slots.committed_count) == (8, 0, 0)
+    assert (slots.free_count, len(slots.slots.reserved), slots.slots.counts.committed) == (8, 0, 0)
     slots.check_integrity()
 
 
@@ -530,9 +530,10 @@ def test_reset_forgets_states_reservations_pins_plans_and_ghosts():
     slots.intermediate_ssm_out.fill_(1)
     slots.intermediate_conv_out.fill_(1)
     slots.reset()
-    assert (slots.free_count, len(slots.slots.reserved), slots.committed_count, slots.pins) == (3, 0, 0, {})
+    counts = slots.slots.counts
+    assert (counts.free, counts.reserved, counts.committed, slots.slots.pins) == (3, 0, 0, {})
     assert slots.hash_to_block_id == {}
-    assert len(slots.ghosts) == 0
+    assert len(slots.slots.tree.state_ghosts) == 0
     assert not slots._has_intermediates
     assert planned(slots) == ([], [], -1)
     assert not slots.intermediate_ssm_out.any()
@@ -842,10 +843,10 @@ class SlotMachine(RuleBasedStateMachine):
         assert slots.hash_to_block_id == self.keys
         assert slots.free_count == len(self.free())
         assert slots.slots.reserved.keys() == self.reserved.keys()
-        assert slots.reserved_blocks == set(self.reserved.values()) - {None}
-        assert slots.committed_count == len(self.block_in)
-        assert slots.available_count == len(self.free()) + len(self.victims())
-        assert slots.pins == +self.pins
+        assert set(slots.slots.reserved.values()) - {-1} == set(self.reserved.values()) - {None}
+        assert slots.slots.counts.committed == len(self.block_in)
+        assert slots.slots.num_available == len(self.free()) + len(self.victims())
+        assert slots.slots.pins == +self.pins
         assert set(slots.free_slots[: slots.free_count].tolist()) == self.free()
         for block in range(self.num_blocks):
             assert slots.get_slot(block) == int(slots.block_to_slot[block]) == self.slot_of(block)

@@ -19,10 +19,9 @@ HOST_CONTRACT = {
         "slot_to_block", "ssm_states", "store_from_live_batch", "store_from_tensors",
         "transfer_intermediate_to_gpu",
         # reservations, pins and use
-        "commit", "note_use", "pin", "pins", "release_reservation", "reserve", "reserved_blocks", "unpin",
-        # counts and checks
-        "available_count", "check_integrity", "committed_count", "dropped_checkpoints", "ghosts",
-        "num_blocks",
+        "commit", "note_use", "pin", "release_reservation", "reserve", "unpin",
+        # checks
+        "check_integrity",
         # its two parts
         "intermediate", "slots",
     },
