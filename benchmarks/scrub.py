@@ -53,7 +53,7 @@ def main() -> None:
         stats = engine.stats().cache
         print(
             f"scrub {scrub!s:>5}: {1e3 * times[scrub]:.0f} ms a round, "
-            f"{stats.num_states_evicted} states evicted; {engine.memory_summary().split('; ')[-1]}"
+            f"{stats.num_states_evicted} states evicted; {engine.context.memory.summary().split('; ')[-1]}"
         )
     print(f"ratio {times[True] / times[False]:.3f}")
 

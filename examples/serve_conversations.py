@@ -183,7 +183,7 @@ def serve_both_ways(args: argparse.Namespace) -> tuple[Run, Run]:
     for plan in (None, args.plan):  # a process's first steps are slow: neither run shall pay for them
         Server("warm-up", make_engine(model, first, plan), first).serve(progress=False)
     engine = make_engine(model, users, args.plan)
-    print(engine.memory_summary())
+    print(engine.context.memory.summary())
     without = Server("without cache", make_engine(model, users, None), users).serve()
     return without, Server("with cache", engine, users).serve()
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.engines import dynamic_engine
+from mambaslots.inference.engines import engine_state
 from oracle.budget import costly, is_quick
 from oracle.distributed_world import World, splits
 from oracle.faults import InjectedError
@@ -256,14 +256,14 @@ def test_interrupts_of_rank_0_at_any_moment_break_nothing() -> None:
 
 def fail_in(engine: ms.DynamicInferenceEngine, ranks: list[int], name: str) -> None:
     """Let the next call of a function of the step fail on these ranks; for `call_on_all`."""
-    rank, function = engine.context.spec.groups.rank, getattr(dynamic_engine, name)
+    rank, function = engine.context.spec.groups.rank, getattr(engine_state, name)
 
     def failing(*arguments: object) -> object:
-        setattr(dynamic_engine, name, function)
+        setattr(engine_state, name, function)
         raise InjectedError(f"on rank {rank}")
 
     if rank in ranks:
-        setattr(dynamic_engine, name, failing)
+        setattr(engine_state, name, failing)
 
 
 @on_leader

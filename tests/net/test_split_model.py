@@ -7,7 +7,7 @@ import mambaslots as ms
 import numpy as np
 import pytest
 import torch
-from mambaslots.inference.engines import dynamic_engine
+from mambaslots.inference.engines import engine_state
 from mambaslots.inference.engines import runner as graph_runner
 from oracle.distributed_world import World, splits
 from oracle.drafters import MODES
@@ -251,7 +251,7 @@ def test_a_rank_whose_step_failed_makes_no_other_until_all_are_reset(world: Worl
     engine.step()
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(dynamic_engine, "sample_step", lambda *arguments: 1 / 0)
+            patch.setattr(engine_state, "sample_step", lambda *arguments: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 engine.step()
         else:
@@ -297,12 +297,12 @@ def test_a_capture_that_fails_on_one_rank_ends_graphs_on_all(world: World, monke
     buffer = engine.context._buffer
     buffer._hosts[1] = buffer._hosts[0]  # fixed addresses, as on a GPU
     buckets = graph_runner.GraphBuckets.of(engine.context)
-    engine._runner = graph_runner.GraphRunner(engine.context.spec, buckets, 100)
+    engine._state.runner = graph_runner.GraphRunner(engine.context.spec, buckets, 100)
     prompts = [random_tokens(length, seed=length) for length in (20, 37, 5)]
     why = "out of memory" if world.rank == 1 else "another rank could not"
     with pytest.warns(UserWarning, match=f"cannot be captured.*{why}"):
         serve_checked(engine, prompts)
-    assert not engine._runner.shapes
+    assert not engine._state.runner.shapes
 
 
 @pytest.mark.ranks(2)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import mambaslots as ms
 from mambaslots.inference.contexts.cache.prefix_match import CachedPath
-from mambaslots.inference.engines import dynamic_engine, sampling
+from mambaslots.inference.engines import engine_state, sampling
 
 Owner = Callable[[ms.DynamicInferenceEngine], object]
 
@@ -46,7 +46,7 @@ POINTS: dict[str, tuple[Owner, str]] = {
     "end": (lambda e: e.context, "end_step"),
     "sample": (lambda e: sampling, "_choose"),
     "log_softmax": (lambda e: sampling, "log_softmax"),
-    "sampled": (lambda e: dynamic_engine, "sample_step"),
+    "sampled": (lambda e: engine_state, "sample_step"),
     "waited": (lambda e: sampling.SampledStep, "wait"),
     "leaving": (lambda e: e.context, "release"),
 }

@@ -362,7 +362,7 @@ class FleetOperator:
         version = (self._world.weights.version + self._random.randint(1, NUM_VERSIONS - 1)) % NUM_VERSIONS
 
         def change(engine: ms.DynamicInferenceEngine) -> None:
-            engine._forward.load_state_dict(self._models[version].state_dict())
+            engine.model.load_state_dict(self._models[version].state_dict())
             engine.set_weights_version(f"weights {version}")
 
         numbers = list(range(len(self._replicas.engines)))

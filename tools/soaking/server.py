@@ -276,7 +276,7 @@ class Operator:
         version = (self.world.weights.version + self._random.randint(1, NUM_VERSIONS - 1)) % NUM_VERSIONS
 
         def change(engine: ms.DynamicInferenceEngine) -> None:
-            engine._forward.load_state_dict(self._models[version].state_dict())
+            engine.model.load_state_dict(self._models[version].state_dict())
             engine.set_weights_version(version)
 
         with self.world.weights.changing(version):

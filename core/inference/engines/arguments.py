@@ -3,37 +3,22 @@
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...config import InferenceConfig
 from ...parallel_groups import ParallelGroups
 from ...request import SamplingParams
 from ...validation import instance, integer, integers, is_unordered, optional_integer, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
-from ..contexts.cache.hashing import SaltKey, drawn_key, given_key, salt_bytes
+from ..contexts.cache.hashing import PrefixHashChain, SaltKey, drawn_key, given_key, salt_bytes
 from ..contexts.dynamic_context import DynamicInferenceContext
+from ..contexts.request import DynamicInferenceRequest
 from .drafter import Drafter, NgramDrafter
 
 Prompt = Sequence[int] | Tensor
 Salt = bytes | str | None
-
-
-class CheckedRequest(NamedTuple):
-    """The arguments of a request that can run.
-
-    Attributes:
-        tokens: the prompt, then the answer's first `sampling.num_generated` tokens.
-        next_token: the token after the prompt, of a request that scores.
-    """
-
-    tokens: list[int]
-    sampling: SamplingParams
-    plan: CheckpointPlan
-    salt: bytes | None
-    next_token: int | None = None
 
 
 def checked_request(
@@ -42,24 +27,31 @@ def checked_request(
     cache_salt: Salt,
     checkpoint_plan: CheckpointPlan | None,
     context: DynamicInferenceContext,
+    salt_key: SaltKey,
     name: str = "prompt",
-) -> CheckedRequest:
-    """A request as the caller passed it, checked; a ValueError where it can never run."""
-    tokens = checked_prompt(name, prompt, context.spec.vocab_size)
+) -> DynamicInferenceRequest:
+    """A request without an id and a seed; a ValueError where it can never run."""
+    vocab_size = context.spec.vocab_size
+    tokens = checked_prompt(name, prompt, vocab_size)
     if not tokens:
         raise ValueError(f"{name} is empty; accepted: at least one token")
-    sampling = checked_sampling(sampling_params, context.spec.vocab_size)
-    plan = checked_plan(checkpoint_plan, context.config)
-    salt = salt_bytes("cache_salt", cache_salt)
-    _check_given(tokens, sampling)
-    num_prompt_tokens = len(tokens) - sampling.num_generated
-    longest, pool_tokens = context.config.max_sequence_length, _pool_tokens(context)
-    if num_prompt_tokens + sampling.num_tokens_to_generate > min(longest, pool_tokens):
+    sampling = SamplingParams() if sampling_params is None else sampling_params
+    instance("sampling_params", sampling, SamplingParams)
+    optional_integer("termination_id", sampling.termination_id, -1, vocab_size - 1)
+    integers("stop_token_ids", sampling.stop_token_ids, 0, vocab_size - 1)
+    integer("num_top_log_probs", sampling.num_top_log_probs, 0, vocab_size)
+    given = sampling.num_generated
+    if given and given >= len(tokens):
         raise ValueError(
-            f"prompt and answer have {num_prompt_tokens} + {sampling.num_tokens_to_generate} tokens; "
-            f"accepted: together at most max_sequence_length ({longest}) and the KV pool ({pool_tokens})"
+            f"num_generated is {given} and the prompt has {len(tokens)} tokens; accepted: at least one token "
+            "before those that were generated"
         )
-    return CheckedRequest(tokens, sampling, plan, salt)
+    if given and tokens[-1] in sampling.stops:
+        raise ValueError("the last token that was generated ends the answer; accepted: a token that does not")
+    num_prompt_tokens, most = len(tokens) - given, sampling.num_tokens_to_generate
+    text = f"prompt and answer have {num_prompt_tokens} + {most} tokens; accepted: together at most"
+    _check_length(text, num_prompt_tokens + most, context)
+    return _request(tokens, num_prompt_tokens, sampling, cache_salt, checkpoint_plan, context, salt_key)
 
 
 def checked_sequence(
@@ -69,29 +61,54 @@ def checked_sequence(
     cache_salt: Salt,
     plan: CheckpointPlan | None,
     context: DynamicInferenceContext,
-) -> CheckedRequest:
-    """A sequence to score, from token `start` on, as a request that ends with its prompt, checked."""
+    salt_key: SaltKey,
+) -> DynamicInferenceRequest:
+    """A sequence to score, from token `start` on, as a request that ends with its prompt."""
     tokens = checked_prompt(name, sequence, context.spec.vocab_size)
     if len(tokens) < 2:
         raise ValueError(f"{name} has {len(tokens)} tokens; accepted: at least 2, a context and one to score")
-    longest, pool_tokens = context.config.max_sequence_length, _pool_tokens(context)
-    if len(tokens) > min(longest, pool_tokens):
-        raise ValueError(
-            f"{name} has {len(tokens)} tokens; accepted: at most max_sequence_length ({longest}) and the KV "
-            f"pool ({pool_tokens})"
-        )
+    _check_length(f"{name} has {len(tokens)} tokens; accepted: at most", len(tokens), context)
     start = integer(f"start of {name}", start, 1, len(tokens) - 1)
-    checked = checked_plan(plan, context.config)
     if plan is None:  # other sequences may share the context
-        checked = replace(checked, marks=(*checked.marks, start - 1))
+        plan = context.config.checkpoint_plan
+        plan = replace(plan, marks=(*plan.marks, start - 1))
     sampling = SamplingParams(
         num_tokens_to_generate=1, skip_prompt_log_probs=False, prompt_log_probs_start=start
     )
-    return CheckedRequest(tokens[:-1], sampling, checked, salt_bytes("cache_salt", cache_salt), tokens[-1])
+    request = _request(tokens[:-1], len(tokens) - 1, sampling, cache_salt, plan, context, salt_key)
+    request.next_token = tokens[-1]
+    return request
 
 
-def _pool_tokens(context: DynamicInferenceContext) -> int:
-    return context.prefix_cache.kv_blocks.total_count * context.config.block_size_tokens
+def _request(
+    tokens: list[int],
+    num_prompt_tokens: int,
+    sampling: SamplingParams,
+    cache_salt: Salt,
+    plan: CheckpointPlan | None,
+    context: DynamicInferenceContext,
+    salt_key: SaltKey,
+) -> DynamicInferenceRequest:
+    if plan is None:
+        plan = context.config.checkpoint_plan
+    instance("checkpoint_plan", plan, CheckpointPlan).check_block_size(context.config.block_size_tokens)
+    root = salt_key.root(salt_bytes("cache_salt", cache_salt))
+    return DynamicInferenceRequest(
+        request_id=-1,
+        prompt_tokens=tokens[:num_prompt_tokens],
+        sampling=sampling,
+        plan=plan,
+        hashes=PrefixHashChain(context.config.block_size_tokens, root),
+        arrival_s=0.0,
+        given_tokens=tokens[num_prompt_tokens:],
+    )
+
+
+def _check_length(text: str, num_tokens: int, context: DynamicInferenceContext) -> None:
+    longest = context.config.max_sequence_length
+    pool_tokens = context.prefix_cache.kv_blocks.total_count * context.config.block_size_tokens
+    if num_tokens > min(longest, pool_tokens):
+        raise ValueError(f"{text} max_sequence_length ({longest}) and the KV pool ({pool_tokens})")
 
 
 def named_prompts(prompts: Iterable[Prompt], name: str = "prompts") -> list[tuple[str, Any]]:
@@ -131,37 +148,6 @@ def checked_prompt(name: str, prompt: Prompt, vocab_size: int) -> list[int]:
     if isinstance(prompt, (str, bytes)):
         raise ValueError(f"{name} is {shown(prompt)}; accepted: a list of token ids: tokenize text first")
     return integers(name, prompt, 0, vocab_size - 1)
-
-
-def _check_given(tokens: Sequence[int], sampling: SamplingParams) -> None:
-    """Raise a ValueError where the answer's first tokens, which the prompt ends with, are a whole answer."""
-    given = sampling.num_generated
-    if given and given >= len(tokens):
-        raise ValueError(
-            f"num_generated is {given} and the prompt has {len(tokens)} tokens; accepted: at least one token "
-            "before those that were generated"
-        )
-    if given and tokens[-1] in sampling.stops:
-        raise ValueError("the last token that was generated ends the answer; accepted: a token that does not")
-
-
-def checked_sampling(sampling_params: SamplingParams | None, vocab_size: int) -> SamplingParams:
-    """The request's own settings, or the defaults; a ValueError where one lies beyond the vocabulary."""
-    sampling = SamplingParams() if sampling_params is None else sampling_params
-    instance("sampling_params", sampling, SamplingParams)
-    optional_integer("termination_id", sampling.termination_id, -1, vocab_size - 1)
-    integers("stop_token_ids", sampling.stop_token_ids, 0, vocab_size - 1)
-    integer("num_top_log_probs", sampling.num_top_log_probs, 0, vocab_size)
-    return sampling
-
-
-def checked_plan(plan: CheckpointPlan | None, config: InferenceConfig) -> CheckpointPlan:
-    """The request's own plan, or the configuration's."""
-    if plan is None:
-        return config.checkpoint_plan
-    instance("checkpoint_plan", plan, CheckpointPlan)
-    plan.check_block_size(config.block_size_tokens)
-    return plan
 
 
 def checked_drafter(drafter: Drafter | None, num_speculative_tokens: int) -> Drafter | None:

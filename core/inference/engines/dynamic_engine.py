@@ -1,29 +1,21 @@
 """Continuous batching over a `DynamicInferenceContext`."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
-from typing import TYPE_CHECKING, Any, get_args
-
-import torch
-from torch import Tensor
+from typing import Any, get_args
 
 from ...cache_stats import EngineStats
 from ...config import InferenceConfig
-from ...errors import MambaSlotCapacityError
-from ...parallel_groups import on_device_of
-from ...request import EarlyEnd, FinishReason, RequestResult, SamplingParams, ScoreResult
-from ...state_spec import HybridStateSpec
+from ...request import EarlyEnd, RequestResult, SamplingParams, ScoreResult
 from ...validation import INT64_MAX, boolean, instance, integer, one_of, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.hashing import PrefixHashChain, salt_bytes
 from ..contexts.cache.prefix_cache import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
-from ..kernels.kernel_set import kernel_set
+from ..contexts.request import DynamicInferenceRequest, GeneratedToken
 from .arguments import (
-    CheckedRequest,
     Prompt,
     Salt,
     agreed_salt_key,
@@ -36,15 +28,11 @@ from .arguments import (
 )
 from .drafter import Drafter
 from .dummy_steps import set_min_tokens
-from .engine_observer import EngineObserver, NewTokens, ProgressLine, StepReport
-from .engine_state import EngineState, LaunchedStep
-from .memory_poison import MemoryPoison
-from .runner import GraphBuckets, GraphRunner, Model, ModelRunner, describe_steps
-from .sampling import request_seed, sample_step
+from .engine_observer import EngineObserver, ProgressLine, StepReport
+from .engine_state import EngineState
+from .runner import Model, describe_steps
+from .sampling import request_seed
 from .streams import RequestSource, TokenStream
-
-if TYPE_CHECKING:
-    from .batch_invariance import BatchInvariance
 
 
 class DynamicInferenceEngine:
@@ -81,31 +69,28 @@ class DynamicInferenceEngine:
         self.model = model
         self.config = instance("config", config, InferenceConfig)
         self._seed = integer("seed", seed, 0, INT64_MAX)
-        spec = model.state_spec()
-        self._invariance = _checked_invariance(model, spec, config) if config.batch_invariant else None
-        self._served: tuple[Model | None, Model] = (None, model)  # a model, and what runs in its place
+        drafter = checked_drafter(drafter, config.num_speculative_tokens)
+        spec, invariance, forward = model.state_spec(), None, model
+        if config.batch_invariant:
+            from . import batch_invariance  # here, because it imports triton by way of torch
+
+            invariance = batch_invariance.BatchInvariance(model, spec, config)
+            forward = invariance.served(model)
         try:
             self.context = DynamicInferenceContext(spec, config)
         except BaseException:
-            if self._invariance is not None:
-                self._invariance.close()
+            if invariance is not None:
+                invariance.close()
             raise
         if self.context.prefix_cache.tier is not None:
-            set_min_tokens(self.context.prefix_cache.tier, self._forward, spec, config)
-        self._is_split = spec.groups.is_split
+            set_min_tokens(self.context.prefix_cache.tier, forward, spec, config)
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
-        self._poison = MemoryPoison(self.context) if config.free_memory == "nan" else None
-        self._runner = self._new_runner()
-        self._drafter = checked_drafter(drafter, config.num_speculative_tokens)
-        self._looks_ahead = config.why_steps_wait(spec.device) is None
-        self._state = EngineState(self.context, self._drafter, self._runner.drop_graphs)
+        self._state = EngineState(self.context, drafter, invariance)
         self._new_ids = count()
         # Apart from the ids of users' requests, so that no seed depends on what is cached or scored.
         self._ids_without_seed = count(-1, -1)
-        self._num_resets = 0
-        self._weights_version: object = None
         # An interrupt between two steps breaks the engine where ranks make their calls by themselves.
-        self._interrupts_break = self._is_split
+        self._interrupts_break = spec.groups.is_split
         self._cancels = True  # abandoned requests
 
     def __repr__(self) -> str:
@@ -119,24 +104,6 @@ class DynamicInferenceEngine:
     def has_one_caller(self) -> bool:
         """Whether calls in one process suffice; else each rank of a split model makes all calls."""
         return not self.context.spec.groups.is_split
-
-    @property
-    def _forward(self) -> Model:
-        """What a step runs: the model, perhaps with replaced products."""
-        if self._invariance is None:
-            return self.model
-        if self._served[0] is not self.model:
-            self._served = self.model, self._invariance.served(self.model)
-        return self._served[1]
-
-    def _new_runner(self) -> ModelRunner:
-        spec, max_graphs = self.context.spec, self.config.num_cuda_graphs
-        dtypes = {spec.kv_dtype, *(tensor.dtype for tensor in spec.states)}
-        synchronises = spec.device.type != "cuda" or torch.float64 in dtypes
-        if max_graphs is None or synchronises:
-            return ModelRunner(spec, self.config.batch_invariant)
-        buckets = GraphBuckets.of(self.context, self.config.batch_invariant)
-        return GraphRunner(spec, buckets, max_graphs)
 
     # ---- requests
 
@@ -165,14 +132,8 @@ class DynamicInferenceEngine:
                 prompt and answer are longer than `max_sequence_length` or than the KV pool.
             RuntimeError: a failed step has broken the engine.
         """
-        checked = self._checked(prompt, sampling_params, cache_salt, checkpoint_plan)
-        request = self._new_request(checked, next(self._new_ids))
-        try:
-            self._apply("add", request)
-            return request.request_id
-        except BaseException:
-            self._state.abandoned.append((request.request_id, "cancelled"))  # no caller will know the id
-            raise
+        request = self._checked(prompt, sampling_params, cache_salt, checkpoint_plan)
+        return self._add(self._with_id(request, self._new_ids)).request_id
 
     def _checked(
         self,
@@ -181,34 +142,33 @@ class DynamicInferenceEngine:
         cache_salt: Salt,
         checkpoint_plan: CheckpointPlan | None,
         name: str = "prompt",
-    ) -> CheckedRequest:
-        """The arguments of a request; a ValueError where it can never run. Possible during a step, too."""
+    ) -> DynamicInferenceRequest:
+        """A request that can run; a ValueError where it can never run. Possible during a step, too."""
         if self._state.stepping is None:
             self.check_usable("add_request")
         else:
             self._state.check_not_broken()
-        return checked_request(prompt, sampling_params, cache_salt, checkpoint_plan, self.context, name)
-
-    def _new_request(
-        self, checked: CheckedRequest, request_id: int, owned: bool = False
-    ) -> DynamicInferenceRequest:
-        tokens, sampling = checked.tokens, checked.sampling
-        num_prompt_tokens = len(tokens) - sampling.num_generated
-        request = DynamicInferenceRequest(
-            request_id=request_id,
-            prompt_tokens=tokens[:num_prompt_tokens],
-            sampling=sampling,
-            plan=checked.plan,
-            hashes=self._new_chain(checked.salt),
-            arrival_s=time.perf_counter(),
-            seed=request_seed(sampling, self._seed, request_id),
-            owned=owned,
-            next_token=checked.next_token,
-            given_tokens=tokens[num_prompt_tokens:],
+        return checked_request(
+            prompt, sampling_params, cache_salt, checkpoint_plan, self.context, self.salt_key, name
         )
+
+    def _with_id(
+        self, request: DynamicInferenceRequest, ids: Iterator[int], owned: bool = False
+    ) -> DynamicInferenceRequest:
+        request.request_id, request.owned = next(ids), owned
+        request.seed = request_seed(request.sampling, self._seed, request.request_id)
+        request.arrival_s = time.perf_counter()
         if self.config.enable_prefix_caching:
-            request.hashes.extend_to(tokens)  # here, so that a crowd of new requests delays no step
+            request.hashes.extend_to(request.tokens)  # here, so that a crowd of new requests delays no step
         return request
+
+    def _add(self, request: DynamicInferenceRequest) -> DynamicInferenceRequest:
+        try:
+            self._apply("add", request)
+            return request
+        except BaseException:
+            self._state.abandoned.append((request.request_id, "cancelled"))  # no caller will know the id
+            raise
 
     def cancel(self, request_id: int, *, reason: EarlyEnd = "cancelled") -> RequestResult:
         """End a running or waiting request, and return what it has generated.
@@ -272,15 +232,16 @@ class DynamicInferenceEngine:
         self.check_usable("step")
         try:
             if not self._state.reports:
-                self._make_step(reports=True, claims_results=claims_results)
+                self._advance(reports=True, claims_results=claims_results)
             return self._state.reports.popleft()
         except BaseException as error:
             self._note_interrupt(error)
             raise
 
-    def _make_step(self, reports: bool = False, claims_results: bool = True) -> None:
+    def _advance(self, reports: bool = False, claims_results: bool = True) -> None:
         """Make a step. `reports`, `claims_results`: whether results are reported, and there alone."""
-        self._apply("step", reports, claims_results)
+        self.check_usable("step")
+        self._apply("step", self.model, reports, claims_results)
         self._cancel_abandoned()
 
     def _note_interrupt(self, error: BaseException) -> None:
@@ -296,19 +257,12 @@ class DynamicInferenceEngine:
         A subclass that leads the other ranks of a split model overrides this: it sends the call to them, then
         calls `super()._apply`. The calls and their arguments:
 
-            add(request)        end(request_id, reason)     step(reports, claims_results)
+            add(request)        end(request_id, reason)     step(model, reports, claims_results)
             pin(chain)          unpin(index)                reset_prefix_cache()
             suspend()           resume()                    set_weights_version(version)
             reset(weights_version, allocated)
         """
-        return getattr(self, f"_on_{call}")(*arguments)
-
-    def _on_add(self, request: DynamicInferenceRequest) -> None:
-        self._state.add(request)
-
-    def _on_end(self, request_id: int, reason: FinishReason) -> RequestResult:
-        with self.changing_cache():
-            return self._state.end(self._state.requests[request_id], reason)
+        return getattr(self._state, call)(*arguments)
 
     @property
     def _may_cancel(self) -> bool:
@@ -330,53 +284,6 @@ class DynamicInferenceEngine:
         """As `check_usable`, but does nothing during a step, or where the engine is broken."""
         if self._state.stepping is None and self._state.broken_by is None:
             self.check_usable("stats")
-
-    @torch.inference_mode()
-    def _on_step(self, reports: bool = False, claims_results: bool = True) -> None:
-        if not self.context.memory.allocated:
-            raise RuntimeError("step is called on a suspended engine; resume it first")
-        state = self._state
-        begun_s = time.perf_counter()
-        with state.in_step(), on_device_of(self.context.spec.device):
-            steps, tokens, invalid = self._run_step()
-            report = state.end_step(steps, tokens, invalid)
-            if reports:
-                for result in report.finished if claims_results else ():
-                    state.unclaimed.pop(result.request_id, None)
-                state.reports.append(report)
-        admitted, state.scheduler.admitted = state.scheduler.admitted, {}
-        if state.observers:
-            state.observers.step_made(steps, admitted, tokens, time.perf_counter() - begun_s)
-
-    def _run_step(self) -> tuple[Sequence[RequestStep], NewTokens, Sequence[int]]:
-        step = self._state.take_unread()  # the step that the last call launched ahead
-        if step is None:
-            scheduled = self._state.scheduler.schedule()  # match, plan, hold KV blocks
-            if not scheduled:
-                return (), {}, ()
-            step = self._launch(scheduled, None)
-        ahead = self._looks_ahead and not self._runner.captures_next
-        following = self._state.scheduler.following(step.requests) if ahead else []
-        if following:
-            tokens_there = step.sampled.tokens_of([one.request for one in following])
-            self._state.unread = self._launch(following, tokens_there)
-        if step.check_logits is not None:
-            step.check_logits()
-        tokens = step.sampled.wait()
-        self._runner.after_step(self._forward)
-        return step.requests, tokens, step.sampled.invalid
-
-    def _launch(self, scheduled: Sequence[RequestStep], sampled_tokens: Tensor | None) -> LaunchedStep:
-        """Launch a step. `sampled_tokens`: its tokens, where it follows a step whose tokens are not read."""
-        if self._invariance is not None:
-            self._invariance.check_switches()
-        step = self.context.begin_step(scheduled, self._runner.padded, sampled_tokens)  # reserve, publish
-        logits = self._runner.run(self._forward, step.inputs)  # forward
-        check_logits = self._poison.check(logits) if self._poison is not None else None
-        sampled = sample_step(step.requests, logits)  # launched; nothing waits yet
-        # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
-        self.context.end_step(sampled.num_accepted, sampled.is_valid)
-        return LaunchedStep(step.requests, sampled, check_logits)
 
     def check_usable(self, call: str) -> None:
         """Repair what a failed call has left, and cancel abandoned requests.
@@ -420,13 +327,11 @@ class DynamicInferenceEngine:
         salts = one_each("cache_salt", cache_salt, len(listed))
         plans = one_each("checkpoint_plan", checkpoint_plan, len(listed))
         self.check_usable("generate")
-        checked = [  # all of them, before one counts as a request
+        requests = [  # all of them are checked before one has an id
             self._checked(prompt, sampling, salt, plan, name)
             for (name, prompt), sampling, salt, plan in zip(listed, params, salts, plans, strict=True)
         ]
-        return self._serve(
-            (self._new_request(each, next(self._new_ids), owned=True) for each in checked), shown_as
-        )
+        return self._serve(requests, self._new_ids, shown_as)
 
     def score(
         self,
@@ -466,34 +371,31 @@ class DynamicInferenceEngine:
         plans = one_each("checkpoint_plan", checkpoint_plan, len(listed), "sequence")
         self.check_usable("score")
         arguments = zip(listed, starts, salts, plans, strict=True)
-        checked = [
-            checked_sequence(f"sequences[{number}]", sequence, first, salt, plan, self.context)
-            for number, ((_, sequence), first, salt, plan) in enumerate(arguments)
+        requests = [
+            checked_sequence(f"sequences[{i}]", sequence, first, salt, plan, self.context, self.salt_key)
+            for i, ((_, sequence), first, salt, plan) in enumerate(arguments)
         ]
-        ids = self._ids_without_seed
-        results = self._serve((self._new_request(each, next(ids), owned=True) for each in checked), shown_as)
+        results = self._serve(requests, self._ids_without_seed, shown_as)
         return [
             ScoreResult(
                 log_probs=result.prompt_log_probs or [],
-                start=sequence.sampling.prompt_log_probs_start,
-                num_tokens=len(sequence.tokens) + 1,
+                start=request.sampling.prompt_log_probs_start,
+                num_tokens=result.num_prompt_tokens + 1,
                 num_resumed_tokens=result.num_resumed_tokens,
                 computed_by_reason=result.computed_by_reason,
                 num_recomputed_tokens=result.num_recomputed_tokens,
                 finish_reason=result.finish_reason,
             )
-            for sequence, result in zip(checked, results, strict=True)
+            for request, result in zip(requests, results, strict=True)
         ]
 
     def _serve(
-        self, wanted: Iterable[DynamicInferenceRequest], shown_as: str | None = None
+        self, requests: Sequence[DynamicInferenceRequest], ids: Iterator[int], shown_as: str | None = None
     ) -> list[RequestResult]:
         """Add new requests and serve them to the end. `shown_as`: the call's name on a line of progress."""
-        requests: list[DynamicInferenceRequest] = []
         try:
-            for request in wanted:
-                requests.append(request)
-                self._apply("add", request)
+            for request in requests:
+                self._apply("add", self._with_id(request, ids, owned=True))
             line = None if shown_as is None else ProgressLine(shown_as, requests)
             results: list[RequestResult] = []
             for request in requests:
@@ -506,16 +408,13 @@ class DynamicInferenceEngine:
                 line.end()
             return results
         except BaseException as error:
-            self._state.abandoned.extend((request.request_id, "cancelled") for request in requests)
+            for request in requests:
+                if request.arrival_s:  # else it has no id yet
+                    self._state.abandoned.append((request.request_id, "cancelled"))
             self._note_interrupt(error)
             raise
         finally:
             self._settle()
-
-    def _advance(self) -> None:
-        """Make a step for `generate`, `warm` or a stream."""
-        self.check_usable("step")
-        self._make_step()
 
     def stream(
         self,
@@ -531,19 +430,14 @@ class DynamicInferenceEngine:
         cancels the request. Dropping the last reference to a stream, in any thread, also cancels the request,
         at the engine's next call; not on a split model without a `LeadingEngine`.
         """
-        checked = self._checked(prompt, sampling_params, cache_salt, checkpoint_plan)
-        request = self._new_request(checked, next(self._new_ids), owned=True)
-        try:
-            self._apply("add", request)
-            # Ranks that make their calls themselves collect garbage at different times: there a request ends
-            # only where `close` is called.
-            abandoned = self._state.abandoned
-            return TokenStream(
-                RequestSource(request, self._advance, self._settle, abandoned, self.has_one_caller)
-            )
-        except BaseException:
-            self._state.abandoned.append((request.request_id, "cancelled"))
-            raise
+        request = self._checked(prompt, sampling_params, cache_salt, checkpoint_plan)
+        self._with_id(request, self._new_ids, owned=True)
+        # Ranks that make their calls themselves collect garbage at different times: there a request ends
+        # only where `close` is called.
+        drops, abandoned = self.has_one_caller, self._state.abandoned
+        stream = TokenStream(RequestSource(request, self._advance, self._settle, abandoned, drops))
+        self._add(request)
+        return stream
 
     def take_result(self, request_id: int) -> RequestResult | None:
         """Claim the result of a request that ended while another call served it.
@@ -572,9 +466,8 @@ class DynamicInferenceEngine:
         whole = len(prefix) // size * size
         if cache.resumable_tokens(chain) < whole:
             once, plan = SamplingParams(num_tokens_to_generate=1), CheckpointPlan(marks=(whole,))
-            checked = self._checked(prefix[:whole], once, cache_salt, plan)
-            request = self._new_request(checked, next(self._ids_without_seed), owned=True)
-            self._serve([request])
+            request = self._checked(prefix[:whole], once, cache_salt, plan)
+            self._serve([request], self._ids_without_seed)
         return cache.resumable_tokens(chain)
 
     def pin(self, tokens: Prompt, *, cache_salt: Salt = None) -> PinnedPrefix:
@@ -593,10 +486,6 @@ class DynamicInferenceEngine:
         pinned: PinnedPrefix = self._apply("pin", chain)
         return pinned
 
-    def _on_pin(self, chain: PrefixHashChain) -> PinnedPrefix:
-        with self.changing_cache(MambaSlotCapacityError):
-            return self.context.prefix_cache.pin(chain)
-
     def pins(self) -> list[PinnedPrefix]:
         """The pinned prefixes, in the order in which they were pinned."""
         self._settle()
@@ -612,11 +501,6 @@ class DynamicInferenceEngine:
         else:
             self._apply("unpin", index)
 
-    def _on_unpin(self, index: int) -> None:
-        pins = self.context.prefix_cache.pins
-        with self.changing_cache():
-            pins.unpin(list(pins)[index])
-
     def _check_allocated(self, call: str) -> None:
         self.check_usable(call)
         if not self.context.memory.allocated:
@@ -624,30 +508,20 @@ class DynamicInferenceEngine:
 
     def _hashed(self, tokens: Prompt, cache_salt: Salt) -> tuple[list[int], PrefixHashChain]:
         prefix = checked_prompt("tokens", tokens, self.context.spec.vocab_size)
-        chain = self._new_chain(salt_bytes("cache_salt", cache_salt))
+        root = self.salt_key.root(salt_bytes("cache_salt", cache_salt))
+        chain = PrefixHashChain(self.config.block_size_tokens, root)
         chain.extend_to(prefix)
         return prefix, chain
-
-    def _new_chain(self, salt: bytes | None) -> PrefixHashChain:
-        return PrefixHashChain(self.config.block_size_tokens, self.salt_key.root(salt))
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix and pin. Requests under way go on, but cache nothing any more."""
         self.check_usable("reset_prefix_cache")
         self._apply("reset_prefix_cache")
 
-    def _on_reset_prefix_cache(self) -> None:
-        with self._state.forgetting():
-            self._forget_prefixes()
-
-    def _forget_prefixes(self) -> None:
-        if self.context.memory.allocated:  # a suspended engine caches nothing
-            self.context.reset_prefix_cache()
-
     @property
     def weights_version(self) -> object:
         """The name of the model's weights; None at first."""
-        return self._weights_version
+        return self._state.weights_version
 
     def set_weights_version(self, version: object) -> None:
         """Name the model's weights. A new name forgets every cached prefix and drops CUDA graphs.
@@ -657,7 +531,7 @@ class DynamicInferenceEngine:
         """
         self.check_usable("set_weights_version")
         try:
-            changed = bool(version != self._weights_version)
+            changed = bool(version != self._state.weights_version)
             bool(version == version)  # the next version must be comparable with this one
         except (TypeError, ValueError, RuntimeError) as error:  # for example of an array
             raise ValueError(
@@ -665,12 +539,6 @@ class DynamicInferenceEngine:
             ) from error
         if changed:
             self._apply("set_weights_version", version)
-
-    def _on_set_weights_version(self, version: object) -> None:
-        with self._state.forgetting():
-            self._forget_prefixes()
-            self._runner.drop_graphs()
-            self._weights_version = version
 
     # ---- the whole
 
@@ -694,14 +562,7 @@ class DynamicInferenceEngine:
         """
         if settle:
             self._settle()
-        return EngineStats(
-            cache=self.context.cache_stats(),
-            speculation=self._state.speculation,
-            num_running=len(self._state.scheduler.running),
-            num_paused=self._state.scheduler.num_paused,
-            num_waiting=len(self._state.scheduler.waiting),
-            num_rebuilds=self._state.num_rebuilds,
-        )
+        return self._state.stats()
 
     def describe(self) -> str:
         """Says what serves the model: device, kernels and why no better ones, graphs, and steps ahead.
@@ -711,22 +572,9 @@ class DynamicInferenceEngine:
         Returns:
             One line for each.
         """
-        config, spec = self.config, self.context.spec
-        device = torch.cuda.get_device_name(spec.device) if spec.device.type == "cuda" else "no GPU"
-        kernels = kernel_set(spec.device, spec.kv_dtype)
-        return "\n".join(
-            (
-                f"device: {spec.device} ({device}), KV in {str(spec.kv_dtype).removeprefix('torch.')}",
-                *kernels.describe(spec, config.block_size_tokens),
-                f"CUDA graphs: {self._runner.describe()}",
-                *describe_steps(self.context),
-                *(self._invariance.describe() if self._invariance is not None else ()),
-            )
-        )
-
-    def memory_summary(self) -> str:
-        """One line that says how many bytes each pool takes."""
-        return self.context.memory.summary()
+        invariance = self._state.invariance
+        lines = describe_steps(self.context, self._state.runner)
+        return "\n".join((*lines, *(invariance.describe() if invariance is not None else ())))
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, rows and memory disagree; O(pools and requests)."""
@@ -742,20 +590,10 @@ class DynamicInferenceEngine:
         if self.context.memory.allocated:
             self._apply("suspend")
 
-    def _on_suspend(self) -> None:
-        with self._state.forgetting():
-            self._state.scheduler.restart(self._state.scheduler.running)
-            self._state.unread = None  # its requests are queued again, and compute its tokens again
-            self._runner.drop_graphs()
-            self.context.suspend()
-
     def resume(self) -> None:
         """Allocate the pools again, empty; queued requests start from their first token."""
         self.check_usable("resume")
         self._apply("resume")
-
-    def _on_resume(self) -> None:
-        self.context.resume()
 
     def reset(self) -> None:
         """Drop every request, result, prefix and count. Repairs an engine that a failed step has broken.
@@ -764,20 +602,6 @@ class DynamicInferenceEngine:
         """
         if self._state.stepping is not None:
             self.check_usable("reset")
-        self._apply("reset", self._weights_version, self.context.memory.allocated)
-        if self._is_split:  # ranks that failed at different requests go on with the same ids
-            self._num_resets += 1
-            self._new_ids = count(self._num_resets << 32)
-
-    def _on_reset(self, weights_version: object, allocated: bool) -> None:
-        """`weights_version`, `allocated`: those of the rank that makes the call."""
-        self._state.reset()
-        self._weights_version = weights_version
-        if allocated != self.context.memory.allocated:
-            self._on_resume() if allocated else self._on_suspend()
-
-
-def _checked_invariance(model: Model, spec: HybridStateSpec, config: InferenceConfig) -> "BatchInvariance":
-    from .batch_invariance import BatchInvariance  # here, because it imports triton by way of torch
-
-    return BatchInvariance(model, spec, config)
+        self._apply("reset", self._state.weights_version, self.context.memory.allocated)
+        if self.context.spec.groups.is_split:  # ranks that failed at different requests get the same ids
+            self._new_ids = count(((next(self._new_ids) >> 32) + 1) << 32)

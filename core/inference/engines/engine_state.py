@@ -1,24 +1,36 @@
-"""The requests and results of an engine, and how they become consistent again after a call that failed."""
+"""The calls that change an engine, and how it becomes consistent again after one that failed."""
 
 import logging
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from ...cache_stats import SpeculationStats
-from ...errors import KVBlockCapacityError
+import torch
+from torch import Tensor
+
+from ...cache_stats import EngineStats, SpeculationStats
+from ...errors import KVBlockCapacityError, MambaSlotCapacityError
+from ...parallel_groups import on_device_of
 from ...request import EarlyEnd, FinishReason, RequestResult
+from ..contexts.cache.hashing import PrefixHashChain
+from ..contexts.cache.prefix_cache import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from .drafter import Drafter
 from .engine_observer import EngineObservers, NewTokens, StepReport
-from .sampling import SampledStep, count_accepted
+from .memory_poison import MemoryPoison
+from .runner import Model, new_runner
+from .sampling import SampledStep, count_accepted, sample_step
 from .scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from .batch_invariance import BatchInvariance
 
 logger = logging.getLogger(__name__)
 
@@ -55,28 +67,13 @@ def signals_held() -> Iterator[None]:
             handlers[signal.Signals(first)](first, None)
 
 
-@dataclass(frozen=True)
-class LaunchedStep:
-    """A step that runs on the device and has ended in the context; its tokens are not read yet.
-
-    Attributes:
-        requests: what each request does.
-        sampled: its tokens.
-        check_logits: raises where its logits are NaN; None without that check.
-    """
-
-    requests: tuple[RequestStep, ...]
-    sampled: SampledStep
-    check_logits: Callable[[], None] | None = None
-
-
 class EngineState:
     """Running and waiting requests, results, and what the engine forgets where a call fails.
 
-    Requests and cache change only inside `changing`, `forgetting` and `in_step`. SIGINT and SIGTERM wait for
-    the end of a step. An exception that escapes a step undoes it: its requests are queued again, with the
-    tokens that they had. If the state then contradicts itself, or the undo fails, all cached prefixes are
-    forgotten, and all requests are queued again. If the repair fails, the next call repeats it.
+    Requests and cache change only inside `changing`. SIGINT and SIGTERM wait for the end of a step. An
+    exception that escapes a step undoes it: its requests are queued again, with the tokens that they had. If
+    the state then contradicts itself, or the undo fails, all cached prefixes are forgotten, and all requests
+    are queued again. If the repair fails, the next call repeats it.
 
     Example: requests 3 and 5 run with 40 and 60 tokens. Control-C during a step: both get a token,
     KeyboardInterrupt is raised, and the next call of `step` returns the report. MemoryError in the model:
@@ -95,15 +92,21 @@ class EngineState:
         observers: receive requests and steps.
         stepping: the thread that is in a step; None between steps.
         broken_by: the error after which the ranks of a split model may differ; None without one.
+        weights_version: the name of the model's weights.
+        invariance: of an engine whose bits depend on the request alone.
+        runner: runs the model's steps.
     """
 
     def __init__(
-        self, context: DynamicInferenceContext, drafter: Drafter | None, drop_graphs: Callable[[], None]
+        self,
+        context: DynamicInferenceContext,
+        drafter: Drafter | None,
+        invariance: "BatchInvariance | None" = None,
     ) -> None:
         self.requests: dict[int, DynamicInferenceRequest] = {}
         self.unclaimed: dict[int, RequestResult] = {}
         self.reports: deque[StepReport] = deque()
-        self.unread: LaunchedStep | None = None
+        self.unread: SampledStep | None = None
         self.abandoned: deque[tuple[int, EarlyEnd]] = deque()
         self.scheduler = Scheduler(context, drafter)
         self.speculation = SpeculationStats()
@@ -111,9 +114,14 @@ class EngineState:
         self.observers = EngineObservers()
         self.stepping: int | None = None
         self.broken_by: BaseException | None = None
+        self.weights_version: object = None
+        self.invariance = invariance
+        self.runner = new_runner(context)
         self._context = context
         self._drafter = drafter
-        self._drop_graphs = drop_graphs
+        self._poison = MemoryPoison(context) if context.config.free_memory == "nan" else None
+        self._looks_ahead = context.config.why_steps_wait(context.spec.device) is None
+        self._served: tuple[Model | None, Model | None] = (None, None)  # a model, and what runs in its place
         self._is_split = context.spec.groups.is_split
         self._in_change = False
         self._repair: Callable[[], None] | None = None  # of the change under way, or of one that failed
@@ -145,12 +153,12 @@ class EngineState:
             finally:
                 self._in_change = False
 
-    def forgetting(self) -> AbstractContextManager[None]:
+    def _forgetting(self) -> AbstractContextManager[None]:
         """Inside, all cached prefixes are forgotten; an error completes that."""
         return self.changing(repair=self._rebuild)
 
     @contextmanager
-    def in_step(self) -> Iterator[None]:
+    def _in_step(self) -> Iterator[None]:
         """Inside, a step is made; an error undoes it. Only requests may be added meanwhile."""
         self.scheduler.admitted = {}
         num_tokens = {request: len(request.tokens) for request in self.scheduler.running}
@@ -201,7 +209,7 @@ class EngineState:
         if self._is_split and not (isinstance(error, KVBlockCapacityError) and error.request_id is not None):
             self.broken_by = error
 
-    # ---- requests
+    # ---- the calls that change an engine; all ranks of a split model make them
 
     def add(self, request: DynamicInferenceRequest) -> None:
         """Queue a new request."""
@@ -211,8 +219,79 @@ class EngineState:
         if self.observers:
             self.observers.request_added(request)
 
-    def end(self, request: DynamicInferenceRequest, reason: FinishReason) -> RequestResult:
-        """End a request inside `changing` or `in_step`."""
+    def end(self, request_id: int, reason: FinishReason) -> RequestResult:
+        """End a request between two steps."""
+        with self.changing():
+            return self._end(self.requests[request_id], reason)
+
+    @torch.inference_mode()
+    def step(self, model: Model, reports: bool = False, claims_results: bool = True) -> None:
+        """Make a step. `reports`, `claims_results`: whether results are reported, and there alone."""
+        if not self._context.memory.allocated:
+            raise RuntimeError("step is called on a suspended engine; resume it first")
+        begun_s = time.perf_counter()
+        with self._in_step(), on_device_of(self._context.spec.device):
+            steps, tokens, invalid = self._run_step(self._forward(model))
+            report = self._end_step(steps, tokens, invalid)
+            if reports:
+                for result in report.finished if claims_results else ():
+                    self.unclaimed.pop(result.request_id, None)
+                self.reports.append(report)
+        admitted, self.scheduler.admitted = self.scheduler.admitted, {}
+        if self.observers:
+            self.observers.step_made(steps, admitted, tokens, time.perf_counter() - begun_s)
+
+    def pin(self, chain: PrefixHashChain) -> PinnedPrefix:
+        with self.changing(MambaSlotCapacityError):
+            return self._context.prefix_cache.pin(chain)
+
+    def unpin(self, index: int) -> None:
+        """Unpin the prefix of this number in the order of the pins."""
+        pins = self._context.prefix_cache.pins
+        with self.changing():
+            pins.unpin(list(pins)[index])
+
+    def reset_prefix_cache(self) -> None:
+        with self._forgetting():
+            self._forget_prefixes()
+
+    def set_weights_version(self, version: object) -> None:
+        with self._forgetting():
+            self._forget_prefixes()
+            self.runner.drop_graphs()
+            self.weights_version = version
+
+    def suspend(self) -> None:
+        with self._forgetting():
+            self.scheduler.restart(self.scheduler.running)
+            self.unread = None  # its requests are queued again, and compute its tokens again
+            self.runner.drop_graphs()
+            self._context.suspend()
+
+    def resume(self) -> None:
+        self._context.resume()
+
+    def reset(self, weights_version: object, allocated: bool) -> None:
+        """End every request with the reason "reset", and drop every result, prefix and count.
+
+        `weights_version`, `allocated`: those of the rank that makes the call.
+        """
+        self._in_change, self._repair = False, self._reset  # in place of every other repair
+        with signals_held():
+            self._reset()
+            self._complete()
+            self.broken_by = None
+        self.observers.notify_ended()
+        self.weights_version = weights_version
+        if allocated != self._context.memory.allocated:
+            self.resume() if allocated else self.suspend()
+
+    def _forget_prefixes(self) -> None:
+        if self._context.memory.allocated:  # a suspended engine caches nothing
+            self._context.reset_prefix_cache()
+
+    def _end(self, request: DynamicInferenceRequest, reason: FinishReason) -> RequestResult:
+        """End a request inside `changing` or `_in_step`."""
         request.result = result = request.result_for(reason)
         if not request.owned:
             self.unclaimed[request.request_id] = result
@@ -223,7 +302,54 @@ class EngineState:
             self.unread = None  # an idle engine keeps nothing of the requests that it has served
         return result
 
-    def end_step(self, steps: Sequence[RequestStep], tokens: NewTokens, invalid: Sequence[int]) -> StepReport:
+    # ---- a step
+
+    def _forward(self, model: Model) -> Model:
+        """What a step runs: the model, perhaps with replaced products."""
+        if self.invariance is None:
+            return model
+        if self._served[0] is not model or self._served[1] is None:
+            self._served = model, self.invariance.served(model)
+        forward = self._served[1]
+        assert forward is not None
+        return forward
+
+    def _run_step(self, forward: Model) -> tuple[Sequence[RequestStep], NewTokens, Sequence[int]]:
+        step, self.unread = self.unread, None  # what the last call launched ahead
+        if step is None or all(one.request.result is not None for one in step.steps):
+            scheduled = self.scheduler.schedule()  # match, plan, hold KV blocks
+            if not scheduled:
+                return (), {}, ()
+            step = self._launch(forward, scheduled, None)
+        ahead = self._looks_ahead and not self.runner.captures_next
+        following = self.scheduler.following(step.steps) if ahead else []
+        if following:
+            tokens_there = step.tokens_of([one.request for one in following])
+            self.unread = self._launch(forward, following, tokens_there)
+        if step.check_logits is not None:
+            step.check_logits()
+        tokens = step.wait()
+        self.runner.after_step(forward)
+        return step.steps, tokens, step.invalid
+
+    def _launch(
+        self, forward: Model, scheduled: Sequence[RequestStep], sampled_tokens: Tensor | None
+    ) -> SampledStep:
+        """Launch a step. `sampled_tokens`: its tokens, where it follows a step whose tokens are not read."""
+        if self.invariance is not None:
+            self.invariance.check_switches()
+        step = self._context.begin_step(scheduled, self.runner.padded, sampled_tokens)  # reserve, publish
+        logits = self.runner.run(forward, step.inputs)
+        sampled = sample_step(step.requests, logits)  # launched; nothing waits yet
+        if self._poison is not None:
+            sampled.check_logits = self._poison.check(logits)
+        # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
+        self._context.end_step(sampled.num_accepted, sampled.is_valid)
+        return sampled
+
+    def _end_step(
+        self, steps: Sequence[RequestStep], tokens: NewTokens, invalid: Sequence[int]
+    ) -> StepReport:
         """End the requests that are complete, and the `invalid` ones, whose logits are no numbers."""
         reasons: dict[int, FinishReason] = dict.fromkeys(invalid, "invalid_logits")
         for step in steps:
@@ -238,19 +364,13 @@ class EngineState:
                     so_far.num_drafted + len(step.drafts),
                     so_far.num_accepted + count_accepted(step.drafts, new),
                 )
-        finished = [self.end(self.requests[request_id], reason) for request_id, reason in reasons.items()]
+        finished = [self._end(self.requests[request_id], reason) for request_id, reason in reasons.items()]
         return StepReport(
             admitted=tuple(s.request.request_id for s in steps if s.request in self.scheduler.admitted),
             generated={request_id: new[-1] for request_id, new in tokens.items()},
             finished=tuple(finished),
             tokens=tokens,
         )
-
-    def take_unread(self) -> LaunchedStep | None:
-        """The step that was launched ahead, once; None without one, or where all its requests have ended."""
-        step, self.unread = self.unread, None
-        live = step is not None and any(one.request.result is None for one in step.requests)
-        return step if live else None
 
     # ---- repairs, each of which can be made any number of times
 
@@ -286,7 +406,7 @@ class EngineState:
 
     def _rebuild(self) -> None:
         """Forget every cached prefix and pin, and queue all requests again."""
-        self._drop_graphs()
+        self.runner.drop_graphs()
         self.unread = None
         self._context.reset(keep_counts=True)
         self.scheduler.rebuild(self.requests.values())
@@ -295,15 +415,6 @@ class EngineState:
             "a call failed: cached prefixes and pins are forgotten, %d requests are queued again",
             len(self.requests),
         )
-
-    def reset(self) -> None:
-        """End every request with the reason "reset", and drop every result, prefix and count."""
-        self._in_change, self._repair = False, self._reset  # in place of every other repair
-        with signals_held():
-            self._reset()
-            self._complete()
-            self.broken_by = None
-        self.observers.notify_ended()
 
     def _reset(self) -> None:
         for request in self.requests.values():
@@ -316,6 +427,16 @@ class EngineState:
         self.speculation = SpeculationStats()
         self.num_rebuilds = 0
         self._context.reset()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            cache=self._context.cache_stats(),
+            speculation=self.speculation,
+            num_running=len(self.scheduler.running),
+            num_paused=self.scheduler.num_paused,
+            num_waiting=len(self.scheduler.waiting),
+            num_rebuilds=self.num_rebuilds,
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, rows and memory contradict each other."""

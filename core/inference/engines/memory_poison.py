@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.step_inputs import StepInputs
+from .sampling import Results
 
 _NAN_BYTE = 0xFF
 """Floats of such bytes are NaN, in bfloat16 and every wider dtype; so are int8 numbers with such a scale."""
@@ -95,18 +96,10 @@ class MemoryPoison:
 
     def check(self, logits: Tensor) -> Callable[[], None]:
         """Launch a look at logits [tokens, vocabulary]; does not synchronise."""
-        lost, num_tokens = logits.isnan().any(dim=1).sum(), len(logits)
-        seen: torch.cuda.Event | None = None
-        if lost.device.type == "cuda":
-            there = lost
-            lost = torch.empty((), dtype=there.dtype, pin_memory=True, device="cpu")
-            lost.copy_(there, non_blocking=True)
-            seen = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            seen.record()
+        num_lost, num_tokens = Results([logits.isnan().any(dim=1).sum()[None]]), len(logits)
 
         def raise_where_lost() -> None:
-            if seen is not None:
-                seen.synchronize()
+            ((lost,),) = num_lost.wait()
             if lost:
                 raise RuntimeError(
                     f"the logits of {int(lost)} of {num_tokens} tokens are NaN, and free_memory is "

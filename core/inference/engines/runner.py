@@ -11,6 +11,7 @@ from torch import Tensor
 from ...state_spec import HybridStateSpec
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.step_inputs import FEWEST_ROWS, StepInputs, StepShape, padded_to_ladder, power_of_two, rung
+from ..kernels.kernel_set import kernel_set
 
 
 class Model(Protocol):
@@ -293,9 +294,21 @@ class GraphRunner(ModelRunner):
         self._first = None
 
 
-def describe_steps(context: DynamicInferenceContext) -> tuple[str, str, str]:
-    """A line each: when decode steps are launched, how decodes compute, where evicted states go."""
+def new_runner(context: DynamicInferenceContext) -> ModelRunner:
+    """The runner that the configuration asks for, as far as the device and the dtypes allow it."""
+    spec, config = context.spec, context.config
+    dtypes = {spec.kv_dtype, *(tensor.dtype for tensor in spec.states)}
+    synchronises = spec.device.type != "cuda" or torch.float64 in dtypes
+    if config.num_cuda_graphs is None or synchronises:
+        return ModelRunner(spec, config.batch_invariant)
+    return GraphRunner(spec, GraphBuckets.of(context, config.batch_invariant), config.num_cuda_graphs)
+
+
+def describe_steps(context: DynamicInferenceContext, runner: ModelRunner) -> tuple[str, ...]:
+    """A line each: device, kernels, graphs, when decode steps are launched, how decodes compute, the tier."""
     config, spec, tier = context.config, context.spec, context.prefix_cache.tier
+    device = torch.cuda.get_device_name(spec.device) if spec.device.type == "cuda" else "no GPU"
+    kernels = kernel_set(spec.device, spec.kv_dtype)
     because, chunk = config.why_steps_wait(spec.device), spec.chunk_tokens(config.block_size_tokens)
     steps = "launched before the tokens of the step before are read"
     if because is not None:
@@ -312,7 +325,14 @@ def describe_steps(context: DynamicInferenceContext) -> tuple[str, str, str]:
             files = f", {tier.files.num_slots} in files"
             back += f", from a file {tier.min_tokens_from_file}"
         evicted = f"{tier.host.num_slots} in host memory{files}; come back where that saves at least {back}"
-    return f"decode steps: {steps}", f"decodes: {decodes}", f"evicted states: {evicted}"
+    return (
+        f"device: {spec.device} ({device}), KV in {str(spec.kv_dtype).removeprefix('torch.')}",
+        *kernels.describe(spec, config.block_size_tokens),
+        f"CUDA graphs: {runner.describe()}",
+        f"decode steps: {steps}",
+        f"decodes: {decodes}",
+        f"evicted states: {evicted}",
+    )
 
 
 @cache

@@ -5,51 +5,55 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...request import SamplingParams, TopLogProbs
-from ...validation import described, holds_data, integers, shown
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
 from ..kernels import token_draws
 from ..kernels.token_draws import WHOLE, TokenDraw
 
 
 class SampledStep:
-    """The new tokens of a step, on the device of the logits; perhaps not computed yet.
+    """A step that runs on the device, and its new tokens there; perhaps they are not computed yet.
 
     Attributes:
+        steps: what each request does.
         invalid: ids of the requests that get no token, ascending; known once `wait` has returned. The largest
-            logit of a row that such a request needs in this step is NaN or infinite. Logits of -inf beside a
+            logit of a row that such a request needs in this step is NaN or infinite. Logits of -inf next to a
             finite one are valid: they forbid tokens.
+        check_logits: raises where logits of the step are NaN; None without that check.
     """
+
+    check_logits: Callable[[], None] | None = None
 
     def __init__(
         self,
-        sampled: "list[_Sampled]",
-        scored: "list[_Scored]",
+        steps: Sequence[RequestStep],
+        scored: Sequence[RequestStep],
+        sampled: Sequence[RequestStep],
         columns: list[Tensor],
-        drawn: Tensor | None = None,
+        drawn: Tensor | None,
     ) -> None:
         """Launch the copy of the results to the CPU.
 
-        `columns`: for each entry of `scored` the log-probs and the largest logits of its rows; then, with
+        `columns`: for each step of `scored` the log-probs and the largest logits of its rows; then, with
         `sampled`, the drawn tokens and the largest logits of their rows; then the tokens' log-probs, if a
         request returns them; then ids and log-probs of the most likely tokens of the rows that return those.
         """
+        self.steps = steps
         self.invalid: tuple[int, ...] = ()
-        self._sampled = sampled
         self._scored = scored
-        self._results = _Results(columns)
+        self._sampled = sampled
+        self._results = Results(columns)
         self._drawn = drawn
         self._tokens: dict[int, tuple[GeneratedToken, ...]] | None = None
 
     def tokens_of(self, requests: Sequence[DynamicInferenceRequest]) -> Tensor:
         """The tokens of requests without drafts, [requests] int64 on the device. Does not synchronise."""
         drawn = torch.empty(0, dtype=torch.int64) if self._drawn is None else self._drawn
-        rows = {sampled.request.request_id: row for row, sampled in enumerate(self._sampled)}
+        rows = {step.request.request_id: row for row, step in enumerate(self._sampled)}
         wanted = [rows[request.request_id] for request in requests]
         if wanted == list(range(len(drawn))):
             return drawn
@@ -62,10 +66,10 @@ class SampledStep:
 
     def is_valid(self, request_id: int) -> bool:
         """Whether a request has no invalid logits in this step."""
-        if self._tokens is None:
-            requests = [part.request for part in self._scored] + [part.request for part in self._sampled]
-            if all(request.request_id != request_id for request in requests):
-                return True
+        if self._tokens is None and all(
+            step.request.request_id != request_id for step in (*self._scored, *self._sampled)
+        ):
+            return True
         self.wait()
         return request_id not in self.invalid
 
@@ -79,121 +83,87 @@ class SampledStep:
         numbers = iter(self._results.wait())
         invalid: set[int] = set()
         scored = []
-        for part in self._scored:
+        for step in self._scored:
             scored.append(next(numbers))
             finite = all(map(math.isfinite, next(numbers)))
-            if not finite and part.request.result is None:
-                invalid.add(part.request.request_id)
+            if not finite and step.request.result is None:
+                invalid.add(step.request.request_id)
         drawn = [int(token) for token in next(numbers, ())]
         largest = next(numbers, ())
         nothing: Sequence[None] = [None] * len(drawn)
-        returned = any(one.request.sampling.return_log_probs for one in self._sampled)
+        returned = any(step.request.sampling.return_log_probs for step in self._sampled)
         log_probs: Sequence[float | None] = next(numbers) if returned else nothing
         tops = self._tops(numbers) or nothing
-        answers: list[_Answer] = []
-        first = 0
-        for request, drafts, num_known in self._sampled:
-            stop = first + 1 + len(drafts)
-            if request.result is not None or len(request.tokens) != num_known:
-                first = stop
+        now_s = time.perf_counter()
+        generated: dict[int, tuple[GeneratedToken, ...]] = {}
+        stop = 0
+        for step in self._sampled:
+            request, first, stop = step.request, stop, stop + 1 + len(step.drafts)
+            if request.result is not None or len(request.tokens) != step.stop - len(step.drafts):
                 continue
-            tokens = accepted_tokens(drafts, drawn[first:stop], request.sampling.stops)
+            tokens = accepted_tokens(step.drafts, drawn[first:stop], request.sampling.stops)
             reached = slice(first, first + len(tokens))  # rows after the first wrong draft mean nothing
             if not all(map(math.isfinite, largest[reached])):
                 invalid.add(request.request_id)
-            values = log_probs if request.sampling.return_log_probs else nothing
-            answers.append(_Answer(request, tokens, values[reached], tops[reached]))
-            first = stop
-        for part, own in zip(self._scored, scored, strict=True):
-            if part.request.request_id not in invalid and part.request.result is None:
-                part.request.set_prompt_log_probs(part.positions, own)
-        now_s = time.perf_counter()
-        generated: dict[int, tuple[GeneratedToken, ...]] = {}
-        for request, tokens, values, top in answers:
-            if request.request_id not in invalid:
-                generated[request.request_id] = tuple(map(GeneratedToken, tokens, values, top))
-                request.append(tokens, values, now_s, top)
+            if request.request_id in invalid:
+                continue
+            values = (log_probs if request.sampling.return_log_probs else nothing)[reached]
+            generated[request.request_id] = tuple(map(GeneratedToken, tokens, values, tops[reached]))
+            request.append(tokens, values, now_s, tops[reached])
+        for step, own in zip(self._scored, scored, strict=True):
+            if step.request.request_id not in invalid and step.request.result is None:
+                step.request.set_prompt_log_probs(step.scored_positions, own)
         self.invalid = tuple(sorted(invalid))
         return generated
 
     def _tops(self, numbers: Iterator[list[float]]) -> list[TopLogProbs | None]:
         """The most likely tokens of each drawn row; empty where no request returns them."""
-        width = max((one.request.sampling.num_top_log_probs for one in self._sampled), default=0)
+        width = max((step.request.sampling.num_top_log_probs for step in self._sampled), default=0)
         if not width:
             return []
         pairs = list(zip(map(int, next(numbers)), next(numbers), strict=True))
         tops: list[TopLogProbs | None] = []
         first = 0
-        for request, drafts, _ in self._sampled:
-            number = request.sampling.num_top_log_probs
-            for _ in range(1 + len(drafts)):
+        for step in self._sampled:
+            number = step.request.sampling.num_top_log_probs
+            for _ in range(1 + len(step.drafts)):
                 tops.append(tuple(pairs[first : first + number]) if number else None)
                 first += width if number else 0
         return tops
 
 
-class _Sampled(NamedTuple):
-    """A request that gets new tokens, its drafts, which are verified now, and how many tokens go before."""
-
-    request: DynamicInferenceRequest
-    drafts: tuple[int, ...]
-    num_known: int
-
-
-class _Answer(NamedTuple):
-    """The new tokens of a request; log-probs and most likely tokens are None where it returns none."""
-
-    request: DynamicInferenceRequest
-    tokens: list[int]
-    log_probs: Sequence[float | None]
-    tops: Sequence[TopLogProbs | None]
-
-
-class _Scored(NamedTuple):
-    """A request that gets log-probs of known tokens, and the positions whose logits give them."""
-
-    request: DynamicInferenceRequest
-    positions: range
-
-
 def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
     """Choose the next tokens of the requests whose known tokens are all computed. Does not synchronise."""
+    scored = [step for step in steps if step.scored_positions]
+    sampled = [step for step in steps if step.completes]
     rows: list[int] = []
-    sampled: list[_Sampled] = []
     params: list[SamplingParams] = []
     positions: list[int] = []
-    seeds: list[int] = []
-    scored: list[_Scored] = []
     columns: list[Tensor] = []
     drawn: Tensor | None = None
-    first = 0
+    stop = 0
     for step in steps:
-        num_logits = len(step.logit_positions)
-        request = step.request
+        first, stop = stop, stop + len(step.logit_positions)
         if step.scored_positions:
-            part = _Scored(request, step.scored_positions)
-            scored.append(part)
-            own = logits[first : first + len(part.positions)]
-            following = torch.tensor(request.following_tokens(part.positions), device="cpu")
+            own = logits[first : first + len(step.scored_positions)]
+            following = torch.tensor(step.request.following_tokens(step.scored_positions), device="cpu")
             columns += [log_probs_of(own, _on_device(following, logits.device)), own.amax(dim=-1)]
-        first += num_logits
         if step.completes:
-            sampled.append(_Sampled(request, step.drafts, step.stop - len(step.drafts)))
             num_tokens = 1 + len(step.drafts)
-            rows += range(first - num_tokens, first)
-            params += [request.sampling] * num_tokens
+            rows += range(stop - num_tokens, stop)
+            params += [step.request.sampling] * num_tokens
             positions += range(step.num_generated, step.num_generated + num_tokens)
-            seeds += [request.seed] * num_tokens
     if sampled:
         chosen = logits
         if rows != list(range(len(logits))):
             chosen = logits.index_select(0, _on_device(torch.tensor(rows, device="cpu"), logits.device))
+        seeds = [step.request.seed for step in sampled for _ in range(1 + len(step.drafts))]
         drawn, largest = _choose(chosen, params, positions, seeds)
         columns += [drawn, largest]
-        if any(one.request.sampling.return_log_probs for one in sampled):
+        if any(step.request.sampling.return_log_probs for step in sampled):
             columns.append(log_probs_of(chosen, drawn))
         columns += _top_columns(chosen, params)
-    return SampledStep(sampled, scored, columns, drawn)
+    return SampledStep(steps, scored, sampled, columns, drawn)
 
 
 def _top_columns(logits: Tensor, params: Sequence[SamplingParams]) -> list[Tensor]:
@@ -214,22 +184,7 @@ def sample(
     seeds: Sequence[int] | None = None,
 ) -> Tensor:
     """Choose one token for each row of logits. Does not synchronise where triton is installed."""
-    if (
-        not isinstance(logits, Tensor)
-        or not (logits.is_floating_point() and holds_data(logits))
-        or logits.dim() != 2
-        or not logits.shape[1]
-    ):
-        raise ValueError(f"logits {described(logits)}; accepted: floating-point logits [rows, vocabulary]")
-    if not isinstance(params, Sequence) or not all(isinstance(param, SamplingParams) for param in params):
-        raise ValueError(f"params is {shown(params)}; accepted: a list of SamplingParams")
-    positions = integers("positions", positions, 0)
-    seeds = [param.seed or 0 for param in params] if seeds is None else integers("seeds", seeds, 0)
-    if not len(params) == len(positions) == len(seeds) == logits.shape[0]:
-        raise ValueError(
-            f"logits has {logits.shape[0]} rows, params {len(params)} entries, positions {len(positions)} "
-            f"and seeds {len(seeds)}; accepted: equally many"
-        )
+    seeds = [param.seed or 0 for param in params] if seeds is None else seeds
     return _choose(logits, params, positions, seeds)[0]
 
 
@@ -290,7 +245,7 @@ def _on_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
-class _Results:
+class Results:
     """The numbers of 1-D tensors, on their way to the CPU in one copy. float64 holds token ids exactly.
 
     The copy is launched at once: after it, the device may compute the next step.

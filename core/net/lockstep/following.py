@@ -49,7 +49,7 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
 
     def _change(self, engine: DynamicInferenceEngine) -> None:
         name = type(self).__struct_config__.tag
-        getattr(engine, f"_on_{name}")(*msgspec.structs.astuple(self))
+        getattr(engine._state, str(name))(*msgspec.structs.astuple(self))
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
@@ -93,7 +93,7 @@ class Add(_Call, frozen=True, array_like=True, tag="add"):
         hashes = PrefixHashChain(engine.config.block_size_tokens, self.root)
         if engine.config.enable_prefix_caching:
             hashes.extend_to([*self.prompt_tokens, *self.given_tokens])
-        engine._on_add(
+        engine._state.add(
             DynamicInferenceRequest(
                 request_id=self.request_id,
                 prompt_tokens=self.prompt_tokens,
@@ -119,6 +119,9 @@ class End(_Call, frozen=True, array_like=True, tag="end"):
 class Step(_Call, frozen=True, array_like=True, tag="step"):
     """A step is made."""
 
+    def _change(self, engine: DynamicInferenceEngine) -> None:
+        engine._state.step(engine.model)
+
 
 class Pin(_Call, frozen=True, array_like=True, tag="pin"):
     """The prefix of these blocks is pinned."""
@@ -130,7 +133,7 @@ class Pin(_Call, frozen=True, array_like=True, tag="pin"):
         chain = PrefixHashChain(engine.config.block_size_tokens, self.root)
         for content in self.blocks:
             chain.append(content)
-        engine._on_pin(chain)
+        engine._state.pin(chain)
 
 
 class Unpin(_Call, frozen=True, array_like=True, tag="unpin"):

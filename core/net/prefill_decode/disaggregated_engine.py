@@ -183,9 +183,9 @@ class DisaggregatedEngine(AsyncEngine):
     ) -> AsyncStream:
         """As `AsyncEngine.stream`, once the prefix of a long prompt is there or will not come."""
         self._check_open("stream")
-        context = self._engine.context
-        request = checked_request(prompt, sampling_params, cache_salt, checkpoint_plan, context)
-        tokens, sampling, salt = request.tokens, request.sampling, request.salt
+        context, salt_key = self._engine.context, self._engine.salt_key
+        request = checked_request(prompt, sampling_params, cache_salt, checkpoint_plan, context, salt_key)
+        tokens, sampling, salt = request.tokens, request.sampling, salt_bytes("cache_salt", cache_salt)
         last = len(tokens) - 1  # the deepest position to resume from
         if not sampling.skip_prompt_log_probs:
             last = min(last, sampling.prompt_log_probs_start - 1)

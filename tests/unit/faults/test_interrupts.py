@@ -61,7 +61,7 @@ PLACES: dict[str, Callable[[Engine], tuple[object, str]]] = {
     "commit": lambda engine: (engine.context.prefix_cache.slots, "commit"),
     "sampling": lambda engine: (ms.inference.engines.sampling.SampledStep, "wait"),
     "release": lambda engine: (engine.context, "release"),
-    "end": lambda engine: (engine._state, "end"),
+    "end": lambda engine: (engine._state, "_end"),
     "pin": lambda engine: (engine.context.prefix_cache, "pin"),
     "unpin": lambda engine: (engine.context.prefix_cache.pins, "unpin"),
     "forgetting": lambda engine: (engine.context, "reset_prefix_cache"),

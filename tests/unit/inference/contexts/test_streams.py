@@ -20,7 +20,7 @@ from mambaslots.inference.contexts.step_inputs import StepShape
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.inference.engines.memory_poison import MemoryPoison
 from mambaslots.inference.engines.runner import GraphRunner
-from mambaslots.inference.engines.sampling import _Results
+from mambaslots.inference.engines.sampling import Results
 from mambaslots.net.transfer.format import TransferError
 from mambaslots.net.transfer.pieces import NUM_BUFFERS, PoolGate, Staging, receive_pieces, send_pieces
 from mambaslots.net.transfer.pipe import NcclPipe
@@ -192,7 +192,7 @@ def sampled(simulator: Simulator, random: Random) -> None:
     previous = None
     for number in range(5):
         logits.fill_(number)
-        results = _Results([logits[:2], logits[2:]])
+        results = Results([logits[:2], logits[2:]])
         if previous is not None:
             assert previous.wait() == [[number - 1.0] * 2] * 2
             simulator.host([previous._numbers], (), "the host reads tokens")

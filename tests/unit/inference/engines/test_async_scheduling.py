@@ -258,7 +258,7 @@ def test_nothing_follows_a_step_whose_shape_is_captured_next(
 ) -> None:
     """Otherwise the shapes of prefills, which steps follow, would have no graph."""
     engine = ahead()
-    monkeypatch.setattr(type(engine._runner), "captures_next", captures)
+    monkeypatch.setattr(type(engine._state.runner), "captures_next", captures)
     engine.add_request(PROMPT, greedy())
     for _ in range(3):
         engine.step()

@@ -145,7 +145,7 @@ def test_what_has_left_the_window_is_gone() -> None:
 
 def test_an_index_goes_with_its_request() -> None:
     engine = small_engine(num_speculative_tokens=3)
-    drafter = engine._drafter
+    drafter = engine._state._drafter
     assert isinstance(drafter, ms.NgramDrafter)
     prompts = [[i, 2, 3, 4] * 3 for i in range(3)]
     params = ms.SamplingParams(num_tokens_to_generate=6)

@@ -108,8 +108,8 @@ def test_the_engine_says_what_is_live() -> None:
     assert counted + stats.num_live_slots == 5 + 3
     assert stats.num_live_slots == 1
     assert f"{stats.num_committed_slots} of 8 slots hold a state and 1 are live" in repr(stats)
-    assert "live states 3 x" in engine.memory_summary()
-    assert "and the live ones of idle rows" in engine.memory_summary()
+    assert "live states 3 x" in engine.context.memory.summary()
+    assert "and the live ones of idle rows" in engine.context.memory.summary()
 
 
 def test_reset_and_suspend_free_live_slots_and_a_reset_of_the_cache_does_not() -> None:

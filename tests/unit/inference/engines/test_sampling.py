@@ -250,11 +250,6 @@ def test_a_row_has_the_same_bits_of_log_probs_wherever_it_lies(
     torch.testing.assert_close(together.double(), expected, rtol=1e-6, atol=1e-5)
 
 
-def test_unequal_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="logits has 1 rows"):
-        sample(LOGITS[None], [], [0])
-
-
 @pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-40, 1e-300, 5e-324])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_a_temperature_that_rounds_to_zero_is_greedy(temperature: float, dtype: torch.dtype) -> None:

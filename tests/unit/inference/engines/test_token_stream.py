@@ -130,7 +130,7 @@ def test_with_leaves_the_result_of_a_stream_that_ended() -> None:
 def test_two_concurrent_async_streams_advance_each_other() -> None:
     engine = small_engine()
     num_steps, order = 0, []
-    make_step = engine._make_step
+    make_step = engine._advance
 
     def counted_step() -> None:
         nonlocal num_steps
@@ -147,11 +147,11 @@ def test_two_concurrent_async_streams_advance_each_other() -> None:
     async def serve() -> list[list[int]]:
         return await asyncio.gather(*map(collect, PROMPTS))
 
-    engine._make_step = counted_step  # type: ignore[method-assign, assignment]
+    engine._advance = counted_step  # type: ignore[method-assign, assignment]
     assert asyncio.run(serve()) == [result.tokens for result in expected()]
     assert num_steps <= LENGTH + 1, "one stream was served after the other"
     assert len(set(order[:LENGTH])) == 2, "the streams did not take turns"
-    engine._make_step = make_step  # type: ignore[method-assign]
+    engine._advance = make_step  # type: ignore[method-assign]
     assert_nothing_runs(engine)
 
 
