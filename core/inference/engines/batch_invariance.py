@@ -79,20 +79,15 @@ class BatchInvariance:
         model: Model,
         spec: HybridStateSpec,
         config: InferenceConfig,
-        max_logits: int | None = None,
-        *,
-        replaces_products: bool = True,
     ) -> None:
         """Refuse, set torch's switches, and check the model."""
         check_settings(spec, config)
         self._spec = spec
         self.products: tuple[CheckedProduct, ...] = ()
         self.attentions: tuple[AttentionSizes, ...] = ()
-        self._replaces = replaces_products
         self._replays = config.replays
         width = power_of_two(1 + config.num_speculative_tokens)
         self._most_tokens = rung(config.max_requests * width + config.max_tokens)
-        self._most_logits = rung(max_logits) if max_logits else self._most_tokens
         self._release = BLAS_SWITCHES.hold(self)
         try:
             if spec.device.type == "cuda":
@@ -186,13 +181,12 @@ class BatchInvariance:
             )
 
     def _checked(self, product: Product) -> CheckedProduct:
-        most = self._most_logits if product.of_logits else self._most_tokens
-        count = len(rungs(most))
+        most = self._most_tokens
         case = product_check.first_difference(product, most)
-        checked = CheckedProduct(product.name, product.weight_key, count)
+        checked = CheckedProduct(product.name, product.weight_key, len(rungs(most)))
         if not case:
             return checked
-        if self._replaces and is_replaceable(product):
+        if is_replaceable(product):
             again = product_check.first_difference(product, most, product_check.sequential)
             if not again:
                 return checked._replace(replaced=True)
@@ -313,30 +307,20 @@ class Switch:
     shown: str
 
 
-def _reduction(dtype: str) -> Switch:
-    name = f"allow_{dtype}_reduced_precision_reduction"
+def _matmul_switch(name: str, *parts: str) -> Switch:
+    """A switch of torch.backends.cuda.matmul, or one whose values are pairs, read from `parts`."""
     matmul = torch.backends.cuda.matmul
-
-    def read() -> object:
-        return getattr(matmul, name), getattr(matmul, f"{name}_split_k")
-
-    def write(value: tuple[bool, bool]) -> None:
-        setattr(matmul, name, value)
-
-    return Switch(f"torch.backends.cuda.matmul.{name}", read, write, (False, False), "(False, False)")
-
-
-def _accumulation() -> Switch:
-    name, matmul = "allow_fp16_accumulation", torch.backends.cuda.matmul
+    needed = (False, False) if parts else False
     return Switch(
         f"torch.backends.cuda.matmul.{name}",
-        lambda: getattr(matmul, name),
+        lambda: tuple(getattr(matmul, part) for part in parts) if parts else getattr(matmul, name),
         lambda value: setattr(matmul, name, value),
-        False,
-        "False",
+        needed,
+        str(needed),
     )
 
 
+_BF16, _FP16 = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"
 SWITCHES = (
     Switch(
         "torch.backends.cuda.preferred_blas_library",
@@ -345,9 +329,9 @@ SWITCHES = (
         torch._C._BlasBackend.Cublaslt,
         "'cublaslt'",
     ),
-    _reduction("bf16"),
-    _reduction("fp16"),
-    _accumulation(),
+    _matmul_switch(_BF16, _BF16, f"{_BF16}_split_k"),
+    _matmul_switch(_FP16, _FP16, f"{_FP16}_split_k"),
+    _matmul_switch("allow_fp16_accumulation"),
 )
 """With these, cuBLAS does not split K: the first entry of a pair is the reduction's precision, the second is
 whether K may be split."""

@@ -405,7 +405,7 @@ class DynamicInferenceEngine:
                         line.show()
                 results.append(request.result)
             if line is not None:
-                line.end()
+                line.show(last=True)
             return results
         except BaseException as error:
             for request in requests:
@@ -435,7 +435,8 @@ class DynamicInferenceEngine:
         # Ranks that make their calls themselves collect garbage at different times: there a request ends
         # only where `close` is called.
         drops, abandoned = self.has_one_caller, self._state.abandoned
-        stream = TokenStream(RequestSource(request, self._advance, self._settle, abandoned, drops))
+        source = RequestSource(request, self._advance, self._settle, abandoned, drops)
+        stream = TokenStream[GeneratedToken](source)
         self._add(request)
         return stream
 

@@ -100,9 +100,6 @@ class EngineObservers:
             raise ValueError(f"observer is {shown(observer)}; accepted: one that observes this engine")
         self._observers = others
 
-    def request_added(self, request: DynamicInferenceRequest) -> None:
-        self._notify("request_added", request)
-
     def step_made(
         self,
         steps: Sequence[RequestStep],
@@ -113,8 +110,8 @@ class EngineObservers:
         """Notify of a step, and of the prompts that it began. `admitted`: the requests that got a row."""
         for step in steps:
             if not step.decoding and (step.num_resumed or step.request in admitted):
-                self._notify("request_resumed", step)
-        self._notify("step_made", steps, tokens, duration_s)
+                self.notify("request_resumed", step)
+        self.notify("step_made", steps, tokens, duration_s)
 
     def note_end(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
         """Queue an end for `notify_ended`, unless the end is undone before."""
@@ -130,12 +127,12 @@ class EngineObservers:
             while self._ended:
                 request, result = self._ended[0]
                 if request.result is result:
-                    self._notify("request_ended", request, result)
+                    self.notify("request_ended", request, result)
                 self._ended.popleft()
         finally:
             self._notifying = False
 
-    def _notify(self, call: str, *arguments: object) -> None:
+    def notify(self, call: str, *arguments: object) -> None:
         for observer in self._observers:
             try:
                 getattr(observer, call)(*arguments)
@@ -154,19 +151,14 @@ class ProgressLine:
         self._shown_s = float("-inf")
         self._width = 0
 
-    def show(self) -> None:
-        """Write the line, at most each 0.1 s on a terminal, where it is replaced, else each 10 s."""
-        on_terminal = _is_terminal()
-        if time.monotonic() - self._shown_s >= (0.1 if on_terminal else 10.0):
-            self._shown_s = time.monotonic()
-            self._write("\r" if on_terminal else "", "" if on_terminal else "\n")
-
-    def end(self) -> None:
-        """Write the last line."""
-        self._write("\r" if _is_terminal() else "", "\n")
-
-    def _write(self, before: str, after: str) -> None:
-        seconds = time.monotonic() - self._start_s
+    def show(self, *, last: bool = False) -> None:
+        """Write the line, at most each 0.1 s on a terminal, where it is replaced, else each 10 s; the last
+        one in any case."""
+        on_terminal, now_s = _is_terminal(), time.monotonic()
+        if not last and now_s - self._shown_s < (0.1 if on_terminal else 10.0):
+            return
+        self._shown_s = now_s
+        seconds = now_s - self._start_s
         num_done = sum(request.result is not None for request in self._requests)
         num_tokens = sum(request.num_generated for request in self._requests)
         rate = f", {num_tokens / seconds:,.0f} tokens/s" if seconds > 0 and num_tokens else ""
@@ -174,10 +166,10 @@ class ProgressLine:
             f"{self._call}: {num_done:,} of {len(self._requests):,} done, "
             f"{num_tokens:,} tokens generated, {seconds:,.1f} s{rate}"
         )
-        padded = line.ljust(self._width) if before else line
+        written = "\r" + line.ljust(self._width) if on_terminal else line
         self._width = len(line)
         with suppress(OSError, ValueError, AttributeError):  # closed, a broken pipe, no stderr
-            sys.stderr.write(before + padded + after)
+            sys.stderr.write(written if on_terminal and not last else written + "\n")
             sys.stderr.flush()
 
 

@@ -217,7 +217,7 @@ class EngineState:
             self.requests[request.request_id] = request
             self.scheduler.add(request)
         if self.observers:
-            self.observers.request_added(request)
+            self.observers.notify("request_added", request)
 
     def end(self, request_id: int, reason: FinishReason) -> RequestResult:
         """End a request between two steps."""

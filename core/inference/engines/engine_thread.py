@@ -11,7 +11,6 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from time import thread_time
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 from ...errors import EngineDeadError, KVBlockCapacityError
 from ...request import EarlyEnd
@@ -24,7 +23,6 @@ logger = logging.getLogger(__name__)
 _EXIT_TIMEOUT_S = 10.0
 _LONGEST_CALLS_S = 0.01
 """Computing time that calls get between two steps; one call is made in any case."""
-_served_engines: WeakSet[DynamicInferenceEngine] = WeakSet()
 _running_threads: "set[EngineThread]" = set()
 _starting = Lock()
 
@@ -95,23 +93,17 @@ class EngineThread(Thread):
     def start(self) -> None:
         """Start the thread; ValueError where another one serves the engine."""
         with _starting:
-            if self._engine in _served_engines:
+            if any(thread._engine is self._engine for thread in _running_threads):
                 raise ValueError(
                     "engine is served by another AsyncEngine; accepted: an engine that none serves"
                 )
-            _served_engines.add(self._engine)
-        _running_threads.add(self)
+            _running_threads.add(self)
         self._count()  # of requests that were added before
         try:
             super().start()
         except BaseException:
-            self._leave()
+            _running_threads.discard(self)
             raise
-
-    def _leave(self) -> None:
-        """Let others serve the engine."""
-        _served_engines.discard(self._engine)
-        _running_threads.discard(self)
 
     def post(self, message: Message) -> None:
         """Let the thread make a call after the present step. Calls are made in the order of their posts."""
@@ -160,7 +152,7 @@ class EngineThread(Thread):
         try:
             self._end()
         finally:
-            self._leave()
+            _running_threads.discard(self)
 
     def _serve(self) -> None:
         busy = True  # requests may have been added before

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.step_inputs import StepInputs
-from .sampling import Results
+from .sampling import Results, on_device
 
 _NAN_BYTE = 0xFF
 """Floats of such bytes are NaN, in bfloat16 and every wider dtype; so are int8 numbers with such a scale."""
@@ -49,7 +49,7 @@ class MemoryPoison:
         if encoded is not pool:
             used = self._context.prefix_cache.tree.slot_by_block.values()
             unused = sorted(set(range(encoded.num_durable)).difference(used))
-            places = _on_device(torch.tensor(unused, dtype=torch.int64, device="cpu"), encoded.memory)
+            places = on_device(torch.tensor(unused, dtype=torch.int64, device="cpu"), encoded.memory.device)
             encoded.memory.index_fill_(0, places, _NAN_BYTE)
         self._fill_kv(blocks)
         self._fill_inputs()
@@ -60,7 +60,7 @@ class MemoryPoison:
         unwritten, begun = unwritten_rows(self._context)
         _fill(kv_cache, 2, torch.cat([free, torch.tensor(unwritten, dtype=torch.int64, device="cpu")]))
         if begun and kv_cache.numel():
-            blocks, rows = _on_device(torch.tensor(begun, device="cpu").T.contiguous(), kv_cache)
+            blocks, rows = on_device(torch.tensor(begun, device="cpu").T.contiguous(), kv_cache.device)
             largest = torch.finfo(kv_cache.dtype).max
             kv_cache[:, :, blocks, rows] = torch.full(
                 (), largest, dtype=kv_cache.dtype, device=kv_cache.device
@@ -92,7 +92,7 @@ class MemoryPoison:
                     free[holding.row, position % length] = False
             shape = [1] * inputs.dim()
             shape[1], shape[axis] = inputs.shape[1], length
-            inputs.masked_fill_(_on_device(free.view(shape), inputs), float("nan"))
+            inputs.masked_fill_(on_device(free.view(shape), inputs.device), float("nan"))
 
     def check(self, logits: Tensor) -> Callable[[], None]:
         """Launch a look at logits [tokens, vocabulary]; does not synchronise."""
@@ -144,9 +144,4 @@ def unwritten_rows(context: DynamicInferenceContext) -> tuple[list[int], list[tu
 
 
 def _fill(memory: Tensor, axis: int, entries: Tensor) -> None:
-    memory.index_fill_(axis, _on_device(entries, memory), float("nan"))
-
-
-def _on_device(values: Tensor, memory: Tensor) -> Tensor:
-    """Copy a CPU tensor to where `memory` is, without synchronising."""
-    return values.pin_memory().to(memory.device, non_blocking=True) if memory.is_cuda else values
+    memory.index_fill_(axis, on_device(entries, memory.device), float("nan"))

@@ -57,7 +57,7 @@ class SampledStep:
         wanted = [rows[request.request_id] for request in requests]
         if wanted == list(range(len(drawn))):
             return drawn
-        return drawn.index_select(0, _on_device(torch.tensor(wanted, device="cpu"), drawn.device))
+        return drawn.index_select(0, on_device(torch.tensor(wanted, device="cpu"), drawn.device))
 
     def num_accepted(self, request_id: int) -> int | None:
         """How many tokens of a request's step are right; None without a new token. Waits as `wait` does."""
@@ -147,7 +147,7 @@ def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
         if step.scored_positions:
             own = logits[first : first + len(step.scored_positions)]
             following = torch.tensor(step.request.following_tokens(step.scored_positions), device="cpu")
-            columns += [log_probs_of(own, _on_device(following, logits.device)), own.amax(dim=-1)]
+            columns += [log_probs_of(own, on_device(following, logits.device)), own.amax(dim=-1)]
         if step.completes:
             num_tokens = 1 + len(step.drafts)
             rows += range(stop - num_tokens, stop)
@@ -156,7 +156,7 @@ def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
     if sampled:
         chosen = logits
         if rows != list(range(len(logits))):
-            chosen = logits.index_select(0, _on_device(torch.tensor(rows, device="cpu"), logits.device))
+            chosen = logits.index_select(0, on_device(torch.tensor(rows, device="cpu"), logits.device))
         seeds = [step.request.seed for step in sampled for _ in range(1 + len(step.drafts))]
         drawn, largest = _choose(chosen, params, positions, seeds)
         columns += [drawn, largest]
@@ -173,7 +173,7 @@ def _top_columns(logits: Tensor, params: Sequence[SamplingParams]) -> list[Tenso
         return []
     rows = [row for row, one in enumerate(params) if one.num_top_log_probs]
     if len(rows) < len(params):
-        logits = logits.index_select(0, _on_device(torch.tensor(rows, device="cpu"), logits.device))
+        logits = logits.index_select(0, on_device(torch.tensor(rows, device="cpu"), logits.device))
     return [column.flatten() for column in top_log_probs(logits, width)]
 
 
@@ -240,7 +240,7 @@ def _uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest[:8], "big") >> 11) / WHOLE
 
 
-def _on_device(values: Tensor, device: torch.device) -> Tensor:
+def on_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy a small CPU tensor to the device, without synchronising."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 

@@ -560,7 +560,8 @@ class TestReplacedProducts:
         assert not any(isinstance(leaf, Tensor) for leaf in kept), "weights may be replaced by others"
         assert widths.count(100) >= 3, "the whole model is checked with the product that replaces its own"
 
-        refusing = BatchInvariance(model, spec, CONFIG, replaces_products=False)
+        refusing = BatchInvariance(model, spec, CONFIG)
+        monkeypatch.setattr(batch_invariance, "is_replaceable", lambda _: False)
         message = (
             r"bits than among 256 rows by "
             r"aten.mm of \[rows, 32\] bfloat16 x \[32, 100\] bfloat16 among 512 rows; accepted"
@@ -625,9 +626,7 @@ class TestOnAGPU:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before, start = torch.cuda.memory_allocated(), time.perf_counter()
-            invariance = BatchInvariance(
-                model, spec, wide_config(), max_logits=None if compiled == "compiled" else 64
-            )
+            invariance = BatchInvariance(model, spec, wide_config())
             torch.cuda.synchronize()
             seconds = time.perf_counter() - start
             peak = (torch.cuda.max_memory_allocated() - before) / 2**30
@@ -643,10 +642,11 @@ class TestOnAGPU:
         assert seconds < 5
         assert peak < 1 + logits
 
-    def test_split_k_is_found_and_named(self, wide_model, needs_gpu_memory):
+    def test_split_k_is_found_and_named(self, wide_model, needs_gpu_memory, monkeypatch):
         needs_gpu_memory(16)
         model, spec = wide_model, wide_model.state_spec()
-        invariance = BatchInvariance(model, spec, wide_config(), replaces_products=False)
+        invariance = BatchInvariance(model, spec, wide_config())
+        monkeypatch.setattr(batch_invariance, "is_replaceable", lambda _: False)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
         torch.backends.cuda.preferred_blas_library("default")
         try:
