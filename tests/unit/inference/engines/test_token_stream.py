@@ -7,6 +7,7 @@ from typing import Literal
 
 import mambaslots as ms
 import pytest
+from mambaslots.inference.contexts.request import GeneratedToken
 from mambaslots.inference.engines.streams import RequestSource
 from oracle.serving import random_tokens, small_engine
 
@@ -176,7 +177,7 @@ def test_other_tasks_run_between_the_tokens_of_an_async_stream() -> None:
 def test_an_async_stream_left_early_cancels_its_request() -> None:
     engine = small_engine()
 
-    async def first_token() -> ms.TokenStream[ms.GeneratedToken]:
+    async def first_token() -> ms.TokenStream[GeneratedToken]:
         with engine.stream(PROMPTS[0], PARAMS) as stream:
             async for _ in stream:
                 break
@@ -241,7 +242,7 @@ def test_a_dropped_stream_cancels_only_where_it_may(cancels: bool) -> None:
     engine, abandoned = small_engine(), deque[tuple[int, Literal["cancelled", "stop"]]]()
     request_id = engine.add_request(PROMPTS[0], PARAMS)
     request = engine._state.requests[request_id]
-    stream = ms.TokenStream[ms.GeneratedToken](
+    stream = ms.TokenStream[GeneratedToken](
         RequestSource(request, lambda: None, lambda: None, abandoned, cancels_when_dropped=cancels)
     )
     del stream
@@ -261,7 +262,7 @@ def test_a_stream_ends_when_its_engine_is_reset() -> None:
     assert len(stream.result.tokens) == 1
     assert (stream.finish_reason, other.finish_reason) == ("reset", "reset")
 
-    async def token_of(waiting: ms.TokenStream[ms.GeneratedToken]) -> None:
+    async def token_of(waiting: ms.TokenStream[GeneratedToken]) -> None:
         with pytest.raises(StopAsyncIteration):
             await anext(waiting)
 
