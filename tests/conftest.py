@@ -83,6 +83,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"{cases.total():7d}  in all")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_objects() -> None:
+    """The objects of collected tests and earlier modules are searched for garbage once, not by each test."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(params=list(KINDS))
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """The test runs with each kind of model: `oracle.serving.small_model()` is of this one."""
