@@ -152,7 +152,7 @@ def dense(shard: PrefixShard, name: str) -> torch.Tensor:
     """[layers, states, *shape] of a state tensor, as a pool holds it; or "kv", as the KV cache is."""
     if name == "kv":
         return shard.tensors["kv"].permute(0, 3, 1, 4, 2, 5)
-    segments = [tensor for key, tensor in shard.tensors.items() if key.split(".")[0] == name]
+    segments = [shard.tensors[key] for key in shard.format.tensors if key.split(".")[0] == name]
     return torch.cat([tensor.flatten(2, 3) for tensor in segments], 2)
 
 

@@ -36,17 +36,11 @@ MANIFEST = "prefixes.json"
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file of a set.
+    """One file of a set."""
 
-    Attributes:
-        file: its name in the directory.
-        sha256: the checksum that the file carries.
-        shard: the part of the model whose states and KV the file holds.
-    """
-
-    file: Annotated[str, msgspec.Meta(pattern=r"^[^/\0]+$")]
-    sha256: str
-    shard: dict[str, TensorPart]
+    file: Annotated[str, msgspec.Meta(pattern=r"^[^/\0]+$")]  # its name in the directory
+    sha256: str  # that the file carries
+    shard: dict[str, TensorPart]  # the part of the model whose states and KV the file holds
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,6 +1,7 @@
 """Cached prefixes from one running replica to another, once or again and again."""
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,8 +21,8 @@ from ..channel import PeerLostError
 from .export import CacheAccess, PrefixName, chosen_states, forest_of
 from .format import Description, TransferError, shard_of
 from .import_ import CopyError, ImportReport, Incoming, Placement, import_received
-from .pipe import nccl_facts
-from .session import GRACE_S, AbsentError, Destination, Offered, Source
+from .pipe import AbsentError, nccl_facts
+from .session import GRACE_S, Destination, Offered, Source
 
 logger = logging.getLogger(__name__)
 Side = Literal["source", "destination"]
@@ -229,7 +230,7 @@ class TransferChannel:
             self._session = kind(
                 self._store, access.spec.device, scrubs=self._engine.config.free_memory == "zero"
             )
-        self._session.begin(timeout_s)
+        self._session.timeout_s, self._session.deadline = timeout_s, time.monotonic() + timeout_s
         return self._session
 
     def _fail(self, what: str, error: Exception, cause: BaseException) -> None:

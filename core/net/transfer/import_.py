@@ -70,18 +70,12 @@ class ImportReport:
 
 
 class Incoming(NamedTuple):
-    """What a rank has received of an export.
-
-    Attributes:
-        format, forest: of the export.
-        fill: copies into the new blocks and slots of a placement.
-        source: distinguishes the export from other exports of the same prefixes; empty where nothing does.
-    """
+    """What a rank has received of an export."""
 
     format: PrefixFormat
     forest: PrefixForest
-    fill: Callable[["Placement"], None]
-    source: str = ""
+    fill: Callable[["Placement"], None]  # copies into the new blocks and slots
+    source: str = ""  # distinguishes the export from others of the same prefixes, where something does
 
     @classmethod
     def of(cls, shard: PrefixShard, source: str = "") -> "Incoming":

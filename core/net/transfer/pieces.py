@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from math import prod
 from threading import Lock
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,22 +25,13 @@ _ALIGNMENT = 16
 
 
 class Slice(NamedTuple):
-    """Some layers and rows of a tensor, within a piece.
-
-    Attributes:
-        name: of the tensor.
-        layers: (first, stop), counted from the first layer of the part that is sent.
-        rows: (first, stop), counted in the blocks or states that are sent.
-        offset: of the first byte in the piece.
-        shape: of the numbers in the piece, in the order of the pool's dimensions.
-        dtype: of the numbers.
-    """
+    """Some layers and rows of a tensor, within a piece."""
 
     name: str
-    layers: tuple[int, int]
-    rows: tuple[int, int]
-    offset: int
-    shape: tuple[int, ...]
+    layers: tuple[int, int]  # (first, stop), counted from the first layer of the part that is sent
+    rows: tuple[int, int]  # (first, stop), counted in the blocks or states that are sent
+    offset: int  # of the first byte in the piece
+    shape: tuple[int, ...]  # of the numbers in the piece, in the order of the pool's dimensions
     dtype: torch.dtype
 
     @property
@@ -60,12 +50,7 @@ class PieceLayout:
     """
 
     def __init__(self, form: PrefixFormat, part: Shard, num_blocks: int, num_states: int) -> None:
-        """
-        Args:
-            form: of the whole model.
-            part: what is sent.
-            num_blocks, num_states: how many rows of KV and of the other tensors are sent.
-        """
+        """Of `num_blocks` rows of KV and `num_states` rows of the other tensors."""
         cells = {name: _cell_bytes(name, tensor, part) for name, tensor in form.tensors.items()}
         self.buffer_bytes = _aligned(max(PIECE_BYTES, *cells.values()))
         self.pieces: list[list[Slice]] = []
@@ -107,32 +92,20 @@ class PieceLayout:
 
 
 class Copy(NamedTuple):
-    """A copy between rows of a pool and some bytes of a buffer.
+    """A copy between rows of a pool and some bytes of a buffer."""
 
-    Attributes:
-        pool: layers of a pool, perhaps viewed as wider words.
-        dim: the dimension of the pool, and of `values`, that counts rows.
-        rows: [rows] int64, where the rows are in the pool.
-        values: in the buffer.
-    """
-
-    pool: Tensor
-    dim: int
-    rows: Tensor
-    values: Tensor
+    pool: Tensor  # some layers, perhaps viewed as wider words
+    dim: int  # counts rows, in `pool` and in `values`
+    rows: Tensor  # [rows] int64, where the rows are in the pool
+    values: Tensor  # in the buffer
 
 
 class PartCopies:
     """Copies between the pools of one rank and the pieces of a part, on the current stream."""
 
     def __init__(self, access: CacheAccess, part: Shard, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Does not synchronise.
-
-        Args:
-            access: the cache of the rank.
-            part: what is sent, within what the rank holds.
-            blocks, slots: the rows of KV and of the other tensors, in the order in which they are sent.
-        """
+        """Of these rows of KV and of the other tensors, in the order in which they are sent; does not
+        synchronise."""
         self._regions = _regions(access, part)
         rows = torch.tensor([*blocks, *slots], dtype=torch.int64, device="cpu")
         rows = rows.to(access.spec.device, non_blocking=True)  # pageable memory is read before it returns
@@ -222,7 +195,7 @@ def _has_words(tensor: Tensor, word: torch.dtype) -> bool:
 
 
 class PoolGate:
-    """A context in which a thread may read and write the pools, until `close`.
+    """Where a thread may read and write the pools, until `close`.
 
     A thread that its caller has given up on never touches a pool again: the engine goes on with it.
     """
@@ -236,16 +209,12 @@ class PoolGate:
         with self._lock:
             self.closed = True
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        if self.closed:
-            self._lock.release()
-            raise TransferError("the hand-over was given up")
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lock.release()
+    @contextmanager
+    def passed(self) -> Iterator[None]:
+        with self._lock:
+            if self.closed:
+                raise TransferError("the hand-over was given up")
+            yield
 
 
 class Staging:
@@ -329,7 +298,7 @@ def send_pieces(
             if len(under_way) == NUM_BUFFERS:
                 wait(under_way.popleft().is_done)
             buffer = staging.buffers[index % NUM_BUFFERS][:size]
-            with gate:
+            with gate.passed():
                 copies.gather(copies.between(piece, buffer))
             packed = staging.mark()
             sums.append(checksum(buffer, index))
@@ -360,7 +329,7 @@ def receive_pieces(
             to_pools = copies.between(piece, buffer)
             wait(under_way[index].is_done)
             sums.append(checksum(buffer, index))
-            with gate:
+            with gate.passed():
                 copies.scatter(to_pools)
             free[index % NUM_BUFFERS] = staging.mark()
         return _listed(sums)

@@ -1,21 +1,95 @@
-"""What carries the pieces of a hand-over: messages through host memory, or NCCL from GPU to GPU."""
+"""The messages of a hand-over, and what carries its pieces: such messages, or NCCL between GPUs.
+
+Every rank of the destination has a listener, whose address it writes to the store under the name of the
+hand-over. Every rank of the source connects to all of them. One hand-over, for each pair of ranks:
+
+    source -> destination   Offer: the prefixes that the source has, and which part of the model is its own
+    destination -> source   Want: the blocks and states that the destination lacks and has room for
+    source -> destination   the pieces, over NCCL or as messages; both sides compute which these are
+    source -> destination   Sums: the checksum of each piece
+    destination -> source   Arrived: all pieces have arrived whole
+
+Either side may end it with a Refusal, as does a source that waited in vain.
+"""
 
 import importlib.util
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Lock, Thread
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
-from .format import TransferError
+from ..channel import Link, PeerLostError
+from .format import Count, Size, TensorPart, TransferError
 
 _SUCCESS, _IN_PROGRESS = 0, 7  # ncclResult_t
 _CLOSE_S = 5.0
 _CALL_S = 1.0
 """A call of NCCL that takes longer, though none should block, does not delay an abort."""
+MAX_REASON_LETTERS = 2000
+
+
+class NcclFacts(NamedTuple):
+    """What two ranks must have to be a communicator: one version, and a GPU each."""
+
+    version: str
+    gpu: str
+
+
+class Offer(msgspec.Struct, tag=True, frozen=True):
+    """The prefixes of one rank of the source, without their tensors."""
+
+    rank: Count
+    ranks: Size  # of the source
+    prefixes: bytes  # an encoded `Description`
+    nccl: NcclFacts | None  # None to do without
+
+
+class Want(msgspec.Struct, tag=True, frozen=True):
+    """What the destination asks for; nodes of the offer, whose rows are to be sent in this order."""
+
+    part: dict[str, TensorPart] | None = None  # of the model; None for nothing
+    blocks: list[Count] = []
+    states: list[Count] = []
+    over_nccl: bool = False  # else as messages
+    nccl_id: bytes = b""  # of the communicator to make; empty to use the one that is there
+
+
+class Piece(msgspec.Struct, tag=True, frozen=True):
+    """A piece; its bytes are the payload."""
+
+
+class Acknowledged(msgspec.Struct, tag=True, frozen=True):
+    """One more piece has arrived."""
+
+
+class Sums(msgspec.Struct, tag=True, frozen=True):
+    """The checksums of all pieces."""
+
+    values: list[int]
+
+
+class Arrived(msgspec.Struct, tag=True, frozen=True):
+    """All pieces have arrived whole."""
+
+
+class Refusal(msgspec.Struct, tag=True, frozen=True):
+    """The sender ends the hand-over."""
+
+    reason: str
+    withdrawn: bool = False  # another rank did not come, and the connections are good
+
+
+Message = Offer | Want | Piece | Acknowledged | Sums | Arrived | Refusal
+
+
+class AbsentError(TransferError):
+    """A peer did not come; the connections are as good as before."""
 
 
 class Passage(Protocol):
@@ -53,13 +127,13 @@ class MessagePipe:
     def send(self, piece: Tensor, packed: torch.cuda.Event | None) -> Passage:
         del packed  # on the current stream, as the copy to the CPU
         self._send_piece(piece.cpu().numpy())
-        self._num_sent += 1
-        return _MessagePassage(lambda number: self.num_acknowledged >= number, self._num_sent)
+        number = self._num_sent = self._num_sent + 1
+        return _MessagePassage(lambda: self.num_acknowledged >= number)
 
     def receive(self, piece: Tensor, free: torch.cuda.Event | None) -> Passage:
         del free
-        self._num_expected += 1
-        return _MessagePassage(lambda number: self._fill(piece, number), self._num_expected)
+        number = self._num_expected = self._num_expected + 1
+        return _MessagePassage(lambda: self._fill(piece, number))
 
     def _fill(self, piece: Tensor, number: int) -> bool:
         if self._num_received < number and self.arrived:
@@ -75,22 +149,45 @@ class MessagePipe:
         return True
 
 
-class _MessagePassage:
-    def __init__(self, is_done: Callable[[int], bool], number: int) -> None:
-        self._is_done, self._number = is_done, number
+class _MessagePassage(NamedTuple):
+    is_done: Callable[[], bool]
 
     def is_launched(self) -> bool:
         return True
 
-    def is_done(self) -> bool:
-        return self._is_done(self._number)
 
+class Peer:
+    """A rank of the other side, over its connection."""
 
-class NcclFacts(NamedTuple):
-    """What two ranks must have to be a communicator: one version, and a GPU each."""
+    def __init__(self, name: str, send: Callable[..., None], link: Link | None = None) -> None:
+        self.name, self.send, self.link = name, send, link
+        self.inbox: deque[Message] = deque()
+        self.messages = MessagePipe(lambda piece: send(Piece(), piece), lambda: send(Acknowledged()))
+        self.nccl: NcclPipe | None = None  # kept from one hand-over to the next
 
-    version: str
-    gpu: str
+    def take(self, message: Message, payload: memoryview | None) -> None:
+        if isinstance(message, Piece):
+            self.messages.arrived.append(payload or memoryview(b""))
+        elif isinstance(message, Acknowledged):
+            self.messages.num_acknowledged += 1
+        else:
+            self.inbox.append(message)
+
+    def check_not_refused(self) -> None:
+        for message in self.inbox:
+            if isinstance(message, Refusal):
+                error = AbsentError if message.withdrawn else TransferError
+                raise error(f"{self.name}: {message.reason[:MAX_REASON_LETTERS]}")
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Errors of the connection become a TransferError that names the peer."""
+        try:
+            yield
+        except TransferError:
+            raise
+        except (RuntimeError, PeerLostError) as error:
+            raise TransferError(f"{self.name} was lost: {error}") from error
 
 
 def nccl_facts(device: torch.device) -> NcclFacts | None:
@@ -158,10 +255,9 @@ class NcclPipe:
         unique_id: bytes,
         remaining_s: Callable[[], float],
     ) -> None:
-        """Blocks until the other side is there.
+        """Blocks until the other side is there; `device` is the current one of the thread.
 
         Args:
-            device: the GPU; must be the current device of the thread.
             rank: 0 on one side, 1 on the other.
             unique_id: of `new_nccl_id`, the same on both sides.
             remaining_s: returns the seconds that the call may still take.

@@ -1,22 +1,9 @@
-"""The two sides of a hand-over, and the messages between them.
-
-Every rank of the destination has a listener, whose address it writes to the store under the name of the
-hand-over. Every rank of the source connects to all of them. One hand-over, for each pair of ranks:
-
-    source -> destination   Offer: the prefixes that the source has, and which part of the model is its own
-    destination -> source   Want: the blocks and states that the destination lacks and has room for
-    source -> destination   the pieces, over NCCL or as messages; both sides compute which these are
-    source -> destination   Sums: the checksum of each piece
-    destination -> source   Arrived: all pieces have arrived whole
-
-Either side may end it with a Refusal, as does a source that waited in vain.
-"""
+"""The two sides of a hand-over: every rank of the source, and every rank of the destination."""
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from threading import Thread
 from typing import Any, NamedTuple
@@ -25,16 +12,15 @@ import msgspec
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from ...parallel_groups import on_device_of
 from ...validation import shown
 from ..channel import Address, Link, Listener, PeerLostError
 from .export import CacheAccess
 from .format import (
-    Count,
     Description,
     PrefixForest,
     PrefixFormat,
     Size,
-    TensorPart,
     TransferError,
     check_shard,
     decode,
@@ -42,8 +28,22 @@ from .format import (
     shard_of,
 )
 from .import_ import Placement
-from .pieces import PartCopies, PieceLayout, PoolGate, Staging, Wait, receive_pieces, send_pieces
-from .pipe import MessagePipe, NcclFacts, NcclPipe, new_nccl_id
+from .pieces import PartCopies, PieceLayout, PoolGate, Staging, receive_pieces, send_pieces
+from .pipe import (
+    MAX_REASON_LETTERS,
+    AbsentError,
+    Arrived,
+    Message,
+    MessagePipe,
+    NcclFacts,
+    NcclPipe,
+    Offer,
+    Peer,
+    Refusal,
+    Sums,
+    Want,
+    new_nccl_id,
+)
 from .shard import sources_for
 
 PROTOCOL_VERSION = 3
@@ -51,67 +51,7 @@ GRACE_S = 1.0
 """How long after the deadline a call still waits for its thread, which can say what failed."""
 _LOOK_S = 0.1
 _SPIN_S = 0.01
-_MAX_REASON_LETTERS = 2000
 _leaked: list[Any] = []  # staging that a pipe may still write to: it is never used again
-
-
-class Offer(msgspec.Struct, tag=True, frozen=True):
-    """The prefixes of one rank of the source, without their tensors.
-
-    Attributes:
-        rank, ranks: of the source.
-        prefixes: an encoded `Description`.
-        nccl: the version of NCCL and the GPU there; None to do without.
-    """
-
-    rank: Count
-    ranks: Size
-    prefixes: bytes
-    nccl: NcclFacts | None
-
-
-class Want(msgspec.Struct, tag=True, frozen=True):
-    """What the destination asks for.
-
-    Attributes:
-        part: of the model; None for nothing.
-        blocks, states: nodes of the offer, whose rows are to be sent in this order.
-        over_nccl: whether pieces go over NCCL, else as messages.
-        nccl_id: of the communicator to make; empty to use the one that is there.
-    """
-
-    part: dict[str, TensorPart] | None = None
-    blocks: list[Count] = []
-    states: list[Count] = []
-    over_nccl: bool = False
-    nccl_id: bytes = b""
-
-
-class Piece(msgspec.Struct, tag=True, frozen=True):
-    """A piece; its bytes are the payload."""
-
-
-class Acknowledged(msgspec.Struct, tag=True, frozen=True):
-    """One more piece has arrived."""
-
-
-class Sums(msgspec.Struct, tag=True, frozen=True):
-    """The checksums of all pieces."""
-
-    values: list[int]
-
-
-class Arrived(msgspec.Struct, tag=True, frozen=True):
-    """All pieces have arrived whole."""
-
-
-class Refusal(msgspec.Struct, tag=True, frozen=True):
-    """The sender ends the hand-over."""
-
-    reason: str
-
-
-Message = Offer | Want | Piece | Acknowledged | Sums | Arrived | Refusal
 
 
 class _Point(msgspec.Struct):
@@ -122,112 +62,46 @@ class _Point(msgspec.Struct):
     ranks: Size
 
 
-class Sent(NamedTuple):
-    """Receivers that were sent something, the bytes to all of them, and the seconds that it took."""
-
-    receivers: int
-    num_bytes: int
-    seconds: float
-
-
-class AbsentError(TransferError):
-    """A peer did not come; the connections are as good as before."""
-
-
-class _Peer:
-    """A rank of the other side, over its connection.
-
-    Attributes:
-        messages: carries pieces as messages.
-        nccl: carries pieces over NCCL; it is kept from one hand-over to the next.
-    """
-
-    def __init__(self, name: str, send: Callable[..., None], link: Link | None = None) -> None:
-        self.name, self.send, self.link = name, send, link
-        self.inbox: deque[Message] = deque()
-        self.messages = MessagePipe(lambda piece: send(Piece(), piece), lambda: send(Acknowledged()))
-        self.nccl: NcclPipe | None = None
-
-    def take(self, message: Message, payload: memoryview | None) -> None:
-        if isinstance(message, Piece):
-            self.messages.arrived.append(payload or memoryview(b""))
-        elif isinstance(message, Acknowledged):
-            self.messages.num_acknowledged += 1
-        else:
-            self.inbox.append(message)
-
-    def check_not_refused(self) -> None:
-        for message in self.inbox:
-            if isinstance(message, Refusal):
-                raise TransferError(f"{self.name}: {message.reason[:_MAX_REASON_LETTERS]}")
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Errors of the connection become a TransferError that names the peer."""
-        try:
-            yield
-        except TransferError:
-            raise
-        except (RuntimeError, PeerLostError) as error:
-            raise TransferError(f"{self.name} was lost: {error}") from error
-
-
 class Session[Key]:
-    """The connections of one rank, until the first failure.
+    """The connections of one rank, until the first failure."""
 
-    Attributes:
-        peers: by address at the source, by connection at the destination.
-        transport: "nccl" or "messages", of the last hand-over; empty before the first one.
-    """
+    nccl_rank: int  # of the side, in a communicator
 
     def __init__(self, store: Store, device: torch.device, scrubs: bool) -> None:
         self.store, self.device = store, device
         self.gate = PoolGate()
         self.staging = Staging(device, scrubs)
         self.deadline = self.timeout_s = 0.0
-        self.peers: dict[Key, _Peer] = {}
-        self.transport = ""
+        self.peers: dict[Key, Peer] = {}  # by address at the source, by connection at the destination
+        self.transport = ""  # "nccl" or "messages", of the last hand-over
 
-    def begin(self, timeout_s: float) -> None:
-        """Start the clock of a call."""
-        self.timeout_s, self.deadline = timeout_s, time.monotonic() + timeout_s
-
-    def connect(self, access: CacheAccess) -> None:
-        """Do what need not be done again by later hand-overs."""
-        raise NotImplementedError
-
-    def pump(self, peer: _Peer, timeout_s: float) -> None:
+    def pump(self, peer: Peer, timeout_s: float) -> None:
         """Wait for messages; PeerLostError where `peer` is gone and all its messages were received."""
         raise NotImplementedError
 
     def remaining_s(self) -> float:
         return self.deadline - time.monotonic()
 
-    def check_time(self, late: Exception | None = None) -> None:
-        """Raise where the caller has given up, or `late` once the time has passed."""
+    def check_time(self, absent: str = "") -> None:
+        """Raise where the caller has given up, or no time remains; `absent` did not come in time."""
         if self.gate.closed:
             raise TransferError("the hand-over was given up")
         if self.remaining_s() <= 0:
-            raise late or RuntimeError(f"no piece came or went within {self.timeout_s:g} s")
+            if absent:
+                raise AbsentError(f"{absent} did not come in {self.timeout_s:g} s")
+            raise RuntimeError(f"no piece came or went within {self.timeout_s:g} s")
 
-    def absent(self, who: str) -> AbsentError:
-        return AbsentError(f"{who} did not come in {self.timeout_s:g} s")
+    def wait(self, peer: Peer, want: Want, condition: Callable[[], bool]) -> None:
+        """Wait for a condition as long as the peer and the clock let it."""
+        began = time.monotonic()
+        while not condition():
+            self.check_time()
+            self.pump(peer, 0.0 if want.over_nccl else _LOOK_S)
+            if want.over_nccl:
+                time.sleep(1e-6 if time.monotonic() - began < _SPIN_S else 2e-4)
+            peer.check_not_refused()
 
-    def waiter(self, peer: _Peer, polls: bool) -> Wait:
-        """Waits for a condition as long as the peer and the clock let it."""
-
-        def wait_for(condition: Callable[[], bool]) -> None:
-            began = time.monotonic()
-            while not condition():
-                self.check_time()
-                self.pump(peer, 0.0 if polls else _LOOK_S)
-                if polls:
-                    time.sleep(1e-6 if time.monotonic() - began < _SPIN_S else 2e-4)
-                peer.check_not_refused()
-
-        return wait_for
-
-    def expect[T](self, peer: _Peer, kind: type[T]) -> T:
+    def expect[T](self, peer: Peer, kind: type[T]) -> T:
         """The next message of a peer, which must be of this kind."""
         while not peer.inbox:
             self.check_time()
@@ -238,15 +112,26 @@ class Session[Key]:
             raise TransferError(f"{peer.name} sent {shown(message)[:200]}; accepted: {kind.__name__}")
         return message
 
-    def pipe_to(self, peer: _Peer, want: Want, rank: int) -> MessagePipe | NcclPipe:
-        """What carries the pieces of an answer; both sides call it, `rank` is 0 at one of them."""
-        if not want.over_nccl:
-            return peer.messages
+    def exchange[T](
+        self,
+        move: Callable[..., T],
+        access: CacheAccess,
+        peer: Peer,
+        want: Want,
+        rows: tuple[list[int], list[int]],
+    ) -> tuple[PieceLayout, T]:
+        """`send_pieces` or `receive_pieces` of what `want` names, from or into `rows`: blocks and slots."""
+        pipe: MessagePipe | NcclPipe | None = peer.messages
         if want.nccl_id:
-            peer.nccl = NcclPipe(self.device, rank, want.nccl_id, self.remaining_s)
-        if peer.nccl is None:
+            peer.nccl = NcclPipe(self.device, self.nccl_rank, want.nccl_id, self.remaining_s)
+        if want.over_nccl:
+            pipe = peer.nccl
+        if pipe is None:
             raise TransferError(f"{peer.name} asks for a communicator that was not made")
-        return peer.nccl
+        layout = PieceLayout(access.format(), want.part or {}, len(rows[0]), len(rows[1]))
+        with self.staging.on_stream():
+            copies = PartCopies(access, want.part or {}, *rows)
+        return layout, move(pipe, layout, copies, self.staging, self.gate, partial(self.wait, peer, want))
 
     def in_time[T](self, work: Callable[[], T]) -> T:
         """Do `work` in a thread; return or raise its outcome, at most `GRACE_S` after the deadline.
@@ -259,12 +144,10 @@ class Session[Key]:
 
         def target() -> None:
             try:
-                with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-                    result = work()
+                with on_device_of(self.device):
+                    outcome.set_result(work())
             except BaseException as error:
                 outcome.set_exception(error)
-            else:
-                outcome.set_result(result)
             if self.gate.closed:
                 self.close()
 
@@ -286,7 +169,7 @@ class Session[Key]:
             peer = self.peers.pop(key)
             if reason:
                 with suppress(Exception):
-                    peer.send(Refusal(reason[:_MAX_REASON_LETTERS]))
+                    peer.send(Refusal(reason[:MAX_REASON_LETTERS]))
             if peer.link is not None:
                 peer.link.close()
             if peer.nccl is not None and not peer.nccl.close():
@@ -301,6 +184,8 @@ class Session[Key]:
 
 class Source(Session[Address]):
     """The source's rank: connects to every rank of the destination."""
+
+    nccl_rank = 1
 
     def connect(self, access: CacheAccess) -> None:
         """Connect with all ranks of the destination, unless that is done; their newest addresses count.
@@ -318,10 +203,10 @@ class Source(Session[Address]):
                     link = Link(address, Message, max(0.001, min(5.0, self.remaining_s())))
                 except PeerLostError as error:
                     raise PeerLostError(f"{name} was lost: {error}") from error
-                self.peers[address] = _Peer(name, link.send, link)
+                self.peers[address] = Peer(name, link.send, link)
         self.transport = self.transport or "messages"
 
-    def pump(self, peer: _Peer, timeout_s: float) -> None:
+    def pump(self, peer: Peer, timeout_s: float) -> None:
         assert peer.link is not None
         if (found := peer.link.receive(timeout_s)) is not None:
             peer.take(*found)
@@ -331,7 +216,7 @@ class Source(Session[Address]):
         name = f"rank {rank} of the destination"
         try:
             while not self.store.check([f"{rank}"]):
-                self.check_time(self.absent(name))
+                self.check_time(name)
                 time.sleep(0.01)
             data = bytes(self.store.get(f"{rank}"))
         except RuntimeError as error:
@@ -347,32 +232,37 @@ class Source(Session[Address]):
         except (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise TransferError(f"{name} is no rank of a hand-over: {error}") from error
 
-    def send(self, access: CacheAccess, offered: "Offered", nccl: NcclFacts | None) -> Sent:
-        """Offer prefixes to all ranks of the destination, and send what they want."""
+    def send(self, access: CacheAccess, offered: "Offered", nccl: NcclFacts | None) -> tuple[int, int, float]:
+        """Offer prefixes to all ranks of the destination, and send what they want.
+
+        Returns:
+            The receivers, the bytes to all of them, and the seconds that sending took.
+        """
         offer = Offer(access.ranks.rank, access.spec.groups.size, encode(offered.description), nccl)
-        num_bytes, receivers, seconds, over_nccl = 0, 0, 0.0, set[bool]()
-        for peer, want in self._answers(access, offer):
-            if want.part is None:
-                continue
+        try:
+            answers = self._answers(access, offer)
+        except AbsentError as error:
+            for peer in self.peers.values():
+                with suppress(PeerLostError):
+                    peer.send(Refusal(str(error), withdrawn=True))
+            raise
+        wanted = [(peer, want) for peer, want in answers if want.part is not None]
+        num_bytes, seconds = 0, 0.0
+        for peer, want in wanted:
             with peer.named():
                 begin = time.perf_counter()
                 num_bytes += self._send_part(access, peer, want, offered)
                 seconds += time.perf_counter() - begin
-                receivers += 1
-                over_nccl.add(want.over_nccl)
-        self.transport = "nccl" if over_nccl == {True} else "messages"
-        return Sent(receivers, num_bytes, seconds)
+        self.transport = "nccl" if wanted and all(want.over_nccl for _, want in wanted) else "messages"
+        return len(wanted), num_bytes, seconds
 
-    def _answers(self, access: CacheAccess, offer: Offer) -> list[tuple[_Peer, Want]]:
+    def _answers(self, access: CacheAccess, offer: Offer) -> list[tuple[Peer, Want]]:
         """Offer to all ranks until all have answered; a destination that starts again gets the offer anew."""
         offered: set[Address] = set()
         answered: dict[Address, Want] = {}
-        looked = 0.0
         while not self.peers or not self.peers.keys() <= answered.keys():
             try:
-                if time.monotonic() - looked > _LOOK_S:
-                    self.connect(access)
-                    looked = time.monotonic()
+                self.connect(access)
                 for key in self.peers.keys() - offered:
                     self.peers[key].inbox.clear()
                     self.peers[key].send(offer)
@@ -380,49 +270,30 @@ class Source(Session[Address]):
             except PeerLostError as error:
                 if answered or self.remaining_s() <= 0 or self.gate.closed:
                     raise TransferError(str(error)) from error
-                looked = 0.0
                 time.sleep(0.02)
                 continue
             for key in self.peers.keys() - answered.keys():
                 peer = self.peers[key]
                 try:
-                    self.pump(peer, 0.02)
+                    self.pump(peer, _LOOK_S / len(self.peers))
                 except PeerLostError as error:
                     if answered or _is_connected(peer):  # it has sent an invalid message
                         raise TransferError(f"{peer.name} was lost: {error}") from error
                 if peer.inbox:
                     answered[key] = self.expect(peer, Want)
-                    continue
-                try:
-                    self.check_time(self.absent(peer.name))
-                except AbsentError as error:
-                    for other in self.peers.values():
-                        with suppress(PeerLostError):
-                            other.send(Refusal(str(error)))
-                    if answered:
-                        raise TransferError(f"{peer.name} was lost: it did not answer") from None
-                    raise
+                else:
+                    self.check_time(peer.name)
         return [(peer, answered[key]) for key, peer in self.peers.items()]
 
-    def _send_part(self, access: CacheAccess, peer: _Peer, want: Want, offered: "Offered") -> int:
-        form, part, own = offered.description.format, want.part or {}, shard_of(access.spec)
-        check_shard(form, part)
-        for name, held in own.items():
-            for inner, outer in zip(part[name], held, strict=True):
-                if inner.count and not outer.start <= inner.start <= inner.stop <= outer.stop:
-                    raise TransferError(f"{peer.name} asks for a part of {name} that this rank does not hold")
-        blocks, slots = (
-            _rows("blocks", want.blocks, offered.blocks),
-            _rows("states", want.states, offered.slots),
-        )
-        layout = PieceLayout(form, part, len(blocks), len(slots))
-        pipe, wait_for = self.pipe_to(peer, want, 1), self.waiter(peer, want.over_nccl)
-        with self.staging.on_stream():
-            copies = PartCopies(access, part, blocks, slots)
-        sums, under_way = send_pieces(pipe, layout, copies, self.staging, self.gate, wait_for)
+    def _send_part(self, access: CacheAccess, peer: Peer, want: Want, offered: "Offered") -> int:
+        part = want.part or {}
+        check_shard(offered.description.format, part)
+        sources_for([shard_of(access.spec)], part)  # raises for what this rank does not hold
+        rows = _rows("blocks", want.blocks, offered.blocks), _rows("states", want.states, offered.slots)
+        layout, (sums, under_way) = self.exchange(send_pieces, access, peer, want, rows)
         peer.send(Sums(sums))
         for passage in under_way:
-            wait_for(passage.is_done)
+            self.wait(peer, want, passage.is_done)
         self.staging.scrub()
         self.expect(peer, Arrived)
         return layout.num_bytes
@@ -442,18 +313,20 @@ def _rows(name: str, nodes: list[int], offered: dict[int, int]) -> list[int]:
     return [offered[node] for node in nodes]
 
 
-def _is_connected(peer: _Peer) -> bool:
+def _is_connected(peer: Peer) -> bool:
     return peer.link is not None and peer.link.is_connected()
 
 
 class Destination(Session[bytes]):
     """The destination's rank: listens for all ranks of the source."""
 
+    nccl_rank = 0
     listener: Listener | None = None
 
     def __init__(self, store: Store, device: torch.device, scrubs: bool) -> None:
         super().__init__(store, device, scrubs)
         self._offers: dict[int, tuple[bytes, Offer]] = {}  # rank -> connection, newest offer
+        self._taken: list[tuple[Peer, Offer, Description]] = []  # those of this hand-over, by rank
         self._looked = 0.0
 
     def connect(self, access: CacheAccess) -> None:
@@ -476,40 +349,36 @@ class Destination(Session[bytes]):
             missing = next((rank for rank in range(count) if rank not in self._offers), None)
             if missing is None:
                 break
-            self.check_time(self.absent(f"rank {missing} of the source"))
+            self.check_time(f"rank {missing} of the source")
             self._take_messages(min(_LOOK_S, max(0.0, self.remaining_s())))
-        taken = [self._offers.pop(rank) for rank in range(count)]
-        self._taken = [(name, offer, decode(offer.prefixes, Description)) for name, offer in taken]
-        for *_, description in self._taken:
-            description.format.check_fits(access.format())
-            description.check()
-        (*_, first), *_ = self._taken
-        if any(description.forest.digest != first.forest.digest for *_, description in self._taken):
+        self._taken = []
+        for name, offer in [self._offers.pop(rank) for rank in range(count)]:
+            found = decode(offer.prefixes, Description)
+            found.format.check_fits(access.format())
+            found.check()
+            self._taken.append((self.peers[name], offer, found))
+        if len({found.forest.digest for *_, found in self._taken}) > 1:
             raise TransferError("ranks of the source offer different prefixes; accepted: the same of all")
-        return first.format, first.forest
+        return found.format, found.forest
 
     def fill(self, access: CacheAccess, placement: Placement, nccl: NcclFacts | None) -> None:
         """Ask the source for the blocks and states of a placement, and copy them into the pools."""
-        form, blocks, slots = access.format(), placement.new_blocks, placement.new_slots
-        parts = sources_for([description.shard for *_, description in self._taken], shard_of(access.spec))
-        asked: list[tuple[_Peer, Want]] = []
-        for index, (name, offer, _) in enumerate(self._taken):
-            peer, want = self.peers[name], Want()
+        blocks, slots = placement.new_blocks, placement.new_slots
+        parts = sources_for([found.shard for *_, found in self._taken], shard_of(access.spec))
+        asked: list[tuple[Peer, Want]] = []
+        for index, (peer, offer, _) in enumerate(self._taken):
             with peer.named():
-                if index in parts:
-                    over_nccl = _fit(nccl, offer.nccl)
-                    new_id = new_nccl_id() if over_nccl and peer.nccl is None else b""
-                    want = Want(parts[index], list(blocks), list(slots), over_nccl, new_id)
-                    asked.append((peer, want))
-                peer.send(want)
+                if index not in parts:
+                    peer.send(Want())
+                    continue
+                over_nccl = _fit(nccl, offer.nccl)
+                new_id = new_nccl_id() if over_nccl and peer.nccl is None else b""
+                asked.append((peer, Want(parts[index], list(blocks), list(slots), over_nccl, new_id)))
+                peer.send(asked[-1][1])
+        rows = list(blocks.values()), list(slots.values())
         for peer, want in asked:
-            part = want.part or {}
-            layout = PieceLayout(form, part, len(blocks), len(slots))
             with peer.named():
-                pipe, wait_for = self.pipe_to(peer, want, 0), self.waiter(peer, want.over_nccl)
-                with self.staging.on_stream():
-                    copies = PartCopies(access, part, list(blocks.values()), list(slots.values()))
-                sums = receive_pieces(pipe, layout, copies, self.staging, self.gate, wait_for)
+                _, sums = self.exchange(receive_pieces, access, peer, want, rows)
                 self.staging.scrub()
                 if self.expect(peer, Sums).values != sums:
                     raise TransferError(
@@ -528,7 +397,7 @@ class Destination(Session[bytes]):
             if isinstance(message, Offer):
                 if name not in self.peers:
                     send = partial(self.listener.send, name)
-                    self.peers[name] = _Peer(f"rank {message.rank} of the source", send)
+                    self.peers[name] = Peer(f"rank {message.rank} of the source", send)
                 self.peers[name].inbox.clear()
                 self._offers[message.rank] = name, message
             elif name in self.peers:
@@ -536,7 +405,7 @@ class Destination(Session[bytes]):
                     self._offers = {rank: one for rank, one in self._offers.items() if one[0] != name}
                 self.peers[name].take(message, payload)
 
-    def pump(self, peer: _Peer, timeout_s: float) -> None:
+    def pump(self, peer: Peer, timeout_s: float) -> None:
         self._take_messages(timeout_s)
         if time.monotonic() - self._looked >= _LOOK_S and not peer.inbox and not peer.messages.arrived:
             self._looked = time.monotonic()

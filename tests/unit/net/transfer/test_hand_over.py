@@ -23,7 +23,7 @@ from mambaslots.net import (
     send_prefixes,
 )
 from mambaslots.net.channel import Link, Listener, PeerLostError
-from mambaslots.net.transfer import import_, pieces, session
+from mambaslots.net.transfer import import_, pieces, pipe, session
 from mambaslots.net.transfer.pieces import PartCopies
 from mambaslots.net.transfer.pipe import MessagePipe
 from oracle.serving import random_tokens, serve_checked
@@ -373,13 +373,13 @@ def test_a_stranger_cannot_connect(host: Any, source: ms.DynamicInferenceEngine)
     with Listening() as listener:
         other = msgspec.structs.replace(listener.address, key=zmq.curve_keypair()[0].decode())
         with pytest.raises(PeerLostError, match="another process listens there"):
-            Link(other, session.Message, 0.5)
-        Link(listener.address, session.Message, 5.0).close()
+            Link(other, pipe.Message, 0.5)
+        Link(listener.address, pipe.Message, 5.0).close()
 
 
 class Listening:
     def __enter__(self) -> Listener:
-        self.listener = Listener(session.Message, hosts=("127.0.0.1",))
+        self.listener = Listener(pipe.Message, hosts=("127.0.0.1",))
         return self.listener
 
     def __exit__(self, *_: object) -> None:
