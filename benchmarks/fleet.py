@@ -147,8 +147,8 @@ def loads(port: int) -> list[tuple[float, float]]:
 
 def measure(port: int, num_replicas: int, options: argparse.Namespace) -> dict[str, Any]:
     """Deploy replicas, serve the traffic, and end them."""
+    from mambaslots.fleet import FleetSettings
     from mambaslots.fleet.server import fleet_application
-    from mambaslots.fleet.settings import FleetSettings
     from mambaslots.serve import ServerSettings
     from ray import serve
 

@@ -112,11 +112,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_replicas(options: argparse.Namespace, settings: "ServerSettings") -> int:
-    from ..fleet import check_installed
+    from ..fleet import FleetSettings, check_installed
 
     check_installed()
     from ..fleet.server import serve_replicas
-    from ..fleet.settings import FleetSettings
     from ..loaded_model import load_text
     from .processes import ReplicaEngine
 

@@ -26,9 +26,9 @@ from ..serve.app import make_app_over
 from ..serve.gate import add_host_check
 from ..serve.service import Service
 from ..serve.settings import ServerSettings
+from . import FleetSettings
 from .answers import AnswerPart, EngineRequest, ReplicaLostError
 from .fleet_engine import FleetEngine
-from .settings import FleetSettings
 
 _LOST = (
     RayActorError,

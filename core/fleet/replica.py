@@ -24,10 +24,10 @@ from ..net.lockstep.following import follow
 from ..net.routing.state_publisher import StatePublisher
 from ..parallel_groups import ParallelGroups
 from ..serve.served_engine import EngineFacts, LocalEngine, print_line
+from . import FleetSettings
 from .answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
 from .figures import ReplicaReport, replica_report
 from .request_router import BLOCK_SIZE
-from .settings import FleetSettings
 from .state_channel import StateFeed
 from .warming import serve_hand_over, take_over
 

@@ -23,10 +23,10 @@ from ray.serve.schema import LoggingConfig
 from ..inference.contexts.cache.hashing import key_bytes
 from ..loaded_model import LoadedText
 from ..serve.settings import ServerSettings
+from . import FleetSettings
 from .ingress import Ingress
 from .replica import EngineReplica, MakeEngine
 from .request_router import FleetRequestRouter
-from .settings import FleetSettings
 
 ADDRESS = "RAY_ADDRESS"
 """The environment variable that names the cluster to join."""

@@ -6,7 +6,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ray
@@ -34,8 +33,7 @@ class Orders(NamedTuple):
     hand_overs: tuple["HandOver", ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class HandOver:
+class HandOver(NamedTuple):
     """An order to send prefixes to another replica; both meet at the store at `host` and `port`."""
 
     name: str

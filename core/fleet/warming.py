@@ -5,8 +5,8 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from datetime import timedelta
+from itertools import batched
 from typing import Any
 
 import ray
@@ -25,7 +25,6 @@ STATES_A_ROUND = 32
 """States of one hand-over: the source runs no step during a hand-over."""
 _MEETING_S = 5.0
 _LONGEST_ROUND_S = 10.0
-_END, _ROUND = "end", "round"
 _channels: dict[str, TransferChannel] = {}
 """The open channels of this rank, by name."""
 
@@ -63,16 +62,15 @@ async def take_over(replica: str, channel: str, engine: AsyncEngine, timeout_s: 
 
 
 async def _receive_rounds(engine: AsyncEngine, store: TCPStore, order: HandOver, deadline: float) -> int:
-    """Receive hand-overs until the source ends. Returns how many states were received."""
-    number = num_states = 0
-    meeting = min(deadline, time.monotonic() + _MEETING_S)
-    while await _read(store, f"{order.name}-source-{number}", deadline if number else meeting) == _ROUND:
-        await asyncio.to_thread(store.set, f"{order.name}-destination-{number}", _ROUND)
-        report = await engine.call(_on_all_ranks(_receive, astuple(order), min(deadline, _round_end())))
+    """Receive the rounds that the source announces. Returns how many states were received."""
+    num_states = 0
+    announced = await _read(store, order.name, min(deadline, time.monotonic() + _MEETING_S))
+    for number in range(int(announced or 0)):
+        await asyncio.to_thread(store.set, f"{order.name}-{number}", "ready")
+        report = await engine.call(_on_all_ranks(_receive, order, min(deadline, _round_end())))
         num_states += report.imported.states
         if report.failure:
             break
-        number += 1
     return num_states
 
 
@@ -84,19 +82,14 @@ async def serve_hand_over(engine: AsyncEngine, order: HandOver, timeout_s: float
             TCPStore, order.host, order.port, is_master=False, timeout=timedelta(seconds=_MEETING_S)
         )
         keys = await engine.call(_on_all_ranks(recent_states))
-        number = 0
-        for first in range(0, len(keys), STATES_A_ROUND):
-            await asyncio.to_thread(store.set, f"{order.name}-source-{number}", _ROUND)
-            if await _read(store, f"{order.name}-destination-{number}", deadline) != _ROUND:
+        rounds = list(batched(keys, STATES_A_ROUND))
+        await asyncio.to_thread(store.set, order.name, str(len(rounds)))
+        for number, some in enumerate(rounds):
+            if not await _read(store, f"{order.name}-{number}", deadline):
                 return
-            some = keys[first : first + STATES_A_ROUND]
-            report = await engine.call(
-                _on_all_ranks(_send, astuple(order), some, min(deadline, _round_end()))
-            )
+            report = await engine.call(_on_all_ranks(_send, order, some, min(deadline, _round_end())))
             if report.failure:
                 return
-            number += 1
-        await asyncio.to_thread(store.set, f"{order.name}-source-{number}", _END)
     except Exception as error:
         logger.warning("mambaslots: hand-over %s was not served to the end: %s", order.name, error)
     finally:
@@ -136,24 +129,20 @@ def _on_all_ranks(function: Callable[..., Any], *arguments: Any) -> Callable[[Dy
     return call
 
 
-Order = Sequence[str | int]
-"""The fields of a `HandOver`: ranks get plain values."""
+def _channel_of(engine: DynamicInferenceEngine, order: HandOver, side: Any) -> TransferChannel:
+    name, host, port = order  # other ranks get a list
+    if name not in _channels:
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_MEETING_S))
+        _channels[name] = TransferChannel(engine, store, name, side)
+    return _channels[name]
 
 
-def _channel_of(engine: DynamicInferenceEngine, fields: Order, side: Any) -> TransferChannel:
-    order = HandOver(*fields)  # type: ignore[arg-type]
-    if order.name not in _channels:
-        store = TCPStore(order.host, order.port, is_master=False, timeout=timedelta(seconds=_MEETING_S))
-        _channels[order.name] = TransferChannel(engine, store, order.name, side)
-    return _channels[order.name]
-
-
-def _send(engine: DynamicInferenceEngine, order: Order, keys: Sequence[int], deadline: float) -> Any:
+def _send(engine: DynamicInferenceEngine, order: HandOver, keys: Sequence[int], deadline: float) -> Any:
     channel = _channel_of(engine, order, "source")
     return channel.send(list(keys), states="deepest", timeout_s=_left(deadline))
 
 
-def _receive(engine: DynamicInferenceEngine, order: Order, deadline: float) -> Any:
+def _receive(engine: DynamicInferenceEngine, order: HandOver, deadline: float) -> Any:
     return _channel_of(engine, order, "destination").receive(timeout_s=_left(deadline))
 
 

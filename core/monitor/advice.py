@@ -63,14 +63,8 @@ def why_not_deeper(
     return f"{resumed} {start} to {stop} were computed: {sentence}."
 
 
-_ADVICE: dict[ComputeReason, str] = {
-    "state_not_taken": "no state was taken that deep; give CheckpointPlan.marks where prompts branch, or a "
-    "checkpoint_plan with a prefill_interval of a few blocks",
-    "branch_first_seen": "prompts differ from cached ones where no state lies; give CheckpointPlan.marks "
-    "where they branch, or a checkpoint_plan with a prefill_interval of a few blocks",
-    "disabled": "their log-probs are wanted (skip_prompt_log_probs=False, or engine.score); a later "
-    "prompt_log_probs_start resumes more, or the cache was reset while requests ran",
-}
+_ADVISED: tuple[ComputeReason, ...] = ("state_not_taken", "branch_first_seen", "disabled")
+"""Reasons that settings remove without more memory."""
 
 
 class MissWatch:
@@ -172,9 +166,9 @@ class MissWatch:
             number = kv_left["new_block"]
             more = self._more("num_kv_blocks", number, "KV blocks", self._kv_block_bytes)
             yield "kv_evicted", opening("kv_evicted") + more
-        for reason, advice in _ADVICE.items():
+        for reason in _ADVISED:
             if share(reason) > self._max_lost_share:
-                yield reason, opening(reason) + advice
+                yield reason, opening(reason) + _SENTENCES[reason]
 
     def _more(self, setting: str, number: int, what: str, bytes_each: int) -> str:
         number = max(1, number)

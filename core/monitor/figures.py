@@ -4,13 +4,14 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 from ..cache_stats import EngineStats
 from ..inference.contexts.cache.hashing import PUBLIC_ROOT
 from ..inference.contexts.cache.prefix_cache import RootUse
 from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
-from ..request import RequestResult
+from ..request import FinishReason, RequestResult
 from .advice import differences, why_not_deeper
 
 FIRST_TOKEN_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -27,37 +28,30 @@ EVERY_S = 2
 NUM_POINTS = 450
 
 
-@dataclass(frozen=True)
-class Histogram:
-    """How many values there were in each class; `bounds` are upper bounds, and a last class has none."""
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    sum: float
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-
 class Latency:
-    """The distribution of one duration in seconds, and the percentiles of its last values."""
+    """The distribution of one duration in seconds, and the percentiles of its last values.
+
+    Attributes:
+        bounds: the upper bounds of the classes; a last class has none.
+        counts: how many values there were in each class.
+        sum: of all values.
+    """
 
     def __init__(self, bounds_s: Sequence[float]) -> None:
-        self._bounds = tuple(bounds_s)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
+        self.bounds = tuple(bounds_s)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
         self._recent: deque[float] = deque(maxlen=NUM_RECENT)
 
     def add(self, seconds: float, times: int = 1) -> None:
         """Count a value, `times` times."""
-        self._counts[bisect_left(self._bounds, seconds)] += times
-        self._sum += seconds * times
+        self.counts[bisect_left(self.bounds, seconds)] += times
+        self.sum += seconds * times
         self._recent.append(seconds)
 
     @property
-    def histogram(self) -> Histogram:
-        return Histogram(self._bounds, tuple(self._counts), self._sum)
+    def count(self) -> int:
+        return sum(self.counts)
 
     @property
     def percentiles(self) -> dict[str, float | None]:
@@ -76,7 +70,7 @@ class TenantFigures:
     num_kv_blocks: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class MonitorFigures:
     """The counts of a monitor since its start.
 
@@ -88,15 +82,15 @@ class MonitorFigures:
     """
 
     stats: EngineStats
-    num_added: int
-    num_ended: dict[str, int]
-    num_generated: int
-    first_token: Histogram
-    inter_token: Histogram
-    step: Histogram
-    queue: Histogram
-    tenants: tuple[TenantFigures, ...]
-    num_warnings: int
+    tenants: tuple[TenantFigures, ...] = ()
+    num_warnings: int = 0
+    num_added: int = 0
+    num_ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
+    num_generated: int = 0
+    first_token: Latency = field(default_factory=partial(Latency, FIRST_TOKEN_BOUNDS_S))
+    inter_token: Latency = field(default_factory=partial(Latency, INTER_TOKEN_BOUNDS_S))
+    step: Latency = field(default_factory=partial(Latency, STEP_BOUNDS_S))
+    queue: Latency = field(default_factory=partial(Latency, FIRST_TOKEN_BOUNDS_S))
 
 
 def percentiles(values: Iterable[float], ranks: Sequence[int] = (50, 90, 99)) -> dict[str, float | None]:
@@ -206,6 +200,13 @@ def _counts(stats: EngineStats, num_generated: int) -> Mapping[str, int]:
     }
 
 
+_SHOWN = (
+    "id", "tenant", "arrived_s", "prompt_tokens", "resumed_tokens", "spans", "generated_tokens",
+    "finish_reason", "ttft_s", "inter_token_s", "why",
+)  # fmt: skip
+"""What `Monitor.snapshot` shows of a request."""
+
+
 @dataclass
 class RequestRecord:
     """One request: numbers only, no tokens and no text.
@@ -220,10 +221,10 @@ class RequestRecord:
     """
 
     request: DynamicInferenceRequest | None
-    request_id: int
+    id: int
     tenant: str
     arrived_s: float
-    num_prompt_tokens: int
+    prompt_tokens: int
     grid: int
     spans: list[list[Any]] = field(default_factory=list)
     resume_point: int = 0
@@ -234,14 +235,14 @@ class RequestRecord:
     ttft_s: float | None = None
     first_token_s: float = 0.0
     last_token_s: float = 0.0
-    num_tokens: int = 0
+    generated_tokens: int = 0
     finish_reason: str | None = None
 
     def note_step(self, step: RequestStep) -> None:
         counted = self.spans[-1][1] if self.spans else 0
         for span in step.spans:
             start = max(span.start, step.start, counted)
-            stop = min(span.stop, step.stop, self.num_prompt_tokens)
+            stop = min(span.stop, step.stop, self.prompt_tokens)
             if start >= stop:
                 continue
             last = self.spans[-1] if self.spans else None
@@ -263,29 +264,23 @@ class RequestRecord:
 
     def note_end(self, result: RequestResult) -> None:
         self.finish_reason = result.finish_reason
-        self.num_tokens = len(result.tokens)
+        self.generated_tokens = len(result.tokens)
         self.ttft_s = result.ttft_s
         self.request = None
 
     @property
     def inter_token_s(self) -> float | None:
         """Mean seconds between two tokens; None before the second."""
-        if self.num_tokens < 2 or self.last_token_s <= self.first_token_s:
+        if self.generated_tokens < 2 or self.last_token_s <= self.first_token_s:
             return None
-        return (self.last_token_s - self.first_token_s) / (self.num_tokens - 1)
+        return (self.last_token_s - self.first_token_s) / (self.generated_tokens - 1)
+
+    @property
+    def why(self) -> str:
+        """Why it did not resume deeper."""
+        return why_not_deeper(self.spans, self.resume_point, self.prompt_tokens, self.grid)
 
     def as_json(self) -> dict[str, Any]:
         """The record as `Monitor.snapshot` has it."""
-        return {
-            "id": self.request_id,
-            "tenant": self.tenant,
-            "arrived_s": self.arrived_s,
-            "prompt_tokens": self.num_prompt_tokens,
-            "resumed_tokens": self.resumed_tokens,
-            "spans": [list(span) for span in self.spans],
-            "generated_tokens": self.num_tokens,
-            "finish_reason": self.finish_reason,
-            "ttft_s": self.ttft_s,
-            "inter_token_s": self.inter_token_s,
-            "why": why_not_deeper(self.spans, self.resume_point, self.num_prompt_tokens, self.grid),
-        }
+        shown = {name: getattr(self, name) for name in _SHOWN}
+        return shown | {"spans": [list(span) for span in self.spans]}

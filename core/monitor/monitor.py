@@ -6,7 +6,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
 
 from ..cache_stats import EngineStats
 from ..inference.contexts.cache.hashing import salt_bytes
@@ -14,21 +16,11 @@ from ..inference.contexts.cache.prefix_cache import RootUse
 from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.engine_observer import NewTokens
-from ..request import FinishReason, RequestResult
+from ..request import RequestResult
 from ..validation import instance, integer, real, shown
 from ..version import VERSION
 from .advice import MissWatch
-from .figures import (
-    FIRST_TOKEN_BOUNDS_S,
-    INTER_TOKEN_BOUNDS_S,
-    STEP_BOUNDS_S,
-    Latency,
-    MonitorFigures,
-    RequestRecord,
-    Series,
-    Tenants,
-    percentiles,
-)
+from .figures import MonitorFigures, RequestRecord, Series, Tenants, percentiles
 
 logger = logging.getLogger(__name__)
 
@@ -97,13 +89,7 @@ class Monitor:
         self._tenants = Tenants()
         self._running: dict[int, RequestRecord] = {}
         self._ended: deque[dict[str, Any]] = deque(maxlen=NUM_REQUESTS)
-        self._num_ended: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
-        self._num_added = 0
-        self._num_generated = 0
-        self._first_token = Latency(FIRST_TOKEN_BOUNDS_S)
-        self._inter_token = Latency(INTER_TOKEN_BOUNDS_S)
-        self._step = Latency(STEP_BOUNDS_S)
-        self._queue = Latency(FIRST_TOKEN_BOUNDS_S)
+        self._counts = MonitorFigures(stats)
         self._description = engine.describe().splitlines()
         self._described_s = now
         self._use: dict[bytes, RootUse] = {}
@@ -147,13 +133,13 @@ class Monitor:
         """Count what the step computed and generated, and its time."""
         with self._lock:
             now = self._clock()
-            self._step.add(duration_s)
+            self._counts.step.add(duration_s)
             for step in steps:
                 record = None if step.decoding else self._record_of(step.request)
                 if record is not None:
                     if record.queued_s is None:
                         record.queued_s = max(0.0, now - duration_s - step.request.arrival_s)
-                        self._queue.add(record.queued_s)
+                        self._counts.queue.add(record.queued_s)
                     record.note_step(step)
                     self._note_ledger(record)
             for request_id, new in tokens.items():
@@ -171,7 +157,7 @@ class Monitor:
                 record.note_end(result)
                 ended = record.as_json()
                 self._ended.appendleft(ended)
-                self._num_ended[result.finish_reason] += 1
+                self._counts.num_ended[result.finish_reason] += 1
                 del self._running[request.request_id]  # last: an interrupted call is repeated
             if not self._running:  # there may be no step for long
                 self._next_look_s = 0.0
@@ -195,7 +181,7 @@ class Monitor:
             )
             self._running[request.request_id] = record
             self._tenants.figures_of(tenant).num_requests += 1
-            self._num_added += 1
+            self._counts.num_added += 1
         return record
 
     def _note_ledger(self, record: RequestRecord) -> None:
@@ -205,15 +191,15 @@ class Monitor:
         counts.num_prompt_tokens += done
 
     def _note_tokens(self, record: RequestRecord, number: int, now: float) -> None:
-        self._num_generated += number
-        if not record.num_tokens:
+        self._counts.num_generated += number
+        if not record.generated_tokens:
             record.first_token_s = now
             record.ttft_s = record.request.ttft_s if record.request is not None else None
             if record.ttft_s is not None:
-                self._first_token.add(record.ttft_s)
+                self._counts.first_token.add(record.ttft_s)
         else:
-            self._inter_token.add((now - record.last_token_s) / number, number)
-        record.num_tokens += number
+            self._counts.inter_token.add((now - record.last_token_s) / number, number)
+        record.generated_tokens += number
         record.last_token_s = now
 
     def _look(self, now: float) -> None:
@@ -222,7 +208,7 @@ class Monitor:
             return
         self._next_look_s = now + _LOOK_EVERY_S
         stats = self._stats()
-        self._series.note(now, stats, self._num_generated)
+        self._series.note(now, stats, self._counts.num_generated)
         if now >= self._next_judgement_s:
             self._next_judgement_s = now + _JUDGE_EVERY_S
             self._misses.look(stats, len(self.engine.context.prefix_cache.pins.slot_pins))
@@ -236,15 +222,9 @@ class Monitor:
         """All counts since the start of the monitor, and the engine's figures now. Any thread may call it."""
         use = self._use_by_root()
         with self._lock:
-            return MonitorFigures(
+            return replace(
+                deepcopy(self._counts),
                 stats=self._stats(),
-                num_added=self._num_added,
-                num_ended=dict(self._num_ended),
-                num_generated=self._num_generated,
-                first_token=self._first_token.histogram,
-                inter_token=self._inter_token.histogram,
-                step=self._step.histogram,
-                queue=self._queue.histogram,
                 tenants=self._tenants.all_with(use),
                 num_warnings=len(self._misses.warnings),
             )
@@ -261,7 +241,7 @@ class Monitor:
         with self._lock:
             now = self._clock()
             stats = self._stats()
-            self._series.note(now, stats, self._num_generated)
+            self._series.note(now, stats, self._counts.num_generated)
             cache = stats.cache
             return {
                 "time_s": now + self._unix_offset_s,
@@ -281,7 +261,7 @@ class Monitor:
                     "prompt": cache.num_prompt_tokens,
                     "resumed": cache.num_resumed_tokens,
                     "recomputed": cache.num_recomputed_tokens,
-                    "generated": self._num_generated,
+                    "generated": self._counts.num_generated,
                     "by_reason": dict(cache.computed_by_reason),
                 },
                 "evictions": {
@@ -289,19 +269,12 @@ class Monitor:
                     "age_s": percentiles(cache.state_ages.recent_s, (50, 90)),
                 },
                 "latency": {
-                    "ttft_s": self._first_token.percentiles,
-                    "inter_token_s": self._inter_token.percentiles,
-                    "step_s": self._step.percentiles,
+                    "ttft_s": self._counts.first_token.percentiles,
+                    "inter_token_s": self._counts.inter_token.percentiles,
+                    "step_s": self._counts.step.percentiles,
                 },
                 "tenants": [
-                    {
-                        "name": one.name,
-                        "requests": one.num_requests,
-                        "prompt_tokens": one.num_prompt_tokens,
-                        "resumed_tokens": one.num_resumed_tokens,
-                        "states": one.num_states,
-                        "kv_blocks": one.num_kv_blocks,
-                    }
+                    {name.removeprefix("num_"): value for name, value in vars(one).items()}
                     for one in self._tenants.all_with(use)
                 ],
                 "series": self._series.as_json(self._unix_offset_s),

@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel, LoadedText
-from ..validation import instance, shown
+from ..validation import instance
 from .answers import ChatForm, Form
 from .gate import Gate, Keys
 from .http_json import JSONAnswer, RequestError, json_bytes
@@ -67,9 +67,6 @@ def make_app_over(
     served: ServedEngine, loaded: LoadedModel | LoadedText, settings: ServerSettings
 ) -> FastAPI:
     """The application over any `ServedEngine`, which is started and closed with it; no `monitor`."""
-    if not isinstance(loaded, LoadedModel | LoadedText):
-        raise ValueError(f"loaded is {shown(loaded)}; accepted: a LoadedModel or a LoadedText")
-    instance("settings", settings, ServerSettings)
     app = FastAPI(
         title="mambaslots",
         docs_url=None,  # its scripts would come from another host

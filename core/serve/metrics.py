@@ -1,6 +1,7 @@
 """A monitor's figures in Prometheus' text format."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -14,7 +15,7 @@ from prometheus_client.core import (
 
 from ..cache_stats import CacheStats
 from ..inference.contexts.cache.pool_stats import AGE_BOUNDS_S
-from ..monitor.figures import Histogram, MonitorFigures
+from ..monitor.figures import MonitorFigures
 from ..monitor.monitor import Monitor
 
 
@@ -44,10 +45,13 @@ class MonitorCollector:
         yield from _tiers(figures.stats.cache)
         yield from _kv_blocks(figures.stats.cache)
         yield from _tenants(figures)
-        yield _histogram("time_to_first_token_seconds", "Arrival to first token.", figures.first_token)
-        yield _histogram("queue_time_seconds", "Arrival to first step.", figures.queue)
-        yield _histogram("inter_token_seconds", "Time between two tokens of an answer.", figures.inter_token)
-        yield _histogram("step_seconds", "Time of a step of all running requests.", figures.step)
+        for name, help_text, latency in (
+            ("time_to_first_token", "Arrival to first token.", figures.first_token),
+            ("queue_time", "Arrival to first step.", figures.queue),
+            ("inter_token", "Time between two tokens of an answer.", figures.inter_token),
+            ("step", "Time of a step of all running requests.", figures.step),
+        ):
+            yield _histogram(f"{name}_seconds", help_text, latency.bounds, latency.counts, latency.sum)
         yield _gauge("warnings", "Warnings that the monitor has given.", figures.num_warnings)
         rebuilds = figures.stats.num_rebuilds
         yield _counter("cache_rebuilds", "Interrupted calls that cost all cached prefixes.", rebuilds)
@@ -92,8 +96,10 @@ def _states(cache: CacheStats) -> Iterator[Metric]:
     yield _counter("states_refused", "States that were not stored for want of a slot.", refused)
     unused = cache.num_states_evicted_unused
     yield _counter("states_evicted_unused", "States evicted for want of memory, never resumed from.", unused)
-    ages = Histogram(AGE_BOUNDS_S, cache.state_ages.counts, cache.state_ages.sum_s)
-    yield _histogram("state_eviction_age_seconds", "Last use to eviction of states.", ages)
+    ages = cache.state_ages
+    yield _histogram(
+        "state_eviction_age_seconds", "Last use to eviction of states.", AGE_BOUNDS_S, ages.counts, ages.sum_s
+    )
 
 
 def _tiers(cache: CacheStats) -> Iterator[Metric]:
@@ -122,8 +128,14 @@ def _kv_blocks(cache: CacheStats) -> Iterator[Metric]:
     yield _counter("kv_blocks_registered", "KV blocks that became findable.", cache.num_kv_blocks_registered)
     left = cache.kv_blocks_removed_by_cause
     yield _counter("kv_blocks_left", "Findable KV blocks removed from the cache, by cause.", left, "cause")
-    ages = Histogram(AGE_BOUNDS_S, cache.kv_block_ages.counts, cache.kv_block_ages.sum_s)
-    yield _histogram("kv_block_eviction_age_seconds", "Last use to eviction of KV blocks.", ages)
+    ages = cache.kv_block_ages
+    yield _histogram(
+        "kv_block_eviction_age_seconds",
+        "Last use to eviction of KV blocks.",
+        AGE_BOUNDS_S,
+        ages.counts,
+        ages.sum_s,
+    )
 
 
 def _tenants(figures: MonitorFigures) -> Iterator[Metric]:
@@ -163,10 +175,9 @@ def _family(
     return family
 
 
-def _histogram(name: str, help_text: str, histogram: Histogram) -> Metric:
-    total = 0
-    buckets: list[tuple[str, float]] = []
-    for bound, number in zip([*map(str, histogram.bounds), "+Inf"], histogram.counts, strict=True):
-        total += number
-        buckets.append((bound, total))
-    return HistogramMetricFamily(f"mambaslots_{name}", help_text, buckets=buckets, sum_value=histogram.sum)
+def _histogram(
+    name: str, help_text: str, bounds: Sequence[float], counts: Sequence[int], sum_s: float
+) -> Metric:
+    names = [*map(str, bounds), "+Inf"]
+    buckets = list(zip(names, accumulate(counts), strict=True))
+    return HistogramMetricFamily(f"mambaslots_{name}", help_text, buckets=buckets, sum_value=sum_s)

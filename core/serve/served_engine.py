@@ -131,14 +131,12 @@ class LocalEngine(AsyncEngine):
         sampling_params: SamplingParams | None = None,
         *,
         cache_salt: Salt = None,
-        checkpoint_plan: CheckpointPlan | None = None,
         tenant: str | None = None,
+        **options: Any,
     ) -> AsyncStream:
         if cache_salt is not None and tenant is not None:
             self.monitor.name_salt(cache_salt, tenant)
-        return await super().stream(
-            prompt, sampling_params, cache_salt=cache_salt, checkpoint_plan=checkpoint_plan
-        )
+        return await super().stream(prompt, sampling_params, cache_salt=cache_salt, **options)
 
     async def metrics_text(self) -> tuple[bytes, str]:
         return await asyncio.to_thread(metrics_text, self.monitor)

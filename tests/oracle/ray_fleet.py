@@ -16,9 +16,9 @@ import mambaslots as ms
 import mambaslots.net as msd
 import openai
 import ray
+from mambaslots.fleet import FleetSettings
 from mambaslots.fleet.replica import ReplicaStatus
 from mambaslots.fleet.server import QUIET, check_address, fleet_application
-from mambaslots.fleet.settings import FleetSettings
 from mambaslots.loaded_model import LoadedText
 from mambaslots.serve import ServerSettings
 from mambaslots.text import GenerationDefaults

@@ -12,7 +12,7 @@ from typing import Any
 import mambaslots as ms
 import torch
 from fuzzing.target import REFUSED, Target, any_value, end_of
-from mambaslots.fleet.settings import FleetSettings
+from mambaslots.fleet import FleetSettings
 from mambaslots.models import HybridConfig, HybridLM
 from mambaslots.parallel_groups import ModelShard, ParallelGroups, Part
 from mambaslots.serve import ServerSettings

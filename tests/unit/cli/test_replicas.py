@@ -12,7 +12,7 @@ import pytest
 from mambaslots.cli.main import main, make_parser
 from mambaslots.cli.processes import ReplicaEngine, weights_version
 from mambaslots.cli.serve import _only_data
-from mambaslots.fleet.settings import FleetSettings
+from mambaslots.fleet import FleetSettings
 from mambaslots.loaded_model import LoadedText
 
 MODEL = "models/tiny-code"
