@@ -18,10 +18,11 @@ import mambaslots as ms
 import mambaslots.net as msd
 import msgspec
 import torch.distributed as dist
+import zmq
 from fuzzing.malformed_bodies import MAX_BODY_BYTES
 from mambaslots.fleet.answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
 from mambaslots.fleet.figures import ReplicaReport, replica_report
-from mambaslots.net import StatePublisher
+from mambaslots.net import StatePublisher, channel
 from mambaslots.net.channel import Link, Listener
 from mambaslots.net.routing.state_router import ReplicaLoad, RouteRequest, StateRouter
 from mambaslots.net.transfer import pieces
@@ -448,14 +449,15 @@ class FleetOperator:
 def run_round(seed: int, seconds: float, device: str) -> RoundTally:
     """Two replicas, their clients and their operator."""
     name = f"replicas round, seed {seed}"
-    _open_stores()
+    _open_for_good()
     return watched_round(name, lambda tally: _serve(seed, seconds, name, tally), LOGGED_HERE)
 
 
 @cache
-def _open_stores() -> None:
-    """torch's stores keep two file descriptors of a process for ever, from the first one on."""
+def _open_for_good() -> None:
+    """What a process keeps from its first hand-over on: torch's stores and ZeroMQ's context."""
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    channel._context().socket(zmq.PAIR).close()
 
 
 def _serve(seed: int, seconds: float, name: str, tally: RoundTally) -> None:
