@@ -90,7 +90,7 @@ def merged_snapshot(snapshots: Mapping[str, Snapshot]) -> dict[str, Any]:
     is that of the slowest replica, and that of eviction ages the one of the replica that evicts the youngest.
     """
     every = list(snapshots.values())
-    merged = _sum(every)
+    merged: dict[str, Any] = _sum(every)
     for name, pool in merged["pools"].items():
         pool.update({size: every[0]["pools"][name][size] for size in _SIZES if size in pool})
     merged["engine"]["description"] = _description(snapshots)
