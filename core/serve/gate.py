@@ -121,40 +121,24 @@ class Keys:
 
     def admit(self, path: str, headers: _Headers) -> str:
         """The tenant whose request has these headers; RequestError 401 for a wrong key, 403 for none."""
-        if path.startswith("/v1/"):
-            return self._tenant(headers) if self._tenants else DEFAULT_TENANT
-        if path not in _OPEN_PATHS and not path.startswith(_OPEN_FOLDERS):
-            self._check_admin(headers)
-        return DEFAULT_TENANT
-
-    def _tenant(self, headers: _Headers) -> str:
-        given = _digest(_bearer(headers))
-        found = self._tenant_with(given)
-        if found is None:
-            reason = "this is the admin key" if self._is_admin(given) else "the API key is wrong"
-            raise _refused(reason, "the key of a tenant")
-        return found
-
-    def _tenant_with(self, given: bytes) -> str | None:
-        found = None
-        for tenant, digest in self._tenants:  # all of them, so that the time is the same
+        is_tenants = path.startswith("/v1/")
+        is_open = path in _OPEN_PATHS or path.startswith(_OPEN_FOLDERS)
+        if is_open or not (self._tenants if is_tenants else self._admin or self._tenants):
+            return DEFAULT_TENANT
+        if not is_tenants and self._admin is None:
+            raise RequestError(403, "this path is for the operator, and the server has no admin_key")
+        given, tenant = _digest(_bearer(headers)), None
+        for name, digest in self._tenants:  # all of them, so that the time is the same
             if hmac.compare_digest(given, digest):
-                found = tenant
-        return found
-
-    def _is_admin(self, given: bytes) -> bool:
-        return self._admin is not None and hmac.compare_digest(given, self._admin)
-
-    def _check_admin(self, headers: _Headers) -> None:
-        if self._admin is None:
-            if self._tenants:
-                raise RequestError(403, "this path is for the operator, and the server has no admin_key")
-            return
-        given = _digest(_bearer(headers))
-        if not self._is_admin(given):
-            is_tenant = self._tenant_with(given) is not None
-            reason = "this is a tenant's key" if is_tenant else "the admin key is wrong"
+                tenant = name
+        is_admin = self._admin is not None and hmac.compare_digest(given, self._admin)
+        if is_tenants and tenant is None:
+            reason = "this is the admin key" if is_admin else "the API key is wrong"
+            raise _refused(reason, "the key of a tenant")
+        if not is_tenants and not is_admin:
+            reason = "the admin key is wrong" if tenant is None else "this is a tenant's key"
             raise _refused(reason, "the admin key")
+        return tenant or DEFAULT_TENANT
 
 
 def engine_salt(tenant: str, client_salt: str | None, has_keys: bool) -> bytes | None:
