@@ -23,7 +23,7 @@ def snapshot(num_requests: int = 0, *, seed: int = 0, **changes: Any) -> dict[st
         for name in ("prompt", "resumed", "generated")
     }
     quantiles = {"p50": 0.012, "p90": 0.18, "p99": 1.25} if requests else dict.fromkeys(("p50", "p90", "p99"))
-    evicted = {"new_state": 17, "kv_evicted": 4, "reset": 0} if requests else {}
+    evicted = {"new_state": 17, "kv_evicted": 4, "rolled": 2, "reset": 0} if requests else {}
     age_s = {"p50": 40.0, "p90": 200.0} if requests else dict.fromkeys(("p50", "p90"))
     made = {
         "time_s": TIME_S,
