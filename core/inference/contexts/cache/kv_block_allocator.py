@@ -50,7 +50,7 @@ class KVBlockAllocator:
         block_ref_counts [total_count] int32, block_hashes [total_count] int64, -1 where not registered, and
         block_timestamps [total_count] int64, nanoseconds, which grow with each use: numpy arrays, built
         anew at each read in O(total_count).
-        kv_hash_to_block_id: dict from prefix hash to registered block; another dict after all was forgotten.
+        kv_hash_to_block_id: dict from prefix hash to registered block.
         tree: the registered blocks, as `PrefixTree` keeps them.
         on_blocks_deregistered: megatron-core's single observer; `observe_deregistration` adds more.
     """
@@ -86,8 +86,7 @@ class KVBlockAllocator:
         self._observers: list[DeregistrationObserver] = []
         self._dirty = dirty or DirtyEntries()
         self._by_unit = BlocksByUnit(self.total_count, units.blocks_per_unit) if units else None
-        stack = BlockStack(self.total_count) if self._by_unit is None else self._by_unit
-        self._free: FreeBlocks = stack
+        self._free: FreeBlocks = BlockStack() if self._by_unit is None else self._by_unit
         self._clear_references()
 
     def _clear_references(self) -> None:
@@ -97,13 +96,14 @@ class KVBlockAllocator:
         self.tree.leaves.timestamps[:] = [0] * self.total_count
         self._clock = 0
         self._num_cached = 0
-        self._restart_free(self.total_count - len(self._lent_blocks))
+        self._restart_free()
 
-    def _restart_free(self, num_free: int) -> None:
+    def _restart_free(self) -> None:
         """Note that every block is free that is neither held nor registered."""
-        self._free.restart(num_free, self.tree.references, self.tree.parents)
-        if self._dirty.is_active:
-            self._dirty.note(self._free.listed(self.tree.references, self.tree.parents))
+        refs, parents = self.tree.references, self.tree.parents
+        free = [b for b in range(self.total_count - 1, -1, -1) if not refs[b] and parents[b] < 0]
+        self._free.restart(free)
+        self._dirty.note(free)
 
     def _add_free(self, blocks: list[int]) -> None:
         self._dirty.note(blocks)
@@ -194,10 +194,8 @@ class KVBlockAllocator:
             raise KVBlockCapacityError(num_blocks, self.total_avail + self._num_cached)
         if missing > 0:
             self._evict(missing)
-        blocks = self._free.take(num_blocks, self.tree.references, self.tree.parents)
+        blocks = self._free.take(num_blocks)
         self._dirty.give(blocks)
-        if self.tree.deferred:
-            self.tree.deferred.free(512 + 16 * num_blocks)
         refs = self.tree.references
         for block in blocks:
             refs[block] = 1
@@ -387,15 +385,15 @@ class KVBlockAllocator:
     def deregister_all(self) -> None:
         """Forget every prefix and ghost. Cached blocks become free; held blocks stay held.
 
-        Costs O(states) and a few copies of lists of the pool's length; O(registered blocks) for observers.
+        Costs O(pool).
         """
         if self._slots is not None:
             self._slots.forget(None, with_blocks=True, cause="reset")
-        num_free, by_hash = self.total_avail + self._num_cached, self.tree.block_of_hash
+        by_hash = self.tree.block_of_hash
         registered, hashes = (list(by_hash.values()), list(by_hash)) if self._strangers else ([], [])
         self._num_cached = 0
         self.tree.clear()
-        self._restart_free(num_free)
+        self._restart_free()
         self._notify(registered, hashes)
 
     def reset(self, *, keep_totals: bool = False) -> None:
@@ -451,7 +449,7 @@ class KVBlockAllocator:
         """Raise AssertionError where the maps contradict each other; O(pool)."""
         refs = self.tree.references
         registered = set(self.kv_hash_to_block_id.values())
-        listed = self._free.listed(refs, self.tree.parents)
+        listed = self._free.listed()
         free = set(listed)
         assert len(listed) == len(free), "a block is free twice"
         assert len(free) == self.total_avail, "the count of free blocks is off"

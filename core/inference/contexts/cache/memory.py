@@ -203,43 +203,29 @@ class MemoryUnits:
 
 
 class BlockStack:
-    """A stack: the block freed last is allocated first. A sweep finds what `restart` freed, later."""
+    """A stack: the block freed last is allocated first."""
 
-    def __init__(self, total_count: int) -> None:
-        self._total_count = total_count
+    def __init__(self) -> None:
         self._stack: list[int] = []
-        self._sweep = self._num_unswept = total_count  # blocks from `_sweep` on are not in the stack
 
     def __len__(self) -> int:
-        return len(self._stack) + self._num_unswept
+        return len(self._stack)
 
-    def restart(self, num_free: int, references: Sequence[int], parents: Sequence[int]) -> None:
-        self._stack = []
-        self._sweep = 0
-        self._num_unswept = num_free
+    def restart(self, free: list[int]) -> None:
+        """These blocks are free now, and no others; the last one is allocated first."""
+        self._stack = free
 
-    def take(self, num_blocks: int, references: Sequence[int], parents: Sequence[int]) -> list[int]:
-        while len(self._stack) < num_blocks:
-            stop = min(self._sweep + max(num_blocks, 256), self._total_count)
-            found = [b for b in range(stop - 1, self._sweep - 1, -1) if not references[b] and parents[b] < 0]
-            self._stack[:0] = found
-            self._num_unswept -= len(found)
-            self._sweep = stop
+    def take(self, num_blocks: int) -> list[int]:
         cut = len(self._stack) - num_blocks
         blocks = self._stack[cut:][::-1]
         del self._stack[cut:]
         return blocks
 
     def add(self, blocks: list[int]) -> None:
-        if self._sweep < self._total_count:
-            swept = [block for block in blocks if block < self._sweep]
-            self._num_unswept += len(blocks) - len(swept)
-            blocks = swept
         self._stack.extend(blocks)
 
-    def listed(self, references: Sequence[int], parents: Sequence[int]) -> list[int]:
-        swept = range(self._sweep, self._total_count)
-        return [block for block in swept if not references[block] and parents[block] < 0] + self._stack
+    def listed(self) -> list[int]:
+        return self._stack
 
 
 class BlocksByUnit:
@@ -259,17 +245,16 @@ class BlocksByUnit:
     def whole_units(self) -> list[int]:
         return list(self._units_with[self._size])
 
-    def restart(self, num_free: int, references: Sequence[int], parents: Sequence[int]) -> None:
-        size = self._size
-        self._units_with = [{} for _ in range(size + 1)]
-        self._num_free = 0
-        for unit in range(len(self._of_unit)):
-            blocks = range((unit + 1) * size - 1, unit * size - 1, -1)
-            self._of_unit[unit] = free = [b for b in blocks if not references[b] and parents[b] < 0]
-            self._units_with[len(free)][unit] = None
-            self._num_free += len(free)
+    def restart(self, free: list[int]) -> None:
+        self._of_unit = [[] for _ in self._of_unit]
+        for block in free:
+            self._of_unit[block // self._size].append(block)
+        self._units_with = [{} for _ in range(self._size + 1)]
+        for unit, blocks in enumerate(self._of_unit):
+            self._units_with[len(blocks)][unit] = None
+        self._num_free = len(free)
 
-    def take(self, num_blocks: int, references: Sequence[int], parents: Sequence[int]) -> list[int]:
+    def take(self, num_blocks: int) -> list[int]:
         taken: list[int] = []
         while num_missing := num_blocks - len(taken):
             enough = range(min(num_missing, self._size), self._size + 1)
@@ -299,7 +284,7 @@ class BlocksByUnit:
         self._of_unit[unit] = free
         self._num_free += len(free) - before
 
-    def listed(self, references: Sequence[int], parents: Sequence[int]) -> list[int]:
+    def listed(self) -> list[int]:
         for count, units in enumerate(self._units_with):
             assert all(len(self._of_unit[unit]) == count for unit in units), "a unit's count of blocks is off"
         assert sum(map(len, self._units_with)) == len(self._of_unit), "a unit is counted nowhere, or twice"

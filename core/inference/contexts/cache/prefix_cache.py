@@ -70,10 +70,6 @@ class PinnedPrefixes:
         """Distinct KV blocks that pinned prefixes hold."""
         return len(self._block_references)
 
-    def holds(self, block: int) -> bool:
-        """Whether a pinned prefix holds this KV block."""
-        return block in self._block_references
-
     def num_within_reach(self, shared: Iterable[int] = ()) -> int:
         """How many KV blocks one sequence could hold, with those of the pinned ones that it shares."""
         num_shared = sum(map(self._block_references.__contains__, shared))

@@ -3,7 +3,6 @@
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, KeysView, Sequence
-from typing import Any
 
 from .pool_stats import (
     EVICTIONS,
@@ -21,34 +20,6 @@ Watcher = Callable[[Iterable[int] | None], None]
 """Called with hashes before these begin or cease to find a state; None for all hashes."""
 LeafEntry = tuple[bool, int, int]
 """(whether the block holds a state, when it was last used, block); the smallest entry goes first."""
-
-
-class DeferredFree:
-    """Deferred free: some entries of large containers a call, so that no step pauses."""
-
-    def __init__(self) -> None:
-        self._containers: list[list[Any] | dict[Any, Any]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._containers)
-
-    def add(self, *containers: list[Any] | dict[Any, Any]) -> None:
-        """Own these containers, which the caller references no more, and free all earlier ones."""
-        self._containers = list(containers)
-
-    def free(self, num_entries: int) -> None:
-        """Free up to so many entries."""
-        while self._containers and num_entries > 0:
-            container = self._containers[-1]
-            count = min(num_entries, len(container))
-            if isinstance(container, list):
-                del container[len(container) - count :]
-            else:
-                for _ in range(count):
-                    container.popitem()
-            if not container:
-                self._containers.pop()
-            num_entries -= max(count, 1)
 
 
 class LeafOrder:
@@ -153,7 +124,7 @@ class PrefixTree:
 
     Attributes:
         origin: the number of the origin: one more than the last block.
-        block_of_hash: prefix hash -> registered block. `clear` puts another dict in its place.
+        block_of_hash: prefix hash -> registered block.
         parents: parent of each block, -1 for unregistered blocks.
         references: how often each block is held. The last entry is the origin's, which is 1.
         num_children, num_held_children: for each block the number of registered blocks that continue it, and
@@ -165,7 +136,6 @@ class PrefixTree:
         ghosts: hashes of evicted blocks.
         state_ghosts: hashes whose state was evicted, or was not stored for want of a slot.
         leaves: the order in which cached blocks are evicted.
-        deferred: containers that `clear` replaced, freed a little at a time.
         turnover, state_turnover: how many blocks, and states, entered and were removed, by cause and age.
         watchers: called before hashes begin or cease to find a state.
         clock: grows with every registration and every change of a state. It is never set back.
@@ -185,12 +155,12 @@ class PrefixTree:
         self.slot_by_block: dict[int, int] = {}
         self.hash_to_block_id: dict[int, int] = {}
         self.used: set[int] = set()
-        self._block_by_slot: dict[int, int] = {}
-        self._key_by_slot: dict[int, int] = {}  # of states that a hash finds
+        # For each slot its last block, and the hash that finds the state, or 0. Stale without a state.
+        self._block_by_slot: list[int] = []
+        self._key_by_slot: list[int] = []
         self._last_used_ns: OrderedDict[int, int] = OrderedDict()  # of slots with states, LRU first
         self.watchers: tuple[Watcher, ...] = ()
         self.leaves = LeafOrder([0] * num_blocks, self.holds_state)
-        self.deferred = DeferredFree()
         self.turnover = Turnover[KVRemovalCause](KV_REMOVAL_CAUSES)
         self.state_turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES, remembers=True)
         self.clock = 0
@@ -198,27 +168,24 @@ class PrefixTree:
         self.family_changes = [0] * num_blocks
         self._roots = [0] * num_blocks  # the first block of each registered block's prefix
         self.references = [0] * num_blocks + [1]
-        self.parents: list[int] = []
-        self.num_children: list[int] = []
-        self.num_held_children: list[int] = []
+        self.parents = [-1] * num_blocks
+        self.num_children = [0] * (num_blocks + 1)
+        self.num_held_children = [0] * (num_blocks + 1)
         # The last registration of each block; meaningless once the block is deregistered.
         self._hashes = [-1] * num_blocks
         self._tokens = [b""] * num_blocks
         self._root_digests: dict[int, bytes] = {}
         self._host_hash_of = hash_of
-        self.clear()
 
     def clear(self) -> None:
         """Forget every block, and the ghosts of blocks; `clear_states` forgets the states."""
-        old = self.block_of_hash, self.parents, self.num_children, self.num_held_children
-        num_registered = len(self.block_of_hash)
-        self.block_of_hash = present = dict[int, int]()
-        self.ghosts.present = present
-        self.deferred.add(*old, *self.ghosts.clear(), *self._ghost_parents.clear())
-        num_blocks = self.origin
-        self.parents = [-1] * num_blocks
-        self.num_children = [0] * (num_blocks + 1)
-        self.num_held_children = [0] * (num_blocks + 1)
+        num_blocks, num_registered = self.origin, len(self.block_of_hash)
+        self.block_of_hash.clear()
+        self.ghosts.clear()
+        self._ghost_parents.clear()
+        self.parents[:] = [-1] * num_blocks
+        self.num_children[:] = [0] * (num_blocks + 1)
+        self.num_held_children[:] = [0] * (num_blocks + 1)
         self._root_digests.clear()
         self.leaves.clear()
         self.turnover.by_cause["reset"] += num_registered
@@ -357,17 +324,29 @@ class PrefixTree:
 
     # ---- states
 
+    def add_slots(self, num_slots: int, num_ghosts: int) -> None:
+        """States are in slots 0 .. num_slots - 1; so many ghosts of states are remembered."""
+        self._block_by_slot = [-1] * num_slots
+        self._key_by_slot = [0] * num_slots
+        self.state_ghosts.capacity = num_ghosts
+
     def slot_of(self, block: int) -> int:
         """The slot of the block's state, or -1."""
         return self.slot_by_block.get(block, -1)
 
     def block_of(self, slot: int) -> int:
         """The block whose state the slot holds, or -1."""
-        return self._block_by_slot.get(slot, -1)
+        block = self._block_by_slot[slot]
+        return block if self.slot_by_block.get(block) == slot else -1
+
+    def blocks_of(self, slots: Iterable[int]) -> list[int]:
+        """The blocks of slots that hold states."""
+        return [self._block_by_slot[slot] for slot in slots]
 
     def key_of(self, block: int) -> int:
         """The hash under which the block's state is found, or -1."""
-        return self._key_by_slot.get(self.slot_by_block.get(block, -1), -1)
+        slot = self.slot_by_block.get(block, -1)
+        return self._key_by_slot[slot] or -1 if slot >= 0 else -1
 
     def holds_state(self, block: int) -> bool:
         """Whether the registered block's state is in a slot, or has a copy in a tier."""
@@ -379,8 +358,11 @@ class PrefixTree:
 
     def enter_states(self, blocks: Sequence[int], slots: Sequence[int], now_ns: int) -> None:
         """The slots hold the blocks' states; no hash finds these states yet."""
-        self.slot_by_block.update(zip(blocks, slots, strict=True))
-        self._block_by_slot.update(zip(slots, blocks, strict=True))
+        slot_by_block, block_by_slot, key_by_slot = self.slot_by_block, self._block_by_slot, self._key_by_slot
+        for block, slot in zip(blocks, slots, strict=True):
+            slot_by_block[block] = slot
+            block_by_slot[slot] = block
+            key_by_slot[slot] = 0
         self._last_used_ns.update(dict.fromkeys(slots, now_ns))
         self.state_turnover.num_entered += len(blocks)
         self._note_states_changed(blocks)
@@ -389,11 +371,11 @@ class PrefixTree:
         """Make the blocks' states, in these slots, findable; a hash in use keeps finding its older state."""
         block_named, key_by_slot = self.hash_to_block_id, self._key_by_slot
         for watcher in self.watchers:
-            watcher((*keys, *(key_by_slot[slot] for slot in slots if slot in key_by_slot)))
+            watcher((*keys, *filter(None, map(key_by_slot.__getitem__, slots))))
         for block, slot, key in zip(blocks, slots, keys, strict=True):
             if block_named.setdefault(key, block) == block:
-                former = key_by_slot.get(slot, key)
-                if former != key:
+                former = key_by_slot[slot]
+                if former and former != key:
                     del block_named[former]
                 key_by_slot[slot] = key
         if self.state_ghosts.discard_all(keys):
@@ -421,23 +403,23 @@ class PrefixTree:
         slot_by_block, block_named, key_by_slot = self.slot_by_block, self.hash_to_block_id, self._key_by_slot
         removed = [block for block in blocks if block in slot_by_block]
         slots = [slot_by_block[block] for block in removed]
-        keys = [key_by_slot[slot] for slot in slots if slot in key_by_slot]
+        keys = [key for slot in slots if (key := key_by_slot[slot])]
         for watcher in self.watchers:
             watcher(keys)
         if cause in ("new_state", "live_state"):
             self.state_ghosts.add_all(keys, "evicted")
         for key in keys:  # the hash goes first, because it is what makes a state findable
             block_named.pop(key, None)
-        for block, slot in zip(removed, slots, strict=True):
-            del slot_by_block[block], self._block_by_slot[slot]
-            key_by_slot.pop(slot, None)
+        for block in removed:
+            del slot_by_block[block]
         turnover = self.state_turnover
         turnover.by_cause[cause] += len(slots)
         last_used_ns = [self._last_used_ns.pop(slot) for slot in slots]
         if slots and cause in EVICTIONS:
             turnover.note_ages(now_ns, last_used_ns)
-            turnover.num_unused += len(slots) - len(self.used.intersection(slots))
-        self.used.difference_update(slots)
+            turnover.num_unused += len(slots) - len(self.used and self.used.intersection(slots))
+        if self.used:
+            self.used.difference_update(slots)
         if removed:
             self._note_states_changed(removed)
         return slots
@@ -449,8 +431,6 @@ class PrefixTree:
         num_removed = len(self.slot_by_block)
         self.hash_to_block_id.clear()
         self.slot_by_block.clear()
-        self._block_by_slot.clear()
-        self._key_by_slot.clear()
         self._last_used_ns.clear()
         self.used.clear()
         self.state_ghosts.clear()
@@ -459,11 +439,12 @@ class PrefixTree:
     def _note_states_changed(self, blocks: Iterable[int]) -> None:
         """Note that a state of these blocks, or the ghost of one, was added or removed."""
         self.clock = clock = self.clock + 1
-        changes, roots, parents = self.family_changes, self._roots, self.parents
-        for block in blocks:
-            if parents[block] >= 0:
-                changes[roots[block]] = clock
-        self.leaves.note_states_changed(blocks)
+        if self.block_of_hash:  # only registered blocks are matched
+            changes, roots, parents = self.family_changes, self._roots, self.parents
+            for block in blocks:
+                if parents[block] >= 0:
+                    changes[roots[block]] = clock
+            self.leaves.note_states_changed(blocks)
 
     def _registered(self, keys: Iterable[int]) -> list[int]:
         """The registered ones of the blocks with these hashes."""
@@ -500,10 +481,10 @@ class PrefixTree:
         """Raise AssertionError where the maps of states contradict each other or the hashes of blocks."""
         slots = {slot: block for block, slot in self.slot_by_block.items()}
         assert len(slots) == len(self.slot_by_block), "two blocks share a slot"
-        assert slots == self._block_by_slot, "a slot's block is another"
+        assert self.blocks_of(slots) == list(self.slot_by_block), "a slot's block is another"
         assert self._last_used_ns.keys() == slots.keys(), "the recency of other states than the committed"
         assert self.used <= slots.keys(), "a slot without a state counts as used"
-        keys = {key: slots[slot] for slot, key in self._key_by_slot.items()}
+        keys = {key: block for slot, block in slots.items() if (key := self._key_by_slot[slot])}
         assert keys == self.hash_to_block_id, "a state's hash is another"
         for key, block in keys.items():
             assert self.hash_of(block) == key, f"block {block} is indexed under a hash that is not its own"

@@ -82,12 +82,9 @@ class GhostList:
         """Why the key is gone; None for a key that is no ghost."""
         return None if key in self.present else self._young.get(key) or self._old.get(key)
 
-    def clear(self) -> tuple[dict[int, str], dict[int, str]]:
-        """Forget all ghosts; returns the generations, which the caller may free when there is time."""
-        generations = self._young, self._old
-        self.num_lapses += any(generations)
+    def clear(self) -> None:
+        self.num_lapses += bool(self._young or self._old)
         self._young, self._old = {}, {}
-        return generations
 
     def __contains__(self, key: int) -> bool:
         return (key in self._young or key in self._old) and key not in self.present

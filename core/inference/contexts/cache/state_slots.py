@@ -87,7 +87,7 @@ class StateSlots:
         self.reserved: dict[int, int] = {}
         self.pins: dict[int, int] = {}
         num_ghosts = max(8 * num_slots, num_kv_blocks) if num_slots else 0
-        tree.state_ghosts.capacity = num_ghosts
+        tree.add_slots(num_slots, num_ghosts)
         if isinstance(policy, str):
             policy = ValueEviction(num_ghosts) if policy == "value" else LRUEviction()
         self.policy = policy() if isinstance(policy, type) else policy
@@ -259,14 +259,11 @@ class StateSlots:
                     f"block_ids names {min(reserved)}; accepted: blocks that no reservation will commit"
                 )
         slot_by_block = self.tree.slot_by_block
-        if slot_by_block.keys().isdisjoint(blocks) and len(set(blocks)) == len(blocks):
-            slots = self._take(len(blocks))
-            self._enter(blocks, slots)
-            return slots
         new = [block for block in dict.fromkeys(blocks) if block not in slot_by_block]
-        keep = [slot_by_block[block] for block in blocks if block in slot_by_block]
-        self._enter(new, self._take(len(new), keep))
-        return [slot_by_block[block] for block in blocks]
+        keep = [slot_by_block[b] for b in blocks if b in slot_by_block] if len(new) < len(blocks) else ()
+        slots = self._take(len(new), keep)
+        self._enter(new, slots)
+        return [slot_by_block[block] for block in blocks] if len(new) < len(blocks) else slots
 
     def name(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
         """Make the states in these slots, of these blocks, findable by prefix hash."""
@@ -386,7 +383,7 @@ class StateSlots:
 
     def _evict_slots(self, slots: Sequence[int], cause: StateRemovalCause = "new_state") -> None:
         tree, tier = self.tree, self._tier
-        blocks = [tree.block_of(slot) for slot in slots]
+        blocks = tree.blocks_of(slots)
         if tier is not None:
             tree.note_copies_lost(tier.spill(slots, [tree.key_of(block) for block in blocks]))
         self._remove(blocks, cause)

@@ -129,7 +129,7 @@ def usable(cache):
     """The slots and blocks that may be used now."""
     slots, kv = cache.slots, cache.kv_blocks
     numbers = {*slots.free, *slots.tree.slot_by_block.values(), *slots.reserved, *slots.live}
-    free = kv._free.listed(kv.tree.references, kv.tree.parents)
+    free = kv._free.listed()
     blocks = {*free, *kv.kv_hash_to_block_id.values(), *kv.references}
     return numbers, blocks
 
