@@ -1,7 +1,7 @@
 """Serves a trace with the engine's scheduler and prefix cache, without a model."""
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from ..config import InferenceConfig
 from ..inference.contexts.cache.hashing import PrefixHashChain
 from ..inference.contexts.cache.pool_stats import NANOSECONDS
-from ..inference.contexts.dynamic_context import ContextWithoutMemory
+from ..inference.contexts.dynamic_context import DynamicInferenceContext
 from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ..inference.engines.scheduler import Scheduler
 from ..request import SamplingParams
@@ -95,6 +95,42 @@ class Arrivals:
         if following >= 0:
             at_ns = max(came_ns + self._gap_before[following], now_ns)
             heapq.heappush(self._coming, (at_ns, following))
+
+
+class ContextWithoutMemory(DynamicInferenceContext):
+    """The rows, slots, blocks and decisions of a `DynamicInferenceContext`, with pools of no bytes.
+
+    A step consists of `schedule` for each request, `reserve_step` and `end_step`. Decodes that change nothing
+    but their requests' positions are skipped, many at once.
+    """
+
+    def _spec_of_memory(self) -> HybridStateSpec:
+        return self.spec.without_bytes()
+
+    def reserve_step(self, steps: Sequence[RequestStep]) -> tuple[RequestStep, ...]:
+        """As `begin_step`, without inputs for a model; returns the steps with their reserved slots."""
+        self._reserve(steps, None)
+        return self._steps
+
+    def num_quiet_decodes(self, request: DynamicInferenceRequest) -> int:
+        """How many next decodes change nothing but the request's position: no KV block, no state; O(1)."""
+        holding = request.holding
+        if holding is None or not holding.decoding or holding.path.state_slot >= 0:
+            return 0
+        size, start = self.config.block_size_tokens, holding.num_computed
+        if start == len(holding.path.blocks) * size or start + 1 != len(request.tokens):
+            return 0
+        return size - 1 - start % size
+
+    def skip_decodes(self, requests: Iterable[DynamicInferenceRequest], num_tokens: int) -> None:
+        """Count `num_tokens` decodes of each request as made; the caller appends their tokens.
+
+        `num_tokens`: at most `num_quiet_decodes` of each request.
+        """
+        for request in requests:
+            if request.holding is not None:
+                self._states.skip(request.holding, num_tokens)
+                request.num_counted = max(request.num_counted, request.holding.num_computed)
 
 
 class EngineReplay:

@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..inference.contexts.step_inputs import MAX_POSITION, Int64Array, absolute_chunks, row_lengths
-from ..validation import described, holds_data, integer, shown
+from ..inference.contexts.step_inputs import Int64Array, absolute_chunks
+from ..validation import INT32_MAX, described, holds_data, integer, shown
 from ..validation import device as checked_device
 
+MAX_POSITION = 2**48
+"""Upper bound of a chunk's size and of the tokens before a row; sums with it do not overflow int64."""
 _SIGNED_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -110,7 +112,7 @@ class Mamba2AttentionMetadataBuilder:
         computed = _on_host(compute())
         starts = _host_integers("query_start_loc_cpu", query_start_loc)
         num_computed = _host_integers("compute_num_computed_tokens()", computed)
-        lengths = row_lengths(num_computed, starts)
+        lengths = _row_lengths(num_computed, starts)
 
         is_prefill = (lengths > 1) | ((lengths == 1) & (num_computed == 0))
         num_decodes = int(is_prefill.argmax()) if is_prefill.any() else num_computed.size
@@ -190,7 +192,8 @@ def build_chunk_metadata(
     chunk_size = integer("chunk_size", chunk_size, 1, MAX_POSITION)
     num_computed = _host_integers("num_computed_tokens", num_computed_tokens)
     starts = _host_integers("query_start_loc", query_start_loc)
-    cu_chunk_seqlen, seq_idx, last_chunk_indices = absolute_chunks(num_computed, starts, chunk_size)
+    lengths = _row_lengths(num_computed, starts)
+    cu_chunk_seqlen, seq_idx, last_chunk_indices = absolute_chunks(num_computed, starts, lengths, chunk_size)
     return (
         torch.from_numpy(cu_chunk_seqlen),
         torch.from_numpy(seq_idx),
@@ -210,7 +213,8 @@ def compute_varlen_chunk_metadata(query_start_loc: Tensor, chunk_size: int) -> t
     """
     chunk_size = integer("chunk_size", chunk_size, 1, MAX_POSITION)
     starts = _host_integers("query_start_loc", _on_host(query_start_loc))
-    cu_chunk_seqlens, seq_idx, last_chunk_indices = absolute_chunks(starts[:-1], starts, chunk_size)
+    lengths = _row_lengths(starts[:-1], starts)
+    cu_chunk_seqlens, seq_idx, last_chunk_indices = absolute_chunks(starts[:-1], starts, lengths, chunk_size)
     return (
         torch.from_numpy(cu_chunk_seqlens).to(query_start_loc.device),
         torch.from_numpy(last_chunk_indices).to(query_start_loc.device),
@@ -232,3 +236,31 @@ def _host_integers(name: str, tensor: Tensor) -> Int64Array:
     ):
         raise ValueError(f"{name} {described(tensor)}; accepted: a 1-D integer tensor on the CPU")
     return tensor.numpy().astype(np.int64)
+
+
+def _row_lengths(computed: Int64Array, starts: Int64Array) -> Int64Array:
+    """[rows] int64: the tokens of each row of a packed stream.
+
+    Raises:
+        ValueError: `starts` has not one entry more than `computed`, does not start at 0, decreases or
+            ends beyond int32; a `computed` that is negative or beyond `MAX_POSITION`.
+    """
+    if starts.size != computed.size + 1 or starts[0] != 0:
+        raise ValueError(
+            f"query_start_loc has {starts.size} entries{f' from {starts[0]} on' if starts.size else ''} for "
+            f"{computed.size} rows; accepted: one entry a row and the total, from 0 on"
+        )
+    lengths = starts[1:] - starts[:-1]
+    if lengths.size:
+        # Seen as unsigned, negative numbers are the largest: one look for both ends.
+        row = lengths.view(np.uint64).argmax()
+        if lengths[row] < 0:
+            raise ValueError(f"query_start_loc falls by {-lengths[row]} after row {row}; accepted: no fall")
+        if lengths[row] > INT32_MAX or starts[-1] > INT32_MAX:
+            raise ValueError(f"query_start_loc has {starts[-1]} tokens; accepted: at most {INT32_MAX}")
+        row = computed.view(np.uint64).argmax()
+        if not 0 <= computed[row] <= MAX_POSITION:
+            raise ValueError(
+                f"computed is {computed[row]} in row {row}; accepted: integers from 0 to {MAX_POSITION}"
+            )
+    return lengths

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,74 +15,61 @@ from .request import RequestStep
 from .states import RequestStates
 from .step_inputs import Checkpoints, PrefillChunks, Replay, StepInputs, StepShape, chunk_grid
 
-Layout = Literal["front", "tokens", "rows", "state_writes"]
-"""Where the values lie in a tensor that is padded:
-
-front: one after another, then padding.
-tokens: each decode row's tokens, padded to `decode_tokens`, then the prefill tokens.
-rows: decode rows, padding, prefill rows, padding.
-state_writes: as "tokens" for decodes, then one value for each prefill row.
-"""
-
-
-Owner = Literal["", "chunks", "checkpoints", "replay"]
-
 
 class StepField(NamedTuple):
     """One index tensor.
 
     Attributes:
         name: the tensor's name in the step buffer and among the builder's values.
-        size: maps a step's shape to the number of entries.
-        layout: where values lie when the step is padded.
-        padding: the number in all other places; None for the last value, which is a total.
+        size: the number of entries, as an attribute of `StepShape`; it also says where values lie in a tensor
+            that is padded. "tokens": each decode row's tokens, padded to `decode_tokens`, then the prefill
+            tokens. "rows": decode rows, padding, prefill rows, padding. "state_writes": as "tokens" for
+            decodes, then one value for each prefill row. Others: one after another, then padding.
+        padding: the number in all other places. None for the starts of ranges, one after another, with a
+            trailing total, which also fills the padding.
         owner: the attribute of `StepInputs` that holds the tensor, "" for `StepInputs` itself.
         attribute: the tensor's name in its owner, where the name differs from `name`.
         int32: whether the tensor is int32; else it is int64.
     """
 
     name: str
-    size: Callable[[StepShape], int]
-    layout: Layout = "front"
+    size: str
     padding: int | None = 0
-    owner: Owner = ""
+    owner: str = ""
     attribute: str = ""
     int32: bool = False
 
+    def num_entries(self, shape: StepShape) -> int:
+        count: int = getattr(shape, self.size)
+        return count * shape.table_blocks if self.name == "block_table" else count + (self.padding is None)
+
 
 STEP_FIELDS = (
-    StepField("token_ids", lambda s: s.tokens, "tokens"),
-    StepField("positions", lambda s: s.tokens, "tokens"),
-    StepField("kv_write_tokens", lambda s: s.kv_writes),
-    StepField("kv_write_positions", lambda s: s.kv_writes, padding=-1),
-    StepField("kv_lengths", lambda s: s.rows, "rows", int32=True),
-    StepField("block_table", lambda s: s.rows * s.table_blocks, "rows", int32=True),
-    StepField(
-        "row_query_start_loc", lambda s: s.rows + 1, padding=None, attribute="query_start_loc", int32=True
-    ),
-    StepField("query_lengths", lambda s: s.rows, "rows", int32=True),
-    StepField("state_sources", lambda s: s.rows, "rows", padding=-1),
-    StepField("state_destinations", lambda s: s.state_writes, "state_writes", padding=-1),
-    StepField("logit_tokens", lambda s: s.logits),
-    StepField("query_start_loc", lambda s: s.prefills + 1, padding=None, owner="chunks"),
-    StepField("token_rows", lambda s: s.prefill_tokens, padding=-1, owner="chunks"),
-    StepField("cu_chunk_seqlens", lambda s: s.chunks + 1, padding=None, owner="chunks", int32=True),
-    StepField("seq_idx", lambda s: s.chunks, owner="chunks", int32=True),
-    StepField("row_chunk_starts", lambda s: s.prefills + 1, padding=None, owner="chunks", int32=True),
-    StepField("chunk_destinations", lambda s: s.chunks, padding=-1, owner="chunks", attribute="destinations"),
-    StepField("checkpoint_rows", lambda s: s.checkpoints, padding=-1, owner="checkpoints", attribute="rows"),
-    StepField("checkpoint_token_ends", lambda s: s.checkpoints, owner="checkpoints", attribute="token_ends"),
-    StepField(
-        "checkpoint_destinations", lambda s: s.checkpoints, padding=-1, owner="checkpoints",
-        attribute="destinations",
-    ),
-    StepField("replay_slots", lambda s: s.rows, "rows", padding=-1, owner="replay", attribute="slots"),
-    StepField("replay_starts", lambda s: s.rows, "rows", owner="replay", attribute="starts", int32=True),
-    StepField(
-        "replay_destinations", lambda s: s.rows, "rows", padding=-1, owner="replay", attribute="destinations"
-    ),
-    StepField("tail_starts", lambda s: s.prefills, owner="replay"),
-)  # fmt: skip
+    StepField("token_ids", "tokens"),
+    StepField("positions", "tokens"),
+    StepField("kv_write_tokens", "kv_writes"),
+    StepField("kv_write_positions", "kv_writes", -1),
+    StepField("kv_lengths", "rows", int32=True),
+    StepField("block_table", "rows", int32=True),
+    StepField("row_query_start_loc", "rows", None, attribute="query_start_loc", int32=True),
+    StepField("query_lengths", "rows", int32=True),
+    StepField("state_sources", "rows", -1),
+    StepField("state_destinations", "state_writes", -1),
+    StepField("logit_tokens", "logits"),
+    StepField("query_start_loc", "prefills", None, "chunks"),
+    StepField("token_rows", "prefill_tokens", -1, "chunks"),
+    StepField("cu_chunk_seqlens", "chunks", None, "chunks", int32=True),
+    StepField("seq_idx", "chunks", 0, "chunks", int32=True),
+    StepField("row_chunk_starts", "prefills", None, "chunks", int32=True),
+    StepField("chunk_destinations", "chunks", -1, "chunks", "destinations"),
+    StepField("checkpoint_rows", "checkpoints", -1, "checkpoints", "rows"),
+    StepField("checkpoint_token_ends", "checkpoints", 0, "checkpoints", "token_ends"),
+    StepField("checkpoint_destinations", "checkpoints", -1, "checkpoints", "destinations"),
+    StepField("replay_slots", "rows", -1, "replay", "slots"),
+    StepField("replay_starts", "rows", 0, "replay", "starts", int32=True),
+    StepField("replay_destinations", "rows", -1, "replay", "destinations"),
+    StepField("tail_starts", "prefills", 0, "replay"),
+)
 """All fields, in their order in the step buffer. `step_inputs` documents their meanings."""
 
 
@@ -153,7 +140,7 @@ def _words(count: int, int32: bool) -> int:
 
 
 def _total_words(shape: StepShape) -> int:
-    return sum(_words(field.size(shape), field.int32) for field in STEP_FIELDS)
+    return sum(_words(field.num_entries(shape), field.int32) for field in STEP_FIELDS)
 
 
 def _views(buffer: Tensor, shape: StepShape) -> Iterator[tuple[str, Tensor]]:
@@ -163,7 +150,7 @@ def _views(buffer: Tensor, shape: StepShape) -> Iterator[tuple[str, Tensor]]:
     start = 0
     int32_buffer = buffer.view(torch.int32)
     for field in STEP_FIELDS:
-        count = field.size(shape)
+        count = field.num_entries(shape)
         view = int32_buffer[2 * start : 2 * start + count] if field.int32 else buffer[start : start + count]
         yield field.name, view.view(shape.rows, shape.table_blocks) if field.name == "block_table" else view
         start += _words(count, field.int32)
@@ -380,15 +367,15 @@ class _Layout:
         padding: Any = values[-1] if field.padding is None else field.padding
         array.fill(padding)
         columns = (slice(size) for size in np.shape(values)[1:])
-        array[(self._places(field.layout, len(values)), *columns)] = values
+        array[(self._places(field, len(values)), *columns)] = values
 
-    def _places(self, layout: Layout, count: int) -> Array | slice:
-        if layout == "front":
+    def _places(self, field: StepField, count: int) -> Array | slice:
+        if field.padding is None or field.size not in ("tokens", "rows", "state_writes"):
             return slice(count)
-        if layout == "tokens":
+        if field.size == "tokens":
             return self.token_places
         prefills, shape = np.arange(self.num_prefills), self._shape
-        if layout == "rows":
+        if field.size == "rows":
             return np.append(np.arange(self.num_decodes), prefills + shape.decodes)
         decode_tokens = self.token_places[: self.num_decode_tokens]
         return np.append(decode_tokens, prefills + shape.decodes * shape.decode_tokens)

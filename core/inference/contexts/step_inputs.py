@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ...validation import INT32_MAX
 from ..kernels.reference.attention import AttentionRows
 from .device_memory import StatePool
 from .request import RequestStep
@@ -218,8 +217,6 @@ class StepObserver(Protocol):
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Integers = Sequence[int] | npt.NDArray[np.integer[Any]]
-MAX_POSITION = 2**48
-"""Upper bound of a chunk's size and of the tokens before a row; sums with it do not overflow int64."""
 
 
 class Chunks(NamedTuple):
@@ -269,7 +266,7 @@ def chunk_grid(
     rows, positions = np.asarray(checkpoint_rows, np.int64), np.asarray(checkpoint_positions, np.int64)
     starts = np.zeros(counts.size + 1, np.int64)
     counts.cumsum(out=starts[1:])
-    chunks = absolute_chunks(before, starts, chunk_size)
+    chunks = absolute_chunks(before, starts, counts, chunk_size)
     begins = before[rows]
     ends = begins + counts[rows]
     misplaced = (positions % chunk_size != 0) | (positions <= begins) | (positions > ends)
@@ -290,7 +287,7 @@ def chunk_grid(
     )
 
 
-def absolute_chunks(computed: Int64Array, starts: Int64Array, chunk_size: int) -> Chunks:
+def absolute_chunks(computed: Int64Array, starts: Int64Array, lengths: Int64Array, chunk_size: int) -> Chunks:
     """Chunks cut at absolute multiples of `chunk_size`, in time linear in rows and chunks.
 
     With C the chunk size, a row that has c computed tokens and n new ones, packed from q on, is cut at every
@@ -303,13 +300,10 @@ def absolute_chunks(computed: Int64Array, starts: Int64Array, chunk_size: int) -
         row                0    |    1    |     1
 
     `computed` [rows] int64 tokens before each row, `starts` [rows + 1] int64 packed positions of the
-    rows with a trailing total; `chunk_size` >= 1. Mutates nothing; the result is fresh. Every numpy call
-    costs about a twentieth of the time, so chunks are counted from each row's end, in few calls.
-
-    Raises:
-        ValueError: see `row_lengths`.
+    rows with a trailing total, `lengths` their differences; `chunk_size` >= 1. All are trusted. Mutates
+    nothing; the result is fresh. Every numpy call costs about a twentieth of the time, so chunks are counted
+    from each row's end, in few calls.
     """
-    lengths = row_lengths(computed, starts)
     if lengths.size == 0:
         return Chunks(np.zeros(1, np.int32), np.empty(0, np.int32), np.empty(0, np.int32))
     stops = starts[1:]
@@ -335,34 +329,6 @@ def absolute_chunks(computed: Int64Array, starts: Int64Array, chunk_size: int) -
     if empty is not None:
         last[empty] = -1
     return Chunks(cu, np.arange(lengths.size, dtype=np.int32).repeat(counts), last)
-
-
-def row_lengths(computed: Int64Array, starts: Int64Array) -> Int64Array:
-    """[rows] int64: the tokens of each row of a packed stream.
-
-    Raises:
-        ValueError: `starts` has not one entry more than `computed`, does not start at 0, decreases or
-            ends beyond int32; a `computed` that is negative or beyond `MAX_POSITION`.
-    """
-    if starts.size != computed.size + 1 or starts[0] != 0:
-        raise ValueError(
-            f"query_start_loc has {starts.size} entries{f' from {starts[0]} on' if starts.size else ''} for "
-            f"{computed.size} rows; accepted: one entry a row and the total, from 0 on"
-        )
-    lengths = starts[1:] - starts[:-1]
-    if lengths.size:
-        # Seen as unsigned, negative numbers are the largest: one look for both ends.
-        row = lengths.view(np.uint64).argmax()
-        if lengths[row] < 0:
-            raise ValueError(f"query_start_loc falls by {-lengths[row]} after row {row}; accepted: no fall")
-        if lengths[row] > INT32_MAX or starts[-1] > INT32_MAX:
-            raise ValueError(f"query_start_loc has {starts[-1]} tokens; accepted: at most {INT32_MAX}")
-        row = computed.view(np.uint64).argmax()
-        if not 0 <= computed[row] <= MAX_POSITION:
-            raise ValueError(
-                f"computed is {computed[row]} in row {row}; accepted: integers from 0 to {MAX_POSITION}"
-            )
-    return lengths
 
 
 # ---- the sizes that steps are padded to

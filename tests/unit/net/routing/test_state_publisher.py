@@ -10,8 +10,8 @@ import pytest
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
 from mambaslots.inference.contexts.cache.tier import DirtyStates
-from mambaslots.inference.contexts.dynamic_context import ContextWithoutMemory
 from mambaslots.net.routing import state_publisher
+from mambaslots.replay.engine_replay import ContextWithoutMemory
 from oracle.everything import Fuzzer
 from oracle.ledger import LeftWrongError
 from oracle.state_channel import LossyChannel, resumable_keys
