@@ -251,16 +251,15 @@ class RequestRecord:
             else:
                 self.spans.append([start, stop, span.reason])
 
-    def note_ledger(self) -> tuple[int, int]:
-        """Read the request's counts; returns by how much resumed and all prompt tokens have grown."""
+    def note_ledger(self, tenant: TenantFigures) -> None:
+        """Read the request's counts, and add to its tenant's by how much they have grown."""
         if self.request is None:
-            return 0, 0
+            return
         ledger = self.request.ledger
-        resumed, done = ledger.resumed, ledger.num_prompt_tokens
-        grown = resumed - self.resumed_tokens, done - self.prompt_tokens_done
-        self.resumed_tokens, self.prompt_tokens_done = resumed, done
+        tenant.num_resumed_tokens += ledger.resumed - self.resumed_tokens
+        tenant.num_prompt_tokens += ledger.num_prompt_tokens - self.prompt_tokens_done
+        self.resumed_tokens, self.prompt_tokens_done = ledger.resumed, ledger.num_prompt_tokens
         self.recomputed_tokens = ledger.recomputed
-        return grown
 
     def note_end(self, result: RequestResult) -> None:
         self.finish_reason = result.finish_reason

@@ -141,7 +141,7 @@ class Monitor:
                         record.queued_s = max(0.0, now - duration_s - step.request.arrival_s)
                         self._counts.queue.add(record.queued_s)
                     record.note_step(step)
-                    self._note_ledger(record)
+                    record.note_ledger(self._tenants.figures_of(record.tenant))
             for request_id, new in tokens.items():
                 known = self._running.get(request_id)
                 if known is not None:
@@ -153,7 +153,7 @@ class Monitor:
         with self._lock:
             trace, record = self._trace, self._running.get(request.request_id)
             if record is not None:
-                self._note_ledger(record)
+                record.note_ledger(self._tenants.figures_of(record.tenant))
                 record.note_end(result)
                 ended = record.as_json()
                 self._ended.appendleft(ended)
@@ -183,12 +183,6 @@ class Monitor:
             self._tenants.figures_of(tenant).num_requests += 1
             self._counts.num_added += 1
         return record
-
-    def _note_ledger(self, record: RequestRecord) -> None:
-        resumed, done = record.note_ledger()
-        counts = self._tenants.figures_of(record.tenant)
-        counts.num_resumed_tokens += resumed
-        counts.num_prompt_tokens += done
 
     def _note_tokens(self, record: RequestRecord, number: int, now: float) -> None:
         self._counts.num_generated += number

@@ -249,8 +249,7 @@ class Form:
     def _text(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    _delta = _text
 
     def _log_probs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
         return {

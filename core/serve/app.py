@@ -75,7 +75,7 @@ def make_app_over(
         redirect_slashes=False,
         lifespan=_lifespan,
         middleware=_middleware(settings),
-        exception_handlers={RequestError: _answer_error, HTTPException: _answer_http_error},
+        exception_handlers={HTTPException: _answer_http_error},  # of a RequestError: `Gate`
     )
     app.state.service, app.state.engine = Service(served, loaded, settings), served
     app.state.settings, app.state.created = settings, int(time.time())
@@ -166,11 +166,6 @@ def _model(request: Request) -> dict[str, Any]:
         "owned_by": "mambaslots",
         "max_model_len": service.preparation.longest,
     }
-
-
-async def _answer_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    return error.response
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:

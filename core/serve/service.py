@@ -179,7 +179,7 @@ class Service:
     """Admits requests to the engine.
 
     Bodies are parsed, and prompts encoded, in two worker threads: long bodies have one of their own, so that
-    short ones do not wait for them. Python's parser of JSON lets no other thread run, neither the event loop
+    short ones do not wait for them. The parser of JSON lets no other thread run, neither the event loop
     nor the engine's: `max_body_bytes` bounds how long all streams stop for a body.
     """
 
