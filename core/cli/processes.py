@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,12 +18,14 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..net import LeadingEngine
+from ..net import Heartbeat, LeadingEngine, RankDiedError, follow
 from ..parallel_groups import ParallelGroups
+from ..serve import ServerSettings
 from .setup import chosen_device, load_model, make_engine
 
 _SAMPLE_BYTES = 1 << 16
 _SUFFIXES = (".safetensors", ".bin", ".json")
+_SILENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -71,20 +72,13 @@ def weights_version(folder: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-if TYPE_CHECKING:
-    from ..serve import ServerSettings
-
-_SILENCE_S = 60.0
-
-
 def is_under_torchrun() -> bool:
     """Whether this process is one of several ranks that torchrun has started."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ
 
 
-def serve_split(options: argparse.Namespace, settings: "ServerSettings") -> int:
+def serve_split(options: argparse.Namespace, settings: ServerSettings) -> int:
     """Serve on rank 0 until a signal, and follow on the others; returns the exit code."""
-    from ..net import Heartbeat, LeadingEngine, RankDiedError, follow
     from ..replay.recorder import TraceRecorder
     from ..serve import serve
 

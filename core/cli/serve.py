@@ -4,6 +4,7 @@ import argparse
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,9 +106,7 @@ def run(options: argparse.Namespace) -> int:
         return _run_replicas(options, settings)
     loaded = load_model(options)
     engine = make_engine(loaded, options)
-    if options.record is None:
-        return serve(engine, loaded, settings)
-    with TraceRecorder(engine, options.record):
+    with nullcontext() if options.record is None else TraceRecorder(engine, options.record):
         return serve(engine, loaded, settings)
 
 
