@@ -25,28 +25,15 @@ class CacheAccess:
     """One rank's prefix cache, between two steps of its engine; valid until the engine is called again.
 
     Attributes:
-        engine: of this rank.
-        kv_blocks: the allocator of KV blocks, with the prefix that each block stores.
-        slots: which durable slot holds which block's state.
         pools: the tensors of an export by their names, as views of the pools on the device. "kv" is
             [attention layers, blocks, KV heads, 2, block size, head dim]; a segment of a state tensor is
             [layers, slots, units, width, ...].
         spec: the shapes of the part of the model that this rank holds; its states are the tensors of a
             durable slot, which may be encoded.
-        block_size_tokens: tokens of a block.
-        ranks: of this replica.
     """
 
     def __init__(self, engine: DynamicInferenceEngine, call: str) -> None:
-        """
-        Args:
-            engine: of this rank.
-            call: the name of the public function, for errors.
-
-        Raises:
-            ValueError: `engine` is no engine, or caches no prefixes.
-            RuntimeError: the engine is in a step, suspended, or broken by a step that failed.
-        """
+        """ValueError or RuntimeError, which names the public function `call`, as in `export_prefixes`."""
         instance("engine", engine, DynamicInferenceEngine)
         engine.check_usable(call)
         context = engine.context
@@ -138,13 +125,7 @@ def rows_at_once(pool: Tensor, rows: Sequence[int]) -> Iterator[tuple[int, Seque
 
 
 def chosen_states(access: CacheAccess, prefixes: Iterable[PrefixName] | None, states: str) -> dict[int, int]:
-    """Block -> slot of the states to export, the most recently used first.
-
-    Args:
-        access: the cache.
-        prefixes: as in `export_prefixes`; None for every state.
-        states: of each of `prefixes`, "all" states or the "deepest" one.
-    """
+    """Block -> slot of all `states` of `prefixes`, or the "deepest" of each; the most recently used first."""
     state_slots = access.state_slots()
     if prefixes is None:
         return state_slots

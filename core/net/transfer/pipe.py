@@ -24,7 +24,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..channel import Link, PeerLostError
+from ..channel import Address, Link, PeerLostError
 from .format import Count, Size, TensorPart, TransferError
 
 _SUCCESS, _IN_PROGRESS = 0, 7  # ncclResult_t
@@ -32,6 +32,7 @@ _CLOSE_S = 5.0
 _CALL_S = 1.0
 """A call of NCCL that takes longer, though none should block, does not delay an abort."""
 MAX_REASON_LETTERS = 2000
+PROTOCOL_VERSION = 3
 
 
 class NcclFacts(NamedTuple):
@@ -39,6 +40,17 @@ class NcclFacts(NamedTuple):
 
     version: str
     gpu: str
+
+    def fits(self, other: "NcclFacts | None") -> bool:
+        return other is not None and self.version == other.version and self.gpu != other.gpu
+
+
+class Point(msgspec.Struct):
+    """What a rank of the destination writes to the store."""
+
+    protocol: int
+    address: Address
+    ranks: Size
 
 
 class Offer(msgspec.Struct, tag=True, frozen=True):
@@ -103,16 +115,13 @@ class Passage(Protocol):
 
 
 class Pipe(Protocol):
-    """Carries pieces between two ranks, in order; may write to a piece until `close`."""
+    """Carries pieces between two ranks, in order."""
 
     def send(self, piece: Tensor, packed: torch.cuda.Event | None) -> Passage:
         """Begin to send [bytes] uint8; `packed`: the event after which the bytes are there."""
 
     def receive(self, piece: Tensor, free: torch.cuda.Event | None) -> Passage:
         """Begin to fill [bytes] uint8; `free`: the event after which the memory may be written."""
-
-    def close(self) -> bool:
-        """End the pipe, in seconds at most; returns whether no piece is written from now on."""
 
 
 class MessagePipe:
@@ -145,9 +154,6 @@ class MessagePipe:
             self._acknowledge()
         return self._num_received >= number
 
-    def close(self) -> bool:
-        return True
-
 
 class _MessagePassage(NamedTuple):
     is_done: Callable[[], bool]
@@ -172,6 +178,19 @@ class Peer:
             self.messages.num_acknowledged += 1
         else:
             self.inbox.append(message)
+
+    def is_connected(self) -> bool:
+        return self.link is not None and self.link.is_connected()
+
+    def pipe(self, want: Want, make: Callable[[bytes], "NcclPipe"]) -> "MessagePipe | NcclPipe":
+        """What carries the pieces that are wanted; both sides call it."""
+        if not want.over_nccl:
+            return self.messages
+        if want.nccl_id:
+            self.nccl = make(want.nccl_id)
+        if self.nccl is None:
+            raise TransferError(f"{self.name} asks for a communicator that was not made")
+        return self.nccl
 
     def check_not_refused(self) -> None:
         for message in self.inbox:
@@ -292,7 +311,10 @@ class NcclPipe:
         return _NcclPassage(self._is_settled, self._stream)
 
     def close(self) -> bool:
-        """Abort the communicator: an abort, unlike a destruction, needs no peer."""
+        """Abort the communicator: an abort, unlike a destruction, needs no peer.
+
+        Ends in seconds; returns whether no piece is written from now on.
+        """
         aborted = Thread(target=self._comm.abort, name="hand-over, abort", daemon=True)
         aborted.start()
         aborted.join(_CLOSE_S)

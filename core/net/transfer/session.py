@@ -20,7 +20,6 @@ from .format import (
     Description,
     PrefixForest,
     PrefixFormat,
-    Size,
     TransferError,
     check_shard,
     decode,
@@ -31,14 +30,15 @@ from .import_ import Placement
 from .pieces import PartCopies, PieceLayout, PoolGate, Staging, receive_pieces, send_pieces
 from .pipe import (
     MAX_REASON_LETTERS,
+    PROTOCOL_VERSION,
     AbsentError,
     Arrived,
     Message,
-    MessagePipe,
     NcclFacts,
     NcclPipe,
     Offer,
     Peer,
+    Point,
     Refusal,
     Sums,
     Want,
@@ -46,20 +46,11 @@ from .pipe import (
 )
 from .shard import sources_for
 
-PROTOCOL_VERSION = 3
 GRACE_S = 1.0
 """How long after the deadline a call still waits for its thread, which can say what failed."""
 _LOOK_S = 0.1
 _SPIN_S = 0.01
 _leaked: list[Any] = []  # staging that a pipe may still write to: it is never used again
-
-
-class _Point(msgspec.Struct):
-    """What a rank of the destination writes to the store."""
-
-    protocol: int
-    address: Address
-    ranks: Size
 
 
 class Session[Key]:
@@ -121,17 +112,14 @@ class Session[Key]:
         rows: tuple[list[int], list[int]],
     ) -> tuple[PieceLayout, T]:
         """`send_pieces` or `receive_pieces` of what `want` names, from or into `rows`: blocks and slots."""
-        pipe: MessagePipe | NcclPipe | None = peer.messages
-        if want.nccl_id:
-            peer.nccl = NcclPipe(self.device, self.nccl_rank, want.nccl_id, self.remaining_s)
-        if want.over_nccl:
-            pipe = peer.nccl
-        if pipe is None:
-            raise TransferError(f"{peer.name} asks for a communicator that was not made")
+        pipe = peer.pipe(want, self.nccl_pipe)
         layout = PieceLayout(access.format(), want.part or {}, len(rows[0]), len(rows[1]))
         with self.staging.on_stream():
             copies = PartCopies(access, want.part or {}, *rows)
         return layout, move(pipe, layout, copies, self.staging, self.gate, partial(self.wait, peer, want))
+
+    def nccl_pipe(self, unique_id: bytes) -> NcclPipe:
+        return NcclPipe(self.device, self.nccl_rank, unique_id, self.remaining_s)
 
     def in_time[T](self, work: Callable[[], T]) -> T:
         """Do `work` in a thread; return or raise its outcome, at most `GRACE_S` after the deadline.
@@ -159,8 +147,7 @@ class Session[Key]:
                 self.gate.close()
             self.staging.lead_engine()
         if not outcome.done():
-            gave_up = f"gave up after {self.timeout_s:g} s"
-            raise TransferError(f"the store or a peer stopped answering; {gave_up}")
+            raise TransferError(f"the store or a peer stopped answering; gave up after {self.timeout_s:g} s")
         return outcome.result()
 
     def drop(self, peers: Iterable[Key], reason: str = "") -> None:
@@ -195,7 +182,7 @@ class Source(Session[Address]):
         first = self._point(0)
         points = [first, *(self._point(rank) for rank in range(1, first.ranks))]
         wanted = [point.address for point in points]
-        self.drop(key for key, peer in self.peers.items() if key not in wanted or not _is_connected(peer))
+        self.drop(key for key, peer in self.peers.items() if key not in wanted or not peer.is_connected())
         for rank, address in enumerate(wanted):
             name = f"rank {rank} of the destination"
             if address not in self.peers:
@@ -211,7 +198,7 @@ class Source(Session[Address]):
         if (found := peer.link.receive(timeout_s)) is not None:
             peer.take(*found)
 
-    def _point(self, rank: int) -> _Point:
+    def _point(self, rank: int) -> Point:
         """What a rank of the destination has written, or will have."""
         name = f"rank {rank} of the destination"
         try:
@@ -228,7 +215,7 @@ class Source(Session[Address]):
                     f"protocol is {shown(found['protocol'])}; accepted: {PROTOCOL_VERSION}, of the release "
                     "of mambaslots here"
                 )
-            return msgspec.convert(found, _Point)
+            return msgspec.convert(found, Point)
         except (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise TransferError(f"{name} is no rank of a hand-over: {error}") from error
 
@@ -277,7 +264,7 @@ class Source(Session[Address]):
                 try:
                     self.pump(peer, _LOOK_S / len(self.peers))
                 except PeerLostError as error:
-                    if answered or _is_connected(peer):  # it has sent an invalid message
+                    if answered or peer.is_connected():  # it has sent an invalid message
                         raise TransferError(f"{peer.name} was lost: {error}") from error
                 if peer.inbox:
                     answered[key] = self.expect(peer, Want)
@@ -313,10 +300,6 @@ def _rows(name: str, nodes: list[int], offered: dict[int, int]) -> list[int]:
     return [offered[node] for node in nodes]
 
 
-def _is_connected(peer: Peer) -> bool:
-    return peer.link is not None and peer.link.is_connected()
-
-
 class Destination(Session[bytes]):
     """The destination's rank: listens for all ranks of the source."""
 
@@ -333,7 +316,7 @@ class Destination(Session[bytes]):
         """Make the listener, and publish its address."""
         if self.listener is None:
             self.listener = Listener(Message)
-            point = _Point(PROTOCOL_VERSION, self.listener.address, access.spec.groups.size)
+            point = Point(PROTOCOL_VERSION, self.listener.address, access.spec.groups.size)
             self.store.set(f"{access.ranks.rank}", msgspec.json.encode(point).decode())
 
     def collect(self, access: CacheAccess) -> tuple[PrefixFormat, PrefixForest]:
@@ -371,7 +354,7 @@ class Destination(Session[bytes]):
                 if index not in parts:
                     peer.send(Want())
                     continue
-                over_nccl = _fit(nccl, offer.nccl)
+                over_nccl = nccl is not None and nccl.fits(offer.nccl)
                 new_id = new_nccl_id() if over_nccl and peer.nccl is None else b""
                 asked.append((peer, Want(parts[index], list(blocks), list(slots), over_nccl, new_id)))
                 peer.send(asked[-1][1])
@@ -430,8 +413,3 @@ def _close_listener(listener: Listener, names: list[bytes]) -> None:
     while any(map(listener.is_connected, names)) and time.monotonic() < until:
         time.sleep(0.01)
     listener.close()
-
-
-def _fit(one: NcclFacts | None, other: NcclFacts | None) -> bool:
-    """Whether two ranks can be a communicator of NCCL: one version, and a GPU each."""
-    return one is not None and other is not None and one.version == other.version and one.gpu != other.gpu

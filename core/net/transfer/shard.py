@@ -118,10 +118,6 @@ def sources_for(holders: Sequence[Shard], shard: Shard) -> dict[int, dict[str, T
     What several holders hold comes from the first of them; only where two holders overlap in part may
     something come twice.
 
-    Args:
-        holders: what each holder has, of the same tensors as `shard`.
-        shard: what is needed.
-
     Returns:
         Index into `holders` -> the part to read from this holder, without holders of nothing that is needed.
 
