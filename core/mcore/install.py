@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan, shown_plan
+from ..config import shown_plan
+from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.eviction import EvictionPolicy, PolicyChoice, checked_policy
 from ..validation import boolean, instance, shown
 from ..version import VERSION

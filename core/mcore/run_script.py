@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..inference.contexts.cache.checkpoint_plan import PLAN_SYNTAX, CheckpointPlan, parse_plan
+from ..config import PLAN_SYNTAX, parse_plan
+from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.eviction import EVICTION_POLICIES
 from .built_contexts import SETTINGS, BuiltContext
 from .install import Installation, built_contexts, install, shown_versions

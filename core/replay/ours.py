@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ..config import InferenceConfig
-from ..inference.contexts.cache.checkpoint_plan import parse_plan
+from ..config import InferenceConfig, parse_plan
 from ..inference.contexts.cache.eviction import EVICTION_POLICIES
 from ..inference.contexts.pool_sizes import GIGABYTE
 from ..state_spec import HybridStateSpec, StateTensor

@@ -24,7 +24,7 @@ from fuzzing.target import (
     json_bytes,
 )
 from mambaslots.cli.main import make_parser
-from mambaslots.inference.contexts.cache.checkpoint_plan import parse_plan, shown_plan
+from mambaslots.config import parse_plan, shown_plan
 from mambaslots.replay.read_trace import read_trace
 from mambaslots.replay.recorder import TraceRecorder
 

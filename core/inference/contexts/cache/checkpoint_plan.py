@@ -1,7 +1,7 @@
 """At which block boundaries a request's state is stored."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from ....validation import INT32_MAX, boolean, integer, integers, optional_integer
@@ -162,64 +162,3 @@ def checked_boundaries(
             f"{block_size_tokens} in ({start}, {stop}], each with a kind of {', '.join(KINDS_BY_WORTH)}"
         )
     return boundaries
-
-
-PLAN_SYNTAX = (
-    "parts of CheckpointPlan, separated by commas, over the defaults: tail, branch, chunk_ends (no-tail, "
-    "no-branch, no-chunk_ends switch off), decode=rolling|off|N, prefill_interval=N, marks=N+N; every=N is "
-    "decode=N,prefill_interval=N"
-)
-"""The syntax of `parse_plan`, for a help text."""
-_SWITCHES = ("tail", "branch", "chunk_ends")
-
-
-def parse_plan(spec: str) -> CheckpointPlan:
-    """The plan that `spec` names; `PLAN_SYNTAX` says how.
-
-    Raises:
-        ValueError: a part is unknown or named twice, or a value is not what the part accepts.
-    """
-    settings: dict[str, object] = {}
-    for part in filter(None, (word.strip() for word in spec.split(","))):
-        settings_of_part = _part(part)
-        if settings_of_part is None:
-            raise ValueError(f"plan has {part!r}; accepted: {PLAN_SYNTAX}")
-        for name, value in settings_of_part.items():
-            if name in settings:
-                raise ValueError(f"plan is {spec!r}; accepted: {name} once")
-            settings[name] = value
-    return CheckpointPlan(**settings)  # type: ignore[arg-type]
-
-
-def _part(part: str) -> dict[str, object] | None:
-    """The settings that a part names; None for what is no part."""
-    name, equals, text = part.partition("=")
-    name = name.strip()
-    if not equals and name.removeprefix("no-") in _SWITCHES:
-        return {name.removeprefix("no-"): not name.startswith("no-")}
-    if equals and name == "decode" and text in ("rolling", "off"):
-        return {name: text}
-    numbers = [int(number) if number.strip().isdecimal() else None for number in text.split("+")]
-    if not equals or None in numbers:
-        return None
-    if name == "marks":
-        return {name: tuple(numbers)}
-    if len(numbers) == 1 and name == "every":
-        return dict.fromkeys(("decode", "prefill_interval"), numbers[0])
-    if len(numbers) == 1 and name in ("decode", "prefill_interval"):
-        return {name: numbers[0]}
-    return None
-
-
-def shown_plan(plan: CheckpointPlan) -> str:
-    """The whole of `plan` as a spec that `parse_plan` reads."""
-    words = []
-    for each in fields(plan):
-        value = getattr(plan, each.name)
-        if each.name in _SWITCHES:
-            words += [each.name] if value else [f"no-{each.name}"] if each.default else []
-        elif each.name == "marks":
-            words += [f"{each.name}={'+'.join(map(str, value))}"] if value else []
-        elif value is not None:
-            words.append(f"{each.name}={value}")
-    return ",".join(words)

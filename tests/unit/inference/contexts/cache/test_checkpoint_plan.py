@@ -8,12 +8,8 @@ import mambaslots as ms
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.cache.checkpoint_plan import (
-    Boundary,
-    CheckpointPlan,
-    parse_plan,
-    shown_plan,
-)
+from mambaslots.config import parse_plan, shown_plan
+from mambaslots.inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan
 
 WORTH = ["mark", "tail", "branch", "chunk_end", "interval", "decode"]
 NOTHING = CheckpointPlan(tail=False, branch=False, chunk_ends=False, decode="off")
