@@ -317,11 +317,7 @@ class KVBlockAllocator:
             raise ValueError(
                 f"block_ids is {blocks}; accepted: distinct, held blocks that are not registered yet"
             )
-        canonical = self.tree.register(parent, blocks, keys, contents)
-        new = next((i for i, block in enumerate(canonical) if block == blocks[i]), 0)
-        if new:  # the duplicate is continued now, and so is no leaf
-            self.tree.leaves.withdraw(canonical[new - 1])
-        return canonical
+        return self.tree.register(parent, blocks, keys, contents)
 
     # ---- eviction
 
@@ -341,8 +337,6 @@ class KVBlockAllocator:
     def _evict(self, num_blocks: int) -> list[int]:
         victims = self.tree.take_leaves(num_blocks)
         self._deregister(victims, "new_block")
-        last_used_ns = list(map(self.tree.leaves.timestamps.__getitem__, victims))
-        self.tree.turnover.note_ages(self._now(), last_used_ns)
         return victims
 
     def observe_deregistration(self, observer: DeregistrationObserver) -> None:
@@ -365,18 +359,18 @@ class KVBlockAllocator:
         except BaseException:
             self.tree.put_back(blocks)
             raise
-        hashes = self.tree.deregister(blocks, cause)
+        hashes = self.tree.deregister(blocks, cause, self._now())
         self._num_cached -= len(blocks)
         self._add_free(blocks[::-1])
         self._notify(blocks, hashes)
 
     @property
-    def _strangers(self) -> list[DeregistrationObserver]:
+    def _all_observers(self) -> list[DeregistrationObserver]:
         single = [self.on_blocks_deregistered] if self.on_blocks_deregistered else []
         return single + self._observers
 
     def _notify(self, blocks: list[int], hashes: list[int]) -> None:
-        for observer in self._strangers:
+        for observer in self._all_observers:
             try:
                 observer(list(blocks), set(hashes))
             except Exception:
@@ -390,7 +384,7 @@ class KVBlockAllocator:
         if self._slots is not None:
             self._slots.forget(None, with_blocks=True, cause="reset")
         by_hash = self.tree.block_of_hash
-        registered, hashes = (list(by_hash.values()), list(by_hash)) if self._strangers else ([], [])
+        registered, hashes = (list(by_hash.values()), list(by_hash)) if self._all_observers else ([], [])
         self._num_cached = 0
         self.tree.clear()
         self._restart_free()
@@ -421,9 +415,7 @@ class KVBlockAllocator:
         """Evict these cached blocks of one unit, children first; only blocks of the unit continue them."""
         for block in leaves:
             self.tree.take_leaf(block)
-        last_used_ns = list(map(self.tree.leaves.timestamps.__getitem__, leaves))
         self._deregister(leaves, "new_block")
-        self.tree.turnover.note_ages(self._now(), last_used_ns)
 
     def withdraw_unit(self, unit: int) -> None:
         """Give up the blocks of a unit, all of which are free: its memory shall hold states."""

@@ -276,6 +276,8 @@ class PrefixTree:
             num_held[before] += 1
             canonical.append(block)
             before = block
+        if 0 < num_known < len(canonical):  # the duplicate is continued now, and so is no leaf
+            self.leaves.withdraw(canonical[num_known - 1])
         self.turnover.num_entered += len(canonical) - num_known
         return canonical
 
@@ -307,7 +309,7 @@ class PrefixTree:
             if not self.num_children[block]:
                 self.leaves.offer(block)
 
-    def deregister(self, blocks: Sequence[int], cause: KVRemovalCause) -> list[int]:
+    def deregister(self, blocks: Sequence[int], cause: KVRemovalCause, now_ns: int) -> list[int]:
         """Forget blocks that were taken as leaves; returns their hashes."""
         own_hashes, parents, block_of_hash = self._hashes, self.parents, self.block_of_hash
         hashes = [own_hashes[block] for block in blocks]
@@ -320,6 +322,8 @@ class PrefixTree:
         for block in blocks:
             parents[block] = -1
         self.turnover.by_cause[cause] += len(hashes)
+        if cause in EVICTIONS:
+            self.turnover.note_ages(now_ns, list(map(self.leaves.timestamps.__getitem__, blocks)))
         return hashes
 
     # ---- states
