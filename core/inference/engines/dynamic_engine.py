@@ -89,8 +89,6 @@ class DynamicInferenceEngine:
         self._new_ids = count()
         # Apart from the ids of users' requests, so that no seed depends on what is cached or scored.
         self._ids_without_seed = count(-1, -1)
-        # An interrupt between two steps breaks the engine where ranks make their calls by themselves.
-        self._interrupts_break = spec.groups.is_split
         self._cancels = True  # abandoned requests
 
     def __repr__(self) -> str:
@@ -207,11 +205,6 @@ class DynamicInferenceEngine:
 
     # ---- serving
 
-    @property
-    def num_unfinished_requests(self) -> int:
-        """Requests that wait or run; any thread may read this."""
-        return len(self._state.requests)
-
     def step(self, *, claims_results: bool = True) -> StepReport:
         """Advance every request that can go on: by a part of its prompt, or by a token and accepted drafts.
 
@@ -245,8 +238,8 @@ class DynamicInferenceEngine:
         self._cancel_abandoned()
 
     def _note_interrupt(self, error: BaseException) -> None:
-        """Break a split engine that is interrupted between steps, unless all ranks raise the same."""
-        if self._interrupts_break and not isinstance(error, (ValueError, RuntimeError)):
+        """Break an engine whose ranks make their calls themselves, unless all ranks raise the same."""
+        if not self.has_one_caller and not isinstance(error, (ValueError, RuntimeError)):
             self._state.note_failure(error)
 
     # ---- calls that change the engine
@@ -461,8 +454,7 @@ class DynamicInferenceEngine:
         Returns:
             How many of the prefix's tokens later prompts can resume.
         """
-        self._check_allocated("warm")
-        prefix, chain = self._hashed(tokens, cache_salt)
+        prefix, chain = self._hashed("warm", tokens, cache_salt)
         cache, size = self.context.prefix_cache, self.config.block_size_tokens
         whole = len(prefix) // size * size
         if cache.resumable_tokens(chain) < whole:
@@ -479,8 +471,7 @@ class DynamicInferenceEngine:
             MambaSlotCapacityError: pins keep `num_mamba_slots` slots already.
             RuntimeError: the engine is suspended, and so caches nothing.
         """
-        self._check_allocated("pin")
-        _, chain = self._hashed(tokens, cache_salt)
+        _, chain = self._hashed("pin", tokens, cache_salt)
         cache = self.context.prefix_cache
         if not cache.resumable_tokens(chain):
             return cache.pin(chain)  # raises, and changes nothing
@@ -502,12 +493,10 @@ class DynamicInferenceEngine:
         else:
             self._apply("unpin", index)
 
-    def _check_allocated(self, call: str) -> None:
+    def _hashed(self, call: str, tokens: Prompt, cache_salt: Salt) -> tuple[list[int], PrefixHashChain]:
         self.check_usable(call)
         if not self.context.memory.allocated:
             raise RuntimeError(f"{call} is called on a suspended engine; resume it first")
-
-    def _hashed(self, tokens: Prompt, cache_salt: Salt) -> tuple[list[int], PrefixHashChain]:
         prefix = checked_prompt("tokens", tokens, self.context.spec.vocab_size)
         root = self.salt_key.root(salt_bytes("cache_salt", cache_salt))
         chain = PrefixHashChain(self.config.block_size_tokens, root)

@@ -324,10 +324,8 @@ def follow(engine: DynamicInferenceEngine, *, heartbeat: Heartbeat | None = None
             f"engine is of rank 0 of {groups.size}; accepted: another rank of a split model, whose rank 0 "
             "has a LeadingEngine"
         )
-    if engine.num_unfinished_requests:
-        raise ValueError(
-            f"engine has {engine.num_unfinished_requests} requests that have not ended; accepted: a new one"
-        )
+    if requests := engine._state.requests:
+        raise ValueError(f"engine has {len(requests)} requests that have not ended; accepted: a new one")
     link = _meet_leader(engine)
     engine._cancels = False  # requests end here only where rank 0 ends them
     try:

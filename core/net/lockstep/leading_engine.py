@@ -102,7 +102,6 @@ class LeadingEngine(DynamicInferenceEngine):
         if groups.is_split:
             self._followers = Followers(groups, self.context.spec.device, timeout_s)
             self._finalizer = weakref.finalize(self, _close, self._closed, self._lock, self._followers)
-            self._interrupts_break = False
             _open.add(self)
 
     @property

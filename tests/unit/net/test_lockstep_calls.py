@@ -34,7 +34,7 @@ READS_AFTER_ENDS = {
     "has_unfinished_requests", "take_result", "pins", "stats", "check_integrity", "check_usable",
 }  # fmt: skip
 READS = {
-    "computed_prefix", "num_unfinished_requests", "weights_version", "describe",
+    "computed_prefix", "weights_version", "describe",
     "has_one_caller", "observe", "unobserve",
 }  # fmt: skip
 # Refused outside `call_on_all`.
