@@ -85,6 +85,7 @@ class BatchInvariance:
         self._spec = spec
         self.products: tuple[CheckedProduct, ...] = ()
         self.attentions: tuple[AttentionSizes, ...] = ()
+        self._served: WithReplacedProducts | None = None  # the model that `served` was asked for last
         self._replays = config.replays
         width = power_of_two(1 + config.num_speculative_tokens)
         self._most_tokens = rung(config.max_requests * width + config.max_tokens)
@@ -110,7 +111,11 @@ class BatchInvariance:
     def served(self, model: Model) -> Model:
         """The model with its replaced products; `model` itself where no product is replaced."""
         replaced = {checked.weight_key for checked in self.products if checked.replaced}
-        return WithReplacedProducts(model, replaced) if replaced else model
+        if not replaced:
+            return model
+        if self._served is None or self._served.model is not model:
+            self._served = WithReplacedProducts(model, replaced)
+        return self._served
 
     def describe(self) -> tuple[str, ...]:
         """What was chosen and checked, and what is not promised; a line each."""

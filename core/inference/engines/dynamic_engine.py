@@ -28,7 +28,7 @@ from .arguments import (
 )
 from .drafter import Drafter
 from .dummy_steps import set_min_tokens
-from .engine_observer import EngineObserver, ProgressLine, StepReport
+from .engine_observer import EngineObserver, EngineObservers, ProgressLine, StepReport
 from .engine_state import EngineState
 from .runner import Model, describe_steps
 from .sampling import request_seed
@@ -184,7 +184,7 @@ class DynamicInferenceEngine:
         self._request(request_id)
         result: RequestResult = self._apply("end", request_id, reason)
         self._state.unclaimed.pop(request_id, None)
-        self._state.observers.notify_ended()
+        self._state.notify_ended()
         return result
 
     def _request(self, request_id: int) -> DynamicInferenceRequest:
@@ -271,7 +271,7 @@ class DynamicInferenceEngine:
                 self._apply("end", request_id, reason)
             state.unclaimed.pop(request_id, None)
             state.abandoned.popleft()
-        state.observers.notify_ended()
+        state.notify_ended()
 
     def _settle(self) -> None:
         """As `check_usable`, but does nothing during a step, or where the engine is broken."""
@@ -538,11 +538,13 @@ class DynamicInferenceEngine:
         Raises:
             ValueError: the object lacks a method of `EngineObserver`.
         """
+        if self._state.observers is None:
+            self._state.observers = EngineObservers()
         self._state.observers.add(observer)
 
     def unobserve(self, observer: EngineObserver) -> None:
         """Stop calling `observer`; ValueError for one that does not observe."""
-        self._state.observers.remove(observer)
+        (self._state.observers or EngineObservers()).remove(observer)
 
     def stats(self, *, settle: bool = True) -> EngineStats:
         """A snapshot of the cache, the drafts and the queue.

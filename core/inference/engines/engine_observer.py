@@ -80,9 +80,6 @@ class EngineObservers:
         self._ended: deque[tuple[DynamicInferenceRequest, RequestResult]] = deque()
         self._notifying = False
 
-    def __bool__(self) -> bool:
-        return bool(self._observers)
-
     def add(self, observer: EngineObserver) -> None:
         """Call `observer` from now on; ValueError for an object without the four methods."""
         has_calls = all(callable(getattr(observer, name, None)) for name in _CALLS)

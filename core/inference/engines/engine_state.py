@@ -89,7 +89,7 @@ class EngineState:
         abandoned: ids of requests to end at the next call, and why; any thread may append at any moment.
         speculation: what drafts were worth.
         num_rebuilds: how often a failed call cost all cached prefixes.
-        observers: receive requests and steps.
+        observers: receive requests and steps; None until one is added.
         stepping: the thread that is in a step; None between steps.
         broken_by: the error after which the ranks of a split model may differ; None without one.
         weights_version: the name of the model's weights.
@@ -111,7 +111,7 @@ class EngineState:
         self.scheduler = Scheduler(context, drafter)
         self.speculation = SpeculationStats()
         self.num_rebuilds = 0
-        self.observers = EngineObservers()
+        self.observers: EngineObservers | None = None
         self.stepping: int | None = None
         self.broken_by: BaseException | None = None
         self.weights_version: object = None
@@ -121,7 +121,6 @@ class EngineState:
         self._drafter = drafter
         self._poison = MemoryPoison(context) if context.config.free_memory == "nan" else None
         self._looks_ahead = context.config.why_steps_wait(context.spec.device) is None
-        self._served: tuple[Model | None, Model | None] = (None, None)  # a model, and what runs in its place
         self._is_split = context.spec.groups.is_split
         self._in_change = False
         self._repair: Callable[[], None] | None = None  # of the change under way, or of one that failed
@@ -216,7 +215,7 @@ class EngineState:
         with self.changing():
             self.requests[request.request_id] = request
             self.scheduler.add(request)
-        if self.observers:
+        if self.observers is not None:
             self.observers.notify("request_added", request)
 
     def end(self, request_id: int, reason: FinishReason) -> RequestResult:
@@ -231,14 +230,15 @@ class EngineState:
             raise RuntimeError("step is called on a suspended engine; resume it first")
         begun_s = time.perf_counter()
         with self._in_step(), on_device_of(self._context.spec.device):
-            steps, tokens, invalid = self._run_step(self._forward(model))
+            forward = model if self.invariance is None else self.invariance.served(model)
+            steps, tokens, invalid = self._run_step(forward)
             report = self._end_step(steps, tokens, invalid)
             if reports:
                 for result in report.finished if claims_results else ():
                     self.unclaimed.pop(result.request_id, None)
                 self.reports.append(report)
         admitted, self.scheduler.admitted = self.scheduler.admitted, {}
-        if self.observers:
+        if self.observers is not None:
             self.observers.step_made(steps, admitted, tokens, time.perf_counter() - begun_s)
 
     def pin(self, chain: PrefixHashChain) -> PinnedPrefix:
@@ -281,7 +281,7 @@ class EngineState:
             self._reset()
             self._complete()
             self.broken_by = None
-        self.observers.notify_ended()
+        self.notify_ended()
         self.weights_version = weights_version
         if allocated != self._context.memory.allocated:
             self.resume() if allocated else self.suspend()
@@ -295,24 +295,23 @@ class EngineState:
         request.result = result = request.result_for(reason)
         if not request.owned:
             self.unclaimed[request.request_id] = result
-        self.observers.note_end(request, result)  # first: a repair restores what is still in `requests`
+        self._note_end(request, result)  # first: a repair restores what is still in `requests`
         del self.requests[request.request_id]
         self.scheduler.remove(request, discard=reason == "invalid_logits")
         if not self.requests:
             self.unread = None  # an idle engine keeps nothing of the requests that it has served
         return result
 
-    # ---- a step
+    def _note_end(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
+        if self.observers is not None:
+            self.observers.note_end(request, result)
 
-    def _forward(self, model: Model) -> Model:
-        """What a step runs: the model, perhaps with replaced products."""
-        if self.invariance is None:
-            return model
-        if self._served[0] is not model or self._served[1] is None:
-            self._served = model, self.invariance.served(model)
-        forward = self._served[1]
-        assert forward is not None
-        return forward
+    def notify_ended(self) -> None:
+        """Notify observers of the requests that have ended since the last call."""
+        if self.observers is not None:
+            self.observers.notify_ended()
+
+    # ---- a step
 
     def _run_step(self, forward: Model) -> tuple[Sequence[RequestStep], NewTokens, Sequence[int]]:
         step, self.unread = self.unread, None  # what the last call launched ahead
@@ -419,7 +418,7 @@ class EngineState:
     def _reset(self) -> None:
         for request in self.requests.values():
             request.result = result = request.result_for("reset")
-            self.observers.note_end(request, result)
+            self._note_end(request, result)
         for collection in (self.requests, self.unclaimed, self.reports, self.abandoned):
             collection.clear()
         self.unread = None

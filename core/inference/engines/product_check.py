@@ -187,12 +187,12 @@ class WithReplacedProducts(DecomposingMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: Model, replaced: set[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._model, self._replaced = model, replaced
+        self.model, self._replaced = model, replaced
         self.state_spec = model.state_spec
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         with self:
-            return self._model(inputs)
+            return self.model(inputs)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = operator_name(func)

@@ -45,7 +45,7 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
         if name != "reset":
             engine._state.check_usable(str(name))
         self._change(engine)
-        engine._state.observers.notify_ended()
+        engine._state.notify_ended()
 
     def _change(self, engine: DynamicInferenceEngine) -> None:
         name = type(self).__struct_config__.tag
