@@ -19,6 +19,7 @@ torch's own `fill_uninitialized_memory` comes with deterministic algorithms, oth
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import wraps
 from typing import Any, Literal, get_args
 from unittest.mock import patch
 
@@ -162,13 +163,14 @@ def _with_poisoned_buffers(reserve: Callable[..., Any]) -> Callable[..., Any]:
 # ---- padding
 
 
-def _knowing_its_model(new_runner: Callable[..., ModelRunner]) -> Callable[..., ModelRunner]:
+def _knowing_its_model(init: Callable[..., None]) -> Callable[..., None]:
     """Steps of our models alone are padded: tests look at those of others."""
 
-    def knowing(self: DynamicInferenceEngine) -> ModelRunner:
-        runner = new_runner(self)
-        runner.pads = type(self.model).__module__ in OUR_MODELS  # type: ignore[attr-defined]
-        return runner
+    @wraps(init)
+    def knowing(self: DynamicInferenceEngine, *args: Any, **settings: Any) -> None:
+        init(self, *args, **settings)
+        is_ours = type(self.model).__module__ in OUR_MODELS
+        self._state.runner.pads = is_ours  # type: ignore[attr-defined]
 
     return knowing
 
@@ -238,7 +240,7 @@ WRAPS: dict[Part, list[tuple[Any, str, Callable[[Any], Any]]]] = {
     "buffers": [(StepBuffer, "arrays", _over_no_indices), (Staging, "reserve", _with_poisoned_buffers)],
     "padding": [
         (StepBuffer, "__init__", _with_room),
-        (DynamicInferenceEngine, "_new_runner", _knowing_its_model),
+        (DynamicInferenceEngine, "__init__", _knowing_its_model),
         (ModelRunner, "padded", _padding_more),
         (ModelRunner, "run", _on_poisoned_padding),
         (GraphRunner, "after_step", _on_poisoned_padding),
