@@ -1,0 +1,17 @@
+"""Kernels that move and compute states. Each takes pools and indices and decides nothing.
+
+A function exists twice with one signature: in Triton for a GPU, and in plain torch (`reference`) for a CPU
+and as the oracle. An index of -1 is padding: nothing is read, nothing is written.
+
+kernel_set, gpu_kernels, reference   the functions that a model calls, chosen by device
+conv, ssd, ssd_stages, delta         prefill and decode of convolutions, Mamba-2 and gated delta nets
+ssd_replay, delta_replay             decodes with the rounding of a prefill
+attention, attention_segments, write_kv
+                                     attention over paged KV, and the store of keys and values
+norms, gates, products               the rest of a layer
+state_move, state_copy, state_codec, state_tensors, row_checksum
+                                     whole states: copied, encoded, checked
+token_draws                          tokens drawn from logits
+
+May import torch and Triton, and declarations of states; no cache and no request.
+"""
