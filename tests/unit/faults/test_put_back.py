@@ -128,7 +128,7 @@ FAULTS = {
         "fault_08",
         (
             (
-                CONTEXTS + "mamba_metadata.py",
+                CONTEXTS + "admission.py",
                 "        return self.allocate_slots(1)[0]\n",
                 "        self._stack = getattr(self, '_stack', torch.zeros(1, dtype=torch.int32))\n"
                 "        self._stack[0] = self.allocate_slots(1)[0]\n        return self._stack[0]\n",
