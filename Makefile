@@ -74,7 +74,7 @@ house: $(FOR_DEV)
 	$(BIN)/python tools/house.py
 
 bench: $(FOR_DEV)
-	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	set -e; for script in benchmarks/*.py; do echo "== $$script"; PYTHONUNBUFFERED=1 $(BIN)/python $$script; done
 
 clean:
 	rm -rf .venv build *.egg-info

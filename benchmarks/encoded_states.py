@@ -11,6 +11,7 @@ times    Encoding and decoding n states of Nemotron-H-8B and Qwen3.5-4B, beside 
          the memory's physical limit. On a CPU the shapes are tiny, and nothing is about a GPU.
 
     python benchmarks/encoded_states.py                              quality and slots, on the CPU
+    python benchmarks/encoded_states.py --files 10                   as in the docs
     python benchmarks/encoded_states.py --device cuda --parts times
 
 Exits 1 where int8 gives another most likely token in more than 1 % of the positions, or less than 3.5 times
@@ -195,13 +196,17 @@ def quality(device: str, num_files: int) -> list[dict[str, object]]:
     files = SourceFiles.of_this_python()
     longest = max(DEPTHS[-1] + CONTINUED, LAST_TURN) + 1
     texts = [text for text in files.held_out.values() if len(text) >= longest][:num_files]
-    print(f"Python {files.python}: {len(texts)} held-out files, the first {longest - 1:,} bytes of each\n")
+    print(
+        f"Python {files.python}: {len(texts)} held-out files, the first {longest - 1:,} bytes of each",
+        flush=True,
+    )
     reader = Reader(device)
     with torch.inference_mode():
-        for text in texts:
+        for number, text in enumerate(texts, 1):
             reader.read([DOCUMENT, *text[: longest - 1]])
+            print(f"file {number} is read", flush=True)
     comparisons = list(reader.found.values())
-    print(HEADER)
+    print(f"\n{HEADER}")
     for one in comparisons:
         print(one.row())
     print()
@@ -262,10 +267,11 @@ def main() -> int:
     parser = make_parser(__doc__)
     add_device(parser, "cpu")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:2], help="default: quality slots")
-    add_count(parser, "--files", 24, "held-out files")
+    add_count(parser, "--files", 5, "held-out files")
     add_count(parser, "--calls", 20, "calls that a time is the median of")
     args = parser.parse_args()
     check_device(parser, args.device)
+    torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     figures: dict[str, list[dict[str, object]]] = {}
     if "quality" in args.parts:

@@ -26,6 +26,7 @@ def main() -> None:
     import mambaslots as ms
     import torch
 
+    torch.set_num_threads(1)
     device = torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = ms.models.HybridLM(ms.models.HybridConfig.tiny(dtype), seed=0).to(device)

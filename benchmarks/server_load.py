@@ -16,7 +16,9 @@ resident            of the server's process, from /proc, in MB, in tenths of the
                     the start, and their pages count once they are written: the first half fills them
 growth              of the largest resident size from the third quarter of the run to the last
 
-    python benchmarks/server_load.py --clients 50 --seconds 120 --json out.json
+    python benchmarks/server_load.py                                        a minute
+    python benchmarks/server_load.py --clients 50 --seconds 120 --num-mamba-slots 1000 --num-kv-blocks 2500
+                                                                            (the docs' figures)
 
 The exit code is 1 where a request is not answered, wrong, does not resume or is not freed, where the memory
 grows by more than 3 %, where anything runs at the end, or where the server does not end by itself.
@@ -241,13 +243,13 @@ def options_of() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--model", type=Path, default=DEMO, help="a folder (default: the demo's model)")
     parser.add_argument("--dtype", default="float64", help="of the weights (default: %(default)s)")
-    add_count(parser, "--clients", 50, "conversations at once")
-    add_count(parser, "--seconds", 120, "after which no request is sent any more")
+    add_count(parser, "--clients", 12, "conversations at once")
+    add_count(parser, "--seconds", 30, "after which no request is sent any more")
     add_count(parser, "--turns", 4, "questions of a conversation")
     add_count(parser, "--answer-tokens", 24, "longest answer")
     add_count(parser, "--max-requests", 32, "requests that run at once")
-    add_count(parser, "--num-mamba-slots", 1000, "states in the cache")
-    add_count(parser, "--num-kv-blocks", 2500, "blocks of the KV pool")
+    add_count(parser, "--num-mamba-slots", 300, "states in the cache")
+    add_count(parser, "--num-kv-blocks", 800, "blocks of the KV pool")
     return parser.parse_args()
 
 
