@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -41,10 +40,9 @@ _MEETING_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """Where a replica runs: process ids of its ranks, the leading one first, and its running requests."""
+    """A replica: process ids of its ranks, the leading one first, and its running requests."""
 
     replica: str
-    host: str
     processes: tuple[int, ...]
     num_running: int
 
@@ -132,7 +130,7 @@ class EngineReplica:
     """The class that Ray Serve deploys as a replica.
 
     Ray calls the constructor, then `check_health` from time to time. Before a replica ends, Ray waits for its
-    requests, then calls the destructor.
+    requests.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
@@ -141,6 +139,7 @@ class EngineReplica:
         """`make_engine` makes the engine of each rank."""
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._ranks = Ranks(make_engine, settings)
+        self._processes = os.getpid(), *await self._ranks.processes()
         engine = self._ranks.engine
         self._engine = LocalEngine(
             engine,
@@ -180,8 +179,7 @@ class EngineReplica:
         return self._engine.facts
 
     async def status(self) -> ReplicaStatus:
-        processes = (os.getpid(), *await self._ranks.processes())
-        return ReplicaStatus(self._name, socket.gethostname(), processes, self._engine.num_running)
+        return ReplicaStatus(self._name, self._processes, self._engine.num_running)
 
     async def report(self) -> ReplicaReport:
         return await replica_report(self._engine, self._name)

@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from ray.serve.schema import LoggingConfig
 
 from ..inference.contexts.cache.hashing import key_bytes
 from ..loaded_model import LoadedText
+from ..serve.server import listen, url
 from ..serve.settings import ServerSettings
 from . import FleetSettings
 from .ingress import Ingress
@@ -105,12 +105,8 @@ def check_http(host: str, port: int) -> None:
 
 def check_address(host: str, port: int) -> int:
     """The port to listen at: `port`, or a free one for 0. OSError: the address cannot be used."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.create_server((host, port), family=family) as listener:
-            return int(listener.getsockname()[1])
-    except OSError as error:
-        raise OSError(f"mambaslots cannot listen at {host}:{port}: {error}") from error
+    with listen(host, port) as listener:
+        return int(listener.getsockname()[1])
 
 
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)  # it would show what stands in a query
@@ -216,12 +212,9 @@ def serve_replicas(
 
 
 def _serve_until_signal(handle: Any, server: ServerSettings, settings: FleetSettings) -> int:
-    host = f"[{server.host}]" if ":" in server.host else server.host
     with _signals() as signals:
-        print(
-            f"mambaslots serves {server.model_name} at http://{host}:{server.port} with {_number(settings)}",
-            flush=True,
-        )
+        address = url(server.host, server.port)
+        print(f"mambaslots serves {server.model_name} at {address} with {_number(settings)}", flush=True)
         looked_s = time.monotonic()
         while not signals:
             time.sleep(_LOOK_S)

@@ -42,11 +42,10 @@ def serve(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: ServerS
     """
     app = make_app(engine, loaded, settings)
     add_host_check(app, settings)
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        listener = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+        listener = listen(settings.host, settings.port)
     except OSError as error:
-        print(f"mambaslots cannot listen at {settings.host}:{settings.port}: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 1
     with listener:
         server = _Server(app, listener)
@@ -55,6 +54,19 @@ def serve(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: ServerS
         finally:
             server.end_within(None)
     return 0 if server.started and app.state.engine.failure is None else 1
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at this address; an OSError says that it cannot be used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(f"mambaslots cannot listen at {host}:{port}: {error}") from error
+
+
+def url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class _Server(uvicorn.Server):
@@ -87,9 +99,8 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         settings: ServerSettings = self._app.state.settings
-        port = self._listener.getsockname()[1]
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        print(f"mambaslots serves {settings.model_name} at http://{host}:{port}", flush=True)
+        address = url(settings.host, self._listener.getsockname()[1])
+        print(f"mambaslots serves {settings.model_name} at {address}", flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is None:  # not started
