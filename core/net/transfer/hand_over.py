@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Thread
@@ -274,17 +274,13 @@ def receive_prefixes(
     Every rank of the destination calls this, between steps. The source may be split in another way. The
     arguments, the report and the errors are those of `TransferChannel` and its `receive`.
     """
-    channels: list[TransferChannel] = []
+    with ExitStack() as stack:
 
-    def opened() -> TransferChannel:
-        channels.append(TransferChannel(engine, store, name, "destination", timeout_s=timeout_s))
-        return channels[0]
+        def opened() -> TransferChannel:
+            channel = TransferChannel(engine, store, name, "destination", timeout_s=timeout_s)
+            return stack.enter_context(channel)
 
-    try:
         return _receive(CacheAccess(engine, "receive_prefixes"), opened, None)
-    finally:
-        for channel in channels:
-            channel.close()
 
 
 def _receive(

@@ -56,7 +56,7 @@ class ImportReport:
     Attributes:
         imported: what was written into this cache.
         known: what this cache held already. An import changes only its recency.
-        left_out: what found no room: too few KV blocks or state slots that nobody holds.
+        left_out: what found no room: too few free KV blocks or state slots.
         other_key: prefixes with salts that were hashed under another key. They are left out, because no
             request of this engine could find them.
         failure: why nothing was imported; empty where nothing failed.
