@@ -22,7 +22,7 @@ class Mamba2Forward:
         self._layer = layer
         self._step = step
         self._shortest, self._longest = map(float, mixer.time_step_limit or (0.0, "inf"))
-        norm = mixer.norm if getattr(mixer, "mamba_rms_norm", True) else None
+        norm: Any = mixer.norm if getattr(mixer, "mamba_rms_norm", True) else None
         self._gates_first = not getattr(norm, "norm_before_gate", False)
         self._group_width = getattr(norm, "group_size", 0)
         """Channels of the whole model that are normalised together; 0 without a norm."""

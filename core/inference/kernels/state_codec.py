@@ -26,7 +26,6 @@ from .state_tensors import (
     SMALLEST,
     CodedTensor,
     Indices,
-    StateTensors,
     check_indices,
     device_indices,
 )
@@ -45,7 +44,7 @@ def encode_states(tensors: Sequence[CodedTensor], sources: Indices, destinations
     Raises:
         ValueError: the lengths differ, or a listed index lies outside its pool.
     """
-    _run("encode", tensors, sources, destinations)
+    _run(tensors, sources, destinations, encodes=True)
 
 
 def decode_states(tensors: Sequence[CodedTensor], sources: Indices, destinations: Indices) -> None:
@@ -53,55 +52,45 @@ def decode_states(tensors: Sequence[CodedTensor], sources: Indices, destinations
 
     As `encode_states`, in the other direction: `states` are written.
     """
-    _run("decode", tensors, sources, destinations)
+    _run(tensors, sources, destinations, encodes=False)
 
 
-def _run(call: str, tensors: Sequence[CodedTensor], sources: Indices, destinations: Indices) -> None:
+def _run(tensors: Sequence[CodedTensor], sources: Indices, destinations: Indices, *, encodes: bool) -> None:
     num_pairs, tensors = len(sources), [tensor for tensor in tensors if tensor.states.numel()]
     if len(destinations) != num_pairs:
         raise ValueError(f"destinations has {len(destinations)} entries; accepted: {num_pairs}, one a source")
     if not num_pairs or not tensors:
         return
     read, written = tensors[0].states, tensors[0].numbers
-    if call == "decode":
+    if not encodes:
         read, written = written, read
-    check_indices("sources", sources, StateTensors(read, read))
-    check_indices("destinations", destinations, StateTensors(written, written))
-    device = read.device
+    check_indices("sources", sources, read)
+    check_indices("destinations", destinations, written)
+    device, code = read.device, code_tensor
+    if device.type == "cuda":
+        from . import state_codec_gpu
+
+        code = state_codec_gpu.code_tensor
     with on_device_of(device):
         reads, writes = device_indices(device, sources, destinations)
-        if device.type == "cuda":
-            from . import state_codec_gpu
-
-            launch = state_codec_gpu.encode if call == "encode" else state_codec_gpu.decode
-            for tensor in tensors:
-                launch(tensor, reads, writes)
-            return
-        reference = encode_reference if call == "encode" else decode_reference
         for tensor in tensors:
-            reference(tensor, reads, writes)
+            code(tensor, reads, writes, encodes=encodes)
 
 
-def encode_reference(tensor: CodedTensor, sources: Tensor, destinations: Tensor) -> None:
-    """`encode_states` of one tensor by fancy indexing; synchronises on a GPU."""
-    named = (sources >= 0) & (destinations >= 0)
-    states, write = tensor.states[:, sources[named]], destinations[named]
-    if tensor.scales is None or tensor.scale_axis is None:
-        tensor.numbers[:, write] = states.to(tensor.numbers.dtype)
-        return
-    numbers, scales = quantise(states, tensor.scale_axis + 2)
-    tensor.numbers[:, write] = numbers
-    tensor.scales[:, write] = scales
-
-
-def decode_reference(tensor: CodedTensor, sources: Tensor, destinations: Tensor) -> None:
-    """`decode_states` of one tensor by fancy indexing; synchronises on a GPU."""
+def code_tensor(tensor: CodedTensor, sources: Tensor, destinations: Tensor, *, encodes: bool) -> None:
+    """Encode or decode one tensor by fancy indexing; synchronises on a GPU."""
     named = (sources >= 0) & (destinations >= 0)
     read, write = sources[named], destinations[named]
-    states = tensor.numbers[:, read]
-    if tensor.scales is not None and tensor.scale_axis is not None:
-        states = dequantise(states, tensor.scales[:, read], tensor.scale_axis + 2)
-    tensor.states[:, write] = states.to(tensor.states.dtype)
+    scales, axis = tensor.scales, tensor.scale_axis
+    if not encodes:
+        states = tensor.numbers[:, read]
+        if scales is not None and axis is not None:
+            states = dequantise(states, scales[:, read], axis + 2)
+        tensor.states[:, write] = states.to(tensor.states.dtype)
+    elif scales is None or axis is None:
+        tensor.numbers[:, write] = tensor.states[:, read].to(tensor.numbers.dtype)
+    else:
+        tensor.numbers[:, write], scales[:, write] = quantise(tensor.states[:, read], axis + 2)
 
 
 def quantise(values: Tensor, axis: int) -> tuple[Tensor, Tensor]:

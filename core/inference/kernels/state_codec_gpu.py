@@ -52,20 +52,14 @@ class Tiles(NamedTuple):
         return self.outer * -(-self.inner // self.block_y)
 
 
-def encode(tensor: CodedTensor, sources: Tensor, destinations: Tensor) -> None:
-    """`state_codec.encode_reference` in one launch; nothing is checked."""
-    if tensor.scales is None:
+def code_tensor(tensor: CodedTensor, sources: Tensor, destinations: Tensor, *, encodes: bool) -> None:
+    """`state_codec.code_tensor` in one launch; nothing is checked."""
+    if tensor.scales is not None:
+        _scaled(quantise_kernel if encodes else dequantise_kernel, tensor, sources, destinations)
+    elif encodes:
         _cast(tensor.states, tensor.numbers, sources, destinations)
     else:
-        _scaled(quantise_kernel, tensor, sources, destinations)
-
-
-def decode(tensor: CodedTensor, sources: Tensor, destinations: Tensor) -> None:
-    """`state_codec.decode_reference` in one launch; nothing is checked."""
-    if tensor.scales is None:
         _cast(tensor.numbers, tensor.states, sources, destinations)
-    else:
-        _scaled(dequantise_kernel, tensor, sources, destinations)
 
 
 def _cast(read: Tensor, written: Tensor, sources: Tensor, destinations: Tensor) -> None:

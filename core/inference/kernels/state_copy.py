@@ -38,8 +38,8 @@ def copy_states(
         )
     if not num_pairs:
         return
-    check_indices("source_indices", source_indices, source)
-    check_indices("destination_indices", destination_indices, destination)
+    check_indices("source_indices", source_indices, source.ssm)
+    check_indices("destination_indices", destination_indices, destination.ssm)
     device = destination.ssm.device
     if device.type == "cuda":
         from . import state_move

@@ -40,21 +40,24 @@ class CodedTensor(NamedTuple):
     scale_axis: int | None = None
 
 
-def check_indices(name: str, indices: Indices, states: StateTensors) -> None:
+def check_indices(name: str, indices: Indices, states: Tensor) -> None:
     """Check the values of a list, and the dtype, shape and device of a tensor; does not synchronise.
+
+    Args:
+        states: [layers, slots, ...].
 
     Raises:
         ValueError: a listed slot lies outside `states`, or a tensor is not what the kernels read.
     """
     if isinstance(indices, Tensor):
         readable = indices.dtype == torch.int64 and indices.dim() == 1 and indices.is_contiguous()
-        if not readable or indices.device != states.ssm.device:
+        if not readable or indices.device != states.device:
             raise ValueError(
                 f"{name} is {indices.dtype} {list(indices.shape)} on {indices.device}; accepted: a "
-                f"contiguous 1-D int64 tensor on {states.ssm.device}"
+                f"contiguous 1-D int64 tensor on {states.device}"
             )
-    elif not -1 <= min(indices) <= max(indices) < states.ssm.shape[1]:
-        raise ValueError(f"{name} is {list(indices)}; accepted: -1 to {states.ssm.shape[1] - 1}")
+    elif not -1 <= min(indices) <= max(indices) < states.shape[1]:
+        raise ValueError(f"{name} is {list(indices)}; accepted: -1 to {states.shape[1] - 1}")
 
 
 def check_slots(**pools: Tensor) -> None:

@@ -154,16 +154,16 @@ def test_kernels_write_what_the_reference_writes(kind, dtype, durable, device):
             tensor.states[:, 0, 1] = 0.0
     for tensor, other in zip(theirs, ours, strict=True):
         other.states.copy_(tensor.states)
-        state_codec.encode_reference(tensor, reads, writes)
-        state_codec_gpu.encode(other, reads, writes)
+        state_codec.code_tensor(tensor, reads, writes, encodes=True)
+        state_codec_gpu.code_tensor(other, reads, writes, encodes=True)
         compare(other.numbers, tensor.numbers)
         if tensor.scales is not None:
             compare(other.scales, tensor.scales)
         other.numbers.copy_(tensor.numbers)
         tensor.states.fill_(5.0), other.states.fill_(5.0)
         back, to = torch.tensor([2, 0, -1], device=device), torch.tensor([1, 3, 0], device=device)
-        state_codec.decode_reference(tensor, back, to)
-        state_codec_gpu.decode(other, back, to)
+        state_codec.code_tensor(tensor, back, to, encodes=False)
+        state_codec_gpu.code_tensor(other, back, to, encodes=False)
         compare(other.states, tensor.states)
         assert (tensor.states[:, 0] == 5.0).all(), "a slot that no pair names"
 
