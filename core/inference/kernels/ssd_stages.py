@@ -15,6 +15,9 @@ chunk starts, and has a trailing total. A ValueError is raised where a tensor's 
 is not contiguous.
 """
 
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005 - kernels join tuples by +, to which mypy gives one type; Triton unpacks no tuples
+
 from typing import Literal
 
 import torch
@@ -56,11 +59,11 @@ def heads_of_a_warp(heads: int) -> int:
 
 
 @triton.jit
-def side_by_side(v0, v1, v2, v3, v4, v5, v6, v7):
-    """Eight vectors [n] as the columns of a tile [n, 8]."""
-    even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
-    odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
-    return tl.reshape(tl.join(even, odd), (v0.shape[0], 8))
+def side_by_side(v, first: tl.constexpr):
+    """Eight vectors [n] of a tuple, from `first` on, as the columns of a tile [n, 8]."""
+    even = tl.join(tl.join(v[first], v[first + 4]), tl.join(v[first + 2], v[first + 6]))
+    odd = tl.join(tl.join(v[first + 1], v[first + 5]), tl.join(v[first + 3], v[first + 7]))
+    return tl.reshape(tl.join(even, odd), (v[0].shape[0], 8))
 
 
 @triton.jit
@@ -79,46 +82,18 @@ def sum_decays(dt, rate, steps_out, sums_out, token_stride, length, stored, is_h
     place = tl.arange(0, 8)[None, :]
     total = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for first in range(0, stored, 16):
-        d0 = load_step(dt, first, token_stride, length, is_head)
-        d1 = load_step(dt, first + 1, token_stride, length, is_head)
-        d2 = load_step(dt, first + 2, token_stride, length, is_head)
-        d3 = load_step(dt, first + 3, token_stride, length, is_head)
-        d4 = load_step(dt, first + 4, token_stride, length, is_head)
-        d5 = load_step(dt, first + 5, token_stride, length, is_head)
-        d6 = load_step(dt, first + 6, token_stride, length, is_head)
-        d7 = load_step(dt, first + 7, token_stride, length, is_head)
-        d8 = load_step(dt, first + 8, token_stride, length, is_head)
-        d9 = load_step(dt, first + 9, token_stride, length, is_head)
-        d10 = load_step(dt, first + 10, token_stride, length, is_head)
-        d11 = load_step(dt, first + 11, token_stride, length, is_head)
-        d12 = load_step(dt, first + 12, token_stride, length, is_head)
-        d13 = load_step(dt, first + 13, token_stride, length, is_head)
-        d14 = load_step(dt, first + 14, token_stride, length, is_head)
-        d15 = load_step(dt, first + 15, token_stride, length, is_head)
-        s0 = tl.fma(d0, rate, total)
-        s1 = tl.fma(d1, rate, s0)
-        s2 = tl.fma(d2, rate, s1)
-        s3 = tl.fma(d3, rate, s2)
-        s4 = tl.fma(d4, rate, s3)
-        s5 = tl.fma(d5, rate, s4)
-        s6 = tl.fma(d6, rate, s5)
-        s7 = tl.fma(d7, rate, s6)
-        s8 = tl.fma(d8, rate, s7)
-        s9 = tl.fma(d9, rate, s8)
-        s10 = tl.fma(d10, rate, s9)
-        s11 = tl.fma(d11, rate, s10)
-        s12 = tl.fma(d12, rate, s11)
-        s13 = tl.fma(d13, rate, s12)
-        s14 = tl.fma(d14, rate, s13)
-        total = tl.fma(d15, rate, s14)
-        to = first + place
-        inside = is_head[:, None] & (to < stored)
-        tl.store(steps_out[:, None] + to, side_by_side(d0, d1, d2, d3, d4, d5, d6, d7), mask=inside)
-        tl.store(sums_out[:, None] + to, side_by_side(s0, s1, s2, s3, s4, s5, s6, s7), mask=inside)
-        to += 8
-        inside = is_head[:, None] & (to < stored)
-        tl.store(steps_out[:, None] + to, side_by_side(d8, d9, d10, d11, d12, d13, d14, d15), mask=inside)
-        tl.store(sums_out[:, None] + to, side_by_side(s8, s9, s10, s11, s12, s13, s14, total), mask=inside)
+        steps = ()
+        for token in tl.static_range(16):
+            steps = steps + (load_step(dt, first + token, token_stride, length, is_head),)
+        sums = ()
+        for token in tl.static_range(16):
+            total = tl.fma(steps[token], rate, total)
+            sums = sums + (total,)
+        for half in tl.static_range(0, 16, 8):
+            to = first + place + half
+            inside = is_head[:, None] & (to < stored)
+            tl.store(steps_out[:, None] + to, side_by_side(steps, half), mask=inside)
+            tl.store(sums_out[:, None] + to, side_by_side(sums, half), mask=inside)
 
 
 @triton.jit
