@@ -54,9 +54,7 @@ def postprocess(dim_first: bool, precomputed: bool) -> Specialisation:
         f"postprocess_mamba [{order(dim_first)}], given {'the new' if precomputed else 'scheduled'}",
         postprocess_mamba_fused_kernel,
         LAYOUT | {"block_size": "i32"} | dict.fromkeys((*counts, *given), "*i32"),
-        constants(dim_first)
-        | dict.fromkeys(absent)
-        | {"HAS_IDX_MAPPING": precomputed, "PRECOMPUTED_NEW_COMPUTED": precomputed},
+        constants(dim_first) | dict.fromkeys(absent),
         num_warps=NUM_WARPS,
         num_stages=1,
         wide=("load", "store"),

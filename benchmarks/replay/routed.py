@@ -94,7 +94,8 @@ def one_cache_replay(
     arrivals = Arrivals(trace, one_after_another=setting.max_requests == 1)
     whole = sum_of(setting, routing.num_replicas)
     config = config_of(trace, whole, {})
-    replay = EngineReplay(trace, spec_of(whole.shape), config, whole.cost, source=arrivals)
+    replay = EngineReplay(trace, spec_of(whole.shape), config, whole.cost)
+    replay.arrivals = arrivals
     served = replay.run(progress)
     waits = [wait_ns for wait_ns in replay.first_token_ns if wait_ns is not None]
     num_generated = sum(

@@ -2,13 +2,14 @@
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
 
 from mambaslots.config import InferenceConfig
 from mambaslots.inference.contexts.cache.pool_stats import NANOSECONDS
+from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.net.routing.state_events import StateEvents, encode_events
 from mambaslots.net.routing.state_publisher import StatePublisher
 from mambaslots.net.routing.state_router import ReplicaLoad, RouteRequest
@@ -185,6 +186,22 @@ class _Progress:
     num_tokens: int
 
 
+class _ReplicaEngine(EngineReplay):
+    """An `EngineReplay` that says when a step has ended."""
+
+    after_step: Callable[[], None]
+
+    def _make(self, steps: Sequence[RequestStep]) -> None:
+        super()._make(steps)
+        self.after_step()
+
+    def _pass_decodes(self, number: int, step_ns: int) -> None:
+        for part in (number - 1, 1):
+            if part:
+                super()._pass_decodes(part, step_ns)
+                self.after_step()
+
+
 class Replica:
     """An `EngineReplay` with the requests that a router sends to it.
 
@@ -208,10 +225,8 @@ class Replica:
     ) -> None:
         """`outside`: what the replica asks and publishes; the others are `EngineReplay`'s arguments."""
         self.name = name
-        self.engine = EngineReplay(
-            trace, spec, config, cost,
-            token_by_token=token_by_token, source=self, after_step=self._after_step,
-        )  # fmt: skip
+        self.engine = _ReplicaEngine(trace, spec, config, cost, token_by_token=token_by_token)
+        self.engine.arrivals, self.engine.after_step = self, self._after_step  # type: ignore[assignment]
         self._trace = trace
         self._outside = outside
         self._least_step_ns = round(cost.seconds(0, 0) * NANOSECONDS)

@@ -1,7 +1,7 @@
 """Serves a trace with the engine's scheduler and prefix cache, without a model."""
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -138,7 +138,7 @@ class EngineReplay:
 
     Admission, matches, plans, slots, evictions and preemption are the engine's own; the tokens of answers are
     the trace's. Decodes that change only positions are made many at once, up to the next block boundary, end
-    or arrival, unless `token_by_token`. `source`, `after_step`: for one of several engines on one clock.
+    or arrival, unless `token_by_token`.
     """
 
     def __init__(
@@ -149,8 +149,6 @@ class EngineReplay:
         cost: StepCost,
         *,
         token_by_token: bool = False,
-        source: Arrivals | None = None,
-        after_step: Callable[[], None] | None = None,
     ) -> None:
         self.now_ns = 0
         self.context = ContextWithoutMemory(spec, config, clock=lambda: self.now_ns)
@@ -159,8 +157,7 @@ class EngineReplay:
         self._cost = cost
         self._token_by_token = token_by_token
         self._chains = chains_of(trace, config.block_size_tokens)
-        self._source = source or Arrivals(trace, one_after_another=config.max_requests == 1)
-        self._after_step = after_step
+        self.arrivals = Arrivals(trace, one_after_another=config.max_requests == 1)
         self._answers: dict[int, list[int]] = {}  # of unfinished requests
         self._resumed = [0] * len(trace.requests)
         self.first_token_ns: list[int | None] = [None] * len(trace.requests)  # from its arrival
@@ -178,7 +175,7 @@ class EngineReplay:
         self._add_requests()
         steps = self.scheduler.schedule()
         while not steps:
-            next_ns = self._source.next_ns
+            next_ns = self.arrivals.next_ns
             if next_ns is None:
                 return False
             self.now_ns = max(self.now_ns, next_ns)
@@ -209,7 +206,7 @@ class EngineReplay:
     # ---- requests
 
     def _add_requests(self) -> None:
-        while numbers := self._source.due(self.now_ns):
+        while numbers := self.arrivals.due(self.now_ns):
             for number in numbers:
                 self._add(number)
 
@@ -236,7 +233,7 @@ class EngineReplay:
         """Append the next tokens of the request's answer; the last one ends the request."""
         number, first = request.request_id, request.num_generated
         if not first:
-            self.first_token_ns[number] = self.now_ns - self._source.came_ns(number)
+            self.first_token_ns[number] = self.now_ns - self.arrivals.came_ns(number)
         request.tokens += self._answers[number][first : first + num_tokens]
         if len(request.tokens) >= request.max_length:
             self._resumed[number] = request.ledger.resumed
@@ -246,7 +243,7 @@ class EngineReplay:
 
     def _end(self, number: int) -> None:
         self._num_ended += 1
-        self._source.note_end(number, self.now_ns)
+        self.arrivals.note_end(number, self.now_ns)
 
     # ---- steps
 
@@ -259,8 +256,6 @@ class EngineReplay:
         for step in steps:
             if step.completes:
                 self._generate(step.request, 1)
-        if self._after_step:
-            self._after_step()
 
     def _step_ns(self, num_prefill_tokens: int, num_decodes: int) -> int:
         return round(self._cost.seconds(num_prefill_tokens, num_decodes) * NANOSECONDS)
@@ -289,22 +284,18 @@ class EngineReplay:
             number = min(number, self.context.num_quiet_decodes(request))
             if not number:
                 return
-        horizon_ns = self._source.horizon_ns
+        horizon_ns = self.arrivals.horizon_ns
         if horizon_ns is not None:
             number = min(number, -(-(horizon_ns - self.now_ns) // max(step_ns, 1)))
-        parts = (number,) if self._after_step is None else (number - 1, 1)
-        for num_decodes in parts if number > 0 else ():
-            self._pass_decodes(num_decodes, step_ns)
+        if number > 0:
+            self._pass_decodes(number, step_ns)
 
     def _pass_decodes(self, number: int, step_ns: int) -> None:
-        if number:
-            running = list(self.scheduler.running)
-            self.context.skip_decodes(running, number)
-            self.now_ns += number * step_ns
-            for request in running:
-                self._generate(request, number)
-            if self._after_step:
-                self._after_step()
+        running = list(self.scheduler.running)
+        self.context.skip_decodes(running, number)
+        self.now_ns += number * step_ns
+        for request in running:
+            self._generate(request, number)
 
 
 @lru_cache(maxsize=4096)

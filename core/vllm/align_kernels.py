@@ -12,6 +12,9 @@ elsewhere. A `layout` argument is the tuple (block_table_ptrs_ptr, block_table_s
 block_table_columns, state_records_ptr, num_states, num_tiles).
 """
 
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005 - kernels join tuples by +, to which mypy gives one type; Triton unpacks no tuples
+
 from typing import Any
 
 import triton
@@ -149,17 +152,10 @@ def _copy_mamba_state_block(
 def _load_record(state_records_ptr, state_idx):
     """The numbers of one `StateRecord`, in its order."""
     record = state_records_ptr + state_idx * RECORD_NUMBERS
-    return (
-        tl.load(record),
-        tl.load(record + 1),
-        tl.load(record + 2),
-        tl.load(record + 3),
-        tl.load(record + 4),
-        tl.load(record + 5),
-        tl.load(record + 6),
-        tl.load(record + 7),
-        tl.load(record + 8),
-    )
+    numbers = ()
+    for place in tl.static_range(RECORD_NUMBERS):
+        numbers = numbers + (tl.load(record + place),)
+    return numbers
 
 
 @triton.jit
@@ -205,6 +201,16 @@ def _shift_rows(shifted, ALIGN: tl.constexpr, WINDOW: tl.constexpr):
         tl.store(destination_words + offset, moved, mask=inside)
 
 
+@triton.jit
+def _request_rows(first, idx_mapping_ptr, num_reqs, GROUP: tl.constexpr):
+    """The request rows of GROUP batch rows from `first` on, and which of them are no padding."""
+    batch = first + tl.arange(0, GROUP)
+    rows = batch
+    if idx_mapping_ptr is not None:
+        rows = tl.load(idx_mapping_ptr + batch, mask=batch < num_reqs, other=-1).to(tl.int32)
+    return rows, (batch < num_reqs) & (rows >= 0)
+
+
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def precopy_mamba_align_fused_kernel(
     # Pointers
@@ -233,11 +239,7 @@ def precopy_mamba_align_fused_kernel(
         state_records_ptr, num_states, num_tiles,
     )  # fmt: skip
     for first in range(0, num_reqs, GROUP):
-        batch = first + tl.arange(0, GROUP)
-        rows = batch
-        if idx_mapping_ptr is not None:
-            rows = tl.load(idx_mapping_ptr + batch, mask=batch < num_reqs, other=-1).to(tl.int32)
-        known = (batch < num_reqs) & (rows >= 0)
+        rows, known = _request_rows(first, idx_mapping_ptr, num_reqs, GROUP)
         src_cols = tl.load(src_col_ptr + rows, mask=known, other=-1).to(tl.int32)
         dst_cols = tl.load(mamba_state_idx_ptr + rows, mask=known, other=-1).to(tl.int32)
         biases = tl.load(token_bias_ptr + rows, mask=known, other=0).to(tl.int32)
@@ -272,8 +274,6 @@ def postprocess_mamba_fused_kernel(
     WINDOW: tl.constexpr,
     CONV_STATE_DIM_FIRST: tl.constexpr,
     GROUP: tl.constexpr,
-    HAS_IDX_MAPPING: tl.constexpr = False,
-    PRECOMPUTED_NEW_COMPUTED: tl.constexpr = False,
 ):
     """Copy the states of rows whose accepted tokens reached a boundary; program 0 writes the counts."""
     layout = (
@@ -281,15 +281,11 @@ def postprocess_mamba_fused_kernel(
         state_records_ptr, num_states, num_tiles,
     )  # fmt: skip
     for first in range(0, num_reqs, GROUP):
-        batch = first + tl.arange(0, GROUP)
-        rows = batch
-        if HAS_IDX_MAPPING:
-            rows = tl.load(idx_mapping_ptr + batch, mask=batch < num_reqs, other=-1).to(tl.int32)
-        known = (batch < num_reqs) & (rows >= 0)
+        rows, known = _request_rows(first, idx_mapping_ptr, num_reqs, GROUP)
         accepted = tl.load(num_accepted_tokens_ptr + rows, mask=known, other=0).to(tl.int32)
         columns = tl.load(mamba_state_idx_ptr + rows, mask=known, other=-1).to(tl.int32)
         computed = tl.load(num_computed_tokens_ptr + rows, mask=known, other=0).to(tl.int32)
-        if not PRECOMPUTED_NEW_COMPUTED:
+        if num_scheduled_tokens_ptr is not None:
             scheduled = tl.load(num_scheduled_tokens_ptr + rows, mask=known, other=0).to(tl.int32)
             drafted = tl.load(num_draft_tokens_ptr + rows, mask=known, other=0).to(tl.int32)
             computed += scheduled - drafted + accepted - 1
@@ -347,8 +343,7 @@ def postprocess_align(
         arguments = _layout_arguments(layout)
         postprocess_mamba_fused_kernel[_grid(num_reqs, arguments)](
             num_accepted, state_idx, num_scheduled, num_computed, num_drafted, num_accepted_out, idx_mapping,
-            num_reqs, block_size_tokens, **arguments, GROUP=GROUP, HAS_IDX_MAPPING=idx_mapping is not None,
-            PRECOMPUTED_NEW_COMPUTED=num_scheduled is None, num_warps=NUM_WARPS, num_stages=1,
+            num_reqs, block_size_tokens, **arguments, GROUP=GROUP, num_warps=NUM_WARPS, num_stages=1,
         )  # fmt: skip
 
 

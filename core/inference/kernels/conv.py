@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .state_tensors import check_slots
+from .tiles import any_index
 
 # mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005 - kernels join tuples by +, to which mypy gives one type; Triton unpacks no tuples
@@ -247,10 +248,7 @@ def update_kernel(
     destinations += row * destination_row_stride
 
     source = tl.load(sources + row)
-    any_index = source
-    for token in tl.static_range(TOKENS):
-        any_index = tl.maximum(any_index, tl.load(destinations + token * destination_token_stride))
-    if any_index >= 0:
+    if any_index(source, destinations, destination_token_stride, TOKENS) >= 0:
         taps = load_taps(weight, bias, inside, weight_tap_stride, KERNEL, HAS_BIAS)
         inputs = _load_window(states, source, slot_stride, state_tap_stride, inside, WIDTH)
         for token in tl.static_range(TOKENS):

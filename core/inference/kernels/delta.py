@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .state_tensors import check_slots
+from .tiles import any_index, load_tile
 
 OPERAND_TOKENS, OPERAND_WARPS = 32, 4
 
@@ -266,11 +267,7 @@ def _chunk(
         read_key = tl.load(read_keys + of_key, mask=real[:, None] & (n < key_dim)[None, :], other=0.0)
         value = own - tl.dot(read_key, rounded)
         tl.store(new_values + of_value, value.to(operand), mask=in_value)
-        key = tl.load(
-            keys + n[:, None] + token[None, :] * (key_heads * key_dim),
-            mask=(n < key_dim)[:, None] & real[None, :],
-            other=0.0,
-        )
+        key = load_tile(keys + n[:, None] + token[None, :] * (key_heads * key_dim), n < key_dim, real)
         value *= tl.where(real, tl.exp2(decay_of_chunk - decay), 0.0)[:, None]
         state = tl.dot(key, value.to(operand), state)
     else:
@@ -278,33 +275,23 @@ def _chunk(
         held = tl.zeros((chunk_size, BLOCK_V), dtype=tl.float32)
         for first_n in range(0, key_dim, SLICE):
             some = first_n + tl.arange(0, SLICE)
-            read_key = tl.load(
-                read_keys + token[:, None] * (heads * key_dim) + some[None, :],
-                mask=real[:, None] & (some < key_dim)[None, :],
-                other=0.0,
+            read_key = load_tile(
+                read_keys + token[:, None] * (heads * key_dim) + some[None, :], real, some < key_dim
             )
-            part = tl.load(
-                entering + some[:, None] * value_dim + p[None, :],
-                mask=(some < key_dim)[:, None] & (p < value_dim)[None, :],
-                other=0.0,
-            )
+            part = load_tile(entering + some[:, None] * value_dim + p[None, :], some < key_dim, p < value_dim)
             held = tl.dot(read_key, part, held, input_precision="tf32x3")
         tl.store(new_values + of_value, own - held, mask=in_value)
         tl.debug_barrier()  # as above
         for first_token in range(0, chunk_size, SLICE):
             some_token = start + first_token + tl.arange(0, SLICE)
             is_real = some_token < end
-            value = tl.load(
-                new_values + some_token[:, None] * (heads * value_dim) + p[None, :],
-                mask=is_real[:, None] & (p < value_dim)[None, :],
-                other=0.0,
+            value = load_tile(
+                new_values + some_token[:, None] * (heads * value_dim) + p[None, :], is_real, p < value_dim
             )
             some_decay = tl.load(log_decays + some_token * heads, mask=is_real, other=0.0)
             value *= tl.where(is_real, tl.exp2(decay_of_chunk - some_decay), 0.0)[:, None]
-            key = tl.load(
-                keys + n[:, None] + some_token[None, :] * (key_heads * key_dim),
-                mask=(n < key_dim)[:, None] & is_real[None, :],
-                other=0.0,
+            key = load_tile(
+                keys + n[:, None] + some_token[None, :] * (key_heads * key_dim), n < key_dim, is_real
             )
             state = tl.dot(key, value, state, input_precision="tf32x3")
     return state
@@ -379,10 +366,7 @@ def update_kernel(
     destinations += row * destination_row_stride
 
     source = tl.load(sources + row)
-    any_index = source
-    for token in tl.static_range(TOKENS):
-        any_index = tl.maximum(any_index, tl.load(destinations + token * destination_token_stride))
-    if any_index >= 0:
+    if any_index(source, destinations, destination_token_stride, TOKENS) >= 0:
         inside = (n < KEY_DIM)[:, None] & (p < VALUE_DIM)[None, :]
         state = tl.load(states + source * slot_stride + within, mask=inside & (source >= 0), other=0.0)
         state = state.to(tl.float32)

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from .ssd_stages import InputPrecision, chunk_cumsum, chunk_scan, chunk_scores, ssd_states
 from .state_tensors import check_contiguous, check_slots
+from .tiles import any_index
 
 PASSING_BLOCK = 1024
 """State elements of a program, 8 a thread: two 16-byte accesses of float32, one of bfloat16. One row of
@@ -193,10 +194,7 @@ def update_kernel(
     destinations += row * destination_row_stride
 
     source = tl.load(sources + row)
-    any_index = source
-    for token in tl.static_range(TOKENS):
-        any_index = tl.maximum(any_index, tl.load(destinations + token * destination_token_stride))
-    if any_index >= 0:
+    if any_index(source, destinations, destination_token_stride, TOKENS) >= 0:
         inside = (p < HEAD_DIM)[:, None] & (n < STATE_DIM)[None, :]
 
         state = tl.load(states + source * slot_stride + within, mask=inside & (source >= 0), other=0.0)

@@ -25,6 +25,7 @@ from .ssd_stages import (
     sum_decays,
 )
 from .state_tensors import check_last_stride, check_slots
+from .tiles import load_tile
 
 MIN_PROGRAMS = 1024
 """Programs of a step, at least, while heads can be spread: about eight on each multiprocessor of an H100."""
@@ -140,14 +141,8 @@ def scores_of(
     scores = tl.zeros((token.shape[0], k.shape[0]), dtype=tl.float32)
     for first_n in tl.static_range(0, state_dim, BLOCK_N):
         n = first_n + tl.arange(0, BLOCK_N)
-        queries = tl.load(
-            C + token[:, None] * C_token_stride + n[None, :],
-            mask=is_new[:, None] & (n < state_dim)[None, :],
-            other=0.0,
-        )
-        keys = tl.load(
-            B_k[:, None] + n[None, :], mask=(k < end)[:, None] & (n < state_dim)[None, :], other=0.0
-        )
+        queries = load_tile(C + token[:, None] * C_token_stride + n[None, :], is_new, n < state_dim)
+        keys = load_tile(B_k[:, None] + n[None, :], k < end, n < state_dim)
         scores = multiply_add(queries.to(operand), tl.trans(keys.to(operand)), scores, "ieee")
     return scores
 
@@ -163,11 +158,7 @@ def add_inputs(
     scores = masked_scores(scores, decay_m, decay, step, m, k)
     kept = x_kept[None, :] + (k.to(tl.int64) * x_kept_stride)[:, None]
     new = x_new[None, :] + ((k - offset) * x_token_stride)[:, None]
-    values = tl.load(
-        tl.where((k < offset)[:, None], kept, new),
-        mask=(k < offset + length)[:, None] & is_channel[None, :],
-        other=0.0,
-    )
+    values = load_tile(tl.where((k < offset)[:, None], kept, new), k < offset + length, is_channel)
     return multiply_add(scores.to(operand), values.to(operand), acc, "ieee")
 
 
@@ -250,10 +241,8 @@ def ssd_replay_kernel(
                 acc = tl.zeros((BLOCK_M, BLOCK_P), dtype=tl.float32)
                 for first_n in tl.static_range(0, state_dim, BLOCK_N):
                     n = first_n + tl.arange(0, BLOCK_N)
-                    queries = tl.load(
-                        C + token[:, None] * C_token_stride + n[None, :],
-                        mask=is_new[:, None] & (n < state_dim)[None, :],
-                        other=0.0,
+                    queries = load_tile(
+                        C + token[:, None] * C_token_stride + n[None, :], is_new, n < state_dim
                     )
                     within = head * (head_dim * state_dim) + p[:, None] * state_dim + n[None, :]
                     states = tl.load(
@@ -336,17 +325,9 @@ def ssd_replay_kernel(
                             x_inputs + head * head_dim, x + head * x_head_stride, k, offset, x_kept_stride,
                             x_token_stride,
                         )  # fmt: skip
-                        values = tl.load(
-                            x_k[:, None] + state_p[None, :],
-                            mask=(k < end)[:, None] & (state_p < head_dim)[None, :],
-                            other=0.0,
-                        )
+                        values = load_tile(x_k[:, None] + state_p[None, :], k < end, state_p < head_dim)
                         B_k = tokens_of(B_inputs, B, k, offset, B_kept_stride, B_token_stride)
-                        keys = tl.load(
-                            B_k[:, None] + state_n[None, :],
-                            mask=(k < end)[:, None] & (state_n < state_dim)[None, :],
-                            other=0.0,
-                        )
+                        keys = load_tile(B_k[:, None] + state_n[None, :], k < end, state_n < state_dim)
                         update = add_update(update, values, keys, decay_of_chunk, decay, step, operand)
                     state = tl.fma(state, tl.exp(decay_of_chunk), update)
                     tl.debug_barrier()

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .state_tensors import check_contiguous, check_last_stride, check_slots
+from .tiles import load_tile
 
 SUM_WARPS = 1
 _MAX_HEADS = 32  # of a program, which is one warp
@@ -264,16 +265,8 @@ def chunk_scan_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_P), dtype=tl.float32)
     for first_n in range(0, state_dim, BLOCK_N):
         n = first_n + tl.arange(0, BLOCK_N)
-        queries = tl.load(
-            C + m[:, None] * C_token_stride + n[None, :],
-            mask=is_token[:, None] & (n < state_dim)[None, :],
-            other=0.0,
-        )
-        states = tl.load(
-            entering_states + p[:, None] * state_dim + n[None, :],
-            mask=is_channel[:, None] & (n < state_dim)[None, :],
-            other=0.0,
-        )
+        queries = load_tile(C + m[:, None] * C_token_stride + n[None, :], is_token, n < state_dim)
+        states = load_tile(entering_states + p[:, None] * state_dim + n[None, :], is_channel, n < state_dim)
         acc = multiply_add(queries.to(operand), tl.trans(states), acc, INPUT_PRECISION)
     acc *= tl.exp(decay_m)[:, None]
 
@@ -281,17 +274,9 @@ def chunk_scan_kernel(
         k = first_k + tl.arange(0, BLOCK_K)
         decay_k = tl.load(log_decays + k, mask=k < chunk_size, other=0.0)
         dt_k = tl.load(dt + k, mask=k < chunk_size, other=0.0)
-        scores = tl.load(
-            CB + m[:, None] * chunk_size + k[None, :],
-            mask=in_chunk[:, None] & (k < chunk_size)[None, :],
-            other=0.0,
-        ).to(tl.float32)
+        scores = load_tile(CB + m[:, None] * chunk_size + k[None, :], in_chunk, k < chunk_size).to(tl.float32)
         scores = masked_scores(scores, decay_m, decay_k, dt_k, m, k)
-        values = tl.load(
-            x + k[:, None] * x_token_stride + p[None, :],
-            mask=(k < length)[:, None] & is_channel[None, :],
-            other=0.0,
-        )
+        values = load_tile(x + k[:, None] * x_token_stride + p[None, :], k < length, is_channel)
         acc = multiply_add(scores.to(operand), values.to(operand), acc, INPUT_PRECISION)
 
     inside = is_token[:, None] & is_channel[None, :]
@@ -366,16 +351,8 @@ def chunk_scores_kernel(
         scores = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
         for first_n in range(0, state_dim, BLOCK_N):
             n = first_n + tl.arange(0, BLOCK_N)
-            queries = tl.load(
-                C + m[:, None] * C_token_stride + n[None, :],
-                mask=(m < length)[:, None] & (n < state_dim)[None, :],
-                other=0.0,
-            )
-            keys = tl.load(
-                B + k[:, None] * B_token_stride + n[None, :],
-                mask=(k < length)[:, None] & (n < state_dim)[None, :],
-                other=0.0,
-            )
+            queries = load_tile(C + m[:, None] * C_token_stride + n[None, :], m < length, n < state_dim)
+            keys = load_tile(B + k[:, None] * B_token_stride + n[None, :], k < length, n < state_dim)
             scores = multiply_add(queries.to(operand), tl.trans(keys.to(operand)), scores, "ieee")
         CB += (chunk * groups + group) * (chunk_size * chunk_size)
         tl.store(
@@ -521,16 +498,8 @@ def ssd_states_kernel(
                 real = k < length
                 decay = tl.load(log_decays + of_chunk + k, mask=k < chunk_size, other=0.0)
                 step = tl.load(dt + of_chunk + k, mask=k < chunk_size, other=0.0)
-                values = tl.load(
-                    x + (start + k)[:, None] * x_token_stride + p[None, :],
-                    mask=real[:, None] & (p < head_dim)[None, :],
-                    other=0.0,
-                )
-                keys = tl.load(
-                    B + (start + k)[:, None] * B_token_stride + n[None, :],
-                    mask=real[:, None] & (n < state_dim)[None, :],
-                    other=0.0,
-                )
+                values = load_tile(x + (start + k)[:, None] * x_token_stride + p[None, :], real, p < head_dim)
+                keys = load_tile(B + (start + k)[:, None] * B_token_stride + n[None, :], real, n < state_dim)
                 update = add_update(update, values, keys, decay_of_chunk, decay, step, operand)
             # Written as a sum, Triton would add within the product, where tensor cores round otherwise.
             state = tl.fma(state, tl.exp(decay_of_chunk), update)

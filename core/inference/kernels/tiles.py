@@ -1,0 +1,19 @@
+"""What programs of several kernels do: load a tile, look whether a decode row names any state."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_tile(pointers, rows, columns):
+    """The numbers at pointers [rows, columns]; 0 outside of the rows and columns that exist."""
+    return tl.load(pointers, mask=rows[:, None] & columns[None, :], other=0.0)
+
+
+@triton.jit
+def any_index(source, destinations, stride, TOKENS: tl.constexpr):
+    """The largest pool index of a decode row: of its source, and of a destination for each token."""
+    index = source
+    for token in tl.static_range(TOKENS):
+        index = tl.maximum(index, tl.load(destinations + token * stride))
+    return index
