@@ -1,6 +1,6 @@
 """The shape of a `HybridLM`, and of one rank's part of it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -59,12 +59,7 @@ class HybridConfig:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size", "hidden_size", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups",
-            "mamba_state_dim", "ssd_chunk_size", "num_attention_heads", "num_kv_heads", "head_dim",
-            "mlp_hidden_size", "conv_kernel", "delta_num_key_heads", "delta_key_dim", "delta_num_value_heads",
-            "delta_value_dim", "delta_chunk_size", "short_conv_kernel",
-        ):  # fmt: skip
+        for name in (field.name for field in fields(self) if field.type is int):
             minimum = 2 if name.endswith("conv_kernel") else 1
             object.__setattr__(self, name, integer(name, getattr(self, name), minimum, INT32_MAX))
         for name, lower_bound in (("rotary_base", 1.0), ("norm_eps", 0.0)):

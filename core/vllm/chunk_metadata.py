@@ -193,12 +193,10 @@ def build_chunk_metadata(
     num_computed = _host_integers("num_computed_tokens", num_computed_tokens)
     starts = _host_integers("query_start_loc", query_start_loc)
     lengths = _row_lengths(num_computed, starts)
-    cu_chunk_seqlen, seq_idx, last_chunk_indices = absolute_chunks(num_computed, starts, lengths, chunk_size)
-    return (
-        torch.from_numpy(cu_chunk_seqlen),
-        torch.from_numpy(seq_idx),
-        torch.from_numpy(last_chunk_indices),
+    cu_chunk_seqlen, seq_idx, last_chunk_indices = map(
+        torch.from_numpy, absolute_chunks(num_computed, starts, lengths, chunk_size)
     )
+    return cu_chunk_seqlen, seq_idx, last_chunk_indices
 
 
 def compute_varlen_chunk_metadata(query_start_loc: Tensor, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -214,12 +212,11 @@ def compute_varlen_chunk_metadata(query_start_loc: Tensor, chunk_size: int) -> t
     chunk_size = integer("chunk_size", chunk_size, 1, MAX_POSITION)
     starts = _host_integers("query_start_loc", _on_host(query_start_loc))
     lengths = _row_lengths(starts[:-1], starts)
-    cu_chunk_seqlens, seq_idx, last_chunk_indices = absolute_chunks(starts[:-1], starts, lengths, chunk_size)
-    return (
-        torch.from_numpy(cu_chunk_seqlens).to(query_start_loc.device),
-        torch.from_numpy(last_chunk_indices).to(query_start_loc.device),
-        torch.from_numpy(seq_idx).to(query_start_loc.device),
+    cu_chunk_seqlens, seq_idx, last_chunk_indices = (
+        torch.from_numpy(cuts).to(query_start_loc.device)
+        for cuts in absolute_chunks(starts[:-1], starts, lengths, chunk_size)
     )
+    return cu_chunk_seqlens, last_chunk_indices, seq_idx
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -15,12 +15,12 @@ Triton's default, which the variable TRITON_F32_DEFAULT replaces. Importing this
 unless it is set.
 """
 
-# mypy: disable-error-code="import-untyped"
-
 import os
 import warnings
 from functools import cache
+from importlib import import_module
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import triton
@@ -478,7 +478,7 @@ def solved_chunks(
     log_decays: Tensor = fla.chunk_local_cumsum(g[None], chunk_size=chunk_size, scale=_LOG2_E, **at)
     if chunk_size == 64:
         inverse = torch.empty(1, tokens, heads, chunk_size, dtype=keys.dtype, device=keys.device)
-        fla.kkt_solve_kernel[chunks, heads](
+        fla.chunk_gated_delta_rule_fwd_kkt_solve_kernel[chunks, heads](
             k=keys, g=log_decays, beta=strength, A=inverse, T=tokens, H=keys.shape[1], HV=heads,
             K=keys.shape[2], BT=chunk_size, BC=16, **at,
         )  # fmt: skip
@@ -530,46 +530,39 @@ def fix_orders_of_addition() -> None:
             tuner.cache.clear()
 
 
+_STAGES = {
+    "common.chunk_o": ["chunk_fwd_o"],
+    "common.chunk_scaled_dot_kkt": ["chunk_scaled_dot_kkt_fwd"],
+    "gated_delta_rule.chunk_fwd": [
+        "chunk_gated_delta_rule_fwd_intra", "chunk_gated_delta_rule_fwd_kkt_solve_kernel",
+    ],
+    "gated_delta_rule.wy_fast": ["recompute_w_u_fwd"],
+    "utils": ["chunk_local_cumsum", "solve_tril"],
+    "utils.cumsum": ["chunk_local_cumsum_scalar_kernel"],
+    "utils.solve_tril": [
+        "solve_tril_16x16_kernel", "merge_16x16_to_32x32_inverse_kernel",
+        "merge_16x16_to_64x64_inverse_kernel",
+    ],
+}  # fmt: skip
+"""Modules of fla.ops, and what is called of them; the kernels are those that add."""
+
+
 @cache
 def stages() -> SimpleNamespace:
     """fla-core's stages by name; the first call imports fla-core, which takes seconds, or raises an
     ImportError.
     """
+    found: dict[str, Any] = {}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # fla warns where there is no GPU
-            from fla.ops.common.chunk_o import chunk_fwd_o
-            from fla.ops.common.chunk_scaled_dot_kkt import chunk_scaled_dot_kkt_fwd
-            from fla.ops.gated_delta_rule.chunk_fwd import (
-                chunk_gated_delta_rule_fwd_intra,
-                chunk_gated_delta_rule_fwd_kkt_solve_kernel,
-            )
-            from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd
-            from fla.ops.utils import chunk_local_cumsum, solve_tril
-            from fla.ops.utils.cumsum import chunk_local_cumsum_scalar_kernel
-            from fla.ops.utils.solve_tril import (
-                merge_16x16_to_32x32_inverse_kernel,
-                merge_16x16_to_64x64_inverse_kernel,
-                solve_tril_16x16_kernel,
-            )
+            for module, names in _STAGES.items():
+                imported = import_module(f"fla.ops.{module}")
+                found |= {name: getattr(imported, name) for name in names}
     except ModuleNotFoundError as error:
         raise ImportError(
             f"the gated delta rule on a GPU needs fla-core ({error.name} is missing); install it with: "
             "pip install 'mambaslots[fla]'"
         ) from error
-    return SimpleNamespace(
-        chunk_fwd_o=chunk_fwd_o,
-        chunk_gated_delta_rule_fwd_intra=chunk_gated_delta_rule_fwd_intra,
-        chunk_local_cumsum=chunk_local_cumsum,
-        chunk_scaled_dot_kkt_fwd=chunk_scaled_dot_kkt_fwd,
-        kkt_solve_kernel=chunk_gated_delta_rule_fwd_kkt_solve_kernel,
-        recompute_w_u_fwd=recompute_w_u_fwd,
-        solve_tril=solve_tril,
-        kernels_that_add=(
-            chunk_local_cumsum_scalar_kernel,
-            chunk_gated_delta_rule_fwd_kkt_solve_kernel,
-            solve_tril_16x16_kernel,
-            merge_16x16_to_32x32_inverse_kernel,
-            merge_16x16_to_64x64_inverse_kernel,
-        ),
-    )
+    kernels = [kernel for name, kernel in found.items() if name.endswith("_kernel")]
+    return SimpleNamespace(**found, kernels_that_add=kernels)

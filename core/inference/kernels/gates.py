@@ -46,10 +46,14 @@ def tile(width: int) -> tuple[int, int]:
     return BLOCK // columns, columns
 
 
+def dense(x: Tensor) -> Tensor:
+    """x, whose columns lie side by side; a copy only where they do not yet."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def dense_rows(x: Tensor) -> Tensor:
     """x [..., n] as [rows, n], whose columns lie side by side; a view where the strides allow it."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
+    return dense(x.reshape(-1, x.shape[-1]))
 
 
 def _gated(x: Tensor, gate: Tensor, dtype: torch.dtype, silu: bool) -> Tensor:
@@ -57,7 +61,7 @@ def _gated(x: Tensor, gate: Tensor, dtype: torch.dtype, silu: bool) -> Tensor:
     if not out.numel():
         return out
     inner = 1 if _has_even_rows(x) and _has_even_rows(gate) else x.shape[1]
-    x, gate = (_by_outer_row(tensor, inner) for tensor in (x, gate))
+    x, gate = (dense(tensor.reshape(-1, inner, tensor.shape[-1])) for tensor in (x, gate))
     num_rows, width = x.shape[0] * inner, x.shape[2]
     rows, columns = tile(width)
     gated_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
@@ -70,12 +74,6 @@ def _gated(x: Tensor, gate: Tensor, dtype: torch.dtype, silu: bool) -> Tensor:
 def _has_even_rows(x: Tensor) -> bool:
     """Whether one stride leads from row to row: not so in heads that are some columns of a projection."""
     return x.dim() != 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
-
-
-def _by_outer_row(x: Tensor, inner: int) -> Tensor:
-    """x as [rows // inner, inner, n], whose columns lie side by side; a view where the strides allow it."""
-    rows = x.reshape(-1, inner, x.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 @triton.jit

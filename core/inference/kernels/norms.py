@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gates import dense_rows, sigmoid
+from .gates import dense, dense_rows, sigmoid
 from .state_tensors import check_last_stride
 
 BLOCK = 1024
@@ -193,7 +193,7 @@ def qk_norm_rotary(
     key_out = torch.empty(key.shape, dtype=key.dtype, device=key.device)
     if not tokens:
         return query_out, key_out
-    query, key, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, cos, sin))
+    query, key, cos, sin = map(dense, (query, key, cos, sin))
     block_dim = triton.next_power_of_2(dim)
     block_heads = min(max(1, QK_BLOCK // block_dim), triton.next_power_of_2(query_heads))
     query_blocks = triton.cdiv(query_heads, block_heads)

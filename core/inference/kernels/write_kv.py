@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .gates import dense
 from .reference.attention import rotary_frequencies
 
 BLOCK = 1024
@@ -34,7 +35,7 @@ def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, pos
     entries = tokens.shape[0]
     if not entries or not keys.numel():
         return
-    keys, values = _with_dense_heads(keys), _with_dense_heads(values)
+    keys, values = dense(keys), dense(values)
     block_size, heads, head_dim = kv_cache.shape[2:]
     block_dim = triton.next_power_of_2(head_dim)
     write_kv_kernel[(entries, _parts(entries))](
@@ -59,7 +60,7 @@ def rotary_and_write_kv(
     num_tokens, heads, head_dim = query.shape
     block_size, kv_heads = kv_cache.shape[2:4]
     entries, half = tokens.shape[0], head_dim // 2
-    query, key, value = _with_dense_heads(query), _with_dense_heads(key), _with_dense_heads(value)
+    query, key, value = dense(query), dense(key), dense(value)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     programs = num_tokens + entries
     if not programs:
@@ -87,10 +88,6 @@ def heads_of_a_program(heads: int, block_dim: int) -> int:
 def _parts(programs: int) -> int:
     """Over how many programs the heads of a token, and the zeros after it, are spread."""
     return max(1, min(MAX_PARTS, FEW_PROGRAMS // programs))
-
-
-def _with_dense_heads(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @cache
