@@ -1,6 +1,6 @@
 """Models split over ranks, and replicas of them: what keeps ranks together, and moves cached prefixes."""
 
-from .heartbeat import Heartbeat, RankDiedError, StoreLostError
+from .heartbeat import Heartbeat, RankDiedError
 from .lockstep.following import follow
 from .lockstep.leading_engine import LeadingEngine
 from .prefill_decode.disaggregated_engine import DisaggregatedEngine, PrefillCounts
@@ -18,7 +18,7 @@ from .transfer.import_ import CopyError, ImportReport, PrefixCounts, import_pref
 from .transfer.shard import PrefixShard, decode_prefixes, encode_prefixes
 
 __all__ = [
-    "Heartbeat", "RankDiedError", "StoreLostError",
+    "Heartbeat", "RankDiedError",
     # routing to replicas
     "StateRouter", "RouteRequest", "ReplicaLoad", "StateEvents", "StateIndex", "StatePublisher",
     "encode_events", "decode_events",

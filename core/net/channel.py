@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 SILENCE_S = 10.0
 """A peer that answers no heartbeat for so long is lost."""
@@ -155,8 +156,11 @@ class Listener(_End):
 
     async def receive_async(self, timeout_s: float) -> tuple[bytes, Any, memoryview | None] | None:
         """As `receive`, in an event loop."""
-        frames = await self._received_async(timeout_s)
-        return None if frames is None else self._message(frames)
+        deadline = time.monotonic() + timeout_s
+        while (frames := await self._received_async(deadline - time.monotonic())) is not None:
+            if (found := self._message(frames)) is not None:
+                return found
+        return None
 
     def _message(self, frames: Frames) -> tuple[bytes, Any, memoryview | None] | None:
         peer = frames[0].bytes
@@ -223,9 +227,7 @@ class Link(_End):
             except (OSError, ValueError, zmq.ZMQError) as error:
                 self.close()
                 self._socket = self._new_socket()
-                failures.append(
-                    f"{host}: {'another process listens there' if isinstance(error, zmq.Again) else error}"
-                )
+                failures.append(f"{host}: {error}")
             else:
                 return
         self.close()
@@ -234,9 +236,8 @@ class Link(_End):
     def _new_socket(self) -> "zmq.Socket[bytes]":
         new = super()._new_socket()
         new.setsockopt(zmq.IDENTITY, os.urandom(16).replace(b"\0", b"\1"))
-        new.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost listener stays lost
-        new.setsockopt(zmq.IMMEDIATE, 1)  # no connection: sends fail
-        self._ends = new.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        new.setsockopt(zmq.RECONNECT_IVL, 1 << 30)  # a lost listener stays lost; -1 would lose its messages
+        self._ends = new.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()
         for one in (new, self._ends):
             self._poller.register(one, zmq.POLLIN)
@@ -246,8 +247,9 @@ class Link(_End):
         self._socket.curve_serverkey = address.key.encode()
         socket.create_connection((host, address.port), max(0.001, deadline - time.monotonic())).close()
         self._socket.connect(f"tcp://{host}:{address.port}")
-        self._socket.setsockopt(zmq.SNDTIMEO, max(1, int(1000 * (deadline - time.monotonic()))))
-        self._socket.send(b"")  # once the handshake is made
+        is_there = self._ends.poll(max(1, int(1000 * (deadline - time.monotonic()))))
+        if not is_there or recv_monitor_message(self._ends)["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            raise ConnectionError("another process listens there")
 
     def close(self) -> None:
         """As of a `Listener`."""
@@ -287,11 +289,13 @@ class Link(_End):
 
     def send(self, message: msgspec.Struct, payload: Any = None) -> None:
         """Send a message, and bytes with it; PeerLostError where the listener is gone, or reads nothing."""
+        if not self.is_connected():
+            raise PeerLostError("its connection is closed")
         encoded = msgspec.msgpack.encode(message)
         try:
             self._socket.send_multipart([encoded] if payload is None else [encoded, payload], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            raise PeerLostError("its connection is closed") from error
+            raise PeerLostError("it does not read what it is sent") from error
 
     def is_connected(self) -> bool:
         """Whether the listener is there."""

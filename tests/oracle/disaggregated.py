@@ -1,14 +1,15 @@
 """A prefill worker and a decode engine in one process, over a store of their own."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import mambaslots as ms
 import mambaslots.net as msd
-from mambaslots.net.prefill_decode.message_stream import MessageStream, PeerLostError
+import msgspec
+from mambaslots.net.channel import Listener
+from mambaslots.net.prefill_decode.messages import Answer, Beat, Hello, Prefill, Question
 from oracle.serving import assert_answers
 from oracle.transfers import engine_of
 from torch.distributed import TCPStore
@@ -57,40 +58,55 @@ class Place:
 
     @asynccontextmanager
     async def impostor(
-        self, behave: Callable[[MessageStream], Coroutine[Any, Any, None]]
+        self, behave: Callable[["Impostor"], Coroutine[Any, Any, None]]
     ) -> AsyncIterator[None]:
-        """In a worker's place: connects as a worker does, then does as `behave` says and leaves."""
-
-        tasks: list[asyncio.Task[None]] = []
-        engine = engine_of()
-
-        async def serve(stream: MessageStream) -> None:
-            try:
-                await stream.receive(PATIENCE_S)
-                name = f"channel {len(tasks)}"
-                await stream.send({"channel": name}, PATIENCE_S)
-                await stream.receive(PATIENCE_S)
-                with msd.TransferChannel(engine, self.client(), name, "source", timeout_s=5.0) as channel:
-                    await asyncio.to_thread(channel.connect)
-                    await behave(stream)
-            except PeerLostError:
-                pass
-            finally:
-                stream.close()
-
-        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            tasks.append(asyncio.create_task(serve(MessageStream(reader, writer))))
-
-        listener = await asyncio.start_server(accept, "127.0.0.1", 0)
-        port = listener.sockets[0].getsockname()[1]
-        self.host.set(ADDRESS, json.dumps({"host": "127.0.0.1", "port": port, "secret": ""}))
+        """In a worker's place: connects as a worker does, is asked, then does as `behave` says and ends."""
+        impostor = Impostor()
+        self.host.set(ADDRESS, impostor.listener.address.to_bytes())
+        task = asyncio.create_task(impostor.serve(self, behave))
         try:
             yield
         finally:
-            listener.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            impostor.listener.close()
+
+
+class Impostor:
+    """Lies to one decode engine at a time."""
+
+    def __init__(self) -> None:
+        self.listener = Listener(Question, hosts=("127.0.0.1",))
+        self.peer = b""
+        self.engine = engine_of()
+
+    async def serve(self, place: Place, behave: Callable[["Impostor"], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            hello = await self.next(Hello)
+            with msd.TransferChannel(
+                self.engine, place.client(), hello.channel, "source", timeout_s=5.0
+            ) as channel:
+                await asyncio.to_thread(channel.connect)
+                self.send(Beat())
+                await self.next(Prefill)
+                await behave(self)
+            address = self.listener.address
+            self.listener.close()
+            self.listener = Listener(Question, hosts=("127.0.0.1",))
+            assert address != self.listener.address
+            place.host.set(ADDRESS, self.listener.address.to_bytes())
+
+    async def next(self, kind: Any) -> Any:
+        """The next question of this kind."""
+        while True:
+            received = await self.listener.receive_async(PATIENCE_S)
+            if received is not None and isinstance(received[1], kind):
+                self.peer = received[0]
+                return received[1]
+
+    def send(self, answer: Answer | bytes) -> None:
+        data = answer if isinstance(answer, bytes) else msgspec.msgpack.encode(answer)
+        self.listener._socket.send_multipart([self.peer, data])
 
 
 async def answers(

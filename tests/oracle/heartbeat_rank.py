@@ -1,4 +1,4 @@
-"""Ranks of a split model as processes of their own, without torchrun: they serve until something ends them.
+"""Ranks of a split model as processes, without torchrun: they serve until something ends them.
 
 A server that has imported everything forks them: on a busy machine the imports would take longer than a test.
 """
@@ -24,7 +24,7 @@ from mambaslots.net import Heartbeat
 from mambaslots.parallel_groups import ParallelGroups
 from oracle.serving import random_tokens, small_config, small_engine
 
-INTERVAL_S, TIMEOUT_S = 0.2, 2.5
+TIMEOUT_S = 2.5
 STARTING_S = 60.0
 SERVED = "served"
 ROUNDS = 3
@@ -76,11 +76,7 @@ class RankProcess:
 
 @contextmanager
 def rank_processes(
-    folder: Path,
-    *roles: str,
-    port: int | None = None,
-    interval_s: float = INTERVAL_S,
-    timeout_s: float = TIMEOUT_S,
+    folder: Path, *roles: str, port: int | None = None, timeout_s: float = TIMEOUT_S
 ) -> Iterator[list[RankProcess]]:
     """The ranks of one model, all of them serving; this process hosts their store unless `port` is another's.
 
@@ -92,7 +88,7 @@ def rank_processes(
     ranks = []
     try:
         for rank, role in enumerate(roles):
-            arguments = rank, len(roles), port, role, interval_s, timeout_s
+            arguments = rank, len(roles), port, role, timeout_s
             ranks.append(RankProcess(folder / f"rank {rank}", _serve, *arguments))
         for process in ranks:
             process.await_saying(SERVED)
@@ -137,11 +133,11 @@ def _lead_to_a_full_pipe(name: str) -> None:
             os.write(writer, bytes(select.PIPE_BUF))
     os.set_blocking(writer, True)
     os.dup2(writer, stream.fileno())
-    stream.write("what is not read")
+    stream.write("what no one reads")
     setattr(sys, name, stream)
 
 
-def _serve(rank: int, ranks: int, port: int, role: str, interval_s: float, timeout_s: float) -> None:
+def _serve(rank: int, ranks: int, port: int, role: str, timeout_s: float) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=STARTING_S))
     dist.init_process_group(
         "gloo",
@@ -152,7 +148,7 @@ def _serve(rank: int, ranks: int, port: int, role: str, interval_s: float, timeo
     )
     groups = ParallelGroups(tensor=dist.group.WORLD)
     engine = small_engine(model=ms.models.HybridLM(small_config(), groups=groups))
-    with Heartbeat(store, rank, ranks, interval_s, timeout_s, exit_when_stuck=True) as heartbeat:
+    with Heartbeat(store, rank, ranks, timeout_s, exit_when_stuck=True) as heartbeat:
         for count in range(10**9):
             if count == ROUNDS and role == "raises":
                 raise KeyError("what this rank cannot find")

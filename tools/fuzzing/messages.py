@@ -5,9 +5,8 @@ Each connection ends in a documented way, whatever the other side sends, and hol
 """
 
 import asyncio
-import json
+import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 from types import SimpleNamespace
@@ -19,11 +18,12 @@ from fuzzing.target import ACCEPTED, REFUSED, any_json, any_value, damaged_bytes
 from mambaslots.errors import KVBlockCapacityError, QueueFullError
 from mambaslots.fleet.answers import EngineRequest, ReplicaLostError, answer_parts
 from mambaslots.inference.engines.async_engine import AsyncEngine
-from mambaslots.net.channel import Link, Listener
+from mambaslots.net.channel import Link, Listener, PeerLostError
 from mambaslots.net.lockstep.following import Failure, Hello, Outcome
-from mambaslots.net.prefill_decode.message_stream import MAX_LINE_BYTES, MessageStream, PeerLostError
+from mambaslots.net.prefill_decode import messages
+from mambaslots.net.prefill_decode.messages import Answer, Cancel, Computed, Prefill, Question
 from mambaslots.net.prefill_decode.prefill_client import PrefillClient, RemotePrefill
-from mambaslots.net.prefill_decode.prefill_session import PrefillSession, PromptRoom
+from mambaslots.net.prefill_decode.prefill_worker import PrefillSession, PromptRoom
 from mambaslots.net.prefill_decode.prefix_computer import PrefixComputer
 from mambaslots.net.transfer.hand_over import SendReport
 from mambaslots.net.transfer.import_ import ImportReport
@@ -34,50 +34,47 @@ _WAIT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Lines:
+class Sent:
     """What a peer sends: `kind` is "good" where nothing is wrong with it."""
 
     kind: str
-    data: bytes
+    messages: tuple[bytes, ...]
 
 
-def draw_lines(random: Random, good: list[Any]) -> Lines:
-    """Lines of JSON, of which some are damaged."""
+def draw_messages(random: Random, good: list[Any]) -> Sent:
+    """Messages, of which some are damaged."""
     if random.random() < 0.1:
-        return Lines("good", b"".join(json.dumps(message).encode() + b"\n" for message in good))
-    messages = [random.choice(good) for _ in range(random.choice((1, 2, 5)))]
-    lines = []
-    for message in messages:
+        return Sent("good", tuple(map(msgspec.msgpack.encode, good)))
+    messages = []
+    for _ in range(random.choice((1, 2, 5))):
+        message = msgspec.to_builtins(random.choice(good))
         way = random.randrange(5)
         if way == 0:
             message = damaged_json(random, message)
         elif way == 1:
             message = any_json(random)
-        line = json.dumps(message).encode("utf-8", "surrogatepass") + b"\n"
-        lines.append(damaged_bytes(random, line) if way == 2 else line)
-    return Lines("damaged", b"".join(lines))
+        try:
+            data = msgspec.msgpack.encode(message)
+        except (OverflowError, ValueError):  # large integers, half characters
+            data = b"\xc1"
+        messages.append(damaged_bytes(random, data) if way == 2 else data)
+    return Sent("damaged", tuple(messages))
 
 
-class _Writer:
-    """Takes what is sent; `lines` are the messages."""
+class _End:
+    """In place of a `Link` whose peer sends `messages` and ends."""
 
-    def __init__(self) -> None:
-        self.sent = b""
-        self.transport = SimpleNamespace(abort=lambda: None)
+    def __init__(self, messages: tuple[bytes, ...]) -> None:
+        self._messages = iter(messages)
 
-    def write(self, data: bytes) -> None:
-        self.sent += data
+    async def receive_async(self) -> tuple[Any, None]:
+        try:
+            return msgspec.msgpack.decode(next(self._messages), type=Answer), None
+        except (StopIteration, msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
+            raise PeerLostError(str(error)) from error
 
-    async def drain(self) -> None:
+    def send(self, message: object) -> None:
         pass
-
-
-def stream_of(data: bytes) -> tuple[MessageStream, _Writer]:
-    """A stream whose peer sends `data` and ends."""
-    reader, writer = asyncio.StreamReader(limit=MAX_LINE_BYTES), _Writer()
-    reader.feed_data(data)
-    reader.feed_eof()
-    return MessageStream(reader, writer), writer  # type: ignore[arg-type]
 
 
 class Sessions:
@@ -88,22 +85,18 @@ class Sessions:
 
     def __init__(self) -> None:
         self._warm = WarmEngine(OWN)
-        self._good = [
-            {"prefill": 0, "tokens": SENT[0][:16], "salt": None},
-            {"prefill": 1, "tokens": SENT[2][:24], "salt": "00ff"},
-            {"cancel": 0},
-        ]
+        self._good = [Prefill(0, SENT[0][:16], None), Prefill(1, SENT[2][:24], b"\0\xff"), Cancel(0)]
 
-    def draw(self, random: Random) -> Lines:
-        return draw_lines(random, self._good)
+    def draw(self, random: Random) -> Sent:
+        return draw_messages(random, self._good)
 
     def size_of(self, drawn: object) -> int:
-        assert isinstance(drawn, Lines)
-        return len(drawn.data)
+        assert isinstance(drawn, Sent)
+        return sum(map(len, drawn.messages))
 
     @quiet()
     def feed(self, drawn: object) -> str:
-        assert isinstance(drawn, Lines)
+        assert isinstance(drawn, Sent)
         try:
             end = asyncio.run(asyncio.wait_for(self._served(drawn), _WAIT_S))
             engine = self._warm.engine
@@ -115,19 +108,38 @@ class Sessions:
             self._warm.renew()
         return end
 
-    async def _served(self, drawn: Lines) -> str:
+    async def _served(self, drawn: Sent) -> str:
         engine = self._warm.engine
-        async with AsyncEngine(engine) as server:
-            room = PromptRoom(engine.context.prefix_cache.kv_blocks.total_count, 4)
-            free = room._free_blocks, room._free_prompts
-            stream, writer = stream_of(drawn.data)
-            channel: Any = SimpleNamespace(send=lambda *_, **__: SendReport(states=1, bytes=1))
-            computer = PrefixComputer(server, engine)
-            with suppress(PeerLostError):
-                await PrefillSession(server, computer, room, 8, stream, channel).serve()
-            assert (room._free_blocks, room._free_prompts) == free, "a prompt that is gone has its room"
-        messages = [json.loads(line) for line in writer.sent.splitlines()]
-        assert all({"computed", "sent", "refused"} & message.keys() for message in messages)
+        listener = Listener(Question, hosts=("127.0.0.1",))
+        link = Link(listener.address, Answer, _WAIT_S)
+        try:
+            async with AsyncEngine(engine) as server:
+                room = PromptRoom(engine.context.prefix_cache.kv_blocks.total_count, 4)
+                free = room._free_blocks, room._free_prompts
+                channel: Any = SimpleNamespace(send=lambda *_, **__: SendReport(states=1, bytes=1))
+                for message in drawn.messages:
+                    link._socket.send(message)
+                computer = PrefixComputer(server, engine)
+                num_asked = 0
+                session = None
+                while (received := listener.receive(0.02)) is not None:
+                    session = session or PrefillSession(server, computer, room, None, listener, received[0])  # type: ignore[arg-type]
+                    session.questions.put_nowait(received[1])
+                    num_asked += isinstance(received[1], Prefill)
+                if session is None:
+                    return REFUSED
+                answering = asyncio.create_task(session.answer(channel))
+                until = time.monotonic() + _WAIT_S / 2
+                while num_asked and not answering.done() and time.monotonic() < until:
+                    answer = link.receive(0.0)
+                    num_asked -= answer is not None and not isinstance(answer[0], Computed)
+                    await asyncio.sleep(0.001)
+                answering.cancel()
+                await asyncio.gather(answering, return_exceptions=True)
+                assert (room._free_blocks, room._free_prompts) == free, "a prompt that is gone has its room"
+        finally:
+            link.close()
+            listener.close()
         return ACCEPTED if drawn.kind == "good" else REFUSED
 
 
@@ -138,42 +150,36 @@ class Clients:
     documented: tuple[type[BaseException], ...] = (PeerLostError,)
 
     def __init__(self) -> None:
-        self._good = [
-            {"computed": 0},
-            {"sent": 0, "bytes": 5},
-            {"computed": 1},
-            {"sent": 1, "bytes": 0},
-            {"beat": True},
-        ]
+        self._good = [Computed(0), messages.Sent(0, 5), Computed(1), messages.Sent(1, 0), messages.Beat()]
 
-    def draw(self, random: Random) -> Lines:
-        good = [*self._good, {"refused": 1, "why": "so"}]
-        return draw_lines(random, self._good if random.random() < 0.3 else good)
+    def draw(self, random: Random) -> Sent:
+        good = [*self._good, messages.Refused(1, "so"), messages.End("so")]
+        return draw_messages(random, self._good if random.random() < 0.3 else good)
 
     def size_of(self, drawn: object) -> int:
-        assert isinstance(drawn, Lines)
-        return len(drawn.data)
+        assert isinstance(drawn, Sent)
+        return sum(map(len, drawn.messages))
 
     @quiet()
     def feed(self, drawn: object) -> str:
-        assert isinstance(drawn, Lines)
+        assert isinstance(drawn, Sent)
         return asyncio.run(asyncio.wait_for(self._fed(drawn), _WAIT_S))
 
-    async def _fed(self, drawn: Lines) -> str:
+    async def _fed(self, drawn: Sent) -> str:
         async def call(function: Callable[[Any], Any]) -> Any:
             return function(None)
 
         client = PrefillClient(call, None, "fuzz", silence_s=1.0, hand_over_timeout_s=1.0)  # type: ignore[arg-type]
-        stream, _ = stream_of(drawn.data)
-        client._stream = stream
+        link: Any = _End(drawn.messages)
+        client._link = link
         channel: Any = SimpleNamespace(receive=ImportReport)
         asked = [asyncio.create_task(client.prefill([1, 2, 3], None)) for _ in range(2)]
         await asyncio.sleep(0)
         why = ""
         try:
-            await client._listen(stream, channel)
+            await client._listen(link, channel)
         except PeerLostError as lost:
-            why = str(lost)
+            why = str(lost) or "it has ended"
         assert why
         client._forget(why)  # as `run` does
         answers = await asyncio.gather(*asked)

@@ -21,7 +21,7 @@ from ...request import FinishReason, SamplingParams
 from ...validation import instance, shown
 from ..all_ranks import AllRanks
 from ..channel import Address, Link, PeerLostError, host_name
-from ..heartbeat import Heartbeat, RankDiedError, StoreLostError
+from ..heartbeat import Heartbeat, RankDiedError
 
 PROTOCOL_VERSION = 1
 """All ranks of a model have the same one."""
@@ -379,7 +379,7 @@ def _outcome_of(call: Any, engine: DynamicInferenceEngine, heartbeat: Heartbeat 
     try:
         with nullcontext() if heartbeat is None else heartbeat.naming_the_dead():
             call.make(engine)
-    except (RankDiedError, StoreLostError):
+    except RankDiedError:
         raise
     except Exception as raised:
         error = raised

@@ -1,4 +1,4 @@
-"""An engine that leaves long prompts to a prefill worker."""
+"""An engine whose long prompts a prefill worker computes."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...inference.engines.streams import AsyncStream
 from ...request import SamplingParams
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real
-from .engine_channel import check_engine
+from .messages import check_engine
 from .prefill_client import PrefillClient, RemotePrefill
 
 
@@ -26,9 +26,9 @@ class PrefillCounts:
 
     Attributes:
         short: prompts with too few tokens that were not cached: computed by the decode engine.
-        remote: prompts whose prefix came from the prefill worker.
-        missed: prompts whose prefix was to come and did not: computed by the decode engine.
-        imported_tokens: tokens of the KV blocks that came.
+        remote: prompts whose prefix was imported from the prefill worker.
+        missed: prompts whose prefix was asked for and not imported: computed by the decode engine.
+        imported_tokens: tokens of the KV blocks that were imported.
         bytes: what the worker sent.
     """
 
@@ -93,8 +93,8 @@ class DisaggregatedEngine(AsyncEngine):
             name: of the worker.
             min_prefill_tokens: the worker is asked where it would compute at least so many tokens, >= 1.
             timeout_s: the longest time that a prompt waits for the worker, in seconds.
-            silence_s: a worker that says nothing for so long is lost, with all that it was asked for. A
-                worker says twice a second that its engine goes on between two steps, so this is longer than
+            silence_s: a worker that sends nothing for so long is lost, with all that it was asked for. A
+                worker reports twice a second that its engine is between two steps, so this is longer than
                 its longest step.
             hand_over_timeout_s: the longest time that the import of one prefix may take. The engine makes no
                 step meanwhile; a worker that freezes while it sends holds it up for so long, once.

@@ -1,29 +1,41 @@
 """A decode engine's connection to its prefill worker, which is made anew whenever the worker is lost."""
 
 import asyncio
-import json
 import logging
+import secrets
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ...validation import instance, integer
+from ..channel import Address, Link, PeerLostError
 from ..transfer.hand_over import TransferChannel
 from ..transfer.import_ import ImportReport, PrefixCounts
-from .engine_channel import EngineCall, connect, engine_channel
-from .message_stream import MessageStream, PeerLostError
-from .prefill_worker import address_key
+from .messages import (
+    MAX_BYTES,
+    PROTOCOL_VERSION,
+    Answer,
+    Beat,
+    Cancel,
+    Computed,
+    End,
+    EngineCall,
+    Hello,
+    Prefill,
+    Refused,
+    Sent,
+    address_key,
+    connected_channel,
+)
 
 logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 30.0
 """How long after a loss the worker is looked for again; each loss doubles the time, a hand-over ends that."""
-_SEND_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,7 @@ class RemotePrefill:
         bytes: what the worker sent.
         prefill_s: seconds from the question until the worker had computed the prompt.
         hand_over_s: seconds from then until the prefix was in the decode engine's cache.
-        failure: why the prefix did not come; empty where it did.
+        failure: why the prefix was not imported; empty where it was.
     """
 
     imported: PrefixCounts = field(default_factory=PrefixCounts)
@@ -69,7 +81,7 @@ class PrefillClient:
         Args:
             call: calls a function in the decode engine's thread, between two steps.
             store, name: as for the `PrefillWorker`.
-            silence_s: a worker that says nothing for so long is lost.
+            silence_s: a worker that sends nothing for so long is lost.
             hand_over_timeout_s: for one hand-over, while which the decode engine makes no step.
         """
         self.connected = asyncio.Event()
@@ -80,8 +92,8 @@ class PrefillClient:
         self._timeout_s = hand_over_timeout_s
         self._numbers = count()
         self._pending: dict[int, _Pending] = {}
-        self._stream: MessageStream | None = None
-        self._absence = "it has not come yet"
+        self._link: Link | None = None
+        self._absence = "it was not found yet"
         self._retry_s = FIRST_RETRY_S
 
     async def run(self) -> None:
@@ -89,8 +101,8 @@ class PrefillClient:
         while True:
             reason = "the connection is closed"
             try:
-                async with self._connection() as (stream, channel):
-                    await self._listen(stream, channel)
+                async with self._connection() as (link, channel):
+                    await self._listen(link, channel)
             except PeerLostError as lost:
                 reason = str(lost)
                 logger.warning("mambaslots: the prefill worker is lost: %s", lost)
@@ -103,59 +115,74 @@ class PrefillClient:
             self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
 
     @asynccontextmanager
-    async def _connection(self) -> AsyncIterator[tuple[MessageStream, TransferChannel]]:
+    async def _connection(self) -> AsyncIterator[tuple[Link, TransferChannel]]:
         while not await asyncio.to_thread(self._store.check, [self._key]):
             await asyncio.sleep(FIRST_RETRY_S)
         text = await asyncio.to_thread(self._store.get, self._key)
         try:
-            address = json.loads(text)
-            host, port = instance("host", address["host"], str), integer("port", address["port"], 1, 65535)
-            hello = {"secret": address["secret"]}
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise PeerLostError(f"the store has no address of it: {error!r}") from error
-        stream = await MessageStream.connect(host, port, self._silence_s)
+            address = Address.from_bytes(text)
+        except ValueError as error:
+            raise PeerLostError(f"the store has no address of it: {error}") from error
+        name = f"{self._key}/{secrets.token_hex(16)}"
+        async with (
+            connected_channel(self._call, self._store, name, "destination", self._timeout_s) as channel,
+            self._linked(address) as link,
+        ):
+            link.send(Hello(PROTOCOL_VERSION, name))
+            first = await self._next(link)
+            if not isinstance(first, Beat):
+                raise PeerLostError(
+                    f"it does not serve: {getattr(first, 'reason', 'it sent another answer')}"
+                )
+            self._link = link
+            self.connected.set()
+            yield link, channel
+
+    @asynccontextmanager
+    async def _linked(self, address: Address) -> AsyncIterator[Link]:
+        given_up = threading.Event()
+
+        def connect() -> Link:
+            link = Link(address, Answer, self._silence_s, silence_s=self._silence_s, max_bytes=MAX_BYTES)
+            if given_up.is_set():
+                link.close()
+            return link
+
         try:
-            await stream.send(hello, _SEND_TIMEOUT_S)
-            name = (await self._next(stream)).get("channel")
-            if not isinstance(name, str):
-                raise PeerLostError("it names no channel")
-            async with engine_channel(
-                self._call, self._store, name, "destination", self._timeout_s
-            ) as channel:
-                await stream.send({"connect": True}, _SEND_TIMEOUT_S)
-                await connect(self._call, channel)
-                self._stream = stream
-                self.connected.set()
-                yield stream, channel
+            link = await asyncio.to_thread(connect)
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
+        try:
+            yield link
         finally:
-            stream.close()
+            link.close()
 
     def _forget(self, reason: str) -> None:
-        """Answer every question with the failure, and let nobody ask."""
-        self._stream, self._absence = None, reason
+        """Answer every question with the failure, and accept no more."""
+        self._link, self._absence = None, reason
         self.connected.clear()
         pending, self._pending = self._pending, {}
         for one in pending.values():
             _resolve(one, RemotePrefill(failure=reason))
 
-    async def _next(self, stream: MessageStream) -> dict[str, Any]:
-        """The worker's next message that is no beat."""
-        while "beat" in (message := await stream.receive(self._silence_s)):
-            pass
-        return message
+    async def _next(self, link: Link) -> Answer:
+        """The worker's next message, at most `silence_s` after the last one."""
+        try:
+            message, _ = await asyncio.wait_for(link.receive_async(), self._silence_s)
+        except TimeoutError as error:
+            raise PeerLostError(f"it sent nothing for {self._silence_s:g} s") from error
+        answer: Answer = message
+        return answer
 
-    async def _listen(self, stream: MessageStream, channel: TransferChannel) -> None:
+    async def _listen(self, link: Link, channel: TransferChannel) -> None:
         while True:
-            message = await self._next(stream)
-            try:
-                await self._hear(message, channel)
-            except ValueError as error:
-                raise PeerLostError(f"it answers what is no answer: {error}") from error
+            await self._take(await self._next(link), channel)
 
-    async def _hear(self, message: dict[str, Any], channel: TransferChannel) -> None:
-        if "computed" in message:
-            # Whoever asked may have gone: the worker sends all the same.
-            one = self._pending.get(integer("computed", message["computed"]))
+    async def _take(self, answer: Answer, channel: TransferChannel) -> None:
+        if isinstance(answer, Computed):
+            # The question may be cancelled: the worker sends all the same.
+            one = self._pending.get(answer.number)
             computed_s = time.perf_counter()
             report = await self._call(lambda engine: channel.receive())
             if report.failure:
@@ -163,41 +190,38 @@ class PrefillClient:
             self._retry_s = FIRST_RETRY_S
             if one is not None:
                 one.report, one.computed_s, one.received_s = report, computed_s, time.perf_counter()
-        elif "sent" in message:
-            number, num_bytes = integer("sent", message["sent"]), integer("bytes", message.get("bytes"), 0)
-            one = self._pending.get(number)
+        elif isinstance(answer, Sent):
+            one = self._pending.get(answer.number)
             if one is not None:
                 if one.report is None:  # `_forget` answers what is pending
-                    raise PeerLostError("it says that it has sent what did not come")
-                del self._pending[number]
-                _resolve(one, _described(one, one.report, num_bytes))
-        elif "refused" in message:
-            one = self._pending.pop(integer("refused", message["refused"]), None)
+                    raise PeerLostError("it says that it has sent what was not received")
+                del self._pending[answer.number]
+                _resolve(one, _described(one, one.report, answer.bytes))
+        elif isinstance(answer, Refused):
+            one = self._pending.pop(answer.number, None)
             if one is not None:
-                _resolve(one, RemotePrefill(failure=f"the prefill worker refuses: {message.get('why')}"))
-        else:
-            raise PeerLostError("it answers what is no answer")
+                _resolve(one, RemotePrefill(failure=f"the prefill worker refuses: {answer.reason}"))
+        elif isinstance(answer, End):
+            raise PeerLostError(answer.reason)
 
     async def prefill(self, tokens: list[int], salt: bytes | None) -> RemotePrefill:
-        """Let the worker compute a prefix, and import it. Cancelling the task tells the worker.
+        """Let the worker compute a prefix, and import it. Cancelling the task cancels it at the worker.
 
         A failure raises nothing.
         """
-        stream, number = self._stream, next(self._numbers)
-        if stream is None:
+        link, number = self._link, next(self._numbers)
+        if link is None:
             return RemotePrefill(failure=f"the prefill worker is not connected: {self._absence}")
         one = self._pending[number] = _Pending(asyncio.get_running_loop().create_future())
         try:
-            digits = None if salt is None else salt.hex()
-            await stream.send({"prefill": number, "tokens": tokens, "salt": digits}, _SEND_TIMEOUT_S)
+            link.send(Prefill(number, tokens, salt))
             return await one.answer
-        except PeerLostError as lost:
-            stream.close()  # so that `run` notices
+        except PeerLostError as lost:  # `run` finds that, too
             return RemotePrefill(failure=str(lost))
         finally:
             if self._pending.pop(number, None) is not None:
                 with suppress(PeerLostError):
-                    await stream.send({"cancel": number}, _SEND_TIMEOUT_S)
+                    link.send(Cancel(number))
 
 
 def _described(one: _Pending, report: ImportReport, num_bytes: int) -> RemotePrefill:

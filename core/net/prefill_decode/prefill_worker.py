@@ -1,52 +1,53 @@
 """An engine that computes prompts for others, and hands their prefixes over."""
 
 import asyncio
-import json
 import logging
-import secrets
-from contextlib import suppress
-from functools import partial
-from itertools import count
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...validation import LONGEST_TIMEOUT_S, instance, real, shown
-from .engine_channel import check_engine, connect, engine_channel
-from .message_stream import MAX_LINE_BYTES, MessageStream, PeerLostError
-from .prefill_session import SEND_TIMEOUT_S, PrefillSession, PromptRoom
-from .prefix_computer import PrefixComputer
+from ...validation import LONGEST_TIMEOUT_S, instance, real
+from ..channel import Listener, PeerLostError
+from ..transfer.hand_over import TransferChannel
+from .messages import (
+    MAX_BYTES,
+    PROTOCOL_VERSION,
+    Answer,
+    Beat,
+    Cancel,
+    Computed,
+    End,
+    Hello,
+    Prefill,
+    Question,
+    Refused,
+    Sent,
+    address_key,
+    check_engine,
+    connected_channel,
+)
+from .prefix_computer import PrefixComputer, PrefixLostError
 
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
-"""How often a worker says that its engine goes on."""
-_HELLO_TIMEOUT_S = 10.0
-
-
-def address_key(name: str) -> str:
-    """Where in the store a prefill worker writes how it is reached."""
-    return f"mambaslots/prefill/{checked_name(name)}"
-
-
-def checked_name(name: str) -> str:
-    """The name of a prefill worker; ValueError for what is none."""
-    if not isinstance(name, str) or not name or not name.isprintable():
-        raise ValueError(f"name is {shown(name)}; accepted: a printable str that names the prefill worker")
-    return name
+"""How often a worker says that its engine makes steps."""
 
 
 class PrefillWorker:
     """Serves `DisaggregatedEngine`s: it computes their prompts and hands the prefixes over.
 
     Prompts are batched as in any engine. From the step that completes a prompt until its prefix is handed
-    over, its state and its KV blocks are pinned; a prompt begins only once its blocks fit beside those of the
+    over, its state and its KV blocks are pinned; a prompt begins only once its blocks fit with those of the
     prompts under way. The prefixes stay cached, so later prompts resume here, too.
 
         asyncio.run(msd.PrefillWorker(engine, store).serve())
 
-    Whoever can read the store can connect. Prompts and salts travel over the connection as they are.
+    Only processes that can read the store can connect; connections are encrypted.
     """
 
     def __init__(
@@ -74,15 +75,11 @@ class PrefillWorker:
         check_engine(engine)
         self._store = instance("store", store, Store)
         self._key = address_key(name)
-        self._name = name
         self._host = instance("host", host, str)
         self._timeout_s = real("hand_over_timeout_s", hand_over_timeout_s, 1e-3, LONGEST_TIMEOUT_S)
-        self._secret = secrets.token_hex(16)
-        self._numbers = count()
-        self._sessions: dict[asyncio.Task[None], MessageStream] = {}
-        cache, size = engine.context.prefix_cache, engine.config.block_size_tokens
+        self._sessions: dict[bytes, PrefillSession] = {}
+        cache = engine.context.prefix_cache
         self._room = PromptRoom(cache.kv_blocks.total_count, max(1, cache.pins.max_slots))
-        self._block_size = size
 
     async def serve(self) -> None:
         """Serve until the task is cancelled.
@@ -94,63 +91,175 @@ class PrefillWorker:
         """
         async with AsyncEngine(self._engine) as server:
             computer = PrefixComputer(server, self._engine)
-            listener = await asyncio.start_server(
-                partial(self._accept, server, computer), self._host, 0, limit=MAX_LINE_BYTES
-            )
+            listener = Listener(Question, hosts=(self._host,), max_bytes=MAX_BYTES)
             try:
-                port = listener.sockets[0].getsockname()[1]
-                address = json.dumps({"host": self._host, "port": port, "secret": self._secret})
-                await asyncio.to_thread(self._store.set, self._key, address)
-                while True:
-                    await server.call(_nothing)  # returns once the engine is between two steps
-                    for stream in list(self._sessions.values()):
-                        with suppress(PeerLostError):  # its session notices, too
-                            await stream.send({"beat": True}, SEND_TIMEOUT_S)
-                    await asyncio.sleep(BEAT_S)
+                await asyncio.to_thread(self._store.set, self._key, listener.address.to_bytes())
+                await self._serve_peers(server, computer, listener)
             finally:
-                listener.close()
-                for task in self._sessions:
+                tasks = [session.task for session in self._sessions.values()]
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(*self._sessions, return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
+                listener.close()
 
-    def _accept(
+    async def _serve_peers(self, server: AsyncEngine, computer: PrefixComputer, listener: Listener) -> None:
+        loop = asyncio.get_running_loop()
+        beat_s = loop.time()
+        while True:
+            received = await listener.receive_async(max(0.0, beat_s - loop.time()))
+            if received is not None:
+                peer, question, _ = received
+                if isinstance(question, Hello) and peer not in self._sessions:
+                    session = PrefillSession(server, computer, self._room, self._store, listener, peer)
+                    session.task = loop.create_task(session.serve(question, self._timeout_s))
+                    session.task.add_done_callback(lambda _, peer=peer: self._sessions.pop(peer))
+                    self._sessions[peer] = session
+                elif peer in self._sessions:
+                    self._sessions[peer].questions.put_nowait(question)
+            if loop.time() >= beat_s:
+                await server.call(_nothing)  # returns once the engine is between two steps
+                for session in list(self._sessions.values()):
+                    session.beat()
+                beat_s = loop.time() + BEAT_S
+
+
+class PromptRoom:
+    """Lets prompts begin in the order of their arrival, each once its KV blocks fit with the others'.
+
+    A prompt is under way until its prefix is handed over. Until then its blocks and its state are held, so
+    prompts that do not fit together must not begin together. Blocks that prompts share are counted for each.
+    """
+
+    def __init__(self, num_blocks: int, num_prompts: int) -> None:
+        """
+        Args:
+            num_blocks: KV blocks for all prompts together.
+            num_prompts: the most prompts under way.
+        """
+        self.num_blocks = num_blocks
+        self._free_blocks = num_blocks
+        self._free_prompts = num_prompts
+        self._head = asyncio.Lock()  # is given in the order in which it was asked for
+        self._left = asyncio.Event()
+
+    @asynccontextmanager
+    async def prompt(self, num_blocks: int) -> AsyncIterator[None]:
+        """Inside, a prompt of so many blocks, at most `num_blocks` of the room, is under way."""
+        async with self._head:
+            while self._free_blocks < num_blocks or not self._free_prompts:
+                self._left.clear()
+                await self._left.wait()
+            self._free_blocks -= num_blocks
+            self._free_prompts -= 1
+        try:
+            yield
+        finally:
+            self._free_blocks += num_blocks
+            self._free_prompts += 1
+            self._left.set()
+
+
+class PrefillSession:
+    """What one decode engine asks for.
+
+    Attributes:
+        questions: its messages after the first.
+        task: runs `serve`.
+    """
+
+    task: "asyncio.Task[None]"
+
+    def __init__(
         self,
         server: AsyncEngine,
         computer: PrefixComputer,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        room: PromptRoom,
+        store: Store,
+        listener: Listener,
+        peer: bytes,
     ) -> None:
-        """Begin a session with whoever connects."""
-        stream = MessageStream(reader, writer)
-        task = asyncio.get_running_loop().create_task(self._serve_peer(server, computer, stream))
-        self._sessions[task] = stream
-        task.add_done_callback(self._sessions.pop)
+        self.questions: asyncio.Queue[Question] = asyncio.Queue()
+        self._server, self._computer, self._room, self._store = server, computer, room, store
+        self._listener, self._peer = listener, peer
+        self._serves = False
+        self._sending = asyncio.Lock()
+        self._computing: dict[int, asyncio.Task[None]] = {}
 
-    async def _serve_peer(self, server: AsyncEngine, computer: PrefixComputer, stream: MessageStream) -> None:
-        """Serve one decode engine until it is lost."""
+    def beat(self) -> None:
+        """Say that the engine makes steps; end the session where the peer is gone."""
+        if not self._listener.is_connected(self._peer):
+            self.task.cancel()
+        elif self._serves:
+            with suppress(PeerLostError):  # the next beat finds it gone
+                self._send(Beat())
+
+    async def serve(self, hello: Hello, timeout_s: float) -> None:
+        """Serve until the peer is lost, or the task is cancelled."""
+        reason = "the prefill worker ends"
         try:
-            hello = await stream.receive(_HELLO_TIMEOUT_S)
-            if not secrets.compare_digest(_text(hello.get("secret")), self._secret.encode()):
-                raise PeerLostError("it does not know the secret in the store")
-            name = f"{self._name}/{self._secret}/{next(self._numbers)}"
-            async with engine_channel(server.call, self._store, name, "source", self._timeout_s) as channel:
-                await stream.send({"channel": name}, SEND_TIMEOUT_S)
-                if "connect" not in await stream.receive(_HELLO_TIMEOUT_S):
-                    raise PeerLostError("it does not connect")
-                await connect(server.call, channel)
-                session = PrefillSession(server, computer, self._room, self._block_size, stream, channel)
-                await session.serve()
+            if hello.protocol != PROTOCOL_VERSION:
+                raise PeerLostError(f"its protocol is {hello.protocol}; accepted: {PROTOCOL_VERSION}")
+            async with connected_channel(
+                self._server.call, self._store, hello.channel, "source", timeout_s
+            ) as channel:
+                self._serves = True
+                self._send(Beat())
+                await self.answer(channel)
         except* PeerLostError as lost:
-            logger.info("mambaslots: a decode engine is gone: %s", lost.exceptions[0])
+            reason = str(lost.exceptions[0])
+            logger.info("mambaslots: a decode engine is gone: %s", reason)
         except* Exception as failed:
+            reason = str(failed.exceptions[0])
             logger.warning("mambaslots: a decode engine is not served any more", exc_info=failed)
         finally:
-            stream.close()
+            with suppress(PeerLostError):
+                self._send(End(reason[:500]))
 
+    async def answer(self, channel: TransferChannel) -> None:
+        """Answer questions until the peer is lost, which raises a group with a PeerLostError."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                question = await self.questions.get()
+                if isinstance(question, Cancel):
+                    computing = self._computing.get(question.number)
+                    if computing is not None:
+                        computing.cancel()
+                elif isinstance(question, Prefill) and question.number not in self._computing:
+                    prefill = self._prefill(question, channel)
+                    self._computing[question.number] = tasks.create_task(prefill)
+                else:
+                    raise PeerLostError("it asks for what is no new prefix")
 
-def _text(value: object) -> bytes:
-    """What a peer says as bytes; JSON may hold half a surrogate pair, which UTF-8 does not."""
-    return str(value).encode("utf-8", "backslashreplace")
+    async def _prefill(self, prefix: Prefill, channel: TransferChannel) -> None:
+        """Compute a prefix and hand it over."""
+        number, size = prefix.number, self._computer.block_size_tokens
+        try:
+            blocks = min(self._room.num_blocks, math.ceil(len(prefix.tokens) / size) + 1)
+            async with (
+                self._room.prompt(blocks),
+                self._computer.computed(prefix.tokens, prefix.salt),
+                self._sending,
+            ):
+                del self._computing[number]  # it is not cancelled any more: the peer receives it
+                self._send(Computed(number))
+                self._send(Sent(number, await self._hand_over(prefix, channel)))
+        except (ValueError, PrefixLostError) as error:
+            self._send(Refused(number, str(error)))
+        finally:
+            self._computing.pop(number, None)
+
+    async def _hand_over(self, prefix: Prefill, channel: TransferChannel) -> int:
+        named = (prefix.tokens, prefix.salt)
+        try:
+            report = await self._server.call(lambda engine: channel.send([named], states="deepest"))
+        except ValueError as error:  # of an engine that can hand nothing over
+            raise PeerLostError(str(error)) from error
+        if report.failure:
+            raise PeerLostError(f"a prefix did not reach it: {report.failure}")
+        return report.bytes
+
+    def _send(self, answer: Answer) -> None:
+        self._listener.send(self._peer, answer)
 
 
 def _nothing(engine: DynamicInferenceEngine) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 
 from ...errors import MambaSlotCapacityError
 from ...inference.contexts.cache.prefix_cache import PinnedPrefix
-from ...inference.contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
+from ...inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...inference.engines.engine_observer import NewTokens
@@ -17,7 +17,7 @@ from ...request import RequestResult, SamplingParams
 
 
 class PrefixLostError(RuntimeError):
-    """A prefix was not computed, or its state was not taken."""
+    """A prefix was not computed, or its state was not cached."""
 
 
 @dataclass(eq=False)
@@ -26,16 +26,29 @@ class _Prefix:
 
     Attributes:
         tokens, salt: its name.
-        num_tokens: the loop's future for how many of its tokens can be resumed.
+        pinned: the loop's future, done once the prefix is pinned.
         stream: of the request that computes it; None before, and where all of it was cached.
         pin: keeps it in the cache; None until it is there.
     """
 
     tokens: Sequence[int]
     salt: bytes | None
-    num_tokens: "asyncio.Future[int]"
-    stream: TokenStream[GeneratedToken] | None = None
+    pinned: "asyncio.Future[None]"
+    stream: TokenStream | None = None
     pin: PinnedPrefix | None = None
+
+    def settle(self, error: PrefixLostError | None = None) -> None:
+        """From the engine's thread: wake the task that waits for it."""
+        with suppress(RuntimeError):  # the loop is closed: no task waits
+            self.pinned.get_loop().call_soon_threadsafe(self._settle, error)
+
+    def _settle(self, error: PrefixLostError | None) -> None:
+        if self.pinned.done():
+            return
+        if error is None:
+            self.pinned.set_result(None)
+        else:
+            self.pinned.set_exception(error)
 
 
 class PrefixComputer:
@@ -47,26 +60,31 @@ class PrefixComputer:
     def __init__(self, server: AsyncEngine, engine: DynamicInferenceEngine) -> None:
         """
         Args:
-            server: has been started; nobody else adds requests.
+            server: has been started; it gets no other requests.
             engine: which `server` serves.
         """
         self._server = server
         self._engine = engine
         self._by_request: dict[int, _Prefix] = {}  # only the engine's thread touches it
 
+    @property
+    def block_size_tokens(self) -> int:
+        return self._engine.config.block_size_tokens
+
     @asynccontextmanager
-    async def computed(self, tokens: Sequence[int], salt: bytes | None) -> AsyncIterator[int]:
-        """Compute a prefix of whole blocks; inside, it is pinned. Yields how many tokens can be resumed.
+    async def computed(self, tokens: Sequence[int], salt: bytes | None) -> AsyncIterator[None]:
+        """Compute a prefix of whole blocks; inside, it is pinned.
 
         Raises:
             ValueError: the prefix can never be computed.
-            PrefixLostError: the engine did not compute it, or took no state.
+            PrefixLostError: the engine did not compute it, or cached no state.
             RuntimeError: as `AsyncEngine.call`.
         """
         prefix = _Prefix(tokens, salt, asyncio.get_running_loop().create_future())
         try:
             await self._server.call(partial(self._begin, prefix=prefix))
-            yield await prefix.num_tokens
+            await prefix.pinned
+            yield
         finally:
             with suppress(RuntimeError):  # an engine that is dead or closed keeps nothing
                 await asyncio.shield(asyncio.ensure_future(self._server.call(partial(_end, prefix=prefix))))
@@ -79,7 +97,7 @@ class PrefixComputer:
         with suppress(ValueError, MambaSlotCapacityError):
             prefix.pin = engine.pin(prefix.tokens, cache_salt=prefix.salt)
             if prefix.pin.num_tokens == len(prefix.tokens):
-                _tell(prefix, prefix.pin.num_tokens)
+                prefix.settle()
                 return
             engine.unpin(prefix.pin)
             prefix.pin = None
@@ -102,37 +120,22 @@ class PrefixComputer:
         pass
 
     def request_ended(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
-        """Pin the prefix of a request that has ended, and tell the task that waits for it."""
+        """Pin the prefix of a request that has ended, and wake the task that waits for it."""
         prefix = self._by_request.pop(result.request_id, None)
-        if prefix is None:  # the end is told twice after an interrupt
+        if prefix is None:  # an end is reported twice after an interrupt
             return
         if result.finish_reason not in ("length", "stop"):
-            _tell(prefix, PrefixLostError(f"its request ended with {result.finish_reason!r}"))
+            prefix.settle(PrefixLostError(f"its request ended with {result.finish_reason!r}"))
             return
         try:
             prefix.pin = self._engine.pin(prefix.tokens, cache_salt=prefix.salt)
-            _tell(prefix, prefix.pin.num_tokens)
+            prefix.settle()
         except Exception as error:
-            _tell(prefix, PrefixLostError(f"its state is not cached: {error}"))
-
-
-def _tell(prefix: _Prefix, outcome: int | PrefixLostError) -> None:
-    with suppress(RuntimeError):  # the loop is closed: nobody waits
-        prefix.num_tokens.get_loop().call_soon_threadsafe(_settle, prefix.num_tokens, outcome)
-
-
-def _settle(future: "asyncio.Future[int]", outcome: int | PrefixLostError) -> None:
-    """In the loop: `outcome` is what the task that waits gets."""
-    if future.done():
-        return
-    if isinstance(outcome, PrefixLostError):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
+            prefix.settle(PrefixLostError(f"its state is not cached: {error}"))
 
 
 def _end(engine: DynamicInferenceEngine, prefix: _Prefix) -> None:
-    """Cancel a prefix that is not computed yet; let go of one that is."""
+    """Cancel a prefix that is not computed yet; unpin one that is."""
     if prefix.stream is not None:
         prefix.stream.close()
     if prefix.pin is not None:

@@ -26,8 +26,7 @@ HEARTBEAT: dict[str, tuple[object, Bad]] = {
     "store": (STORE, bad.anything(dist.Store)),
     "rank": (0, bad.integer(0, 1)),
     "world_size": (2, bad.integer(1)),
-    "interval_s": (1.0, bad.real(0.001, 1e6)),
-    "timeout_s": (10.0, bad.real(9.0, 1e6)),
+    "timeout_s": (10.0, bad.real(0.01, 1e6)),
     "exit_when_stuck": (False, bad.boolean()),
 }
 TARGETS = [
@@ -50,11 +49,6 @@ def test_a_bad_argument_is_refused_by_name(
         assert not ENGINE.context._observers
 
     refuse_all(cls.__name__, arguments[name][1], lambda value: cls(**good | {name: value}), name, unchanged)
-
-
-def test_a_timeout_is_several_intervals() -> None:
-    bad.refuse("Heartbeat", lambda: Heartbeat(STORE, 0, 2, 1.0, 8.9), "timeout_s")
-    bad.refuse("Heartbeat", lambda: Heartbeat(STORE, 0, 2, 3.0), "timeout_s")
 
 
 def test_a_context_is_observed_by_what_has_the_methods() -> None:

@@ -1,17 +1,33 @@
 """Prefill workers that end, freeze or lie: the decode engine answers all the same, within a bounded time."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
+import msgspec
 import pytest
-from mambaslots.net.prefill_decode.message_stream import MessageStream
-from oracle.disaggregated import PATIENCE_S, Place, answers, run
+import zmq
+from mambaslots.net.channel import Address, Link, PeerLostError
+from mambaslots.net.prefill_decode import messages, prefill_client
+from mambaslots.net.prefill_decode.messages import (
+    MAX_BYTES,
+    PROTOCOL_VERSION,
+    Answer,
+    Beat,
+    Cancel,
+    Computed,
+    End,
+    Hello,
+    Prefill,
+    Refused,
+    Sent,
+)
+from oracle.disaggregated import ADDRESS, PATIENCE_S, Impostor, Place, answers, run
 from oracle.serving import random_tokens
 from oracle.transfers import engine_of
 
@@ -24,54 +40,43 @@ def place() -> Place:
     return Place()
 
 
-def says(*messages: object) -> Callable[[MessageStream], Awaitable[None]]:
-    async def behave(stream: MessageStream) -> None:
-        await stream.receive(PATIENCE_S)
-        for message in messages:
-            await stream.send(message, PATIENCE_S)  # type: ignore[arg-type]
+def says(*answers: Answer | bytes) -> Callable[[Impostor], Awaitable[None]]:
+    async def behave(impostor: Impostor) -> None:
+        for answer in answers:
+            impostor.send(answer)
         await asyncio.sleep(2.0)
 
     return behave
 
 
-async def leaves(stream: MessageStream) -> None:
-    await stream.receive(PATIENCE_S)
+async def ends(impostor: Impostor) -> None:
+    pass
 
 
-async def writes_garbage(stream: MessageStream) -> None:
-    await stream.receive(PATIENCE_S)
-    stream._writer.write(b"\x00\xff{[\n" * 10)
-    await asyncio.sleep(2.0)
-
-
-async def ends_within_a_line(stream: MessageStream) -> None:
-    await stream.receive(PATIENCE_S)
-    stream._writer.write(b'{"beat": tr')
-    await stream._writer.drain()
-
-
-async def only_beats(stream: MessageStream) -> None:
-    await stream.receive(PATIENCE_S)
+async def only_beats(impostor: Impostor) -> None:
     for _ in range(20):
-        await stream.send({"beat": True}, PATIENCE_S)
+        impostor.send(Beat())
         await asyncio.sleep(0.1)
 
 
 BEHAVIOURS = {
-    "leaves": leaves,
-    "writes garbage": writes_garbage,
-    "ends within a line": ends_within_a_line,
+    "ends": ends,
+    "writes garbage": says(b"\x00\xff{[\n"),
     "is silent": says(),
     "only beats": only_beats,
-    "sends no object": says([1]),
-    "sends what is no message": says({"what": 1}),
-    "has sent what did not come": says({"sent": 0, "bytes": 1}),
-    "has sent bytes that are no number": says({"sent": 0, "bytes": "x"}),
-    "sends nothing behind its announcement": says({"computed": 0}),
-    "announces what was not asked for": says({"computed": 5}),
-    "announces no number": says({"computed": "x"}),
-    "refuses for no reason": says({"refused": 0}),
-    "refuses what was not asked for": says({"refused": 7}),
+    "sends what is no answer": says(msgspec.msgpack.encode(Cancel(0))),
+    "sends no struct": says(msgspec.msgpack.encode([1])),
+    "has sent what was not received": says(Sent(0, 1)),
+    "has sent bytes that are no number": says(
+        msgspec.msgpack.encode({"type": "Sent", "number": 0, "bytes": "x"})
+    ),
+    "sends nothing after its announcement": says(Computed(0)),
+    "announces what was not asked for": says(Computed(5)),
+    "announces no number": says(msgspec.msgpack.encode({"type": "Computed", "number": "x"})),
+    "refuses for no reason": says(msgspec.msgpack.encode({"type": "Refused", "number": 0})),
+    "refuses what was not asked for": says(Refused(7, "so")),
+    "sends more than a message": says(bytes(MAX_BYTES + 1)),
+    "serves no more": says(End("it is tired")),
 }
 
 
@@ -89,7 +94,7 @@ def test_an_impostor_costs_time_and_no_answer(place: Place, behaviour: str) -> N
     run(body())
 
 
-@pytest.mark.parametrize("behaviour", ["has sent what did not come", "has sent bytes that are no number"])
+@pytest.mark.parametrize("behaviour", ["has sent what was not received", "has sent bytes that are no number"])
 def test_a_lie_ends_the_wait_at_once(place: Place, behaviour: str) -> None:
     """The question that the lie answers is given up with all others, and does not wait for its timeout."""
 
@@ -109,7 +114,7 @@ def test_a_worker_that_comes_later_is_found(place: Place) -> None:
         async with place.server(engine_of(), connects=False) as server:
             (result,) = await answers(server, [random_tokens(60, seed=1)])
             assert (result.num_resumed_tokens, server.prefills.missed) == (0, 1)
-            async with place.impostor(leaves):
+            async with place.impostor(ends):
                 assert await server.connected(PATIENCE_S)
                 (result,) = await answers(server, [random_tokens(60, seed=2)])
                 assert (result.num_resumed_tokens, server.prefills.missed) == (0, 2)
@@ -127,15 +132,15 @@ ADDRESSES = (
     "",
     "[]",
     "{}",
-    '{"host": 3, "port": 1, "secret": ""}',
-    '{"host": "127.0.0.1", "port": 1, "secret": ""}',
+    '{"hosts": "x", "port": 1, "key": ""}',
+    '{"hosts": ["127.0.0.1"], "port": 1, "key": ""}',
 )
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_an_address_that_leads_nowhere(place: Place, address: str) -> None:
     async def body() -> None:
-        place.host.set("mambaslots/prefill/prefill", address)
+        place.host.set(ADDRESS, address)
         async with place.server(engine_of(), connects=False) as server:
             await answers(server, [PROMPT])
             assert not await server.connected(0.1)
@@ -145,36 +150,64 @@ def test_an_address_that_leads_nowhere(place: Place, address: str) -> None:
     run(body())
 
 
+HELLO = msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, "no channel of a decode engine"))
 ASKS = (
-    b"\xff\x00\n", b"[]\n", b"{}\n", b'{"secret": 3}\n', b'{"secret": "\\ud800"}\n',
-    b'{"secret": "' + b"0" * 32 + b'"}\n', b"",
+    b"\xff\x00", msgspec.msgpack.encode([]), msgspec.msgpack.encode({}), b"",
+    msgspec.msgpack.encode(Prefill(0, PROMPT, None)), msgspec.msgpack.encode(Hello(0, "")),
+    bytes(MAX_BYTES + 1),
 )  # fmt: skip
 ASKS_LATER = (
-    b"\xff\x00\n", b"{}\n", b'{"prefill": 0}\n', b'{"prefill": 0, "tokens": "x", "salt": null}\n',
-    b'{"prefill": 0, "tokens": [1], "salt": "no digits"}\n', b'{"cancel": "x"}\n', b"[" * 100_000 + b"\n",
+    b"\xff\x00", msgspec.msgpack.encode({"type": "Prefill", "number": 0}), HELLO,
+    msgspec.msgpack.encode({"type": "Prefill", "number": 0, "tokens": "x", "salt": None}),
+    msgspec.msgpack.encode({"type": "Cancel", "number": "x"}), b"\x91" * 100_000,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("greets", [False, True])
-def test_a_worker_survives_any_client(place: Place, greets: bool) -> None:
+def test_a_worker_survives_what_connects(place: Place, greets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "CONNECT_TIMEOUT_S", 0.1)
+
     async def body() -> None:
         async with place.worker(engine_of()), place.server(engine_of()) as server:
-            address = await asyncio.to_thread(lambda: place.client().get("mambaslots/prefill/prefill"))
-            where = json.loads(address)
+            address = Address.from_bytes(await asyncio.to_thread(place.client().get, ADDRESS))
             for garbage in ASKS_LATER if greets else ASKS:
-                reader, writer = await asyncio.open_connection(where["host"], where["port"])
+                link = Link(address, Answer, PATIENCE_S)
                 if greets:
-                    writer.write(json.dumps({"secret": where["secret"]}).encode() + b"\n")
-                    while b"channel" not in (line := await reader.readline()):
-                        assert b"beat" in line
-                writer.write(garbage)
-                if not garbage:
-                    writer.close()
-                rest = await asyncio.wait_for(reader.read(), PATIENCE_S)
-                assert b"computed" not in rest
-                writer.close()
+                    link._socket.send(HELLO)
+                link._socket.send(garbage)
+                await asyncio.sleep(0.05)
+                with suppress(PeerLostError):
+                    while (received := link.receive(0.0)) is not None:
+                        assert isinstance(received[0], End)
+                link.close()
             (result,) = await answers(server, [PROMPT])
             assert result.num_resumed_tokens == 64
+
+    run(body())
+
+
+def test_a_worker_of_another_protocol_is_a_miss_that_says_so(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_client, "PROTOCOL_VERSION", 7)
+
+    async def body() -> None:
+        async with place.worker(engine_of()), place.server(engine_of(), connects=False) as server:
+            while "its protocol is 7; accepted: 1" not in (missed := await server.prefill(PROMPT)).failure:
+                assert missed.failure
+                await asyncio.sleep(0.05)
+            assert (await answers(server, [PROMPT]))[0].num_resumed_tokens == 0
+
+    run(body())
+
+
+def test_a_stranger_does_not_connect(place: Place) -> None:
+    async def body() -> None:
+        async with place.worker(engine_of()):
+            address = Address.from_bytes(await asyncio.to_thread(place.client().get, ADDRESS))
+            other = msgspec.structs.replace(address, key=zmq.curve_keypair()[0].decode())
+            with pytest.raises(PeerLostError, match="cannot be reached"):
+                Link(other, Answer, 0.3)
 
     run(body())
 

@@ -1,0 +1,118 @@
+"""What a decode engine and a prefill worker send each other, and the channel between their engines.
+
+The decode engine listens for hand-overs, and says Hello. For each prompt it sends Prefill; the worker answers
+Computed just before it hands the prefix over, and Sent after that; or Refused.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Literal
+
+import msgspec
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ...inference.engines.dynamic_engine import DynamicInferenceEngine
+from ...validation import shown
+from ..channel import PeerLostError
+from ..transfer.hand_over import TransferChannel
+
+PROTOCOL_VERSION = 1
+MAX_BYTES = 64 << 20
+"""A larger message ends the connection; a prompt of a million tokens takes 5 MB."""
+CONNECT_TIMEOUT_S = 10.0
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """The first message of a decode engine; `channel` names the `TransferChannel` on which it listens."""
+
+    protocol: int
+    channel: str
+
+
+class Prefill(msgspec.Struct, tag=True, frozen=True):
+    """The worker shall compute a prefix and hand it over; `number` is of this prompt alone."""
+
+    number: int
+    tokens: list[int]
+    salt: bytes | None
+
+
+class Cancel(msgspec.Struct, tag=True, frozen=True):
+    """A prefix is not needed any more."""
+
+    number: int
+
+
+class Beat(msgspec.Struct, tag=True, frozen=True):
+    """The worker's engine makes steps; the first one says that the worker serves."""
+
+
+class Computed(msgspec.Struct, tag=True, frozen=True):
+    """A prefix is handed over next."""
+
+    number: int
+
+
+class Sent(msgspec.Struct, tag=True, frozen=True):
+    """A prefix was handed over."""
+
+    number: int
+    bytes: int
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """A prefix is not handed over."""
+
+    number: int
+    reason: str
+
+
+class End(msgspec.Struct, tag=True, frozen=True):
+    """The worker does not serve this decode engine any more."""
+
+    reason: str
+
+
+Question = Hello | Prefill | Cancel
+Answer = Beat | Computed | Sent | Refused | End
+EngineCall = Callable[[Callable[[DynamicInferenceEngine], Any]], Awaitable[Any]]
+"""Calls a function in the engine's thread, between two steps, as `AsyncEngine.call` does."""
+
+
+def address_key(name: str) -> str:
+    """Where in the store a prefill worker writes its address; ValueError for what is no name."""
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise ValueError(f"name is {shown(name)}; accepted: a printable str that names the prefill worker")
+    return f"mambaslots/prefill/{name}"
+
+
+def check_engine(engine: DynamicInferenceEngine) -> None:
+    """ValueError for an engine that cannot hand prefixes over from a thread of its own."""
+    if not engine.config.enable_prefix_caching:
+        raise ValueError("enable_prefix_caching is False; accepted: an engine that caches prefixes")
+    if engine.context.spec.groups.is_split:
+        raise ValueError(
+            "engine serves a model that is split over ranks; accepted: a model that one process serves, "
+            "because all ranks of a split model take part in a hand-over"
+        )
+
+
+@asynccontextmanager
+async def connected_channel(
+    call: EngineCall, store: Store, name: str, side: Literal["source", "destination"], timeout_s: float
+) -> AsyncIterator[TransferChannel]:
+    """A channel that is made, connected and closed in the engine's thread, which makes no step meanwhile.
+
+    Its methods are to be called there, too. PeerLostError where it cannot be connected.
+    """
+    channel: TransferChannel = await call(
+        lambda engine: TransferChannel(engine, store, name, side, timeout_s=timeout_s)
+    )
+    try:
+        if failure := await call(lambda engine: channel.connect(timeout_s=CONNECT_TIMEOUT_S)):
+            raise PeerLostError(f"no channel to it: {failure}")
+        yield channel
+    finally:
+        with suppress(RuntimeError):  # an engine that is dead or closed makes no calls
+            await asyncio.shield(asyncio.ensure_future(call(lambda engine: channel.close())))
