@@ -18,7 +18,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..net import Heartbeat, LeadingEngine, RankDiedError, follow
+from ..net import Heartbeat, LeadingEngine, follow
+from ..net.heartbeat import RankDiedError
 from ..parallel_groups import ParallelGroups
 from ..serve import ServerSettings
 from .setup import chosen_device, load_model, make_engine

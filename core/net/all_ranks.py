@@ -1,4 +1,4 @@
-"""Ranks that must act alike: what they tell each other, and the errors that all of them raise.
+"""Ranks that must act alike: what they learn of each other, and the errors that all of them raise.
 
 The ranks of a replica do a piece of work together through `AllRanks`, over the replica's process groups.
 Every rank learns which ranks failed and which results differ, and raises the same text as the others.

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.engines import engine_state
+from mambaslots.net.transfer.format import TransferError
 from oracle.budget import costly, is_quick
 from oracle.distributed_world import World, splits
 from oracle.faults import InjectedError
@@ -294,9 +295,7 @@ def test_a_step_that_fails_on_some_ranks_breaks_the_engine_until_reset(ranks: li
 def test_a_call_that_only_rank_0_makes_is_refused() -> None:
     engine = small_engine()
     engine.set_weights_version("seed")
-    with pytest.raises(
-        RuntimeError, match=r"call it on all: engine.call_on_all\(mambaslots.*.export_prefixes"
-    ):
+    with pytest.raises(RuntimeError, match=r"call it on all: engine.call_on_all\(export_prefixes"):
         msd.export_prefixes(engine)
     with pytest.raises(RuntimeError, match="on this rank alone"):
         engine.changing_cache()
@@ -351,7 +350,7 @@ def test_functions_run_on_all_ranks(tmp_path_factory: pytest.TempPathFactory) ->
         engine.call_on_all(raise_on, {0})
     with pytest.raises(ValueError, match="function is 3"):
         engine.call_on_all(3)
-    with pytest.raises(msd.TransferError):
+    with pytest.raises(TransferError):
         engine.call_on_all(msd.load_prefixes, folder + " that is not")
     caller.call("generate", 2)
 

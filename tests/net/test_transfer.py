@@ -12,27 +12,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from mambaslots.net import (
-    CopyError,
-    ImportReport,
-    PrefixShard,
-    SendReport,
-    TransferError,
     decode_prefixes,
     encode_prefixes,
     export_prefixes,
     import_prefixes,
     load_prefixes,
-    receive_prefixes,
     save_prefixes,
-    send_prefixes,
 )
 from mambaslots.net.transfer import import_
 from mambaslots.net.transfer.files import Manifest
-from mambaslots.net.transfer.format import shard_of
-from mambaslots.net.transfer.import_ import Placement
+from mambaslots.net.transfer.format import TransferError, shard_of
+from mambaslots.net.transfer.hand_over import SendReport, receive_prefixes, send_prefixes
+from mambaslots.net.transfer.import_ import CopyError, ImportReport, Placement
 from mambaslots.net.transfer.pieces import PartCopies
 from mambaslots.net.transfer.pipe import MessagePipe, NcclPipe
-from mambaslots.net.transfer.shard import join
+from mambaslots.net.transfer.shard import PrefixShard, join
 from oracle.distributed_world import World
 from oracle.model_kinds import MIX, OF_TRANSFORMERS, kind_of_model, present_kind
 from oracle.serving import TOLERANCE, expected_answer, random_tokens, small_model, small_model_over

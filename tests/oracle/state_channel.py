@@ -3,7 +3,9 @@
 from random import Random
 
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
-from mambaslots.net import StateIndex, StatePublisher, decode_events, encode_events
+from mambaslots.net import StatePublisher
+from mambaslots.net.routing.state_events import decode_events, encode_events
+from mambaslots.net.routing.state_index import StateIndex
 
 
 def resumable_keys(cache: PrefixCache) -> set[int]:

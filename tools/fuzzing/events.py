@@ -11,7 +11,8 @@ from typing import Any
 
 from fuzzing.target import ACCEPTED, REFUSED, damaged_bytes
 from mambaslots.fleet.state_channel import StateChannel
-from mambaslots.net import StateEvents, StateIndex, decode_events, encode_events
+from mambaslots.net.routing.state_events import StateEvents, decode_events, encode_events
+from mambaslots.net.routing.state_index import StateIndex
 
 _NAMES = ("a", "b", "replica 2", "é")
 _NUMBERS = (0, 1, 2, 3, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)

@@ -15,7 +15,8 @@ import mambaslots as ms
 import soaking.rounds  # noqa: F401  (whose path has the oracles)
 import torch
 from mambaslots.models import HybridLM
-from mambaslots.net import TransferError, load_prefixes, save_prefixes
+from mambaslots.net import load_prefixes, save_prefixes
+from mambaslots.net.transfer.format import TransferError
 from oracle.everything import Fuzzer, Totals
 from oracle.faults import InjectedError, failing
 from oracle.ledger import TOLERANCE, Entry, LeftWrongError, check_objects, objects

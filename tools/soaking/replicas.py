@@ -26,6 +26,7 @@ from mambaslots.net import StatePublisher, channel
 from mambaslots.net.channel import Link, Listener
 from mambaslots.net.routing.state_router import ReplicaLoad, RouteRequest, StateRouter
 from mambaslots.net.transfer import pieces
+from mambaslots.net.transfer.import_ import ImportReport
 from mambaslots.net.transfer.pipe import MessagePipe
 from mambaslots.serve.served_engine import LocalEngine
 from oracle.faulty_copies import make_faulty
@@ -71,14 +72,14 @@ class Places:
 
     async def hand_over(
         self, source: int, target: int, prefixes: Any, fault: str, random: Random
-    ) -> msd.ImportReport | None:
+    ) -> ImportReport | None:
         """Hand prefixes from one replica to another."""
         sending, receiving = await self._ends(source, target)
         timeout_s = _SHORT_S if fault else _PATIENCE_S
         late_s = _SHORT_S / 2 if fault == "late" else 0.0
         sent = self._engines[source].call(lambda _: sending.send(prefixes, timeout_s=timeout_s))
 
-        def receive(_: ms.DynamicInferenceEngine) -> msd.ImportReport:
+        def receive(_: ms.DynamicInferenceEngine) -> ImportReport:
             time.sleep(late_s)
             return receiving.receive(timeout_s=timeout_s)
 

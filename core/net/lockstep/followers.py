@@ -23,7 +23,7 @@ class Followers:
 
     Attributes:
         lost: rank -> how its loss is known, a text that follows "rank 3 ".
-        any_broken: whether the engine of a rank is broken, as far as answers tell.
+        any_broken: whether the engine of a rank is broken, as far as answers say.
     """
 
     def __init__(self, groups: ParallelGroups, device: torch.device, timeout_s: float) -> None:
@@ -89,12 +89,12 @@ class Followers:
 
         Raises:
             RankDiedError: a rank is lost.
-            TimeoutError: a rank does not come to the end.
+            TimeoutError: a rank does not end a call.
         """
         self.await_answers(self._timeout_s)
         self.check_lives()
         if missing := [rank for rank, number in self._num_open.items() if number]:
-            raise TimeoutError(f"ranks {missing} have not come to the end of a call in {self._timeout_s:g} s")
+            raise TimeoutError(f"ranks {missing} have not ended a call within {self._timeout_s:g} s")
         texts = [
             f"rank {rank} {answered}, and rank 0 {expected}"
             for rank, theirs in self._theirs.items()

@@ -49,7 +49,7 @@ class LeadingEngine(DynamicInferenceEngine):
     the next one raises a `RankDiedError`, and all ranks must be started again. A request that is added from
     inside a step waits for the step's end.
 
-    The ranks exchange messages beside their process groups, which carry the key: connections are encrypted
+    The ranks exchange messages outside their process groups, which carry the key: connections are encrypted
     and authenticated, and messages hold plain values. Where the model is not split, the engine is one like
     any other.
     """
@@ -299,7 +299,7 @@ class LeadingEngine(DynamicInferenceEngine):
         if alone and not hasattr(type(self), call):
             raise RuntimeError(
                 f"{call} is called on one rank of a split model; call it on all: "
-                f"engine.call_on_all(mambaslots.net.{call}, ...)"
+                f"engine.call_on_all({call}, ...)"
             )
         super().check_usable(call)
 

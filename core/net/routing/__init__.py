@@ -1,1 +1,1 @@
-"""Which replica a request goes to: what replicas tell of their states, and routers that know it."""
+"""Which replica a request goes to: what replicas publish of their states, and routers that read it."""

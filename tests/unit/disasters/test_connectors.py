@@ -15,19 +15,11 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch.distributed as dist
-from mambaslots.net import (
-    ImportReport,
-    TransferError,
-    encode_prefixes,
-    export_prefixes,
-    import_prefixes,
-    load_prefixes,
-    receive_prefixes,
-    save_prefixes,
-    send_prefixes,
-)
+from mambaslots.net import encode_prefixes, export_prefixes, import_prefixes, load_prefixes, save_prefixes
 from mambaslots.net.transfer import import_, session
-from mambaslots.net.transfer.import_ import Placement
+from mambaslots.net.transfer.format import TransferError
+from mambaslots.net.transfer.hand_over import receive_prefixes, send_prefixes
+from mambaslots.net.transfer.import_ import ImportReport, Placement
 from oracle.cached_prefixes import assert_cache_is_right
 from oracle.disaggregated import Place, answers, run
 from oracle.serving import random_tokens, resumable, serve_checked, small_model

@@ -15,6 +15,9 @@ import mambaslots.net as msd
 import pytest
 import torch.distributed as dist
 from mambaslots.inference.contexts.tier_copies import HostCopies
+from mambaslots.net.routing.state_index import StateIndex
+from mambaslots.net.transfer.format import TransferError
+from mambaslots.net.transfer.import_ import ImportReport
 from oracle.budget import thinned
 from oracle.cached_prefixes import assert_cache_is_right
 from oracle.disaggregated import Place, answers, run
@@ -65,7 +68,7 @@ def test_weights_that_change_while_requests_run(setting: str, toy: str) -> None:
     fresh = 0
     for moment in thinned((3, 0, 1, 12, 8, 5), every=3):
         engine, model = named(kind=TOYS[toy], **SETTINGS[setting])
-        publisher, index = msd.StatePublisher(engine, "a"), msd.StateIndex()
+        publisher, index = msd.StatePublisher(engine, "a"), StateIndex()
         ask_all(engine, 0, 1)
         for text in TEXTS[:4]:
             engine.add_request([*text, 2, 3], ms.SamplingParams(num_tokens_to_generate=14))
@@ -160,13 +163,13 @@ def test_an_export_of_old_weights_that_arrives_behind_the_change(
         bump(target, 1)
     version = int(whose != "exporter")
 
-    def arrive() -> msd.ImportReport:
+    def arrive() -> ImportReport:
         if way == "files":
             return msd.load_prefixes(target, tmp_path)
         return msd.import_prefixes(target, travelling)
 
     if version:
-        with pytest.raises(msd.TransferError, match="weights_version is 0; accepted: 1"):
+        with pytest.raises(TransferError, match="weights_version is 0; accepted: 1"):
             arrive()
         assert resumable_keys(target.context.prefix_cache) == set()
     else:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from mambaslots import KVBlockCapacityError
-from mambaslots.net import Heartbeat, RankDiedError
+from mambaslots.net import Heartbeat
+from mambaslots.net.heartbeat import RankDiedError
 from oracle.heartbeat_rank import SERVED, TIMEOUT_S, RankProcess, rank_processes, store_process
 
 SLACK_S = 8.0  # to notice and to end where others keep the machine busy

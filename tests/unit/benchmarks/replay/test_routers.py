@@ -9,7 +9,8 @@ import pytest
 import routers
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.net import ReplicaLoad, RouteRequest, StateEvents
+from mambaslots.net.routing.state_events import StateEvents
+from mambaslots.net.routing.state_router import ReplicaLoad, RouteRequest
 from routers import ROUTERS, PrefixRouter, Router
 
 BLOCK = 100

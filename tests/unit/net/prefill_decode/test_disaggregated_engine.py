@@ -7,6 +7,7 @@ from unittest.mock import patch
 import mambaslots as ms
 import mambaslots.net as msd
 import pytest
+from mambaslots.net.prefill_decode.disaggregated_engine import PrefillCounts
 from mambaslots.parallel_groups import ParallelGroups
 from oracle.disaggregated import ASKED, MIN_TOKENS, PATIENCE_S, Place, answers, run
 from oracle.gated_model import GatedModel
@@ -66,7 +67,7 @@ def test_what_is_short_or_cached_is_not_asked_for(place: Place) -> None:
     async def body() -> None:
         async with place.worker(prefill), place.server(engine_of()) as server:
             await answers(server, [random_tokens(MIN_TOKENS, seed=1)])
-            assert server.prefills == msd.PrefillCounts(short=1)
+            assert server.prefills == PrefillCounts(short=1)
             await answers(server, [PROMPTS[0]])
             known = prefill.stats().cache.num_requests
             for more in (0, MIN_TOKENS - 2):
@@ -325,7 +326,7 @@ def test_wrong_calls_are_refused_before_the_worker_is_asked(place: Place) -> Non
             ):
                 with pytest.raises(ValueError, match="accepted"):
                     await server.stream(**call)  # type: ignore[arg-type]
-            assert server.prefills == msd.PrefillCounts()
+            assert server.prefills == PrefillCounts()
 
     run(body())
 

@@ -6,8 +6,9 @@ import tracemalloc
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from mambaslots.net import StateEvents, StateIndex
 from mambaslots.net.routing import state_index
+from mambaslots.net.routing.state_events import StateEvents
+from mambaslots.net.routing.state_index import StateIndex
 from msgspec.structs import replace
 
 NAMES = ("a", "b", "c")

@@ -11,6 +11,8 @@ from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
 from mambaslots.inference.contexts.cache.tier import DirtyStates
 from mambaslots.net.routing import state_publisher
+from mambaslots.net.routing.state_events import StateEvents
+from mambaslots.net.routing.state_index import StateIndex
 from mambaslots.replay.engine_replay import ContextWithoutMemory
 from oracle.everything import Fuzzer
 from oracle.ledger import LeftWrongError
@@ -86,7 +88,7 @@ def test_the_first_message_is_a_snapshot_and_the_others_are_changes() -> None:
     assert first.sequence == 0
     assert set(first.inserted) == resumable_keys(engine.context.prefix_cache)
     assert publisher.take() is None
-    index = msd.StateIndex()
+    index = StateIndex()
     assert index.apply(first)
     for number in range(1, 9):  # more than the slots hold: states leave, too
         serve(engine, number)
@@ -96,9 +98,7 @@ def test_the_first_message_is_a_snapshot_and_the_others_are_changes() -> None:
         assert events.sequence == number
         assert index.apply(events)
         assert index.keys_of("a") == resumable_keys(engine.context.prefix_cache)
-    assert publisher.snapshot() == msd.StateEvents(
-        "a", first.epoch, 8, publisher.snapshot().inserted, (), True
-    )
+    assert publisher.snapshot() == StateEvents("a", first.epoch, 8, publisher.snapshot().inserted, (), True)
 
 
 def test_what_came_and_left_between_two_messages_is_not_published() -> None:
@@ -125,7 +125,7 @@ def test_what_came_and_left_between_two_messages_is_not_published() -> None:
 )
 def test_a_cache_that_begins_anew_has_a_new_epoch(forget: object) -> None:
     engine = toy_engine()
-    publisher, index = msd.StatePublisher(engine, "a"), msd.StateIndex()
+    publisher, index = msd.StatePublisher(engine, "a"), StateIndex()
     serve(engine, 0)
     before = publisher.take()
     assert before is not None
@@ -146,7 +146,7 @@ def test_a_state_that_only_the_tier_has_is_published_until_the_tier_forgets_it()
     bytes_each = ToyLM().state_spec().slot_bytes
     engine = toy_engine(num_mamba_slots=1, max_requests=1, host_cache_gb=6 * bytes_each / (1 << 30))
     cache = engine.context.prefix_cache
-    publisher, index = msd.StatePublisher(engine, "a"), msd.StateIndex()
+    publisher, index = msd.StatePublisher(engine, "a"), StateIndex()
     num_in_tier_alone = 0
     for number in range(12):
         serve(engine, number)
@@ -172,7 +172,7 @@ def test_states_that_are_imported_are_published() -> None:
     assert set(events.inserted) == resumable_keys(target.context.prefix_cache) != set()
 
 
-def taken(publisher: msd.StatePublisher) -> msd.StateEvents:
+def taken(publisher: msd.StatePublisher) -> StateEvents:
     events = publisher.take()
     assert events is not None
     return events
@@ -225,7 +225,7 @@ def test_a_cache_without_a_publisher_is_not_watched() -> None:
 
 def test_a_difference_that_was_not_noted_is_published_after_some_takes() -> None:
     cache = small_cache()
-    publisher, index = msd.StatePublisher(SimpleNamespace(prefix_cache=cache), "a"), msd.StateIndex()
+    publisher, index = msd.StatePublisher(SimpleNamespace(prefix_cache=cache), "a"), StateIndex()
     keys = {commit(cache, number) for number in range(3)}
     first = publisher.take()
     assert first is not None

@@ -5,9 +5,15 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
-from mambaslots.net import ReplicaLoad, RouteRequest, StateEvents
 from mambaslots.net.routing import state_router
-from mambaslots.net.routing.state_router import ExpectedStates, RecentWork, StateRouter
+from mambaslots.net.routing.state_events import StateEvents
+from mambaslots.net.routing.state_router import (
+    ExpectedStates,
+    RecentWork,
+    ReplicaLoad,
+    RouteRequest,
+    StateRouter,
+)
 
 BLOCK = 100
 NAMES = ["a", "b", "c", "d"]

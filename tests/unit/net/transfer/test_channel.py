@@ -12,9 +12,11 @@ import mambaslots as ms
 import pytest
 import torch
 import torch.distributed as dist
-from mambaslots.net import ImportReport, SendReport, TransferChannel
+from mambaslots.net import TransferChannel
 from mambaslots.net.channel import Link
 from mambaslots.net.transfer import session
+from mambaslots.net.transfer.hand_over import SendReport
+from mambaslots.net.transfer.import_ import ImportReport
 from mambaslots.net.transfer.pieces import Staging
 from mambaslots.net.transfer.pipe import MessagePipe
 from oracle.serving import random_tokens, serve_checked

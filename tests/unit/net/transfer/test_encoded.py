@@ -3,13 +3,8 @@
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.net import (
-    TransferError,
-    decode_prefixes,
-    encode_prefixes,
-    export_prefixes,
-    import_prefixes,
-)
+from mambaslots.net import decode_prefixes, encode_prefixes, export_prefixes, import_prefixes
+from mambaslots.net.transfer.format import TransferError
 from mambaslots.net.transfer.shard import join
 from oracle.serving import random_tokens
 from oracle.transfers import engine_of

@@ -16,14 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import zmq
-from mambaslots.net import (
-    ImportReport,
-    SendReport,
-    receive_prefixes,
-    send_prefixes,
-)
 from mambaslots.net.channel import Link, Listener, PeerLostError
 from mambaslots.net.transfer import import_, pieces, pipe, session
+from mambaslots.net.transfer.hand_over import SendReport, receive_prefixes, send_prefixes
+from mambaslots.net.transfer.import_ import ImportReport
 from mambaslots.net.transfer.pieces import PartCopies
 from mambaslots.net.transfer.pipe import MessagePipe
 from oracle.serving import random_tokens, serve_checked
@@ -342,7 +338,7 @@ DIES = """
 import os, sys
 sys.path[:0] = sys.argv[2:]
 import torch.distributed as dist
-from mambaslots.net import send_prefixes
+from mambaslots.net.transfer.hand_over import send_prefixes
 from mambaslots.net.transfer.pipe import MessagePipe
 from oracle.serving import random_tokens, serve_checked
 from oracle.transfers import engine_of

@@ -16,20 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.hashing import PUBLIC_ROOT, PrefixHashChain
 from mambaslots.inference.contexts.cache.state_slots import StateSlots
-from mambaslots.net import (
-    ImportReport,
-    PrefixCounts,
-    TransferError,
-    decode_prefixes,
-    encode_prefixes,
-    export_prefixes,
-    import_prefixes,
-    load_prefixes,
-)
+from mambaslots.net import decode_prefixes, encode_prefixes, export_prefixes, import_prefixes, load_prefixes
 from mambaslots.net.transfer import export as export_module
 from mambaslots.net.transfer import import_
-from mambaslots.net.transfer.format import TensorFormat
-from mambaslots.net.transfer.import_ import Placement
+from mambaslots.net.transfer.format import TensorFormat, TransferError
+from mambaslots.net.transfer.import_ import ImportReport, Placement, PrefixCounts
 from oracle.budget import costly
 from oracle.kv_index import eviction_order
 from oracle.model_kinds import MIX, kind_of_model
