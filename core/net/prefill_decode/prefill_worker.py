@@ -98,7 +98,8 @@ class PrefillWorker:
             finally:
                 tasks = [session.task for session in self._sessions.values()]
                 for task in tasks:
-                    task.cancel()
+                    if not task.cancelling():  # a second time would interrupt the end of its channel
+                        task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 listener.close()
 
