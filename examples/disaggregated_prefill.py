@@ -18,13 +18,13 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import mambaslots as ms
 import mambaslots.net as msd
 import torch
 import torch.distributed as dist
 from arguments import check_device
-from mambaslots.net.prefill_decode.prefill_client import RemotePrefill
 
 BLOCK = 32
 LENGTHS = (700, 520, 333, 600, 40)
@@ -37,7 +37,7 @@ SAMPLING = ms.SamplingParams(num_tokens_to_generate=24)
 class Answer:
     """A request's result, and what became of its prompt at the prefill worker; None: it was not asked."""
 
-    prefill: RemotePrefill | None
+    prefill: Any
     result: ms.RequestResult
 
 

@@ -17,9 +17,9 @@ from itertools import count
 from typing import Any
 
 import mambaslots as ms
+import mambaslots.net as msd
 import torch
 import torch.distributed as dist
-from mambaslots.net.transfer.hand_over import receive_prefixes, send_prefixes
 
 CONFIG = ms.models.HybridConfig.tiny(torch.float64)
 WEIGHTS = "seed 0"  # states of weights with another name are refused
@@ -61,11 +61,17 @@ class Replica:
     def send(self, hand_over: str, prefixes: list[list[int]], timeout_s: float) -> str:
         """Hand what is cached of `prefixes` to another replica; why that failed, or an empty text."""
         named = [(tokens, None) for tokens in prefixes]  # None: they were served without a salt
-        return send_prefixes(self.engine, self.store, hand_over, named, timeout_s=timeout_s).failure
+        with msd.TransferChannel(
+            self.engine, self.store, hand_over, "source", timeout_s=timeout_s
+        ) as channel:
+            return channel.send(named).failure
 
     def receive(self, hand_over: str, timeout_s: float) -> dict[str, Any]:
         """Import what another replica hands over; the counts of what came, and the failure."""
-        report = receive_prefixes(self.engine, self.store, hand_over, timeout_s=timeout_s)
+        with msd.TransferChannel(
+            self.engine, self.store, hand_over, "destination", timeout_s=timeout_s
+        ) as channel:
+            report = channel.receive()
         return {**asdict(report.imported), "failure": report.failure}
 
 

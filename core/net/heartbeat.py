@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
@@ -135,14 +136,14 @@ class Heartbeat:
         self._thread.start()
 
     def _connect(self, store: Store, size: int) -> None:
-        waits_s = store.timeout.total_seconds()
+        waits_s = store.timeout.total_seconds()  # type: ignore[attr-defined]
         deadline = time.monotonic() + waits_s
         serial = store.add(f"heartbeats of {self._rank}", 1)  # a heartbeat made later uses other keys
         keys = [f"heartbeat {serial} of {rank}" for rank in range(size)]
-        store.set(keys[self._rank], self._listener.address.to_bytes())
+        store.set(keys[self._rank], self._listener.address.to_bytes().decode())
         missing = set(range(size)) - {self._rank}
         try:
-            store.wait(keys, store.timeout)
+            store.wait(keys, timedelta(seconds=waits_s))
             for rank in range(self._rank):
                 remaining_s = max(0.1, deadline - time.monotonic())
                 address = Address.from_bytes(store.get(keys[rank]))

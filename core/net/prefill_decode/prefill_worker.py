@@ -93,7 +93,7 @@ class PrefillWorker:
             computer = PrefixComputer(server, self._engine)
             listener = Listener(Question, hosts=(self._host,), max_bytes=MAX_BYTES)
             try:
-                await asyncio.to_thread(self._store.set, self._key, listener.address.to_bytes())
+                await asyncio.to_thread(self._store.set, self._key, listener.address.to_bytes().decode())
                 await self._serve_peers(server, computer, listener)
             finally:
                 tasks = [session.task for session in self._sessions.values()]
@@ -113,7 +113,7 @@ class PrefillWorker:
                 if isinstance(question, Hello) and peer not in self._sessions:
                     session = PrefillSession(server, computer, self._room, self._store, listener, peer)
                     session.task = loop.create_task(session.serve(question, self._timeout_s))
-                    session.task.add_done_callback(lambda _, peer=peer: self._sessions.pop(peer))
+                    session.task.add_done_callback(lambda _, name=peer: self._sessions.pop(name))  # type: ignore[misc]
                     self._sessions[peer] = session
                 elif peer in self._sessions:
                     self._sessions[peer].questions.put_nowait(question)

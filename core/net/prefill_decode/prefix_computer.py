@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from ...errors import MambaSlotCapacityError
 from ...inference.contexts.cache.prefix_cache import PinnedPrefix
@@ -34,7 +35,7 @@ class _Prefix:
     tokens: Sequence[int]
     salt: bytes | None
     pinned: "asyncio.Future[None]"
-    stream: TokenStream | None = None
+    stream: TokenStream[Any] | None = None
     pin: PinnedPrefix | None = None
 
     def settle(self, error: PrefixLostError | None = None) -> None:
