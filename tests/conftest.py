@@ -1,4 +1,5 @@
 import gc
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -88,6 +89,14 @@ def _frozen_objects() -> None:
     """The objects of collected tests and earlier modules are searched for garbage once, not by each test."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def without_logs() -> Iterator[None]:
+    """pytest keeps records, whose tracebacks hold requests, and rows that are pinned."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(params=list(KINDS))

@@ -1,7 +1,6 @@
 """Whether memory without an owner is zero, and newly allocated memory, too: judged by bytes and indices."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import mambaslots as ms
 import torch
@@ -83,8 +82,3 @@ class NewOwners:
 
     def step_ended(self, steps: Sequence[RequestStep]) -> None:
         """Nothing is to be done."""
-
-
-def bytes_of_files(directory: Path) -> bytes:
-    """All that the files below a directory hold."""
-    return b"".join(path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file())

@@ -3,21 +3,13 @@
 python -m tests.oracle.everything --seed N --runs 1       # repeats the run of a seed
 """
 
-import logging
-from collections.abc import Iterator
 from unittest.mock import patch
 
 import mambaslots as ms
 import pytest
 from oracle.everything import Totals
 
-
-@pytest.fixture(autouse=True)
-def without_logs() -> Iterator[None]:
-    """pytest keeps records, whose tracebacks hold requests."""
-    logging.disable(logging.ERROR)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("without_logs")
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(100 * n, marks=pytest.mark.long) for n in range(1, 9))])

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -12,19 +11,13 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-import mambaslots as ms
 import pytest
+from mambaslots.inference.engines.engine_state import EngineState
 from oracle.ledger import LeftWrongError
 
+pytestmark = pytest.mark.usefixtures("without_logs")
+
 TOOLS = Path(__file__).parents[3] / "tools"
-
-
-@pytest.fixture(autouse=True)
-def without_logs() -> Iterator[None]:
-    """pytest keeps records, whose tracebacks hold requests."""
-    logging.disable(logging.ERROR)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +64,7 @@ def test_the_rounds_of_a_gpu_on_the_cpu(soak: ModuleType, shape: int) -> None:
 
 def test_a_cache_that_keeps_states_of_old_weights_is_noticed(soak: ModuleType, tmp_path: Path) -> None:
     engine = importlib.import_module("soaking.engine")
-    with patch.object(ms.DynamicInferenceEngine, "_forget_prefixes", lambda _: None):
+    with patch.object(EngineState, "_forget_prefixes", lambda _: None):
         one = engine.EngineRound(0, "cpu", tmp_path)
         one._share_compared = 1.0
         with pytest.raises(LeftWrongError, match=r"answer|stale"):

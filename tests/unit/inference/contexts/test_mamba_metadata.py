@@ -13,15 +13,6 @@ def int32(values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-# Names that moved
-
-
-MOVED = (
-    "Mamba2AttentionBackend", "Mamba2AttentionMetadata", "Mamba2AttentionMetadataBuilder",
-    "build_chunk_metadata", "compute_varlen_chunk_metadata",
-)  # fmt: skip
-
-
 def test_other_names_are_not_found():
     with pytest.raises(AttributeError, match="has no attribute 'Mamba3'"):
         mamba_metadata.Mamba3  # noqa: B018

@@ -1,8 +1,7 @@
 """No slot, row or buffer is used again before its reader is done: each wait is needed, all are enough."""
 
 import gc
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from random import Random
 from types import SimpleNamespace
@@ -31,17 +30,11 @@ from oracle.kv_index import host_tree
 from oracle.streams import CUDA, RaceError, Simulator, Site, ordering_calls
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("without_logs")
+
 BYTES = 16
 FILES = "files"
 Scenario = Callable[[Simulator, Random], None]
-
-
-@pytest.fixture(autouse=True)
-def without_logs() -> Iterator[None]:
-    """pytest keeps records, whose tracebacks hold copies; their rows must be unpinned in the simulation."""
-    logging.disable(logging.ERROR)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def pattern(number: int) -> Tensor:
