@@ -2,14 +2,13 @@
 
 from collections import defaultdict
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mambaslots as ms
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from oracle.recurrent_lm import RecurrentLM
-from oracle.serving import TOLERANCE, expected_answer, random_tokens, small_engine, small_model
+from oracle.serving import TOLERANCE, expected_answer, oracle_of, random_tokens, small_engine, small_model
 
 BLOCK = 8
 LONGEST_ANSWER = 24
@@ -65,8 +64,8 @@ def prompt_log_probs(prompt: tuple[int, ...]) -> list[float]:
 
 
 @cache
-def _prompt_log_probs(model: ms.models.HybridLM, prompt: tuple[int, ...]) -> list[float]:
-    logits = RecurrentLM(model).logits(prompt)
+def _prompt_log_probs(model: Any, prompt: tuple[int, ...]) -> list[float]:
+    logits = oracle_of(model).logits(prompt)
     return torch.log_softmax(logits, dim=-1)[range(len(prompt) - 1), prompt[1:]].tolist()
 
 
