@@ -123,7 +123,9 @@ CYCLE.append(CYCLE)
 
 
 @pytest.mark.parametrize(
-    "value", [object(), {1, 2}, 2**64, [1, (2, {3: ms})], "\ud800", ms.SamplingParams(), CYCLE], ids=repr
+    "value",
+    [object(), {1, 2}, 2**64, [1, (2, {3: ms})], "\ud800", ms.SamplingParams(), CYCLE],
+    ids=["object", "set", "long", "module", "surrogate", "dataclass", "cycle"],
 )
 def test_only_plain_values_are_sent(value: object) -> None:
     with pytest.raises(ValueError, match=r"^version is .*; accepted: None, bool"):
