@@ -15,6 +15,7 @@ from torch import Tensor
 WHOLE = 1 << 53
 """How many parts make up probability 1."""
 _PART_ELEMENTS = 1 << 20  # numbers of the rows that are computed at a time
+_NUM_CANDIDATES = 1024  # tokens of a row with top_p that are sorted; all are where these do not suffice
 _MAX_PARTS = 64  # of each kind of row, so that the number of torch operations is bounded
 
 
@@ -43,7 +44,7 @@ class TokenDraw(NamedTuple):
 
 
 def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence[TokenDraw]) -> None:
-    """Draw a token for each of `draws`. Rows with `top_p` are sorted, the others are not.
+    """Draw a token for each of `draws`. Rows with `top_p` are sorted as far as needed.
 
     Args:
         tokens: [rows] int64. Written at the draws' rows; a row without a finite largest logit gets any id.
@@ -101,10 +102,23 @@ def _cut_to_top_k(scores: Tensor, top_k: Tensor) -> None:
 
 def _head(probabilities: Tensor, needed: Tensor) -> Tensor:
     """The probabilities, 0 for each token before which others add up to `needed` [rows, 1] parts."""
-    descending, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+    descending, order = _most_likely(probabilities)
     sums = (descending * WHOLE).long().cumsum(dim=-1)
+    # Do those reach `needed` that are likelier than the last candidate, which may have equals outside?
+    likelier = (descending > descending[:, -1:]).sum(dim=-1, keepdim=True)
+    if not (sums.gather(1, (likelier - 1).clamp_(min=0)).masked_fill_(likelier == 0, 0) >= needed).all():
+        descending, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+        sums = (descending * WHOLE).long().cumsum(dim=-1)
     descending[:, 1:].masked_fill_(sums[:, :-1] >= needed, 0)
-    return torch.empty_like(descending).scatter_(1, order, descending)
+    return torch.zeros_like(probabilities).scatter_(1, order, descending)
+
+
+def _most_likely(probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest probabilities of each row and their tokens, of equal ones the lowest token first."""
+    tokens = probabilities.topk(min(_NUM_CANDIDATES, probabilities.shape[1]), sorted=False).indices
+    tokens = tokens.sort(dim=-1).values
+    descending, order = probabilities.gather(1, tokens).sort(dim=-1, descending=True, stable=True)
+    return descending, tokens.gather(1, order)
 
 
 def _sum(head: Tensor) -> Tensor:
