@@ -18,12 +18,23 @@ from ..net.routing.state_publisher import StatePublisher
 from ..net.routing.state_router import StateRouter
 from ..validation import shown
 
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "mambaslots"
+"""Ray's namespace of the channels' actors."""
 _LOG_LENGTH = 4096
 _LOG_BYTES = 64 * 2**20
 """Readers that miss more get snapshots."""
 _FORGET_AFTER_S = 30.0
 _LIVE_S = 3.0
 """Replicas send a heartbeat every second."""
+_READ_S = 10.0
+_RETRY_S = 0.5
+_MAX_READERS = 1000
+_BUSY_S = 0.03
+"""Between two looks at the cache while requests run: what changes in between is one message."""
+_IDLE_S = 1.0
+"""Between two heartbeats without requests. A new channel knows the replica so soon."""
 
 
 class Orders(NamedTuple):
@@ -84,7 +95,9 @@ class StateChannel:
             self._seen_s[replica] = time.monotonic()
         return Orders(not (is_known and in_order), tuple(self._orders.pop(replica, ())))
 
-    async def donor(self, joining: str, hand_over: HandOver, asked: Sequence[str] = ()) -> str | None:
+    async def order_hand_over(
+        self, joining: str, hand_over: HandOver, asked: Sequence[str] = ()
+    ) -> str | None:
         """Order a hand-over from the live replica that holds most states, and is not in `asked`.
 
         Returns its name; None where no other holds any state.
@@ -152,15 +165,6 @@ def _events_of(replica: str, encoded: bytes) -> StateEvents:
     return events
 
 
-logger = logging.getLogger(__name__)
-
-NAMESPACE = "mambaslots"
-"""Ray's namespace of the channels' actors."""
-_READ_S = 10.0
-_RETRY_S = 0.5
-_MAX_READERS = 1000
-
-
 def open_channel(name: str) -> Any:
     """The actor of a channel; made where there is none. It ends with the process that made it.
 
@@ -192,11 +196,10 @@ class ChannelReader:
         self._name = name
         self._router = router
         self._instance, self._version = "", 0
-        self._known: set[str] = set()
 
     async def run(self) -> None:
         """Read until the task is cancelled; raises nothing else."""
-        actor: Any = None  # who made the actor must not let go of it
+        actor: Any = None  # held: Ray ends an actor without references
         while True:
             try:
                 actor = actor or open_channel(self._name)
@@ -217,20 +220,12 @@ class ChannelReader:
         for encoded in news.events:
             if not self._router.apply(decode_events(encoded)):
                 self._instance = ""  # the next read gives snapshots
-        replicas = set(news.replicas)
-        for gone in self._known - replicas:
+        for gone in set(self._router.index.replicas) - set(news.replicas):
             self._router.forget(gone)
-        self._known = replicas
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-_BUSY_S = 0.03
-"""Between two looks at the cache while requests run: what changes in between is one message."""
-_IDLE_S = 1.0
-"""Between two heartbeats without requests. A new channel knows the replica so soon."""
 
 
 class StateFeed:
@@ -253,7 +248,7 @@ class StateFeed:
         self._publisher = publisher
         self._serve_hand_over = serve_hand_over
         self._actor: Any = None
-        self._owes_snapshot = False  # True while it is not known that the channel took a message
+        self._may_have_missed = False  # True while it is not known that the channel took a message
         self._woken = asyncio.Event()
         self._hand_overs: set[asyncio.Task[None]] = set()
 
@@ -289,13 +284,18 @@ class StateFeed:
             return
         events = await self._engine.call(lambda engine: publisher.take())
         sent = () if events is None else (encode_events(events),)
-        owes_snapshot, self._owes_snapshot = self._owes_snapshot, True
-        orders: Orders = await self._actor.publish.remote(self._replica, sent)
-        if orders.wants_snapshot or owes_snapshot:
+        missed, self._may_have_missed = self._may_have_missed, True
+        wants_snapshot = await self._send(sent)
+        if wants_snapshot or missed:
             snapshot = await self._engine.call(lambda engine: publisher.snapshot())
-            await self._actor.publish.remote(self._replica, (encode_events(snapshot),))
-        self._owes_snapshot = False
+            await self._send((encode_events(snapshot),))
+        self._may_have_missed = False
+
+    async def _send(self, events: tuple[bytes, ...]) -> bool:
+        """Publish, and start the hand-overs of the reply, which gives each once; whether it wants a snapshot."""
+        orders: Orders = await self._actor.publish.remote(self._replica, events)
         for hand_over in orders.hand_overs:
             task = asyncio.create_task(self._serve_hand_over(hand_over))
             self._hand_overs.add(task)
             task.add_done_callback(self._hand_overs.discard)
+        return orders.wants_snapshot

@@ -46,7 +46,7 @@ async def take_over(replica: str, channel: str, engine: AsyncEngine, timeout_s: 
     while asked[-1] is not None and not num_states and time.monotonic() < deadline:
         order = HandOver(f"{replica}-{secrets.token_hex(4)}", host, store.port)
         try:
-            asked.append(await actor.donor.remote(replica, order, asked))
+            asked.append(await actor.order_hand_over.remote(replica, order, asked))
             if asked[-1] is not None:
                 num_states = await _receive_rounds(engine, store, order, deadline)
                 logger.warning(

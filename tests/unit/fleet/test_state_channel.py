@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,26 +114,51 @@ def test_the_replica_with_most_states_hands_over_and_silent_ones_are_forgotten(
     async def scenario() -> None:
         channel, small, large = StateChannel(), Replica("small"), Replica("large")
         order = HandOver("one", "127.0.0.1", 1)
-        assert await channel.donor("new", order) is None
+        assert await channel.order_hand_over("new", order) is None
         await small.publish(channel, small.change({1}, set()))
-        assert await channel.donor("small", order) is None
+        assert await channel.order_hand_over("small", order) is None
         await large.publish(channel, large.change({1, 2}, set()))
-        assert await channel.donor("new", order, ["large"]) == "small"
-        assert await channel.donor("new", order, ["large", "small"]) is None
+        assert await channel.order_hand_over("new", order, ["large"]) == "small"
+        assert await channel.order_hand_over("new", order, ["large", "small"]) is None
         assert (await channel.publish("small")).hand_overs == (order,)
-        assert await channel.donor("new", order) == "large"
+        assert await channel.order_hand_over("new", order) == "large"
         assert (await channel.publish("small")).hand_overs == ()
         assert (await channel.publish("large")).hand_overs == (order,)
         assert (await channel.publish("large")).hand_overs == ()
         now[0] = 20.0
         await channel.publish("small")
-        assert await channel.donor("new", order) == "small"  # the other one may be dead
+        assert await channel.order_hand_over("new", order) == "small"  # the other one may be dead
         now[0] = 40.0
-        assert await channel.donor("new", order) == "small"
+        assert await channel.order_hand_over("new", order) == "small"
         assert (await channel.read("", 0, 0.0)).replicas == ("small",)
         now[0] = 51.0
-        assert await channel.donor("new", order) is None
+        assert await channel.order_hand_over("new", order) is None
         assert (await channel.read("", 0, 0.0)).replicas == ()
+
+    run(scenario())
+
+
+def test_a_replica_that_is_forgotten_in_the_news_that_bring_its_events_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(state_channel.time, "monotonic", lambda: now[0])
+
+    async def scenario() -> None:
+        channel, gone, other = StateChannel(), Replica("a"), Replica("b")
+        router = StateRouter(0)
+        reader = ChannelReader("states", router)
+        await other.publish(channel, other.change({1}, set()))
+        reader.apply(await channel.read("", 0, 0.0))
+        await gone.publish(channel, gone.change({1, 2}, set()))
+        now[0] = 20.0
+        await channel.publish("b")
+        now[0] = 31.0
+        await channel.publish("b")
+        news = await channel.read(reader._instance, reader._version, 0.0)
+        assert (len(news.events), news.replicas) == (1, ("b",))
+        reader.apply(news)
+        assert router.index.replicas == ["b"]
 
     run(scenario())
 
@@ -240,4 +266,36 @@ def test_a_message_that_fails_is_made_up_for_by_the_next_look(
         await feed._publish()
         assert channel._version == sequence  # nothing is sent twice
 
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_hand_overs_are_served_whatever_becomes_of_the_snapshot(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    orders = [HandOver("one", "127.0.0.1", 1), HandOver("two", "127.0.0.1", 1)]
+    served: list[HandOver] = []
+
+    async def publish(replica: str, events: Any) -> Orders:
+        is_snapshot = decode_events(events[0]).is_snapshot
+        if is_snapshot and fails:
+            raise ActorUnavailableError("the network is away", None)
+        return Orders(not is_snapshot, (orders[is_snapshot],))
+
+    async def serve(hand_over: HandOver) -> None:
+        served.append(hand_over)
+
+    async def main() -> None:
+        publisher: Any = Publisher()
+        publisher.take()
+        publisher.new = [1]
+        engine: Any = SimpleNamespace(call=call)
+        feed = state_channel.StateFeed("a", "states", engine, publisher, serve)
+        with pytest.raises(ActorUnavailableError) if fails else nullcontext():
+            await feed._publish()
+        await asyncio.sleep(0)
+        assert served == (orders[:1] if fails else orders)
+
+    actor = SimpleNamespace(publish=SimpleNamespace(remote=publish))
+    monkeypatch.setattr(state_channel, "find_channel", lambda name: actor)
     asyncio.run(main())
