@@ -1,6 +1,8 @@
 """mambaslots: the prefix cache for hybrid language models.
 
 A name is imported at its first use: `import mambaslots` and the cache alone need no torch.
+
+May import every room.
 """
 
 from importlib import import_module

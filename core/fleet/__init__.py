@@ -1,4 +1,7 @@
-"""Several replicas of one model at one address, on Ray Serve. They need the extra `mambaslots[fleet]`."""
+"""Several replicas of one model at one address, on Ray Serve. They need the extra `mambaslots[fleet]`.
+
+May import `serve`, `monitor`, `net`, `engines`, `contexts`, `cache`; no model and no tokenizer.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,7 @@
-"""Models of transformers, served: `mambaslots.hf.load(folder_or_name)`. Needs the extra `mambaslots[hf]`."""
+"""Models of transformers, served: `mambaslots.hf.load(folder_or_name)`. Needs the extra `mambaslots[hf]`.
+
+May import `models` (the steps of layers), `text`, `contexts`, `kernels`; no engine.
+"""
 
 from importlib.util import find_spec
 

@@ -1,6 +1,8 @@
 """The drop-in for megatron-core: `mambaslots.mcore.install()` before the inference context is built.
 
 Importing this package imports no megatron-core; `install` does.
+
+May import `contexts`, `cache`, `kernels`; no engine of ours.
 """
 
 from .built_contexts import stats

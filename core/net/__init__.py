@@ -1,4 +1,8 @@
-"""Models split over ranks, and replicas of them: what keeps ranks together, and moves cached prefixes."""
+"""Models split over ranks, and replicas of them: what keeps ranks together, and moves cached prefixes.
+
+May import `engines`, `contexts`, `cache`, `kernels`; of its folders, only `prefill_decode` imports another
+one, `transfer`.
+"""
 
 from .heartbeat import Heartbeat
 from .lockstep.following import follow

@@ -1,4 +1,7 @@
-"""What a cache would have resumed: traces, served by the engine's bookkeeping without a model."""
+"""What a cache would have resumed: traces, served by the engine's bookkeeping without a model.
+
+May import `engines` (the scheduler), `contexts`, `cache`, and `hf`, whose state sizes it reads.
+"""
 
 from .generate import generate
 from .ours import replay

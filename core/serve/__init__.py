@@ -1,4 +1,7 @@
-"""The server: OpenAI's endpoints over one engine. It needs the extra `mambaslots[serve]`."""
+"""The server: OpenAI's endpoints over one engine. It needs the extra `mambaslots[serve]`.
+
+May import `monitor`, `text`, `engines`, `contexts`, `cache`; no model.
+"""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,7 @@
-"""For authors of models: `check_model` says what a model does wrong, and what to do about it."""
+"""For authors of models: `check_model` says what a model does wrong, and what to do about it.
+
+May import `engines`, `contexts`, `cache`; a model through the protocol in `engines.runner`.
+"""
 
 from .check_model import ModelError, check_model
 

@@ -1,4 +1,7 @@
-"""Text in and out of a model: tokenizer, chat template, and what a checkpoint says about its answers."""
+"""Text in and out of a model: tokenizer, chat template, and what a checkpoint says about its answers.
+
+May import the files of the root alone; no model and no engine.
+"""
 
 from .byte_tokenizer import ByteTokenizer
 from .chat import ChatTemplate

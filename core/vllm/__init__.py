@@ -14,6 +14,8 @@ Steps 4 and 5 are for steps with drafts. `advance` is the rule behind step 2, fo
 the old column and writes the new one (copy-free). `vllm.chunk_metadata` has vLLM's attention backend,
 `vllm.align_host.MambaSpecDecodeGPUContext` the copies of a host whose columns are on the device. Triton is
 imported when buffers are made for a CUDA device.
+
+May import `contexts` and `kernels`; of the former, `step_inputs` alone. No cache and no engine.
 """
 
 from .align_host import (

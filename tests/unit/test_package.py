@@ -14,14 +14,30 @@ from oracle.fresh_process import run_code
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core"
-# From the top down; a room imports only from itself and from those after it. Files count as rooms.
-ROOMS = (
-    "__init__", "__main__", "replay.__main__", "cli", "fleet", "serve", "monitor", "testing", "mcore", "vllm",
-    "replay", "net", "loaded_model", "hf", "models",
-    "inference.engines", "inference.contexts", "inference.kernels", "config", "state_spec",
-    "text", "request", "cache_stats", "inference.contexts.cache", "parallel_groups", "files", "errors",
-    "validation", "version",
-)  # fmt: skip
+
+
+def rooms_of_table() -> dict[str, set[str]]:
+    """For each room of docs/architecture.md, from the top down, the rooms that it may import.
+
+    Rooms are packages, and each file of the root.
+    """
+    section = (ROOT / "docs/architecture.md").read_text().split("## Rooms\n")[1].split("\n## ")[0]
+    cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    rows = [(re.findall(r"`([\w/]+)`", name), allowed) for name, _, allowed in cells]
+    rooms: dict[str, set[str]] = {}
+    below: set[str] = set()
+    for names, allowed in reversed(rows):
+        named = set(re.findall(r"`(\w+)`", allowed))
+        packages = {room for room in below if room.split(".")[-1] in named}
+        assert len(packages) == len(named), f"{names} may import {named}, of which only {packages} are below"
+        for room in (name.replace("/", ".") for name in reversed(names)):
+            in_root = {other for other in rooms if (CORE / f"{other}.py").is_file()}
+            rooms[room] = in_root | (below if allowed == "every room" else packages)
+        below = set(rooms)
+    return dict(reversed(rooms.items()))
+
+
+ROOMS = rooms_of_table()
 
 PUBLIC_PACKAGES = {
     f"mambaslots.{name}"
@@ -30,29 +46,13 @@ PUBLIC_PACKAGES = {
 
 
 def room_of(module: str) -> str:
-    return max((room for room in ROOMS if module == room or module.startswith(room + ".")), key=len)
+    rooms = (room for room in ROOMS if module == room or module.startswith(f"{room}."))
+    return max(rooms, key=len)
 
 
-def relative_imports(path: Path) -> list[str]:
-    """Dotted names within the package that a source file imports."""
-    package = path.relative_to(CORE).parts[:-1]
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = package[: len(package) - node.level + 1]
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            found += [".".join((*base, name)) for name in names if name]
-    return found
-
-
-SOURCES = sorted(path for path in CORE.rglob("*.py") if path.stem != "__init__" or path.parent == CORE)
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(CORE)))
-def test_imports_point_only_down(path: Path) -> None:
-    own = room_of(".".join(path.relative_to(CORE).with_suffix("").parts))
-    for imported in relative_imports(path):
-        assert ROOMS.index(room_of(imported)) >= ROOMS.index(own), f"{own} imports {imported}"
+def forbidden(module: str, imported: str) -> bool:
+    own, other = room_of(module), room_of(imported)
+    return other != own and other not in ROOMS[own]
 
 
 def imports_of_modules() -> dict[str, set[str]]:
@@ -71,6 +71,45 @@ def imports_of_modules() -> dict[str, set[str]]:
                     imported.add(next(name for name in names if name in paths))
         graph[module] = imported
     return graph
+
+
+def test_a_room_imports_only_what_the_table_of_rooms_names() -> None:
+    graph = imports_of_modules()
+    assert [(module, other) for module in graph for other in graph[module] if forbidden(module, other)] == []
+    found = {(room_of(module), room_of(other)) for module in graph for other in graph[module]}
+    named = {(own, other) for own in ROOMS for other in ROOMS[own] if not (CORE / f"{other}.py").is_file()}
+    assert {pair for pair in named - found if pair[0] not in ("__init__", "__main__")} == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("inference.contexts.cache.tier", "inference.contexts.step_inputs"),
+        ("inference.kernels.conv", "inference.contexts.cache.hashing"),
+        ("models.layer_steps", "inference.engines.runner"),
+        ("files", "state_spec"),
+        ("validation", "inference.contexts.cache.reasons"),
+        ("inference.contexts.cache.tier", "request"),
+        ("config", "loaded_model"),
+        ("hf.text", "serve.answers"),
+    ],
+)
+def test_an_import_that_the_table_does_not_name_is_noticed(module: str, imported: str) -> None:
+    assert forbidden(module, imported)
+    assert not forbidden("cli.main", "mcore.run_script")
+
+
+def test_the_docstring_of_a_package_says_what_the_table_says() -> None:
+    for room in ROOMS:
+        file = CORE / room.replace(".", "/") / "__init__.py"
+        if file.is_file():
+            says = " ".join((ast.get_docstring(ast.parse(file.read_text())) or "").split())
+            sentence = re.search(r"May import ([^.;]+)", says)
+            assert sentence, room
+            packages = {name for name in ROOMS[room] if not (CORE / f"{name}.py").is_file()}
+            assert set(re.findall(r"`(\w+)`", sentence[1])) == {name.split(".")[-1] for name in packages}, (
+                room
+            )
 
 
 def test_no_import_circles() -> None:

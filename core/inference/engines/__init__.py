@@ -9,5 +9,5 @@ batch_invariance, product_check, recorded_products
                                      the promise of bits: the mode, and its check at an engine's start
 engine_observer, memory_poison       what a step did, for those who watch; NaN in free memory
 
-May import `contexts` and `kernels`; a model through the protocol in `runner`; no server, no network.
+May import `contexts`, `cache` and `kernels`; a model through the protocol in `runner`; no server, no network.
 """

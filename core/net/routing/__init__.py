@@ -1,1 +1,4 @@
-"""Which replica a request goes to: what replicas publish of their states, and routers that read it."""
+"""Which replica a request goes to: what replicas publish of their states, and routers that read it.
+
+May import `cache`; no engine: a router keeps no states.
+"""

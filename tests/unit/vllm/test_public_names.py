@@ -1,4 +1,4 @@
-"""The door of `mambaslots.vllm`: what it offers, and what opening it imports."""
+"""The public names of `mambaslots.vllm`, and what importing them imports."""
 
 import mambaslots.vllm
 from oracle.fresh_process import run_code
@@ -30,5 +30,5 @@ MambaBuffers.create(2, MambaCacheConfig(16, (("layer",),), 3), 2, torch.device("
     assert modules.isdisjoint({"triton", "mambaslots.vllm.align_kernels"})
 
 
-def test_mambaslots_alone_does_not_open_it() -> None:
+def test_mambaslots_alone_does_not_import_it() -> None:
     assert "mambaslots.vllm" not in imported("import mambaslots")
