@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import mambaslots as ms
-from mambaslots.inference.contexts.cache.prefix_cache import PinnedPrefix
+from mambaslots.inference.contexts.cache.pins import PinnedPrefix
 from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
 from mambaslots.monitor import Monitor
 

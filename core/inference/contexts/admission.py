@@ -97,7 +97,7 @@ class MambaMetadata:
         if len(self._free) < num_slots:
             raise RequestOverflowError(required=num_slots, available=len(self._free))
         taken = tuple(self._free.popitem()[0] for _ in range(num_slots))
-        self._dirty.give(taken)
+        self._dirty.clean(taken)
         return taken
 
     def free_slot(self, slot: int) -> None:
@@ -219,7 +219,7 @@ class Admission:
         """
         live = self._metadata.allocate_slots(self._slots_per_row, resume_slot)
         row = self._free.pop()
-        self._dirty.give([row])
+        self._dirty.clean([row])
         self._first_slots[row] = live[0]
         path = self._cache.open(
             request.hashes, request.plan, self._table[row], max_resume_tokens=request.most_resumed,

@@ -77,7 +77,7 @@ class DynamicInferenceContext:
             num_live_slots=num_live if shares else 0,
             tier=tier_of(config, spec, self.memory.durable_pool),
             division=sizes.division,
-            scrubber=scrubber,
+            cleaner=scrubber,
         )
         if self.prefix_cache.tier is not None:
             scrubber.host_rows = self.prefix_cache.tier.host.dirty

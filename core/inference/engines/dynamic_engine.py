@@ -12,7 +12,7 @@ from ...request import EarlyEnd, RequestResult, SamplingParams, ScoreResult
 from ...validation import INT64_MAX, boolean, instance, integer, one_of, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.hashing import PrefixHashChain, salt_bytes
-from ..contexts.cache.prefix_cache import PinnedPrefix
+from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken
 from .arguments import (
@@ -474,7 +474,9 @@ class DynamicInferenceEngine:
         _, chain = self._hashed("pin", tokens, cache_salt)
         cache = self.context.prefix_cache
         if not cache.resumable_tokens(chain):
-            return cache.pin(chain)  # raises, and changes nothing
+            raise ValueError(
+                f"tokens is a prefix of {len(chain.keys)} whole blocks; accepted: one with a cached state"
+            )
         pinned: PinnedPrefix = self._apply("pin", chain)
         return pinned
 

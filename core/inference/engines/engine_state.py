@@ -19,7 +19,7 @@ from ...errors import KVBlockCapacityError, MambaSlotCapacityError
 from ...parallel_groups import on_device_of
 from ...request import EarlyEnd, FinishReason, RequestResult
 from ..contexts.cache.hashing import PrefixHashChain
-from ..contexts.cache.prefix_cache import PinnedPrefix
+from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from .drafter import Drafter

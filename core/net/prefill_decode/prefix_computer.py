@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ...errors import MambaSlotCapacityError
-from ...inference.contexts.cache.prefix_cache import PinnedPrefix
+from ...inference.contexts.cache.pins import PinnedPrefix
 from ...inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine

@@ -8,7 +8,7 @@ import mambaslots as ms
 import numpy as np
 import pytest
 import torch
-from mambaslots.inference.contexts.cache.prefix_cache import PinnedPrefix
+from mambaslots.inference.contexts.cache.pins import PinnedPrefix
 from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
 from oracle import bad_values as bad
 from oracle.bad_values import Bad, refuse, refuse_all

@@ -13,7 +13,7 @@ from typing import Any
 import mambaslots as ms
 import openai
 import pytest
-from mambaslots.inference.contexts.cache.prefix_cache import PinnedPrefix
+from mambaslots.inference.contexts.cache.pins import PinnedPrefix
 from mambaslots.serve import ServerSettings, make_app
 from mambaslots.serve.gate import engine_salt
 from oracle.gated_model import PATIENCE_S

@@ -1,7 +1,8 @@
 """What is cached, where, and held by which sequence. Everything here is an integer; a host adds the tensors.
 
 prefix_cache, prefix_match           the calls of a sequence, in their order; what is found, and why not more
-prefix_tree                          the index: registered KV blocks, the states at their ends, ghosts
+pins                                 prefixes that stay until they are unpinned
+prefix_tree, leaf_order              the index: blocks, states at their ends, ghosts; which leaf goes first
 kv_block_allocator, state_slots      who owns a block or a slot, the free lists, who is evicted next
 memory, borrowing                    both pools as units of one memory, whose sides may change
 checkpoint_plan, checkpoints         which boundaries a step stores, and the slots reserved for them

@@ -46,7 +46,7 @@ class Borrowing:
     """
 
     def __init__(
-        self, units: MemoryUnits, kv_blocks: KVBlockAllocator, slots: StateSlots, scrubber: MemoryCleaner
+        self, units: MemoryUnits, kv_blocks: KVBlockAllocator, slots: StateSlots, cleaner: MemoryCleaner
     ) -> None:
         self._units = units
         self._kv_blocks = kv_blocks
@@ -54,7 +54,7 @@ class Borrowing:
         self._hand = 0  # the unit at which the next look begins
         self.num_to_states = 0
         self.num_to_kv = 0
-        self._scrubber = scrubber
+        self._cleaner = cleaner
         kv_blocks.lender = self
 
     # ---- states need memory
@@ -105,7 +105,7 @@ class Borrowing:
         return ordered if len(ordered) == len(counts) else None
 
     def _give_to_states(self, unit: int) -> None:
-        self._scrubber.move_unit(unit, self._units.blocks_of(unit), self._scrubber.blocks)
+        self._cleaner.move_unit(unit, self._units.blocks_of(unit), self._cleaner.blocks)
         self._kv_blocks.withdraw_unit(unit)
         self._units.holds_states[unit] = True
         self._slots.enter(self._units.slots_of(unit))
@@ -156,7 +156,7 @@ class Borrowing:
         return -1
 
     def _give_to_kv(self, unit: int) -> None:
-        self._scrubber.move_unit(unit, self._units.slots_of(unit), self._scrubber.slots)
+        self._cleaner.move_unit(unit, self._units.slots_of(unit), self._cleaner.slots)
         self._slots.withdraw(self._units.slots_of(unit))
         self._units.holds_states[unit] = False
         self._kv_blocks.enter_unit(unit)

@@ -69,7 +69,7 @@ class PrefixHashChain:
 class SaltKey:
     """Turns a tenant's salt into the root of the tenant's hash chains.
 
-    Who sees roots, in an export say, learns no salt without the key. Equal keys make equal roots, so replicas
+    Roots, which exports contain, reveal no salt without the key. Equal keys make equal roots, so replicas
     that exchange salted prefixes need one key.
 
     Attributes:
@@ -122,7 +122,7 @@ def salt_bytes(name: str, salt: object) -> bytes | None:
 
     Raises:
         ValueError: `salt` (the argument `name`) is empty, of another type, or a str that UTF-8 cannot encode.
-            An empty salt is more likely a tenant's missing name than a wish to share with all.
+            An empty salt is more likely a tenant's missing name than an intent to share with all.
     """
     if salt is None:
         return None

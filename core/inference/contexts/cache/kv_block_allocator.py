@@ -195,7 +195,7 @@ class KVBlockAllocator:
         if missing > 0:
             self._evict(missing)
         blocks = self._free.take(num_blocks)
-        self._dirty.give(blocks)
+        self._dirty.clean(blocks)
         refs = self.tree.references
         for block in blocks:
             refs[block] = 1

@@ -299,7 +299,7 @@ FreeBlocks = BlockStack | BlocksByUnit
 class DirtyEntries:
     """Dirty set of one pool: its free entries that are not zero yet; empty without `zero`.
 
-    The pool notes what it frees; `give` zeroes what it allocates, `scrub` all others. An entry is zeroed
+    The pool notes what it frees; `clean` zeroes what it allocates, `scrub` all others. An entry is zeroed
     before it is dropped from the set: an interrupted call zeroes it again.
     """
 
@@ -317,18 +317,13 @@ class DirtyEntries:
         if self._zero is not None:
             self._entries.update(entries)
 
-    def give(self, entries: Iterable[int]) -> None:
+    def clean(self, entries: Iterable[int]) -> None:
         """Zero those of these entries that are dirty, before they are allocated."""
         if self._entries and self._zero is not None:
             found = self._entries.intersection(entries)
             if found:
                 self._zero(sorted(found))
                 self._entries -= found
-
-    def pass_on(self, entries: Sequence[int]) -> None:
-        """Zero these entries, whose owner changes."""
-        self.note(entries)
-        self.give(entries)
 
     def has_any(self, entries: Iterable[int]) -> bool:
         return not self._entries.isdisjoint(entries)
@@ -340,7 +335,7 @@ class DirtyEntries:
     def scrub(self) -> None:
         """Zero all dirty entries."""
         if self._entries:
-            self.give(self._entries.copy())
+            self.clean(self._entries.copy())
 
     def clear(self) -> None:
         """Note that the pool has no memory, or is all zeros."""

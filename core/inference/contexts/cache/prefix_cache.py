@@ -3,12 +3,10 @@
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ....errors import MambaSlotCapacityError
-from ....validation import INT32_MAX, boolean, integer, shown
+from ....validation import INT32_MAX, boolean, integer
 from .borrowing import Borrowing
 from .checkpoint_plan import CheckpointPlan
 from .checkpoints import PathStep, StepCheckpoints
@@ -16,127 +14,13 @@ from .eviction import PolicyChoice, checked_policy
 from .hashing import PrefixHashChain
 from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryCleaner, MemoryDivision, MemoryUnits
+from .pins import PinnedPrefix, PinnedPrefixes
 from .pool_stats import Clock, PoolStats, TierStats
 from .prefix_match import CachedPath, PrefixMatch, PrefixMatcher, TableRow
 from .prefix_tree import PrefixTree
 from .reasons import Span
 from .state_slots import StateSlots
 from .tier import HostTier
-
-
-@dataclass(frozen=True, eq=False)
-class PinnedPrefix:
-    """A prefix whose state and KV stay until the prefix is unpinned, or the cache is reset.
-
-    A `PinnedPrefix` equals only itself. One that is made by hand, or by another cache, unpins nothing.
-
-    Attributes:
-        pin_id: counts the pins of this cache, from 0.
-        num_tokens: length of the prefix: its deepest boundary with a state at the time of the pin.
-        key: the hash of the prefix, as `PrefixHashChain.keys` has it.
-    """
-
-    pin_id: int
-    num_tokens: int
-    key: int = 0
-
-
-class PinnedPrefixes:
-    """Holds a reference to the KV blocks, and a pin on the state, of each pinned prefix, in order."""
-
-    def __init__(
-        self,
-        slots: StateSlots,
-        kv_blocks: KVBlockAllocator,
-        max_slots: int | None = None,
-        units: MemoryUnits | None = None,
-    ) -> None:
-        self._max_slots = slots.num_slots if max_slots is None else max_slots
-        self._slots = slots
-        self._kv_blocks = kv_blocks
-        self._units = units
-        self._held: dict[PinnedPrefix, tuple[list[int], int]] = {}
-        self._block_references: Counter[int] = Counter()  # only blocks that are pinned now
-        self._next_id = 0
-
-    def __iter__(self) -> Iterator[PinnedPrefix]:
-        return iter(list(self._held))
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    @property
-    def num_blocks(self) -> int:
-        """Distinct KV blocks that pinned prefixes hold."""
-        return len(self._block_references)
-
-    def num_within_reach(self, shared: Iterable[int] = ()) -> int:
-        """How many KV blocks one sequence could hold, with those of the pinned ones that it shares."""
-        num_shared = sum(map(self._block_references.__contains__, shared))
-        return self.num_unpinned_blocks + num_shared
-
-    @property
-    def max_slots(self) -> int:
-        """How many slots pins may keep now, so that running requests can have the others."""
-        return self._max_slots - (self._units.num_lent_slots if self._units else 0)
-
-    @property
-    def num_unpinned_blocks(self) -> int:
-        """How many KV blocks one sequence can surely have while the pins stay."""
-        if self._units is not None:
-            num_units = self._units.num_units_for_pins([slot for _, slot in self._held.values()])
-            num_for_kv = self._units.num_units - num_units - self._units.num_spare_units
-            num_blocks = max(self._units.num_kv_units, num_for_kv) * self._units.blocks_per_unit
-            return max(0, num_blocks - self.num_blocks)
-        return self._kv_blocks.total_count - self.num_blocks
-
-    def pin(self, blocks: list[int], num_tokens: int) -> PinnedPrefix:
-        """Pin the prefix that the registered `blocks` store; the last block must have a state."""
-        slot, slots = self._slots.tree.slot_of(blocks[-1]), self.slot_pins
-        if slot not in slots and len(slots) >= self.max_slots:
-            raise MambaSlotCapacityError(len(slots) + 1, self.max_slots)
-        self._slots.pin(slot)
-        self._kv_blocks.add_references(blocks)
-        prefix = PinnedPrefix(self._next_id, num_tokens, self._slots.tree.hash_of(blocks[-1]))
-        self._held[prefix] = (blocks, slot)
-        self._block_references.update(blocks)
-        self._next_id += 1
-        return prefix
-
-    def unpin(self, prefix: PinnedPrefix) -> None:
-        """Release a pinned prefix; ValueError for a prefix that is not pinned here."""
-        if not isinstance(prefix, PinnedPrefix) or prefix not in self._held:
-            raise ValueError(
-                f"prefix is {shown(prefix)}; accepted: a prefix that is pinned here (a reset unpins all)"
-            )
-        blocks, slot = self._held.pop(prefix)
-        self._block_references.subtract(blocks)
-        for block in blocks:
-            if not self._block_references[block]:
-                del self._block_references[block]
-        self._slots.unpin(slot)
-        self._kv_blocks.release_memory_blocks(blocks)
-
-    def unpin_all(self) -> None:
-        for prefix in list(self._held):
-            self.unpin(prefix)
-
-    def clear(self) -> None:
-        """Forget all pins; the caller resets the allocators."""
-        self._held.clear()
-        self._block_references.clear()
-
-    @property
-    def slot_pins(self) -> Counter[int]:
-        return Counter(slot for _, slot in self._held.values())
-
-    @property
-    def block_references(self) -> Counter[int]:
-        return Counter(block for blocks, _ in self._held.values() for block in blocks)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError where the count of pinned blocks is off."""
-        assert self._block_references == self.block_references, "the count of pinned blocks is off"
 
 
 class RootUse(NamedTuple):
@@ -185,7 +69,7 @@ class PrefixCache:
         num_live_slots: int = 0,
         tier: HostTier | None = None,
         division: MemoryDivision | None = None,
-        scrubber: MemoryCleaner | None = None,
+        cleaner: MemoryCleaner | None = None,
     ) -> None:
         """
         Args:
@@ -199,14 +83,14 @@ class PrefixCache:
                 num_slots=10 and num_live_slots=4, up to 14 states are cached while no request runs.
             tier: keeps evicted states; `HostTier(num_slots)` copies nothing, for a cache without tensors.
             division: of the memory that KV and states share; None where each has its own.
-            scrubber: zeroes what becomes free; None for nothing.
+            cleaner: zeroes what becomes free; None for nothing.
         """
         self._block_size = integer("block_size_tokens", block_size_tokens, 1, INT32_MAX)
         self._enabled = boolean("enabled", enabled)
         num_kv_blocks = integer("num_kv_blocks", num_kv_blocks, 1, INT32_MAX)
         num_slots = integer("num_slots", num_slots, 0, INT32_MAX)
         policy = checked_policy("eviction_policy", eviction_policy)
-        scrubber = scrubber or MemoryCleaner()
+        cleaner = cleaner or MemoryCleaner()
         units = MemoryUnits(division) if division is not None else None
         num_blocks = units.num_units * units.blocks_per_unit if units else num_kv_blocks
         self.tree = PrefixTree(num_blocks)
@@ -217,14 +101,14 @@ class PrefixCache:
             self.tree,
             num_kv_blocks,
             clock=clock,
-            dirty=scrubber.slots,
+            dirty=cleaner.slots,
             units=units,
             tier=tier,
         )
         self.kv_blocks = KVBlockAllocator(
-            num_blocks, self._enabled, slots=self.slots, clock=clock, dirty=scrubber.blocks, units=units
+            num_blocks, self._enabled, slots=self.slots, clock=clock, dirty=cleaner.blocks, units=units
         )
-        self._borrowing = Borrowing(units, self.kv_blocks, self.slots, scrubber) if units else None
+        self._borrowing = Borrowing(units, self.kv_blocks, self.slots, cleaner) if units else None
         self._checkpoints = StepCheckpoints(self.slots)
         self.pins = PinnedPrefixes(self.slots, self.kv_blocks, num_slots, units)
         self._matcher = PrefixMatcher(self.tree, self._block_size)
@@ -287,14 +171,17 @@ class PrefixCache:
         Args:
             chain: the hashes of the sequence's whole blocks.
             plan: which states of the sequence are taken.
-            table_row: will show the path's blocks.
-            max_resume_tokens: of a request that arrives: it could resume after at most so many tokens. None
-                for a sequence that is no request.
+            table_row: will show the path's blocks: an integer array, all -1, with as many entries as the
+                sequence may have blocks. 20 tokens in blocks of 8 need 3.
+            max_resume_tokens: the sequence could resume after at most so many tokens, of which the eviction
+                policy learns. None for no limit but the chain's whole blocks.
             again: whether the request came before, and was preempted.
         """
         path = CachedPath(chain, plan, table_row, self._enabled)
-        if path.shares and max_resume_tokens is not None:
-            num_reachable = min(max_resume_tokens // self._block_size, len(chain.keys))
+        if path.shares:
+            num_reachable = len(chain.keys)
+            if max_resume_tokens is not None:
+                num_reachable = min(num_reachable, max_resume_tokens // self._block_size)
             path.request = self.slots.policy.arrive(chain.keys, num_reachable, again)
         return path
 
@@ -312,9 +199,14 @@ class PrefixCache:
         return len(blocks) - bisect_left(blocks, True, key=lambda block: not references[block])
 
     def hold(self, path: CachedPath, match: PrefixMatch) -> None:
-        """Put a match's registered blocks in the place of the path's unregistered ones."""
+        """Put a match's registered blocks in the place of the path's unregistered ones.
+
+        Raises:
+            ValueError: `table_row` has fewer entries than the match has blocks; nothing is changed.
+        """
         shared = list(match.blocks[path.num_registered :])
         if shared:
+            path.check_fits(len(match.blocks))
             own = path.blocks[path.num_registered :]
             self.kv_blocks.add_references(shared)
             self.kv_blocks.release_memory_blocks(own)
@@ -326,9 +218,11 @@ class PrefixCache:
 
         Raises:
             KVBlockCapacityError: too few blocks are free or can be evicted; nothing is changed.
+            ValueError: `table_row` has fewer entries; nothing is changed.
         """
         num_missing = num_blocks - len(path.blocks)
         if num_missing > 0:
+            path.check_fits(num_blocks)
             path.append(self.kv_blocks.allocate_memory_blocks(num_missing))
 
     def trim(self, path: CachedPath, num_blocks: int) -> None:
@@ -456,7 +350,7 @@ class PrefixCache:
         blocks = self._resumable_blocks(chain)
         if not blocks:
             raise ValueError(
-                f"tokens is a prefix of {len(chain.keys)} whole blocks; accepted: one with a cached state"
+                f"chain has {len(chain.keys)} whole blocks; accepted: one of a prefix with a cached state"
             )
         return self.pins.pin(blocks, len(blocks) * self._block_size)
 

@@ -49,6 +49,14 @@ class CachedPath:
         self.request = -1
         self._table_row = table_row
 
+    def check_fits(self, num_blocks: int) -> None:
+        """ValueError where the row of the block table cannot show so many blocks."""
+        if num_blocks > len(self._table_row):
+            raise ValueError(
+                f"table_row has {len(self._table_row)} entries; accepted: at least {num_blocks}, one for "
+                "each block that the path will hold"
+            )
+
     def append(self, blocks: list[int]) -> None:
         first = len(self.blocks)
         self.blocks += blocks

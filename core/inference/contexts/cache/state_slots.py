@@ -149,17 +149,17 @@ class StateSlots:
         num_free = len(self.free) - len(wanted)
         return [*wanted, *guessed[:num_free]], [key for key in keys if key not in wanted]
 
-    def reserve(self, blocks: Sequence[int], keys: Sequence[int] = ()) -> list[int]:
+    def reserve(self, block_ids: Sequence[int], keys: Sequence[int] = ()) -> list[int]:
         """Allocate one slot for each block's state; may evict. `keys`: the hashes that `choose` chose."""
         taken = set(self.reserved.values())
-        for i, block in enumerate(blocks):
+        for i, block in enumerate(block_ids):
             if block in self.tree.slot_by_block or block in taken:
                 raise ValueError(
                     f"block_ids[{i}] is {block}; accepted: distinct blocks without state or reservation"
                 )
             taken.add(block)
-        slots = self._take(len(blocks))
-        self.reserved.update(zip(slots, blocks, strict=True))
+        slots = self._take(len(block_ids))
+        self.reserved.update(zip(slots, block_ids, strict=True))
         self._planned.update(zip(slots, keys, strict=False))
         return slots
 
@@ -360,7 +360,7 @@ class StateSlots:
             return evicted
         cut = len(self.free) - num_free
         taken = self.free[cut:]
-        self._dirty.give(taken)
+        self._dirty.clean(taken)
         del self.free[cut:]
         self.version += 1
         return taken + evicted if evicted else taken
@@ -378,7 +378,8 @@ class StateSlots:
                 raise MambaSlotCapacityError(num_slots + num_free, num_evictable + num_free)
         victims = self.policy.victims(num_slots, lambda slot: slot not in kept)
         self._evict_slots(victims, cause)
-        self._dirty.pass_on(victims)
+        self._dirty.note(victims)
+        self._dirty.clean(victims)  # their owner changes
         return victims
 
     def _evict_slots(self, slots: Sequence[int], cause: StateRemovalCause = "new_state") -> None:

@@ -64,7 +64,7 @@ class TierSlots:
         """A slot to write, and the hash whose copy is evicted for it, or 0; (-1, 0) where there is none."""
         if self._free:
             slot = self._free.pop()
-            self.dirty.give([slot])
+            self.dirty.clean([slot])
             return slot, 0
         victim = next((key for key in self._slots if key != self._pinned), 0)
         if not victim:
@@ -73,7 +73,7 @@ class TierSlots:
             watcher([victim])
         slot = self._slots.pop(victim)
         self.removed_by_cause["new_state"] += 1
-        self.dirty.give([slot])  # a copy that failed may be in it
+        self.dirty.clean([slot])  # a copy that failed may be in it
         return slot, victim
 
     def publish(self, key: int, slot: int, serial: int) -> None:

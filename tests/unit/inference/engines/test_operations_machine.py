@@ -9,7 +9,7 @@ import mambaslots as ms
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from mambaslots.inference.contexts.cache.prefix_cache import PinnedPrefix
+from mambaslots.inference.contexts.cache.pins import PinnedPrefix
 from mambaslots.inference.engines.streams import TokenStream
 from mambaslots.monitor import Monitor
 from oracle.budget import costly

@@ -86,7 +86,7 @@ PLACES = {
     "_add_free": "blocks that are released or evicted",
     "_restart_free": "blocks that a reset forgets",
     "_free_slots": "slots that are freed",
-    "pass_on": "slots that go from one state to the next",
+    "_evict": "slots that go from one state to the next",
     "_release": "live slots of a pool of their own",
     "unseat": "inputs of a row",
     "gather": "staged states",
@@ -112,20 +112,20 @@ def test_each_place_that_frees_memory_is_noted(
 
 
 @pytest.mark.parametrize("kind", [MIX], indirect=True)
-@pytest.mark.parametrize("part", ["give", "scrub", "at the end of a call"])
+@pytest.mark.parametrize("part", ["clean", "scrub", "at the end of a call"])
 def test_each_time_of_zeroing_is_needed(kind: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if part == "at the end of a call":
         monkeypatch.setattr(EngineState, "_complete", lambda state: setattr(state, "_repair", None))
-    elif part == "give":
-        give = DirtyEntries.give
+    elif part == "clean":
+        clean = DirtyEntries.clean
 
         def only_scrubs(left: DirtyEntries, entries: Iterable[int]) -> None:
             if sys._getframe(1).f_code.co_name == "scrub":
-                give(left, entries)
+                clean(left, entries)
             else:
                 left.withdraw(entries)
 
-        monkeypatch.setattr(DirtyEntries, "give", only_scrubs)
+        monkeypatch.setattr(DirtyEntries, "clean", only_scrubs)
     else:
         monkeypatch.setattr(DirtyEntries, "scrub", lambda left: None)
     with pytest.raises(AssertionError, match=FOUND):

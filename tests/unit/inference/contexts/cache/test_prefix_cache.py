@@ -109,11 +109,37 @@ def test_a_cache_that_is_off_lends_blocks_and_keeps_nothing():
     assert (len(path.blocks), path.num_registered, path.shares) == (2, 0, False)
     assert cache.match(chain_of([1, 2, 3]), 3).blocks == ()
     assert cache.stats().num_free_slots == 0
-    with pytest.raises(ValueError, match="accepted: one with a cached state"):
+    with pytest.raises(ValueError, match="chain has 1 whole blocks; accepted: one of a prefix with a cached"):
         cache.pin(chain_of([1, 2]))
     cache.release(path)
     cache.check_integrity([])
     assert cache.stats().num_free_kv_blocks == 4
+
+
+def test_a_path_holds_no_more_blocks_than_its_table_row_has_entries():
+    cache = PrefixCache(8, 4, SIZE)
+    tokens = [1, 2, 3, 4, 5, 6]
+    first = computed(cache, tokens, positions=[4])
+    chain = chain_of(tokens)
+    path = cache.open(chain, PLAN, np.full(2, -1, np.int32))
+    before = picture(cache, [first, path])
+    refusal = r"table_row has 2 entries; accepted: at least 3, one for each block that the path will hold"
+    for call in (lambda: cache.grow(path, 3), lambda: cache.hold(path, cache.match(chain, 6))):
+        with pytest.raises(ValueError, match=refusal):
+            call()
+        assert picture(cache, [first, path]) == before
+    cache.grow(path, 2)
+    cache.release(path)
+    cache.check_integrity([first])
+
+
+@pytest.mark.parametrize(("limit", "reachable"), [(None, 3), (6, 3), (5, 2), (0, 0)])
+def test_the_policy_learns_of_every_sequence_that_is_opened(limit, reachable, monkeypatch):
+    cache, arrivals = PrefixCache(8, 4, SIZE), []
+    monkeypatch.setattr(cache.slots.policy, "arrive", lambda *arrival: arrivals.append(arrival) or 7)
+    chain = chain_of([1, 2, 3, 4, 5, 6, 7])
+    path = cache.open(chain, PLAN, table_row(), max_resume_tokens=limit)
+    assert (path.request, arrivals) == (7, [(chain.keys, reachable, False)])
 
 
 def test_a_state_leaves_with_its_block():
@@ -126,7 +152,7 @@ def test_a_state_leaves_with_its_block():
 
 
 def test_a_block_that_lost_its_state_goes_before_one_that_has_it():
-    cache = PrefixCache(4, 4, SIZE)
+    cache = PrefixCache(4, 4, SIZE, "lru")
     for tokens in ([1, 2], [3, 4]):
         cache.release(computed(cache, tokens, positions=[2]))
     cache.slots.note_use(cache.match(chain_of([1, 2, 9]), 3).resume_slot)
@@ -654,7 +680,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert self.cache.resumable_tokens(chain) == len(blocks) * SIZE
         if not blocks:
             before = picture(self.cache, self.paths)
-            with pytest.raises(ValueError, match="accepted: one with a cached state"):
+            with pytest.raises(ValueError, match="accepted: one of a prefix with a cached state"):
                 self.cache.pin(chain)
             assert picture(self.cache, self.paths) == before
             return

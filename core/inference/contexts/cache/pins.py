@@ -1,0 +1,126 @@
+"""Prefixes that stay cached until they are unpinned: their references to KV blocks, and pins on states."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ....errors import MambaSlotCapacityError
+from ....validation import shown
+from .kv_block_allocator import KVBlockAllocator
+from .memory import MemoryUnits
+from .state_slots import StateSlots
+
+
+@dataclass(frozen=True, eq=False)
+class PinnedPrefix:
+    """A prefix whose state and KV stay until the prefix is unpinned, or the cache is reset.
+
+    A `PinnedPrefix` equals only itself. One that is made by hand, or by another cache, unpins nothing.
+
+    Attributes:
+        pin_id: counts the pins of this cache, from 0.
+        num_tokens: length of the prefix: its deepest boundary with a state at the time of the pin.
+        key: the hash of the prefix, as `PrefixHashChain.keys` has it.
+    """
+
+    pin_id: int
+    num_tokens: int
+    key: int = 0
+
+
+class PinnedPrefixes:
+    """Holds a reference to the KV blocks, and a pin on the state, of each pinned prefix, in order."""
+
+    def __init__(
+        self,
+        slots: StateSlots,
+        kv_blocks: KVBlockAllocator,
+        max_slots: int | None = None,
+        units: MemoryUnits | None = None,
+    ) -> None:
+        self._max_slots = slots.num_slots if max_slots is None else max_slots
+        self._slots = slots
+        self._kv_blocks = kv_blocks
+        self._units = units
+        self._held: dict[PinnedPrefix, tuple[list[int], int]] = {}
+        self._block_references: Counter[int] = Counter()  # only blocks that are pinned now
+        self._next_id = 0
+
+    def __iter__(self) -> Iterator[PinnedPrefix]:
+        return iter(list(self._held))
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def num_blocks(self) -> int:
+        """Distinct KV blocks that pinned prefixes hold."""
+        return len(self._block_references)
+
+    def num_within_reach(self, shared: Iterable[int] = ()) -> int:
+        """How many KV blocks one sequence could hold, with those of the pinned ones that it shares."""
+        num_shared = sum(map(self._block_references.__contains__, shared))
+        return self.num_unpinned_blocks + num_shared
+
+    @property
+    def max_slots(self) -> int:
+        """How many slots pins may keep now, so that running requests can have the others."""
+        return self._max_slots - (self._units.num_lent_slots if self._units else 0)
+
+    @property
+    def num_unpinned_blocks(self) -> int:
+        """How many KV blocks one sequence can surely have while the pins stay."""
+        if self._units is not None:
+            num_units = self._units.num_units_for_pins([slot for _, slot in self._held.values()])
+            num_for_kv = self._units.num_units - num_units - self._units.num_spare_units
+            num_blocks = max(self._units.num_kv_units, num_for_kv) * self._units.blocks_per_unit
+            return max(0, num_blocks - self.num_blocks)
+        return self._kv_blocks.total_count - self.num_blocks
+
+    def pin(self, blocks: list[int], num_tokens: int) -> PinnedPrefix:
+        """Pin the prefix that the registered `blocks` store; the last block must have a state."""
+        slot, slots = self._slots.tree.slot_of(blocks[-1]), self.slot_pins
+        if slot not in slots and len(slots) >= self.max_slots:
+            raise MambaSlotCapacityError(len(slots) + 1, self.max_slots)
+        self._slots.pin(slot)
+        self._kv_blocks.add_references(blocks)
+        prefix = PinnedPrefix(self._next_id, num_tokens, self._slots.tree.hash_of(blocks[-1]))
+        self._held[prefix] = (blocks, slot)
+        self._block_references.update(blocks)
+        self._next_id += 1
+        return prefix
+
+    def unpin(self, prefix: PinnedPrefix) -> None:
+        """Release a pinned prefix; ValueError for a prefix that is not pinned here."""
+        if not isinstance(prefix, PinnedPrefix) or prefix not in self._held:
+            raise ValueError(
+                f"prefix is {shown(prefix)}; accepted: a prefix that is pinned here (a reset unpins all)"
+            )
+        blocks, slot = self._held.pop(prefix)
+        self._block_references.subtract(blocks)
+        for block in blocks:
+            if not self._block_references[block]:
+                del self._block_references[block]
+        self._slots.unpin(slot)
+        self._kv_blocks.release_memory_blocks(blocks)
+
+    def unpin_all(self) -> None:
+        for prefix in list(self._held):
+            self.unpin(prefix)
+
+    def clear(self) -> None:
+        """Forget all pins; the caller resets the allocators."""
+        self._held.clear()
+        self._block_references.clear()
+
+    @property
+    def slot_pins(self) -> Counter[int]:
+        return Counter(slot for _, slot in self._held.values())
+
+    @property
+    def block_references(self) -> Counter[int]:
+        return Counter(block for blocks, _ in self._held.values() for block in blocks)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the count of pinned blocks is off."""
+        assert self._block_references == self.block_references, "the count of pinned blocks is off"
