@@ -90,10 +90,8 @@ class KVBlockAllocator:
         self._clear_references()
 
     def _clear_references(self) -> None:
-        self.tree.references[:-1] = [0] * self.total_count
-        for block in self._lent_blocks:
-            self.tree.references[block] = 1
-        self.tree.leaves.timestamps[:] = [0] * self.total_count
+        self.tree.clear_references()
+        self.tree.set_references(self._lent_blocks, 1)
         self._clock = 0
         self._num_cached = 0
         self._restart_free()
@@ -196,16 +194,13 @@ class KVBlockAllocator:
             self._evict(missing)
         blocks = self._free.take(num_blocks)
         self._dirty.clean(blocks)
-        refs = self.tree.references
-        for block in blocks:
-            refs[block] = 1
+        self.tree.set_references(blocks, 1)
         return blocks
 
     def add_references(self, block_ids: Sequence[int]) -> None:
         """Add one reference to each of these held or registered blocks; parents come before children."""
         blocks = self._checked(block_ids)
-        refs, tree = self.tree.references, self.tree
-        parents = tree.parents
+        refs, parents = self.tree.references, self.tree.parents
         seen: set[int] = set()
         for block in blocks:
             seen.add(block)
@@ -220,12 +215,7 @@ class KVBlockAllocator:
                 raise ValueError(
                     f"block_ids names {block}; accepted: after its parent {parent}, which is not held"
                 )
-        for block in blocks:
-            if refs[block] == 0:
-                self._num_cached -= 1
-                self.tree.leaves.withdraw(block)
-                tree.num_held_children[parents[block]] += 1
-            refs[block] += 1
+        self._num_cached -= self.tree.hold(blocks)
 
     def release_memory_blocks(self, block_ids: Sequence[int], forget: bool = False) -> None:
         """Remove one reference from each block; the blocks of a sequence come in order.
@@ -237,7 +227,7 @@ class KVBlockAllocator:
         """
         blocks = self._checked(block_ids)
         refs, tree = self.tree.references, self.tree
-        parents, num_held_children = tree.parents, tree.num_held_children
+        parents = tree.parents
         if len(set(blocks)) == len(blocks):
             remaining = [refs[block] - 1 for block in blocks]
         else:
@@ -253,29 +243,18 @@ class KVBlockAllocator:
                 )
             unheld = [block for block, held in zip(blocks, remaining, strict=True) if not held]
         cached = [block for block in unheld if parents[block] >= 0]
-        for block in cached:
-            num_held_children[parents[block]] -= 1
-        if sum([num_held_children[block] for block in cached]):
-            block = next(block for block in cached if num_held_children[block])
-            for child in cached:
-                num_held_children[parents[child]] += 1
+        cached.reverse()
+        clock = max(self._clock + 1, self._now())
+        if (block := tree.release(blocks, remaining, cached, clock)) >= 0:
             raise ValueError(f"block_ids names {block}; accepted: with the held blocks that continue it")
-        for block, held in zip(blocks, remaining, strict=True):
-            refs[block] = held
+        self._clock = clock
+        self._num_cached += len(cached)
         if len(cached) < len(unheld):
             self._add_free([block for block in reversed(unheld) if parents[block] < 0])
-        cached.reverse()
-        self._num_cached += len(cached)
-        self._clock = max(self._clock + 1, self._now())
-        leaves, clock, num_children = tree.leaves, self._clock, tree.num_children
-        for block in cached:
-            leaves.timestamps[block] = clock
-            if not num_children[block]:
-                leaves.offer(block)
         if forget:
             gone = []
             for block in cached:
-                if not num_children[block]:
+                if not tree.num_children[block]:
                     tree.take_leaf(block)
                     gone.append(block)
             self._deregister(gone, "discarded")
@@ -419,8 +398,7 @@ class KVBlockAllocator:
 
     def withdraw_unit(self, unit: int) -> None:
         """Give up the blocks of a unit, all of which are free: its memory shall hold states."""
-        for block in self._blocks_of(unit):
-            self.tree.references[block] = 1
+        self.tree.set_references(self._blocks_of(unit), 1)
         self._dirty.withdraw(self._blocks_of(unit))
         if self._by_unit is not None:
             self._by_unit.withdraw(unit)
@@ -428,8 +406,7 @@ class KVBlockAllocator:
     def enter_unit(self, unit: int) -> None:
         """Take the blocks of a unit into use, whose memory held states; zero where that is asked for."""
         blocks = self._blocks_of(unit)
-        for block in blocks:
-            self.tree.references[block] = 0
+        self.tree.set_references(blocks, 0)
         self._free.add(list(reversed(blocks)))
 
     # ---- checks

@@ -26,8 +26,8 @@ class PrefixTree:
     A node is a registered block: under the hash of the prefix that it ends, below the block before it. Every
     attribute of a node is an entry of a flat list, or of a dictionary where few blocks have one. The parent
     of a prefix's first block is the *origin*, which counts as a block that is always held; the prefix's root
-    digest is stored with the first block. Arguments are trusted. `KVBlockAllocator` counts references and
-    children, and knows which blocks are free; `StateSlots` knows which slots are.
+    digest is stored with the first block. Arguments are trusted: `KVBlockAllocator`
+    checks them. It knows which blocks are free, `StateSlots` which slots.
 
     Attributes:
         origin: the number of the origin: one more than the last block.
@@ -187,6 +187,59 @@ class PrefixTree:
             self.leaves.withdraw(canonical[num_known - 1])
         self.turnover.num_entered += len(canonical) - num_known
         return canonical
+
+    # ---- references
+
+    def clear_references(self) -> None:
+        """Note that no block is held, or was ever used."""
+        self.references[:-1] = [0] * self.origin
+        self.leaves.timestamps[:] = [0] * self.origin
+
+    def set_references(self, blocks: Iterable[int], count: int) -> None:
+        """Note that these unregistered blocks are held so often."""
+        references = self.references
+        for block in blocks:
+            references[block] = count
+
+    def hold(self, blocks: Sequence[int]) -> int:
+        """Add a reference to each of these blocks, parents first; returns how many were cached."""
+        references, parents, num_held = self.references, self.parents, self.num_held_children
+        num_cached = 0
+        for block in blocks:
+            if references[block] == 0:
+                num_cached += 1
+                self.leaves.withdraw(block)
+                num_held[parents[block]] += 1
+            references[block] += 1
+        return num_cached
+
+    def release(
+        self, blocks: Sequence[int], remaining: Sequence[int], cached: Sequence[int], clock: int
+    ) -> int:
+        """Set the counts of references of these blocks to `remaining`, their last use to `clock`.
+
+        `cached`: the registered ones with none left, children first. Returns -1, or, with nothing changed,
+        one of these that a held block would continue.
+        """
+        parents, num_children, num_held = self.parents, self.num_children, self.num_held_children
+        for block in cached:
+            num_held[parents[block]] -= 1
+        if sum([num_held[block] for block in cached]):
+            continued = next(block for block in reversed(cached) if num_held[block])
+            for block in cached:
+                num_held[parents[block]] += 1
+            return continued
+        references, leaves = self.references, self.leaves
+        for block, count in zip(blocks, remaining, strict=True):
+            references[block] = count
+        timestamps = leaves.timestamps
+        for block in cached:
+            timestamps[block] = clock
+            if not num_children[block]:
+                leaves.offer(block)
+        return -1
+
+    # ---- eviction
 
     def take_leaves(self, num_blocks: int) -> list[int]:
         """Remove the next blocks to evict from the order and from the counts of children."""
