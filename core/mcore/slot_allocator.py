@@ -208,7 +208,7 @@ class HostSlotAllocator(MambaSlotAllocator):
                     self._roll(crossing, block, slot)
 
     def drop_unsettled(self, request_ids: Sequence[int]) -> None:
-        """These requests leave before the last token of a state became known."""
+        """Release the states of these requests whose last tokens are not known: the requests end."""
         if not self._unsettled:
             return
         gone = [state for state in self._unsettled if state[0].request_id in request_ids]

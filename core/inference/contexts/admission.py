@@ -179,7 +179,8 @@ class Admission:
         dirty: DirtyEntries,
     ) -> None:
         """`dirty`: notes the rows that become free."""
-        self._config = config
+        self._shares = config.enable_prefix_caching
+        self._replays = config.replays
         self._block_size = config.block_size_tokens
         self._chunk_size = chunk_size
         self._cache = cache
@@ -271,7 +272,7 @@ class Admission:
     def match(self, request: DynamicInferenceRequest) -> PrefixMatch:
         """What is cached of a request's tokens; changes only the request's hash chain and its last match."""
         path = request.holding.path if request.holding is not None else None
-        if self._config.enable_prefix_caching and (path is None or path.shares):
+        if self._shares and (path is None or path.shares):
             request.hashes.extend_to(request.tokens)
         num_tokens, limit = len(request.tokens), request.max_resume_tokens
         request.match = self._cache.match(request.hashes, num_tokens, path, limit, request.match)
@@ -350,7 +351,7 @@ class Admission:
     def draft(self, step: RequestStep, tokens: Sequence[int]) -> RequestStep:
         """The step with as many of the drafts `tokens` as there are free KV blocks for; evicts nothing."""
         path = step.holding.path
-        if self._config.replays:  # a draft may be wrong, and so may not complete a chunk
+        if self._replays:  # a draft may be wrong, and so may not complete a chunk
             tokens = tokens[: max(0, -step.stop % self._chunk_size - 1)]
         room = len(path.blocks) * self._block_size - step.stop
         num_missing = self._num_blocks(max(0, len(tokens) - room))
@@ -371,14 +372,13 @@ class Admission:
         """Where the step ends. A cut step ends on a block or chunk; where decodes replay it must."""
         if length - start <= budget:
             return length
-        replays = self._config.replays
         for grid in (self._block_size, self._chunk_size):
-            if replays and grid % self._chunk_size:  # blocks without states may be shorter than chunks
+            if self._replays and grid % self._chunk_size:  # blocks without states may be shorter than chunks
                 continue
             stop = (start + budget) // grid * grid
             if stop > start:
                 return stop
-        return start if replays else start + budget
+        return start if self._replays else start + budget
 
     def _affords(self, request: DynamicInferenceRequest, match: PrefixMatch, stop: int) -> bool:
         """Whether the step's blocks are available; a waiting request needs the blocks of its whole prompt."""

@@ -132,7 +132,7 @@ class AsyncEngine:
 
         Args:
             timeout_s: after so many seconds the requests are cancelled; None waits for all. Cancelled
-                requests leave after the step under way, for which `drain` waits 10 s more at most.
+                requests end after the step under way, for which `drain` waits 10 s more at most.
 
         Returns:
             Whether all requests came to their own end.

@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -413,6 +414,7 @@ class EngineState:
         logger.warning(
             "a call failed: cached prefixes and pins are forgotten, %d requests are queued again",
             len(self.requests),
+            exc_info=sys.exception(),
         )
 
     def _reset(self) -> None:

@@ -104,7 +104,7 @@ class MemoryPoison:
                 raise RuntimeError(
                     f"the logits of {int(lost)} of {num_tokens} tokens are NaN, and free_memory is "
                     "'nan': the model has read memory that the step does not name, or computes NaN by "
-                    "itself; mambaslots.testing.check_model(model) tells which"
+                    "itself; mambaslots.testing.check_model(model) finds out which"
                 )
 
         return raise_where_lost

@@ -46,6 +46,7 @@ class Scheduler:
         """`drafter`: makes the drafts of decodes; None for no drafts."""
         self._context = context
         self._config = context.config
+        self._replays = context.config.replays
         self._chunk_size = context.spec.chunk_tokens(context.config.block_size_tokens)
         self._drafter = drafter
         self.waiting: OrderedDict[int, DynamicInferenceRequest] = OrderedDict()
@@ -171,7 +172,7 @@ class Scheduler:
 
     def _fits_a_cut(self, num_missing: int, budget: int) -> bool:
         """Whether a prefill of `num_missing` tokens ends within `budget` tokens, or can be cut there."""
-        return not self._config.replays or budget >= min(self._chunk_size, num_missing)
+        return not self._replays or budget >= min(self._chunk_size, num_missing)
 
     def _admit(self, steps: list[RequestStep]) -> None:
         """Add steps of waiting requests, as far as tokens, rows and blocks go."""

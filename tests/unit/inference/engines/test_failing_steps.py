@@ -236,6 +236,20 @@ def test_a_second_failure_while_recovering_costs_the_cache_and_no_request(second
     assert_idle(engine)
 
 
+def test_the_log_has_the_contradiction_that_cost_the_cache(caplog: pytest.LogCaptureFixture) -> None:
+    engine = small_engine()
+    engine.add_request(HEADS[4])
+    contradiction = AssertionError("block 3 is free and cached")
+    with (
+        patch.object(engine.context, "check_integrity", side_effect=contradiction),
+        failing(engine, "forward", calls={0}),
+        pytest.raises(InjectedError, match="forward"),
+    ):
+        engine.step()
+    assert "cached prefixes and pins are forgotten, 1 requests are queued again" in caplog.text
+    assert "AssertionError: block 3 is free and cached" in caplog.text
+
+
 def test_an_engine_that_cannot_recover_says_so_at_every_call_until_it_can() -> None:
     client = Client(small_engine())
     engine = client.engine
