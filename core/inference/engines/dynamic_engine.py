@@ -40,7 +40,8 @@ class DynamicInferenceEngine:
 
     One thread at a time may call an engine; streams may be dropped in any thread. From inside a step,
     requests may be added and statistics read; other calls raise RuntimeError. `generate` serves a batch to
-    the end; `add_request` and `step`, or `stream`, serve requests as they come.
+    the end; `add_request` and `step`, or `stream`, serve requests as they come. Between steps each call but
+    `computed_prefix` and `describe`, also one that reads, first cancels the requests of dropped streams.
 
     Control-C and SIGTERM wait for the end of a step. A step that fails (by MemoryError, a failing model or a
     second Control-C) loses no request and no token: its requests are queued again. If need be, all cached
@@ -194,8 +195,8 @@ class DynamicInferenceEngine:
         return request
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has something to do, or to report."""
-        self._settle()
+        """Whether `step` has something to do, or to report; first cancels the requests of dropped streams."""
+        self._repair_and_cancel()
         return bool(self._state.requests or self._state.reports)
 
     def computed_prefix(self, request_id: int) -> list[int]:
@@ -232,7 +233,7 @@ class DynamicInferenceEngine:
             raise
 
     def _advance(self, reports: bool = False, claims_results: bool = True) -> None:
-        """Make a step. `reports`, `claims_results`: whether results are reported, and there alone."""
+        """Make a step, then cancel abandoned requests. Arguments as of `EngineState.step`."""
         self.check_usable("step")
         self._apply("step", self.model, reports, claims_results)
         self._cancel_abandoned()
@@ -273,7 +274,7 @@ class DynamicInferenceEngine:
             state.abandoned.popleft()
         state.notify_ended()
 
-    def _settle(self) -> None:
+    def _repair_and_cancel(self) -> None:
         """As `check_usable`, but does nothing during a step, or where the engine is broken."""
         if self._state.stepping is None and self._state.broken_by is None:
             self.check_usable("stats")
@@ -407,7 +408,7 @@ class DynamicInferenceEngine:
             self._note_interrupt(error)
             raise
         finally:
-            self._settle()
+            self._repair_and_cancel()
 
     def stream(
         self,
@@ -428,7 +429,7 @@ class DynamicInferenceEngine:
         # Ranks that make their calls themselves collect garbage at different times: there a request ends
         # only where `close` is called.
         drops, abandoned = self.has_one_caller, self._state.abandoned
-        source = RequestSource(request, self._advance, self._settle, abandoned, drops)
+        source = RequestSource(request, self._advance, self._repair_and_cancel, abandoned, drops)
         stream = TokenStream[GeneratedToken](source)
         self._add(request)
         return stream
@@ -441,7 +442,7 @@ class DynamicInferenceEngine:
                 the result.
         """
         request_id = integer("request_id", request_id, 0)
-        self._settle()
+        self._repair_and_cancel()
         return self._state.unclaimed.pop(request_id, None)
 
     # ---- the cache
@@ -482,7 +483,7 @@ class DynamicInferenceEngine:
 
     def pins(self) -> list[PinnedPrefix]:
         """The pinned prefixes, in the order in which they were pinned."""
-        self._settle()
+        self._repair_and_cancel()
         return list(self.context.prefix_cache.pins)
 
     def unpin(self, prefix: PinnedPrefix) -> None:
@@ -555,7 +556,7 @@ class DynamicInferenceEngine:
         nothing, and may be made in any thread; counts may then be off by what a step changes meanwhile.
         """
         if settle:
-            self._settle()
+            self._repair_and_cancel()
         return self._state.stats()
 
     def describe(self) -> str:
@@ -572,7 +573,7 @@ class DynamicInferenceEngine:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, rows and memory disagree; O(pools and requests)."""
-        self._settle()
+        self._repair_and_cancel()
         self._state.check_integrity()
 
     def suspend(self) -> None:

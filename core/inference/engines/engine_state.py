@@ -186,7 +186,7 @@ class EngineState:
     # ---- what calls are possible
 
     def check_usable(self, call: str) -> None:
-        """Repair what a failed call has left."""
+        """Repair what a failed call has left; RuntimeError where `call` cannot be made now."""
         if self.stepping is not None:
             if self.stepping == threading.get_ident():
                 where = "from inside a step of the same engine; call it between steps"
@@ -226,7 +226,11 @@ class EngineState:
 
     @torch.inference_mode()
     def step(self, model: Model, reports: bool = False, claims_results: bool = True) -> None:
-        """Make a step. `reports`, `claims_results`: whether results are reported, and there alone."""
+        """Make a step.
+
+        `reports`: append its report to `self.reports`. `claims_results`: take the results of that report out
+        of `unclaimed`.
+        """
         if not self._context.memory.allocated:
             raise RuntimeError("step is called on a suspended engine; resume it first")
         begun_s = time.perf_counter()

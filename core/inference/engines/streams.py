@@ -89,7 +89,7 @@ class TokenStream[Item](Iterator[Item], AsyncIterator[Item]):
         source = self._source
         if not isinstance(source, RequestSource):
             raise RuntimeError("the tokens of this stream come in an event loop; read them with `async for`")
-        source.settle()
+        source.cancel_abandoned()
         while (token := source.next_item()) is None:
             if source.ended:
                 raise StopIteration
@@ -143,14 +143,14 @@ class RequestSource:
         self,
         request: DynamicInferenceRequest,
         step: Callable[[], None],
-        settle: Callable[[], None],
+        cancel_abandoned: Callable[[], None],
         abandoned: deque[tuple[int, EarlyEnd]],
         cancels_when_dropped: bool,
     ) -> None:
-        """`settle` ends the requests in `abandoned`, where any thread may append."""
+        """`cancel_abandoned` ends the requests in `abandoned`, where any thread may append."""
         self.request = request
         self.request_id = request.request_id
-        self.settle = settle
+        self.cancel_abandoned = cancel_abandoned
         self._step = step
         self._abandoned = abandoned
         self._cancels_when_dropped = cancels_when_dropped
@@ -193,7 +193,7 @@ class RequestSource:
 
     async def begin(self) -> None:
         await asyncio.sleep(0)
-        self.settle()
+        self.cancel_abandoned()
 
     async def wait(self) -> None:
         self.advance()
@@ -201,7 +201,7 @@ class RequestSource:
 
     def end_early(self, reason: EarlyEnd) -> None:
         self._abandoned.append((self.request_id, reason))
-        self.settle()
+        self.cancel_abandoned()
 
     def close(self) -> None:
         self._closed = True
