@@ -15,6 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
+from ..net.lockstep.leading_engine import LeadingEngine
 from ..net.transfer.export import recent_states
 from ..net.transfer.hand_over import TransferChannel
 from .state_channel import HandOver, find_channel
@@ -123,8 +124,9 @@ def _on_all_ranks(function: Callable[..., Any], *arguments: Any) -> Callable[[Dy
     """A function for `AsyncEngine.call`."""
 
     def call(engine: DynamicInferenceEngine) -> Any:
-        on_all = getattr(engine, "call_on_all", None)  # of the first rank of a split model
-        return function(engine, *arguments) if on_all is None else on_all(function, *arguments)
+        if isinstance(engine, LeadingEngine):
+            return engine.call_on_all(function, *arguments)
+        return function(engine, *arguments)
 
     return call
 

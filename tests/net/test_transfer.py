@@ -263,7 +263,7 @@ def test_a_piece_of_another_model_on_one_rank_is_refused_on_all(world: World) ->
     giver, taker = engine_at(world, split), engine_at(world, split)
     serve(giver)
     if world.rank == world.size - 1:
-        giver._state.weights_version = "weights 2"
+        giver.state.weights_version = "weights 2"
     export = export_prefixes(giver)
     text = refused_on_all(world, taker, lambda: import_prefixes(taker, export), TransferError)
     assert text.startswith(
@@ -343,7 +343,7 @@ def test_ranks_with_different_prefixes_save_no_set(world: World, folder: Path) -
     before = save_prefixes(giver, folder)
     for refused in ("other prefixes", "other weights"):
         if refused == "other weights" and world.rank:
-            giver._state.weights_version = "weights 2"
+            giver.state.weights_version = "weights 2"
         names = [(PROMPTS[0 if world.rank and refused == "other prefixes" else 2], None)]
         with pytest.raises(OSError, match=r"have other prefixes or weights than rank 0; accepted: the same"):
             save_prefixes(giver, folder, names)
@@ -422,7 +422,7 @@ def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all(
     export, here, before = export_prefixes(giver), world.rank == 1, maps_of(taker)
     store = dist.distributed_c10d._get_default_store()
     if wrong == "weights" and here:
-        taker._state.weights_version = None
+        taker.state.weights_version = None
     name: Any
     name, timeout_s = 5 if wrong == "name" and here else wrong, 1e5 if wrong == "timeout_s" and here else 0.5
     calls: dict[str, Any] = {
@@ -441,7 +441,7 @@ def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all(
     assert "accepted: " in texts[1]
     if wrong == "timeout_s":
         assert "the tensor group, in which the replica's ranks wait for each other, has a timeout" in texts[1]
-    taker._state.weights_version = giver.weights_version
+    taker.state.weights_version = giver.weights_version
     serve(taker)
     assert list(folder.iterdir()) == []
     world.gathered(None)

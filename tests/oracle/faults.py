@@ -23,7 +23,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 POINTS: dict[str, tuple[Owner, str]] = {
-    "scheduling": (lambda e: e._state.scheduler, "schedule"),
+    "scheduling": (lambda e: e.state.scheduler, "schedule"),
     "matching": (lambda e: e.context.prefix_cache, "match"),
     "admission": (lambda e: e.context._admission, "schedule"),
     "admitted": (lambda e: e.context, "schedule"),

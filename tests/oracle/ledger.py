@@ -363,7 +363,7 @@ class Ledger:
         self.check_integrity()
         metadata = context.mamba_metadata
         left = {
-            "requests": len(engine._state.requests),
+            "requests": len(engine.state.requests),
             "running requests": stats.num_running,
             "waiting requests": stats.num_waiting,
             "paused requests": stats.num_paused,
@@ -382,7 +382,7 @@ class Ledger:
     @property
     def _num_unreported_ends(self) -> int:
         """Requests that have ended, which an observer takes for running; an interrupted one was dropped."""
-        state, running = self.engine._state, set[int]()
+        state, running = self.engine.state, set[int]()
         if self.watch in state.observers._observers:
             running |= self.watch.running
         if self.monitor is not None and self.monitor in state.observers._observers:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-UNTOLD = ("model", "_new_ids")  # weights, and numbers that are only ever handed out once
+UNTOLD = ("model", "new_ids")  # weights, and numbers that are only ever handed out once
 
 
 def picture(thing: Any, _seen: dict[int, int] | None = None) -> Any:

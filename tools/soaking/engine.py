@@ -296,7 +296,7 @@ class EngineRound(Fuzzer):
         self._note_steps()
 
     def _note_steps(self) -> None:
-        self.tally.events["paused"] += self.engine._state.scheduler.num_paused
+        self.tally.events["paused"] += self.engine.state.scheduler.num_paused
         self.tally.events["steps poisoned"] += self.engine.config.free_memory == "nan"
 
     def _check(self, entry: Entry, result: ms.RequestResult) -> None:

@@ -51,6 +51,9 @@ class DynamicInferenceEngine:
         model, config: what the engine was built with.
         context: what the requests hold, and the prefix cache.
         salt_key: hashes the salts of requests; its `key_id` identifies the key.
+        state, new_ids, ids_without_seed, cancels_abandoned: for the package alone, as the ranks of a split
+            model make each other's calls on them: requests and repairs, the next ids of requests, and
+            whether this rank cancels the requests of dropped streams.
     """
 
     def __init__(
@@ -86,16 +89,16 @@ class DynamicInferenceEngine:
         if self.context.prefix_cache.tier is not None:
             set_min_tokens(self.context.prefix_cache.tier, forward, spec, config)
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
-        self._state = EngineState(self.context, drafter, invariance)
-        self._new_ids = count()
+        self.state = EngineState(self.context, drafter, invariance)
+        self.new_ids = count()
         # Apart from the ids of users' requests, so that no seed depends on what is cached or scored.
-        self._ids_without_seed = count(-1, -1)
-        self._cancels = True  # abandoned requests
+        self.ids_without_seed = count(-1, -1)
+        self.cancels_abandoned = True
 
     def __repr__(self) -> str:
         """One line: model, device, queue, and how full the pools are."""
         served = f"{type(self.model).__name__} on {self.context.spec.device}"
-        scheduler = self._state.scheduler
+        scheduler = self.state.scheduler
         queue = f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting"
         return f"<DynamicInferenceEngine: {served}; {queue}; {self.context.prefix_cache.stats()}>"
 
@@ -132,7 +135,7 @@ class DynamicInferenceEngine:
             RuntimeError: a failed step has broken the engine.
         """
         request = self._checked(prompt, sampling_params, cache_salt, checkpoint_plan)
-        return self._add(self._with_id(request, self._new_ids)).request_id
+        return self._add(self._with_id(request, self.new_ids)).request_id
 
     def _checked(
         self,
@@ -143,10 +146,10 @@ class DynamicInferenceEngine:
         name: str = "prompt",
     ) -> DynamicInferenceRequest:
         """A request that can run; a ValueError where it can never run. Possible during a step, too."""
-        if self._state.stepping is None:
+        if self.state.stepping is None:
             self.check_usable("add_request")
         else:
-            self._state.check_not_broken()
+            self.state.check_not_broken()
         return checked_request(
             prompt, sampling_params, cache_salt, checkpoint_plan, self.context, self.salt_key, name
         )
@@ -166,7 +169,7 @@ class DynamicInferenceEngine:
             self._apply("add", request)
             return request
         except BaseException:
-            self._state.abandoned.append((request.request_id, "cancelled"))  # no caller will know the id
+            self.state.abandoned.append((request.request_id, "cancelled"))  # no caller will know the id
             raise
 
     def cancel(self, request_id: int, *, reason: EarlyEnd = "cancelled") -> RequestResult:
@@ -184,12 +187,12 @@ class DynamicInferenceEngine:
         self.check_usable("cancel")
         self._request(request_id)
         result: RequestResult = self._apply("end", request_id, reason)
-        self._state.unclaimed.pop(request_id, None)
-        self._state.notify_ended()
+        self.state.unclaimed.pop(request_id, None)
+        self.state.notify_ended()
         return result
 
     def _request(self, request_id: int) -> DynamicInferenceRequest:
-        request = self._state.requests.get(integer("request_id", request_id, 0))
+        request = self.state.requests.get(integer("request_id", request_id, 0))
         if request is None:
             raise ValueError(f"request_id is {request_id}; accepted: a request that has not ended")
         return request
@@ -197,7 +200,7 @@ class DynamicInferenceEngine:
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do, or to report; first cancels the requests of dropped streams."""
         self._repair_and_cancel()
-        return bool(self._state.requests or self._state.reports)
+        return bool(self.state.requests or self.state.reports)
 
     def computed_prefix(self, request_id: int) -> list[int]:
         """The tokens of an unfinished request that are computed: KV and state for them exist now."""
@@ -225,9 +228,9 @@ class DynamicInferenceEngine:
         """
         self.check_usable("step")
         try:
-            if not self._state.reports:
+            if not self.state.reports:
                 self._advance(reports=True, claims_results=claims_results)
-            return self._state.reports.popleft()
+            return self.state.reports.popleft()
         except BaseException as error:
             self._note_interrupt(error)
             raise
@@ -241,7 +244,7 @@ class DynamicInferenceEngine:
     def _note_interrupt(self, error: BaseException) -> None:
         """Break an engine whose ranks make their calls themselves, unless all ranks raise the same."""
         if not self.has_one_caller and not isinstance(error, (ValueError, RuntimeError)):
-            self._state.note_failure(error)
+            self.state.note_failure(error)
 
     # ---- calls that change the engine
 
@@ -256,16 +259,16 @@ class DynamicInferenceEngine:
             suspend()           resume()                    set_weights_version(version)
             reset(weights_version, allocated)
         """
-        return getattr(self._state, call)(*arguments)
+        return getattr(self.state, call)(*arguments)
 
     @property
     def _may_cancel(self) -> bool:
         """Whether abandoned requests may be cancelled now; False on a rank that another rank leads."""
-        return self._cancels
+        return self.cancels_abandoned
 
     def _cancel_abandoned(self) -> None:
         """Cancel the requests whose streams were dropped, and notify observers of all that have ended."""
-        state = self._state
+        state = self.state
         while state.abandoned and self._may_cancel:
             request_id, reason = state.abandoned[0]
             if request_id in state.requests:
@@ -276,7 +279,7 @@ class DynamicInferenceEngine:
 
     def _repair_and_cancel(self) -> None:
         """As `check_usable`, but does nothing during a step, or where the engine is broken."""
-        if self._state.stepping is None and self._state.broken_by is None:
+        if self.state.stepping is None and self.state.broken_by is None:
             self.check_usable("stats")
 
     def check_usable(self, call: str) -> None:
@@ -285,12 +288,12 @@ class DynamicInferenceEngine:
         Raises:
             RuntimeError: a step runs, the engine is broken, or the repair fails. The message names `call`.
         """
-        self._state.check_usable(call)
+        self.state.check_usable(call)
         self._cancel_abandoned()
 
     def changing_cache(self, *harmless: type[Exception]) -> AbstractContextManager[None]:
         """Inside, prefixes may enter the cache; errors are repaired, but for `harmless` ones."""
-        return self._state.changing(*harmless)
+        return self.state.changing(*harmless)
 
     def generate(
         self,
@@ -325,7 +328,7 @@ class DynamicInferenceEngine:
             self._checked(prompt, sampling, salt, plan, name)
             for (name, prompt), sampling, salt, plan in zip(listed, params, salts, plans, strict=True)
         ]
-        return self._serve(requests, self._new_ids, shown_as)
+        return self._serve(requests, self.new_ids, shown_as)
 
     def score(
         self,
@@ -369,7 +372,7 @@ class DynamicInferenceEngine:
             checked_sequence(f"sequences[{i}]", sequence, first, salt, plan, self.context, self.salt_key)
             for i, ((_, sequence), first, salt, plan) in enumerate(arguments)
         ]
-        results = self._serve(requests, self._ids_without_seed, shown_as)
+        results = self._serve(requests, self.ids_without_seed, shown_as)
         return [
             ScoreResult(
                 log_probs=result.prompt_log_probs or [],
@@ -404,7 +407,7 @@ class DynamicInferenceEngine:
         except BaseException as error:
             for request in requests:
                 if request.arrival_s:  # else it has no id yet
-                    self._state.abandoned.append((request.request_id, "cancelled"))
+                    self.state.abandoned.append((request.request_id, "cancelled"))
             self._note_interrupt(error)
             raise
         finally:
@@ -425,10 +428,10 @@ class DynamicInferenceEngine:
         at the engine's next call; not on a split model without a `LeadingEngine`.
         """
         request = self._checked(prompt, sampling_params, cache_salt, checkpoint_plan)
-        self._with_id(request, self._new_ids, owned=True)
+        self._with_id(request, self.new_ids, owned=True)
         # Ranks that make their calls themselves collect garbage at different times: there a request ends
         # only where `close` is called.
-        drops, abandoned = self.has_one_caller, self._state.abandoned
+        drops, abandoned = self.has_one_caller, self.state.abandoned
         source = RequestSource(request, self._advance, self._repair_and_cancel, abandoned, drops)
         stream = TokenStream[GeneratedToken](source)
         self._add(request)
@@ -443,7 +446,7 @@ class DynamicInferenceEngine:
         """
         request_id = integer("request_id", request_id, 0)
         self._repair_and_cancel()
-        return self._state.unclaimed.pop(request_id, None)
+        return self.state.unclaimed.pop(request_id, None)
 
     # ---- the cache
 
@@ -461,7 +464,7 @@ class DynamicInferenceEngine:
         if cache.resumable_tokens(chain) < whole:
             once, plan = SamplingParams(num_tokens_to_generate=1), CheckpointPlan(marks=(whole,))
             request = self._checked(prefix[:whole], once, cache_salt, plan)
-            self._serve([request], self._ids_without_seed)
+            self._serve([request], self.ids_without_seed)
         return cache.resumable_tokens(chain)
 
     def pin(self, tokens: Prompt, *, cache_salt: Salt = None) -> PinnedPrefix:
@@ -514,7 +517,7 @@ class DynamicInferenceEngine:
     @property
     def weights_version(self) -> object:
         """The name of the model's weights; None at first."""
-        return self._state.weights_version
+        return self.state.weights_version
 
     def set_weights_version(self, version: object) -> None:
         """Name the model's weights. A new name forgets every cached prefix and drops CUDA graphs.
@@ -524,7 +527,7 @@ class DynamicInferenceEngine:
         """
         self.check_usable("set_weights_version")
         try:
-            changed = bool(version != self._state.weights_version)
+            changed = bool(version != self.state.weights_version)
             bool(version == version)  # the next version must be comparable with this one
         except (TypeError, ValueError, RuntimeError) as error:  # for example of an array
             raise ValueError(
@@ -541,13 +544,13 @@ class DynamicInferenceEngine:
         Raises:
             ValueError: the object lacks a method of `EngineObserver`.
         """
-        if self._state.observers is None:
-            self._state.observers = EngineObservers()
-        self._state.observers.add(observer)
+        if self.state.observers is None:
+            self.state.observers = EngineObservers()
+        self.state.observers.add(observer)
 
     def unobserve(self, observer: EngineObserver) -> None:
         """Stop calling `observer`; ValueError for one that does not observe."""
-        (self._state.observers or EngineObservers()).remove(observer)
+        (self.state.observers or EngineObservers()).remove(observer)
 
     def stats(self, *, settle: bool = True) -> EngineStats:
         """A snapshot of the cache, the drafts and the queue.
@@ -557,7 +560,7 @@ class DynamicInferenceEngine:
         """
         if settle:
             self._repair_and_cancel()
-        return self._state.stats()
+        return self.state.stats()
 
     def describe(self) -> str:
         """Says what serves the model: device, kernels and why no better ones, graphs, and steps ahead.
@@ -567,14 +570,14 @@ class DynamicInferenceEngine:
         Returns:
             One line for each.
         """
-        invariance = self._state.invariance
-        lines = describe_steps(self.context, self._state.runner)
+        invariance = self.state.invariance
+        lines = describe_steps(self.context, self.state.runner)
         return "\n".join((*lines, *(invariance.describe() if invariance is not None else ())))
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, rows and memory disagree; O(pools and requests)."""
         self._repair_and_cancel()
-        self._state.check_integrity()
+        self.state.check_integrity()
 
     def suspend(self) -> None:
         """Free the memory of all pools. Running requests are queued again, and every prefix is forgotten.
@@ -595,8 +598,8 @@ class DynamicInferenceEngine:
 
         Requests that have not ended end with the reason "reset", in their streams, too.
         """
-        if self._state.stepping is not None:
+        if self.state.stepping is not None:
             self.check_usable("reset")
-        self._apply("reset", self._state.weights_version, self.context.memory.allocated)
+        self._apply("reset", self.state.weights_version, self.context.memory.allocated)
         if self.context.spec.groups.is_split:  # ranks that failed at different requests get the same ids
-            self._new_ids = count(((next(self._new_ids) >> 32) + 1) << 32)
+            self.new_ids = count(((next(self.new_ids) >> 32) + 1) << 32)

@@ -264,7 +264,7 @@ class EngineThread(Thread):
 
     def _count(self) -> None:
         num_running = len(self._engine.context.requests)
-        num_waiting = max(0, len(self._engine._state.requests) - num_running)
+        num_waiting = max(0, len(self._engine.state.requests) - num_running)
         self.counts = Counts(self._num_received, num_waiting, num_running)
 
     # ---- ends

@@ -1,7 +1,4 @@
-"""The ranks of a split model that make what rank 0 calls, and the messages that carry the calls.
-
-Besides `LeadingEngine`, this is the one file outside `inference/engines/` that reaches into an engine.
-"""
+"""The ranks of a split model that make what rank 0 calls, and the messages that carry the calls."""
 
 import time
 from collections.abc import Callable
@@ -43,13 +40,13 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
         """
         name = type(self).__struct_config__.tag
         if name != "reset":
-            engine._state.check_usable(str(name))
+            engine.state.check_usable(str(name))
         self._change(engine)
-        engine._state.notify_ended()
+        engine.state.notify_ended()
 
     def _change(self, engine: DynamicInferenceEngine) -> None:
         name = type(self).__struct_config__.tag
-        getattr(engine._state, str(name))(*msgspec.structs.astuple(self))
+        getattr(engine.state, str(name))(*msgspec.structs.astuple(self))
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
@@ -93,7 +90,7 @@ class Add(_Call, frozen=True, array_like=True, tag="add"):
         hashes = PrefixHashChain(engine.config.block_size_tokens, self.root)
         if engine.config.enable_prefix_caching:
             hashes.extend_to([*self.prompt_tokens, *self.given_tokens])
-        engine._state.add(
+        engine.state.add(
             DynamicInferenceRequest(
                 request_id=self.request_id,
                 prompt_tokens=self.prompt_tokens,
@@ -120,7 +117,7 @@ class Step(_Call, frozen=True, array_like=True, tag="step"):
     """A step is made."""
 
     def _change(self, engine: DynamicInferenceEngine) -> None:
-        engine._state.step(engine.model)
+        engine.state.step(engine.model)
 
 
 class Pin(_Call, frozen=True, array_like=True, tag="pin"):
@@ -133,7 +130,7 @@ class Pin(_Call, frozen=True, array_like=True, tag="pin"):
         chain = PrefixHashChain(engine.config.block_size_tokens, self.root)
         for content in self.blocks:
             chain.append(content)
-        engine._state.pin(chain)
+        engine.state.pin(chain)
 
 
 class Unpin(_Call, frozen=True, array_like=True, tag="unpin"):
@@ -184,8 +181,8 @@ class Run(_Call, frozen=True, array_like=True, tag="run"):
     ids: tuple[int, int]
 
     def make(self, engine: DynamicInferenceEngine) -> None:
-        state = engine._state
-        engine._new_ids, engine._ids_without_seed = count(self.ids[0]), count(self.ids[1], -1)
+        state = engine.state
+        engine.new_ids, engine.ids_without_seed = count(self.ids[0]), count(self.ids[1], -1)
         try:
             found(self.function)(engine, *self.arguments)
         finally:
@@ -324,10 +321,10 @@ def follow(engine: DynamicInferenceEngine, *, heartbeat: Heartbeat | None = None
             f"engine is of rank 0 of {groups.size}; accepted: another rank of a split model, whose rank 0 "
             "has a LeadingEngine"
         )
-    if requests := engine._state.requests:
+    if requests := engine.state.requests:
         raise ValueError(f"engine has {len(requests)} requests that have not ended; accepted: a new one")
     link = _meet_leader(engine)
-    engine._cancels = False  # requests end here only where rank 0 ends them
+    engine.cancels_abandoned = False  # requests end here only where rank 0 ends them
     try:
         while not isinstance(call := _next_call(link, heartbeat), Close):
             link.send(_outcome_of(call, engine, heartbeat))
@@ -341,7 +338,7 @@ def follow(engine: DynamicInferenceEngine, *, heartbeat: Heartbeat | None = None
         raise
     finally:
         link.close()
-        engine._cancels = True
+        engine.cancels_abandoned = True
 
 
 def _meet_leader(engine: DynamicInferenceEngine) -> Link:
@@ -383,4 +380,4 @@ def _outcome_of(call: Any, engine: DynamicInferenceEngine, heartbeat: Heartbeat 
         raise
     except Exception as raised:
         error = raised
-    return Outcome.of(error, engine._state.broken_by is not None)
+    return Outcome.of(error, engine.state.broken_by is not None)

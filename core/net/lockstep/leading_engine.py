@@ -87,7 +87,7 @@ class LeadingEngine(DynamicInferenceEngine):
                 f"model is of rank {spec.groups.rank}; accepted: rank 0 leads, the others call `follow`"
             )
         if spec is not None:
-            _check_unused(spec.groups)
+            self._check_unused(spec.groups)
         super().__init__(model, config, drafter=drafter, seed=seed)
         self._followers: Followers | None = None
         self._heartbeat = heartbeat
@@ -103,6 +103,19 @@ class LeadingEngine(DynamicInferenceEngine):
             self._followers = Followers(groups, self.context.spec.device, timeout_s)
             self._finalizer = weakref.finalize(self, _close, self._closed, self._lock, self._followers)
             _open.add(self)
+
+    @staticmethod
+    def _check_unused(groups: ParallelGroups) -> None:
+        """RuntimeError where another thread uses these groups: collectives of two threads would cross."""
+        here = {group for group in (groups.tensor, groups.pipeline) if group is not None}
+        for engine in list(_open):
+            caller, used = engine._caller, engine.context.spec.groups
+            other = caller is not threading.current_thread() and caller.is_alive()
+            if other and not engine._closed.is_set() and here & {used.tensor, used.pipeline}:
+                raise RuntimeError(
+                    f"thread {caller.name!r} calls an open LeadingEngine over the process groups of this "
+                    "model; close that engine first"
+                )
 
     @property
     def has_one_caller(self) -> bool:
@@ -161,7 +174,7 @@ class LeadingEngine(DynamicInferenceEngine):
             followers.note_own(Outcome.of(error))
             if isinstance(error, _CAPACITY):
                 raise
-            self._state.note_failure(error)
+            self.state.note_failure(error)
             if isinstance(error, RuntimeError) and not isinstance(error, RankDiedError):
                 followers.await_answers(_DEATH_S)
                 if followers.lost:
@@ -189,7 +202,7 @@ class LeadingEngine(DynamicInferenceEngine):
             error = RuntimeError(
                 f"a call was not made alike on all ranks: {'; '.join(differences)}; call reset()"
             )
-            self._state.note_failure(error)
+            self.state.note_failure(error)
             raise error
 
     def _differences(self) -> list[str]:
@@ -197,7 +210,7 @@ class LeadingEngine(DynamicInferenceEngine):
             return self._open_followers.differences()
         except TimeoutError as late:
             error = RuntimeError(f"{late}; start all ranks again")
-            self._state.note_failure(error)
+            self.state.note_failure(error)
             raise error from None
 
     def changing_cache(self, *harmless: type[Exception]) -> AbstractContextManager[None]:
@@ -245,8 +258,8 @@ class LeadingEngine(DynamicInferenceEngine):
         if self._runs_on_all:
             raise RuntimeError("call_on_all is called by a function that it calls; call the inner one itself")
         check_plain("an argument of call_on_all", arguments)
-        ids = next(self._new_ids), next(self._ids_without_seed)
-        self._new_ids, self._ids_without_seed = count(ids[0]), count(ids[1], -1)
+        ids = next(self.new_ids), next(self.ids_without_seed)
+        self.new_ids, self.ids_without_seed = count(ids[0]), count(ids[1], -1)
         run = Run(named("function", function), list(arguments), ids)
         with signals_held(), self._lock:
             self._await_followers()
@@ -267,14 +280,14 @@ class LeadingEngine(DynamicInferenceEngine):
         except Exception as raised:
             error = raised
         except BaseException as raised:
-            self._state.note_failure(raised)
+            self.state.note_failure(raised)
             raise
         finally:
-            followers.note_own(Outcome.of(error, self._state.broken_by is not None))
+            followers.note_own(Outcome.of(error, self.state.broken_by is not None))
         followers.await_answers(math.inf)
         differences = followers.differences()
         if followers.any_broken:
-            self._state.note_failure(error or RuntimeError("; ".join(differences)))
+            self.state.note_failure(error or RuntimeError("; ".join(differences)))
         if error is not None:
             raise error
         if differences:
@@ -329,16 +342,3 @@ def _close(closed: threading.Event, lock: threading.Lock, followers: Followers) 
             followers.close()
         finally:
             lock.release()
-
-
-def _check_unused(groups: ParallelGroups) -> None:
-    """RuntimeError where another thread uses these groups: collectives of two threads would cross."""
-    here = {group for group in (groups.tensor, groups.pipeline) if group is not None}
-    for engine in list(_open):
-        caller, used = engine._caller, engine.context.spec.groups
-        other = caller is not threading.current_thread() and caller.is_alive()
-        if other and not engine._closed.is_set() and here & {used.tensor, used.pipeline}:
-            raise RuntimeError(
-                f"thread {caller.name!r} calls an open LeadingEngine over the process groups of this model; "
-                "close that engine first"
-            )

@@ -313,7 +313,7 @@ def test_the_context_is_given_requests(served: Served) -> None:
 
 
 def test_the_context_is_given_a_budget(served: Served) -> None:
-    context, waiting = served.context, next(iter(served.engine._state.scheduler.waiting.values()))
+    context, waiting = served.context, next(iter(served.engine.state.scheduler.waiting.values()))
     refuse_all(
         _context_target,
         bad.integer(0),
@@ -324,7 +324,7 @@ def test_the_context_is_given_a_budget(served: Served) -> None:
 
 
 def test_more_requests_than_rows(served: Served) -> None:
-    waiting = next(iter(served.engine._state.scheduler.waiting.values()))
+    waiting = next(iter(served.engine.state.scheduler.waiting.values()))
     refuse(_context_target, lambda: served.context.schedule(waiting, 8), "", ms.RequestOverflowError)
     served.unchanged()
 
@@ -334,7 +334,7 @@ def test_the_context_is_given_steps_that_are_ready(served: Served) -> None:
     first, second = context.requests
     good, foreign = next_step(first), next_step(Served().context.requests[0])
     assert second.holding is not None
-    waiting = next(iter(served.engine._state.scheduler.waiting.values()))
+    waiting = next(iter(served.engine.state.scheduler.waiting.values()))
     not_ready = [
         next_step(first, shift=-1),
         replace(good, request=waiting),
@@ -420,7 +420,7 @@ def test_a_suspended_engine_computes_nothing() -> None:
     step = next_step(context.requests[0])
     engine.suspend()
     served.mark()
-    request = engine._state.requests[waiting]
+    request = engine.state.requests[waiting]
     for call in (
         engine.step,
         lambda: engine.generate([[1, 2]]),
@@ -461,8 +461,8 @@ def test_nothing_else_is_called_during_a_step_of_the_context() -> None:
         refuse(_context_target, call, "", RuntimeError)
         served.unchanged()
     context.abort_step()
-    served.engine._state.scheduler.running.remove(first)
-    served.engine._state.scheduler._put_first(first)
+    served.engine.state.scheduler.running.remove(first)
+    served.engine.state.scheduler._put_first(first)
     context.check_integrity()
     served.serves_on()
 

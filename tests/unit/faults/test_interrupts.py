@@ -52,7 +52,7 @@ CALLS: dict[str, Callable[[Engine], object]] = {
 }
 # What a call does: an owner and a method, which raises before or after its work.
 PLACES: dict[str, Callable[[Engine], tuple[object, str]]] = {
-    "queue": lambda engine: (engine._state.scheduler, "add"),
+    "queue": lambda engine: (engine.state.scheduler, "add"),
     "match": lambda engine: (engine.context.prefix_cache, "match"),
     "admission": lambda engine: (engine.context, "schedule"),
     "build": lambda engine: (engine.context, "begin_step"),
@@ -61,7 +61,7 @@ PLACES: dict[str, Callable[[Engine], tuple[object, str]]] = {
     "commit": lambda engine: (engine.context.prefix_cache.slots, "commit"),
     "sampling": lambda engine: (ms.inference.engines.sampling.SampledStep, "wait"),
     "release": lambda engine: (engine.context, "release"),
-    "end": lambda engine: (engine._state, "_end"),
+    "end": lambda engine: (engine.state, "_end"),
     "pin": lambda engine: (engine.context.prefix_cache, "pin"),
     "unpin": lambda engine: (engine.context.prefix_cache.pins, "unpin"),
     "forgetting": lambda engine: (engine.context, "reset_prefix_cache"),

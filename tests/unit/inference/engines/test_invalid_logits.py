@@ -61,7 +61,7 @@ def test_a_request_with_invalid_logits_ends_alone(spoil: Spoil, step: int) -> No
     bad = engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=12))
     ended = []
     with spoiling(engine, spoil, bad, step):
-        while bad in engine._state.requests:
+        while bad in engine.state.requests:
             ended += [result for result in client.step().finished if result.request_id == bad]
             engine.check_integrity()
     (result,) = ended
@@ -134,7 +134,7 @@ def test_drafts_of_a_request_with_invalid_logits_leave_nothing(step: int) -> Non
     bad = client.engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=20))
     client.ask(Asked(tuple(HEADS[12]), 12))
     with spoiling(client.engine, SPOILS["NaN"], bad, step):
-        while bad in client.engine._state.requests:
+        while bad in client.engine.state.requests:
             client.step()
             client.engine.check_integrity()
     assert resumable(client.engine, prompt) == 0

@@ -130,7 +130,7 @@ def test_a_model_that_reads_free_memory_fails_loudly_and_only_then(ahead: bool) 
     with pytest.raises(RuntimeError, match="logits of 1 of 2 tokens are NaN, and free_memory is 'nan'"):
         engine.generate(prompts, _params())
     engine.check_integrity()
-    assert engine._state.unread is None
+    assert engine.state.unread is None
     kept = small_engine(free_memory="nan", **settings | {"model": EmaLM()}).generate(prompts, _params())
     assert [result.tokens for result in kept] == [result.tokens for result in plain]
 

@@ -289,7 +289,7 @@ class TestStates:
         sequence = prompt + answer
         compared = 0
         while engine.has_unfinished_requests():
-            request = engine._state.requests[request_id]
+            request = engine.state.requests[request_id]
             engine.step()
             context = engine.context
             blocks = request.holding.path.blocks if request.holding else []
@@ -418,7 +418,7 @@ class TestOthers:
             random_tokens(7, seed=1), ms.SamplingParams(num_tokens_to_generate=25)
         )
         kv = engine.context.prefix_cache.kv_blocks
-        request = engine._state.requests[request_id]
+        request = engine.state.requests[request_id]
         while engine.has_unfinished_requests():
             engine.step()
             holding = request.holding
@@ -502,7 +502,7 @@ class TestContext:
     def test_a_chunk_of_a_prompt_takes_no_drafts(self):
         engine = speculating(lambda: Noted(), most=3)
         engine.add_request(random_tokens(9, seed=1))
-        (request,) = engine._state.scheduler.waiting.values()
+        (request,) = engine.state.scheduler.waiting.values()
         chunk = engine.context.schedule(request, 64)
         assert chunk.max_drafts(3) == 0
         assert engine.context.draft(chunk, [1]) is chunk
@@ -524,10 +524,10 @@ class TestGraphs:
         monkeypatch.setattr(graph_runner, "CapturedForward", Recorded)
         engine = speculating(MixedDrafter, most=3)
         engine.context._buffer._hosts[1] = engine.context._buffer._hosts[0]
-        engine._state.runner = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), 100)
+        engine.state.runner = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), 100)
         prompts = [random_tokens(n, seed=n) for n in (37, 5, 64, 20)]
         for _ in range(3):
             serve_checked(engine, prompts, length=20)
-        widths = {(shape.decode_tokens, shape.prefills == 0) for shape in engine._state.runner.shapes}
+        widths = {(shape.decode_tokens, shape.prefills == 0) for shape in engine.state.runner.shapes}
         assert widths >= {(4, True), (4, False), (1, False)}
-        assert {shape.decode_tokens for shape in engine._state.runner.shapes} <= {1, 4}
+        assert {shape.decode_tokens for shape in engine.state.runner.shapes} <= {1, 4}
