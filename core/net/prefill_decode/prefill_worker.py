@@ -100,8 +100,10 @@ class PrefillWorker:
                 for task in tasks:
                     if not task.cancelling():  # a second time would interrupt the end of its channel
                         task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                listener.close()
+                try:  # who cancels the worker, may cancel it again while the sessions end
+                    await asyncio.gather(*tasks, return_exceptions=True)
+                finally:
+                    listener.close()
 
     async def _serve_peers(self, server: AsyncEngine, computer: PrefixComputer, listener: Listener) -> None:
         loop = asyncio.get_running_loop()

@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import Any
 
+import mambaslots.net as msd
 import msgspec
 import pytest
 import zmq
-from mambaslots.net.channel import Address, Link, PeerLostError
+from mambaslots.net.channel import Address, Link, Listener, PeerLostError
 from mambaslots.net.prefill_decode import messages, prefill_client
 from mambaslots.net.prefill_decode.messages import (
     MAX_BYTES,
@@ -269,3 +271,24 @@ def test_a_process_that_freezes_goes_on_and_is_killed(place: Place) -> None:
             assert (result.num_resumed_tokens, server.prefills.missed) == (0, missed + 1)
 
     run(body())
+
+
+def test_a_worker_that_is_cancelled_twice_closes_its_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop cancels tasks that are left, and among them a worker whose sessions are ending."""
+    listeners = []
+
+    def listen(*args: Any, **settings: Any) -> Listener:
+        listeners.append(Listener(*args, **settings))
+        return listeners[-1]
+
+    monkeypatch.setattr("mambaslots.net.prefill_decode.prefill_worker.Listener", listen)
+
+    async def main() -> None:
+        place = Place()
+        worker = asyncio.create_task(msd.PrefillWorker(engine_of(), place.client()).serve())
+        async with place.server(engine_of()):
+            pass
+        worker.cancel()
+
+    asyncio.run(main())
+    assert [listener._socket.closed for listener in listeners] == [True]
