@@ -236,7 +236,7 @@ def _serve_until_signal(handle: Any, server: ServerSettings, settings: FleetSett
             except TimeoutError:
                 continue
             except (RayError, RayServeException):
-                break  # who answers clients is gone, and all answers with it
+                break  # the replica that answers clients is gone, and all answers with it
     return 0
 
 

@@ -292,7 +292,8 @@ class StateFeed:
         self._may_have_missed = False
 
     async def _send(self, events: tuple[bytes, ...]) -> bool:
-        """Publish, and start the hand-overs of the reply, which gives each once; whether it wants a snapshot."""
+        """Publish, and start the hand-overs in the reply, which has each once. Returns whether a snapshot is
+        wanted."""
         orders: Orders = await self._actor.publish.remote(self._replica, events)
         for hand_over in orders.hand_overs:
             task = asyncio.create_task(self._serve_hand_over(hand_over))

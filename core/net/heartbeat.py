@@ -48,17 +48,17 @@ class _Beat(msgspec.Struct, tag=True):
     rank: int
 
 
-class _Left(msgspec.Struct, tag=True):
+class _Ended(msgspec.Struct, tag=True):
     """The sender's heartbeat ends; `reason` says why where its rank counts as dead."""
 
     reason: str = ""
 
 
 class _Seen(msgspec.Struct, tag=True):
-    """The answer to `_Left`."""
+    """The answer to `_Ended`."""
 
 
-_Message = _Beat | _Left | _Seen
+_Message = _Beat | _Ended | _Seen
 
 
 @dataclass(eq=False)
@@ -67,16 +67,17 @@ class _Peer:
 
     send: Callable[[Any], None]
     beats: int = 0
-    has_left: bool = False
+    has_ended: bool = False
 
 
 class Heartbeat:
     """Names within `timeout_s` another rank that died: it was killed, stopped or cut off.
 
     The ranks are connected by the channel of all messages (`net/channel.py`), whose own heartbeats end the
-    connection of a rank that stands still. A rank that leaves (`close`) is not dead. A rank whose `with`
-    block ends with an error is dead at once, and its error is the reason. A rank that waits or computes for
-    long is not dead. A process that was stopped together with all others accuses no rank when it goes on.
+    connection of a rank that stands still. A rank that ends its heartbeat (`close`) is not dead. A rank whose
+    `with` block ends with an error is dead at once, and its error is the reason. A rank that waits or
+    computes for long is not dead. A process that was stopped together with all others accuses no rank when
+    it goes on.
 
     What ends a wait for a dead rank:
 
@@ -177,31 +178,31 @@ class Heartbeat:
         if isinstance(message, _Beat):
             peer.beats += 1
             return
-        peer.has_left = True
-        if isinstance(message, _Left):
+        peer.has_ended = True
+        if isinstance(message, _Ended):
             with suppress(PeerLostError):
                 peer.send(_Seen())
             if message.reason:
                 self._bury(rank, message.reason)
 
     def _bury(self, rank: int, reason: str) -> None:
-        self._peers[rank].has_left = True
+        self._peers[rank].has_ended = True
         self._dead = {rank: reason} | self._dead
         self._known.set()
 
     def close(self) -> None:
-        """Leave: from now on this rank's silence is no death. Blocks for a tenth of `timeout_s` at most."""
-        self._leave("")
+        """End the heartbeat: then silence is no death. Blocks for a tenth of `timeout_s` at most."""
+        self._stop("")
 
-    def _leave(self, reason: str) -> None:
+    def _stop(self, reason: str) -> None:
         """End the heartbeat; the other ranks get `reason`."""
         if self._closing.is_set():
             return
         self._closing.set()
         self._thread.join()
         deadline = time.monotonic() + 2 * self._interval_s
-        self._send_to_all(_Left(reason))
-        while any(not peer.has_left for peer in self._peers.values()) and time.monotonic() < deadline:
+        self._send_to_all(_Ended(reason))
+        while any(not peer.has_ended for peer in self._peers.values()) and time.monotonic() < deadline:
             time.sleep(self._interval_s / 50)
             self._receive()
         self._end()
@@ -219,7 +220,7 @@ class Heartbeat:
     ) -> None:
         ends_well = error is None or (isinstance(error, SystemExit) and not error.code)
         is_known = isinstance(error, RankDiedError)  # the dead are to blame, and all ranks find them
-        self._leave("" if ends_well or is_known else f"ended with {shown(error)[:500]}")
+        self._stop("" if ends_well or is_known else f"ended with {shown(error)[:500]}")
 
     # ---- called by the thread that serves
 
@@ -263,7 +264,7 @@ class Heartbeat:
         before = {rank: peer.beats for rank, peer in self._peers.items()}
         while not self._known.wait(self._interval_s / 2) and time.monotonic() < deadline:
             # The first beat that is seen now may be older than the error. The second is not.
-            if all(peer.has_left or peer.beats >= before[rank] + 2 for rank, peer in self._peers.items()):
+            if all(peer.has_ended or peer.beats >= before[rank] + 2 for rank, peer in self._peers.items()):
                 return
 
     # ---- the thread
@@ -281,11 +282,11 @@ class Heartbeat:
 
     def _send_to_all(self, message: _Message) -> None:
         for rank, peer in self._peers.items():
-            if not peer.has_left:
+            if not peer.has_ended:
                 try:
                     peer.send(message)
                 except PeerLostError as error:
-                    self._receive()  # it may have left
+                    self._receive()  # it may have ended
                     self._lose(rank, error)
 
     def _receive(self) -> None:
@@ -293,13 +294,13 @@ class Heartbeat:
             pass
         for rank, link in self._links.items():
             try:
-                while not self._peers[rank].has_left and (received := link.receive(0.0)) is not None:
+                while not self._peers[rank].has_ended and (received := link.receive(0.0)) is not None:
                     self._note(rank, received[0])
             except PeerLostError as error:
                 self._lose(rank, error)
 
     def _lose(self, rank: int, error: PeerLostError) -> None:
-        if not self._peers[rank].has_left:
+        if not self._peers[rank].has_ended:
             self._bury(rank, f"died, or stands still: {error}")
 
     def _exit(self, threads: Collection[int]) -> None:

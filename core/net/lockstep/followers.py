@@ -69,7 +69,7 @@ class Followers:
 
     def send(self, call: msgspec.Struct) -> None:
         """Send a call to all ranks; RankDiedError where one is lost."""
-        while self._take(0.0):  # who ended while nothing was called
+        while self._take(0.0):  # ranks that ended while nothing was called
             pass
         self.check_lives()
         for peer, rank in self._ranks.items():

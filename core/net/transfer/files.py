@@ -222,7 +222,7 @@ def _read_part(folder: Path, own_format: PrefixFormat, own_shard: Shard) -> tupl
         check_shard(own_format, entry.shard)
     needed = sources_for([entry.shard for entry in entries], own_shard)
     pieces = []
-    for entry in [entries[index] for index in needed] or entries[:1]:  # one tells the prefixes, at least
+    for entry in [entries[index] for index in needed] or entries[:1]:  # at least one: it has the prefixes
         try:
             data = read_regular(folder / entry.file)
         except OSError as error:
@@ -254,7 +254,7 @@ def _folder(directory: object) -> Path:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file at once: who opens `path`, also after a crash, finds all of `data` or no new file.
+    """Write a file at once: a reader of `path`, also after a crash, finds all of `data` or no new file.
 
     The file holds what prompts hold: its owner alone may read it.
     """

@@ -110,7 +110,7 @@ class PrefixFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Attributes:
         weights_version: `repr` of what the exporting engine calls its weights, so that 1 and "1" differ;
-            nothing else tells two models of one shape apart.
+            nothing else distinguishes two models of one shape.
         block_size_tokens: tokens of a KV block.
         vocab_size: token ids are below it.
         tensors: by name: "kv", and "conv.0" for the first segment of the state tensor "conv". States travel

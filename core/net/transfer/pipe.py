@@ -165,8 +165,14 @@ class _MessagePassage(NamedTuple):
 class Peer:
     """A rank of the other side, over its connection."""
 
-    def __init__(self, name: str, send: Callable[..., None], link: Link | None = None) -> None:
-        self.name, self.send, self.link = name, send, link
+    def __init__(
+        self,
+        name: str,
+        send: Callable[..., None],
+        is_connected: Callable[[], bool],
+        link: Link | None = None,
+    ) -> None:
+        self.name, self.send, self.is_connected, self.link = name, send, is_connected, link
         self.inbox: deque[Message] = deque()
         self.messages = MessagePipe(lambda piece: send(Piece(), piece), lambda: send(Acknowledged()))
         self.nccl: NcclPipe | None = None  # kept from one hand-over to the next
@@ -178,9 +184,6 @@ class Peer:
             self.messages.num_acknowledged += 1
         else:
             self.inbox.append(message)
-
-    def is_connected(self) -> bool:
-        return self.link is not None and self.link.is_connected()
 
     def pipe(self, want: Want, make: Callable[[bytes], "NcclPipe"]) -> "MessagePipe | NcclPipe":
         """What carries the pieces that are wanted; both sides call it."""

@@ -1,6 +1,7 @@
 """The two sides of a hand-over: every rank of the source, and every rank of the destination."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -53,7 +54,7 @@ _SPIN_S = 0.01
 _leaked: list[Any] = []  # staging that a pipe may still write to: it is never used again
 
 
-class Session[Key]:
+class Session[Key](ABC):
     """The connections of one rank, until the first failure."""
 
     nccl_rank: int  # of the side, in a communicator
@@ -66,9 +67,9 @@ class Session[Key]:
         self.peers: dict[Key, Peer] = {}  # by address at the source, by connection at the destination
         self.transport = ""  # "nccl" or "messages", of the last hand-over
 
+    @abstractmethod
     def pump(self, peer: Peer, timeout_s: float) -> None:
         """Wait for messages; PeerLostError where `peer` is gone and all its messages were received."""
-        raise NotImplementedError
 
     def remaining_s(self) -> float:
         return self.deadline - time.monotonic()
@@ -169,6 +170,14 @@ class Session[Key]:
         self.staging.scrub()
 
 
+class Offered(NamedTuple):
+    """Cached prefixes of the source; `blocks`: node -> block; `slots`: node -> slot, of `forest.states`."""
+
+    description: Description
+    blocks: dict[int, int]
+    slots: dict[int, int]
+
+
 class Source(Session[Address]):
     """The source's rank: connects to every rank of the destination."""
 
@@ -190,8 +199,7 @@ class Source(Session[Address]):
                     link = Link(address, Message, max(0.001, min(5.0, self.remaining_s())))
                 except PeerLostError as error:
                     raise PeerLostError(f"{name} was lost: {error}") from error
-                self.peers[address] = Peer(name, link.send, link)
-        self.transport = self.transport or "messages"
+                self.peers[address] = Peer(name, link.send, link.is_connected, link)
 
     def pump(self, peer: Peer, timeout_s: float) -> None:
         assert peer.link is not None
@@ -219,7 +227,7 @@ class Source(Session[Address]):
         except (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise TransferError(f"{name} is no rank of a hand-over: {error}") from error
 
-    def send(self, access: CacheAccess, offered: "Offered", nccl: NcclFacts | None) -> tuple[int, int, float]:
+    def send(self, access: CacheAccess, offered: Offered, nccl: NcclFacts | None) -> tuple[int, int, float]:
         """Offer prefixes to all ranks of the destination, and send what they want.
 
         Returns:
@@ -272,7 +280,7 @@ class Source(Session[Address]):
                     self.check_time(peer.name)
         return [(peer, answered[key]) for key, peer in self.peers.items()]
 
-    def _send_part(self, access: CacheAccess, peer: Peer, want: Want, offered: "Offered") -> int:
+    def _send_part(self, access: CacheAccess, peer: Peer, want: Want, offered: Offered) -> int:
         part = want.part or {}
         check_shard(offered.description.format, part)
         sources_for([shard_of(access.spec)], part)  # raises for what this rank does not hold
@@ -284,14 +292,6 @@ class Source(Session[Address]):
         self.staging.scrub()
         self.expect(peer, Arrived)
         return layout.num_bytes
-
-
-class Offered(NamedTuple):
-    """Cached prefixes of the source; `blocks`: node -> block; `slots`: node -> slot, of `forest.states`."""
-
-    description: Description
-    blocks: dict[int, int]
-    slots: dict[int, int]
 
 
 def _rows(name: str, nodes: list[int], offered: dict[int, int]) -> list[int]:
@@ -322,11 +322,10 @@ class Destination(Session[bytes]):
     def collect(self, access: CacheAccess) -> tuple[PrefixFormat, PrefixForest]:
         """Wait for an offer of each rank of the source; the format and the forest of all."""
         self.connect(access)
-        assert self.listener is not None
         while True:
             self._take_messages(0.0)
-            for name, offer in list(self._offers.values()):
-                if not self.listener.is_connected(name):
+            for connection, offer in list(self._offers.values()):
+                if not self.peers[connection].is_connected():
                     self._offers.pop(offer.rank)
             count = self._offers[0][1].ranks if 0 in self._offers else 1
             missing = next((rank for rank in range(count) if rank not in self._offers), None)
@@ -335,11 +334,11 @@ class Destination(Session[bytes]):
             self.check_time(f"rank {missing} of the source")
             self._take_messages(min(_LOOK_S, max(0.0, self.remaining_s())))
         self._taken = []
-        for name, offer in [self._offers.pop(rank) for rank in range(count)]:
+        for connection, offer in [self._offers.pop(rank) for rank in range(count)]:
             found = decode(offer.prefixes, Description)
             found.format.check_fits(access.format())
             found.check()
-            self._taken.append((self.peers[name], offer, found))
+            self._taken.append((self.peers[connection], offer, found))
         if len({found.forest.digest for *_, found in self._taken}) > 1:
             raise TransferError("ranks of the source offer different prefixes; accepted: the same of all")
         return found.format, found.forest
@@ -375,41 +374,42 @@ class Destination(Session[bytes]):
         """Receive what has come, of all peers."""
         assert self.listener is not None
         while (found := self.listener.receive(timeout_s)) is not None:
-            name, message, payload = found
+            connection, message, payload = found
             timeout_s = 0.0
             if isinstance(message, Offer):
-                if name not in self.peers:
-                    send = partial(self.listener.send, name)
-                    self.peers[name] = Peer(f"rank {message.rank} of the source", send)
-                self.peers[name].inbox.clear()
-                self._offers[message.rank] = name, message
-            elif name in self.peers:
+                if connection not in self.peers:
+                    send = partial(self.listener.send, connection)
+                    is_connected = partial(self.listener.is_connected, connection)
+                    self.peers[connection] = Peer(f"rank {message.rank} of the source", send, is_connected)
+                self.peers[connection].inbox.clear()
+                self._offers[message.rank] = connection, message
+            elif connection in self.peers:
                 if isinstance(message, Refusal):
-                    self._offers = {rank: one for rank, one in self._offers.items() if one[0] != name}
-                self.peers[name].take(message, payload)
+                    self._offers = {rank: one for rank, one in self._offers.items() if one[0] != connection}
+                self.peers[connection].take(message, payload)
 
     def pump(self, peer: Peer, timeout_s: float) -> None:
         self._take_messages(timeout_s)
         if time.monotonic() - self._looked >= _LOOK_S and not peer.inbox and not peer.messages.arrived:
             self._looked = time.monotonic()
-            assert self.listener is not None
-            name = next(name for name, other in self.peers.items() if other is peer)
-            if not self.listener.is_connected(name):
+            if not peer.is_connected():
                 self._take_messages(0.0)
                 if not peer.inbox and not peer.messages.arrived:
                     raise PeerLostError("its connection is closed")
 
     def close(self, reason: str = "") -> None:
         """End all connections, and the listener once the peers have read, in a thread."""
-        names = list(self.peers)
+        connections = list(self.peers)
         super().close(reason)
         listener, self.listener = self.listener, None
         if listener is not None:
-            Thread(target=_close_listener, args=[listener, names], name="hand-over, end", daemon=True).start()
+            Thread(
+                target=_close_listener, args=[listener, connections], name="hand-over, end", daemon=True
+            ).start()
 
 
-def _close_listener(listener: Listener, names: list[bytes]) -> None:
+def _close_listener(listener: Listener, connections: list[bytes]) -> None:
     until = time.monotonic() + GRACE_S
-    while any(map(listener.is_connected, names)) and time.monotonic() < until:
+    while any(map(listener.is_connected, connections)) and time.monotonic() < until:
         time.sleep(0.01)
     listener.close()

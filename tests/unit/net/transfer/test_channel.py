@@ -18,7 +18,7 @@ from mambaslots.net.transfer import session
 from mambaslots.net.transfer.hand_over import SendReport
 from mambaslots.net.transfer.import_ import ImportReport
 from mambaslots.net.transfer.pieces import Staging
-from mambaslots.net.transfer.pipe import MessagePipe
+from mambaslots.net.transfer.pipe import MessagePipe, NcclFacts
 from oracle.serving import random_tokens, serve_checked
 from oracle.transfers import engine_of, maps_of
 
@@ -93,6 +93,14 @@ def test_many_hand_overs_take_one_connection(pair: Pair, monkeypatch: pytest.Mon
         assert serve(pair.target, [prompt])[0] >= 32
     assert len(made) == 1
     assert [end.transport for end in pair.ends] == ["messages", "messages"]
+
+
+def test_a_channel_that_is_connected_says_what_it_would_take(pair: Pair) -> None:
+    for end in pair.ends:
+        end._nccl = NcclFacts("1", "a GPU")
+        assert end.transport == "nccl"
+    assert [end.connect() for end in reversed(pair.ends)] == ["", ""]
+    assert [end.transport for end in pair.ends] == ["nccl", "nccl"]
 
 
 @pytest.mark.usefixtures("kind")
