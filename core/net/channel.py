@@ -299,7 +299,7 @@ class Link(_End):
 
     def is_connected(self) -> bool:
         """Whether the listener is there."""
-        return not self._ends.poll(0)
+        return not (self._ends.closed or self._ends.poll(0))
 
 
 @cache
