@@ -20,6 +20,8 @@ MAX_BYTES = 1 << 30
 _LINGER_MS = 1000
 _POLL_S = 0.1
 _LAST_MESSAGES_MS = 50
+_SKIP_S = 0.1
+"""So long beyond its timeout `Listener.receive` passes over invalid messages."""
 
 Frames = list[zmq.Frame]
 
@@ -58,12 +60,8 @@ class _End:
     """One end of connections; one thread at a time uses it."""
 
     def __init__(self, kind: int, messages: Any, silence_s: float, max_bytes: int, max_queued: int) -> None:
-        self._kind, self._silence_s, self._max_bytes, self._max_queued = (
-            kind,
-            silence_s,
-            max_bytes,
-            max_queued,
-        )
+        self._kind, self._silence_s = kind, silence_s
+        self._max_bytes, self._max_queued = max_bytes, max_queued
         self._socket = self._new_socket()
         self._async: zmq.asyncio.Socket | None = None
         self._decoder = msgspec.msgpack.Decoder(messages)
@@ -127,7 +125,7 @@ class Listener(_End):
         """
         Args:
             messages: the struct, or union of tagged structs, that peers send.
-            hosts: this machine's addresses; the listener binds the first. None: listens on all.
+            hosts: this machine's addresses; the listener binds the first. (): it listens on all.
             silence_s: a peer that answers no heartbeat for so long is lost.
             max_bytes: a peer that sends a larger message is lost.
             max_queued: messages that wait for one peer; `send` raises for more. 0: any number.
@@ -147,11 +145,13 @@ class Listener(_End):
         self._invalid: set[bytes] = set()
 
     def receive(self, timeout_s: float) -> tuple[bytes, Any, memoryview | None] | None:
-        """(Peer, message, payload) of the next message; None if none comes in time."""
+        """(Peer, message, payload) of the next valid message; None if none comes in time."""
         deadline = time.monotonic() + timeout_s
         while (frames := self._received(deadline - time.monotonic())) is not None:
             if (found := self._message(frames)) is not None:
                 return found
+            if time.monotonic() > deadline + _SKIP_S:
+                break
         return None
 
     async def receive_async(self, timeout_s: float) -> tuple[bytes, Any, memoryview | None] | None:
@@ -160,6 +160,8 @@ class Listener(_End):
         while (frames := await self._received_async(deadline - time.monotonic())) is not None:
             if (found := self._message(frames)) is not None:
                 return found
+            if time.monotonic() > deadline + _SKIP_S:
+                break
         return None
 
     def _message(self, frames: Frames) -> tuple[bytes, Any, memoryview | None] | None:

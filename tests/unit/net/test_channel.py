@@ -1,5 +1,6 @@
 """Messages between two ends: who may connect, what is refused, and how an end that is lost is known."""
 
+import asyncio
 import socket
 import time
 from collections.abc import Iterator
@@ -126,6 +127,41 @@ def test_a_peer_that_reads_nothing_is_lost() -> None:
     finally:
         link.close()
         listener.close()
+
+
+def test_a_peer_that_goes_on_sending_what_is_invalid_delays_no_reader(
+    listener: Listener, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = [zmq.Frame(peer_of(listener, link)), zmq.Frame(b"\xc1")]
+    end = time.monotonic() + WAIT_S
+
+    def received(timeout_s: float) -> list[zmq.Frame]:
+        assert time.monotonic() < end
+        return frames
+
+    async def received_async(timeout_s: float) -> list[zmq.Frame]:
+        return received(timeout_s)
+
+    monkeypatch.setattr(listener, "_received", received)
+    monkeypatch.setattr(listener, "_received_async", received_async)
+    assert listener.receive(0.1) is None
+    assert asyncio.run(listener.receive_async(0.1)) is None
+
+
+def test_a_reader_without_time_gets_what_arrived_after_invalid_messages(
+    listener: Listener, link: Link
+) -> None:
+    peer = peer_of(listener, link)
+    for _ in range(3):
+        link._socket.send(b"\xc1")
+    time.sleep(0.1)
+    other = Link(listener.address, Word, WAIT_S)
+    other.send(Word(b"valid"))
+    time.sleep(0.2)
+    found = listener.receive(0.0)
+    other.close()
+    assert found is not None
+    assert (found[0] != peer, found[1]) == (True, Word(b"valid"))
 
 
 @pytest.mark.parametrize("sent", [b"\xc1", b"\x81\xa4type\xa4What", b"\x93\x01\x02\x03"])
