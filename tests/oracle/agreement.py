@@ -164,6 +164,7 @@ class Agreement:
             return
         self._closed = True
         self._context.unobserve(self)
+        self._context.prefix_cache.kv_blocks._observers.remove(self._blocks_deregistered)
         self._decisions.clear()
         self._tracked.clear()
         with suppress(RuntimeError):  # the store's host has ended: no key is left

@@ -37,6 +37,14 @@ def busy_engine() -> tuple[Engine, ms.TokenStream]:
     return engine, stream
 
 
+@pytest.fixture(autouse=True)
+def control_c_raises() -> Iterator[None]:
+    """Where tests run in a shell's background, SIGINT is ignored from the start."""
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, old)
+
+
 CALLS: dict[str, Callable[[Engine], object]] = {
     "add_request": lambda engine: engine.add_request(HEADS[12], PARAMS),
     "stream": lambda engine: list(engine.stream(HEADS[12], PARAMS)),
