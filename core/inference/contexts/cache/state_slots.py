@@ -1,7 +1,7 @@
 """The pool of state slots: which are free, who may write one, which state is evicted next."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -123,7 +123,7 @@ class StateSlots:
 
     def next_victims(self, count: int) -> list[int]:
         """Up to `count` unpinned slots whose states would be evicted next. Changes nothing."""
-        return self.policy.victims(count, lambda slot: slot not in self.pins)
+        return self._victims(count, self.pins)
 
     # ---- reservations
 
@@ -140,6 +140,8 @@ class StateSlots:
         wanted = dict.fromkeys(keys)
         while len(wanted) > len(self.free):
             slot, key = policy.least(lambda slot: slot not in self.pins, wanted)
+            if slot >= 0:
+                self._check_victims([slot], 1, self.pins)
             if slot >= 0:
                 self.evict_slots([slot])
             else:
@@ -376,11 +378,31 @@ class StateSlots:
             num_evictable = sum(slot not in kept for slot in states.values())
             if num_evictable < num_slots:
                 raise MambaSlotCapacityError(num_slots + num_free, num_evictable + num_free)
-        victims = self.policy.victims(num_slots, lambda slot: slot not in kept)
+        victims = self._victims(num_slots, kept)
+        if len(victims) < num_slots:
+            raise ValueError(
+                f"victims of {type(self.policy).__name__} returned {len(victims)} slots; accepted: "
+                f"{num_slots}, as so many are evictable"
+            )
         self._evict_slots(victims, cause)
         self._dirty.note(victims)
         self._dirty.clean(victims)  # their owner changes
         return victims
+
+    def _victims(self, count: int, kept: Collection[int]) -> list[int]:
+        """What the policy would evict; ValueError where these are not evictable slots, each once."""
+        victims = list(self.policy.victims(count, lambda slot: slot not in kept))
+        self._check_victims(victims, count, kept)
+        return victims
+
+    def _check_victims(self, victims: list[int], count: int, kept: Collection[int]) -> None:
+        holds, tree = range(self.num_slots), self.tree
+        right = (slot in holds and tree.block_of(slot) >= 0 and slot not in kept for slot in victims)
+        if not all(right) or len(victims) > count or len(set(victims)) < len(victims):
+            raise ValueError(
+                f"victims of {type(self.policy).__name__} returned {victims}; accepted: up to {count} of the "
+                "slots for which evictable(slot) is true, each once"
+            )
 
     def _evict_slots(self, slots: Sequence[int], cause: StateRemovalCause = "new_state") -> None:
         tree, tier = self.tree, self._tier
