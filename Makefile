@@ -20,7 +20,7 @@ QUICK := not gpu and not long
 LONG := not gpu
 # Suites that run with poison in all memory that may not be read; see tests/oracle/poisoned_session.py.
 POISONED := $(addprefix tests/unit/,inference models hf vllm net/transfer net/prefill_decode faults)
-IMPORTS := tests/unit/test_package.py::test_no_import_circles tests/unit/test_package.py::test_imports_point_only_down
+IMPORTS := tests/unit/test_package.py -k "import"
 .PHONY: demo serve test test-ranks test-long test-poison test-fleet test-host test-gpus lint house bench clean
 
 demo: $(FOR_DEMO)
