@@ -1,4 +1,4 @@
-PYTHON ?= python3.12
+PYTHON ?= $(firstword $(foreach version,12 13 14,$(shell command -v python3.$(version))) python3)
 BIN := .venv/bin
 # What the demo needs is installed, and what the server and a developer need on top of it.
 FOR_DEMO := .venv/.installed-demo
@@ -21,7 +21,7 @@ LONG := not gpu
 # Suites that run with poison in all memory that may not be read; see tests/oracle/poisoned_session.py.
 POISONED := $(addprefix tests/unit/,inference models hf vllm net/transfer net/prefill_decode faults)
 IMPORTS := tests/unit/test_package.py -k "import"
-.PHONY: demo serve test test-ranks test-long test-poison test-fleet test-host test-gpus lint house bench clean
+.PHONY: demo serve test test-ranks test-long test-poison test-fleet test-host test-gpus lint wheel house bench clean
 
 demo: $(FOR_DEMO)
 	$(BIN)/python examples/serve_conversations.py $(ARGS)
@@ -64,6 +64,10 @@ test-gpus: $(FOR_DEV)
 	  if test $$gpus -lt $$ranks; then echo "tests/net was not run with $$ranks ranks: GPUs here: $$gpus"; \
 	  else (set -x; $(call on_ranks,-m gpu tests/net)) || exit 1; fi; done
 
+# What could be published: dist/mambaslots-VERSION-py3-none-any.whl
+wheel: $(FOR_DEMO)
+	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
+
 lint: $(FOR_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -77,23 +81,26 @@ bench: $(FOR_DEV)
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; PYTHONUNBUFFERED=1 $(BIN)/python $$script; done
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build dist *.egg-info
 
 $(FOR_DEMO): setup.py pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null || { \
-	  echo "mambaslots needs Python 3.12, and '$(PYTHON)' is not one."; \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || { \
+	  echo "mambaslots needs Python 3.12 or newer, and '$(PYTHON)' is not one."; \
 	  echo "Install it (Debian: apt-get install python3.12-venv; pyenv: pyenv install 3.12; or python.org),"; \
 	  echo "or name yours: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
+	@echo "Setting up .venv, once: torch and what it needs, 5 GB on disk, some minutes on a fast line."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --disable-pip-version-check --editable .
 	@touch $@
 
 $(FOR_SERVER): $(FOR_DEMO)
-	$(BIN)/python -m pip install --quiet --editable '.[serve]'
+	@echo "Adding the server (fastapi, uvicorn, prometheus-client): 20 MB."
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[serve]'
 	@touch $@
 
 $(FOR_DEV): $(FOR_DEMO)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@echo "Adding what tests need (transformers, megatron-core, ray, ...): 2 GB on disk."
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]'
 	@for version in $(OTHER_MEGATRONS); do \
 	  test -d .venv/megatron-$$version || \
 	  $(BIN)/python -m pip install --quiet --no-deps --target .venv/megatron-$$version megatron-core==$$version || \

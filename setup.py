@@ -1,9 +1,10 @@
 import sys
 
-if sys.version_info < (3, 12):  # before pip resolves, and downloads, anything
-    sys.exit("mambaslots needs Python 3.12 or newer; %s is Python %d.%d." % ((sys.executable,) + sys.version_info[:2]))
+if sys.version_info < (3, 12):  # noqa: UP036  before pip resolves, and downloads, anything
+    here = f"{sys.executable} is Python {sys.version_info[0]}.{sys.version_info[1]}"
+    sys.exit(f"mambaslots needs Python 3.12 or newer; {here}.")
 
-from setuptools import find_packages, setup  # noqa: E402
+from setuptools import find_packages, setup
 
 setup(
     packages=["mambaslots"] + ["mambaslots." + name for name in find_packages("core")],

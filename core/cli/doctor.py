@@ -17,6 +17,7 @@ from ..inference.contexts.pool_sizes import GIGABYTE
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..models import HybridConfig, HybridLM
 from ..request import SamplingParams
+from ..version import untested
 from .options import add_device, add_json
 from .setup import chosen_device
 
@@ -55,6 +56,7 @@ def run(options: argparse.Namespace) -> int:
     findings: dict[str, Any] = {"platform": f"Python {platform.python_version()}, {platform.platform()}"}
     print(findings["platform"])
     findings["packages"] = [describe_package(requirement) for requirement in requirements()]
+    findings["packages"] += [f"NOT TESTED: {newer}" for newer in untested()]
     findings["devices"] = describe_devices()
     findings["kernels"] = describe_kernels(device)
     for title, lines in (("packages", "packages"), ("GPUs", "devices"), ("what would run", "kernels")):
@@ -121,7 +123,7 @@ def describe_package(requirement: Requirement) -> str:
     except importlib.metadata.PackageNotFoundError:
         return f"{name}: not installed; `{how}` brings it"
     if not requirement.specifier.contains(version.partition("+")[0], prereleases=True):
-        return f"{name} {version}: NOT TESTED; tested: {accepted}"
+        return f"{name} {version}: NOT SUPPORTED; needed: {accepted}"
     return f"{name} {version}"
 
 

@@ -1,6 +1,7 @@
 """`mambaslots serve`: an OpenAI-compatible server."""
 
 import argparse
+import logging
 import os
 import secrets
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
+from ..version import untested
 from .options import add_engine, add_model, count, count_or_range, positive, text_file, unused_path
 
 if TYPE_CHECKING:
@@ -95,6 +97,8 @@ def run(options: argparse.Namespace) -> int:
     from .setup import load_model, make_engine
 
     check_installed()
+    if newer := untested():
+        logging.getLogger(__name__).warning("not tested with %s", ", ".join(newer))
     settings = ServerSettings(**server_settings(options))
     if is_under_torchrun():
         if options.replicas is not None or options.tp is not None:

@@ -10,6 +10,7 @@ from mambaslots.cli import doctor
 from mambaslots.cli.main import main
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
 from mambaslots.models import HybridLM
+from mambaslots.version import NEWEST_TESTED, untested
 from packaging.requirements import Requirement
 
 TORCH = importlib.metadata.version("torch")
@@ -47,6 +48,16 @@ def test_a_model_that_computes_something_else_does_not_work(
     assert printed.splitlines()[-1] == "does not work"
 
 
+def test_newer_versions_than_the_tested_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [line.split()[0] for line in untested()] == []
+    minor = ".".join(TORCH.split(".")[:2])
+    monkeypatch.setitem(NEWEST_TESTED, "torch", minor)
+    assert untested() == []  # a patch of a tested minor version is
+    monkeypatch.setitem(NEWEST_TESTED, "torch", "2.10")
+    monkeypatch.setitem(NEWEST_TESTED, "no-such-package", "1.0")
+    assert untested() == [f"torch {TORCH} (newest tested: 2.10)"]
+
+
 def test_a_cache_that_misses_does_not_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,7 +83,7 @@ def test_an_error_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     ("requirement", "said"),
     [
         (f"torch>={TORCH}", f"torch {TORCH}"),
-        ("torch<2", f"torch {TORCH}: NOT TESTED; tested: <2"),
+        ("torch<2", f"torch {TORCH}: NOT SUPPORTED; needed: <2"),
         ("no-such-package>1", "no-such-package: not installed; `pip install mambaslots` brings it"),
     ],
 )
