@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from mambaslots.inference.engines.recorded_products import DecomposingMode, operator_name
+from mambaslots.inference.engines.product_check import DecomposingMode, operator_name
 from torch import Tensor
 
 

@@ -5,8 +5,7 @@ engine_state                         the calls that change an engine; undo of a 
 scheduler, sampling, drafter         which requests advance; their next tokens; guesses at more
 runner, dummy_steps                  a step as launches or as one CUDA graph; steps without users
 async_engine, engine_thread, streams an engine in a thread of its own; one stream type for all readers
-batch_invariance, product_check, recorded_products
-                                     the promise of bits: the mode, and its check at an engine's start
+batch_invariance, product_check      the promise of bits: the mode, and its check at an engine's start
 engine_observer, memory_poison       what a step did, for those who watch; NaN in free memory
 
 May import `contexts`, `cache` and `kernels`; a model through the protocol in `runner`; no server, no network.

@@ -6,8 +6,6 @@
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import chain
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -22,45 +20,19 @@ from ..contexts.step_inputs import FEWEST_ROWS, StepShape, padded_to_ladder, pow
 from ..kernels import attention
 from . import product_check
 from .dummy_steps import DummySteps
-from .product_check import WithReplacedProducts, bits, is_replaceable
-from .recorded_products import (
-    ATTENTION,
+from .product_check import (
     BatchVarianceError,
-    Call,
-    CallRecorder,
     Product,
-    StepSizes,
-    products,
+    ProductRecorder,
+    WithReplacedProducts,
+    bits,
+    is_replaceable,
+    with_rows,
 )
 from .runner import Model
 
 SETTING = "batch_invariant is True"
-_SMALL, _LARGE = 64, 128  # tokens of the recorded prefills; their logits: 32 and 128
-
-
-class CheckedProduct(NamedTuple):
-    """A product that was compared in `num_rungs` numbers of rows. Holds no weights.
-
-    Attributes:
-        name: the operator, sizes and dtypes.
-        weight_key: `recorded_products.weight_key` of its calls.
-        replaced: whether `kernels.sequential_product` computes it instead.
-        refused: where its bits differ, if it cannot be replaced.
-    """
-
-    name: str
-    weight_key: tuple[Any, ...]
-    num_rungs: int
-    replaced: bool = False
-    refused: str = ""
-
-
-class AttentionSizes(NamedTuple):
-    """An attention of a model, as `kernels.attention.fixed_splits` takes it."""
-
-    dtype: torch.dtype
-    head_dim: int
-    block_size: int
+_PREFILL_ROWS, _DECODE_ROWS = 64, 32  # tokens of the recorded steps, and twice as many
 
 
 class BatchInvariance:
@@ -70,21 +42,17 @@ class BatchInvariance:
     and seed alone, for one model, one kind of GPU, one set of library versions and one tensor-parallel size.
 
     Attributes:
-        products: what was compared.
-        attentions: likewise.
+        products: the operators, sizes and dtypes that were compared.
+        replaced: of those that `product_check.sequential` computes instead: weight key -> product. Holds no
+            weights.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        spec: HybridStateSpec,
-        config: InferenceConfig,
-    ) -> None:
+    def __init__(self, model: Model, spec: HybridStateSpec, config: InferenceConfig) -> None:
         """Refuse, set torch's switches, and check the model."""
         check_settings(spec, config)
         self._spec = spec
-        self.products: tuple[CheckedProduct, ...] = ()
-        self.attentions: tuple[AttentionSizes, ...] = ()
+        self.products: tuple[str, ...] = ()
+        self.replaced: dict[tuple[Any, ...], str] = {}
         self._served: WithReplacedProducts | None = None  # the model that `served` was asked for last
         self._replays = config.replays
         width = power_of_two(1 + config.num_speculative_tokens)
@@ -110,11 +78,10 @@ class BatchInvariance:
 
     def served(self, model: Model) -> Model:
         """The model with its replaced products; `model` itself where no product is replaced."""
-        replaced = {checked.weight_key for checked in self.products if checked.replaced}
-        if not replaced:
+        if not self.replaced:
             return model
         if self._served is None or self._served.model is not model:
-            self._served = WithReplacedProducts(model, replaced)
+            self._served = WithReplacedProducts(model, self.replaced)
         return self._served
 
     def describe(self) -> tuple[str, ...]:
@@ -122,26 +89,19 @@ class BatchInvariance:
         spec = self._spec
         if spec.device.type != "cuda":
             return ("batch invariance: not checked, in Triton's interpreter on a CPU",)
-        compared = sum(checked.num_rungs for checked in self.products)
-        replaced = [checked.name for checked in self.products if checked.replaced]
-        lines = [
-            "batch invariance: rows of steps are padded to 32, 64, 128, 256 and multiples of 256",
-            f"products: cuBLASLt without split-K; {len(self.products)} shapes, {compared} numbers of rows "
-            f"compared, {len(replaced) or 'no'} shapes differ",
-        ]
-        lines += [f"product replaced by one that adds over K in order: {name}" for name in replaced]
-        if spec.num_attention_layers:
-            cuts = {attention.fixed_splits(spec.device, *sizes) for sizes in self.attentions}
-            lines.append(f"attention: {', '.join(sorted(cuts))}")
-        decodes = "decodes over the end of a chunk" if self._replays else "not decodes, which do not replay"
-        lines.append(f"whole model: prefills in parts, beside others, and {decodes}: 0 logits differ")
         size = spec.groups.tensor_size
         ranks = f", {size} tensor ranks, whose sums are added in rank order" if size > 1 else ""
-        lines.append(
+        return (
+            f"batch invariance: {len(self.products)} shapes of products have the same bits in all of "
+            f"{len(rungs(self._most_tokens))} numbers of rows, and prefills in parts, beside others, and "
+            f"decodes{'' if self._replays else ', which do not replay, not,'} the same logits",
+            *(
+                f"product replaced by one that adds over K in order: {name}"
+                for name in self.replaced.values()
+            ),
             f"the promise holds for {torch.cuda.get_device_name(spec.device)}, torch {torch.__version__}"
-            f"{ranks}; other GPUs, versions and tensor-parallel sizes may give other bits"
+            f"{ranks}; other GPUs, versions and tensor-parallel sizes may give other bits",
         )
-        return tuple(lines)
 
     # ---- the check
 
@@ -163,15 +123,25 @@ class BatchInvariance:
             raise BatchVarianceError(next(filter(None, refusals)))
 
     def _check_parts(self, model: Model, config: InferenceConfig) -> None:
-        found, attentions = record(model, self._spec, config)
-        self.attentions = tuple(attentions)
-        self.products = tuple(map(self._checked, found))
-        refused = [f"{checked.name} {checked.refused}" for checked in self.products if checked.refused]
+        found = record(model, self._spec, config)
+        self.products, self.replaced = tuple(map(str, found)), {}
+        refused = [f"{product} {case}" for product in found if (case := self._unreplaced(product))]
         if refused:
             raise BatchVarianceError(
                 f"{SETTING}, and a row gets other bits than among {product_check.BASE_ROWS} rows by "
                 f"{'; '.join(refused)}; accepted: products whose rows do not depend on the number of rows"
             )
+
+    def _unreplaced(self, product: Product) -> str:
+        """Where the bits of a product differ, if it cannot be replaced; empty otherwise."""
+        case = product_check.first_difference(product, self._most_tokens)
+        if case and is_replaceable(product):
+            again = product_check.first_difference(product, self._most_tokens, product_check.sequential)
+            if again:
+                return f"{case}, and by the sequential product {again}"
+            self.replaced[product.weight_key] = str(product)
+            return ""
+        return case
 
     def _check_forwards(self, model: Model, config: InferenceConfig) -> None:
         """Where the model is split, this is a collective; all ranks see the same logits."""
@@ -184,19 +154,6 @@ class BatchInvariance:
                 "products and attention keep them; accepted: a model whose scans, and all else, compute a "
                 "row from its own sequence, in one order"
             )
-
-    def _checked(self, product: Product) -> CheckedProduct:
-        most = self._most_tokens
-        case = product_check.first_difference(product, most)
-        checked = CheckedProduct(product.name, product.weight_key, len(rungs(most)))
-        if not case:
-            return checked
-        if is_replaceable(product):
-            again = product_check.first_difference(product, most, product_check.sequential)
-            if not again:
-                return checked._replace(replaced=True)
-            case = f"{case}, and by the sequential product {again}"
-        return checked._replace(refused=case)
 
 
 def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:
@@ -242,101 +199,66 @@ def _fix_orders_of_addition(spec: HybridStateSpec) -> None:
         fix_orders_of_addition()
 
 
-def record(
-    model: Model, spec: HybridStateSpec, config: InferenceConfig
-) -> tuple[list[Product], list[AttentionSizes]]:
-    """The different products and attentions that a model makes in prefills and in decodes."""
-    steps = DummySteps(model, spec, config, longest=2 * _LARGE)
-    prompts = [steps.request(steps.tokens(_SMALL // 2, seed)) for seed in range(2)]
-    prefills = [
-        _recorded(steps, prompt, _padding(tokens, logits))
-        for prompt, (tokens, logits) in zip(prompts, ((_SMALL, 32), (_LARGE, 128)), strict=True)
-    ]
-    for prompt in prompts:
-        prompt.append(steps.tokens(1), [None], 0.0)
-    decodes = [
-        _recorded(steps, prompt, _padding(tokens, logits))
-        for prompt, (tokens, logits) in zip(prompts, ((32, 32), (64, 128)), strict=True)
-    ]
-    found = [
-        *products(prefills[0], prefills[1], StepSizes(_SMALL, 32), StepSizes(_LARGE, 128)),
-        *products(decodes[0], decodes[1], StepSizes(32, 32), StepSizes(64, 128)),
-    ]
-    calls = [call for part in (*prefills, *decodes) for call in part if call.name == ATTENTION]
-    attentions = {_attention(call, config.block_size_tokens): None for call in calls}
-    different: dict[object, Product] = {}
-    for product in found:
-        different.setdefault(product.key, product)
-    return list(different.values()), list(attentions)
+def record(model: Model, spec: HybridStateSpec, config: InferenceConfig) -> list[Product]:
+    """The different products that a model makes in prefills and in decodes."""
+    steps = DummySteps(model, spec, config, longest=4 * _PREFILL_ROWS)
+    requests = [steps.request(steps.tokens(_PREFILL_ROWS // 2, seed)) for seed in range(2)]
+    found: dict[object, Product] = {}
+    for num_rows in (_PREFILL_ROWS, _DECODE_ROWS):  # a prefill, then a decode
+        small, large = (
+            _recorded(steps, request, rows)
+            for request, rows in zip(requests, (num_rows, 2 * num_rows), strict=True)
+        )
+        for product in with_rows(small, large, num_rows):
+            found.setdefault(product.key, product)
+        for request in requests:
+            request.append(steps.tokens(1), [None], 0.0)
+    return list(found.values())
 
 
-def _recorded(steps: DummySteps, request: Any, padding: Callable[[StepShape], StepShape]) -> list[Call]:
-    recorder = CallRecorder()
-    with recorder:
-        steps.run([(request, steps.longest)], padding)
-    return recorder.calls
+def _recorded(steps: DummySteps, request: DynamicInferenceRequest, num_rows: int) -> list[Product]:
+    """The products of a step that is padded to so many tokens and logits."""
 
-
-def _padding(tokens: int, logits: int) -> Callable[[StepShape], StepShape]:
     def padded(shape: StepShape) -> StepShape:
         if shape.prefills:
-            return shape._replace(prefill_tokens=tokens, logits=logits)
-        return shape._replace(decodes=tokens, logits=logits)
+            return shape._replace(prefill_tokens=num_rows, logits=num_rows)
+        return shape._replace(decodes=num_rows, logits=num_rows)
 
-    return padded
-
-
-def _attention(call: Call, block_size: int) -> AttentionSizes:
-    named = call.named
-    query, keys = named["q"], named["k"]
-    if named["num_splits"] != 1:
-        raise BatchVarianceError(
-            f"{SETTING}, and the model calls {call.name} with num_splits {named['num_splits']}; accepted: 1, "
-            "as kernels.paged_attention has it for inputs.attention_rows"
-        )
-    return AttentionSizes(keys.dtype, query.shape[2], block_size)
+    with ProductRecorder() as recorder:
+        steps.run([(request, steps.longest)], padded)
+    return recorder.products
 
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True)
-class Switch:
-    """One of torch's switches, and the value that products need to keep bits, also as users write it."""
+class Switch(NamedTuple):
+    """One of torch's switches, and the value that products need to keep bits, as users write it."""
 
     name: str
     read: Callable[[], object]
     write: Callable[[Any], object]
     needed: object
-    shown: str
 
 
-def _matmul_switch(name: str, *parts: str) -> Switch:
+def _matmul_switch(name: str, needed: object, *parts: str) -> Switch:
     """A switch of torch.backends.cuda.matmul, or one whose values are pairs, read from `parts`."""
     matmul = torch.backends.cuda.matmul
-    needed = (False, False) if parts else False
     return Switch(
         f"torch.backends.cuda.matmul.{name}",
         lambda: tuple(getattr(matmul, part) for part in parts) if parts else getattr(matmul, name),
         lambda value: setattr(matmul, name, value),
         needed,
-        str(needed),
     )
 
 
-_BF16, _FP16 = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"
+_BLAS = torch.backends.cuda.preferred_blas_library
+_REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 SWITCHES = (
-    Switch(
-        "torch.backends.cuda.preferred_blas_library",
-        torch.backends.cuda.preferred_blas_library,
-        torch.backends.cuda.preferred_blas_library,
-        torch._C._BlasBackend.Cublaslt,
-        "'cublaslt'",
-    ),
-    _matmul_switch(_BF16, _BF16, f"{_BF16}_split_k"),
-    _matmul_switch(_FP16, _FP16, f"{_FP16}_split_k"),
-    _matmul_switch("allow_fp16_accumulation"),
+    Switch("torch.backends.cuda.preferred_blas_library", lambda: _BLAS().name.lower(), _BLAS, "cublaslt"),
+    *(_matmul_switch(name, (False, False), name, f"{name}_split_k") for name in _REDUCTIONS),
+    _matmul_switch("allow_fp16_accumulation", False),
 )
 """With these, cuBLAS does not split K: the first entry of a pair is the reduction's precision, the second is
 whether K may be split."""
@@ -376,7 +298,7 @@ class BlasSwitches:
         for switch in self._switches:
             if switch.read() != switch.needed:
                 raise RuntimeError(
-                    f"{switch.name} is {switch.read()}; accepted: {switch.shown}, while an engine with "
+                    f"{switch.name} is {switch.read()}; accepted: {switch.needed!r}, while an engine with "
                     "batch_invariant lives, because bits of products depend on the number of rows otherwise"
                 )
 
@@ -407,65 +329,58 @@ def checked_length(chunk_tokens: int) -> int:
 
 def first_difference(steps: DummySteps, chunk_tokens: int, most_tokens: int, decodes: bool) -> str:
     """Where logits have other bits than in one prefill of the whole sequence; empty where nowhere."""
-    check = _ForwardCheck(steps, chunk_tokens, most_tokens)
-    cases = chain(check.prefills(), check.decodes() if decodes else ())
+    cases = _cases(steps, chunk_tokens, most_tokens, decodes)
     return next((text for text, differs in cases if bool(differs)), "")
 
 
-class _ForwardCheck:
-    def __init__(self, steps: DummySteps, chunk_tokens: int, most_tokens: int) -> None:
-        self._steps, self._chunk, self._most_tokens = steps, chunk_tokens, most_tokens
-        self._tokens = steps.tokens(checked_length(chunk_tokens))
-        request = steps.request(self._tokens)
-        self._whole = self._run(request)
-        steps.release(request)
+def _cases(steps: DummySteps, chunk: int, most_tokens: int, decodes: bool) -> Iterator[tuple[str, Tensor]]:
+    """Parts of one sequence in steps of all kinds, and whether their logits differ."""
+    tokens = steps.tokens(checked_length(chunk))
 
-    def prefills(self) -> Iterator[tuple[str, Tensor]]:
-        """Each case, and whether it differs."""
-        request = self._steps.request(self._tokens)
-        yield "in the first chunk of a prefill in parts", self._differs(self._run(request, self._chunk), 0)
-        other = self._steps.request(self._steps.tokens(self._chunk + 1, seed=1))
-        work = [(request, len(self._tokens)), (other, len(self._tokens))]
-        rest, _ = self._steps.run(work, self._as_large_as_can_be)
-        yield "in the last part of a prefill, beside another", self._differs(rest, self._chunk)
-        self._steps.release(request)
-        self._steps.release(other)
+    def as_large_as_can_be(shape: StepShape) -> StepShape:
+        return padded_to_ladder(shape._replace(prefill_tokens=max(shape.prefill_tokens, most_tokens)))
 
-    def decodes(self) -> Iterator[tuple[str, Tensor]]:
-        """Each case, and whether it differs."""
-        start = max(1, 2 * self._chunk - 2)
-        request = self._steps.request(self._tokens[:start])
-        yield "in a shorter prefill", self._differs(self._run(request), 0)
-        other = self._steps.request(self._steps.tokens(TAIL, seed=1))
-        for position in range(start, start + DECODES):
-            request.append(self._tokens[position : position + 1], [None], 0.0)
-            work = [(request, 1)]
-            if position == start + DECODES - 1:
-                work.append((other, TAIL))
-            logits = self._steps.run(work, _among_more if position % 2 else padded_to_ladder)[0]
-            where = "alone" if len(work) == 1 else "beside a prefill"
-            yield f"in a decode at position {position}, {where}", self._differs(logits, position)
-        position = start + DECODES
-        drafts = self._tokens[position + 1 : position + 1 + self._steps.num_drafts]
-        if drafts:
-            request.append(self._tokens[position : position + 1], [None], 0.0)
-            logits = self._steps.run([(request, 1)], padded_to_ladder, drafts)[0]
-            yield f"in a decode at position {position}, with drafts", self._differs(logits, position)
-        self._steps.release(request)
-        self._steps.release(other)
+    def among_more(shape: StepShape) -> StepShape:
+        """Decodes padded to the second rung: kernels may share their work otherwise there."""
+        return padded_to_ladder(shape if shape.prefills else shape._replace(decodes=FEWEST_ROWS + 1))
 
-    def _run(self, request: DynamicInferenceRequest, budget: int | None = None) -> Tensor:
-        return self._steps.run([(request, budget or len(self._tokens))], padded_to_ladder)[0]
-
-    def _differs(self, logits: Tensor, start: int) -> Tensor:
+    def differs(logits: Tensor, start: int) -> Tensor:
         """Whether logits of the tokens from `start` on have other bits than in the whole prefill."""
-        expected = self._whole[start : start + len(logits)]
-        return bits(logits).ne(bits(expected)).any()
+        return bits(logits).ne(bits(whole[start : start + len(logits)])).any()
 
-    def _as_large_as_can_be(self, shape: StepShape) -> StepShape:
-        return padded_to_ladder(shape._replace(prefill_tokens=max(shape.prefill_tokens, self._most_tokens)))
+    request = steps.request(tokens)
+    whole = steps.run([(request, len(tokens))], padded_to_ladder)[0]
+    steps.release(request)
 
+    request = steps.request(tokens)
+    logits = steps.run([(request, chunk)], padded_to_ladder)[0]
+    yield "in the first chunk of a prefill in parts", differs(logits, 0)
+    other = steps.request(steps.tokens(chunk + 1, seed=1))
+    work = [(request, len(tokens)), (other, len(tokens))]
+    logits, _ = steps.run(work, as_large_as_can_be)
+    yield "in the last part of a prefill, beside another", differs(logits, chunk)
+    steps.release(request)
+    steps.release(other)
+    if not decodes:
+        return
 
-def _among_more(shape: StepShape) -> StepShape:
-    """Decodes padded to the second rung: kernels may share their work otherwise there."""
-    return padded_to_ladder(shape if shape.prefills else shape._replace(decodes=FEWEST_ROWS + 1))
+    start = max(1, 2 * chunk - 2)
+    request = steps.request(tokens[:start])
+    yield "in a shorter prefill", differs(steps.run([(request, start)], padded_to_ladder)[0], 0)
+    other = steps.request(steps.tokens(TAIL, seed=1))
+    for position in range(start, start + DECODES):
+        request.append(tokens[position : position + 1], [None], 0.0)
+        work = [(request, 1)]
+        if position == start + DECODES - 1:
+            work.append((other, TAIL))
+        logits = steps.run(work, among_more if position % 2 else padded_to_ladder)[0]
+        where = "alone" if len(work) == 1 else "beside a prefill"
+        yield f"in a decode at position {position}, {where}", differs(logits, position)
+    position = start + DECODES
+    drafts = tokens[position + 1 : position + 1 + steps.num_drafts]
+    if drafts:
+        request.append(tokens[position : position + 1], [None], 0.0)
+        logits = steps.run([(request, 1)], padded_to_ladder, drafts)[0]
+        yield f"in a decode at position {position}, with drafts", differs(logits, position)
+    steps.release(request)
+    steps.release(other)

@@ -1,14 +1,16 @@
-"""Whether the rows of a product have the same bits in any number of rows, and a product that has."""
+"""The matrix products that a model makes, whether their rows keep their bits in any number of rows, and a
+product whose rows do."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..contexts.step_inputs import StepInputs, rungs
-from .recorded_products import CHOICE, GROUPED, DecomposingMode, Product, operator_name, weight_key
 from .runner import Model
 
 BASE_ROWS = 256
@@ -16,17 +18,218 @@ BASE_ROWS = 256
 SHIFT = 37
 _SEED = 16
 
+KERNELS = __name__.rpartition(".engines.")[0] + ".kernels."
+"""Products that these modules make inside are a part of their kernels, with tiles that rows do not change."""
+_HEAD = "head_product"  # of every kernel set; a product of the model
+
+_GROUPED = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
+_CHOICE = "aten.topk"
+"""Chooses a row's experts. What it takes of equal scores could depend on the number of rows."""
+_CONTRACTED: dict[str, tuple[tuple[int, int], ...]] = {
+    "aten.mm": ((0, 1), (1, 0)),
+    "aten.addmm": ((1, 1), (2, 0)),
+    "aten.bmm": ((0, 2), (1, 1)),
+    "aten.baddbmm": ((1, 2), (2, 1)),
+    **dict.fromkeys(_GROUPED, ((0, 1), (1, 1))),
+    _CHOICE: (),  # see `_contracted`
+}
+"""The dimensions that a product adds over, as (tensor, dimension)."""
+_REPLACEABLE = ("aten.mm", "aten.addmm")
+_ATTENTION = "flash_attn_3.fwd"
+_UNKNOWN = ("addbmm", "addr", "addmv", "mv", "dot", "vdot")
+_UNKNOWN_PARTS = (
+    "scaled_mm", "scaled_grouped_mm", "int_mm", "convolution", "scaled_dot_product", "flash_attention",
+    "efficient_attention", "sparse_mm", "addmm_activation", "mkldnn_linear",
+)  # fmt: skip
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class BatchVarianceError(ValueError):
+    """An operation of a model may give a row other bits where the number of rows differs."""
+
+
+class DecomposingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the operators that run, in place of those that torch makes of others, as `linear` of `mm`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:
+            result = func.decompose(*args, **kwargs)
+        return self.run(func, args, kwargs) if result is NotImplemented else result
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run one operator."""
+        return func(*args, **kwargs)
+
+
+def operator_name(func: Any) -> str:
+    """The name without the overload, as "aten.mm"."""
+    name: str = func.name().partition(".")[0].replace("::", ".")
+    return name
+
+
+# ---- which products a model makes
+
+
+class Product(NamedTuple):
+    """One product of a step.
+
+    Attributes:
+        name: of the operator, as "aten.mm".
+        func: the operator.
+        arguments, structure: the leaves of its (args, kwargs), and how they are put together.
+        rows: of each argument that has rows of the step: its index, the dimension, the entries of a row.
+    """
+
+    name: str
+    func: Any
+    arguments: list[Any]
+    structure: Any
+    rows: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def weight_key(self) -> tuple[Any, ...]:
+        return weight_key(self.name, self.arguments)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for products that run the same kernels."""
+        layouts = tuple(tuple(_order(leaf)) for leaf in self.arguments if isinstance(leaf, Tensor))
+        others = tuple(str(leaf) for leaf in self.arguments if not isinstance(leaf, Tensor))
+        return str(self), layouts, others
+
+    def run(self, arguments: Sequence[Any]) -> Any:
+        """The operator with other arguments."""
+        args, kwargs = tree_unflatten(list(arguments), self.structure)
+        return self.func(*args, **kwargs)
+
+    def __str__(self) -> str:
+        """The operator, sizes and dtypes, with "rows" in place of their number."""
+        parts, rows = [], {index: (dim, per_row) for index, dim, per_row in self.rows}
+        for index, leaf in enumerate(self.arguments):
+            if isinstance(leaf, Tensor):
+                sizes = [str(size) for size in leaf.shape]
+                if index in rows:
+                    dim, per_row = rows[index]
+                    sizes[dim] = "rows" if per_row == 1 else f"{per_row} rows"
+                parts.append(f"[{', '.join(sizes)}] {str(leaf.dtype).removeprefix('torch.')}")
+        others = [str(leaf) for leaf in self.arguments if isinstance(leaf, torch.dtype)]
+        return f"{self.name} of {' x '.join(parts)}" + (f" to {others[0]}" if others else "")
+
+
+def weight_key(name: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Equal for calls of an operator whose results differ in their number of rows alone."""
+    tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
+    others = tuple(leaf for leaf in arguments if not isinstance(leaf, Tensor))
+    return name, len(tensors), tuple(tensors[-1].shape), tensors[-1].dtype, others
+
+
+class ProductRecorder(DecomposingMode):  # type: ignore[no-untyped-call]
+    """Notes the products of a model while it is the current mode, and refuses what cannot be checked.
+
+    Attributes:
+        products: in their order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.products: list[Product] = []
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = operator_name(func)
+        if name == _ATTENTION:
+            splits = _argument(func, args, kwargs, "num_splits")
+            if splits != 1:
+                raise BatchVarianceError(
+                    f"the model calls {name} with num_splits {splits}; accepted: 1, as "
+                    "kernels.paged_attention has it for inputs.attention_rows"
+                )
+        elif _may_add_over_rows(name) and not _inside_a_kernel():
+            product = Product(name, func, *tree_flatten((args, kwargs)))
+            _check_known(product)
+            self.products.append(product)
+        return func(*args, **kwargs)
+
+
+def with_rows(small: Sequence[Product], large: Sequence[Product], num_rows: int) -> list[Product]:
+    """The products of a step of `num_rows` tokens and logits, with their rows: what doubles in `large`."""
+    names, others = [[one.name for one in step] for step in (small, large)]
+    if names != others:
+        first = next((f"{a} and {b}" for a, b in zip(names, others, strict=False) if a != b), "")
+        counts = f"{len(names)} and {len(others)} products"
+        raise BatchVarianceError(
+            f"the model makes other products for other numbers of rows: {first or counts}"
+        )
+    found = [_with_rows(one, other, num_rows) for one, other in zip(small, large, strict=True)]
+    return [product for product in found if product.rows]  # others are of weights alone
+
+
+def _with_rows(one: Product, other: Product, num_rows: int) -> Product:
+    rows: list[tuple[int, int, int]] = []
+    tensors = [index for index, leaf in enumerate(one.arguments) if isinstance(leaf, Tensor)]
+    for index in tensors:
+        both = one.arguments[index].shape, other.arguments[index].shape
+        for dim, (size, larger) in enumerate(zip(*both, strict=True)):
+            if size == larger:
+                continue
+            if (tensors.index(index), dim) in _contracted(one):
+                raise BatchVarianceError(f"{one} adds over the rows of the step")
+            if size % num_rows or larger != 2 * size:
+                raise BatchVarianceError(f"{one} has {size} rows, and {larger} in a larger step")
+            rows.append((index, dim, size // num_rows))
+    arguments, dims = {index for index, _, _ in rows}, {dim for _, dim, _ in rows}
+    if len(dims) > 1 or len(arguments) < len(rows):
+        raise BatchVarianceError(f"{one} multiplies rows of the step with rows of the step")
+    return one._replace(rows=tuple(rows))
+
+
+def _contracted(product: Product) -> tuple[tuple[int, int], ...]:
+    if product.name != _CHOICE:
+        return _CONTRACTED[product.name]
+    args, kwargs = tree_unflatten(product.arguments, product.structure)
+    return ((0, _argument(product.func, args, kwargs, "dim") % args[0].dim()),)
+
+
+def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """The argument of an operator by its name, or its default."""
+    declared = func._schema.arguments
+    values = {argument.name: argument.default_value for argument in declared}
+    values |= dict(zip(values, args, strict=False))
+    return (values | kwargs)[name]
+
+
+def _check_known(product: Product) -> None:
+    if product.name not in _CONTRACTED:
+        raise BatchVarianceError(f"{product} is none of {', '.join(_CONTRACTED)}")
+    for leaf in product.arguments:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype not in _DTYPES:
+            raise BatchVarianceError(f"{product} multiplies {leaf.dtype}")
+
+
+def _may_add_over_rows(name: str) -> bool:
+    operator = name.partition(".")[2]
+    return name in _CONTRACTED or operator in _UNKNOWN or any(part in operator for part in _UNKNOWN_PARTS)
+
+
+def _inside_a_kernel() -> bool:
+    frame = sys._getframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(KERNELS):
+            return frame.f_code.co_name != _HEAD
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+# ---- whether their rows keep their bits
+
 
 def first_difference(
-    product: Product, most_rows: int, run: Callable[[Sequence[object]], Tensor] | None = None
+    product: Product, most_rows: int, run: Callable[[Sequence[Any]], Any] | None = None
 ) -> str:
     """Where a row of a product has other bits than the same row among 256; empty where nowhere."""
-    rows = rungs(most_rows)
-    num_base = min(BASE_ROWS, rows[-1])
-    check = (_GroupedCheck if product.call.name in GROUPED else _DenseCheck)(
-        product, num_base, run or product.call.run
-    )
-    return first_case((text, check.differs(ids)) for text, ids in check.cases(rows))
+    check = _Check(product, rungs(most_rows), run or product.run)
+    return first_case((text, check.differs(ids)) for text, ids in check.cases())
 
 
 def first_case(cases: Iterable[tuple[str, Tensor]]) -> str:
@@ -38,108 +241,75 @@ def first_case(cases: Iterable[tuple[str, Tensor]]) -> str:
     return next((text for (text, _), differs in zip(listed, flags, strict=True) if differs), "")
 
 
-class _DenseCheck:
-    """Runs a product on chosen rows of one set of random rows."""
+class _Check:
+    """Runs a product on chosen rows of one set of random rows.
 
-    def __init__(self, product: Product, num_base: int, run: Callable[[Sequence[object]], Tensor]) -> None:
-        self._product, self._num_base, self._run = product, num_base, run
-        self._device = product.call.arguments[product.rows[0].argument].device
+    In a grouped product each random row belongs to one group for good; rows are sorted by group, as experts'
+    rows are.
+    """
+
+    def __init__(self, product: Product, counts: Sequence[int], run: Callable[[Sequence[Any]], Any]) -> None:
+        self._product, self._counts, self._run = product, counts, run
+        first, _, per_row = product.rows[0]
+        self._device = product.arguments[first].device
+        self._num_base = min(BASE_ROWS, counts[-1])
         generator = torch.Generator(self._device).manual_seed(_SEED)
+        ties = product.name == _CHOICE
         self._base = {
-            row.argument: _random(
-                product.call.arguments[row.argument],
-                row.dim,
-                row.per_row * num_base,
-                generator,
-                product.call.name == CHOICE,
-            )
-            for row in product.rows
+            index: _random(product.arguments[index], dim, entries * self._num_base, generator, ties)
+            for index, dim, entries in product.rows
         }
-        self._reference = self._compute(self._all())
+        self._groups: Tensor | None = None
+        if product.name in _GROUPED:
+            tensors = [index for index, leaf in enumerate(product.arguments) if isinstance(leaf, Tensor)]
+            self._ends = tensors[2]
+            self._num_groups = len(product.arguments[self._ends])
+            size = (per_row * self._num_base,)
+            self._groups = torch.randint(self._num_groups, size, generator=generator, device=self._device)
+        self._all = torch.arange(self._num_base, device=self._device)
+        self._reference = self._compute(self._all)
 
-    def _all(self) -> Tensor:
-        return torch.arange(self._num_base, device=self._device)
-
-    def cases(self, rows: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+    def cases(self) -> Iterator[tuple[str, Tensor]]:
         """The rows to compute, by what is said of them."""
-        base = self._all()
-        for count in rows:
-            ids = torch.arange(count, device=self._device) % self._num_base
-            yield f"among {count} rows", ids
+        for count in self._counts:
+            yield f"among {count} rows", torch.arange(count, device=self._device) % self._num_base
             if count <= self._num_base:
-                yield f"at another place among {count} rows", base.roll(-SHIFT)[:count]
+                yield f"at another place among {count} rows", self._all.roll(-SHIFT)[:count]
+        if self._groups is not None:
+            for group in (0, self._num_groups - 1):
+                alone = self._all[(self._groups.view(self._num_base, -1) == group).any(1)]
+                if len(alone):
+                    yield f"of group {group} alone among {len(alone)} rows", alone
+                    yield f"of group {group} alone", alone[:1]
 
     def differs(self, ids: Tensor) -> Tensor:
         """Whether any of these rows has other bits than in the reference: one bool on the device."""
-        return self._unequal(self._compute(ids), self._entries(ids, self._per_row_out()))
-
-    def _unequal(self, result: Tensor, entries: Tensor) -> Tensor:
-        flags = [
-            bits(part).ne(bits(self._reference[here])).any()
-            for part, here in zip(
-                torch.split(result, BASE_ROWS), torch.split(entries, BASE_ROWS), strict=True
-            )
-        ]
-        return torch.stack(flags).any()
-
-    def _per_row_out(self) -> int:
-        return len(self._reference) // self._num_base
+        results = torch.split(self._compute(ids), BASE_ROWS)
+        expected = torch.split(_entries(ids, len(self._reference) // self._num_base), BASE_ROWS)
+        parts = zip(results, expected, strict=True)
+        return torch.stack([bits(part).ne(bits(self._reference[here])).any() for part, here in parts]).any()
 
     def _compute(self, ids: Tensor) -> Tensor:
         """The result's rows, first dimension."""
-        arguments = list(self._product.call.arguments)
-        for row in self._product.rows:
-            chosen = self._base[row.argument].index_select(row.dim, self._entries(ids, row.per_row))
-            arguments[row.argument] = _laid_out_like(chosen, arguments[row.argument])
-        result: Any = self._run(arguments)
-        if self._product.call.name == CHOICE:
-            _, result = result  # where the values were
-        rows_first: Tensor = result.movedim(self._product.out_dim, 0)
-        return rows_first
-
-    def _entries(self, ids: Tensor, per_row: int) -> Tensor:
-        if per_row == 1:
-            return ids
-        return (ids[:, None] * per_row + torch.arange(per_row, device=ids.device)).flatten()
-
-
-class _GroupedCheck(_DenseCheck):
-    """Each random row belongs to one group for good; rows are sorted by group, as experts' rows are."""
-
-    def __init__(self, product: Product, num_base: int, run: Callable[[Sequence[object]], Tensor]) -> None:
-        arguments = product.call.arguments
-        tensors = [index for index, leaf in enumerate(arguments) if isinstance(leaf, Tensor)]
-        self._ends = tensors[2]
-        ends = arguments[self._ends]
-        self._num_groups = len(ends)
-        generator = torch.Generator(ends.device).manual_seed(_SEED)
-        entries = num_base * product.rows[0].per_row
-        self._groups = torch.randint(self._num_groups, (entries,), generator=generator, device=ends.device)
-        super().__init__(product, num_base, run)
-
-    def cases(self, rows: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-        yield from super().cases(rows)
-        per_row = self._product.rows[0].per_row
-        groups = self._groups.view(-1, per_row)
-        for group in (0, self._num_groups - 1):
-            alone = self._all()[(groups == group).any(1)]
-            if len(alone):
-                yield f"of group {group} alone among {len(alone)} rows", alone
-                yield f"of group {group} alone", alone[:1]
-
-    def _compute(self, ids: Tensor) -> Tensor:
-        row = self._product.rows[0]
-        entries = self._entries(ids, row.per_row)
-        groups, order = torch.sort(self._groups[entries], stable=True)
-        numbers = torch.arange(self._num_groups, device=ids.device)
-        arguments = list(self._product.call.arguments)
-        ends = arguments[self._ends]
-        arguments[self._ends] = torch.searchsorted(groups, numbers, right=True).to(ends.dtype)
-        arguments[row.argument] = self._base[row.argument][entries[order]]
+        arguments, order = list(self._product.arguments), None
+        for index, dim, per_row in self._product.rows:
+            entries = _entries(ids, per_row)
+            if self._groups is not None:
+                groups, order = torch.sort(self._groups[entries], stable=True)
+                entries, numbers = entries[order], torch.arange(self._num_groups, device=self._device)
+                ends = torch.searchsorted(groups, numbers, right=True)
+                arguments[self._ends] = ends.to(arguments[self._ends].dtype)
+            chosen = self._base[index].index_select(dim, entries)
+            arguments[index] = _laid_out_like(chosen, arguments[index])
         result = self._run(arguments)
-        unsorted = torch.empty_like(result)
-        unsorted[order] = result
-        return unsorted
+        if self._product.name == _CHOICE:
+            _, result = result  # where the values were
+        rows: Tensor = result.movedim(dim, 0)
+        return rows if order is None else torch.empty_like(rows).index_copy_(0, order, rows)
+
+
+def _entries(ids: Tensor, per_row: int) -> Tensor:
+    return (ids[:, None] * per_row + torch.arange(per_row, device=ids.device)).flatten()
 
 
 def _random(like: Tensor, dim: int, size: int, generator: torch.Generator, ties: bool) -> Tensor:
@@ -150,9 +320,14 @@ def _random(like: Tensor, dim: int, size: int, generator: torch.Generator, ties:
     return (values.round() if ties else values).to(like.dtype)
 
 
+def _order(tensor: Tensor) -> list[int]:
+    """The dimensions of a tensor in the order in which they lie in memory."""
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+
+
 def _laid_out_like(values: Tensor, like: Tensor) -> Tensor:
     """`values` with the order of dimensions in memory of `like`, and its distance of matrix rows."""
-    order = sorted(range(like.dim()), key=like.stride, reverse=True)
+    order = _order(like)
     ordered = values.permute(order)
     if like.dim() == 2 and like.stride(order[1]) == 1 and like.stride(order[0]) > ordered.shape[1]:
         wide = ordered.new_empty(len(ordered), like.stride(order[0]))
@@ -168,7 +343,16 @@ def bits(values: Tensor) -> Tensor:
     return values.contiguous().view(integers[values.element_size()])
 
 
-_REPLACED = ("aten.mm", "aten.addmm")
+# ---- a product whose rows do
+
+
+def is_replaceable(product: Product) -> bool:
+    """Whether the product is x @ weight, or x @ weight + bias, of the rows x of a step."""
+    arguments = product.arguments
+    tensors = [index for index, leaf in enumerate(arguments) if isinstance(leaf, Tensor)]
+    scaled = any(isinstance(leaf, (int, float)) for leaf in arguments)  # alpha and beta
+    is_linear = [row[:2] for row in product.rows] == [(tensors[-2], 0)]
+    return product.name in _REPLACEABLE and is_linear and not scaled and arguments[tensors[0]].dim() < 3
 
 
 def sequential(arguments: Sequence[Any]) -> Tensor:
@@ -183,11 +367,11 @@ def sequential(arguments: Sequence[Any]) -> Tensor:
 
 
 class WithReplacedProducts(DecomposingMode):  # type: ignore[no-untyped-call]
-    """A model some of whose products `sequential` computes; it can be captured as the model can."""
+    """A model whose products with these weight keys `sequential` computes; can be captured as the model."""
 
-    def __init__(self, model: Model, replaced: set[Any]) -> None:
+    def __init__(self, model: Model, replaced: Iterable[tuple[Any, ...]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.model, self._replaced = model, replaced
+        self.model, self._replaced = model, frozenset(replaced)
         self.state_spec = model.state_spec
 
     def __call__(self, inputs: StepInputs) -> Tensor:
@@ -196,17 +380,8 @@ class WithReplacedProducts(DecomposingMode):  # type: ignore[no-untyped-call]
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = operator_name(func)
-        if name in _REPLACED:
+        if name in _REPLACEABLE:
             arguments = tree_leaves((args, kwargs))
             if weight_key(name, arguments) in self._replaced:
                 return sequential(arguments)
         return func(*args, **kwargs)
-
-
-def is_replaceable(product: Product) -> bool:
-    """Whether the product is x @ weight, or x @ weight + bias, of the rows x of a step."""
-    arguments = product.call.arguments
-    tensors = [index for index, leaf in enumerate(arguments) if isinstance(leaf, Tensor)]
-    scaled = any(isinstance(leaf, (int, float)) for leaf in arguments)  # alpha and beta
-    is_linear = [row[:2] for row in product.rows] == [(tensors[-2], 0)]
-    return product.call.name in _REPLACED and is_linear and not scaled and arguments[tensors[0]].dim() < 3

@@ -369,16 +369,6 @@ def backend(device: torch.device, dtype: torch.dtype, head_dim: int, block_size:
     return Backend(torch_name(dtype), torch_attention, tuple(rejected))
 
 
-def fixed_splits(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str:
-    """How `AttentionRows.one_split` cuts sequences, in words; the arguments are those of `describe`."""
-    if backend(device, dtype, head_dim, block_size).attend is flash_attention:
-        from .attention_segments import SEGMENT_TOKENS
-
-        if SEGMENT_TOKENS % block_size == 0:
-            return f"split at multiples of {SEGMENT_TOKENS} tokens"
-    return "one split"
-
-
 def describe(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str:
     """Which backend computes attention over a KV cache of this dtype, and why no better one does."""
     if device.type != "cuda" or dtype == torch.float64:  # `kernel_set` returns the torch functions

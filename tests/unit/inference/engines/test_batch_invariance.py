@@ -22,13 +22,11 @@ from mambaslots.inference.engines.batch_invariance import (
     record,
 )
 from mambaslots.inference.engines.dummy_steps import DummySteps
-from mambaslots.inference.engines.recorded_products import (
+from mambaslots.inference.engines.product_check import (
     BatchVarianceError,
-    Call,
-    CallRecorder,
     Product,
-    StepSizes,
-    products,
+    ProductRecorder,
+    with_rows,
 )
 from oracle.dots_in_order import ProductsInOrder, dots_in_order
 from oracle.hf_models import served_model
@@ -114,7 +112,7 @@ class Settings:
         self.fails = False
         self.switches = BlasSwitches(
             tuple(
-                Switch(name, lambda name=name: self.values[name], self._writer(name), needed, repr(needed))
+                Switch(name, lambda name=name: self.values[name], self._writer(name), needed)
                 for name, needed in (("library", "new"), ("split", False))
             )
         )
@@ -219,13 +217,13 @@ class TestSwitches:
 
 
 def weights_of(found: list[Product]) -> set[tuple[int, ...]]:
-    return {tuple(product.call.arguments[-1].shape) for product in found if product.call.name == "aten.mm"}
+    return {tuple(product.arguments[-1].shape) for product in found if product.name == "aten.mm"}
 
 
 class TestRecorder:
     def test_all_products_of_a_hybrid_lm(self):
         model = model_of("M-*G-C")
-        found, attentions = record(model, model.state_spec(), CONFIG)
+        found = record(model, model.state_spec(), CONFIG)
         matrices = {
             tuple(reversed(weight.shape))
             for name, weight in model.named_parameters()
@@ -237,16 +235,14 @@ class TestRecorder:
             if weight.dim() == 2 and "proj" in name
         }
         assert weights_of(found) == matrices
-        assert [product.of_logits for product in found].count(True) == 1
-        assert attentions == []  # FlashAttention-3 runs on a GPU alone
-        assert all(row.dim == 0 and row.per_row == 1 for product in found for row in product.rows)
+        assert all(row[1:] == (0, 1) for product in found for row in product.rows)
 
     @pytest.mark.parametrize("name", ["nemotron_h dense", "bamba"])
     def test_all_linear_modules_of_a_model_of_transformers(self, name):
         model = served_model(name, torch.bfloat16)
-        found, _ = record(model, model.state_spec(), CONFIG)
+        found = record(model, model.state_spec(), CONFIG)
         made = weights_of(found) | {
-            tuple(product.call.arguments[-1].shape) for product in found if product.call.name == "aten.addmm"
+            tuple(product.arguments[-1].shape) for product in found if product.name == "aten.addmm"
         }
         linear = {
             (module.in_features, module.out_features)
@@ -257,18 +253,13 @@ class TestRecorder:
         assert inputs == {inner for inner, _ in linear}
         assert sum(outer for _, outer in made) >= max(outer for _, outer in linear)
 
-    def recorded(self, step: Any) -> list[list[Call]]:
-        both = []
-        for tokens, logits in ((64, 32), (128, 128)):
-            recorder = CallRecorder()
-            with torch.inference_mode(), recorder:
-                step(torch.randn(tokens, 16), torch.randn(logits, 16))
-            both.append(recorder.calls)
-        return both
-
     def products_of(self, step: Any) -> list[Product]:
-        small, large = self.recorded(step)
-        return products(small, large, StepSizes(64, 32), StepSizes(128, 128))
+        both = []
+        for rows in (64, 128):
+            with torch.inference_mode(), ProductRecorder() as recorder:
+                step(torch.randn(rows, 16), torch.randn(rows, 16))
+            both.append(recorder.products)
+        return with_rows(*both, 64)
 
     def test_which_dimension_has_the_rows(self):
         weight, bias, many = torch.randn(8, 16), torch.randn(8), torch.randn(4, 16, 8)
@@ -283,16 +274,13 @@ class TestRecorder:
             F.linear(x.view(-1, 8).repeat(1, 2), weight)
 
         found = self.products_of(step)
-        described = [
-            (one.call.name, one.of_logits, one.out_dim, [tuple(row) for row in one.rows]) for one in found
-        ]
-        assert described == [
-            ("aten.addmm", False, 0, [(1, 0, 1)]),
-            ("aten.mm", True, 0, [(0, 0, 1)]),
-            ("aten.mm", False, 1, [(1, 1, 1)]),
-            ("aten.bmm", False, 1, [(0, 1, 1)]),
-            ("aten.bmm", False, 0, [(0, 0, 1), (1, 0, 1)]),
-            ("aten.mm", False, 0, [(0, 0, 2)]),
+        assert [(one.name, one.rows) for one in found] == [
+            ("aten.addmm", ((1, 0, 1),)),
+            ("aten.mm", ((0, 0, 1),)),
+            ("aten.mm", ((1, 1, 1),)),
+            ("aten.bmm", ((0, 1, 1),)),
+            ("aten.bmm", ((0, 0, 1), (1, 0, 1))),
+            ("aten.mm", ((0, 0, 2),)),
         ]
         for one in found:
             assert product_check.first_difference(one, 64, exact(one)) == ""
@@ -315,8 +303,8 @@ class TestRecorder:
 
     def test_what_a_kernel_multiplies_inside_belongs_to_the_kernel(self):
         model = model_of("*")
-        found, _ = record(model, model.state_spec(), CONFIG)
-        assert all(product.call.name == "aten.mm" for product in found)
+        found = record(model, model.state_spec(), CONFIG)
+        assert all(product.name == "aten.mm" for product in found)
 
 
 def exact(product: Product) -> Any:
@@ -324,7 +312,7 @@ def exact(product: Product) -> Any:
 
     def run(arguments: list[Any]) -> Tensor:
         wide = [leaf.double() if isinstance(leaf, Tensor) else leaf for leaf in arguments]
-        return product.call.run(wide).float()
+        return product.run(wide).float()
 
     return run
 
@@ -333,11 +321,10 @@ class TestProductCheck:
     def product(self, x: Tensor, *weights: Tensor, step: Any = torch.mm) -> Product:
         both = []
         for tokens in (64, 128):
-            recorder = CallRecorder()
-            with torch.inference_mode(), recorder:
+            with torch.inference_mode(), ProductRecorder() as recorder:
                 step(x[:1].repeat(tokens, 1), *weights)
-            both.append(recorder.calls)
-        (found,) = products(*both, StepSizes(64, 32), StepSizes(128, 128))
+            both.append(recorder.products)
+        (found,) = with_rows(*both, 64)
         return found
 
     def test_a_product_that_keeps_bits(self):
@@ -416,12 +403,12 @@ class TestProductCheck:
 class TestChoices:
     def test_equal_scores_are_compared(self):
         product = TestProductCheck().product(torch.randn(1, 8), step=lambda x: torch.topk(x, 2, dim=-1))
-        assert product.call.name == "aten.topk"
+        assert product.name == "aten.topk"
         seen = []
 
         def run(arguments: list[Any]) -> Any:
             seen.append(arguments[0].sort(-1).values.diff(dim=-1).eq(0).any(-1))
-            return product.call.run(arguments)
+            return product.run(arguments)
 
         assert product_check.first_difference(product, 512, run) == ""
         assert torch.cat(seen).float().mean() > 0.9
@@ -441,16 +428,16 @@ class TestChoices:
         model = served_model(name, torch.bfloat16)
         model.model.set_experts_implementation("grouped_mm")  # what "mambaslots" is on a GPU
         try:
-            found, _ = record(model, model.state_spec(), replace(CONFIG, block_size_tokens=64))
+            found = record(model, model.state_spec(), replace(CONFIG, block_size_tokens=64))
         finally:
             model.model.set_experts_implementation("mambaslots")
-        names = [product.call.name for product in found]
+        names = [product.name for product in found]
         assert names.count("aten._grouped_mm") == 2
         assert "aten.topk" in names
         for product in found:
-            assert "rows" in product.name
-            if product.call.name == "aten._grouped_mm":
-                assert [tuple(row) for row in product.rows] == [(0, 0, 2)]
+            assert "rows" in str(product)
+            if product.name == "aten._grouped_mm":
+                assert product.rows == ((0, 0, 2),)
 
     def test_the_rows_of_experts_keep_their_bits(self, monkeypatch):
         """Where a product's rows do: routing, sorting and the weighted sum do not mix rows."""
@@ -539,7 +526,7 @@ class TestReplacedProducts:
         own = product_check.first_difference
 
         def difference(product: Product, most: int, run: Any = None) -> str:
-            if run is None and product.call.arguments[-1].shape == (32, 100):
+            if run is None and product.arguments[-1].shape == (32, 100):
                 return "among 512 rows"
             return own(product, 64, exact(product))
 
@@ -554,9 +541,8 @@ class TestReplacedProducts:
         monkeypatch.setattr(product_check, "first_difference", difference)
         invariance = BatchInvariance(model, spec, CONFIG)
         invariance._check(model, CONFIG)
-        replaced = [checked for checked in invariance.products if checked.replaced]
-        assert [checked.weight_key[2] for checked in replaced] == [(32, 100)]
-        kept = tree_leaves([tuple(checked) for checked in invariance.products])
+        assert [weight_key[2] for weight_key in invariance.replaced] == [(32, 100)]
+        kept = tree_leaves([*invariance.products, *invariance.replaced, *invariance.replaced.values()])
         assert not any(isinstance(leaf, Tensor) for leaf in kept), "weights may be replaced by others"
         assert widths.count(100) >= 3, "the whole model is checked with the product that replaces its own"
 
@@ -573,9 +559,9 @@ class TestReplacedProducts:
         model = model_of("M-", torch.float32)
         invariance = BatchInvariance(model, model.state_spec(), CONFIG)
         assert invariance.served(model) is model
-        found, _ = record(model, model.state_spec(), CONFIG)
-        chosen = next(one for one in found if one.call.arguments[-1].shape == (32, 100))
-        invariance.products = (batch_invariance.CheckedProduct(chosen.name, chosen.weight_key, 4, True),)
+        found = record(model, model.state_spec(), CONFIG)
+        chosen = next(one for one in found if one.arguments[-1].shape == (32, 100))
+        invariance.replaced = {chosen.weight_key: str(chosen)}
         calls = []
         own = product_check.sequential
 
@@ -632,10 +618,8 @@ class TestOnAGPU:
             peak = (torch.cuda.max_memory_allocated() - before) / 2**30
             print(f"\nself-check, {compiled}: {seconds:.2f} s, {peak:.2f} GiB at most")
         print(*invariance.describe(), sep="\n")
-        for checked in invariance.products:
-            print(f"  {checked.num_rungs} numbers of rows: {checked.name}")
-        assert not any(checked.replaced for checked in invariance.products)
-        assert len(invariance.attentions) == 1
+        print(*invariance.products, sep="\n  ")
+        assert not invariance.replaced
         invariance.check_switches()
         invariance.close()
         logits = (32 + 4096 + 255) * 131072 * 4 / 2**30  # of the largest step, in float32
@@ -661,9 +645,8 @@ class TestOnAGPU:
             monkeypatch.undo()
             invariance._check_parts(model, wide_config())
             invariance._check_forwards(model, wide_config())
-            replaced = [checked.name for checked in invariance.products if checked.replaced]
-            assert any("[rows, 21504]" in name for name in replaced)
-            print(*replaced, sep="\nreplaced: ")
+            assert any("[rows, 21504]" in name for name in invariance.replaced.values())
+            print(*invariance.replaced.values(), sep="\nreplaced: ")
         finally:
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
             torch.backends.cuda.preferred_blas_library("cublaslt")

@@ -384,14 +384,6 @@ class TestChoice:
         monkeypatch.setenv(attention.SPLITS_VARIABLE, "1")
         assert self.described().endswith("), splits 1")
 
-    def test_how_one_split_cuts_sequences_is_said(self, flash, old_torch):
-        for dtype, block, said in (
-            (torch.bfloat16, 256, f"split at multiples of {attention_segments.SEGMENT_TOKENS} tokens"),
-            (torch.bfloat16, 48, "one split"),
-            (torch.float32, 256, "one split"),
-        ):
-            assert attention.fixed_splits(CUDA, dtype, 128, block) == said
-
     def test_what_flash_attention_does_not_take(self, flash, old_torch, monkeypatch):
         assert self.described(torch.float32) == (
             "attention: torch operations in float32; FlashAttention-3 needs KV in bfloat16 or float16, this "
