@@ -361,14 +361,13 @@ class Ledger:
         """Nothing is held: no block, slot, row or request."""
         engine, stats, context = self.engine, self.engine.stats(), self.engine.context
         self.check_integrity()
-        metadata = context.mamba_metadata
         left = {
             "requests": len(engine.state.requests),
             "running requests": stats.num_running,
             "waiting requests": stats.num_waiting,
             "paused requests": stats.num_paused,
             "rows": len(context.requests),
-            "live slots": metadata.num_live_slots - metadata.free_count,
+            "live slots": stats.cache.num_live_slots,
             "KV blocks": stats.cache.num_held_kv_blocks,
             "reserved slots": stats.cache.num_reserved_slots,
             "slot pins": len(context.prefix_cache.slots.pins),

@@ -1,168 +1,31 @@
-"""The live slots and rows of running requests, and how a request gets what its next step needs."""
+"""The rows and live slots of running requests, and how a request gets what its next step needs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from ...config import InferenceConfig
 from ...errors import RequestOverflowError
-from ...validation import INT32_MAX, integer, integers
 from .cache.checkpoint_plan import Boundary, checked_boundaries
-from .cache.memory import DirtyEntries
 from .cache.prefix_cache import PrefixCache
 from .cache.prefix_match import PrefixMatch
-from .cache.state_slots import StateSlots
+from .device_memory import DeviceMemory
+from .pool_sizes import num_live_slots
 from .request import DynamicInferenceRequest, Holding, RequestStep
 from .states import RequestStates
-
-
-class MambaMetadata:
-    """Which live slots each running request owns.
-
-    Live slots have a pool of their own, or are slots of the cache's pool (`slots`), so that those of idle
-    rows hold cached states. That pool has `num_live_slots` slots more than pins may keep, and no pin of a
-    running request lasts (`RequestStates.move_to_live` ends it): a free row always finds its live slots.
-
-    Attributes:
-        request_to_mamba_state_idx: [max_requests] int32 on the CPU, -1 = none. The context writes it as
-            requests move between rows; `free_slots` reads it.
-        intermediate_count, per_request_intermediate_counts: how many checkpoints this step's kernels
-            extract, in all and for each prefill request. The context writes them; the slot allocator
-            reads them when it commits.
-    """
-
-    def __init__(
-        self,
-        max_requests: int,
-        num_live_slots: int | None = None,
-        dirty: DirtyEntries | None = None,
-        slots: StateSlots | None = None,
-    ) -> None:
-        """
-        Args:
-            max_requests: rows.
-            num_live_slots: of all rows together; one a row by default, more with speculative decoding.
-            dirty: notes the slots that become free, in a pool of their own.
-            slots: the pool of cached states, to allocate from; None for a pool of their own.
-        """
-        self._dirty = dirty or DirtyEntries()
-        self._slots = slots
-        self.max_requests = integer("max_requests", max_requests, 1, INT32_MAX)
-        self.num_live_slots = integer(
-            "num_live_slots", max_requests if num_live_slots is None else num_live_slots, 1, INT32_MAX
-        )
-        with torch.inference_mode(False):  # `reset` writes it anywhere
-            self.request_to_mamba_state_idx = torch.empty(self.max_requests, dtype=torch.int32, device="cpu")
-        self.reset()
-
-    @property
-    def free_count(self) -> int:
-        """Live slots that rows may still allocate."""
-        return len(self._free) if self._slots is None else self.num_live_slots - len(self._slots.live)
-
-    def idle_slots(self) -> list[int]:
-        """The free slots of a pool of live slots' own."""
-        return list(self._free)
-
-    def has_room(self, num_slots: int) -> bool:
-        """Whether a request could get `num_slots` live slots, and resume from any cached state."""
-        return (len(self._free) if self._slots is None else self._slots.num_available) >= num_slots
-
-    def allocate_slot(self) -> int:
-        """A free live slot, as a plain int; its state is stale. Enters no row.
-
-        Raises:
-            RequestOverflowError: none is free.
-        """
-        return self.allocate_slots(1)[0]
-
-    def allocate_slots(self, num_slots: int, resume_slot: int = -1) -> tuple[int, ...]:
-        """The live slots of one request; their states are stale. They enter no row. May evict states.
-
-        `resume_slot`: the slot of the state that the request resumes from; -1 for none. Where a shared
-        pool has no other slot, the request takes this one over: it is the first of the result, holds the
-        request's state, and the state is not cached any more.
-
-        Raises:
-            RequestOverflowError, MambaSlotCapacityError: too few are free; nothing is changed.
-        """
-        slots = self._slots
-        if slots is not None:
-            return tuple(slots.take_live(num_slots, resume_slot))
-        if len(self._free) < num_slots:
-            raise RequestOverflowError(required=num_slots, available=len(self._free))
-        taken = tuple(self._free.popitem()[0] for _ in range(num_slots))
-        self._dirty.clean(taken)
-        return taken
-
-    def free_slot(self, slot: int) -> None:
-        """Free `slot`. The caller clears the row that names the slot.
-
-        Raises:
-            ValueError: `slot` is out of range or free already; nothing is changed.
-        """
-        last = (self.num_live_slots if self._slots is None else self._slots.num_slots) - 1
-        self._release("slot", [integer("slot", slot, 0, last)])
-
-    def free_slots(self, request_indices: Iterable[int] | Tensor) -> None:
-        """Free the slots of these rows and clear the rows; rows without a slot are skipped.
-
-        Raises:
-            ValueError: a row is out of range, or its slot is named twice or free already; nothing is
-                changed.
-        """
-        rows = integers("request_indices", request_indices, 0, self.max_requests - 1)
-        slots = self.request_to_mamba_state_idx[rows].tolist()
-        self._release("request_indices", [slot for slot in slots if slot != -1])
-        self.request_to_mamba_state_idx[rows] = -1
-
-    def _release(self, named_by: str, slots: list[int]) -> None:
-        released = dict.fromkeys(slots)
-        in_use = (
-            released.keys().isdisjoint(self._free)
-            if self._slots is None
-            else self._slots.live.issuperset(released)
-        )
-        if len(released) < len(slots) or not in_use:
-            raise ValueError(f"{named_by} names slots {slots}; accepted: live slots in use, once each")
-        if self._slots is not None:
-            self._slots.free_live(slots)
-            return
-        self._dirty.note(released)
-        self._free.update(released)
-
-    def reset(self) -> None:
-        """All slots free, all rows empty, no checkpoints. Rows keep their storage."""
-        num_own = self.num_live_slots if self._slots is None else 0
-        self._free = dict.fromkeys(reversed(range(num_own)))  # a stack with fast membership tests
-        self._dirty.note(self._free)
-        self.request_to_mamba_state_idx.fill_(-1)
-        self.intermediate_count = 0
-        self.per_request_intermediate_counts: list[int] = []
-
-    def check_integrity(self) -> None:
-        """Assert that every slot is free or owned, and that no two rows name one."""
-        named = [slot for slot in self.request_to_mamba_state_idx.tolist() if slot != -1]
-        assert len(set(named)) == len(named), "two rows name one slot"
-        if self._slots is not None:
-            assert self._slots.live.issuperset(named), "a row names a slot that is not live"
-            assert self.free_count >= 0, "more slots are live than rows may have"
-            return
-        assert all(0 <= slot < self.num_live_slots for slot in self._free), "a free slot is out of range"
-        assert all(0 <= slot < self.num_live_slots for slot in named), "a row names a slot out of range"
-        assert self._free.keys().isdisjoint(named), "a row names a free slot"
 
 
 class Admission:
     """Rows, and what requests need for their next step: all of it is allocated, or nothing.
 
-    A request keeps its row, and its live slots, until it is released. This class alone writes
-    `Holding.branch_tokens` and `Holding.spans`.
+    A request keeps its row, and its live slots, until it is released. Live slots with a pool of their own
+    belong to rows. Live slots in the pool of cached states are allocated with the row: those of idle rows
+    hold cached states. A free row always finds them, because no pin of a running request lasts
+    (`RequestStates.move_to_live`). This class alone writes `Holding.branch_tokens` and `Holding.spans`.
 
     Attributes:
         block_table: [rows, blocks of the longest sequence] int32 on the CPU: each row's KV blocks in order,
@@ -174,30 +37,29 @@ class Admission:
         config: InferenceConfig,
         chunk_size: int,
         cache: PrefixCache,
-        metadata: MambaMetadata,
         states: RequestStates,
-        dirty: DirtyEntries,
+        memory: DeviceMemory,
     ) -> None:
-        """`dirty`: notes the rows that become free."""
         self._shares = config.enable_prefix_caching
         self._replays = config.replays
         self._block_size = config.block_size_tokens
         self._chunk_size = chunk_size
         self._cache = cache
-        self._metadata = metadata
         self._states = states
-        self._dirty = dirty
+        self._scrubber = memory.scrubber
         shape = (
             config.max_requests,
             min(cache.kv_blocks.total_count, self._num_blocks(config.max_sequence_length)),
         )
         self.block_table = torch.full(shape, -1, dtype=torch.int32, device="cpu")
         self._table: npt.NDArray[np.integer[Any]] = self.block_table.numpy()
-        self._first_slots = metadata.request_to_mamba_state_idx.numpy()  # the same memory
-        self._slots_per_row = metadata.num_live_slots // config.max_requests
+        self._slots_per_row = num_live_slots(config) // config.max_requests
+        self._shares_slots = memory.state_pool.is_shared
         self._requests: dict[int, DynamicInferenceRequest] = {}
         self._free = list(range(config.max_requests - 1, -1, -1))
-        self._dirty.note(self._free)
+        self._scrubber.inputs.note(self._free)
+        if not self._shares_slots:
+            self._scrubber.live.note(self.idle_slots())
 
     # ---- rows
 
@@ -213,15 +75,27 @@ class Admission:
         """Whether the request holds one of these rows."""
         return request.holding is not None and self._requests.get(request.holding.row) is request
 
+    def idle_slots(self) -> list[int]:
+        """The live slots of free rows, in a pool of their own."""
+        return [slot for row in self._free for slot in self._own_slots(row)]
+
+    def _own_slots(self, row: int) -> range:
+        """The live slots of a row, in a pool of their own."""
+        return range(row * self._slots_per_row, (row + 1) * self._slots_per_row)
+
     def admit(self, request: DynamicInferenceRequest, resume_slot: int = -1) -> Holding:
         """Give a waiting request a row, live slots and an open path. A row must be free.
 
-        `resume_slot`: see `MambaMetadata.allocate_slots`.
+        `resume_slot`: see `StateSlots.take_live`.
         """
-        live = self._metadata.allocate_slots(self._slots_per_row, resume_slot)
-        row = self._free.pop()
-        self._dirty.clean([row])
-        self._first_slots[row] = live[0]
+        row = self._free[-1]
+        if self._shares_slots:
+            live = tuple(self._cache.slots.take_live(self._slots_per_row, resume_slot))
+        else:
+            live = tuple(self._own_slots(row))
+            self._scrubber.live.clean(live)
+        self._scrubber.inputs.clean([row])
+        self._free.pop()
         path = self._cache.open(
             request.hashes, request.plan, self._table[row], max_resume_tokens=request.most_resumed,
             again=request.num_counted > 0,
@@ -234,11 +108,12 @@ class Admission:
         """Free the request's row and live slots; the caller releases the path of the returned Holding."""
         holding, request.holding = request.holding, None
         assert holding is not None, "a request without a row is released"
-        for slot in holding.live_slots:
-            self._metadata.free_slot(slot)
-        self._first_slots[holding.row] = -1
+        if self._shares_slots:
+            self._cache.slots.free_live(holding.live_slots)
+        else:
+            self._scrubber.live.note(holding.live_slots)
         del self._requests[holding.row]
-        self._dirty.note([holding.row])
+        self._scrubber.inputs.note([holding.row])
         self._free.append(holding.row)
         return holding
 
@@ -254,18 +129,19 @@ class Admission:
         assert not self._requests.keys() & set(self._free), "a row is both free and taken"
         live = [slot for holding in self.holdings for slot in holding.live_slots]
         assert len(set(live)) == len(live), "two rows share a live slot"
-        assert self._metadata.free_count == num_rows * self._slots_per_row - len(live), "a live slot leaked"
+        if self._shares_slots:
+            assert self._cache.slots.live == set(live), "a live slot leaked"
         for row in range(num_rows):
             request = self._requests.get(row)
             if request is None:
-                assert self._first_slots[row] == -1, "a free row names a live slot"
                 assert (self._table[row] == -1).all(), "a free row has blocks"
                 continue
             holding = request.holding
             assert holding is not None, "a row is taken by a request that holds nothing"
             assert holding.row == row, "a request sits in another row"
             assert len(holding.live_slots) == self._slots_per_row, "a row has too few live slots"
-            assert self._first_slots[row] == holding.live_slots[0], "a row names another live slot"
+            if not self._shares_slots:
+                assert list(holding.live_slots) == [*self._own_slots(row)], "a row has another's live slot"
 
     # ---- steps
 
@@ -389,11 +265,14 @@ class Admission:
 
     def _has_slots(self) -> bool:
         """Whether a waiting request can get live slots, once running ones unpin what they resumed from."""
+        if not self._shares_slots:
+            return True
+        slots, needed = self._cache.slots, self._slots_per_row
         for holding in self.holdings:
-            if self._metadata.has_room(self._slots_per_row):
+            if slots.num_available >= needed:
                 return True
             self._states.move_to_live(holding)
-        return self._metadata.has_room(self._slots_per_row)
+        return slots.num_available >= needed
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

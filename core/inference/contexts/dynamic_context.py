@@ -11,7 +11,7 @@ from ...cache_stats import CacheStats
 from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec, encodings_of
 from ...validation import instance, integer, integers, shown
-from .admission import Admission, MambaMetadata
+from .admission import Admission
 from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
 from .cache.prefix_match import PrefixMatch
@@ -38,7 +38,6 @@ class DynamicInferenceContext:
         config: sizes and switches.
         prefix_cache: KV blocks, durable states, and the index over both.
         memory: the tensors: `memory.kv_cache` and `memory.state_pool`.
-        mamba_metadata: who owns which live slot.
     """
 
     def __init__(
@@ -81,9 +80,6 @@ class DynamicInferenceContext:
         )
         if self.prefix_cache.tier is not None:
             scrubber.host_rows = self.prefix_cache.tier.host.dirty
-        self.mamba_metadata = MambaMetadata(
-            config.max_requests, num_live, scrubber.live, self.prefix_cache.slots if shares else None
-        )
         self._states = self._new_states()
         self._empty_rows()
         largest = StepShape.largest(
@@ -131,17 +127,19 @@ class DynamicInferenceContext:
         pool, cache = self.memory.state_pool, self.prefix_cache
         if self._encodings:
             return EncodedStates(
-                self.memory, cache, self.mamba_metadata.idle_slots, self._encodings, self.spec.separate_states
+                self.memory,
+                cache,
+                lambda: self._admission.idle_slots(),
+                self._encodings,
+                self.spec.separate_states,
             )
         chunk = self._chunk_size if self.config.replays else None
         return RequestStates(pool, cache, self.spec.separate_states, chunk)
 
     def _empty_rows(self) -> None:
-        self.mamba_metadata.reset()
         self._admission = Admission(
-            self.config, self._chunk_size, self.prefix_cache, self.mamba_metadata, self._states,
-            self.memory.scrubber.inputs,
-        )  # fmt: skip
+            self.config, self._chunk_size, self.prefix_cache, self._states, self.memory
+        )
 
     # ---- what observers read
 
@@ -437,7 +435,6 @@ class DynamicInferenceContext:
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, pools and maps contradict each other; O(pools)."""
         holdings, during_step = self._admission.holdings, bool(self._steps)
-        self.mamba_metadata.check_integrity()
         self._admission.check_integrity()
         self._states.check_integrity(holdings, during_step)
         self.prefix_cache.check_integrity([holding.path for holding in holdings], during_step)

@@ -7,7 +7,6 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts.admission import MambaMetadata
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
 from mambaslots.inference.contexts.device_memory import StatePool
 from oracle import bad_values as bad
@@ -325,41 +324,6 @@ def test_a_bad_prefix_cache(name: str, enabled: bool):
     """Whether the cache is on makes no difference."""
     good = CACHE | {"enabled": enabled}
     refuse_all("PrefixCache", CACHE_ARGUMENTS[name], lambda value: PrefixCache(**good | {name: value}), name)
-
-
-# ---- MambaMetadata
-
-
-def metadata() -> MambaMetadata:
-    """4 rows, 3 slots: rows 0 and 1 have one each, one is free."""
-    made = MambaMetadata(4, 3)
-    made.request_to_mamba_state_idx[0] = made.allocate_slot()
-    made.request_to_mamba_state_idx[1] = made.allocate_slot()
-    return made
-
-
-def test_bad_sizes_of_the_metadata():
-    count = bad.integer(1, INT32_MAX)
-    refuse_all("MambaMetadata", count, MambaMetadata, "max_requests")
-    optional = count.only(lambda value: value is None)
-    refuse_all("MambaMetadata", optional, lambda value: MambaMetadata(4, value), "num_live_slots")
-
-
-def test_bad_slots_and_rows_of_the_metadata():
-    made = metadata()
-    unchanged = unchanged_of(made)
-    (free,) = made._free
-    refuse_all("MambaMetadata", bad.integer(0, 2).also(free), made.free_slot, "slot", unchanged)
-    rows = bad.ids(0, 3, good=(0,)).also([0, 0], (1, 0, 1))
-    refuse_all("MambaMetadata", rows, made.free_slots, "request_indices", unchanged)
-
-
-def test_no_slot_is_left():
-    made = metadata()
-    made.allocate_slot()
-    unchanged = unchanged_of(made)
-    refuse("MambaMetadata", made.allocate_slot, "", ms.RequestOverflowError)
-    unchanged()
 
 
 # ---- StatePool

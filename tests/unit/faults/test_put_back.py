@@ -129,9 +129,10 @@ FAULTS = {
         (
             (
                 CONTEXTS + "admission.py",
-                "        return self.allocate_slots(1)[0]\n",
-                "        self._stack = getattr(self, '_stack', torch.zeros(1, dtype=torch.int32))\n"
-                "        self._stack[0] = self.allocate_slots(1)[0]\n        return self._stack[0]\n",
+                "            live = tuple(self._cache.slots.take_live(self._slots_per_row, resume_slot))\n",
+                "            self._stack = getattr(self, '_stack', torch.zeros(1, dtype=torch.int32))\n"
+                "            self._stack[0] = self._cache.slots.take_live(1)[0]\n"
+                "            live = tuple(self._stack)\n",
             ),
         ),
     ),

@@ -16,7 +16,6 @@ from weakref import ref
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts.admission import MambaMetadata
 from mambaslots.inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from mambaslots.inference.kernels import state_copy
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
@@ -110,14 +109,16 @@ def test_fault_07_after_a_reset_nothing_that_was_pending_is_done() -> None:
 
 
 def test_fault_08_a_live_slot_number_does_not_change_after_it_was_given() -> None:
-    metadata = MambaMetadata(4)
-    first = metadata.allocate_slot()
-    kept = int(first)
-    others = [metadata.allocate_slot() for _ in range(3)]
-    metadata.free_slot(others[0])
-    metadata.allocate_slot()
-    assert first == kept
-    assert type(first) is int
+    context = make_context(max_requests=2)
+    first, *others = (make_request(random_tokens(20, seed=seed)) for seed in range(3))
+    schedule(context, first)
+    (kept,) = map(int, first.holding.live_slots)
+    for other in others:
+        schedule(context, other)
+        context.release(other)
+    assert first.holding.live_slots == (kept,)
+    assert type(first.holding.live_slots[0]) is int
+    context.check_integrity()
 
 
 # ---- leaks and crashes

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from mambaslots.inference.contexts.admission import MambaMetadata
 from mambaslots.inference.contexts.cache.state_slots import PlannedState, StateSlots
 from oracle.kv_index import eviction_order, host_tree
 
@@ -28,7 +27,6 @@ class SharedSlotsMachine(RuleBasedStateMachine):
         self.num_slots = cached + ROWS * per_row
         self.max_pins = cached
         self.slots = make_slots(self.num_slots)
-        self.live = MambaMetadata(ROWS, ROWS * per_row, slots=self.slots)
         self.rows: list[tuple[int, ...]] = []
         self.order: list[int] = []  # cached blocks, the one used longest ago first
         self.pinned: list[int] = []
@@ -62,10 +60,10 @@ class SharedSlotsMachine(RuleBasedStateMachine):
         """Wherever a row is free there is room for a request, also for one that resumes from any state."""
         block = self.order[which % len(self.order)] if resumes and self.order else -1
         slot = self.slots.tree.slot_of(block)
-        assert self.live.has_room(self.per_row)
+        assert self.slots.num_available >= self.per_row
         takes_over = block >= 0 and block not in self.pinned and self.num_available == self.per_row
         used = self.slots.tree.state_turnover.by_cause["live_state"]
-        live = self.live.allocate_slots(self.per_row, slot)
+        live = tuple(self.slots.take_live(self.per_row, slot))
         assert len(set(live)) == self.per_row
         assert (slot in live) == takes_over
         before = len(self.order)
@@ -82,9 +80,9 @@ class SharedSlotsMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 100))
     def leave(self, which: int) -> None:
         for slot in self.rows.pop(which % len(self.rows)):
-            self.live.free_slot(slot)
-            with pytest.raises(ValueError, match=f"slots \\[{slot}\\]"):
-                self.live.free_slot(slot)
+            self.slots.free_live([slot])
+            with pytest.raises(ValueError, match=f"slots is \\[{slot}\\]"):
+                self.slots.free_live([slot])
 
     @precondition(lambda self: self.order)
     @rule(which=st.integers(0, 100), what=st.sampled_from(["pin", "use", "drop"]))
@@ -116,7 +114,6 @@ class SharedSlotsMachine(RuleBasedStateMachine):
         self.slots.clear(live=live)
         self.order, self.pinned = [], []
         if live:
-            self.live.reset()
             self.rows = []
 
     @invariant()
@@ -124,11 +121,9 @@ class SharedSlotsMachine(RuleBasedStateMachine):
         if not hasattr(self, "slots"):
             return
         self.slots.check_integrity()
-        self.live.check_integrity()
         assert [self.slots.tree.block_of(slot) for slot in eviction_order(self.slots)] == self.order
         assert self.slots.live == {slot for row in self.rows for slot in row}
         assert self.slots.num_available == self.num_available
-        assert self.live.free_count == (ROWS - len(self.rows)) * self.per_row
 
 
 TestSharedSlots = SharedSlotsMachine.TestCase
@@ -136,26 +131,15 @@ TestSharedSlots = SharedSlotsMachine.TestCase
 
 def test_more_than_can_be_had_is_refused_and_changes_nothing() -> None:
     slots = make_slots(3)
-    live = MambaMetadata(1, 1, slots=slots)
     (pinned,) = slots.commit(slots.reserve([0]))
     slots.pin(pinned)
-    assert not live.has_room(3)
+    assert slots.num_available < 3
     with pytest.raises(ms.MambaSlotCapacityError) as raised:
-        live.allocate_slots(3)
+        slots.take_live(3)
     assert (raised.value.required, raised.value.available) == (3, 2)
     assert (len(slots.free), slots.live) == (2, set())
     with pytest.raises(ValueError, match="distinct live slots"):
         slots.free_live([pinned])
-
-
-def test_rows_of_hosts_are_freed_as_those_of_a_pool_of_its_own() -> None:
-    for live in (MambaMetadata(2, 2, slots=make_slots(4)), MambaMetadata(2)):
-        for row in range(2):
-            live.request_to_mamba_state_idx[row] = live.allocate_slot()
-        live.check_integrity()
-        live.free_slots([1])
-        live.check_integrity()
-        assert (live.free_count, int(live.request_to_mamba_state_idx[1])) == (1, -1)
 
 
 def test_a_slot_that_is_lost_or_in_two_hands_is_found() -> None:
