@@ -1,9 +1,12 @@
-"""Whether a model keeps the rules of `StepInputs`."""
+"""Whether a model keeps the rules of `StepInputs`: its answers in all ways of serving a text, compared."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..config import MAX_SPECULATIVE_TOKENS, InferenceConfig
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
@@ -14,41 +17,68 @@ from ..inference.engines.runner import Model
 from ..request import SamplingParams
 from ..state_spec import HybridStateSpec
 from ..validation import INT32_MAX, integer, integers, real, shown
-from .watched_model import Finding, Rule, WatchedModel
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-@dataclass(frozen=True)
-class ModelReport:
-    """The result of `check_model`; `print` it. `num_compared`: results held against those of other ways."""
+class Rule(Enum):
+    """What a model must keep; the value says what to do where it does not."""
 
-    model: str
-    findings: tuple[Finding, ...] = ()
-    num_calls: int = 0
-    num_compared: int = 0
-    largest_difference: float = 0.0
-
-    @property
-    def passed(self) -> bool:
-        return not self.findings
-
-    def __str__(self) -> str:
-        lines = [f"{self.model} {'keeps all rules' if self.passed else 'breaks rules'}"]
-        lines += [f"  {number}. {finding}" for number, finding in enumerate(self.findings, start=1)]
-        lines.append(
-            f"  {self.num_calls} calls, {self.num_compared} results compared, largest difference "
-            f"{self.largest_difference:.1e}"
-        )
-        return "\n".join(lines)
+    SPEC = "Return the same HybridStateSpec at every call."
+    RAISES = "Serve every step that StepInputs allows: decode rows, prefill rows, or both."
+    LOGITS = "Return logits of inputs.logit_tokens, [tokens, vocab_size]."
+    INPUTS_CHANGED = "Copy index tensors before changing them: later layers and steps read them."
+    FOREIGN_WRITE = (
+        "Write destinations and kv_write_positions only; drop -1 before indexing: other slots are other "
+        "requests' states, and sources may be cached states."
+    )
+    FREE_MEMORY = (
+        "Write all layers of every state tensor at state_destinations, chunks.destinations (scans) and "
+        "checkpoints.destinations (windows), and KV at kv_write_positions. Read state_sources and kv_lengths "
+        "tokens of a row, no more; mask with masked_fill or torch.where: 0 * NaN is NaN."
+    )
+    CUTS_DIFFER = (
+        "A token sees itself and the tokens before it, also of earlier steps: begin with state_sources, "
+        "attend to kv_lengths tokens, write at each destination the state after its token."
+    )
+    DECODE_DIFFERS = (
+        "Compare the recurrence of one token with the prefill's. Read all sources of a layer before its "
+        "first write; take positions from inputs.positions."
+    )
+    BATCH_DIFFERS = "Rows are independent: check which tokens, sources and blocks belong to which row."
+    CACHE_DIFFERS = "Resumed rows begin after position 0, and tokens may have their KV cached already."
+    DRAFTS_DIFFER = (
+        "Token j of a decode row sees KV up to its position and the state after the tokens before it; its "
+        "state goes to decode_destinations[row, j]. Or pass num_speculative_tokens=0."
+    )
+    PADDING_DIFFERS = (
+        "Padding rows have kv_lengths 0 and -1 everywhere; padding tokens follow the real ones. Or pass "
+        "padded_shapes=False, and never capture CUDA graphs."
+    )
 
 
 class ModelError(AssertionError):
-    """The model breaks rules; the message is the printed `report`."""
+    """The model breaks `rule`; the message says how, and what to do."""
 
-    def __init__(self, report: ModelReport) -> None:
-        super().__init__(str(report))
-        self.report = report
+    def __init__(self, rule: Rule, message: str) -> None:
+        super().__init__(f"{rule.name.replace('_', ' ')}: {message}. {rule.value}")
+        self.rule = rule
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What `check_model` has compared: `num_compared` results with those of other ways of serving."""
+
+    model: str
+    num_calls: int
+    num_compared: int
+    largest_difference: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model} keeps all rules: {self.num_calls} calls, {self.num_compared} results compared, "
+            f"largest difference {self.largest_difference:.1e}"
+        )
 
 
 def check_model(
@@ -63,9 +93,9 @@ def check_model(
     """Serve random texts with a model in all the ways an engine may, and compare logits, KV and states.
 
     The texts are prefilled whole and in parts, decoded token by token, batched, resumed from the prefix
-    cache, decoded with drafts, and padded. In every call, memory that the step does not name holds NaN, and
-    everything that the model writes is checked. The model's answers are not used. Takes seconds for a small
-    model on a CPU: give it a version of the model with few layers, in float64.
+    cache, decoded with drafts, and padded. In every call free memory holds NaN, and what the model writes is
+    checked. The model's answers are not used. The first call that breaks a rule ends the check. Takes
+    seconds for a small model on a CPU: give it a version of the model with few layers, in float64.
 
     Args:
         model: as for `DynamicInferenceEngine`, on one rank.
@@ -80,7 +110,7 @@ def check_model(
         The report, for printing. The model keeps all rules.
 
     Raises:
-        ModelError: the model breaks rules. The message lists them with what to do.
+        ModelError: the model breaks a rule. The message names it, with what to do.
         ValueError: an argument is not accepted, or the model is split over ranks.
 
     Example:
@@ -88,50 +118,34 @@ def check_model(
     """
     drafts = integer("num_speculative_tokens", num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
     seed = integer("seed", seed, 0, INT32_MAX)
-    spec, wrong = _spec_of(model)
-    if spec is None:
-        raise ModelError(ModelReport(type(model).__name__, (Finding(Rule.SPEC, wrong),)))
+    spec = _spec_of(model)
     dtypes = {tensor.dtype for tensor in spec.states} | {spec.kv_dtype}
     accepted = max(TOLERANCES[one] for one in dtypes) if tolerance is None else tolerance
     texts = _texts(spec, vocabulary, seed)
-    watched = WatchedModel(model, spec, real("tolerance", accepted, 0.0))
-    for rule, serve in _WAYS.items():
-        skipped = (rule is Rule.DRAFTS_DIFFER and not drafts) or (
-            rule is Rule.PADDING_DIFFERS and not padded_shapes
-        )
-        if not watched.findings and not skipped:
-            watched.rule = rule
-            serve(_Server(watched, texts, drafts))
-    report = ModelReport(
-        type(model).__name__, tuple(watched.findings), watched.num_calls, watched.num_compared,
-        watched.largest_difference,
-    )  # fmt: skip
-    if not report.passed:
-        raise ModelError(report)
-    return report
+    trial = _Trial(model, spec, texts, real("tolerance", accepted, 0.0))
+    _serve_in_all_ways(trial, drafts, padded_shapes)
+    return ModelReport(type(model).__name__, trial.num_calls, trial.num_compared, trial.largest_difference)
 
 
-def _spec_of(model: object) -> tuple[HybridStateSpec | None, str]:
-    """The model's spec, or what is wrong with it."""
+def _spec_of(model: object) -> HybridStateSpec:
+    """The model's spec; a ModelError says what is wrong with it."""
     state_spec = getattr(model, "state_spec", None)
     if isinstance(model, type) or not callable(model) or not callable(state_spec):
-        return (
-            None,
-            f"the model is {shown(model)}; accepted: an object with state_spec() and __call__(inputs)",
-        )
+        accepted = "an object with state_spec() and __call__(inputs)"
+        raise ModelError(Rule.SPEC, f"the model is {shown(model)}; accepted: {accepted}")
     try:
         spec, again = state_spec(), state_spec()
     except Exception as error:
-        return None, f"state_spec() raises {type(error).__name__}: {error}"
+        raise ModelError(Rule.SPEC, f"state_spec() raises {type(error).__name__}: {error}") from error
     if not isinstance(spec, HybridStateSpec):
-        return None, f"state_spec() returns {shown(spec)}; accepted: a HybridStateSpec"
+        raise ModelError(Rule.SPEC, f"state_spec() returns {shown(spec)}; accepted: a HybridStateSpec")
     if spec != again:
-        return None, f"state_spec() returns {spec}, then {again}; accepted: the same at every call"
+        raise ModelError(Rule.SPEC, f"state_spec() returns {spec}, then {again}; accepted: the same twice")
     if spec.groups.is_split:
         raise ValueError(f"model is {shown(model)}, split over ranks; accepted: a whole model on one rank")
     if not any(tensor.num_layers for tensor in spec.states):
-        return None, "state_spec().states has no layer; accepted: at least one, from which prompts resume"
-    return spec, ""
+        raise ModelError(Rule.SPEC, "state_spec().states has no layer; accepted: at least one")
+    return spec
 
 
 def _texts(spec: HybridStateSpec, vocabulary: Sequence[int] | None, seed: int) -> list[list[int]]:
@@ -150,73 +164,264 @@ def _texts(spec: HybridStateSpec, vocabulary: Sequence[int] | None, seed: int) -
     return [[ids[index] for index in (begin, *more)] for begin, more in zip(first, rest, strict=True)]
 
 
-# ---- ways of serving the same texts: whole and in parts, alone and together, computed and cached
+# ---- one way of serving against another
 
 
-class _Server:
-    """Engines whose requests generate the rest of their texts, whatever the model answers."""
+_Span = tuple[list[int], int, int]
+"""text, prompt, stop: text[prompt:stop] is generated after text[:prompt]; one token where stop <= prompt."""
 
-    def __init__(self, watched: WatchedModel, texts: list[list[int]], num_drafts: int) -> None:
-        self.texts, self.num_drafts = texts, num_drafts
+
+class _Token(NamedTuple):
+    """A token of a step: the sequence up to it, and what follows in its text."""
+
+    prefix: tuple[int, ...]
+    next: int
+
+
+class _Trial:
+    """Serves the texts with a model, and compares each result with the first one of the same prefix.
+
+    The engine fills free memory with NaN before each call. The model's answers are not used: requests
+    generate the rest of their texts.
+    """
+
+    def __init__(self, model: Model, spec: HybridStateSpec, texts: list[list[int]], tolerance: float) -> None:
+        self.texts = texts
         self.block = (len(texts[0]) - 4) // 4
-        self._watched = watched
-        self._text_of: dict[int, list[int]] = {}
-        self._turn = 0
-        self.engine: DynamicInferenceEngine
+        self.rule = Rule.CUTS_DIFFER
+        self.num_calls = self.num_compared = 0
+        self.largest_difference = 0.0
+        self._model, self._spec, self._tolerance = model, spec, tolerance
+        self._known: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # (what, prefix) -> first result
+        self._text_of: dict[int, list[int]] = {}  # of each request
+        self._rows: list[list[int]] = []  # the texts of the next step's rows
+        self._num_drafted = 0
 
-    def begin(self, max_tokens: int, max_requests: int = 1, drafts: int = 0, **settings: object) -> None:
-        """A new engine, with a prefix cache unless `settings` say otherwise."""
-        longest = len(self.texts[0]) + 1
-        sizes: dict[str, object] = {
+    # ---- requests
+
+    def serve(self, rule: Rule, waves: list[list[_Span]], **settings: Any) -> None:
+        """Serve the spans with a new engine; `rule`: what is broken where a result differs.
+
+        With one row a wave ends before the next one is added; else each wave is added a step after the last.
+        """
+        self.rule = rule
+        rows, longest = settings.setdefault("max_requests", 1), len(self.texts[0]) + 1
+        sizes: dict[str, Any] = {
             "block_size_tokens": self.block,
-            "max_requests": max_requests,
-            "max_tokens": max(max_tokens, max_requests),
+            "max_tokens": 4 * self.block,
             "max_sequence_length": longest,
-            "num_kv_blocks": (3 + max_requests) * -(-longest // min(self.block, 8)),
-            "num_mamba_slots": 24,
-            "num_speculative_tokens": drafts,
+            "num_kv_blocks": (3 + rows) * -(-longest // min(self.block, 8)),
+            "num_mamba_slots": 24 if settings.get("enable_prefix_caching", True) else None,
+            "free_memory": "nan",
         }
-        config = InferenceConfig(**(sizes | settings))  # type: ignore[arg-type]
-        self.engine = DynamicInferenceEngine(self._watched, config, drafter=self if drafts else None)
-        self.engine.context.observe(self)
-
-    def pad(self) -> None:
-        """Pad all steps from now on."""
-        context, begin_step = self.engine.context, self.engine.context.begin_step
-        context.begin_step = lambda steps, padding=None, sampled_tokens=None: begin_step(  # type: ignore[method-assign]
-            steps, _larger_shape, sampled_tokens
-        )
-
-    def step_begun(self, steps: Sequence[RequestStep], inputs: StepInputs) -> None:
-        self._watched.texts = [self._text_of[step.request.request_id] for step in steps]
-
-    def step_ended(self, steps: Sequence[RequestStep]) -> None: ...
-
-    def add(
-        self, text: list[int], prompt: int, stop: int = 0, salt: str | None = None, scores: bool = False,
-        plan: CheckpointPlan | None = None,
-    ) -> None:  # fmt: skip
-        """Ask for text[prompt:stop] after text[:prompt]; `scores`: logits of all prompt tokens."""
-        length = max(1, stop - prompt)
-        params = SamplingParams(num_tokens_to_generate=length, skip_prompt_log_probs=not scores)
-        number = self.engine.add_request(text[:prompt], params, cache_salt=salt, checkpoint_plan=plan)
-        self._text_of[number] = text
-
-    def finish(self) -> None:
-        while self.engine.has_unfinished_requests():
-            self.engine.step()
+        drafter = self if "num_speculative_tokens" in settings else None
+        engine = DynamicInferenceEngine(self, InferenceConfig(**(sizes | settings)), drafter=drafter)
+        engine.context.observe(self)
+        if rule is Rule.PADDING_DIFFERS:
+            begin = engine.context.begin_step
+            engine.context.begin_step = lambda steps, padding=None, tokens=None: begin(  # type: ignore[method-assign]
+                steps, _larger_shape, tokens
+            )
+        shares = rule is Rule.CACHE_DIFFERS
+        plan = None if shares else CheckpointPlan.every_block(self.block)
+        for wave in waves:
+            for text, prompt, stop in wave:
+                params = SamplingParams(
+                    num_tokens_to_generate=max(1, stop - prompt),
+                    skip_prompt_log_probs=shares or prompt % 2 == 0,
+                )
+                salt = None if shares else str(len(self._text_of))
+                number = engine.add_request(text[:prompt], params, cache_salt=salt, checkpoint_plan=plan)
+                self._text_of[number] = text
+            engine.step()
+            while rows == 1 and engine.has_unfinished_requests():
+                engine.step()
+        while engine.has_unfinished_requests():
+            engine.step()
 
     def draft(self, tokens: Sequence[int], max_drafts: int) -> list[int]:
         """What the text says, or other tokens, and any number of them, by turns."""
         known, length = list(tokens), len(tokens)
         text = next(text for text in self._text_of.values() if text[:length] == known)
         follows = text[length : length + max_drafts]
-        self._turn += 1
-        wrong = (self._turn % 4 - 1) % 4  # the place of a draft that is wrong: 0 to 3
-        if self._turn % 4 == 3 or wrong >= len(follows):
-            return follows[: 1 + self._turn % 3]
+        self._num_drafted += 1
+        wrong = (self._num_drafted % 4 - 1) % 4  # the place of a draft that is wrong: 0 to 3
+        if self._num_drafted % 4 == 3 or wrong >= len(follows):
+            return follows[: 1 + self._num_drafted % 3]
         follows[wrong] = next(token for token in text if token != follows[wrong])
         return follows
+
+    def step_begun(self, steps: Sequence[RequestStep], inputs: StepInputs) -> None:
+        self._rows = [self._text_of[step.request.request_id] for step in steps]
+
+    def step_ended(self, steps: Sequence[RequestStep]) -> None: ...
+
+    # ---- the model, as the engine calls it
+
+    def state_spec(self) -> HybridStateSpec:
+        return self._spec
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        """Logits that continue the texts; a ModelError where the call breaks a rule."""
+        self.num_calls += 1
+        tokens = self._tokens(inputs)
+        slots, places = _destinations(inputs)
+        logit_tokens = inputs.logit_tokens.tolist()[: inputs.num_logits]
+        indices = {
+            f"{type(part).__name__}.{name}": (value, value.clone())
+            for part in (inputs, inputs.chunks, inputs.checkpoints)
+            for name, value in vars(part).items()
+            if isinstance(value, Tensor) and value is not inputs.kv_cache
+        }
+        states, kv = inputs.state_pool.tensors, inputs.kv_cache
+        size = kv.shape[3]
+        own = [pool.clone() for pool in (*states, kv)]
+        unnamed = _unnamed(inputs, slots)
+        for pool, others in zip((*states, kv), unnamed, strict=True):
+            pool[others] = float("nan")
+        before = [pool.clone() for pool in (*states, kv)]
+        logits = self._logits(inputs)
+        for name, (value, old) in indices.items():
+            if not torch.equal(value, old):
+                raise ModelError(Rule.INPUTS_CHANGED, f"the model writes to {name}")
+        _check_foreign_writes(self._spec, before, (*states, kv), slots, places)
+        for pool, others, old in zip((*states, kv), unnamed, own, strict=True):
+            pool[others] = old[others]
+        answer = torch.zeros_like(logits)
+        for row, token in enumerate(logit_tokens):
+            self._compare("logits", tokens[token].prefix, logits[row])
+            answer[row, tokens[token].next] = 1.0
+        for place, token in places.items():
+            self._compare("KV", tokens[token].prefix, kv[:, :, place // size, place % size])
+        for slot, token in slots.items():
+            for tensor, pool in zip(self._spec.states, states, strict=True):
+                self._compare(f"state {tensor.name!r}", tokens[token].prefix, pool[:, slot])
+        return answer
+
+    def _tokens(self, inputs: StepInputs) -> dict[int, _Token]:
+        """The real tokens of a step by their places."""
+        columns = inputs.query_start_loc[:-1], inputs.query_lengths, inputs.kv_lengths
+        rows = [row for row in zip(*(column.tolist() for column in columns), strict=True) if row[1]]
+        ids, found = inputs.token_ids.tolist(), {}
+        for text, (first, count, length) in zip(self._rows, rows, strict=True):
+            known = text[: length - count]
+            for token in range(first, first + count):
+                known.append(ids[token])
+                found[token] = _Token(tuple(known), text[len(known)] if len(known) < len(text) else 0)
+        return found
+
+    def _logits(self, inputs: StepInputs) -> Tensor:
+        padding = Rule.PADDING_DIFFERS if self.rule is Rule.PADDING_DIFFERS else None
+        try:
+            logits = self._model(inputs)
+        except Exception as error:
+            raise ModelError(padding or Rule.RAISES, f"{type(error).__name__}: {error}") from error
+        accepted = (len(inputs.logit_tokens), self._spec.vocab_size)
+        if isinstance(logits, Tensor) and logits.shape == accepted and logits.is_floating_point():
+            return logits
+        found = f"{tuple(logits.shape)} {logits.dtype}" if isinstance(logits, Tensor) else shown(logits)
+        message = f"the model returns {found[:80]}; accepted: floats of shape {accepted}"
+        raise ModelError(padding or Rule.LOGITS, message)
+
+    def _compare(self, what: str, prefix: tuple[int, ...], value: Tensor) -> None:
+        """Hold a result against the first one of the same prefix."""
+        length = len(prefix)
+        if not value.isfinite().all():
+            raise ModelError(
+                Rule.FREE_MEMORY,
+                f"{what} after {length} tokens is NaN or infinite, and memory that the step does not "
+                "name is NaN: it was not written, or that memory was read",
+            )
+        if length > 12 and 4 < length % self.block < self.block - 1 and what.startswith("state"):
+            return  # a state of any other length: they take memory
+        known = self._known.setdefault((what, prefix), value.clone())
+        if not known.numel():
+            return
+        scale = float(known.double().abs().max()) or 1.0
+        difference = float((known - value).double().abs().max()) / scale
+        self.num_compared += 1
+        self.largest_difference = max(self.largest_difference, difference)
+        if difference > self._tolerance:
+            message = f"{what} after {length} tokens differs by {difference:.1e} of its maximum"
+            raise ModelError(self.rule, message)
+
+
+def _destinations(inputs: StepInputs) -> tuple[dict[int, int], dict[int, int]]:
+    """State slot -> token, and place in the KV cache -> token, after which the step stores there."""
+    chunks, checkpoints, decoded = inputs.chunks, inputs.checkpoints, inputs.num_decode_tokens
+    stops = torch.cat([chunks.query_start_loc[1:], chunks.cu_chunk_seqlens[1:], checkpoints.token_ends])
+    ends = [*range(decoded), *(decoded + stop - 1 for stop in stops.tolist())]
+    slots = torch.cat([inputs.state_destinations, chunks.destinations, checkpoints.destinations]).tolist()
+    places = zip(inputs.kv_write_positions.tolist(), inputs.kv_write_tokens.tolist(), strict=True)
+    return (
+        {slot: token for slot, token in zip(slots, ends, strict=True) if slot >= 0},
+        {place: token for place, token in places if place >= 0},
+    )
+
+
+def _unnamed(inputs: StepInputs, slots: Collection[int]) -> list[tuple[slice | list[int], ...]]:
+    """The indices of what the step does not name: slots of each state tensor, and blocks of the KV cache."""
+    known = {*slots, *inputs.state_sources.tolist()}
+    others = [slot for slot in range(inputs.state_pool.tensors[0].shape[1]) if slot not in known]
+    counts = (-(-inputs.kv_lengths // inputs.kv_cache.shape[3])).tolist()
+    rows = zip(inputs.block_table.tolist(), counts, strict=True)
+    held = {block for table, count in rows for block in table[:count]}
+    free = [block for block in range(inputs.kv_cache.shape[2]) if block not in held]
+    every = slice(None)
+    return [*[(every, others) for _ in inputs.state_pool.tensors], (every, every, free)]
+
+
+def _check_foreign_writes(
+    spec: HybridStateSpec, before: Sequence[Tensor], pools: Sequence[Tensor], slots: Collection[int],
+    places: Collection[int],
+) -> None:  # fmt: skip
+    """Raise a ModelError for a change of memory that is no destination of the step."""
+    *states, kv = (
+        ~torch.isclose(old, new, rtol=0.0, atol=0.0, equal_nan=True)
+        for old, new in zip(before, pools, strict=True)
+    )
+    for tensor, changed in zip(spec.states, states, strict=True):
+        changed[:, list(slots)] = False
+        if changed.any():
+            message = f"the model writes {tensor.name!r} of slots that are no destinations of the step"
+            raise ModelError(Rule.FOREIGN_WRITE, message)
+    changed, size = kv.flatten(2, 3), kv.shape[3]
+    begun = [place + offset for place in places if place % size == 0 for offset in range(size)]
+    changed[:, :, begun] &= pools[-1].flatten(2, 3)[:, :, begun] != 0  # zeros may follow the last token
+    changed[:, :, list(places)] = False
+    if changed.any():
+        raise ModelError(Rule.FOREIGN_WRITE, "the model writes KV that is not at kv_write_positions")
+
+
+# ---- ways of serving the same texts: whole and in parts, alone and together, computed and cached
+
+
+def _serve_in_all_ways(trial: _Trial, num_drafts: int, padded_shapes: bool) -> None:
+    (x, y, z), block = trial.texts, trial.block
+    whole = [(x, 4 * block, 0), (y, 2 * block + 3, 0), (z, 2 * block + 3, 0)]
+    whole += [(x, length, 0) for length in (1, 2, block, 2 * block + 1)]
+    trial.serve(Rule.CUTS_DIFFER, [[span] for span in whole])
+    for span, budget in (((x, 7, 0), 1), ((y, 9, 0), 2), ((x, 3 * block + 1, 0), max(2, block // 3))):
+        trial.serve(Rule.CUTS_DIFFER, [[span]], max_tokens=budget, enable_prefix_caching=False)
+    trial.serve(Rule.CUTS_DIFFER, [[(x, 4 * block, 0)]], max_tokens=block)
+    spans = [(1, min(2 * block + 4, 48)), (block - 2, block + 5), (4 * block - 4, 4 * block)]
+    trial.serve(Rule.DECODE_DIFFERS, [[(x, prompt, stop)] for prompt, stop in spans])
+
+    first = [(x, block + 3, block + 9), (y, 1, 8), (z, block, block + 3)]
+    waves = [first, [], [(y, 2 * block + 1, 0), (x, 3, 6)], [(z, block - 1, block + 2)]]
+    together: dict[str, Any] = {"max_tokens": 8 * block, "max_requests": 5}
+    trial.serve(Rule.BATCH_DIFFERS, waves, **together)
+
+    fork, late_fork = (x[: block + 1] + other[: block + 4] for other in (y, z))
+    repeated = [(x, 2 * block + 3, 2 * block + 5), (fork, 2 * block, 0), (x, 2 * block + 3, 2 * block + 5)]
+    repeated += [(x, 2 * block, 2 * block + 2), (x, 3 * block - 2, 3 * block + 3)]
+    repeated += [(x, 4 * block, 4 * block + 2), (late_fork, 2 * block, 0)]
+    trial.serve(Rule.CACHE_DIFFERS, [[span] for span in repeated])
+    if num_drafts:
+        drafted = [[(x, block - 3, block + 12), (y, 2, 12)], [], [], [(z, block + 1, block + 4)]]
+        trial.serve(Rule.DRAFTS_DIFFER, drafted, max_requests=3, num_speculative_tokens=num_drafts)
+    if padded_shapes:
+        trial.serve(Rule.PADDING_DIFFERS, waves, **together)
 
 
 def _larger_shape(shape: StepShape) -> StepShape:
@@ -224,7 +429,7 @@ def _larger_shape(shape: StepShape) -> StepShape:
     decodes = shape.decodes + 2 if shape.decodes else 0
     prefills = shape.prefills + 2 if shape.prefills else 0
     tokens = shape.prefill_tokens + 5 if prefills else 0
-    return StepShape(
+    return shape._replace(
         decodes=decodes,
         prefills=prefills,
         prefill_tokens=tokens,
@@ -234,90 +439,4 @@ def _larger_shape(shape: StepShape) -> StepShape:
         chunks=shape.chunks + 3 if prefills else 0,
         checkpoints=shape.checkpoints + 2 if prefills else 0,
         logits=shape.logits + 3,
-        decode_tokens=shape.decode_tokens,
     )
-
-
-def _cuts(server: _Server) -> None:
-    """Prompts whole, of other lengths, and cut on the chunk grid and elsewhere."""
-    (x, y, z), block = server.texts, server.block
-    every = CheckpointPlan.every_block(block)
-    server.begin(4 * block)
-    for number, (text, length) in enumerate(((x, 4 * block), (y, 2 * block + 3), (z, 2 * block + 3))):
-        server.add(text, length, salt=f"{number}", scores=True, plan=every)
-        server.finish()
-    for length in (1, 2, block, 2 * block + 1):
-        server.add(x, length, salt=f"{length} tokens", plan=every)
-        server.finish()
-    for text, length, budget in ((x, 6, 1), (y, 9, 2), (x, 3 * block + 2, max(2, block // 3))):
-        server.begin(budget, enable_prefix_caching=False, num_mamba_slots=None)
-        server.add(text, length, scores=True)
-        server.finish()
-    server.begin(block)
-    server.add(x, 4 * block, plan=every)
-    server.finish()
-
-
-def _decodes(server: _Server) -> None:
-    """The rest of the text token by token, from prompts of different lengths."""
-    block = server.block
-    server.begin(4 * block)
-    spans = [(1, min(2 * block + 4, 48)), (block - 2, block + 5), (4 * block - 4, 4 * block)]
-    for number, (prompt, stop) in enumerate(spans):
-        server.add(server.texts[0], prompt, stop, salt=str(number))
-        server.finish()
-
-
-def _together(server: _Server, padded: bool = False) -> None:
-    """Requests of different lengths at once: decodes with prefills."""
-    (x, y, z), block = server.texts, server.block
-    server.begin(8 * block, max_requests=5)
-    if padded:
-        server.pad()
-    server.add(x, block + 3, block + 9, salt="a")
-    server.add(y, 1, 8, salt="b")
-    server.add(z, block, block + 3, salt="c", scores=True)
-    for _ in range(2):
-        server.engine.step()
-    server.add(y, 2 * block + 1, salt="d")
-    server.add(x, 2, 6, salt="e", scores=True)
-    server.engine.step()
-    server.add(z, block - 1, block + 2, salt="f")
-    server.finish()
-
-
-def _cached(server: _Server) -> None:
-    """A prompt, then repeats, extensions and forks of it, which resume from cached states."""
-    (x, y, z), block = server.texts, server.block
-    server.begin(4 * block + 2, max_requests=2)
-    fork, late_fork = (x[: block + 1] + other[: block + 4] for other in (y, z))
-    asked = [(x, 2 * block + 3, 2 * block + 5), (fork, 2 * block, 0), (x, 2 * block + 3, 2 * block + 5)]
-    asked += [(x, 2 * block, 2 * block + 2), (x, 3 * block - 2, 3 * block + 3), (x, 4 * block, 4 * block + 2)]
-    for text, prompt, stop in (*asked, (late_fork, 2 * block, 0)):
-        server.add(text, prompt, stop)
-        server.finish()
-    server.add(x, 2 * block + 4, 2 * block + 6)
-    server.add(late_fork, 2 * block + 2)
-    server.finish()
-
-
-def _drafts(server: _Server) -> None:
-    """Decode rows of several tokens, whose drafts are right, wrong, or too few."""
-    (x, y, z), block = server.texts, server.block
-    server.begin(4 * block, max_requests=3, drafts=server.num_drafts)
-    server.add(x, block - 3, block + 12, salt="a")
-    server.add(y, 2, 12, salt="b")
-    for _ in range(3):
-        server.engine.step()
-    server.add(z, block + 1, block + 4, salt="c")
-    server.finish()
-
-
-_WAYS: dict[Rule, Callable[[_Server], None]] = {
-    Rule.CUTS_DIFFER: _cuts,
-    Rule.DECODE_DIFFERS: _decodes,
-    Rule.BATCH_DIFFERS: _together,
-    Rule.CACHE_DIFFERS: _cached,
-    Rule.DRAFTS_DIFFER: _drafts,
-    Rule.PADDING_DIFFERS: lambda server: _together(server, padded=True),
-}

@@ -7,7 +7,6 @@ import pytest
 import torch
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.inference.engines.memory_poison import free_memory
-from mambaslots.testing.watched_model import StepMemory
 from oracle import drafters
 from oracle.ema_lm import EmaLM
 from oracle.model_kinds import WITH_ATTENTION
@@ -20,6 +19,7 @@ from oracle.serving import (
     small_engine,
     small_model,
 )
+from oracle.step_memory import StepMemory
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("kind")
