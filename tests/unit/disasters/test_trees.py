@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.cache.state_tree import StateNode, StateTree
+from mambaslots.inference.contexts.cache.value_eviction import ValueEviction
 from oracle.budget import costly, thinned
 from oracle.cached_prefixes import assert_cache_is_right, tokens_to
 from oracle.drafters import MODES
@@ -29,45 +29,37 @@ TEXT = [(7 * i * i + 3 * i) % 29 for i in range(40)]
 Path = tuple[int, ...]
 
 
-# ---- nodes that are split (SGLang's radix tree)
+# ---- nodes that are split
 
 
 class PlainTree:
-    """Which prefixes are known, as a set."""
+    """Which prefixes a policy knows, as a set."""
 
     def __init__(self) -> None:
-        self.tree, self.known = StateTree(), dict[Path, StateNode]()
+        self.policy, self.known = ValueEviction(), set[Path]()
 
     def add(self, path: Path, present: bool) -> None:
-        node = self.tree.node_at(list(path), len(path))
-        if node.known:
+        if path in self.known:
             self.remove(path)
-            node = self.tree.node_at(list(path), len(path))
-        node.ghost, node.present = not present, present
-        if present:
-            self.tree.count(node, 1)
-            self.tree.shift(node, -node.below)  # what falls back on the node no longer falls further
-        self.known[path] = node
+        self.policy.plan(path, len(path), "tail", -1)
+        if not present:
+            self.policy.unplan(path[-1])
+        self.known.add(path)
 
     def remove(self, path: Path) -> None:
-        node = self.known.pop(path)
-        if node.present:
-            self.tree.count(node, -1)
-            self.tree.shift(node, node.below)
-        node.present = node.ghost = False
-        self.tree.prune(node)
+        self.policy.insert([0])
+        self.policy.name(0, path[-1], lambda: path)
+        self.policy.remove([0], remember=False)
+        self.known.remove(path)
 
     def check(self, probes: Iterable[Path]) -> None:
-        self.tree.check_integrity()
-        assert {node.key for node in self.tree.nodes() if node.known} == {path[-1] for path in self.known}
+        self.policy.check_integrity([])
+        assert self.policy._nodes.keys() == {path[-1] for path in self.known}
         for path in probes:
             for stop in range(len(path) + 1):
-                wanted = max(
-                    (len(p) for p in self.known if p == path[: len(p)] and len(p) <= stop), default=0
-                )
-                found = self.tree.find(list(path), stop)
-                assert found.depth == wanted
-                assert wanted == 0 or found is self.known[path[:wanted]]
+                wanted = [p for p in self.known if p == path[: len(p)] and len(p) <= stop]
+                found = self.policy._deepest_known(path, stop)
+                assert (found.depth, found.key) == max(((len(p), p[-1]) for p in wanted), default=(0, 0))
 
 
 def hashed(parts: Sequence[int]) -> Path:
@@ -90,7 +82,7 @@ def test_a_path_is_split_at_every_depth_in_every_order() -> None:
         for path in sorted(plain.known, key=lambda path: path[-1] % 7):
             plain.remove(path)
             plain.check([long, *forks])
-        assert plain.tree.num_edge_keys == 0
+        assert plain.policy._num_edge_keys == 0
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(1, 2), min_size=1, max_size=7), st.sampled_from("apr"))))

@@ -6,7 +6,7 @@ prefix_tree, leaf_order              the index: blocks, states at their ends, gh
 kv_block_allocator, state_slots      who owns a block or a slot, the free lists, who is evicted next
 memory, borrowing                    both pools as units of one memory, whose sides may change
 checkpoint_plan, checkpoints         which boundaries a step stores, and the slots reserved for them
-eviction, value_eviction, state_tree policies: the interface with LRU, and the default one with its scores
+eviction, value_eviction, use_rates  policies: the interface with LRU, and the default one with its scores
 tier                                 copies of states in host memory and in files
 hashing, reasons, pool_stats         chained hashes with their salt; why tokens are computed; counts
 

@@ -2,10 +2,12 @@
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 
 from .eviction import EvictionPolicy
-from .state_tree import StateNode, StateTree
+from .use_rates import AGE_BOUNDS, NUM_BUCKETS, UseRates
 
 _FRONTIER, _FORK, _SUPERSEDED, _ABANDONED = 0, 5, 11, 14  # first number of each kind of class
 _CHUNK_END = _SUPERSEDED + 2
@@ -22,89 +24,94 @@ _REFRESH_REQUESTS = 64  # requests from one computation of the rates to the next
 _MOST_KEYS_A_GHOST = 32
 _UNNAMED = 1 << 80  # a state that its host has not named yet is the last to go
 
-Entry = tuple[int, int, int, StateNode]
-AGE_BOUNDS = (
-    0, 1, 2, 3,
-    *(bound for exponent in range(2, 14) for bound in (2**exponent, 3 * 2 ** (exponent - 1))),
-)  # fmt: skip
-"""Ages, in numbers of requests, at which the buckets begin; the last bucket has no end."""
-NUM_BUCKETS = len(AGE_BOUNDS)
-_WIDTHS = tuple(
-    stop - start for start, stop in zip(AGE_BOUNDS, (*AGE_BOUNDS[1:], 2 * AGE_BOUNDS[-1]), strict=True)
-)
-_BUCKETS = tuple(zip(AGE_BOUNDS, _WIDTHS, strict=True))
-UNIT = 1 << 40
-"""Rates are integers in units of 1 / UNIT uses a request, so that sums of rates are exact on every rank."""
+Entry = tuple[int, int, int, "StateNode"]
 
 
-class UseRates:
-    """For each class of states and each bucket of ages the best rate of use per request of waiting.
+@dataclass(slots=True, eq=False)
+class StateNode:
+    """A prefix whose state is present (cached, or planned), or a ghost: gone, and its demand still counts.
 
-    The hazard of a bucket is uses / requests waited, over all states of the class that were ever in the
-    bucket. The rate of a state is its Gittins index: the maximum, over how long one is willing to wait, of
-    P(use within the wait) / E(requests until the use or the end of the wait). (J. C. Gittins, Bandit
-    Processes and Dynamic Allocation Indices, 1979.) So a class whose uses come late is not given up early.
-
-    What is expected before anything is learned counts like the uses of a few states.
+    Attributes:
+        key: the hash of the prefix.
+        depth: its blocks.
+        edge: the hashes from the parent's depth (exclusive) on; the last one is `key`.
+        parent: the longest shorter prefix that is known; None for a state without a hash, and for the root:
+            the empty prefix, which is always present.
+        children: first hash of an edge -> the nodes that continue this one with such an edge.
+        rate: how often the state is expected to be used, an integer.
+        below: the rates of all ghosts that fall back on this place: those below, as far as no state that is
+            present lies between.
     """
 
-    def __init__(self, prior_weights: Sequence[float], prior_states: float = 2.0) -> None:
-        self._priors = [
-            [(prior_states * width * weight / (start + 2), prior_states * width) for start, width in _BUCKETS]
-            for weight in prior_weights
-        ]
-        self.clear()
+    key: int
+    depth: int
+    edge: list[int]
+    present: bool = False
+    parent: "StateNode | None" = None
+    children: dict[int, list["StateNode"]] = field(default_factory=dict)
+    rate: int = 0
+    below: int = 0
+    slot: int = -1
+    kind: int = 0
+    taken_as: str = ""
+    turn: int = 1
+    num_uses: int = 0
+    fork: bool = False
+    superseded: bool = False
+    frozen: bool = False
+    abandoned: bool = False
+    entered: int = 0
+    bucket: int = 0
+    due: int = -1
+    serial: int = 0
+    entry: Entry | None = None
 
-    def clear(self) -> None:
-        """Forget what was learned."""
-        self._uses = [[uses for uses, _ in prior] for prior in self._priors]
-        self._waits = [[waited for _, waited in prior] for prior in self._priors]
-        self._table = [[0] * NUM_BUCKETS for _ in self._priors]
-        self.refresh()
+    @property
+    def demand(self) -> int:
+        """What this node adds to `below` of the nodes above it."""
+        return 0 if self.present else self.below + self.rate
 
-    def note_use(self, kind: int, bucket: int) -> None:
-        self._uses[kind][bucket] += 1
+    @property
+    def continued(self) -> "Iterator[StateNode]":
+        """The children, one by one."""
+        return chain.from_iterable(self.children.values())
 
-    def note_wait(self, kind: int, bucket: int, num_requests: int) -> None:
-        self._waits[kind][bucket] += num_requests
+    def attach(self, child: "StateNode") -> None:
+        self.children.setdefault(child.edge[0], []).append(child)
+        child.parent = self
 
-    def rate(self, kind: int, bucket: int) -> int:
-        return self._table[kind][bucket]
+    def detach(self, child: "StateNode") -> None:
+        siblings = self.children[child.edge[0]]
+        siblings.remove(child)
+        if not siblings:
+            del self.children[child.edge[0]]
+        child.parent = None
 
-    def refresh(self) -> None:
-        """Compute all rates anew; O(classes x buckets^2)."""
-        for uses, waits, row in zip(self._uses, self._waits, self._table, strict=True):
-            spans = [
-                (use / wait, width / (1 + use / wait * width))
-                for use, wait, width in zip(uses, waits, _WIDTHS, strict=True)
-            ]
-            for bucket in range(NUM_BUCKETS):
-                row[bucket] = int(UNIT * _gittins(spans[bucket:]))
+    def present_above(self) -> "StateNode":
+        """The next shallower state that is present."""
+        above = self.parent
+        while above is not None and not above.present:
+            above = above.parent
+        assert above is not None
+        return above
 
-
-def _gittins(spans: Sequence[tuple[float, float]]) -> float:
-    """The maximum of P / E over all horizons; `spans`: (hazard, expected wait) of each bucket from now on."""
-    best = used = waited = 0.0
-    alive = 1.0
-    for hazard, wait in spans:
-        used += alive * hazard * wait
-        waited += alive * wait
-        if used > best * waited:
-            best = used / waited
-        alive *= 1 - hazard * wait
-        if alive < 1e-3:
-            break
-    return best
+    def present_below(self) -> "Iterator[StateNode]":
+        """The present nodes below, as far as no other present one lies between."""
+        stack = list(self.continued)
+        while stack:
+            node = stack.pop()
+            if node.present:
+                yield node
+            else:
+                stack.extend(node.continued)
 
 
+@dataclass(slots=True)
 class _Request:
     """A request that runs: its deepest state, and its turn."""
 
-    __slots__ = ("deepest", "turn")
-
-    def __init__(self, deepest: StateNode, turn: int) -> None:
-        self.deepest = deepest
-        self.turn = turn
+    deepest: StateNode
+    turn: int
 
 
 class ValueEviction(EvictionPolicy):
@@ -141,7 +148,8 @@ class ValueEviction(EvictionPolicy):
 
     def clear(self) -> None:
         """Forget all states, ghosts and requests. What was learned of rates stays."""
-        self._tree = StateTree()
+        self._root = StateNode(0, 0, [], present=True)
+        self._num_edge_keys = 0
         self._now = 0
         self._sees_requests = False
         self._serial = 0
@@ -162,7 +170,7 @@ class ValueEviction(EvictionPolicy):
         self._sees_requests = True
         if not again:
             self._tick()
-        node = self._tree.find(keys, stop)
+        node = self._deepest_known(keys, stop)
         turn = 1
         if node.parent is not None:
             if not again:
@@ -192,7 +200,7 @@ class ValueEviction(EvictionPolicy):
         self._now = now = self._now + 1
         for node in self._calendar.pop(now, ()):
             if node.due == now and node.parent is not None:
-                self._flush(node)
+                self._count_wait(node)
                 node.bucket += 1
                 self._schedule(node, now)
                 self._rerate(node)
@@ -206,26 +214,26 @@ class ValueEviction(EvictionPolicy):
         del sweep[-_RESCORED_A_REQUEST:]
 
     def _note_use(self, node: StateNode, *, is_fork: bool) -> None:
-        self._rates.note_use(node.kind, node.bucket)
-        self._flush(node)
+        self._rates.uses[node.kind][node.bucket] += 1
+        self._count_wait(node)
         node.num_uses += 1
         node.abandoned = False
         if is_fork:
             node.fork, node.superseded, node.frozen = True, False, False
-        if node.ghost:
+        if not node.present:
             self._ghosts.move_to_end(node.key)
         self._reclass(node)
 
     def _note_abandoned(self, node: StateNode) -> None:
         """A request branches off at `node`, a place of one session, which abandons the states below."""
-        places = list(node.children.values())
+        places = list(node.continued)
         for below in places:
             if len(places) > _MOST_ABANDONED or below.num_uses > _MOST_ABANDONED_USES or below.frozen:
                 continue
-            places.extend(below.children.values())
-            if below.known and not below.abandoned:
+            places.extend(below.continued)
+            if not below.abandoned:
                 below.abandoned = True
-                self._flush(below)
+                self._count_wait(below)
                 self._reclass(below)
 
     # ---- states
@@ -236,8 +244,7 @@ class ValueEviction(EvictionPolicy):
         if node is not None and node.present:
             return
         if node is None:
-            node = self._tree.node_at(keys, depth)
-            self._nodes[node.key] = node
+            node = self._enter(keys, depth)
             node.taken_as = taken_as
         running = self._requests.get(request)
         if running is not None:
@@ -261,7 +268,7 @@ class ValueEviction(EvictionPolicy):
         if former is not node and node.depth >= former.depth:
             if former.parent is not None and not former.fork and not former.superseded:
                 former.superseded, former.frozen = True, False
-                self._flush(former)
+                self._count_wait(former)
                 self._reclass(former)
             request.deepest = node
         node.frozen = not node.fork
@@ -285,8 +292,8 @@ class ValueEviction(EvictionPolicy):
         if not self._sees_requests:
             self._tick()
         for slot in slots:
-            self._slots[slot] = node = StateNode(0, 1, [])
-            node.slot, node.present, node.rate = slot, True, _UNNAMED
+            self._slots[slot] = node = StateNode(0, 1, [], present=True)
+            node.slot, node.rate = slot, _UNNAMED
             self._new_serial(node)
             self._push(node)
 
@@ -345,61 +352,93 @@ class ValueEviction(EvictionPolicy):
         assert all(node.slot == slot for slot, node in self._slots.items()), "a state is in another slot"
         offered = {id(entry) for entry in self._heap}
         assert all(id(node.entry) in offered for node in self._slots.values()), "a state is not offered"
-        self._tree.check_integrity()
-        known = {node.key: node for node in self._tree.nodes() if node.known}
-        assert known == self._nodes, "a known state is not in the tree"
-        assert {key for key, node in known.items() if node.ghost} == set(self._ghosts), "a ghost is lost"
-        planned = {key: node for key, node in known.items() if node.present and node.slot < 0}
+        nodes = [self._root, *self._nodes.values()]
+        for node in nodes:
+            children = list(node.continued)
+            assert node.below == sum(child.demand for child in children), "the demand of ghosts is off"
+            for child in children:
+                assert child.parent is node, "a node is below another parent"
+                assert self._nodes.get(child.key) is child, "a node in the tree is not known"
+                assert child.depth == node.depth + len(child.edge), "an edge is too long"
+                assert child.edge[-1] == child.key, "an edge leads to another prefix"
+        assert sum(len(list(node.continued)) for node in nodes) == len(self._nodes), "a node is in no tree"
+        assert sum(len(node.edge) for node in nodes) == self._num_edge_keys, "the count of edges is off"
+        ghosts = {key for key, node in self._nodes.items() if not node.present}
+        assert ghosts == self._ghosts.keys(), "a ghost is lost"
+        planned = {key: node for key, node in self._nodes.items() if node.present and node.slot < 0}
         assert planned == self._planned, "a planned state is lost"
 
-    # ---- presence
+    # ---- which states lie on the way to which
+
+    def _deepest_known(self, keys: Sequence[int], stop: int) -> StateNode:
+        """The deepest known node on the way of `keys[:stop]`; the root where there is none."""
+        known = (self._nodes[key] for key in self._nodes.keys() & keys[:stop])
+        on_the_way = (node for node in known if node.depth <= stop and keys[node.depth - 1] == node.key)
+        return max(on_the_way, key=lambda node: node.depth, default=self._root)
+
+    def _enter(self, keys: Sequence[int], depth: int) -> StateNode:
+        """A new node at the end of `keys[:depth]`, between the nodes above and below."""
+        parent = self._deepest_known(keys, depth - 1)
+        node = StateNode(keys[depth - 1], depth, list(keys[parent.depth : depth]))
+        length = len(node.edge)
+        siblings = parent.children.get(node.edge[0], ())
+        below = [each for each in siblings if each.depth > depth and each.edge[length - 1] == node.key]
+        for child in below:
+            parent.detach(child)
+            child.edge = child.edge[length:]
+            node.attach(child)
+            node.below += child.demand
+        parent.attach(node)
+        self._num_edge_keys += length * (1 - len(below))
+        self._nodes[node.key] = node
+        return node
+
+    def _forget(self, ghost: StateNode) -> None:
+        """Forget a ghost; what is below continues the node above."""
+        del self._ghosts[ghost.key], self._nodes[ghost.key]
+        self._shift(ghost, -ghost.rate)
+        self._count_wait(ghost)
+        ghost.due = -1
+        parent, below = ghost.parent, list(ghost.continued)
+        assert parent is not None
+        parent.detach(ghost)
+        for child in below:
+            child.edge = ghost.edge + child.edge
+            parent.attach(child)
+        self._num_edge_keys -= len(ghost.edge) * (1 - len(below))
+
+    def _shift(self, node: StateNode, change: int) -> None:
+        """Add `change` to what falls back on the nodes above, up to one that is present."""
+        above = node.parent
+        while change and above is not None:
+            above.below += change
+            if above.present:
+                if above.parent is not None:
+                    self._push(above)
+                return
+            above = above.parent
 
     def _appear(self, node: StateNode) -> None:
         """The node's state is cached, or planned, from now on."""
-        tree = self._tree
-        if node.ghost:
-            del self._ghosts[node.key]
-        change = -node.demand
-        node.ghost, node.present = False, True
-        tree.count(node, 1)
-        if change:
-            self._push_present(tree.shift(node, change))
-        for below in tree.next_present(node):
+        self._ghosts.pop(node.key, None)
+        self._shift(node, -node.demand)
+        node.present = True
+        for below in node.present_below():
             self._push(below)
 
     def _vanish(self, node: StateNode, remember: bool) -> None:
         """The node's state is gone."""
-        tree = self._tree
         node.entry = None
-        node.present, node.ghost = False, remember
-        tree.count(node, -1)
+        node.present = False
+        self._shift(node, node.demand)
+        self._ghosts[node.key] = node
         if not remember:
             self._forget(node)
-            return
-        self._ghosts[node.key] = node
-        self._push_present(tree.shift(node, node.demand))
-        while len(self._ghosts) > self._max_ghosts or self._forgets_for_room:
-            _, oldest = self._ghosts.popitem(last=False)
-            oldest.ghost = False
-            if oldest.rate:
-                self._push_present(tree.shift(oldest, -oldest.rate))
-            self._drop(oldest)
-
-    @property
-    def _forgets_for_room(self) -> bool:
-        """Whether the hashes on the ways to ghosts of long prefixes take too much of the host's memory."""
-        return self._tree.num_edge_keys > _MOST_KEYS_A_GHOST * self._max_ghosts and len(self._ghosts) > 1
-
-    def _forget(self, node: StateNode) -> None:
-        if node.below:
-            self._push_present(self._tree.shift(node, node.below))
-        self._drop(node)
-
-    def _drop(self, node: StateNode) -> None:
-        self._flush(node)
-        del self._nodes[node.key]
-        node.due = -1
-        self._tree.prune(node)
+        while len(self._ghosts) > self._max_ghosts or (
+            # The hashes on the ways to ghosts of long prefixes take the host's memory, too.
+            self._num_edge_keys > _MOST_KEYS_A_GHOST * self._max_ghosts and len(self._ghosts) > 1
+        ):
+            self._forget(next(iter(self._ghosts.values())))
 
     # ---- classes and rates
 
@@ -427,20 +466,20 @@ class ValueEviction(EvictionPolicy):
             node.due = now + AGE_BOUNDS[node.bucket + 1] - AGE_BOUNDS[node.bucket]
             self._calendar.setdefault(node.due, []).append(node)
 
-    def _flush(self, node: StateNode) -> None:
-        """Count how long the node was in its bucket."""
+    def _count_wait(self, node: StateNode) -> None:
+        """Count how many requests the node has waited in its bucket."""
         if not node.frozen:
-            self._rates.note_wait(node.kind, node.bucket, self._now - node.entered)
+            self._rates.waits[node.kind][node.bucket] += self._now - node.entered
         node.entered = self._now
 
     def _rerate(self, node: StateNode) -> None:
-        rate = self._rates.rate(node.kind, node.bucket)
+        rate = self._rates.rates[node.kind][node.bucket]
         change = rate - node.rate
         node.rate = rate
         if node.present:
             self._push(node)
-        elif node.ghost and change:
-            self._push_present(self._tree.shift(node, change))
+        else:
+            self._shift(node, change)
 
     # ---- the order
 
@@ -452,10 +491,10 @@ class ValueEviction(EvictionPolicy):
         """
         if node.parent is None:
             return node.rate
-        above = self._tree.present_above(node)
+        above = node.present_above()
         if node.slot < 0:
             while above.parent is not None and above.superseded and not above.fork:
-                above = self._tree.present_above(above)
+                above = above.present_above()
         blocks = node.depth - above.depth
         if node.kind == _CHUNK_END:
             return blocks * node.rate // 2
@@ -465,15 +504,11 @@ class ValueEviction(EvictionPolicy):
         self._serial += 1
         node.serial = self._serial
 
-    def _push_present(self, node: StateNode) -> None:
-        if node.parent is not None:
-            self._push(node)
-
     def _push(self, node: StateNode) -> None:
         self._num_pushed += 1
         entry = (self.value(node), node.serial, self._num_pushed, node)
         former = node.entry
-        if former is not None and former[:2] == entry[:2]:  # type: ignore[index]
+        if former is not None and former[:2] == entry[:2]:
             return
         node.entry = entry
         heapq.heappush(self._heap, entry)

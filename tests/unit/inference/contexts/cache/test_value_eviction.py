@@ -153,7 +153,7 @@ def brute_value(policy, node):
     rate = node.rate
     for ghost in nodes:
         way = path_of(ghost)
-        if ghost.ghost and ghost.depth > node.depth and way[: node.depth] == path:
+        if not ghost.present and ghost.depth > node.depth and way[: node.depth] == path:
             between = [n for n in nodes if n.present and node.depth < n.depth < ghost.depth]
             if not any(way[: n.depth] == path_of(n) for n in between):
                 rate += ghost.rate
@@ -267,6 +267,6 @@ def test_long_prefixes_that_are_gone_take_bounded_memory():
     for number in range(100):
         one_request(policy, 0, list(range(1 + 1000 * number, 501 + 1000 * number)))
         policy.remove([0])
-        assert policy._tree.num_edge_keys <= 32 * 64 + 500
+        assert policy._num_edge_keys <= 32 * 64 + 500
         policy.check_integrity([])
     assert len(policy._ghosts) == 4

@@ -1,0 +1,71 @@
+"""How soon requests come back to a state of each class, learned from the requests so far."""
+
+from collections.abc import Sequence
+
+AGE_BOUNDS = (
+    0, 1, 2, 3,
+    *(bound for exponent in range(2, 14) for bound in (2**exponent, 3 * 2 ** (exponent - 1))),
+)  # fmt: skip
+"""Ages, in numbers of requests, at which the buckets begin; the last bucket has no end."""
+NUM_BUCKETS = len(AGE_BOUNDS)
+_WIDTHS = tuple(
+    stop - start for start, stop in zip(AGE_BOUNDS, (*AGE_BOUNDS[1:], 2 * AGE_BOUNDS[-1]), strict=True)
+)
+_BUCKETS = tuple(zip(AGE_BOUNDS, _WIDTHS, strict=True))
+UNIT = 1 << 40
+"""Rates are integers in units of 1 / UNIT uses a request, so that sums of rates are exact on every rank."""
+
+
+class UseRates:
+    """For each class of states and each bucket of ages the best rate of use per request of waiting.
+
+    The hazard of a bucket is uses / requests waited, over all states of the class that were ever in the
+    bucket. The rate of a state is its Gittins index: the maximum, over how long one is willing to wait, of
+    P(use within the wait) / E(requests until the use or the end of the wait). (J. C. Gittins, Bandit
+    Processes and Dynamic Allocation Indices, 1979.) So a class whose uses come late is not given up early.
+
+    What is expected before anything is learned counts like the uses of a few states.
+
+    Attributes:
+        uses, waits, rates: for each class and bucket the uses, the requests waited, and the rate at the last
+            `refresh`.
+    """
+
+    def __init__(self, prior_weights: Sequence[float], prior_states: float = 2.0) -> None:
+        self._priors = [
+            [(prior_states * width * weight / (start + 2), prior_states * width) for start, width in _BUCKETS]
+            for weight in prior_weights
+        ]
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was learned."""
+        self.uses = [[uses for uses, _ in prior] for prior in self._priors]
+        self.waits = [[waited for _, waited in prior] for prior in self._priors]
+        self.rates = [[0] * NUM_BUCKETS for _ in self._priors]
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Compute all rates anew; O(classes x buckets^2)."""
+        for uses, waits, row in zip(self.uses, self.waits, self.rates, strict=True):
+            spans = [
+                (use / wait, width / (1 + use / wait * width))
+                for use, wait, width in zip(uses, waits, _WIDTHS, strict=True)
+            ]
+            for bucket in range(NUM_BUCKETS):
+                row[bucket] = int(UNIT * _gittins(spans[bucket:]))
+
+
+def _gittins(spans: Sequence[tuple[float, float]]) -> float:
+    """The maximum of P / E over all horizons; `spans`: (hazard, expected wait) of each bucket from now on."""
+    best = used = waited = 0.0
+    alive = 1.0
+    for hazard, wait in spans:
+        used += alive * hazard * wait
+        waited += alive * wait
+        if used > best * waited:
+            best = used / waited
+        alive *= 1 - hazard * wait
+        if alive < 1e-3:
+            break
+    return best
