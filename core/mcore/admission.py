@@ -88,7 +88,9 @@ def compute_spans(context: Any, record: HostRecord, request: Any, skipped: int) 
         return (Span(0, length, "disabled"),)
     kv_blocks = context.kv_block_allocator.kv_hash_to_block_id
     matched = next((d for d, key in enumerate(keys) if key not in kv_blocks), len(keys))
-    seen = next((d for d in range(matched, len(keys)) if keys[d] not in record.kv_ghosts), len(keys))
+    seen = next(
+        (d for d in range(matched, len(keys)) if not record.kv_ghosts.has(keys[d], "block")), len(keys)
+    )
     depth = skipped // size
     return reasons.compute_spans(
         keys,
@@ -98,7 +100,7 @@ def compute_spans(context: Any, record: HostRecord, request: Any, skipped: int) 
         num_seen=seen,
         num_tokens=length,
         block_size_tokens=size,
-        state_ghosts=allocator.slots.tree.state_ghosts,
+        ghosts=allocator.slots.tree.ghosts,
     )
 
 

@@ -217,9 +217,7 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
         super().on_kv_blocks_deregistered(block_ids_list, hashes_to_delete)
-        ghosts = record_of(self.context).kv_ghosts
-        for key in hashes_to_delete:
-            ghosts.add(key, "evicted")
+        record_of(self.context).kv_ghosts.add_all(hashes_to_delete, "block")
 
     # ---- lifetime
 

@@ -57,7 +57,7 @@ class MambaSlotAllocator:
         intermediate_conv_out, intermediate_ssm_out [layers, max_intermediate_count, ...]: scratch that
         kernels without source/destination indices write.
         slots: which slots are free, reserved, committed or pinned, and which is evicted next; its `counts`,
-            `pins` and `num_available`, and `slots.tree.state_ghosts`, why states are gone.
+            `pins` and `num_available`, and `slots.tree.ghosts`, why states are gone.
         intermediate: plans and commits for hosts whose kernels write states to scratch.
     """
 

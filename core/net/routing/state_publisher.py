@@ -1,14 +1,67 @@
 """The messages of a replica about its resumable states."""
 
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ...inference.contexts.cache.tier import DirtyStates
+from ...inference.contexts.cache.prefix_tree import PrefixTree
 from ...validation import shown
 from .state_events import StateEvents
 
 TAKES_BETWEEN_RESYNCS = 4096
 """A safety net: at a take every 30 ms, one comparison with the whole cache in two minutes."""
+_SMALLEST_DIRTY_SET = 64
+
+
+class DirtyStates:
+    """Dirty set: the hashes whose states were added or removed since the last `clear`.
+
+    The tree notes a hash before it changes, so that an interrupted change is noted, too; a noted hash may be
+    unchanged. A reader of a full set looks at all states.
+
+    Attributes:
+        keys: the noted hashes, in order.
+        is_full: whether hashes were dropped.
+        num_clears: how often the cache has forgotten all states at once.
+    """
+
+    def __init__(self, tree: PrefixTree, most_keys: int) -> None:
+        """Watches the tree until `close`."""
+        self._tree = tree
+        self._limit = max(most_keys, _SMALLEST_DIRTY_SET)
+        self.keys: dict[int, None] = {}
+        self.is_full = False
+        self.num_clears = 0
+        tree.watchers.append(self._note)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._tree.watchers.remove(self._note)
+
+    def clear(self) -> None:
+        """Forget what is noted."""
+        self.keys.clear()
+        self.is_full = False
+
+    def is_resumable(self, key: int) -> bool:
+        """Whether the cache, or its tier, has the state under this hash now."""
+        return key in self._tree.hash_to_block_id or key in self._tree.copies
+
+    def resumable(self) -> Iterator[int]:
+        """The hashes of all states that the cache and its tier have now, each once; O(states)."""
+        states = self._tree.hash_to_block_id
+        yield from states
+        yield from (key for key in self._tree.copies if key not in states)
+
+    def _note(self, keys: Iterable[int] | None) -> None:
+        if keys is None:
+            self.num_clears += 1
+            self.is_full = True
+        elif not self.is_full:
+            self.keys.update(dict.fromkeys(keys))
+        if self.is_full or len(self.keys) > self._limit:
+            self.is_full = True  # first: the next statement drops the hashes
+            self.keys.clear()
 
 
 class StatePublisher:
@@ -42,7 +95,8 @@ class StatePublisher:
         self.replica = StateEvents(replica, 0, 0).replica if isinstance(replica, str) else ""
         if not self.replica:
             raise ValueError(f"replica is {shown(replica)}; accepted: a str that is not empty")
-        self._journal = DirtyStates(cache.slots.tree, cache.tier, cache.slots.num_slots)
+        num_copies = cache.tier.host.num_slots + cache.tier.files.num_slots if cache.tier is not None else 0
+        self._journal = DirtyStates(cache.tree, cache.slots.num_slots + num_copies)
         self._num_clears = -1  # of the last published epoch
         self._epoch = 0
         self._sequence = -1

@@ -80,18 +80,14 @@ class MatchBasis:
     """What a match was asked for, and when it was right; `PrefixMatcher` writes it, and judges by it.
 
     `last_key` is the hash of the last whole block; `num_held` counts the path's registered blocks, -1 where
-    nothing was looked up; `num_lost` leading blocks end at the deepest ghost of a state. The last three are
-    the tree's clock, the family's last change, and the lapses of ghosts at that time.
+    nothing was looked up; `clock` is the tree's clock at that time.
     """
 
     num_tokens: int = -1
     last_key: int = 0
     num_held: int = -1
     max_resume_tokens: int | None = None
-    num_lost: int = 0
     clock: int = -1
-    family_change: int = -1
-    num_lapses: int = -1
 
 
 @dataclass(frozen=True)
@@ -122,19 +118,11 @@ class PrefixMatch:
 class PrefixMatcher:
     """Matches hash chains with the tree, which they do not change.
 
-    An earlier match of the same sequence is judged by these rules, each of which costs O(1):
-
-        blocks  Only leaves are removed. So all matched blocks stand if the last one stands: it is
-                registered, and was registered before the match. A block that was evicted and came back
-                was registered later. More blocks match only if the hash after the last one is registered.
-        states  The known state is there if its block still has its slot. A deeper one can only have come
-                where the tree noted a change in the prefix's family, or after the known blocks.
-        ghosts  The sequence follows a known path further only if the hash after that path is a ghost now.
-                Ghosts of states come and go with changes in the family. All other ghosts that go are counted
-                as lapses.
-
-    What does not stand any more is looked up again, from the deepest block that stands. Tokens are compared
-    wherever blocks are matched; ghosts are known by their 63-bit hashes alone.
+    An earlier match of the same sequence is right as long as the tree's clock stands still: O(1). Afterwards
+    its blocks are not looked up again as far as they stand. Only leaves are removed: all matched blocks stand
+    if the last one is registered, and was before the match. A block that was evicted and came back was
+    registered later. Tokens are compared wherever blocks are matched; ghosts are known by their 63-bit hashes
+    alone.
     """
 
     def __init__(self, tree: PrefixTree, block_size_tokens: int) -> None:
@@ -151,13 +139,42 @@ class PrefixMatcher:
         known: PrefixMatch | None,
     ) -> PrefixMatch:
         """See `PrefixCache.match`; `num_held` of `path_blocks` are registered, states within do not count."""
-        if known is None or not self._fits(known.basis, chain, num_tokens, num_held, max_resume_tokens):
-            blocks = tuple(path_blocks[:num_held])
-            basis = MatchBasis(0, 0, num_held, max_resume_tokens, clock=self._tree.clock)
-            known = PrefixMatch(blocks, 0, -1, 0, (), basis)
-        elif self._is_right(known, chain.keys, num_tokens):
+        tree, ghosts, keys, size = self._tree, self._tree.ghosts, chain.keys, self._size
+        blocks = tuple(path_blocks[:num_held])
+        if known is not None and self._fits(known.basis, chain, num_tokens, num_held, max_resume_tokens):
+            if known.basis.clock == tree.clock and known.basis.num_tokens == num_tokens:
+                return known
+            blocks = self._standing(known.blocks, known.basis.clock)
+        whole = num_tokens // size
+        blocks = self._extended(blocks, chain, whole)
+        num_seen = len(blocks)
+        while num_seen < whole and ghosts.has(keys[num_seen], "block"):
+            num_seen += 1
+        limit = num_tokens - 1 if max_resume_tokens is None else max_resume_tokens
+        limited = limit < num_tokens - 1
+        asked = limit // size if limited else whole
+        reachable = min(len(blocks), min(limit, num_tokens - 1) // size)
+        depth = self._deepest_state(blocks, num_held, reachable)
+        spans = compute_spans(
+            keys if len(keys) == asked else keys[:asked],
+            num_resumed=depth,
+            num_reachable=reachable,
+            num_matched=min(len(blocks), asked),
+            num_seen=min(num_seen, asked),
+            num_tokens=asked * size if limited else num_tokens,
+            block_size_tokens=size,
+            ghosts=ghosts,
+        )
+        if limited:
+            spans = (*spans, Span(asked * size, num_tokens, "disabled"))
+        slot = tree.slot_of(blocks[depth - 1]) if depth else -1
+        last_key = keys[whole - 1] if whole else 0
+        basis = MatchBasis(num_tokens, last_key, num_held, max_resume_tokens, tree.clock)
+        match = PrefixMatch(blocks, depth * size, slot, num_seen * size, spans, basis)
+        if known == match and known.basis.num_tokens == num_tokens:
+            known.basis.clock = tree.clock
             return known
-        return self._continued(known, chain, num_tokens)
+        return match
 
     def _fits(
         self, basis: MatchBasis, chain: PrefixHashChain, num_tokens: int, num_held: int, limit: int | None
@@ -167,89 +184,6 @@ class PrefixMatcher:
             return False
         whole = basis.num_tokens // self._size
         return basis.last_key == (chain.keys[whole - 1] if whole else 0)
-
-    def _is_right(self, known: PrefixMatch, keys: Sequence[int], num_tokens: int) -> bool:
-        """Whether nothing has changed that concerns a match of this sequence; O(1)."""
-        tree, basis, blocks, size = self._tree, known.basis, known.blocks, self._size
-        whole, num_blocks, num_seen = num_tokens // size, len(blocks), known.seen_tokens // size
-        if num_tokens != basis.num_tokens or self._num_lapses != basis.num_lapses:
-            return False
-        if num_blocks < whole and keys[num_blocks] in tree.block_of_hash:
-            return False
-        if num_seen < whole and keys[num_seen] in tree.ghosts:
-            return False
-        if not blocks:
-            return True
-        if not tree.stands(blocks[-1], basis.clock):
-            return False
-        depth = known.resume_tokens // size
-        if depth and tree.slot_of(blocks[depth - 1]) != known.resume_slot:
-            return False
-        at_the_end = depth == self._num_reachable(num_blocks, num_tokens, basis)
-        return at_the_end or tree.family_changes[blocks[0]] == basis.family_change
-
-    def _continued(self, known: PrefixMatch, chain: PrefixHashChain, num_tokens: int) -> PrefixMatch:
-        """The match that `known`, of the same sequence or its beginning, has become."""
-        tree, ghosts = self._tree, self._tree.state_ghosts
-        basis, keys, size = known.basis, chain.keys, self._size
-        whole, num_lapses = num_tokens // size, self._num_lapses
-        standing = self._standing(known.blocks, basis.clock)
-        blocks = self._extended(standing, chain, whole)
-        num_blocks = len(blocks)
-        reachable = self._num_reachable(num_blocks, num_tokens, basis)
-        family_change = tree.family_changes[blocks[0]] if blocks else -1
-        quiet = num_lapses == basis.num_lapses and family_change == basis.family_change
-        num_seen = self._num_seen(known, num_blocks, keys, whole, num_lapses == basis.num_lapses)
-
-        depth, slot, lost = known.resume_tokens // size, known.resume_slot, basis.num_lost
-        if depth and (depth > len(standing) or tree.slot_of(blocks[depth - 1]) != slot):
-            depth, quiet = 0, False
-        # Where all is quiet, no state and no ghost of the known part is deeper than the known ones.
-        searched = self._num_reachable(len(standing), basis.num_tokens, basis) if quiet else depth
-        deeper = self._deepest_state(blocks, max(searched, depth, basis.num_held), reachable)
-        if deeper or not quiet or lost > reachable:
-            depth = searched = lost = deeper or depth
-        slot = tree.slot_of(blocks[depth - 1]) if depth else -1
-        searched = max(searched, depth)
-        newly_lost = ghosts.deepest(keys, searched, reachable)
-        lost = newly_lost if newly_lost > searched else max(lost, depth)
-        limit = basis.max_resume_tokens
-        limited = limit is not None and limit < num_tokens - 1
-        asked = limit // size if limit is not None and limited else whole
-        spans = compute_spans(
-            keys if len(keys) == asked else keys[:asked],
-            num_resumed=depth,
-            num_reachable=reachable,
-            num_matched=min(num_blocks, asked),
-            num_seen=min(num_seen, asked),
-            num_tokens=asked * size if limited else num_tokens,
-            block_size_tokens=size,
-            state_ghosts=ghosts,
-            num_lost=lost,
-        )
-        if limited:
-            spans = (*spans, Span(asked * size, num_tokens, "disabled"))
-        last_key = keys[whole - 1] if whole else 0
-        basis = MatchBasis(
-            num_tokens, last_key, basis.num_held, limit, lost, tree.clock, family_change, num_lapses
-        )
-        match = PrefixMatch(blocks, depth * size, slot, num_seen * size, spans, basis)
-        if known.basis.num_tokens == num_tokens and match == known:
-            old = known.basis
-            old.num_lost, old.clock = lost, basis.clock
-            old.family_change, old.num_lapses = family_change, num_lapses
-            return known
-        return match
-
-    def _num_reachable(self, num_blocks: int, num_tokens: int, basis: MatchBasis) -> int:
-        """How many of the leading blocks a sequence of `num_tokens` tokens may resume after."""
-        limit = basis.max_resume_tokens
-        most = num_tokens - 1 if limit is None else min(limit, num_tokens - 1)
-        return min(num_blocks, most // self._size)
-
-    @property
-    def _num_lapses(self) -> int:
-        return self._tree.ghosts.num_lapses + self._tree.state_ghosts.num_lapses
 
     def _standing(self, blocks: tuple[int, ...], clock: int) -> tuple[int, ...]:
         """The leading blocks that were registered at `clock` and still are."""
@@ -278,21 +212,6 @@ class PrefixMatcher:
                 break
             parent, first = window[-1], stop
         return (*blocks, *found) if found else blocks
-
-    def _num_seen(
-        self, known: PrefixMatch, num_blocks: int, keys: Sequence[int], whole: int, no_lapse: bool
-    ) -> int:
-        """How many leading blocks follow a known path: `num_blocks` registered ones, then ghosts."""
-        ghosts, seen = self._tree.ghosts, num_blocks
-        num_known = len(known.blocks) if no_lapse else whole
-        while seen < num_known and keys[seen] in ghosts:
-            seen += 1
-        if seen < num_known:
-            return seen
-        seen = max(seen, known.seen_tokens // self._size) if no_lapse else seen
-        while seen < whole and keys[seen] in ghosts:
-            seen += 1
-        return seen
 
     def _deepest_state(self, blocks: tuple[int, ...], start: int, stop: int) -> int:
         """The largest d in (start, stop] where `blocks[d - 1]` has a state, or 0."""

@@ -1,7 +1,7 @@
 """The index of cached prefixes: registered KV blocks, the states at their ends, and what was evicted."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from .leaf_order import LeafOrder
 from .pool_stats import (
@@ -40,25 +40,21 @@ class PrefixTree:
         hash_to_block_id: prefix hash -> the block whose state is found under it.
         used: slots from which a request resumed since they were committed.
         copies: the hashes of states that have a copy in a tier.
-        ghosts: hashes of evicted blocks.
-        state_ghosts: hashes whose state was evicted, or was not stored for want of a slot.
+        ghosts: what is gone under which hash: blocks, and states that were evicted or not stored for want of
+            a slot.
         leaves: the order in which cached blocks are evicted.
         turnover, state_turnover: how many blocks, and states, entered and were removed, by cause and age.
-        watchers: called before hashes begin or cease to find a state.
-        clock: grows with every registration and every change of a state. It is never set back.
+        watchers: called before hashes begin or cease to find a state, also a copy of it in a tier.
+        clock: grows with every change of a registered block, a state or a ghost. It is never set back.
         serials: for each block the clock at its registration; see `stands`.
-        family_changes: for each block that begins a prefix, the clock at the last change of a state, or of a
-            state's ghost, of any prefix that begins with the block.
     """
 
     def __init__(self, num_blocks: int, hash_of: Callable[[int], int] | None = None) -> None:
         """`hash_of(block)`: the hash in an index of a host's own, whose blocks are not registered here."""
         self.origin = num_blocks
         self.block_of_hash: dict[int, int] = {}
-        self.ghosts = GhostList(2 * num_blocks, self.block_of_hash)
-        self._ghost_parents = GhostList(2 * num_blocks)  # hashes of the blocks before evicted ones
-        self.state_ghosts = GhostList(0)
-        self.copies: Container[int] = ()
+        self.ghosts = GhostList(2 * num_blocks)
+        self.copies: Iterable[int] = ()
         self.slot_by_block: dict[int, int] = {}
         self.hash_to_block_id: dict[int, int] = {}
         self.used: set[int] = set()
@@ -66,13 +62,12 @@ class PrefixTree:
         self._block_by_slot: list[int] = []
         self._key_by_slot: list[int] = []
         self._last_used_ns: OrderedDict[int, int] = OrderedDict()  # of slots with states, LRU first
-        self.watchers: tuple[Watcher, ...] = ()
+        self.watchers: list[Watcher] = []
         self.leaves = LeafOrder([0] * num_blocks, self.holds_state)
         self.turnover = Turnover[KVRemovalCause](KV_REMOVAL_CAUSES)
         self.state_turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES, remembers=True)
         self.clock = 0
         self.serials = [0] * num_blocks
-        self.family_changes = [0] * num_blocks
         self._roots = [0] * num_blocks  # the first block of each registered block's prefix
         self.references = [0] * num_blocks + [1]
         self.parents = [-1] * num_blocks
@@ -85,11 +80,11 @@ class PrefixTree:
         self._host_hash_of = hash_of
 
     def clear(self) -> None:
-        """Forget every block, and the ghosts of blocks; `clear_states` forgets the states."""
+        """Forget every block and ghost; `clear_states` forgets the states."""
         num_blocks, num_registered = self.origin, len(self.block_of_hash)
         self.block_of_hash.clear()
         self.ghosts.clear()
-        self._ghost_parents.clear()
+        self.clock += 1
         self.parents[:] = [-1] * num_blocks
         self.num_children[:] = [0] * (num_blocks + 1)
         self.num_held_children[:] = [0] * (num_blocks + 1)
@@ -137,7 +132,7 @@ class PrefixTree:
     def was_continued(self, key: int) -> bool:
         """Whether a registered block continues the prefix with this hash, or one did that was evicted."""
         block = self.block_of_hash.get(key, -1)
-        return (block >= 0 and self.num_children[block] > 0) or key in self._ghost_parents
+        return (block >= 0 and self.num_children[block] > 0) or self.ghosts.has(key, "continuation")
 
     def match(self, parent: Parent, hashes: Sequence[int], tokens: Sequence[bytes]) -> list[int]:
         """The registered blocks that continue `parent`, up to the first unknown one; token ids count."""
@@ -275,10 +270,11 @@ class PrefixTree:
         hashes = [own_hashes[block] for block in blocks]
         for key in hashes:
             del block_of_hash[key]
-        self.ghosts.add_all(hashes, "evicted")
+        self.ghosts.add_all(hashes, "block")
         before = {parents[block] for block in blocks}
         before.discard(self.origin)
-        self._ghost_parents.add_all([own_hashes[block] for block in before], "evicted")
+        self.ghosts.add_all([own_hashes[block] for block in before], "continuation")
+        self.clock += 1
         for block in blocks:
             parents[block] = -1
         self.turnover.by_cause[cause] += len(hashes)
@@ -289,10 +285,10 @@ class PrefixTree:
     # ---- states
 
     def add_slots(self, num_slots: int, num_ghosts: int) -> None:
-        """States are in slots 0 .. num_slots - 1; so many ghosts of states are remembered."""
+        """States are in slots 0 .. num_slots - 1; at least so many ghosts are remembered."""
         self._block_by_slot = [-1] * num_slots
         self._key_by_slot = [0] * num_slots
-        self.state_ghosts.capacity = num_ghosts
+        self.ghosts.capacity = max(self.ghosts.capacity, num_ghosts)
 
     def slot_of(self, block: int) -> int:
         """The slot of the block's state, or -1."""
@@ -342,8 +338,8 @@ class PrefixTree:
                 if former and former != key:
                     del block_named[former]
                 key_by_slot[slot] = key
-        if self.state_ghosts.discard_all(keys):
-            self._note_states_changed(blocks)
+        self.ghosts.discard_states(keys)
+        self.clock += 1
 
     def note_state_used(self, slot: int, now_ns: int) -> None:
         """A request resumed from this slot."""
@@ -355,12 +351,13 @@ class PrefixTree:
         """No slot was available for the states under these prefix hashes."""
         if keys:
             self.state_turnover.num_refused += len(keys)
-            self.state_ghosts.add_all(keys, "capacity")
-            self._note_states_changed(self._registered(keys))
+            self.ghosts.add_all(keys, "refused state")
+            self.clock += 1
 
     def note_copies_lost(self, keys: Iterable[int]) -> None:
         """The tier has no copy under these hashes any more."""
-        self.leaves.note_states_changed(self._registered(keys))
+        block_of_hash = self.block_of_hash
+        self.leaves.note_states_changed([block_of_hash[key] for key in keys if key in block_of_hash])
 
     def remove_states(self, blocks: Sequence[int], cause: StateRemovalCause, now_ns: int) -> list[int]:
         """Forget the states of these blocks, as far as they have one; returns the slots of these states."""
@@ -371,7 +368,7 @@ class PrefixTree:
         for watcher in self.watchers:
             watcher(keys)
         if cause in ("new_state", "live_state"):
-            self.state_ghosts.add_all(keys, "evicted")
+            self.ghosts.add_all(keys, "state")
         for key in keys:  # the hash goes first, because it is what makes a state findable
             block_named.pop(key, None)
         for block in removed:
@@ -389,7 +386,7 @@ class PrefixTree:
         return slots
 
     def clear_states(self) -> None:
-        """Forget every state, and the ghosts of states."""
+        """Forget every state and ghost."""
         for watcher in self.watchers:
             watcher(None)
         num_removed = len(self.slot_by_block)
@@ -397,23 +394,14 @@ class PrefixTree:
         self.slot_by_block.clear()
         self._last_used_ns.clear()
         self.used.clear()
-        self.state_ghosts.clear()
+        self.ghosts.clear()
+        self.clock += 1
         self.state_turnover.by_cause["reset"] += num_removed
 
     def _note_states_changed(self, blocks: Iterable[int]) -> None:
-        """Note that a state of these blocks, or the ghost of one, was added or removed."""
-        self.clock = clock = self.clock + 1
-        if self.block_of_hash:  # only registered blocks are matched
-            changes, roots, parents = self.family_changes, self._roots, self.parents
-            for block in blocks:
-                if parents[block] >= 0:
-                    changes[roots[block]] = clock
-            self.leaves.note_states_changed(blocks)
-
-    def _registered(self, keys: Iterable[int]) -> list[int]:
-        """The registered ones of the blocks with these hashes."""
-        block_of_hash = self.block_of_hash
-        return [block_of_hash[key] for key in keys if key in block_of_hash]
+        """Note that states of these blocks were added or removed."""
+        self.clock += 1
+        self.leaves.note_states_changed(blocks)
 
     # ---- the whole
 

@@ -1,7 +1,7 @@
 """Why each prompt token is computed and not resumed."""
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -34,63 +34,59 @@ COMPUTE_REASONS: tuple[ComputeReason, ...] = get_args(ComputeReason)
 """All values of `ComputeReason`, whose documentation explains each."""
 
 
-class GhostList:
-    """A bounded map from the hash of a removed prefix to the reason of its removal; O(1) a key.
+GoneFact = Literal["block", "continuation", "state", "refused state"]
+"""What is gone under a prefix hash: its KV block, a block that continued it, its state, or a state for which
+no slot was available."""
+_BITS: dict[GoneFact, int] = {"block": 1, "continuation": 2, "state": 4, "refused state": 8}
+_STATES = _BITS["state"] | _BITS["refused state"]
 
-    Two generations: once the younger one has `capacity` keys, the older one is forgotten at once;
-    `num_lapses` counts that. Keys in `present` are cached, and so no ghosts.
+
+class GhostList:
+    """A bounded map from the hashes of prefixes to what is gone under them; O(1) a hash.
+
+    Two generations: once the younger one has `capacity` hashes, the older one is forgotten at once. What is
+    there again (a block that is registered, a state of a host that is not named yet) may still be listed.
     """
 
-    def __init__(self, capacity: int, present: Container[int] = ()) -> None:
+    def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.present = present
-        self._young: dict[int, str] = {}
-        self._old: dict[int, str] = {}
-        self.num_lapses = 0
+        self._young: dict[int, int] = {}  # hash -> bits
+        self._old: dict[int, int] = {}
 
-    def add(self, key: int, reason: str) -> None:
-        self.add_all((key,), reason)
-
-    def add_all(self, keys: Iterable[int], reason: str) -> None:
-        young = self._young
+    def add_all(self, keys: Iterable[int], fact: GoneFact) -> None:
+        young, old, bit = self._young, self._old, _BITS[fact]
+        others = ~_STATES if bit & _STATES else -1
         for key in keys:
-            young[key] = reason
+            young[key] = (young.get(key) or old.get(key, 0)) & others | bit
         if len(young) >= self.capacity:
-            self.num_lapses += bool(self._old)
             self._old, self._young = (young if self.capacity else {}), {}
 
-    def discard_all(self, keys: Sequence[int]) -> bool:
-        """Forget these keys; returns whether one of them was a ghost."""
-        found = False
+    def has(self, key: int, fact: GoneFact) -> bool:
+        return bool((self._young.get(key) or self._old.get(key, 0)) & _BITS[fact])
+
+    def discard_states(self, keys: Iterable[int]) -> None:
+        """Note that the states under these hashes are there."""
         for generation in (self._young, self._old):
-            if generation and not generation.keys().isdisjoint(keys):
-                found = True
-                for key in keys:
-                    generation.pop(key, None)
-        return found
+            if generation:
+                for key in generation.keys() & keys:
+                    generation[key] &= ~_STATES
+                    if not generation[key]:
+                        del generation[key]
 
-    def deepest(self, keys: Sequence[int], start: int, stop: int) -> int:
-        """The largest d in (start, stop] whose `keys[d - 1]` is a ghost, or `start` where there is none."""
-        if start >= stop or not (self._young or self._old):
-            return start
+    def deepest_state(self, keys: Sequence[int], start: int, stop: int) -> int:
+        """The largest d in (start, stop] where the state under `keys[d - 1]` is gone, else `start`."""
+        young, old = self._young, self._old
         inside = keys[start:stop][::-1]
-        if self._young.keys().isdisjoint(inside) and self._old.keys().isdisjoint(inside):
+        if not inside or (young.keys().isdisjoint(inside) and old.keys().isdisjoint(inside)):
             return start
-        return next((d for d in range(stop, start, -1) if keys[d - 1] in self), start)
-
-    def reason(self, key: int) -> str | None:
-        """Why the key is gone; None for a key that is no ghost."""
-        return None if key in self.present else self._young.get(key) or self._old.get(key)
+        gone = ((young.get(key) or old.get(key, 0)) & _STATES for key in inside)
+        return next((stop - i for i, bits in enumerate(gone) if bits), start)
 
     def clear(self) -> None:
-        self.num_lapses += bool(self._young or self._old)
         self._young, self._old = {}, {}
 
-    def __contains__(self, key: int) -> bool:
-        return (key in self._young or key in self._old) and key not in self.present
-
     def __len__(self) -> int:
-        return sum(1 for key in self._young.keys() | self._old.keys() if key not in self.present)
+        return len(self._young.keys() | self._old.keys())
 
 
 @dataclass(frozen=True)
@@ -111,19 +107,16 @@ def compute_spans(
     num_seen: int,
     num_tokens: int,
     block_size_tokens: int,
-    state_ghosts: GhostList,
-    num_lost: int | None = None,
+    ghosts: GhostList,
 ) -> tuple[Span, ...]:
     """Why each token of a prompt from its resume point on is computed, in order and without gaps.
 
     The counts are leading whole blocks (hashes `keys`): resumed; reachable, with a token left to compute;
-    matched, whose KV is cached; seen, evicted blocks included; lost, up to the deepest reachable ghost of a
-    state, where the caller knows it.
+    matched, whose KV is cached; seen, evicted blocks included.
     """
-    lost = state_ghosts.deepest(keys, num_resumed, num_reachable) if num_lost is None else num_lost
-    lost_reason: ComputeReason = "state_evicted"
-    if lost > num_resumed and state_ghosts.reason(keys[lost - 1]) == "capacity":
-        lost_reason = "capacity"
+    lost = ghosts.deepest_state(keys, num_resumed, num_reachable)
+    refused = lost > num_resumed and ghosts.has(keys[lost - 1], "refused state")
+    lost_reason: ComputeReason = "capacity" if refused else "state_evicted"
     ends: tuple[tuple[int, ComputeReason], ...] = (
         (lost, lost_reason),
         (num_reachable, "branch_first_seen" if num_seen < len(keys) else "state_not_taken"),

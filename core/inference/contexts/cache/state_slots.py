@@ -80,7 +80,7 @@ class StateSlots:
         self.tree = tree
         self._tier = tier
         if tier is not None:
-            tree.copies = tier
+            tree.copies, tree.watchers = tier, tier.watchers
         self._units = units
         self.live: set[int] = set()
         self.free = self._all_free()

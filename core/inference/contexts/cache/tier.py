@@ -11,7 +11,6 @@ from .pool_stats import TIER_REMOVAL_CAUSES, TierRemovalCause, TierStats
 from .prefix_tree import PrefixTree, Watcher
 
 logger = logging.getLogger(__name__)
-_SMALLEST_DIRTY_SET = 64
 
 
 class TierSlots:
@@ -20,11 +19,13 @@ class TierSlots:
     `watchers` are called with hashes before their copies are inserted or removed; None for all hashes.
     """
 
-    def __init__(self, num_slots: int, dirty: DirtyEntries | None = None) -> None:
+    def __init__(
+        self, num_slots: int, dirty: DirtyEntries | None = None, watchers: Sequence[Watcher] = ()
+    ) -> None:
         self.num_slots = num_slots
         self.num_entered = 0
         self.removed_by_cause: dict[TierRemovalCause, int] = dict.fromkeys(TIER_REMOVAL_CAUSES, 0)
-        self.watchers: tuple[Watcher, ...] = ()
+        self.watchers = watchers
         self.dirty = dirty or DirtyEntries()
         self._slots: OrderedDict[int, int] = OrderedDict()  # hash -> slot, used longest ago first
         self._free = list(range(num_slots))
@@ -187,6 +188,7 @@ class HostTier:
 
     Attributes:
         host, files: the indexes; `files` has no slots without a disk tier.
+        watchers: called before copies are inserted or removed; `PrefixTree.watchers` is the same list.
         min_tokens, min_tokens_from_file: a state is fetched if it saves at least so many tokens.
     """
 
@@ -200,9 +202,10 @@ class HostTier:
         scrubs: bool = False,
     ) -> None:
         """`agree`: whether a copy is good on all ranks, given this rank's; `scrubs`: zero freed rows."""
-        self.files = TierSlots(num_files)
+        self.watchers: list[Watcher] = []
+        self.files = TierSlots(num_files, watchers=self.watchers)
         self.copies = copies or StateCopies()
-        self.host = TierSlots(num_slots, DirtyEntries(self.copies.zero if scrubs else None))
+        self.host = TierSlots(num_slots, DirtyEntries(self.copies.zero if scrubs else None), self.watchers)
         self.min_tokens = self.min_tokens_from_file = 1
         self.num_fetched = 0
         self.num_fetched_from_files = 0
@@ -214,6 +217,10 @@ class HostTier:
     def __contains__(self, key: object) -> bool:
         """Whether there is a copy under this hash."""
         return key in self.host or key in self.files
+
+    def __iter__(self) -> Iterator[int]:
+        """The hashes with a copy, each once."""
+        return iter(dict.fromkeys((*self.host.keys(), *self.files.keys())))
 
     def stats(self) -> TierStats:
         return TierStats(
@@ -392,61 +399,3 @@ class HostTier:
         for tier in (self.host, self.files):
             tier.check_integrity()
             assert all(map(known, tier.keys())), "a tier keeps a state whose KV is gone"
-
-
-class DirtyStates:
-    """Dirty set: the hashes whose states were added or removed since the last `clear`.
-
-    The maps note a hash before they change, so that an interrupted change is noted, too; a noted hash may be
-    unchanged. The set holds at most as many hashes as the cache has states; a reader of a full one looks at
-    all states.
-
-    Attributes:
-        keys: the noted hashes, in order.
-        is_full: whether hashes were dropped.
-        num_clears: how often the cache has forgotten all states at once.
-    """
-
-    def __init__(self, tree: PrefixTree, tier: HostTier | None, num_slots: int) -> None:
-        """Watches both until `close`; `num_slots`: of the states in `tree`."""
-        self._watched = (tree, *((tier.host, tier.files) if tier is not None else ()))
-        num_tier = tier.host.num_slots + tier.files.num_slots if tier is not None else 0
-        self._limit = max(num_slots + num_tier, _SMALLEST_DIRTY_SET)
-        self._states = tree.hash_to_block_id
-        self._tier = tier
-        self.keys: dict[int, None] = {}
-        self.is_full = False
-        self.num_clears = 0
-        for part in self._watched:
-            part.watchers = (*part.watchers, self._note)
-
-    def close(self) -> None:
-        """Stop watching."""
-        for part in self._watched:
-            part.watchers = tuple(watcher for watcher in part.watchers if watcher != self._note)
-
-    def clear(self) -> None:
-        """Forget what is noted."""
-        self.keys.clear()
-        self.is_full = False
-
-    def is_resumable(self, key: int) -> bool:
-        """Whether the cache, or its tier, has the state under this hash now."""
-        return key in self._states or (self._tier is not None and key in self._tier)
-
-    def resumable(self) -> Iterator[int]:
-        """The hashes of all states that the cache and its tier have now, each once; O(states)."""
-        yield from self._states
-        if self._tier is not None:
-            copies = dict.fromkeys((*self._tier.host.keys(), *self._tier.files.keys()))
-            yield from (key for key in copies if key not in self._states)
-
-    def _note(self, keys: Iterable[int] | None) -> None:
-        if keys is None:
-            self.num_clears += 1
-            self.is_full = True
-        elif not self.is_full:
-            self.keys.update(dict.fromkeys(keys))
-        if self.is_full or len(self.keys) > self._limit:
-            self.is_full = True  # first: the next statement drops the hashes
-            self.keys.clear()

@@ -180,7 +180,7 @@ def test_a_block_with_a_reservation_is_left_to_its_owner():
     slots.commit_intermediate_states()
     assert slots.hash_to_block_id == {13: 3}
     assert set(slots.slots.reserved.values()) == {2}
-    assert 12 not in slots.slots.tree.state_ghosts
+    assert not slots.slots.tree.ghosts.has(12, "refused state")
     slots.check_integrity()
     assert slots.commit(reserved) == reserved
     assert slots.hash_to_block_id == {12: 2, 13: 3}

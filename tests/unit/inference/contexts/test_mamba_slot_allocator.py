@@ -38,7 +38,7 @@ def picture(slots):
         dict(slots.hash_to_block_id),
         dict(slots.slots.reserved),
         dict(slots.slots.pins),
-        len(slots.slots.tree.state_ghosts),
+        len(slots.slots.tree.ghosts),
         slots.conv_states.tolist(),
         slots.ssm_states.tolist(),
         slots._intermediate_offsets_cpu.tolist(),
@@ -112,9 +112,9 @@ def test_an_evicted_state_leaves_a_ghost_until_it_is_taken_again():
     host, slots = make(1)
     committed(host, slots, 1)
     committed(host, slots, 2)
-    assert slots.slots.tree.state_ghosts.reason(101) == "evicted"
+    assert slots.slots.tree.ghosts.has(101, "state")
     committed(host, slots, 1)
-    assert 101 not in slots.slots.tree.state_ghosts
+    assert not slots.slots.tree.ghosts.has(101, "state")
 
 
 # ---- the KV side
@@ -418,10 +418,10 @@ def test_a_full_pool_costs_states_never_the_step(max_slots):
     for key, block in slots.hash_to_block_id.items():
         request, position = (one, 4 * block) if block <= 3 else (two, 4 * (block - 3))
         assert same_bytes(durable(slots, slots.get_slot(block)), host.state_after(request, position))
-        assert key not in slots.slots.tree.state_ghosts
+        assert not slots.slots.tree.ghosts.has(key, "state")
     for key in {1002, 1003, 1005, 1006} - slots.hash_to_block_id.keys():
         if max_slots:
-            assert slots.slots.tree.state_ghosts.reason(key) == "capacity"
+            assert slots.slots.tree.ghosts.has(key, "refused state")
     slots.check_integrity()
 
 
@@ -430,7 +430,7 @@ def test_a_pool_full_of_pinned_states_costs_the_new_states():
     slots.pin(committed(host, slots, 9)[0])
     served(host, slots, [Chunk(FakeRequest(1, tokens(12)), 0, 0, 12)], {1: [1, 2, 3]})
     assert slots.hash_to_block_id == {109: 9}
-    assert slots.slots.tree.state_ghosts.reason(1003) == "capacity"
+    assert slots.slots.tree.ghosts.has(1003, "refused state")
     slots.check_integrity()
 
 
@@ -533,7 +533,7 @@ def test_reset_forgets_states_reservations_pins_plans_and_ghosts():
     counts = slots.slots.counts
     assert (counts.free, counts.reserved, counts.committed, slots.slots.pins) == (3, 0, 0, {})
     assert slots.hash_to_block_id == {}
-    assert len(slots.slots.tree.state_ghosts) == 0
+    assert len(slots.slots.tree.ghosts) == 0
     assert not slots._has_intermediates
     assert planned(slots) == ([], [], -1)
     assert not slots.intermediate_ssm_out.any()

@@ -9,7 +9,6 @@ import mambaslots.net as msd
 import pytest
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
-from mambaslots.inference.contexts.cache.tier import DirtyStates
 from mambaslots.net.routing import state_publisher
 from mambaslots.net.routing.state_events import StateEvents
 from mambaslots.net.routing.state_index import StateIndex
@@ -71,7 +70,10 @@ def test_a_router_knows_what_a_replica_can_resume_from(first: int, faults: float
 
 
 def test_a_journal_that_misses_changes_is_noticed() -> None:
-    with patch.object(DirtyStates, "_note", lambda journal, keys: None), pytest.raises(LeftWrongError):
+    with (
+        patch.object(state_publisher.DirtyStates, "_note", lambda journal, keys: None),
+        pytest.raises(LeftWrongError),
+    ):
         PublishingFuzzer(0, interrupts=0.0, faults=0.0).run(100)
 
 
@@ -220,7 +222,7 @@ def test_a_cache_without_a_publisher_is_not_watched() -> None:
     assert events is not None
     assert events.inserted == (key,)
     publishers[1].close()
-    assert cache.slots.tree.watchers == ()
+    assert cache.slots.tree.watchers == []
 
 
 def test_a_difference_that_was_not_noted_is_published_after_some_takes() -> None:

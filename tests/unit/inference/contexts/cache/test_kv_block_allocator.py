@@ -328,13 +328,12 @@ def test_evicting_none_evicts_none():
     assert kv.cached_count == 1
 
 
-def test_evicted_prefixes_leave_a_ghost_until_registered_again():
+def test_evicted_prefixes_leave_a_ghost():
     kv = KVBlockAllocator(4)
     cached(kv, b"", A)
     kv.evict_lru_blocks(1)
-    assert kv.tree.ghosts.reason(1) == "evicted"
-    written(kv, b"", A)
-    assert 1 not in kv.tree.ghosts
+    assert kv.tree.ghosts.has(1, "block")
+    assert not kv.tree.ghosts.has(1, "state")
 
 
 def test_too_much_to_evict_evicts_nothing():

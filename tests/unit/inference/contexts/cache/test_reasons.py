@@ -22,7 +22,9 @@ def matches(draw):
     num_seen = draw(st.integers(0, whole))
     num_matched = draw(st.integers(0, num_seen))
     num_reachable = min(num_matched, (num_tokens - 1) // size)
-    ghosts = draw(st.dictionaries(st.integers(1, whole + 1), st.sampled_from(["evicted", "capacity"])))
+    ghosts = draw(
+        st.dictionaries(st.integers(1, whole + 1), st.sampled_from(["state", "refused state", "block"]))
+    )
     return {
         "keys": list(range(1, whole + 1)),
         "num_resumed": draw(st.integers(0, num_reachable)),
@@ -31,24 +33,25 @@ def matches(draw):
         "num_seen": num_seen,
         "num_tokens": num_tokens,
         "block_size_tokens": size,
-        "state_ghosts": ghosts,
+        "ghosts": ghosts,
     }
 
 
 def spans_of(match):
     ghosts = GhostList(100)
-    for key, reason in match["state_ghosts"].items():
-        ghosts.add(key, reason)
-    return compute_spans(**match | {"state_ghosts": ghosts})
+    for key, fact in match["ghosts"].items():
+        ghosts.add_all([key], fact)
+    return compute_spans(**match | {"ghosts": ghosts})
 
 
 def reason_of(token, match):
     """The reason for one token, by looking at everything."""
     depth = token // match["block_size_tokens"] + 1  # blocks up to and with the token's
     keys, reachable = match["keys"], match["num_reachable"]
-    lost = [d for d in range(depth, reachable + 1) if keys[d - 1] in match["state_ghosts"]]
+    facts = {"state": "state_evicted", "refused state": "capacity"}
+    lost = [fact for d in range(depth, reachable + 1) if (fact := match["ghosts"].get(keys[d - 1])) in facts]
     if lost:
-        return {"evicted": "state_evicted", "capacity": "capacity"}[match["state_ghosts"][keys[lost[-1] - 1]]]
+        return facts[lost[-1]]
     follows_to_the_end = match["num_seen"] == len(keys)
     if depth <= reachable:
         return "state_not_taken" if follows_to_the_end else "branch_first_seen"
@@ -126,53 +129,46 @@ def test_counts_by_reason_name_every_reason():
     assert ledger.by_reason() == dict.fromkeys(COMPUTE_REASONS, 0) | {"never_seen": 3}
 
 
-def test_a_ghost_remembers_why_it_is_gone():
+def test_a_ghost_remembers_all_that_is_gone():
     ghosts = GhostList(2)
-    ghosts.add(5, "evicted")
-    assert 5 in ghosts
-    assert ghosts.reason(5) == "evicted"
-    assert 6 not in ghosts
-    assert ghosts.reason(6) is None
+    ghosts.add_all([5], "state")
+    ghosts.add_all([5], "block")
+    assert (ghosts.has(5, "state"), ghosts.has(5, "block"), ghosts.has(5, "continuation")) == (
+        True,
+        True,
+        False,
+    )
+    assert not ghosts.has(6, "block")
 
 
-def test_the_latest_reason_counts():
+def test_the_latest_reason_of_a_state_counts():
     ghosts = GhostList(2)
-    ghosts.add(5, "evicted")
-    ghosts.add(5, "capacity")
-    assert (ghosts.reason(5), len(ghosts)) == ("capacity", 1)
+    ghosts.add_all([5], "state")
+    ghosts.add_all([5], "refused state")
+    assert (ghosts.has(5, "state"), ghosts.has(5, "refused state"), len(ghosts)) == (False, True, 1)
 
 
 def test_the_oldest_ghosts_are_forgotten_first_and_together():
     ghosts = GhostList(2)
     for key in (1, 2, 1, 3):
-        ghosts.add(key, "evicted")
-    assert [key in ghosts for key in (1, 2, 3)] == [True, False, True]
+        ghosts.add_all([key], "state")
+    assert [ghosts.has(key, "state") for key in (1, 2, 3)] == [True, False, True]
 
 
-def test_ghosts_can_be_discarded_and_cleared():
+def test_ghosts_of_states_can_be_discarded_and_all_cleared():
     ghosts = GhostList(3)
-    ghosts.add(1, "evicted")
-    ghosts.add(2, "evicted")
-    ghosts.discard_all([1, 9])
-    assert len(ghosts) == 1
+    ghosts.add_all([1, 2], "state")
+    ghosts.add_all([2], "block")
+    ghosts.discard_states([1, 2, 9])
+    assert (len(ghosts), ghosts.has(2, "block"), ghosts.has(2, "state")) == (1, True, False)
     ghosts.clear()
     assert len(ghosts) == 0
 
 
-def test_what_is_there_is_no_ghost():
-    there = {1: 0}
-    ghosts = GhostList(4, there)
-    ghosts.add_all([1, 2], "evicted")
-    assert (1 in ghosts, ghosts.reason(1), len(ghosts), bool(ghosts)) == (False, None, 1, True)
-    there[2] = there.pop(1)
-    assert (1 in ghosts, ghosts.reason(1), len(ghosts)) == (True, "evicted", 1)
-    assert 2 not in ghosts
-
-
 def test_a_list_without_room_remembers_nothing():
     ghosts = GhostList(0)
-    ghosts.add(1, "evicted")
-    assert 1 not in ghosts
+    ghosts.add_all([1], "state")
+    assert len(ghosts) == 0
 
 
 @given(
@@ -188,12 +184,12 @@ def test_the_most_recent_are_remembered(capacity, calls):
         recent = [other for other in recent if other not in keys]
         known_once -= set(keys)
         if add:
-            ghosts.add_all(keys, "evicted")
+            ghosts.add_all(keys, "state")
             recent = [*recent, *keys][-capacity:] if capacity else []
             known_once |= set(keys)
         else:
-            ghosts.discard_all(keys)
-        known = {key for key in range(10) if key in ghosts}
+            ghosts.discard_states(keys)
+        known = {key for key in range(10) if ghosts.has(key, "state")}
         most = max(most, len(keys))
         assert len(ghosts) == len(known) <= 2 * (capacity + most)
         assert bool(ghosts) == bool(known)
