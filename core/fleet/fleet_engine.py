@@ -262,9 +262,8 @@ class FleetEngine:
             num_replicas=self._num_replicas(),
             num_waiting=self.num_waiting,
             num_running=self.num_running,
-            reports=reports,
         )
-        return await asyncio.to_thread(fleet_metrics_text, counts)
+        return await asyncio.to_thread(fleet_metrics_text, counts, reports)
 
     async def snapshot(self) -> dict[str, Any] | None:
         """The figures of all replicas, made at most every 2 s; None where none reports."""

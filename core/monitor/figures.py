@@ -54,6 +54,11 @@ class Latency:
         return sum(self.counts)
 
     @property
+    def classes(self) -> tuple[tuple[float, ...], list[int], float]:
+        """`bounds`, `counts` and `sum`."""
+        return self.bounds, self.counts, self.sum
+
+    @property
     def percentiles(self) -> dict[str, float | None]:
         return percentiles(self._recent)
 

@@ -13,8 +13,9 @@ from starlette.responses import Response
 _LONGEST_MESSAGE = 400
 """Characters of a message. Messages may quote values of the client, of any length."""
 _MAX_DEPTH = 64  # objects and lists within one another; templates and tools need a fraction of it
-_MAX_DISCARDED_BYTES = 64 * 2**20
-_DISCARD_S = 0.5
+_MAX_READ_BYTES = 64 * 2**20
+"""Of a body that is too long so much is read before it is refused."""
+_LONGEST_PAUSE_S = 0.5
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
 _SHORT = reprlib.Repr(maxstring=60, maxlist=3, maxdict=3, maxlevel=2, maxlong=30, maxother=60)
 _TYPES = {
@@ -111,38 +112,41 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         raise RequestError(415, "the header Content-Type names another type; accepted: application/json")
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         raise RequestError(415, "the header Content-Encoding names an encoding; accepted: none")
-    length = int(request.headers.get("content-length", "0"))  # uvicorn refuses all but numbers
-    if length > max_bytes:
-        raise _too_long(max_bytes, closes=length > _MAX_DISCARDED_BYTES)
+    most = max(max_bytes, _MAX_READ_BYTES)
+    num_bytes = int(request.headers.get("content-length", "0"))  # uvicorn refuses all but numbers
     parts: list[bytes] = []
-    num_bytes = 0
-    stream = request.stream()
-    async for part in stream:
-        num_bytes += len(part)
-        if num_bytes > max_bytes:  # of a body without Content-Length
-            raise _too_long(max_bytes, closes=not await _ends(stream))
-        parts.append(part)
-    return b"".join(parts)
-
-
-async def _ends(stream: AsyncIterator[bytes]) -> bool:
-    """Discard the rest; whether it ends soon. A client that is cut off while it sends may see no answer."""
-    num_bytes = 0
-    try:
-        async with asyncio.timeout(_DISCARD_S):
-            async for part in stream:
-                num_bytes += len(part)
-                if num_bytes > _MAX_DISCARDED_BYTES:
-                    return False
-    except TimeoutError:
-        return False
-    return True
-
-
-def _too_long(max_bytes: int, closes: bool) -> RequestError:
+    closes = num_bytes > most
+    if not closes:
+        num_bytes, closes = await _read_parts(request.stream(), parts, max_bytes, most)
+    if num_bytes <= max_bytes:
+        return b"".join(parts)
     message = f"the body is longer than the limit of {max_bytes} bytes"
     headers = {"connection": "close"} if closes else {}
-    return RequestError(413, message, code="body_too_long", headers=headers)
+    raise RequestError(413, message, code="body_too_long", headers=headers)
+
+
+async def _read_parts(
+    stream: AsyncIterator[bytes], parts: list[bytes], max_bytes: int, most: int
+) -> tuple[int, bool]:
+    """Read to the end, and keep up to `max_bytes`: a client that is cut off while it sends sees no answer.
+
+    Returns the bytes that were read, and whether there may be more: after `most`, or after a pause in what is
+    dropped.
+    """
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(None) as limit:
+            async for part in stream:
+                num_bytes += len(part)
+                if num_bytes > most:
+                    return num_bytes, True
+                if num_bytes <= max_bytes:
+                    parts.append(part)
+                else:
+                    limit.reschedule(asyncio.get_running_loop().time() + _LONGEST_PAUSE_S)
+    except TimeoutError:
+        return num_bytes, True
+    return num_bytes, False
 
 
 def body_too_slow() -> RequestError:

@@ -5,6 +5,7 @@ import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -51,7 +52,6 @@ _IGNORED = frozenset((
 ))  # fmt: skip
 """Fields that change no answer."""
 
-_NUM_CHECKED = 2**16  # integers checked at once; other threads can run in between
 _ACCEPTED = {
     "bool_type": "true or false",
     "int_type": "an integer",
@@ -83,14 +83,12 @@ def _checked_ids(name: str, value: Any, highest: int) -> list[int]:
     """`value` as a list of integers from 0 to `highest`; the error names the first other entry."""
     if not isinstance(value, list):
         raise bad_field(name, f"{name} is {short(value)}; accepted: a list of integers")
-    for first in range(0, len(value), _NUM_CHECKED):
-        part = value[first : first + _NUM_CHECKED]
-        if not ints_within(part, 0, highest):
-            for i, each in enumerate(part, first):
-                if type(each) is not int or not 0 <= each <= highest:
-                    message = f"{name}[{i}] is {short(each)}; accepted: an integer from 0 to {highest}"
-                    raise bad_field(name, message)
-    return value
+    if not value or ints_within(value, 0, highest):
+        return value
+    i, wrong = next(
+        (i, one) for i, one in enumerate(value) if type(one) is not int or not 0 <= one <= highest
+    )
+    raise bad_field(name, f"{name}[{i}] is {short(wrong)}; accepted: an integer from 0 to {highest}")
 
 
 Integer = Annotated[int, BeforeValidator(_number)]
@@ -140,7 +138,7 @@ class AnswerRequest(Fields):
     ] = []
     stop_token_ids: TokenIds = []
     ignore_eos: bool = False
-    seed: Annotated[Integer, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
+    seed: Annotated[Integer, Field(ge=0, le=INT64_MAX)] | None = None
     n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -193,7 +191,7 @@ class AnswerRequest(Fields):
     @property
     def num_top_log_probs(self) -> int | None:
         """The number of likeliest tokens to name with each token; None without log-probs."""
-        raise NotImplementedError
+        return None
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -252,46 +250,59 @@ class TextPart(Fields):
     cache_control: CacheControl | None = None
 
 
-TextParts = Annotated[list[TextPart], Field(fail_fast=True)]
+def _text_or_object(value: Any) -> Any:
+    if not isinstance(value, str | dict | None):
+        raise ValueError("a string or an object")
+    return value
 
 
-class CalledFunction(Fields):
+class Function(Fields):
     name: Annotated[str, Field(min_length=1)]
-    arguments: str | dict[str, Any] | None = None
+    arguments: Annotated[Any, AfterValidator(_text_or_object)] = None
 
 
 class ToolCall(Fields):
-    function: CalledFunction
+    function: Function
 
 
 class Message(Fields):
+    """A message; fields of other APIs' answers, which clients send back, reach the template as they are."""
+
+    model_config = ConfigDict(extra="forbid")
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
-    content: str | TextParts | None = Field(None, validate_default=True)
+    content: Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(None, validate_default=True)
     cache_control: CacheControl | None = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    refusal: Any = None
 
-    @field_validator("content")
+    @field_validator("content", mode="before")
     @classmethod
-    def _is_there(cls, content: Any, info: ValidationInfo) -> Any:
+    def _parts(cls, content: Any, info: ValidationInfo) -> Any:
+        if isinstance(content, str):
+            return [TextPart(type="text", text=content)]
         calls_tools = info.data.get("role") == "assistant" and info.data.get("tool_calls")
-        if content is None and not calls_tools:
+        if not isinstance(content, list) and not (content is None and calls_tools):
             raise ValueError("a string, or a list of parts of type text")
         return content
 
     @property
     def is_marked(self) -> bool:
         """Whether the message, or one of its parts, has the field `cache_control`."""
-        parts = self.content if isinstance(self.content, list) else []
-        return self.cache_control is not None or any(part.cache_control is not None for part in parts)
+        return any(one.cache_control is not None for one in (self, *(self.content or ())))
 
     def for_template(self, sent: dict[str, Any]) -> dict[str, Any]:
         """`sent`, this message as the client wrote it, in the form that chat templates read."""
         plain = {name: value for name, value in sent.items() if value is not None}
         plain.pop("cache_control", None)
-        parts = self.content if isinstance(self.content, list) else []
-        plain["content"] = "\n".join(part.text for part in parts) if parts else self.content or ""
+        plain["content"] = "\n".join(part.text for part in self.content or ())
         if self.tool_calls is not None:
             plain["tool_calls"] = [_with_arguments(call) for call in sent["tool_calls"]]
         return plain
@@ -313,17 +324,9 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-class NamedFunction(Fields):
-    name: Annotated[str, Field(min_length=1)]
-
-
 class Tool(Fields):
     type: Literal["function"]
-    function: NamedFunction
-
-
-class ToolChoice(Fields):
-    function: NamedFunction
+    function: Function
 
 
 class ChatRequest(AnswerRequest):
@@ -334,17 +337,20 @@ class ChatRequest(AnswerRequest):
     logprobs: bool = False
     top_logprobs: TopLogProbs = 0
     tools: Annotated[list[Tool], Field(fail_fast=True)] = []
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] = {}
 
     @field_validator("tool_choice")
     @classmethod
     def _is_a_tool(cls, choice: Any, info: ValidationInfo) -> Any:
         names = [tool.function.name for tool in info.data.get("tools", [])]
-        if isinstance(choice, ToolChoice) and choice.function.name not in names:
-            name, param = short(choice.function.name), "tool_choice.function.name"
-            raise bad_field(param, f"{param} is {name}; accepted: the name of one of the tools")
-        if choice == "required" and not names:
+        if isinstance(choice, dict):
+            function = choice.get("function")
+            name = function.get("name") if isinstance(function, dict) else None
+            if name not in names:
+                param = "tool_choice.function.name"
+                raise bad_field(param, f"{param} is {short(name)}; accepted: the name of one of the tools")
+        elif choice not in ("none", "auto", "required") or (choice == "required" and not names):
             raise ValueError("'none', 'auto', 'required' (with tools) or one of the tools")
         return choice
 
@@ -376,46 +382,26 @@ class ChatRequest(AnswerRequest):
 
 
 def _first_error(error: ValidationError, body: dict[str, Any]) -> RequestError:
-    """The first error of a body: its field, the value and what is accepted.
-
-    pydantic names the members of a union in the place of an error, ("content", "list[TextPart]", 0, "type");
-    such names lead nowhere in the body and are left out. Of a union's errors the deepest one is meant.
-    """
-    found = [(_path(one["loc"], one["type"], body), one) for one in error.errors(include_url=False)]
-    first, _ = found[0]
-    path, meant = max(
-        (each for each in found if each[0][: len(first)] == first), key=lambda each: len(each[0])
-    )
+    """The first error of a body: its field, the value and what is accepted."""
+    first = error.errors(include_url=False)[0]
     name = ""
     value: Any = body
-    for step in path:
-        name += f"[{step}]" if isinstance(step, int) else f".{step}" if name else step
-        value = value.get(step) if isinstance(value, dict) else value[step]
-    if meant["type"] == "extra_forbidden":
-        return bad_field(name, f"the field {name!r} is unknown", "unknown_parameter")
-    if meant["type"] == "missing":
-        return bad_field(name, f"{name} is missing")
-    accepted = " or ".join(dict.fromkeys(_accepted(one) for place, one in found if place == path))
-    return bad_field(name, f"{name} is {short(value)}; accepted: {accepted}")
-
-
-def _path(place: tuple[int | str, ...], kind: str, body: Any) -> tuple[int | str, ...]:
-    """The items of `place` that lead through `body`."""
-    path: list[int | str] = []
-    value: Any = body
-    for i, step in enumerate(place):
-        is_missing = kind in ("missing", "value_error") and i == len(place) - 1
-        if isinstance(value, dict) and (step in value or is_missing):
-            path.append(step)
+    for step in first["loc"]:
+        if isinstance(value, dict):
+            name += f".{step}" if name else str(step)
             value = value.get(step)
         elif isinstance(value, list) and isinstance(step, int):
-            path.append(step)
+            name += f"[{step}]"
             value = value[step]
-    return tuple(path)
-
-
-def _accepted(error: Any) -> str:
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
-    message = re.sub("^(Input should be|(List|String) should have) | after validation.*", "", error["msg"])
-    return _ACCEPTED.get(error["type"], message)
+    if first["type"] == "extra_forbidden":
+        return bad_field(name, f"the field {name!r} is unknown", "unknown_parameter")
+    if first["type"] == "missing":
+        return bad_field(name, f"{name} is missing")
+    if first["type"] == "value_error":
+        accepted = str(first["ctx"]["error"])
+    else:
+        message = re.sub(
+            "^(Input should be|(List|String) should have) | after validation.*", "", first["msg"]
+        )
+        accepted = _ACCEPTED.get(first["type"], message)
+    return bad_field(name, f"{name} is {short(value)}; accepted: {accepted}")

@@ -51,7 +51,7 @@ _ACCEPTED: dict[str, Callable[[Any], bool]] = {
     "temperature": lambda value: type(value) in (int, float) and 0 <= value < 1e6,
     "top_p": lambda value: False,
     "top_k": lambda value: type(value) is int and -1 <= value < 10,
-    "seed": lambda value: type(value) is int and abs(value) < 10,
+    "seed": lambda value: type(value) is int and 0 <= value < 10,
     "stream": lambda value: isinstance(value, bool),
     "stop": lambda value: value in ("x", "7") or value == [],
     "stop_token_ids": lambda value: value == [],
