@@ -2,13 +2,13 @@
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-DURABLE_STATE_DTYPES = ("bfloat16", "int8")
+Group = argparse._ActionsContainer
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,6 +51,14 @@ def positive(text: str) -> float:
         if 0 < (value := float(text)) < math.inf:
             return value
     raise argparse.ArgumentTypeError(f"{text!r}; accepted: a number > 0")
+
+
+def directory_and_gb(text: str) -> tuple[str, float]:
+    """A type of arguments: a directory and gigabytes, as "/cache:100"."""
+    directory, _, size = text.rpartition(":")
+    if not directory:
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a directory and GB, as in /cache:100")
+    return directory, positive(size)
 
 
 def listed[T](entry: Callable[[str], T | list[T]]) -> Callable[[str], list[T]]:
@@ -104,7 +112,20 @@ def unused_path(text: str) -> Path:
     return path
 
 
-def add_json(parser: argparse._ActionsContainer, what: str) -> None:
+Row = tuple[str, Callable[[str], Any], Any, str, str]
+"""An option with a value: its name, type, default, what stands for the value in the help, and the help."""
+
+
+def add_group(parser: argparse.ArgumentParser, title: str, about: str | None, rows: Iterable[Row]) -> Group:
+    """A group of options; the help of each ends with its default, where it has one."""
+    group = parser.add_argument_group(title, about)
+    for name, kind, default, metavar, text in rows:
+        shown = "" if default is None else " (default: %(default)s)"
+        group.add_argument(name, type=kind, default=default, metavar=metavar, help=text + shown)
+    return group
+
+
+def add_json(parser: Group, what: str) -> None:
     parser.add_argument("--json", type=new_file, metavar="PATH", help=f"write {what} to this file")
 
 
@@ -130,38 +151,27 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_engine(parser: argparse.ArgumentParser, *, max_requests: int) -> None:
     """The sizes and switches of an engine, under the names of `InferenceConfig`."""
-    group = parser.add_argument_group(
-        "engine", "fields of InferenceConfig, by their names; lengths in tokens"
-    )
-    group.add_argument(
-        "--memory-gb", type=positive, metavar="GB",
-        help="for all pools together, where no pool has a size of its own (default: on a GPU 85 %% of what "
-        "is free once the model is loaded, on a CPU 1)",
-    )  # fmt: skip
-    group.add_argument("--num-mamba-slots", type=count(), metavar="N", help="states in the cache")
-    group.add_argument("--num-kv-blocks", type=count(), metavar="N", help="blocks of the KV pool")
-    group.add_argument(
-        "--max-sequence-length", type=count(2), default=8192, metavar="N",
-        help="longest prompt and answer together (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-requests", type=count(), default=max_requests, metavar="N",
-        help="requests that run at once (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-tokens-per-step", type=count(), default=2048, metavar="N",
-        help="tokens computed in one step, `max_tokens` (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--block-size-tokens", type=count(), metavar="N",
-        help="tokens of a KV block (default: the model's grid, but at least 16, on a GPU 64)",
-    )  # fmt: skip
-    group.add_argument(
-        "--num-speculative-tokens", type=count(0), default=0, metavar="N", help="drafts a step"
-    )
+    group = add_group(parser, "engine", "fields of InferenceConfig, by their names; lengths in tokens", (
+        ("--memory-gb", positive, None, "GB",
+         "for all pools together, where no pool has a size of its own (default: on a GPU 85 %% of what is "
+         "free once the model is loaded, on a CPU 1)"),
+        ("--num-mamba-slots", count(), None, "N", "states in the cache"),
+        ("--num-kv-blocks", count(), None, "N", "blocks of the KV pool"),
+        ("--max-sequence-length", count(2), 8192, "N", "longest prompt and answer together"),
+        ("--max-requests", count(), max_requests, "N", "requests that run at once"),
+        ("--max-tokens-per-step", count(), 2048, "N", "tokens computed in one step, `max_tokens`"),
+        ("--block-size-tokens", count(), None, "N",
+         "tokens of a KV block (default: the model's grid, but at least 16, on a GPU 64)"),
+        ("--num-speculative-tokens", count(0), 0, "N", "drafts a step"),
+        ("--plan", str, None, "PLAN", "which states are cached: as replay's, or FILE.py:Class"),
+        ("--eviction", str, None, "POLICY", "the eviction policy: a name, or FILE.py:Class"),
+        ("--host-gb", positive, 0.0, "GB", "host memory for evicted states, `host_cache_gb`"),
+        ("--disk", directory_and_gb, None, "DIR:GB",
+         "files for states that host memory has no room for, `disk_cache`"),
+    ))  # fmt: skip
     group.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
     group.add_argument(
-        "--durable-state-dtype", choices=DURABLE_STATE_DTYPES,
+        "--durable-state-dtype", choices=("bfloat16", "int8"),
         help="store cached states in fewer bytes: more fit, and a resumed request starts from a rounded one",
     )  # fmt: skip
     group.add_argument(

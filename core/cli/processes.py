@@ -102,7 +102,6 @@ def serve_split(options: argparse.Namespace, settings: ServerSettings) -> int:
                 follow(make_engine(loaded, options), heartbeat=heartbeat)
                 return 0
             engine = make_engine(loaded, options, partial(LeadingEngine, heartbeat=heartbeat))
-            assert isinstance(engine, LeadingEngine)
             stack.enter_context(engine)
             if options.record is not None:
                 stack.enter_context(TraceRecorder(engine, options.record))

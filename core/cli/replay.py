@@ -4,12 +4,13 @@ import argparse
 import json
 from typing import Any
 
+from ..config import PLAN_SYNTAX
 from ..replay.cells import Cell, TraceSource, replay_cell, replay_cells
 from ..replay.generate import KINDS
 from ..replay.ours import UNLIMITED, OursRow
 from ..replay.report import answers, plain, plain_setting, table, unlimited_shares
 from ..replay.setting import MODELS, STATE_DTYPES, ModelShape, ReplaySetting, model_shape
-from .options import add_json, count, is_file, listed, positive
+from .options import add_group, add_json, count, is_file, listed, positive
 
 TEXT = """\
 The scheduler, the cache and its policies are those of the engine; the clock counts steps. The table says
@@ -19,67 +20,37 @@ BUDGETS_GB = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("traffic")
-    group.add_argument(
-        "--trace", type=listed(_origin), default=["chat"], metavar="LIST",
-        help=f"generated traces ({', '.join(KINDS)}), all of these by the name all, or files: JSON lines of "
-        "your own traffic or in Mooncake's format; divided by commas (default: chat)",
-    )  # fmt: skip
-    group.add_argument(
-        "--seed", type=count(0), default=0, metavar="N", help="of generated traces (default: 0)"
-    )
-    group.add_argument(
-        "--shards", type=count(), default=1, metavar="N",
-        help="replay what one of so many replicas gets of a file's traffic (default: 1)",
-    )  # fmt: skip
-    group.add_argument("--shard", type=count(0), default=0, metavar="N", help="which replica (default: 0)")
-    group.add_argument("--requests", type=count(), metavar="N", help="the first requests of each trace only")
-    group.add_argument(
-        "--speed", type=positive, default=1.0, metavar="N",
-        help="requests arrive N times as fast as in the trace (default: 1)",
-    )  # fmt: skip
-    group.add_argument(
-        "--concurrency", type=count(), default=32, metavar="N",
-        help="requests that run at once; 1 replays one after another (default: %(default)s)",
-    )  # fmt: skip
-    group = parser.add_argument_group("memory")
-    group.add_argument(
-        "--budget-gb", type=listed(positive), metavar="LIST",
-        help="memory for cached states, in GB (default, unless --total-gb is given: 1,2,4,...,64)",
-    )  # fmt: skip
-    group.add_argument(
-        "--kv-gb", type=positive, default=20.0, metavar="GB", help="for KV (default: %(default)g)"
-    )
-    group.add_argument(
-        "--total-gb", type=listed(positive), metavar="LIST",
-        help="memory for live states, cached states and KV together",
-    )  # fmt: skip
-    group.add_argument(
-        "--host-gb", type=positive, default=0.0, metavar="GB",
-        help="host memory for evicted states (default: none)",
-    )  # fmt: skip
-    group.add_argument(
-        "--model", default="nemotron-h-8b", metavar="MODEL",
-        help=f"whose sizes count: {', '.join(MODELS)} or the path of a config.json (default: %(default)s)",
-    )  # fmt: skip
+    add_group(parser, "traffic", None, (
+        ("--trace", listed(_origin), "chat", "LIST",
+         f"generated traces ({', '.join(KINDS)}), all of these by the name all, or files: JSON lines of your "
+         "own traffic or in Mooncake's format; divided by commas"),
+        ("--seed", count(0), 0, "N", "of generated traces"),
+        ("--shards", count(), 1, "N", "replay what one of so many replicas gets of a file's traffic"),
+        ("--shard", count(0), 0, "N", "which replica"),
+        ("--requests", count(), None, "N", "the first requests of each trace only"),
+        ("--speed", positive, 1.0, "N", "requests arrive N times as fast as in the trace"),
+        ("--concurrency", count(), 32, "N", "requests that run at once; 1 replays one after another"),
+    ))  # fmt: skip
+    group = add_group(parser, "memory", None, (
+        ("--budget-gb", listed(positive), None, "LIST",
+         "memory for cached states, in GB (default, unless --total-gb is given: 1,2,4,...,64)"),
+        ("--kv-gb", positive, 20.0, "GB", "for KV"),
+        ("--total-gb", listed(positive), None, "LIST",
+         "memory for live states, cached states and KV together"),
+        ("--host-gb", positive, 0.0, "GB", "host memory for evicted states"),
+        ("--model", str, "nemotron-h-8b", "MODEL",
+         f"whose sizes count: {', '.join(MODELS)} or the path of a config.json"),
+        ("--block-size-tokens", count(), 256, "N", "tokens of a KV block"),
+    ))  # fmt: skip
     group.add_argument("--state-dtype", choices=STATE_DTYPES, help="of cached states (default: the model's)")
-    group.add_argument(
-        "--block-size-tokens", type=count(), default=256, metavar="N",
-        help="tokens of a KV block (default: %(default)s)",
-    )  # fmt: skip
-    group = parser.add_argument_group("cache")
-    group.add_argument(
-        "--policy", type=listed(str), default=[None], metavar="LIST",
-        help="eviction policies, a row each: names, or FILE.py:Class for one's own (default: the engine's)",
-    )  # fmt: skip
-    group.add_argument(
-        "--plan", metavar="PLAN", help="as --plan of serve, or FILE.py:Class (default: the engine's)"
-    )
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--jobs", type=count(), default=1, metavar="N", help="processes that replay (default: 1)"
-    )
+    add_group(parser, "cache", None, (
+        ("--policy", listed(str), None, "LIST",
+         "eviction policies, a row each: names, or FILE.py:Class (default: the engine's)"),
+        ("--plan", str, None, "PLAN", f"which states are cached: {PLAN_SYNTAX}; or FILE.py:Class"),
+    ))  # fmt: skip
+    group = add_group(parser, "output", None, (("--jobs", count(), 1, "N", "processes that replay"),))
     add_json(group, "all results")
+    parser.set_defaults(policy=[None])
 
 
 def run(options: argparse.Namespace) -> int:

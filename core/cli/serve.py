@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
 from ..version import untested
-from .options import add_engine, add_model, count, count_or_range, positive, text_file, unused_path
+from .options import add_engine, add_group, add_model, count, count_or_range, positive, text_file, unused_path
 
 if TYPE_CHECKING:
     from ..serve import ServerSettings
@@ -29,39 +29,22 @@ ADMIN_KEY = "MAMBASLOTS_ADMIN_KEY"
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_engine(parser, max_requests=32)
-    group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    group.add_argument(
-        "--port", type=count(0, 65535), default=8000, help="0 for any free one (default: %(default)s)"
-    )
-    group.add_argument(
-        "--model-name", metavar="NAME", help="what clients call it (default: the folder's name)"
-    )
-    group.add_argument(
-        "--api-keys", type=text_file, metavar="FILE",
-        help="lines `tenant:key`; tenants share no cached state (default: no keys, one tenant)",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-waiting-requests", type=count(), default=256, metavar="N",
-        help="queue limit; further requests get 429 (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-body-mb",
-        type=positive,
-        metavar="MB",
-        help="longest body of a request (default: 1 MiB, and 16 bytes a token of --max-sequence-length)",
-    )
-    group.add_argument(
-        "--body-timeout-s", type=positive, default=30.0, metavar="S",
-        help="for a request to arrive whole (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--request-timeout-s", type=positive, default=600.0, metavar="S", help="(default: %(default)s)"
-    )
-    group.add_argument(
-        "--drain-timeout-s", type=positive, default=30.0, metavar="S",
-        help="for running requests, after SIGTERM or Control-C (default: %(default)s)",
-    )  # fmt: skip
+    group = add_group(parser, "server", None, (
+        ("--host", str, "127.0.0.1", "HOST", "address to listen on"),
+        ("--port", count(0, 65535), 8000, "PORT", "0 for any free one"),
+        ("--model-name", str, None, "NAME", "what clients call it (default: the folder's name)"),
+        ("--api-keys", text_file, None, "FILE",
+         "lines `tenant:key`; tenants share no cached state (default: no keys, one tenant)"),
+        ("--max-waiting-requests", count(), 256, "N", "queue limit; further requests get 429"),
+        ("--max-body-mb", positive, None, "MB",
+         "longest body of a request (default: 1 MiB, and 16 bytes a token of --max-sequence-length)"),
+        ("--body-timeout-s", positive, 30.0, "S", "for a request to arrive whole"),
+        ("--request-timeout-s", positive, 600.0, "S", "for a request to be answered"),
+        ("--drain-timeout-s", positive, 30.0, "S",
+         "for running requests, after SIGTERM or Control-C"),
+        ("--record", unused_path, None, "FILE",
+         "write a trace of the traffic for `mambaslots replay`: lengths and keyed hashes, no token"),
+    ))  # fmt: skip
     group.add_argument(
         "--allowed-origin", action="append", default=[], metavar="URL", help="of browsers (CORS); repeatable"
     )
@@ -72,19 +55,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--trace", action="store_true", help="log a line of JSON for each request, without text"
     )
-    group.add_argument(
-        "--record", type=unused_path, metavar="FILE",
-        help="write a trace of the traffic for `mambaslots replay`: lengths and keyed hashes, no token",
-    )  # fmt: skip
-    group = parser.add_argument_group(
-        "replicas", "several engines behind one address, each in a process of its own, on Ray Serve"
-    )
-    group.add_argument(
-        "--replicas", type=count_or_range, metavar="N|MIN:MAX",
-        help="engines; with MIN:MAX as many as the requests need. They run on this machine, or on the "
-        "cluster that RAY_ADDRESS names (default: one engine, without Ray)",
-    )  # fmt: skip
-    group.add_argument("--tp", type=count(), metavar="N", help="processes that split a replica's model")
+    about = "several engines behind one address, each in a process of its own, on Ray Serve"
+    add_group(parser, "replicas", about, (
+        ("--replicas", count_or_range, None, "N|MIN:MAX",
+         "engines; with MIN:MAX as many as the requests need. They run on this machine, or on the cluster "
+         "that RAY_ADDRESS names (default: one engine, without Ray)"),
+        ("--tp", count(), None, "N", "processes that split a replica's model"),
+    ))  # fmt: skip
     parser.epilog = (
         f"With --api-keys, the page and /metrics need the key in the environment variable {ADMIN_KEY}."
     )

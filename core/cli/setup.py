@@ -11,6 +11,7 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.runner import Model
 from ..loaded_model import LoadedModel, load, stored_dtype
 from ..parallel_groups import ParallelGroups
+from ..replay.ours import OursRow
 from ..state_spec import HybridStateSpec
 
 SMALLEST_BLOCK = {"cpu": 16, "cuda": 64}  # small blocks resume more, large ones are faster to attend to
@@ -45,11 +46,11 @@ def load_model(options: argparse.Namespace, groups: ParallelGroups | None = None
     return load(options.model, device, dtype, groups=groups)
 
 
-def make_engine(
+def make_engine[E: DynamicInferenceEngine](
     loaded: LoadedModel,
     options: argparse.Namespace,
-    kind: Callable[[Model, InferenceConfig], DynamicInferenceEngine] = DynamicInferenceEngine,
-) -> DynamicInferenceEngine:
+    kind: Callable[[Model, InferenceConfig], E] = DynamicInferenceEngine,  # type: ignore[assignment]
+) -> E:
     """An engine of a command line with `options.add_engine`; `kind` makes it."""
     spec = loaded.model.state_spec()
     config = inference_config(spec, options, _memory_gb(spec.device, options))
@@ -94,7 +95,10 @@ def inference_config(spec: HybridStateSpec, options: argparse.Namespace, memory_
         durable_state_dtype=options.durable_state_dtype,
         batch_invariant=options.batch_invariant,
         free_memory=options.free_memory,
+        host_cache_gb=options.host_gb,
+        disk_cache=options.disk,
         **sizes,
+        **OursRow(options.eviction, options.plan).changes(),
     )
     if share:
         try:

@@ -5,8 +5,6 @@ May import `serve`, `monitor`, `net`, `engines`, `contexts`, `cache`; no model a
 
 from dataclasses import dataclass
 
-from ..validation import INT32_MAX, LONGEST_TIMEOUT_S, boolean, instance, integer, real, set_field
-
 _NEEDED = "replicas need Ray Serve: pip install 'mambaslots[fleet]'"
 
 
@@ -40,22 +38,6 @@ class FleetSettings:
     warm_timeout_s: float = 20.0
     drain_timeout_s: float = 30.0
     health_period_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        if not instance("name", self.name, str) or "#" in self.name:
-            raise ValueError(f"name is {self.name!r}; accepted: a string that is not empty and has no '#'")
-        instance("model_name", self.model_name, str)
-        boolean("trace", self.trace)
-        for field in ("min_replicas", "max_replicas", "ranks", "max_requests"):
-            set_field(self, field, integer(field, getattr(self, field), 1, INT32_MAX))
-        if self.max_replicas < self.min_replicas:
-            raise ValueError(
-                f"max_replicas is {self.max_replicas}; accepted: at least min_replicas, {self.min_replicas}"
-            )
-        for field in ("cpus_per_rank", "gpus_per_rank"):
-            set_field(self, field, real(field, getattr(self, field), 0.0, 1024.0))
-        for field in ("warm_timeout_s", "drain_timeout_s", "health_period_s"):
-            set_field(self, field, real(field, getattr(self, field), 0.0, LONGEST_TIMEOUT_S))
 
     @property
     def channel(self) -> str:

@@ -97,9 +97,8 @@ async def answer_parts(
             yield AnswerPart(tokens, None if was_sent else stream.prompt_figures)
             was_sent = True
         result = stream.result
-        assert result is not None
-        if result.finish_reason in ("cancelled", "reset"):
-            raise ReplicaLostError(f"the request ended early: {result.finish_reason}")
+        if result is None or result.finish_reason in ("cancelled", "reset"):
+            raise ReplicaLostError(f"the request ended early: {result and result.finish_reason}")
         figures = None if was_sent else stream.prompt_figures
         yield AnswerPart((), figures, result.finish_reason, result.num_recomputed_tokens)
     except KVBlockCapacityError as error:

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import NoReplicaError, QueueFullError
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.hashing import PrefixHashChain, SaltKey
-from ..inference.engines.streams import Answer, AsyncStream, TokenStream
+from ..inference.engines.streams import AsyncStream, TokenStream
 from ..request import EarlyEnd, SamplingParams
 from ..serve.served_engine import EngineFacts
 from .answers import AnswerPart, EngineRequest, FleetAnswer, ReplicaLostError
@@ -58,12 +58,7 @@ class FleetEngine:
     ) -> None:
         """`call` chooses a replica and yields its `answer_parts`; `num_replicas` returns at once."""
         self.facts = facts
-        self._salt_key = salt_key
-        if salt_key.key_id != facts.salt_key_id:
-            raise ValueError(
-                f"salt_key has the id {salt_key.key_id}, and that of the replicas {facts.salt_key_id}; "
-                "accepted: the key of the replicas"
-            )
+        self._salt_key = salt_key  # that of the replicas
         self._call = call
         self._num_replicas = num_replicas
         self._reports = reports
@@ -72,7 +67,6 @@ class FleetEngine:
         self._name = secrets.token_hex(6)  # other ingresses of the same replicas have other names
         self._counts = FleetCounts()
         self._open: dict[FleetAnswer, asyncio.Task[None]] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._is_draining = False
         self._snapshot: dict[str, Any] | None = None
         self._read_s = -math.inf
@@ -103,8 +97,7 @@ class FleetEngine:
     # ---- its life
 
     def start(self) -> None:
-        """Begin, in the event loop that runs now."""
-        self._loop = asyncio.get_running_loop()
+        """Nothing runs without requests."""
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Refuse new requests and wait for the others. Returns whether none was cancelled at last."""
@@ -185,14 +178,14 @@ class FleetEngine:
             plan=plan,
             tenant=tenant if cache_salt is not None else None,
         )
-        return FleetAnswer(number, request, chain, self._end_soon)
+        loop = asyncio.get_running_loop()
 
-    def _end_soon(self, answer: Answer, reason: EarlyEnd) -> None:
-        """`_end`, from any thread: a stream that is dropped may be collected in another one."""
-        assert self._loop is not None
-        assert isinstance(answer, FleetAnswer)
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._end, answer, reason)
+        def end_soon(answer: Any, reason: EarlyEnd) -> None:
+            """In any thread: a stream that is dropped may be collected in another one."""
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._end, answer, reason)
+
+        return FleetAnswer(number, request, chain, end_soon)
 
     def _end(self, answer: FleetAnswer, reason: EarlyEnd) -> None:
         """End a request early, unless it has ended or is ending."""

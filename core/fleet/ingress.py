@@ -118,7 +118,6 @@ class Ingress:
         self._salt_key = SaltKey(salt_key)
         self._server = server
         self._settings = settings
-        self._app: FastAPI | None = None
         self._num_replicas = 1
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
@@ -133,15 +132,14 @@ class Ingress:
             reports=lambda: self._calls.ask_all("report", timeout_s=_REPORT_S),
             max_waiting_requests=self._server.max_waiting_requests,
         )
-        self._app = make_app_over(engine, self._load_text(), self._server)
-        add_host_check(self._app, self._server)
-        return self._app
+        app = make_app_over(engine, self._load_text(), self._server)
+        self._service: Service = app.state.service
+        add_host_check(app, self._server)
+        return app
 
     async def drain(self) -> bool:
         """Refuse new requests, and wait for the others as long as the settings say."""
-        assert self._app is not None
-        service: Service = self._app.state.service
-        return await service.drain()
+        return await self._service.drain()
 
     async def _count_replicas(self) -> None:
         """Count the replicas that answer every second. Where none does, the last count stays for 10 s:

@@ -40,7 +40,7 @@ _LOGGERS = ("ray", "ray.serve")
 
 
 @contextmanager
-def cluster(num_cpus: float | None = None) -> Iterator[bool]:
+def cluster() -> Iterator[bool]:
     """Be connected to Ray, and yield whether the cluster was there before.
 
     The cluster that `RAY_ADDRESS` names is joined. Without it a cluster of this machine begins, and ends with
@@ -55,7 +55,6 @@ def cluster(num_cpus: float | None = None) -> Iterator[bool]:
     else:
         options |= {
             "address": "local",
-            "num_cpus": num_cpus,
             "include_dashboard": False,
             "object_store_memory": _OBJECT_STORE_BYTES,
         }

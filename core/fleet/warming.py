@@ -17,7 +17,7 @@ from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..net.lockstep.leading_engine import LeadingEngine
 from ..net.transfer.export import recent_states
-from ..net.transfer.hand_over import TransferChannel
+from ..net.transfer.hand_over import receive_prefixes, send_prefixes
 from .state_channel import HandOver, find_channel
 
 logger = logging.getLogger(__name__)
@@ -26,8 +26,6 @@ STATES_A_ROUND = 32
 """States of one hand-over: the source runs no step during a hand-over."""
 _MEETING_S = 5.0
 _LONGEST_ROUND_S = 10.0
-_channels: dict[str, TransferChannel] = {}
-"""The open channels of this rank, by name."""
 
 
 async def take_over(replica: str, channel: str, engine: AsyncEngine, timeout_s: float) -> int:
@@ -44,33 +42,28 @@ async def take_over(replica: str, channel: str, engine: AsyncEngine, timeout_s: 
         TCPStore, host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
     num_states, asked = 0, [""]
-    while asked[-1] is not None and not num_states and time.monotonic() < deadline:
+    while not num_states and time.monotonic() < deadline:
         order = HandOver(f"{replica}-{secrets.token_hex(4)}", host, store.port)
         try:
-            asked.append(await actor.order_hand_over.remote(replica, order, asked))
-            if asked[-1] is not None:
-                num_states = await _receive_rounds(engine, store, order, deadline)
-                logger.warning(
-                    "mambaslots: %s took over %d states from %s, %.1f s after it began to ask",
-                    replica, num_states, asked[-1], time.monotonic() - begun_s,
-                )  # fmt: skip
+            donor = await actor.order_hand_over.remote(replica, order, asked)
+            if donor is None:
+                break
+            asked.append(donor)
+            announced = await _read(store, order.name, min(deadline, time.monotonic() + _MEETING_S))
+            for number in range(int(announced or 0)):
+                name = f"{order.name}-{number}"
+                await asyncio.to_thread(store.set, name, "ready")
+                received = _on_all_ranks(_receive, host, store.port, name, _round_s(deadline))
+                report = await engine.call(received)
+                num_states += report.imported.states
+                if report.failure:
+                    break
+            logger.warning(
+                "mambaslots: %s took over %d states from %s, %.1f s after it began to ask",
+                replica, num_states, donor, time.monotonic() - begun_s,
+            )  # fmt: skip
         except (RayError, RuntimeError, TimeoutError, OSError) as error:
             logger.warning("mambaslots: replica %s was not warmed to the end: %s", replica, error)
-            break
-        finally:
-            await _close(engine, order)
-    return num_states
-
-
-async def _receive_rounds(engine: AsyncEngine, store: TCPStore, order: HandOver, deadline: float) -> int:
-    """Receive the rounds that the source announces. Returns how many states were received."""
-    num_states = 0
-    announced = await _read(store, order.name, min(deadline, time.monotonic() + _MEETING_S))
-    for number in range(int(announced or 0)):
-        await asyncio.to_thread(store.set, f"{order.name}-{number}", "ready")
-        report = await engine.call(_on_all_ranks(_receive, order, min(deadline, _round_end())))
-        num_states += report.imported.states
-        if report.failure:
             break
     return num_states
 
@@ -79,22 +72,19 @@ async def serve_hand_over(engine: AsyncEngine, order: HandOver, timeout_s: float
     """Hand the states that were used last to a replica that joins, a few at a time. Raises nothing."""
     deadline = time.monotonic() + timeout_s
     try:
-        store = await asyncio.to_thread(
-            TCPStore, order.host, order.port, is_master=False, timeout=timedelta(seconds=_MEETING_S)
-        )
+        store = await asyncio.to_thread(_meet, order.host, order.port)
         keys = await engine.call(_on_all_ranks(recent_states))
         rounds = list(batched(keys, STATES_A_ROUND))
         await asyncio.to_thread(store.set, order.name, str(len(rounds)))
         for number, some in enumerate(rounds):
-            if not await _read(store, f"{order.name}-{number}", deadline):
+            name = f"{order.name}-{number}"
+            if not await _read(store, name, deadline):
                 return
-            report = await engine.call(_on_all_ranks(_send, order, some, min(deadline, _round_end())))
-            if report.failure:
+            sent = _on_all_ranks(_send, order.host, order.port, name, list(some), _round_s(deadline))
+            if (await engine.call(sent)).failure:
                 return
     except Exception as error:
         logger.warning("mambaslots: hand-over %s was not served to the end: %s", order.name, error)
-    finally:
-        await _close(engine, order)
 
 
 async def _read(store: TCPStore, key: str, deadline: float) -> str:
@@ -106,15 +96,13 @@ async def _read(store: TCPStore, key: str, deadline: float) -> str:
     return bytes(await asyncio.to_thread(store.get, key)).decode()
 
 
-def _round_end() -> float:
-    return time.monotonic() + _LONGEST_ROUND_S
+def _round_s(deadline: float) -> float:
+    """Seconds of a round that begins now."""
+    return max(0.1, min(deadline - time.monotonic(), _LONGEST_ROUND_S))
 
 
-async def _close(engine: AsyncEngine, order: HandOver) -> None:
-    try:
-        await engine.call(_on_all_ranks(_close_channel, order.name))
-    except Exception as error:
-        logger.warning("mambaslots: the channel of hand-over %s was not closed: %s", order.name, error)
+def _meet(host: str, port: int) -> TCPStore:
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_MEETING_S))
 
 
 # ---- in the engine's thread, on all ranks
@@ -131,28 +119,11 @@ def _on_all_ranks(function: Callable[..., Any], *arguments: Any) -> Callable[[Dy
     return call
 
 
-def _channel_of(engine: DynamicInferenceEngine, order: HandOver, side: Any) -> TransferChannel:
-    name, host, port = order  # other ranks get a list
-    if name not in _channels:
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_MEETING_S))
-        _channels[name] = TransferChannel(engine, store, name, side)
-    return _channels[name]
+def _send(
+    engine: DynamicInferenceEngine, host: str, port: int, name: str, keys: Sequence[int], timeout_s: float
+) -> Any:
+    return send_prefixes(engine, _meet(host, port), name, keys, timeout_s=timeout_s)
 
 
-def _send(engine: DynamicInferenceEngine, order: HandOver, keys: Sequence[int], deadline: float) -> Any:
-    channel = _channel_of(engine, order, "source")
-    return channel.send(list(keys), states="deepest", timeout_s=_left(deadline))
-
-
-def _receive(engine: DynamicInferenceEngine, order: HandOver, deadline: float) -> Any:
-    return _channel_of(engine, order, "destination").receive(timeout_s=_left(deadline))
-
-
-def _close_channel(engine: DynamicInferenceEngine, name: str) -> None:
-    channel = _channels.pop(name, None)
-    if channel is not None:
-        channel.close()
-
-
-def _left(deadline: float) -> float:
-    return max(0.1, deadline - time.monotonic())
+def _receive(engine: DynamicInferenceEngine, host: str, port: int, name: str, timeout_s: float) -> Any:
+    return receive_prefixes(engine, _meet(host, port), name, timeout_s=timeout_s)

@@ -25,7 +25,6 @@ class EngineFacts:
         pool_tokens: tokens that the whole KV pool holds.
         max_requests: requests that run at once.
         caches_prefixes: whether prefixes are cached, so that blocks have hashes.
-        salt_key_id: names the key of salts; another key makes other hashes.
     """
 
     vocab_size: int
@@ -35,7 +34,6 @@ class EngineFacts:
     block_size_tokens: int
     caches_prefixes: bool
     checkpoint_plan: CheckpointPlan
-    salt_key_id: str
 
     @classmethod
     def of(cls, engine: DynamicInferenceEngine) -> "EngineFacts":
@@ -48,7 +46,6 @@ class EngineFacts:
             block_size_tokens=config.block_size_tokens,
             caches_prefixes=config.enable_prefix_caching,
             checkpoint_plan=config.checkpoint_plan,
-            salt_key_id=engine.salt_key.key_id,
         )
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import mambaslots as ms
 import torch
 from fuzzing.target import REFUSED, Target, any_value, end_of
-from mambaslots.fleet import FleetSettings
 from mambaslots.models import HybridConfig, HybridLM
 from mambaslots.parallel_groups import ModelShard, ParallelGroups, Part
 from mambaslots.serve import ServerSettings
@@ -46,7 +45,6 @@ def _settings() -> list[tuple[str, Callable[..., Any], dict[str, Any]]]:
         ("ModelShard", ModelShard, {"attention_layers": part, "kv_heads": part}),
         ("ParallelGroups", ParallelGroups, {}),
         ("ServerSettings", ServerSettings, {"model_name": "model", "api_keys": {"one": "key"}}),
-        ("FleetSettings", FleetSettings, {"max_replicas": 2}),
     ]
 
 

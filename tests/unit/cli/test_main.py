@@ -47,6 +47,7 @@ def test_python_m_runs_the_command() -> None:
         (["run", "/no/script"], "/no/script is no file; usage: mambaslots run"),
         (["run", "--json", "/no/x", __file__], "mambaslots.mcore: argument --json: /no/x; accepted: a path"),
         (["replay", "--json", 300 * "a"], "accepted: a path in an existing directory"),
+        (["serve", MODEL, "--disk", "x"], "argument --disk: 'x'; accepted: a directory and GB"),
         (["replay", "--trace", 300 * "a"], "accepted: chat, "),
         (["serve", MODEL, "--api-keys", 300 * "a"], "accepted: a file"),
         (["serve", MODEL, "--record", 300 * "a"], "accepted: a path in an existing directory"),
@@ -117,6 +118,24 @@ def test_options_are_fields_of_the_configuration() -> None:
         max_sequence_length=500, num_speculative_tokens=2, durable_state_dtype="int8",
         free_memory="zero",
     )  # fmt: skip
+
+
+def test_the_policy_and_the_plan_of_a_cache_are_options(tmp_path: Path) -> None:
+    sizes = ("--num-mamba-slots", "7", "--num-kv-blocks", "99")
+    tiers = ("--host-gb", "0.5", "--disk", f"{tmp_path}:2")
+    config = config_of(*sizes, *tiers, "--plan", "every=64,no-tail", "--eviction", "lru")
+    assert (config.checkpoint_plan.decode, config.checkpoint_plan.tail) == (64, False)
+    assert (config.eviction_policy, config.host_cache_gb) == ("lru", 0.5)
+    assert config.disk_cache == (str(tmp_path), 2.0)
+    (tmp_path / "mine.py").write_text(
+        "from mambaslots import CheckpointPlan\n\n\nclass Mine(CheckpointPlan):\n    pass\n"
+    )
+    plan = config_of(*sizes, "--plan", f"{tmp_path}/mine.py:Mine").checkpoint_plan
+    assert type(plan).__name__ == "Mine"
+    with pytest.raises(ValueError, match="plan has 'x'; accepted: parts of CheckpointPlan"):
+        config_of(*sizes, "--plan", "x")
+    with pytest.raises(SystemExit):
+        config_of(*sizes, "--disk", "2")
 
 
 @pytest.mark.parametrize("pattern", ["M-M*-M-", "MM", "**", "G*"])

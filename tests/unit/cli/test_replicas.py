@@ -104,20 +104,3 @@ def test_the_weights_version_is_of_the_bytes(tmp_path: Path) -> None:
     assert weights_version(tmp_path) == before
     (tmp_path / "model.safetensors").write_bytes(bytes(299_999) + b"1")
     assert weights_version(tmp_path) != before
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"min_replicas": 3, "max_replicas": 2}, "max_replicas is 2; accepted: at least min_replicas, 3"),
-        ({"model_name": 3}, "model_name is 3; accepted: a str"),
-        ({"trace": 1}, "trace is 1; accepted: True or False"),
-        ({"ranks": 0}, "ranks is 0"),
-        ({"name": "a#b"}, "name is 'a#b'"),
-        ({"warm_timeout_s": -1}, "warm_timeout_s is -1"),
-    ],
-)
-def test_settings_of_a_fleet_are_checked(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match="accepted") as refused:
-        FleetSettings(**settings)
-    assert said in str(refused.value)

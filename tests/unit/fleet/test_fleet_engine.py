@@ -12,7 +12,6 @@ from mambaslots.errors import NoReplicaError, QueueFullError
 from mambaslots.fleet import fleet_engine
 from mambaslots.fleet.fleet_engine import FleetEngine
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain, SaltKey
-from mambaslots.serve.served_engine import EngineFacts
 from oracle.budget import costly
 from oracle.fleet import SALT_KEY, Replicas, in_fleet
 from oracle.serving import TOLERANCE, random_tokens, small_engine
@@ -173,12 +172,6 @@ def test_requests_carry_the_keys_of_their_blocks() -> None:
         assert list(request.keys) == chain.keys
     assert [len(request.keys) for request in group.requests] == [4, 5]
     assert group.engines[1].context.prefix_cache.resumable_tokens(chain) == 40
-
-
-def test_replicas_with_another_salt_key_are_refused() -> None:
-    group, facts = replicas(1), EngineFacts.of(engine())
-    with pytest.raises(ValueError, match="salt_key has the id"):
-        FleetEngine(facts, SaltKey(b"x" * 16), group.call, num_replicas=lambda: 1, reports=group.reports)
 
 
 @pytest.mark.parametrize("num_lost", [2, 3])
