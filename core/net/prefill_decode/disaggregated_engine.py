@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ...errors import QueueFullError
 from ...inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ...inference.contexts.cache.hashing import PrefixHashChain, salt_bytes
 from ...inference.engines.arguments import Prompt, Salt, checked_prompt, checked_request
@@ -214,12 +213,9 @@ class DisaggregatedEngine(AsyncEngine):
         return await self._prefill(tokens, salt_bytes("cache_salt", cache_salt))
 
     def _check_open(self, call: str) -> None:
-        self._usable(call)
-        if self._draining or self._refusing:
-            raise RuntimeError("the DisaggregatedEngine is closing; it takes no more requests")
-        num_waiting = sum(self._num_unfinished()) - self._engine.config.max_requests
-        if num_waiting >= self._max_waiting:
-            raise QueueFullError(num_waiting, self._max_waiting)
+        self._accepting(call)
+        if self._refusing:
+            raise RuntimeError(f"{call}: the DisaggregatedEngine is closing; it takes no more requests")
 
     async def _prefill(self, tokens: list[int], salt: bytes | None) -> RemotePrefill | None:
         """Import the whole blocks of a prefix from the worker, if that saves enough tokens."""
