@@ -28,7 +28,7 @@ from .arguments import (
 )
 from .drafter import Drafter
 from .dummy_steps import set_min_tokens
-from .engine_observer import EngineObserver, EngineObservers, ProgressLine, StepReport
+from .engine_observer import EngineObserver, ProgressLine, StepReport, checked_observer
 from .engine_state import EngineState
 from .runner import Model, describe_steps
 from .sampling import request_seed
@@ -544,13 +544,16 @@ class DynamicInferenceEngine:
         Raises:
             ValueError: the object lacks a method of `EngineObserver`.
         """
-        if self.state.observers is None:
-            self.state.observers = EngineObservers()
-        self.state.observers.add(observer)
+        checked_observer(observer)
+        if all(observer is not known for known in self.state.observers):
+            self.state.observers = (*self.state.observers, observer)
 
     def unobserve(self, observer: EngineObserver) -> None:
         """Stop calling `observer`; ValueError for one that does not observe."""
-        (self.state.observers or EngineObservers()).remove(observer)
+        others = tuple(known for known in self.state.observers if known is not observer)
+        if len(others) == len(self.state.observers):
+            raise ValueError(f"observer is {shown(observer)}; accepted: one that observes this engine")
+        self.state.observers = others
 
     def stats(self, *, settle: bool = True) -> EngineStats:
         """A snapshot of the cache, the drafts and the queue.

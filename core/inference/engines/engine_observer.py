@@ -1,10 +1,8 @@
 """What a step did, and observers of an engine: a monitor, a trace, a line of progress."""
 
-import logging
 import sys
 import time
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,8 +10,6 @@ from typing import Protocol
 from ...request import RequestResult
 from ...validation import brief_repr, shown
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
-
-logger = logging.getLogger(__name__)
 
 NewTokens = dict[int, tuple[GeneratedToken, ...]]
 _CALLS = ("request_added", "request_resumed", "step_made", "request_ended")
@@ -72,70 +68,13 @@ class EngineObserver(Protocol):
         """
 
 
-class EngineObservers:
-    """The observers of one engine. A call of a failing observer is logged, and the observer is dropped."""
-
-    def __init__(self) -> None:
-        self._observers: tuple[EngineObserver, ...] = ()
-        self._ended: deque[tuple[DynamicInferenceRequest, RequestResult]] = deque()
-        self._notifying = False
-
-    def add(self, observer: EngineObserver) -> None:
-        """Call `observer` from now on; ValueError for an object without the four methods."""
-        has_calls = all(callable(getattr(observer, name, None)) for name in _CALLS)
-        if isinstance(observer, type) or not has_calls:
-            raise ValueError(
-                f"observer is {shown(observer)}; accepted: an object with the methods {', '.join(_CALLS)}"
-            )
-        if all(observer is not known for known in self._observers):
-            self._observers = (*self._observers, observer)
-
-    def remove(self, observer: EngineObserver) -> None:
-        """Stop calling `observer`; ValueError for one that does not observe."""
-        others = tuple(known for known in self._observers if known is not observer)
-        if len(others) == len(self._observers):
-            raise ValueError(f"observer is {shown(observer)}; accepted: one that observes this engine")
-        self._observers = others
-
-    def step_made(
-        self,
-        steps: Sequence[RequestStep],
-        admitted: Collection[DynamicInferenceRequest],
-        tokens: NewTokens,
-        duration_s: float,
-    ) -> None:
-        """Notify of a step, and of the prompts that it began. `admitted`: the requests that got a row."""
-        for step in steps:
-            if not step.decoding and (step.num_resumed or step.request in admitted):
-                self.notify("request_resumed", step)
-        self.notify("step_made", steps, tokens, duration_s)
-
-    def note_end(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
-        """Queue an end for `notify_ended`, unless the end is undone before."""
-        if self._observers:
-            self._ended.append((request, result))
-
-    def notify_ended(self) -> None:
-        """Notify of the requests that have ended since the last call."""
-        if self._notifying:  # an observer has called the engine: the outer call goes on
-            return
-        self._notifying = True
-        try:
-            while self._ended:
-                request, result = self._ended[0]
-                if request.result is result:
-                    self.notify("request_ended", request, result)
-                self._ended.popleft()
-        finally:
-            self._notifying = False
-
-    def notify(self, call: str, *arguments: object) -> None:
-        for observer in self._observers:
-            try:
-                getattr(observer, call)(*arguments)
-            except Exception:
-                logger.exception("%s of observer %s failed; it is dropped", call, shown(observer))
-                self._observers = tuple(known for known in self._observers if known is not observer)
+def checked_observer(observer: EngineObserver) -> EngineObserver:
+    """`observer`; ValueError for an object without the four methods."""
+    if isinstance(observer, type) or not all(callable(getattr(observer, name, None)) for name in _CALLS):
+        raise ValueError(
+            f"observer is {shown(observer)}; accepted: an object with the methods {', '.join(_CALLS)}"
+        )
+    return observer
 
 
 class ProgressLine:

@@ -19,12 +19,13 @@ from ...cache_stats import EngineStats, SpeculationStats
 from ...errors import KVBlockCapacityError, MambaSlotCapacityError
 from ...parallel_groups import on_device_of
 from ...request import EarlyEnd, FinishReason, RequestResult
+from ...validation import shown
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from .drafter import Drafter
-from .engine_observer import EngineObservers, NewTokens, StepReport
+from .engine_observer import EngineObserver, NewTokens, StepReport
 from .memory_poison import MemoryPoison
 from .runner import Model, new_runner
 from .sampling import SampledStep, count_accepted, sample_step
@@ -90,7 +91,7 @@ class EngineState:
         abandoned: ids of requests to end at the next call, and why; any thread may append at any moment.
         speculation: what drafts were worth.
         num_rebuilds: how often a failed call cost all cached prefixes.
-        observers: receive requests and steps; None until one is added.
+        observers: receive requests and steps. One that raises is logged, and dropped.
         stepping: the thread that is in a step; None between steps.
         broken_by: the error after which the ranks of a split model may differ; None without one.
         weights_version: the name of the model's weights.
@@ -112,7 +113,7 @@ class EngineState:
         self.scheduler = Scheduler(context, drafter)
         self.speculation = SpeculationStats()
         self.num_rebuilds = 0
-        self.observers: EngineObservers | None = None
+        self.observers: tuple[EngineObserver, ...] = ()
         self.stepping: int | None = None
         self.broken_by: BaseException | None = None
         self.weights_version: object = None
@@ -123,6 +124,8 @@ class EngineState:
         self._poison = MemoryPoison(context) if context.config.free_memory == "nan" else None
         self._looks_ahead = context.config.why_steps_wait(context.spec.device) is None
         self._is_split = context.spec.groups.is_split
+        self._ended: deque[tuple[DynamicInferenceRequest, RequestResult]] = deque()  # for the observers
+        self._notifying = False
         self._in_change = False
         self._repair: Callable[[], None] | None = None  # of the change under way, or of one that failed
 
@@ -216,8 +219,7 @@ class EngineState:
         with self.changing():
             self.requests[request.request_id] = request
             self.scheduler.add(request)
-        if self.observers is not None:
-            self.observers.notify("request_added", request)
+        self._notify("request_added", request)
 
     def end(self, request_id: int, reason: FinishReason) -> RequestResult:
         """End a request between two steps."""
@@ -243,8 +245,10 @@ class EngineState:
                     self.unclaimed.pop(result.request_id, None)
                 self.reports.append(report)
         admitted, self.scheduler.admitted = self.scheduler.admitted, {}
-        if self.observers is not None:
-            self.observers.step_made(steps, admitted, tokens, time.perf_counter() - begun_s)
+        for one in steps if self.observers else ():
+            if not one.decoding and (one.num_resumed or one.request in admitted):
+                self._notify("request_resumed", one)
+        self._notify("step_made", steps, tokens, time.perf_counter() - begun_s)
 
     def pin(self, chain: PrefixHashChain) -> PinnedPrefix:
         with self.changing(MambaSlotCapacityError):
@@ -308,13 +312,31 @@ class EngineState:
         return result
 
     def _note_end(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
-        if self.observers is not None:
-            self.observers.note_end(request, result)
+        """Queue an end for `notify_ended`, unless the end is undone before."""
+        if self.observers:
+            self._ended.append((request, result))
 
     def notify_ended(self) -> None:
         """Notify observers of the requests that have ended since the last call."""
-        if self.observers is not None:
-            self.observers.notify_ended()
+        if self._notifying or not self._ended:  # an observer has called the engine: the outer call goes on
+            return
+        self._notifying = True
+        try:
+            while self._ended:
+                request, result = self._ended[0]
+                if request.result is result:
+                    self._notify("request_ended", request, result)
+                self._ended.popleft()
+        finally:
+            self._notifying = False
+
+    def _notify(self, call: str, *arguments: object) -> None:
+        for observer in self.observers:
+            try:
+                getattr(observer, call)(*arguments)
+            except Exception:
+                logger.exception("%s of observer %s failed; it is dropped", call, shown(observer))
+                self.observers = tuple(known for known in self.observers if known is not observer)
 
     # ---- a step
 
