@@ -16,12 +16,13 @@ from typing import Any
 from mambaslots.cli.options import Parser, count, listed, new_file, positive
 from mambaslots.cli.replay import add_options, asked_of, settings_of, sources_of
 from mambaslots.inference.contexts.cache.pool_stats import NANOSECONDS
-from mambaslots.replay.cells import TraceSource, replay_cells
+from mambaslots.replay.cells import TraceSource
 from mambaslots.replay.engine_replay import Arrivals, EngineReplay
 from mambaslots.replay.ours import config_of, spec_of
 from mambaslots.replay.report import budget_head, plain_setting
 from mambaslots.replay.setting import Progress, ReplaySetting, StepCost, model_shape, silent
 from mambaslots.replay.trace import Trace
+from processes import add_jobs, replay_cells
 from routed_replay import EVENT_DELAY_MS, ONE_CACHE, ReplicaResult, RoutedReplay, RoutedResult, Routing
 from routers import ROUTERS
 
@@ -146,6 +147,7 @@ def _routers(name: str) -> list[str]:
 def main() -> None:
     parser = Parser(description=__doc__)
     add_options(parser)
+    add_jobs(parser)
     parser.add_argument("--replicas", type=listed(count()), default=[4], metavar="LIST", help="(default: 4)")
     parser.add_argument(
         "--router", type=listed(_routers), default=list(ROUTERS), metavar="LIST", help=", ".join(ROUTERS)

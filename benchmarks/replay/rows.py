@@ -17,7 +17,7 @@ from block_rows import BlockRow, StockRow, capped_slots
 from clairvoyant import CEILING
 from mambaslots.cli.options import Parser, listed, new_file
 from mambaslots.cli.replay import add_options, asked_of, settings_of, sources_of
-from mambaslots.replay.cells import Cell, CellResult, replay_cell, replay_cells
+from mambaslots.replay.cells import Cell, CellResult, replay_cell
 from mambaslots.replay.ours import UNLIMITED, OursRow
 from mambaslots.replay.report import (
     answers,
@@ -30,6 +30,7 @@ from mambaslots.replay.report import (
 )
 from mambaslots.replay.setting import ReplayRow, model_shape
 from marconi_row import MarconiRow
+from processes import add_jobs, replay_cells
 from sglang_row import SGLangRow
 from vllm_row import VLLMRow
 
@@ -82,6 +83,7 @@ def _row(name: str) -> list[str]:
 def main() -> None:
     parser = Parser(description=__doc__)
     add_options(parser)
+    add_jobs(parser)
     parser.add_argument(
         "--rows", type=listed(_row), default=["ours"], metavar="LIST",
         help=f"rows and groups of rows: {', '.join((*GROUPS, *ROWS))}",

@@ -2,10 +2,13 @@
 
 import argparse
 import json
+import sys
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from ..config import PLAN_SYNTAX
-from ..replay.cells import Cell, TraceSource, replay_cell, replay_cells
+from ..replay.cells import Cell, CellResult, TraceSource, replay_cell
 from ..replay.generate import KINDS
 from ..replay.ours import UNLIMITED, OursRow
 from ..replay.report import answers, plain, plain_setting, table, unlimited_shares
@@ -48,8 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
          "eviction policies, a row each: names, or FILE.py:Class (default: the engine's)"),
         ("--plan", str, None, "PLAN", f"which states are cached: {PLAN_SYNTAX}; or FILE.py:Class"),
     ))  # fmt: skip
-    group = add_group(parser, "output", None, (("--jobs", count(), 1, "N", "processes that replay"),))
-    add_json(group, "all results")
+    add_json(parser, "all results")
     parser.set_defaults(policy=[None])
 
 
@@ -58,13 +60,17 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--shard is {options.shard}; accepted: less than --shards ({options.shards})")
     shape = model_shape(options.model, options.state_dtype)
     settings, rows = settings_of(options, shape), [OursRow(one, options.plan) for one in options.policy]
-    for row in rows:
-        row.changes()  # ValueError for a policy or plan that cannot be loaded
+    try:
+        for row in rows:
+            row.changes()
+    except ValueError as error:  # a wrong option, which only a file shows
+        print(f"mambaslots replay: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     cells = []  # trace by trace, budget by budget, row by row; the unlimited pool once a trace
     for source in sources_of(options):
         cells += [Cell(source, row, setting) for setting in settings for row in rows]
         cells.append(Cell(source, UNLIMITED, settings[0]))
-    results = list(replay_cells(cells, options.jobs, replay_cell))
+    results = _replayed(cells)
     unlimited = unlimited_shares(results)
     answered = list(dict.fromkeys(answers(results, unlimited, rows[0].name)))
     print(table(results))
@@ -79,7 +85,26 @@ def run(options: argparse.Namespace) -> int:
             "answers": answered,
         }
         options.json.write_text(json.dumps(found, indent=2) + "\n")
-    return 0
+    served = any(one.share is not None for one in results if one.cell.row != UNLIMITED)
+    return 0 if served else 1
+
+
+def _replayed(cells: Sequence[Cell]) -> list[CellResult]:
+    """The results of all cells, with a line on stderr each 10 s."""
+    results: list[CellResult] = []
+    begun_s = shown_s = time.monotonic()
+
+    def show(num_served: int, num_all: int) -> None:
+        nonlocal shown_s
+        if time.monotonic() - shown_s >= 10.0:
+            shown_s = time.monotonic()
+            done = f"{len(results):,} of {len(cells):,} cells; {cells[len(results)].row.name}"
+            print(f"replay: {done}: {num_served:,} of {num_all:,} requests", file=sys.stderr)
+
+    for cell in cells:
+        results.append(replay_cell(cell, show))
+    print(f"replay: {len(cells):,} cells, {time.monotonic() - begun_s:,.1f} s", file=sys.stderr)
+    return results
 
 
 def settings_of(options: argparse.Namespace, shape: ModelShape) -> list[ReplaySetting]:

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any
 
 import numpy as np
 
-from .trace import TraceRequest
+from .trace import Tokens, TraceRequest
 from .trace_line import Numbers, TraceLine
 
 _MAX_ENDS = 8  # candidates per block for the request before
@@ -89,26 +89,22 @@ class HashedRequests(Sequence[TraceRequest]):
     def __len__(self) -> int:
         return len(self._lines)
 
-    @overload
-    def __getitem__(self, index: int) -> TraceRequest: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[TraceRequest]: ...
-
-    def __getitem__(self, index: int | slice) -> TraceRequest | Sequence[TraceRequest]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[one] for one in range(*index.indices(len(self)))]
         index = range(len(self))[index]
         line = self._lines[index]
-        size, num_prompt, stop = line.hash_tokens, line.num_prompt, line.num_prompt + line.num_answer
-        blocks = [self._in_prompt(index, block) for block in range(-(-num_prompt // size))]
-        prompt = np.repeat(np.asarray(blocks, np.int32), size)[:num_prompt]
-        first = num_prompt // size
-        blocks = [self._in_answer(index, block) for block in range(first, -(-stop // size))]
-        answer = np.repeat(np.asarray(blocks, np.int32), size)[
-            num_prompt - first * size : stop - first * size
-        ]
-        return TraceRequest(line.arrival_s, self._sessions[index], prompt, answer)
+        size, num_prompt = line.hash_tokens, line.num_prompt
+        length = num_prompt + line.num_answer
+        whole = num_prompt // size  # the block after it may hold both: it is made once as each
+        prompt = [self._in_prompt(index, block) for block in range(-(-num_prompt // size))]
+        answer = [self._in_answer(index, block) for block in range(whole, -(-length // size))]
+        return TraceRequest(
+            line.arrival_s,
+            self._sessions[index],
+            _spread(prompt, size)[:num_prompt],
+            _spread(answer, size)[num_prompt - whole * size : length - whole * size],
+        )
 
     def _in_prompt(self, index: int, block: int) -> int:
         """The token of a block of a prompt."""
@@ -133,3 +129,8 @@ class HashedRequests(Sequence[TraceRequest]):
         if block < len(line.blocks):
             return int(line.blocks[block])
         return self._in_prompt(following, block) if following >= 0 else self._num_hashes + index
+
+
+def _spread(blocks: list[int], size: int) -> Tokens:
+    """Each number `size` times."""
+    return np.repeat(np.asarray(blocks, np.int32), size)

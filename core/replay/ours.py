@@ -1,6 +1,6 @@
 """The rows of this package's own cache, with its policies or with one's own."""
 
-import importlib.util
+import runpy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from ..config import InferenceConfig, parse_plan
-from ..inference.contexts.cache.eviction import EVICTION_POLICIES
+from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
+from ..inference.contexts.cache.eviction import EVICTION_POLICIES, checked_policy
 from ..inference.contexts.pool_sizes import GIGABYTE
 from ..state_spec import HybridStateSpec, StateTensor
-from ..validation import one_of
+from ..validation import instance, one_of
 from .engine_replay import EngineReplay, chains_of
 from .setting import ModelShape, Progress, ReplayResult, ReplaySetting, silent
 from .trace import Trace
@@ -122,12 +123,13 @@ class OursRow:
         """Settings that differ from the defaults; objects of one's own are made anew."""
         changes: dict[str, Any] = {}
         if self.policy is not None:
-            own = class_named("policy", self.policy)
-            name = one_of("policy", self.policy, EVICTION_POLICIES) if own is None else own()
-            changes["eviction_policy"] = name
+            own = _own("policy", self.policy)
+            chosen = one_of("policy", self.policy, EVICTION_POLICIES) if own is None else own
+            changes["eviction_policy"] = checked_policy("policy", chosen)
         if self.plan is not None:
-            own = class_named("plan", self.plan)
-            changes["checkpoint_plan"] = parse_plan(self.plan) if own is None else own()
+            own = _own("plan", self.plan)
+            chosen = parse_plan(self.plan) if own is None else own
+            changes["checkpoint_plan"] = instance("plan", chosen, CheckpointPlan)
         return changes
 
     def replay(self, trace: Trace, setting: ReplaySetting, progress: Progress = silent) -> ReplayResult:
@@ -136,21 +138,21 @@ class OursRow:
         return EngineReplay(trace, spec_of(setting.shape), config, setting.cost).run(progress)
 
 
-def class_named(what: str, text: str) -> type | None:
-    """The class that "FILE.py:Class" names; None for text without ".py:"."""
+def _own(what: str, text: str) -> object:
+    """An object of the class that "FILE.py:Class" names; None for text without ".py:"."""
     file, found, name = text.rpartition(".py:")
     if not found:
         return None
     path = Path(f"{file}.py")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if not path.is_file():
         raise ValueError(f"{what} is {text!r}; accepted: FILE.py:Class with a file that is there")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    one = getattr(module, name, None)
-    if not isinstance(one, type):
-        raise ValueError(f"{what} is {text!r}; accepted: a class of {path}")
-    return one
+    try:
+        one = runpy.run_path(str(path)).get(name)
+        if isinstance(one, type):
+            return one()
+    except Exception as error:
+        raise ValueError(f"{what} is {text!r}, which raises {type(error).__name__}: {error}") from error
+    raise ValueError(f"{what} is {text!r}; accepted: a class of {path}")
 
 
 @dataclass(frozen=True)

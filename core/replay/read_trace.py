@@ -1,6 +1,7 @@
 """Traces from files: JSON lines of one's own, and Mooncake's published format."""
 
 import hashlib
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from os import PathLike
@@ -11,7 +12,7 @@ import numpy as np
 from ..validation import INT32_MAX, integer
 from .hashed_requests import HashedRequests, Lineage, infer_lineage
 from .trace import Trace, TraceRequest
-from .trace_line import HashNumbers, Numbers, TraceLine, parse_line
+from .trace_line import HashNumbers, Numbers, TraceLine, number_of, parse_line
 
 _ROUTING_TOKENS = 64  # tokens of a block that shows common heads and sessions, where a file has tokens
 _MIN_BRANCHES = 8
@@ -41,14 +42,15 @@ def read_trace(path: str | PathLike[str], *, shards: int = 1, shard: int = 0) ->
     shards = integer("shards", shards, 1)
     shard = integer("shard", shard, 0, shards - 1)
     file = Path(path)
-    numbers = HashNumbers()
+    numbers: HashNumbers = {}
     lines = _read_lines(file, numbers)
     size = lines[0].hash_tokens
     paths = [line.blocks if size else _path(line, numbers) for line in lines]
     heads = [_head(line, path, size or _ROUTING_TOKENS) for line, path in zip(lines, paths, strict=True)]
     head = _shared_head(heads)
     if shards > 1:
-        routes = (numbers.routes[blocks[min(head, len(blocks) - 1)]] if blocks else 0 for blocks in heads)
+        known_as = list(numbers)  # number -> hash
+        routes = (known_as[blocks[min(head, len(blocks) - 1)]] if blocks else 0 for blocks in heads)
         chosen = [index for index, route in enumerate(routes) if _shard_of(route, shards) == shard]
         lines, paths = [lines[index] for index in chosen], [paths[index] for index in chosen]
     lineage = infer_lineage(lines, paths, size or _ROUTING_TOKENS, head)
@@ -84,8 +86,9 @@ def _shared_head(paths: Sequence[Sequence[int]]) -> int:
     return head
 
 
-def _shard_of(route: int, num_shards: int) -> int:
+def _shard_of(known: int | str, num_shards: int) -> int:
     """By the leading bits of the multiplicative hash."""
+    route = known if isinstance(known, int) else zlib.crc32(known.encode("utf-8", "surrogatepass"))
     return (route * _MULTIPLIER % (1 << 32)) * num_shards >> 32
 
 
@@ -122,7 +125,7 @@ def _path(line: TraceLine, numbers: HashNumbers) -> Numbers:
     digest, found = b"", []
     for start in range(0, len(content) - width + 1, width):
         digest = hashlib.blake2b(digest + content[start : start + width], digest_size=16).digest()
-        found.append(numbers.number(int.from_bytes(digest, "big")))
+        found.append(number_of(int.from_bytes(digest, "big"), numbers))
     return np.asarray(found, np.int64)
 
 

@@ -1,7 +1,6 @@
 """One line of a trace's file, of either format."""
 
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,27 +28,12 @@ _MOONCAKE = ("timestamp", "input_length", "output_length", "hash_ids")
 Numbers = npt.NDArray[np.int64]
 
 
-class HashNumbers:
-    """Small integers that stand for the hashes of a file, in the order in which they are seen.
+HashNumbers = dict[int | str, int]
+"""Small integers that stand for the hashes of a file, in the order in which they are seen."""
 
-    `routes` has for each number an integer that depends on the hash alone. Hashes "f0", "07", "f0": numbers
-    0, 1, 0.
-    """
 
-    def __init__(self) -> None:
-        self.routes: list[int] = []
-        self._numbers: dict[int | str, int] = {}
-
-    def __len__(self) -> int:
-        return len(self.routes)
-
-    def number(self, known: int | str) -> int:
-        number = self._numbers.get(known)
-        if number is None:
-            number = self._numbers[known] = len(self.routes)
-            text = known if isinstance(known, int) else zlib.crc32(known.encode("utf-8", "surrogatepass"))
-            self.routes.append(text)
-        return number
+def number_of(known: int | str, numbers: HashNumbers) -> int:
+    return numbers.setdefault(known, len(numbers))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -78,10 +62,9 @@ def parse_line(text: bytes, numbers: HashNumbers, hash_tokens: int | None) -> Tr
     if "hash_ids" in line:
         _check_fields(line, {*_MOONCAKE}, None)
         return _with_hashes(line, _MOONCAKE, MOONCAKE_HASH_TOKENS, numbers)
-    _check_fields(line, {"arrival_s"}, _OWN_FIELDS)
+    _check_fields(line, {"arrival_s"} if "tokens" in line else {*_HASHED}, _OWN_FIELDS)
     if "tokens" in line:
         return _with_tokens(line)
-    _check_fields(line, {*_HASHED}, None)
     if "answer_tokens" in line:
         raise ValueError(
             "answer_tokens is given with prefix_hashes; accepted: answer_count and answer_hashes"
@@ -164,7 +147,7 @@ def _numbers(name: str, hashes: object, numbers: HashNumbers) -> Numbers:
     for one in hashes:
         if type(one) is not int and type(one) is not str:
             raise ValueError(f"{name} has {shown(one)[:80]}; accepted: integers or strings")
-    return np.fromiter(map(numbers.number, hashes), np.int64, len(hashes))
+    return np.fromiter((number_of(one, numbers) for one in hashes), np.int64, len(hashes))
 
 
 def _tokens(name: str, tokens: object) -> Tokens:

@@ -219,8 +219,8 @@ class _Trial:
         engine.context.observe(self)
         if rule is Rule.PADDING_DIFFERS:
             begin = engine.context.begin_step
-            engine.context.begin_step = lambda steps, padding=None, tokens=None: begin(  # type: ignore[method-assign]
-                steps, _larger_shape, tokens
+            engine.context.begin_step = lambda steps, padding=None, sampled_tokens=None: begin(  # type: ignore[method-assign]
+                steps, _larger_shape, sampled_tokens
             )
         shares = rule is Rule.CACHE_DIFFERS
         plan = None if shares else CheckpointPlan.every_block(self.block)

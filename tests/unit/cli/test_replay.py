@@ -71,11 +71,11 @@ def test_requests_can_come_faster() -> None:
 
 
 @pytest.mark.long
-def test_processes_and_runs_change_nothing(own_trace: Path, tmp_path: Path) -> None:
+def test_runs_are_equal(own_trace: Path, tmp_path: Path) -> None:
     written: list[dict[str, Any]] = []
-    for jobs in ("1", "2"):
-        path = tmp_path / f"{jobs}.json"
-        words = ["replay", "--trace", str(own_trace), "--budget-gb", "0.2,1", "--jobs", jobs]
+    for run in ("1", "2"):
+        path = tmp_path / f"{run}.json"
+        words = ["replay", "--trace", str(own_trace), "--budget-gb", "0.2,1"]
         assert main([*words, "--json", str(path)]) == 0
         written.append(json.loads(path.read_text()))
     assert written[0] == written[1]
@@ -95,6 +95,8 @@ def test_a_budget_that_buys_nothing_is_refused_in_its_cell(
     assert "ours at 0.01+20 GB: state_gb is 0.01" in printed
     assert "ours at 2 GB in all: total_gb is 2" in printed
     assert printed.count("refused") == 2
+    assert main(["replay", "--trace", str(own_trace), "--budget-gb", "0.01"]) == 1
+    assert "ours at 0.01+20 GB: state_gb is 0.01" in capsys.readouterr().out
 
 
 def test_policies_of_ones_own_are_rows(
@@ -132,9 +134,6 @@ def test_a_wrong_option_is_said_in_one_line(
     ("words", "said"),
     [
         (["--model", "gpt"], "model is 'gpt'; accepted: nemotron-h-8b, qwen3.5-35b, or the path"),
-        (["--policy", "none.py:Own"], "policy is 'none.py:Own'; accepted: FILE.py:Class with a file"),
-        (["--policy", "fifo"], "policy is 'fifo'; accepted: one of"),
-        (["--plan", "sometimes"], "plan has 'sometimes'"),
         (["--shard", "2"], "--shard is 2; accepted: less than --shards (1)"),
         (
             ["--block-size-tokens", "100"],
@@ -149,3 +148,40 @@ def test_what_does_not_go_together_is_said_in_one_line(
     stderr = capsys.readouterr().err
     assert stderr.startswith(f"mambaslots replay: {said}")
     assert stderr.count("\n") == 1
+
+
+OWN = {
+    "broken.py": "class Own(:",
+    "raises.py": "import no_such_module",
+    "none.py": "Own = None",
+    "name.py": "Own = 'lru'",
+    "lacks.py": "class Own:\n    def insert(self, slots): ...",
+}
+
+
+@pytest.mark.parametrize("option", ["policy", "plan"])
+@pytest.mark.parametrize("file", [*OWN, "missing.py"])
+def test_a_policy_or_plan_of_ones_own_that_is_none_is_said_in_one_line(
+    option: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / file
+    if file in OWN:
+        path.write_text(OWN[file])
+    assert main(["replay", f"--{option}", f"{path}:Own"]) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"mambaslots replay: {option} is ")
+    assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--policy", "fifo"], "policy is 'fifo'; accepted: one of"),
+        (["--plan", "sometimes"], "plan has 'sometimes'"),
+    ],
+)
+def test_a_policy_or_plan_without_a_meaning_is_a_wrong_command_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"mambaslots replay: {said}")
