@@ -9,11 +9,13 @@ import pytest
 import torch
 from hypothesis import settings
 from oracle.budget import mark_long
+from oracle.interpreter import accept_masks_of_any_integer
 from oracle.model_kinds import KINDS, kind_of_model
 
 if not torch.cuda.is_available():  # read by triton, and by megatron-core's kernels, when they are imported
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["MAMBA_DETERMINISTIC"] = "1"  # one autotuning configuration: nothing is timed
+    accept_masks_of_any_integer()
 
 # Several threads help none of these small shapes, and make every test crawl on a busy machine.
 torch.set_num_threads(1)

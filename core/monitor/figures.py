@@ -84,6 +84,7 @@ class MonitorFigures:
         num_ended: finish reason -> users' requests that ended.
         first_token, inter_token, step, queue: durations in seconds: from arrival to the first token, between
             two tokens, of a step, from arrival to the first step.
+        prefill_tokens, prefill_s: prompt tokens that were computed, and their share of the steps' time.
     """
 
     stats: EngineStats
@@ -92,10 +93,22 @@ class MonitorFigures:
     num_added: int = 0
     num_ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
     num_generated: int = 0
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
     first_token: Latency = field(default_factory=partial(Latency, FIRST_TOKEN_BOUNDS_S))
     inter_token: Latency = field(default_factory=partial(Latency, INTER_TOKEN_BOUNDS_S))
     step: Latency = field(default_factory=partial(Latency, STEP_BOUNDS_S))
     queue: Latency = field(default_factory=partial(Latency, FIRST_TOKEN_BOUNDS_S))
+
+    @property
+    def saved_s(self) -> float | None:
+        """Time that resumed tokens would have taken at the mean time of a computed one; None without one.
+
+        Example: 6,000 tokens resumed, 2,000 computed in 1.2 s: 3.6 s.
+        """
+        if not self.prefill_tokens:
+            return None
+        return self.stats.cache.num_resumed_tokens * self.prefill_s / self.prefill_tokens
 
 
 def percentiles(values: Iterable[float], ranks: Sequence[int] = (50, 90, 99)) -> dict[str, float | None]:
@@ -146,7 +159,7 @@ class Tenants:
 
 
 class Series:
-    """What each interval of `EVERY_S` seconds computed, and how full the pools were at its end.
+    """What each interval of `EVERY_S` seconds computed, its most requests, and its end's pools.
 
     Tokens count for the interval in which `note` receives them.
     """
@@ -157,6 +170,7 @@ class Series:
         self._ends_s = now_s + EVERY_S
         self._stats = stats
         self._counts = self._at_start = _counts(stats, 0)
+        self._most_running = self._most_waiting = 0
 
     def note(self, now_s: float, stats: EngineStats, num_generated: int) -> None:
         """Record the newest figures."""
@@ -164,6 +178,8 @@ class Series:
             self._end_intervals(now_s)
         self._stats = stats
         self._counts = _counts(stats, num_generated)
+        self._most_running = max(self._most_running, stats.num_running)
+        self._most_waiting = max(self._most_waiting, stats.num_waiting)
 
     def _end_intervals(self, now_s: float) -> None:
         num_ended = int((now_s - self._ends_s) // EVERY_S) + 1
@@ -172,10 +188,11 @@ class Series:
         for _ in range(num_ended - skipped):
             self._points.append((self._ends_s, self._point()))
             self._at_start = self._counts
+            self._most_running, self._most_waiting = self._stats.num_running, self._stats.num_waiting
             self._ends_s += EVERY_S
 
     def _point(self) -> dict[str, Any]:
-        grown, stats, cache = differences(self._counts, self._at_start), self._stats, self._stats.cache
+        grown, cache = differences(self._counts, self._at_start), self._stats.cache
         return {
             "prompt": grown.pop("prompt"),
             "resumed": grown.pop("resumed"),
@@ -185,8 +202,8 @@ class Series:
             "states_pinned": cache.num_pinned_slots,
             "kv_cached": cache.num_cached_kv_blocks,
             "kv_held": cache.num_held_kv_blocks,
-            "running": stats.num_running,
-            "waiting": stats.num_waiting,
+            "running": self._most_running,
+            "waiting": self._most_waiting,
         }
 
     def as_json(self, unix_offset_s: float) -> dict[str, Any]:

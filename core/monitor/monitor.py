@@ -134,6 +134,10 @@ class Monitor:
         with self._lock:
             now = self._clock()
             self._counts.step.add(duration_s)
+            prefill = sum(step.length for step in steps if not step.decoding)
+            if prefill:
+                self._counts.prefill_tokens += prefill
+                self._counts.prefill_s += duration_s * prefill / sum(step.length for step in steps)
             for step in steps:
                 record = None if step.decoding else self._record_of(step.request)
                 if record is not None:
@@ -257,6 +261,7 @@ class Monitor:
                     "recomputed": cache.num_recomputed_tokens,
                     "generated": self._counts.num_generated,
                     "by_reason": dict(cache.computed_by_reason),
+                    "saved_s": replace(self._counts, stats=stats).saved_s,
                 },
                 "evictions": {
                     "by_cause": dict(cache.states_removed_by_cause),

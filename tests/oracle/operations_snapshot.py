@@ -37,15 +37,18 @@ def snapshot(num_requests: int = 0, *, seed: int = 0, **changes: Any) -> dict[st
         },
         "pools": {
             "states": {
-                "total": 64, "pinned": 5, "committed": 40, "reserved": 2, "live": 4,
-                "free": 18, "bytes_each": 1_300_000,
+                "total": 64, "pinned": 5, "committed": 40, "reserved": 2, "live": 3,
+                "free": 19, "bytes_each": 1_300_000,
             },
             "kv": {
                 "total": 256, "held": 40, "cached": 150, "free": 66, "bytes_each": 65536,
                 "block_size_tokens": BLOCK,
             },
         },
-        "tokens": {**tokens, "recomputed": 0, "by_reason": _by_reason(requests)},
+        "tokens": {
+            **tokens, "recomputed": 0, "by_reason": _by_reason(requests),
+            "saved_s": 3.6 if requests else None,
+        },
         "evictions": {"by_cause": evicted, "age_s": age_s},
         "latency": {name: dict(quantiles) for name in ("ttft_s", "inter_token_s", "step_s")},
         "tenants": _tenants(requests),

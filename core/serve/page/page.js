@@ -54,9 +54,9 @@ const charts = [
   new Chart("states-chart", [
     level("pinned", (point) => point.states_pinned),
     level("committed", (point) => Math.max(0, point.states_committed - point.states_pinned), "not pinned"),
-  ], { label: "States over time", full: () => snapshot.pools.states.total }),
+  ], { label: "States over time" }),
   new Chart("kv-chart", [level("held", (point) => point.kv_held), level("cached", (point) => point.kv_cached)],
-    { label: "KV blocks over time", full: () => snapshot.pools.kv.total }),
+    { label: "KV blocks over time" }),
   new Chart("queue-chart", [level("running", (point) => point.running), level("waiting", (point) => point.waiting)],
     { label: "Requests over time" }),
 ];
@@ -85,6 +85,7 @@ function showTiles() {
     ["Between tokens (p50)", duration(latency.inter_token_s.p50), `p90 ${duration(latency.inter_token_s.p90)}`],
     ["Prompt tokens / s", aSecond("prompt"), `${count(tokens.prompt)} since the start`, tokens.prompt],
     ["Generated tokens / s", aSecond("generated"), `${count(tokens.generated)} since the start`, tokens.generated],
+    ["Time saved, about", duration(tokens.saved_s), `${count(tokens.resumed)} prompt tokens not computed`, tokens.resumed],
     ["Running requests", count(engine.running), `${count(engine.waiting)} waiting, ${count(engine.paused)} paused`],
   ];
   const create = ([label]) =>
@@ -101,9 +102,8 @@ function nameEntry(cell, name, meanings, tag) {
   cell.append(make(tag, {}, name), make("small", {}, Object.hasOwn(meanings, name) ? meanings[name] : ""));
 }
 
-function nameReason(cell, { name, tokens }) {
+function nameReason(cell, { name }) {
   const row = cell.parentNode;
-  row.classList.toggle("none", !tokens);
   if (cell.childNodes.length) return;
   nameEntry(cell, name, REASONS, name === "resumed" ? "strong" : "code");
   cell.prepend(swatch(name));
@@ -115,9 +115,12 @@ function nameReason(cell, { name, tokens }) {
 function showReasons() {
   const { tokens } = snapshot;
   const names = new Set([...Object.keys(REASONS), ...Object.keys(tokens.by_reason)]);
-  const rows = [...names].map((name) => ({
+  const all = [...names].map((name) => ({
     name, tokens: (name === "resumed" ? tokens.resumed : tokens.by_reason[name]) ?? 0,
   }));
+  const rows = all.filter((row) => row.tokens || row.name === "resumed");
+  const none = all.filter((row) => !rows.includes(row)).map((row) => row.name.replaceAll("_", " "));
+  set($("no-tokens"), none.length ? `No tokens: ${none.join(", ")}.` : "");
   const columns = [{ fill: nameReason }, number((row) => row.tokens), rate((row) => row.tokens, () => tokens.prompt)];
   fillTable("reasons", columns, rows, (row) => row.name);
   const again = `Besides, ${count(tokens.recomputed)} tokens were computed again, after their request was preempted.`;
@@ -126,7 +129,7 @@ function showReasons() {
 
 function showPool(name, size, parts, all) {
   set($(`${name}-size`), size);
-  const words = ([, label, value]) => `${label} ${count(value)}`;
+  const words = ([, label, value]) => `${label} ${count(value)}${value ? ` (${share(value, all)})` : ""}`;
   const filled = parts.filter(([series]) => series !== "free");
   drawBar($(`${name}-gauge`), filled.map((one) => [one[0], one[2], words(one)]), all,
     { "aria-label": `${parts.map(words).join(", ")}; ${count(all)} in all` });
@@ -319,6 +322,39 @@ $("key-form").addEventListener("submit", (event) => {
   sessionStorage.setItem(KEY, key);
   ask();
 });
+/** Send the prompt as any client would, and say what of it was resumed. */
+async function tryPrompt(event) {
+  event.preventDefault();
+  const button = $("try").querySelector("button");
+  const key = $("try-key").value.trim();
+  const headers = { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  const body = JSON.stringify({ model: snapshot.model, prompt: $("prompt").value, max_tokens: 64 });
+  button.disabled = true;
+  set($("resumed"), "The server computes.");
+  const begunS = performance.now() / 1000;
+  try {
+    const answer = await fetch("v1/completions", { method: "POST", headers, body });
+    if (answer.status === 401) $("try-key").parentNode.hidden = false;
+    if (!answer.ok) {
+      set($("resumed"), `The server answered ${answer.status}: ${await reasonOf(answer)}.`);
+      return;
+    }
+    const { choices, usage } = await answer.json();
+    const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
+    set($("answer"), choices[0].text);
+    $("answer").hidden = false;
+    const tookS = performance.now() / 1000 - begunS;
+    set($("resumed"), `Resumed ${count(cached)} of ${count(usage.prompt_tokens)} prompt tokens; ` +
+      `${count(usage.completion_tokens)} tokens in ${duration(tookS)}. The newest request below says why not more.`);
+    ask();
+  } catch {
+    set($("resumed"), "The server does not answer.");
+  } finally {
+    button.disabled = false;
+  }
+}
+
+$("try").addEventListener("submit", tryPrompt);
 $("window").addEventListener("change", (event) => {
   windowS = Number(event.target.value);
   showCharts();

@@ -75,7 +75,9 @@ def test_a_snapshot_has_the_keys_that_a_page_reads() -> None:
     assert snapshot["pools"]["kv"].keys() == {
         "total", "held", "cached", "free", "bytes_each", "block_size_tokens",
     }  # fmt: skip
-    assert snapshot["tokens"].keys() == {"prompt", "resumed", "recomputed", "generated", "by_reason"}
+    assert snapshot["tokens"].keys() == {
+        "prompt", "resumed", "recomputed", "generated", "by_reason", "saved_s",
+    }  # fmt: skip
     assert snapshot["tokens"]["by_reason"].keys() == set(ms.COMPUTE_REASONS)
     assert snapshot["evictions"]["by_cause"].keys() == set(STATE_REMOVAL_CAUSES)
     assert snapshot["evictions"]["age_s"].keys() == {"p50", "p90"}

@@ -1,5 +1,6 @@
 """The operator's page in Chromium: what it shows of a snapshot, and of a conversation that was just held."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,16 +91,20 @@ def test_every_figure_of_the_snapshot_is_on_the_page(visit: Any) -> None:
     tokens = shown["tokens"]
     counts = {"resumed": tokens["resumed"], **tokens["by_reason"]}
     rows = {cells[0].split("\n")[0]: cells[1:] for cells in page.rows("reasons")}
-    assert rows == {name: [cell(n), share(n, tokens["prompt"])] for name, n in counts.items()}
+    assert rows == {name: [cell(n), share(n, tokens["prompt"])] for name, n in counts.items() if n}
+    without = ", ".join(name.replace("_", " ") for name, n in counts.items() if not n)
+    assert sorted(page.text("#no-tokens")[11:-1].split(", ")) == sorted(without.split(", "))
+    assert "Time saved, about\n3.6 s\n" in page.text("#tiles")
     assert f"{share(tokens['resumed'], tokens['prompt'])} since the start" in page.text("#tiles")
     recent = [point for point in shown["series"]["points"] if point["time_s"] > shown["time_s"] - 60]
     resumed, prompt = (sum(point[name] for point in recent) for name in ("resumed", "prompt"))
     assert page.texts("#tiles .value")[:3] == [share(resumed, prompt), "12 ms", "12 ms"]
 
-    parts = ["pinned 5", "not pinned 35", "reserved 2", "running requests 4", "free 18"]
-    assert page.texts("#states-legend li") == parts
-    assert page.texts("#kv-legend li") == ["held 40", "cached 150", "free 66"]
-    assert page.texts("#queue-legend li") == ["running 3", "waiting 2"]
+    parts = {"pinned": 5, "not pinned": 35, "reserved": 2, "running requests": 3, "free": 19}
+    assert page.texts("#states-legend li") == [f"{name} {n} ({share(n, 64)})" for name, n in parts.items()]
+    blocks = {"held": 40, "cached": 150, "free": 66}
+    assert page.texts("#kv-legend li") == [f"{name} {n} ({share(n, 256)})" for name, n in blocks.items()]
+    assert page.texts("#queue-legend li") == ["running 3 (18.8 %)", "waiting 2 (12.5 %)"]
     assert page.rows("evictions")[0] == ["new_state\nits slot was needed for another state", "17", "73.9 %"]
     assert len(page.rows("evictions")) == 3
     assert page.rows("latency")[0] == ["To the first token", "12 ms", "180 ms", "1.25 s"]
@@ -359,6 +364,15 @@ def test_a_conversation_that_was_just_held_is_shown_with_the_figures_of_the_api(
         status = visit.page.evaluate(
             "fetch('status.json', {headers: {Authorization: 'Bearer open-sesame'}}).then(a => a.json())"
         )
+        prompt = "class Stack:\n" * 12
+        for number, key in enumerate(("", "key-of-blue", "key-of-blue")):
+            visit.page.fill("#prompt", prompt)
+            if key:
+                visit.page.fill("#try-key", key)
+            visit.page.click("#try button")
+            said = ("401: the header", "Resumed 0 of ", r"Resumed (?!0 )\d+ of ")[number]
+            visit.page.get_by_text(re.compile(said)).wait_for()
+        assert visit.text("#answer")
         visit.page.close()
     for cells, (tenant, usage, reason) in zip(rows, reversed(usages), strict=True):
         cached = usage.prompt_tokens_details.cached_tokens
