@@ -336,7 +336,7 @@ def test_fault_21_resuming_and_committing_copy_no_state(monkeypatch: pytest.Monk
     copies: list[int] = []
     original = state_copy.copy_states
     for module in list(sys.modules.values()):
-        if getattr(module, "copy_states", None) is original:
+        if vars(module).get("copy_states") is original:
             monkeypatch.setattr(module, "copy_states", lambda *args: copies.append(1) or original(*args))
     engine = small_engine(checkpoint_plan=ms.CheckpointPlan.every_block(BLOCK))
     prompts = [random_tokens(40, seed=1), random_tokens(24, seed=2)]
