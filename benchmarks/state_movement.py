@@ -36,7 +36,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from mambaslots.inference.contexts.device_memory import StatePool
+from mambaslots.inference.contexts.states import StatePool
 from mambaslots.inference.kernels.state_copy import copy_states
 from mambaslots.inference.kernels.state_tensors import StateTensors
 from mambaslots.state_spec import StateTensor

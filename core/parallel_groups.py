@@ -160,8 +160,6 @@ class ParallelGroups:
 
     def gather_columns(self, columns: Tensor) -> Tensor:
         """Concatenate the tensor group's `columns` [..., n] to [..., ranks x n], on every rank."""
-        if self.tensor_size == 1:
-            return columns
         columns = columns.contiguous()
         parts = [torch.empty_like(columns) for _ in range(self.tensor_size)]
         dist.all_gather(parts, columns, group=self.tensor)
@@ -177,8 +175,7 @@ class ParallelGroups:
 
     def share_from_last_stage(self, values: Tensor) -> Tensor:
         """The last stage's `values`, on every stage. Overwrites the `values` of the other stages."""
-        if self.pipeline_size > 1:
-            dist.broadcast(values, group=self.pipeline, group_src=self.pipeline_size - 1)
+        dist.broadcast(values, group=self.pipeline, group_src=self.pipeline_size - 1)
         return values
 
     def gather(self, value: Any, device: torch.device | None = None) -> list[Any]:

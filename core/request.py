@@ -1,7 +1,7 @@
 """What a request asks for, and what it returns."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from .inference.contexts.cache.reasons import ComputeReason
@@ -52,6 +52,8 @@ class SamplingParams:
             another engine. They count towards `num_tokens_to_generate`, and sampling continues with the next
             random number. Results have the new tokens only. num_tokens_to_generate=100, num_generated=40:
             samples 60 tokens, with random numbers 40 to 99.
+        greedy: whether the most likely token is always chosen; follows from the others, as does `stops`.
+        stops: the tokens that end the answer.
     """
 
     num_tokens_to_generate: int = 16
@@ -66,6 +68,8 @@ class SamplingParams:
     skip_prompt_log_probs: bool = True
     prompt_log_probs_start: int = 1
     num_generated: int = 0
+    greedy: bool = field(init=False, repr=False)
+    stops: tuple[int | None, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         length = integer("num_tokens_to_generate", self.num_tokens_to_generate, 1, INT32_MAX)
@@ -87,22 +91,11 @@ class SamplingParams:
         set_field(self, "prompt_log_probs_start", first)
         given = integer("num_generated", self.num_generated, 0, length - 1)
         set_field(self, "num_generated", given)
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is always chosen."""
+        greedy = self.temperature == 0.0 or self.top_k == 1
         if self.temperature is None:
-            return not self.top_k and self.top_p is None
-        return self.temperature == 0.0 or self.top_k == 1
-
-    @property
-    def stops(self) -> tuple[int | None, ...]:
-        """The tokens that end the answer."""
-        return self.termination_id, *self.stop_token_ids
-
-    @property
-    def returns_prompt_log_probs(self) -> bool:
-        return not self.skip_prompt_log_probs
+            greedy = not self.top_k and self.top_p is None
+        set_field(self, "greedy", greedy)
+        set_field(self, "stops", (self.termination_id, *self.stop_token_ids))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ ALIGNMENT = 128
 SCALE_DTYPE = torch.bfloat16
 """A scale is rounded up to this, which adds 1.2 % to the error of random entries. Scales in float32 would add
 2.9 % to the bytes of an 8B model's state."""
+SCALES = "_scales"
 InputLayout = Literal["ring", "chunk", "by_head"]
 Coarsest = Literal["exact", "bfloat16", "int8"]
 """How far a cached copy of a tensor may be rounded: not at all, to bfloat16, or to scaled int8."""
@@ -206,55 +207,28 @@ class EncodedTensor(StateTensor):
         """No checks: the fields come from a StateTensor."""
 
 
-class TensorEncoding(NamedTuple):
-    """How a durable slot stores one state tensor."""
+def durable_tensors(states: tuple[StateTensor, ...], dtype: str | None) -> tuple[StateTensor, ...]:
+    """The tensors of a durable slot. `dtype`: `InferenceConfig.durable_state_dtype`.
 
-    state: StateTensor  # as live slots have it
-    numbers: EncodedTensor  # of the shape of `state`: as in the live slot, in bfloat16, or in int8
-    scales: EncodedTensor | None  # for int8: factors of `numbers`, of the shape without `state.scale_axis`
-
-    @property
-    def tensors(self) -> tuple[EncodedTensor, ...]:
-        """`numbers`, and `scales` where there are any."""
-        return (self.numbers,) if self.scales is None else (self.numbers, self.scales)
-
-
-def encodings_of(states: Sequence[StateTensor], dtype: str | None) -> tuple[TensorEncoding, ...]:
-    """How durable slots store `states`; empty if as live slots do. `dtype`: `durable_state_dtype`.
-
-    A tensor that is declared "bfloat16" becomes bfloat16, one that is declared "int8" becomes `dtype`. No
-    tensor has more bytes a number than before: float16 stays float16.
+    A tensor that is declared "bfloat16" becomes bfloat16, one that is declared "int8" becomes `dtype`; int8
+    numbers have a second tensor of scales, named + `SCALES`, without the state's `scale_axis`. No tensor has
+    more bytes a number than before: float16 stays float16. `states` themselves where none changes.
     """
-    if dtype is None:
-        return ()
-    encodings = tuple(_encoding(state, dtype) for state in states)
-    changed = any(found.scales is not None or found.numbers.dtype != found.state.dtype for found in encodings)
-    return encodings if changed else ()
-
-
-def durable_tensors(states: Sequence[StateTensor], dtype: str | None) -> tuple[StateTensor, ...]:
-    """The tensors of a durable slot: `states` themselves, or those of their encodings."""
-    encodings = encodings_of(states, dtype)
-    if not encodings:
-        return tuple(states)
-    return tuple(tensor for encoding in encodings for tensor in encoding.tensors)
-
-
-def _encoding(state: StateTensor, dtype: str) -> TensorEncoding:
-    if state.coarsest == "int8" and dtype == "int8":
+    stored: list[StateTensor] = []
+    for state in states:
         axis = state.scale_axis
-        assert axis is not None
-        scales = _stored(state, f"{state.name}_scales", state.shape[:axis] + state.shape[axis + 1 :])
-        return TensorEncoding(state, _stored(state, state.name, state.shape, torch.int8), scales)
-    narrows = state.coarsest != "exact" and state.dtype.itemsize > 2
-    return TensorEncoding(
-        state, _stored(state, state.name, state.shape, torch.bfloat16 if narrows else state.dtype), None
-    )
+        if axis is not None and dtype == "int8":
+            without = state.shape[:axis] + state.shape[axis + 1 :]
+            stored.append(_encoded(state, state.name, state.shape, torch.int8))
+            stored.append(_encoded(state, state.name + SCALES, without, SCALE_DTYPE))
+        elif dtype is not None and state.coarsest != "exact" and state.dtype.itemsize > 2:
+            stored.append(_encoded(state, state.name, state.shape, torch.bfloat16))
+        else:
+            stored.append(state)
+    return tuple(stored)
 
 
-def _stored(
-    state: StateTensor, name: str, shape: tuple[int, ...], dtype: torch.dtype = SCALE_DTYPE
-) -> EncodedTensor:
+def _encoded(state: StateTensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> EncodedTensor:
     return EncodedTensor(name, state.num_layers, shape, dtype, state.grid, state.split)
 
 

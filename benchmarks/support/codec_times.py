@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from mambaslots.config import DURABLE_DTYPES
-from mambaslots.inference.contexts.device_memory import StatePool
+from mambaslots.inference.contexts.states import StatePool, coded_tensors
 from mambaslots.inference.kernels.state_codec import decode_states, encode_states
-from mambaslots.inference.kernels.state_tensors import CodedTensor
-from mambaslots.state_spec import StateTensor, encodings_of, gated_delta_net_states, mamba2_states
+from mambaslots.state_spec import StateTensor, durable_tensors, gated_delta_net_states, mamba2_states
 from support.graph_timing import graph_us
 
 LIMITS = {"H100": 3.35e12, "H200": 4.8e12}
@@ -58,23 +57,14 @@ def rows_of(
     states: tuple[StateTensor, ...], dtype: str, pairs: int, device: str, calls: int
 ) -> list[dict[str, Any]]:
     """Both directions for `pairs` states, which lie apart in pools of random numbers."""
-    encodings = encodings_of(states, dtype)
     live = StatePool(states, pairs, pairs, device)
-    durable = StatePool([tensor for one in encodings for tensor in one.tensors], 0, 2 * pairs, device)
+    durable = StatePool(durable_tensors(states, dtype), 0, 2 * pairs, device)
     for tensor in live.tensors:
         tensor.normal_()
-    coded = [
-        CodedTensor(
-            live[one.state.name],
-            durable[one.numbers.name],
-            None if one.scales is None else durable[one.scales.name],
-            None if one.scales is None else one.state.scale_axis,
-        )
-        for one in encodings
-    ]
+    coded = coded_tensors(live, durable)
     of, to = (torch.arange(first, 2 * pairs, 2, device=device) for first in (0, 1))
     num_bytes = pairs * sum(state.state_bytes for state in states)
-    num_bytes += pairs * sum(tensor.state_bytes for one in encodings for tensor in one.tensors)
+    num_bytes += pairs * sum(tensor.state_bytes for tensor in durable.states)
     source, copy = (torch.zeros(num_bytes // 2, dtype=torch.uint8, device=device) for _ in range(2))
     copy_us = microseconds(lambda: copy.copy_(source), device, calls)
     return [

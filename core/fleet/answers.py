@@ -201,7 +201,7 @@ class FleetAnswer(Answer):
             if sampling.return_log_probs
             else None,
             top_log_probs=tops if sampling.num_top_log_probs else None,
-            prompt_log_probs=figures.prompt_log_probs or [] if sampling.returns_prompt_log_probs else None,
+            prompt_log_probs=None if sampling.skip_prompt_log_probs else figures.prompt_log_probs or [],
             num_prompt_tokens=len(self._request.prompt),
             num_resumed_tokens=figures.num_resumed_tokens,
             computed_by_reason=figures.computed_by_reason,

@@ -67,9 +67,11 @@ class HybridLM(nn.Module):
         final_norm = weights.ones("final_norm", config.hidden_size)
         rows = weights.vocabulary_rows()
         lm_head = weights.linear("lm_head", config.vocab_size, config.hidden_size, gain=3.0, rows=rows)
-        if groups.is_first_stage:
+        self._splits_layers = groups.tensor_size > 1
+        self._is_first_stage, self._is_last_stage = groups.is_first_stage, groups.is_last_stage
+        if self._is_first_stage:
             self.embedding = embedding
-        if groups.is_last_stage:
+        if self._is_last_stage:
             self.final_norm = final_norm
             self.lm_head = lm_head
         self.eval()
@@ -151,7 +153,7 @@ class HybridLM(nn.Module):
         """
         config, groups, device = self.config, self.groups, inputs.token_ids.device
         kernels, eps = kernel_set(device, config.dtype), config.norm_eps
-        if groups.is_first_stage:
+        if self._is_first_stage:
             hidden = self.embedding[inputs.token_ids]
         else:
             shape = len(inputs.token_ids), config.hidden_size
@@ -164,16 +166,20 @@ class HybridLM(nn.Module):
             else:
                 hidden, normed = kernels.add_rms_norm(hidden, added, norm, eps)
             added = layer(normed, inputs, kernels)
-            if groups.tensor_size > 1:
+            if self._splits_layers:
                 added = groups.sum_partials(added.to(config.compute_dtype)).to(config.dtype)
         assert added is not None, "a stage has at least one layer"
-        if groups.is_last_stage:
+        if self._is_last_stage:
             rows = inputs.logit_tokens
             _, normed = kernels.add_rms_norm(hidden[rows], added[rows], self.final_norm, eps)
-            logits = groups.gather_columns(kernels.head_product(normed, self.lm_head))
+            logits = kernels.head_product(normed, self.lm_head)
+            if self._splits_layers:
+                logits = groups.gather_columns(logits)
             logits = logits[:, : config.vocab_size].contiguous()
         else:
             groups.send_to_next_stage(hidden + added)
             shape = len(inputs.logit_tokens), config.vocab_size
             logits = torch.empty(shape, dtype=config.compute_dtype, device=device)
+        if self._is_first_stage and self._is_last_stage:
+            return logits
         return groups.share_from_last_stage(logits)

@@ -24,6 +24,7 @@ class MambaMixer(nn.Module):
         self.groups = weights.groups
         self.heads = config.part_of("mamba_num_heads", weights.groups)
         self.head_groups = config.part_of("mamba_num_groups", weights.groups)
+        self._splits_head_groups = weights.groups.tensor_size > self.head_groups.total
         heads, kernel = self.heads.indices, config.conv_kernel
         # `memory` counts tokens. dt falls with its square root: so all heads' states have one magnitude.
         shortest, longest = math.log10(8.0), math.log10(512.0)
@@ -54,7 +55,7 @@ class MambaMixer(nn.Module):
         xBC = convolve(raw, self.conv_weight, self.conv_bias, "conv", layer, inputs, kernels)
         B, C = self._BC(xBC)
         y = scan_ssd(self._x(xBC), dt, A, B, C, self.D, layer, inputs, kernels).flatten(1)
-        if self.groups.tensor_size > self.head_groups.total:
+        if self._splits_head_groups:
             normed = gated_rms_norm_over_ranks(
                 y, gate, self.norm, config.norm_eps, self.head_groups.total, self.groups, config.compute_dtype
             )

@@ -10,10 +10,10 @@ import mambaslots as ms
 import numpy as np
 import torch
 from mambaslots import state_spec
-from mambaslots.inference.contexts import dynamic_context
+from mambaslots.inference.contexts import device_memory
 from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.inference.kernels.state_codec import dequantise, quantise
-from mambaslots.state_spec import EncodedTensor, StateTensor, TensorEncoding, encodings_of
+from mambaslots.state_spec import SCALES, EncodedTensor, StateTensor, durable_tensors
 from numpy.typing import NDArray
 from oracle.recurrent_lm import RecurrentLM, log_sum_exp
 
@@ -27,20 +27,19 @@ def stored_apart(settings: dict[str, object]) -> Iterator[None]:
     So the exact answers of other suites hold for them. `settings` are an engine's, and get an encoding.
     """
 
-    def lossless(states: Sequence[StateTensor], dtype: str | None) -> tuple[TensorEncoding, ...]:
+    def lossless(states: tuple[StateTensor, ...], dtype: str | None) -> tuple[StateTensor, ...]:
         if dtype is None:
-            return ()
-        stored = (
+            return states
+        return tuple(
             EncodedTensor(one.name, one.num_layers, one.shape, one.dtype, one.grid, one.split)
             for one in states
         )
-        return tuple(TensorEncoding(one, tensor, None) for one, tensor in zip(states, stored, strict=True))
 
     if settings.get("enable_prefix_caching", True):
         settings["durable_state_dtype"] = "bfloat16"
     with (
-        patch.object(state_spec, "encodings_of", lossless),
-        patch.object(dynamic_context, "encodings_of", lossless),
+        patch.object(state_spec, "durable_tensors", lossless),
+        patch.object(device_memory, "durable_tensors", lossless),
     ):
         yield
 
@@ -60,7 +59,8 @@ class RoundedEngine:
         self._engine = engine
         self._context = engine.context
         self._size = engine.config.block_size_tokens
-        self._encodings = encodings_of(model.state_spec().states, dtype)
+        self._states = model.state_spec().states
+        self._stored = {tensor.name: tensor.dtype for tensor in durable_tensors(self._states, dtype)}
         self._lm = _WithKnownKV(model)
         self._slots: dict[int, dict[str, Array]] = {}
         self._kv: dict[int, tuple[list[Array], list[Array]]] = {}  # block * size + offset -> keys, values
@@ -124,14 +124,13 @@ class RoundedEngine:
     def rounded(self, states: dict[str, Array]) -> dict[str, Array]:
         """`states` as they are when they are decoded."""
         found = {}
-        for encoding in self._encodings:
-            exact = torch.from_numpy(states[encoding.state.name])
-            axis = encoding.state.scale_axis
-            if encoding.scales is None or axis is None:
-                decoded = exact.to(encoding.numbers.dtype)
+        for state in self._states:
+            exact, axis = torch.from_numpy(states[state.name]), state.scale_axis
+            if state.name + SCALES not in self._stored or axis is None:
+                decoded = exact.to(self._stored[state.name])
             else:
                 decoded = dequantise(*quantise(exact, axis + 1), axis + 1)
-            found[encoding.state.name] = decoded.double().numpy()
+            found[state.name] = decoded.double().numpy()
         return found
 
     def check(self, result: ms.RequestResult, num_prompt_tokens: int) -> None:

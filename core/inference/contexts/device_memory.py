@@ -7,128 +7,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...state_spec import HybridStateSpec, SlotLayout, StateTensor, TensorEncoding
-from ...validation import INT32_MAX, addressable, instance, integer
-from ...validation import device as checked_device
-from ..kernels.state_copy import copy_states
-from ..kernels.state_tensors import StateTensors, device_indices
+from ...config import InferenceConfig
+from ...state_spec import HybridStateSpec, durable_tensors
+from ...validation import addressable
+from ..kernels.state_tensors import device_indices
 from .cache.memory import DirtyEntries, MemoryCleaner, UnitSizes
-from .pool_sizes import NUM_STAGING_SLOTS, InputShapes, PoolSizes, input_bytes
+from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes, input_bytes, input_shapes, num_live_slots
+from .states import StatePool
 
 MEBIBYTE = 1 << 20
-
-
-class StatePool:
-    """Live and durable states in one index space.
-
-    A live slot is updated in place by the request that owns it. A durable slot is immutable once committed.
-    In a shared pool a slot is live or durable at different times, and a pool index is a slot's number. Else:
-
-        pool index   0 ........ num_live-1 | num_live ........ num_live+num_durable-1
-        holds        live slot 0 ..        | durable slot 0 ..
-
-    So a resumed request reads a durable slot and writes its live slot without a copy in between. A slot is
-    contiguous: all tensors of a state, each with all its layers. `pool[name]` is [layers, slots, *shape].
-
-    Attributes:
-        states: what a slot holds.
-        num_live, num_durable: the slots of both parts; of a shared pool, what each part has for certain.
-        is_shared: whether any slot may hold a live or a durable state.
-        allocated: whether the slots have memory.
-        memory: [slots, bytes of a slot] uint8. All slots start as zeros.
-    """
-
-    def __init__(
-        self,
-        states: Sequence[StateTensor],
-        num_live: int,
-        num_durable: int,
-        device: torch.device | str = "cpu",
-        is_shared: bool = False,
-        memory: Tensor | None = None,
-    ) -> None:
-        """`memory`: [slots, bytes of a slot] uint8, zeros, perhaps with gaps between slots; None: new."""
-        self.is_shared = is_shared
-        self.states = tuple(states)
-        for index, tensor in enumerate(self.states):
-            instance(f"states[{index}]", tensor, StateTensor)
-        self.num_live = integer("num_live", num_live, 0, INT32_MAX)
-        self.num_durable = integer("num_durable", num_durable, 0, INT32_MAX)
-        self._layout = SlotLayout.of(self.states)
-        self._device = checked_device("device", device)
-        size = self.num_slots, self._layout.slot_bytes
-        addressable("states", list(self.states), size, torch.uint8)
-        self.allocate(memory)
-
-    @property
-    def num_slots(self) -> int:
-        return self.num_live + self.num_durable
-
-    @property
-    def slot_bytes(self) -> int:
-        return self._layout.slot_bytes
-
-    def allocate(self, memory: Tensor | None = None) -> None:
-        """Use `memory`, as the constructor does. A call that raises changes nothing."""
-        self.put(self.new_memory() if memory is None else memory)
-
-    def new_memory(self) -> Tensor:
-        return self._zeros(self.num_slots)
-
-    def put(self, memory: Tensor) -> None:
-        views = {
-            tensor.name: self._view(memory, tensor, offset)
-            for tensor, offset in zip(self.states, self._layout.offsets, strict=True)
-        }
-        self.memory, self._views = memory, views
-        self.allocated = len(memory) == self.num_slots
-
-    def free(self) -> None:
-        """Free the memory; tensors without slots remain."""
-        self.put(self._zeros(0))
-        self.allocated = False
-
-    @torch.inference_mode(False)  # others than inference tensors can be written anywhere
-    def _zeros(self, num_slots: int) -> Tensor:
-        return torch.zeros(num_slots, self._layout.slot_bytes, dtype=torch.uint8, device=self._device)
-
-    @staticmethod
-    @torch.inference_mode(False)
-    def _view(memory: Tensor, tensor: StateTensor, offset: int) -> Tensor:
-        """[layers, slots, *shape] of one tensor."""
-        if not tensor.num_layers or not len(memory):
-            shape = tensor.num_layers, len(memory), *tensor.shape
-            return torch.zeros(shape, dtype=tensor.dtype, device=memory.device)
-        entries = memory[:, offset : offset + tensor.state_bytes].view(tensor.dtype)
-        return entries.view(len(memory), tensor.num_layers, *tensor.shape).movedim(0, 1)
-
-    def __getitem__(self, name: str) -> Tensor:
-        """The tensor `name` of all slots, [layers, slots, *shape], a view."""
-        return self._views[name]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(self._views.values())
-
-    def live(self, name: str) -> Tensor:
-        """[layers, num_live, *shape], a view; all slots of a shared pool."""
-        return self[name] if self.is_shared else self[name][:, : self.num_live]
-
-    def durable(self, name: str) -> Tensor:
-        """[layers, num_durable, *shape], a view; all slots of a shared pool."""
-        return self[name] if self.is_shared else self[name][:, self.num_live :]
-
-    def durable_index(self, slot: int) -> int:
-        first = 0 if self.is_shared else self.num_live
-        if type(slot) is not int or not 0 <= slot < self.num_slots - first:
-            slot = integer("slot", slot, 0, self.num_slots - first - 1)
-        return first + slot
-
-    def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy whole slots, pair by pair, in one launch; no destination is a source or named twice."""
-        slots = self.memory[None]
-        states = StateTensors(slots[..., :0], slots)  # one tensor for all: slots are contiguous
-        copy_states(states, sources, states, destinations)
 
 
 class Scrubber(MemoryCleaner):
@@ -208,8 +95,8 @@ class DeviceMemory:
         kv_cache: [attention layers, 2 (K, V), blocks, block_size_tokens, KV heads, head dim]. A layer's part
             of a block is contiguous. In a memory that states and KV share, all layers of a block lie
             together, and there are gaps between blocks.
-        state_pool: live states, then durable states; with encodings live states, then staging slots.
-        durable_pool: what holds the durable states: `state_pool`, or with encodings a pool of their own.
+        state_pool: live states, then durable states, or staging slots where durable states are encoded.
+        durable_pool: what holds the durable states: `state_pool`, or a pool of their own for encoded ones.
             Durable slot s is row `durable_pool.durable_index(s)` of `durable_pool.memory`.
         input_pool: the inputs of running requests since their last grid points, which decodes by replay read
             with a state: name -> [layers, rows, *shape of one request]; see `InputTensor.layout`.
@@ -217,46 +104,32 @@ class DeviceMemory:
         scrubber: zeroes what is freed.
     """
 
-    def __init__(
-        self,
-        spec: HybridStateSpec,
-        sizes: PoolSizes,
-        block_size_tokens: int,
-        num_live_slots: int,
-        inputs: InputShapes | None = None,
-        is_shared: bool = False,
-        encodings: Sequence[TensorEncoding] = (),
-        scrubs: bool = False,
-    ) -> None:
-        """
-        Args:
-            sizes: of both pools; `sizes.division`: of one memory that states and KV share.
-            inputs: of decodes by replay, see `input_shapes`; None for others.
-            is_shared: whether live and durable states share their slots; not with encodings.
-            encodings: how durable slots store states; empty: as live slots do.
-            scrubs: whether freed memory is zeroed.
-        """
+    def __init__(self, spec: HybridStateSpec, config: InferenceConfig, sizes: PoolSizes) -> None:
+        """`sizes`: of both pools; `sizes.division`: of one memory that states and KV share."""
+        caching, num_live = config.enable_prefix_caching, num_live_slots(config)
+        durable = durable_tensors(spec.states, config.durable_state_dtype if caching else None)
+        encodes = durable != spec.states
         self._spec = spec
         self._num_kv_blocks = sizes.num_kv_blocks
-        self._block_size = block_size_tokens
+        self._block_size = config.block_size_tokens
         self._division = sizes.division
-        num_others = NUM_STAGING_SLOTS if encodings else sizes.num_mamba_slots
-        self._num_slots = num_live_slots + num_others
-        self._sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(block_size_tokens))
+        num_others = NUM_STAGING_SLOTS if encodes else sizes.num_mamba_slots
+        self._num_slots = num_live + num_others
+        self._sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(config.block_size_tokens))
         self._units: Tensor | None = None  # [units, bytes of one] of a shared memory
         self.kv_cache, states = self._new_memory()
-        self.state_pool = StatePool(spec.states, num_live_slots, num_others, spec.device, is_shared, states)
+        is_shared = caching and not encodes
+        self.state_pool = StatePool(spec.states, num_live, num_others, spec.device, is_shared, states)
         self.durable_pool = self.state_pool
-        if encodings:
-            tensors = [tensor for encoding in encodings for tensor in encoding.tensors]
-            self.durable_pool = StatePool(tensors, 0, sizes.num_mamba_slots, spec.device)
-        self._input_shapes = inputs or {}
+        if encodes:
+            self.durable_pool = StatePool(durable, 0, sizes.num_mamba_slots, spec.device)
+        self._input_shapes = input_shapes(config, spec)
         for name, (input_shape, dtype) in self._input_shapes.items():
             addressable(name, input_shape[1], input_shape, dtype)
         self.input_pool = self._new_inputs()
         self.allocated = True
-        self._scrubs = scrubs
-        self.scrubber = Scrubber(self, scrubs)
+        self._scrubs = config.free_memory == "zero"
+        self.scrubber = Scrubber(self, self._scrubs)
 
     @torch.inference_mode(False)  # others than inference tensors can be written anywhere
     def _new_memory(self) -> tuple[Tensor, Tensor | None]:

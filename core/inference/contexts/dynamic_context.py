@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...cache_stats import CacheStats
 from ...config import InferenceConfig
-from ...state_spec import HybridStateSpec, encodings_of
+from ...state_spec import HybridStateSpec
 from ...validation import instance, integer, integers, shown
 from .admission import Admission
 from .cache.pool_stats import Clock
@@ -17,9 +17,9 @@ from .cache.prefix_cache import PrefixCache
 from .cache.prefix_match import PrefixMatch
 from .cache.reasons import TokenLedger
 from .device_memory import DeviceMemory
-from .pool_sizes import PoolSizes, input_shapes, num_live_slots
+from .pool_sizes import PoolSizes
 from .request import DynamicInferenceRequest, RequestStep
-from .states import EncodedStates, RequestStates
+from .states import RequestStates
 from .step_builder import Padding, StepBuffer, StepBuilder
 from .step_inputs import Step, StepObserver, StepShape, largest_on_ladder
 from .tier_copies import tier_of
@@ -57,15 +57,9 @@ class DynamicInferenceContext:
         self._chunk_size = spec.chunk_tokens(config.block_size_tokens)
         sizes = PoolSizes.of(config, spec)
         self._check_replays()
-        num_live = num_live_slots(config)
-        memory_spec, dtype = self._spec_of_memory(), config.durable_state_dtype
-        self._encodings = encodings_of(memory_spec.states, dtype if config.enable_prefix_caching else None)
-        shares = config.enable_prefix_caching and not self._encodings  # live and cached states are alike
-        self.memory = DeviceMemory(
-            memory_spec, sizes, config.block_size_tokens, num_live, input_shapes(config, memory_spec), shares,
-            self._encodings, config.free_memory == "zero",
-        )  # fmt: skip
-        scrubber = self.memory.scrubber
+        self.memory = memory = DeviceMemory(self._spec_of_memory(), config, sizes)
+        pool, scrubber = memory.state_pool, memory.scrubber
+        self._scrubs = config.free_memory == "zero"
         self.prefix_cache = PrefixCache(
             sizes.num_kv_blocks,
             sizes.num_mamba_slots,
@@ -73,14 +67,17 @@ class DynamicInferenceContext:
             config.eviction_policy,
             enabled=config.enable_prefix_caching,
             clock=clock,
-            num_live_slots=num_live if shares else 0,
-            tier=tier_of(config, spec, self.memory.durable_pool),
+            num_live_slots=pool.num_live if pool.is_shared else 0,
+            tier=tier_of(config, spec, memory.durable_pool),
             division=sizes.division,
             cleaner=scrubber,
         )
         if self.prefix_cache.tier is not None:
             scrubber.host_rows = self.prefix_cache.tier.host.dirty
-        self._states = self._new_states()
+        chunk = self._chunk_size if config.replays else None
+        self._states = RequestStates(
+            pool, memory.durable_pool, self.prefix_cache, scrubber.scratch, spec.separate_states, chunk
+        )
         self._empty_rows()
         largest = StepShape.largest(
             config.max_requests, config.max_tokens, 1 + config.num_speculative_tokens,
@@ -122,19 +119,6 @@ class DynamicInferenceContext:
                 f"max_tokens is {config.max_tokens}; accepted with {setting}: at least {self._chunk_size}, "
                 "one chunk, because a prompt is cut at multiples of it"
             )
-
-    def _new_states(self) -> RequestStates:
-        pool, cache = self.memory.state_pool, self.prefix_cache
-        if self._encodings:
-            return EncodedStates(
-                self.memory,
-                cache,
-                lambda: self._admission.idle_slots(),
-                self._encodings,
-                self.spec.separate_states,
-            )
-        chunk = self._chunk_size if self.config.replays else None
-        return RequestStates(pool, cache, self.spec.separate_states, chunk)
 
     def _empty_rows(self) -> None:
         self._admission = Admission(
@@ -245,7 +229,8 @@ class DynamicInferenceContext:
         Returns:
             The step. Its index tensors are copied to the device at once, without synchronising.
         """
-        self.memory.scrubber.scrub()
+        if self._scrubs:
+            self.memory.scrubber.scrub()
         self._reserve(steps, sampled_tokens)
         inputs = self._builder.build(
             self._steps, self.block_table.numpy(), padding or (lambda shape: shape), sampled_tokens
@@ -271,9 +256,10 @@ class DynamicInferenceContext:
                 f"{len(steps)} steps follow; accepted: tokens where all steps follow, None where none does"
             )
         in_row_order = sorted(steps, key=lambda step: not step.decoding)
-        max_inner_states = self._states.max_inner_states(in_row_order)
+        idle_slots = self._admission.idle_slots
+        max_inner_states = self._states.max_inner_states(in_row_order, idle_slots)
         self._steps = tuple(self.prefix_cache.reserve(in_row_order, max_inner_states))
-        self._states.gather(self._steps)
+        self._states.gather(self._steps, idle_slots)
 
     def end_step(
         self,
@@ -293,7 +279,6 @@ class DynamicInferenceContext:
             self._drop_invalid(is_valid)
         late = self._verify(num_accepted) if any(step.drafts for step in self._steps) else []
         self._states.scatter(self._steps, late)
-        self.memory.scrubber.scratch.scrub()
         for step in self._steps:
             self._states.release_source(step)
             self._count(step)

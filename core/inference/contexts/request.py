@@ -186,7 +186,7 @@ class DynamicInferenceRequest:
     @property
     def scored_positions(self) -> range:
         """The positions whose logits give log-probs of known tokens: position p that of token p + 1."""
-        if not self.sampling.returns_prompt_log_probs:
+        if self.sampling.skip_prompt_log_probs:
             return range(0)
         last = len(self.prompt_tokens) - (self.next_token is None)
         return range(self.sampling.prompt_log_probs_start - 1, last)
@@ -224,7 +224,7 @@ class DynamicInferenceRequest:
         return PromptFigures(
             self.ledger.resumed,
             self.ledger.by_reason(),
-            list(self.prompt_log_probs) if self.sampling.returns_prompt_log_probs else None,
+            None if self.sampling.skip_prompt_log_probs else list(self.prompt_log_probs),
         )
 
     def result_for(self, reason: FinishReason) -> RequestResult:
@@ -233,7 +233,7 @@ class DynamicInferenceRequest:
             tokens=self.generated,
             log_probs=self.log_probs if self.sampling.return_log_probs else None,
             top_log_probs=self.top_log_probs if self.sampling.num_top_log_probs else None,
-            prompt_log_probs=self.prompt_log_probs if self.sampling.returns_prompt_log_probs else None,
+            prompt_log_probs=None if self.sampling.skip_prompt_log_probs else self.prompt_log_probs,
             num_prompt_tokens=len(self.prompt_tokens),
             num_resumed_tokens=self.ledger.resumed,
             computed_by_reason=self.ledger.by_reason(),

@@ -1,13 +1,141 @@
-"""Where the state of each running request is, also with replay, and with encoded cached states."""
+"""The slots of states, and where the state of each running request is."""
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ...state_spec import TensorEncoding
+import torch
+from torch import Tensor
+
+from ...state_spec import SCALES, SlotLayout, StateTensor
+from ...validation import INT32_MAX, addressable, instance, integer
+from ...validation import device as checked_device
 from ..kernels.state_codec import decode_states, encode_states
-from ..kernels.state_tensors import CodedTensor
+from ..kernels.state_copy import copy_states
+from ..kernels.state_tensors import CodedTensor, StateTensors
+from .cache.memory import DirtyEntries
 from .cache.prefix_cache import PrefixCache
-from .device_memory import DeviceMemory, StatePool
 from .request import Holding, RequestStep
+
+IdleSlots = Callable[[], Sequence[int]]
+"""Returns the live slots that no request owns now, in a pool without durable states."""
+
+
+class StatePool:
+    """Live and durable states in one index space.
+
+    A live slot is updated in place by the request that owns it. A durable slot is immutable once committed.
+    In a shared pool a slot is live or durable at different times, and a pool index is a slot's number. Else:
+
+        pool index   0 ........ num_live-1 | num_live ........ num_live+num_durable-1
+        holds        live slot 0 ..        | durable slot 0 ..
+
+    So a resumed request reads a durable slot and writes its live slot without a copy in between. A slot is
+    contiguous: all tensors of a state, each with all its layers. `pool[name]` is [layers, slots, *shape].
+
+    Attributes:
+        states: what a slot holds.
+        num_live, num_durable, num_slots: the slots of both parts, and their sum; of a shared pool, what each
+            part has for certain.
+        is_shared: whether any slot may hold a live or a durable state.
+        slot_bytes: bytes of a slot.
+        allocated: whether the slots have memory.
+        memory: [slots, bytes of a slot] uint8. All slots start as zeros.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[StateTensor],
+        num_live: int,
+        num_durable: int,
+        device: torch.device | str = "cpu",
+        is_shared: bool = False,
+        memory: Tensor | None = None,
+    ) -> None:
+        """`memory`: [slots, bytes of a slot] uint8, zeros, perhaps with gaps between slots; None: new."""
+        self.is_shared = is_shared
+        self.states = tuple(states)
+        for index, tensor in enumerate(self.states):
+            instance(f"states[{index}]", tensor, StateTensor)
+        self.num_live = integer("num_live", num_live, 0, INT32_MAX)
+        self.num_durable = integer("num_durable", num_durable, 0, INT32_MAX)
+        self.num_slots = self.num_live + self.num_durable
+        self._first_durable = 0 if is_shared else self.num_live
+        self._offsets, self.slot_bytes = SlotLayout.of(self.states)
+        self._device = checked_device("device", device)
+        addressable("states", list(self.states), (self.num_slots, self.slot_bytes), torch.uint8)
+        self.allocate(memory)
+
+    def allocate(self, memory: Tensor | None = None) -> None:
+        """Use `memory`, as the constructor does. A call that raises changes nothing."""
+        self.put(self.new_memory() if memory is None else memory)
+
+    def new_memory(self) -> Tensor:
+        return self._zeros(self.num_slots)
+
+    def put(self, memory: Tensor) -> None:
+        views = {
+            tensor.name: self._view(memory, tensor, offset)
+            for tensor, offset in zip(self.states, self._offsets, strict=True)
+        }
+        self.memory, self._views = memory, views
+        self.allocated = len(memory) == self.num_slots
+
+    def free(self) -> None:
+        """Free the memory; tensors without slots remain."""
+        self.put(self._zeros(0))
+        self.allocated = False
+
+    @torch.inference_mode(False)  # others than inference tensors can be written anywhere
+    def _zeros(self, num_slots: int) -> Tensor:
+        return torch.zeros(num_slots, self.slot_bytes, dtype=torch.uint8, device=self._device)
+
+    @staticmethod
+    @torch.inference_mode(False)
+    def _view(memory: Tensor, tensor: StateTensor, offset: int) -> Tensor:
+        """[layers, slots, *shape] of one tensor."""
+        if not tensor.num_layers or not len(memory):
+            shape = tensor.num_layers, len(memory), *tensor.shape
+            return torch.zeros(shape, dtype=tensor.dtype, device=memory.device)
+        entries = memory[:, offset : offset + tensor.state_bytes].view(tensor.dtype)
+        return entries.view(len(memory), tensor.num_layers, *tensor.shape).movedim(0, 1)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor `name` of all slots, [layers, slots, *shape], a view."""
+        return self._views[name]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(self._views.values())
+
+    def live(self, name: str) -> Tensor:
+        """[layers, num_live, *shape], a view; all slots of a shared pool."""
+        return self[name] if self.is_shared else self[name][:, : self.num_live]
+
+    def durable(self, name: str) -> Tensor:
+        """[layers, num_durable, *shape], a view; all slots of a shared pool."""
+        return self[name][:, self._first_durable :]
+
+    def durable_index(self, slot: int) -> int:
+        first = self._first_durable
+        if type(slot) is not int or not 0 <= slot < self.num_slots - first:
+            slot = integer("slot", slot, 0, self.num_slots - first - 1)
+        return first + slot
+
+    def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy whole slots, pair by pair, in one launch; no destination is a source or named twice."""
+        slots = self.memory[None]
+        states = StateTensors(slots[..., :0], slots)  # one tensor for all: slots are contiguous
+        copy_states(states, sources, states, destinations)
+
+
+def coded_tensors(live: StatePool, durable: StatePool) -> list[CodedTensor]:
+    """The tensors of live slots, and of durable slots that store them in fewer bytes, where they are now."""
+    pairs = [(state, durable[state.name]) for state in live.states]
+    return [
+        CodedTensor(live[state.name], numbers, durable[state.name + SCALES], state.scale_axis)
+        if numbers.dtype == torch.int8
+        else CodedTensor(live[state.name], numbers)
+        for state, numbers in pairs
+    ]
 
 
 class RequestStates:
@@ -19,22 +147,44 @@ class RequestStates:
 
     Where decodes replay, a request's state is the state at its last grid point. Every decode reads it, so it
     is copied to the one live slot before the first decode: no decode keeps a durable slot pinned.
+
+    Where durable slots are encoded, `gather` decodes those that requests resume from, and `scatter` encodes
+    all boundary states. A request continues from its live slot, never from the rounded copy of its own state.
+    A state inside a prefill is written to a *staging* slot, which belongs to one step:
+
+        pool index   0 ........ num_live-1         | num_live ........ num_live+NUM_STAGING_SLOTS-1
+        holds        live states; those that no    | states inside a step's prefills
+                     request needs stage states too |
+
+    A state inside a prefill without a staging slot is not stored.
     """
 
     def __init__(
-        self, pool: StatePool, cache: PrefixCache, separate: bool = True, replay_chunk: int | None = None
+        self,
+        pool: StatePool,
+        durable: StatePool,
+        cache: PrefixCache,
+        scratch: DirtyEntries,
+        separate: bool = True,
+        replay_chunk: int | None = None,
     ) -> None:
         """
         Args:
+            pool: live states, and durable ones or staging slots.
+            durable: `pool`, or the pool of encoded states.
+            scratch: notes the staging slots of a step.
             separate: whether kernels read a state at one pool index and write new states at others.
             replay_chunk: grid points are its multiples; None where decodes do not replay.
         """
-        self._pool = pool
+        self._pool, self._durable = pool, durable
         self._cache = cache
+        self._scratch = scratch
+        self._encodes = durable is not pool
         self._separate = separate
-        self._stores = separate  # whether kernels write boundary states to durable slots
+        self._stores = separate and not self._encodes  # whether kernels write durable slots
         self._replays = replay_chunk is not None
         self._grid = replay_chunk or 1
+        self._staged: dict[tuple[int, int], int] = {}  # row and position -> staging slot, in this step
 
     def start_from(self, holding: Holding, slot: int, num_tokens: int) -> None:
         """Continue from the state after `num_tokens` tokens in a durable slot, perhaps a live slot now."""
@@ -44,8 +194,8 @@ class RequestStates:
         holding.num_computed = num_tokens
 
     def _pinned_index(self, slot: int) -> int:
-        """`Holding.state_index` while the request's state is in a pinned durable slot."""
-        return self._pool.durable_index(slot)
+        """`Holding.state_index` while the request's state is in a pinned durable slot; -1 until `gather`."""
+        return -1 if self._encodes else self._pool.durable_index(slot)
 
     def _last_grid_point(self, position: int) -> int:
         return position // self._grid * self._grid
@@ -53,42 +203,65 @@ class RequestStates:
     def _reaches_grid_point(self, step: RequestStep) -> bool:
         return self._last_grid_point(step.stop) > step.start
 
-    def max_inner_states(self, steps: Sequence[RequestStep]) -> int | None:
+    def max_inner_states(self, steps: Sequence[RequestStep], idle_slots: IdleSlots) -> int | None:
         """How many states inside their prefills the steps can store; None: any number."""
-        return None
+        return len(self._staging_slots(steps, idle_slots)) if self._encodes else None
 
-    def gather(self, steps: Sequence[RequestStep]) -> None:
-        """Before a step: copy states to live slots, where kernels that update states in place need them."""
-        if self._separate:
-            return
-        sources, places = [], []
-        for step in steps:
-            holding = step.holding
-            live = holding.live_slots[0]
-            if holding.num_computed and holding.state_index != live:
-                sources.append(holding.state_index)
-                places.append(live)
-                holding.state_index = live
-                self._cache.release_state(holding.path)
-        self._copy(sources, places)
+    def _staging_slots(self, steps: Sequence[RequestStep], idle_slots: IdleSlots) -> list[int]:
+        """The slots that are free in a step: those for staging, then idle live ones."""
+        own = range(self._pool.num_live, self._pool.num_slots)
+        drafts = [slot for step in steps if not step.decoding for slot in step.holding.live_slots[1:]]
+        return [*own, *drafts, *idle_slots()]
+
+    def gather(self, steps: Sequence[RequestStep], idle_slots: IdleSlots) -> None:
+        """Before a step: bring states to live slots where the step needs them there; place staged states."""
+        if self._encodes:
+            places = iter(self._staging_slots(steps, idle_slots))
+            self._staged = {
+                (step.holding.row, position): next(places)
+                for step in steps
+                for position in step.destinations
+                if not self._is_last(step, position)
+            }
+            self._scratch.note(self._staged.values())
+            self._to_live([step.holding for step in steps if step.holding.path.state_slot >= 0])
+        if not self._separate:
+            resumed = [step.holding for step in steps if step.holding.num_computed]
+            self._to_live([one for one in resumed if one.state_index != one.live_slots[0]])
 
     def scatter(self, steps: Sequence[RequestStep], late: Sequence[RequestStep] = ()) -> None:
-        """After a step: copy boundary states from live slots to the slots reserved for them.
+        """After a step: bring boundary states from live and staging slots to the slots reserved for them.
 
-        Those are all of kernels that update in place, else those of `late`, reserved after the step.
+        Where kernels do not store them there themselves: those inside prefills are staged, or stored by the
+        prefill; `late` ones were reserved after the step.
         """
-        sources, places = [], []
-        for step in late if self._separate else steps:
-            for position, slot in step.destinations.items():
-                if position >= step.stop - len(step.drafts):  # a prefill itself stores the states inside it
-                    sources.append(self._live_slot(step, position))
-                    places.append(self._pool.durable_index(slot))
-        self._copy(sources, places)
+        pairs = [
+            (self._place(step, position), slot)
+            for step in (late if self._stores else steps)
+            for position, slot in step.destinations.items()
+            if self._encodes or self._is_last(step, position)
+        ]
+        if pairs and self._encodes:
+            encode_states(coded_tensors(self._pool, self._durable), *zip(*pairs, strict=True))
+        elif pairs:
+            places, slots = zip(*pairs, strict=True)
+            self._pool.copy(places, [self._pool.durable_index(slot) for slot in slots])
+        if self._encodes:
+            self._scratch.scrub()
+
+    def _is_last(self, step: RequestStep, position: int) -> bool:
+        """Whether the state at `position` may be in a live slot after the step; else a prefill stores it."""
+        return position >= step.stop - len(step.drafts)
+
+    def _place(self, step: RequestStep, position: int) -> int:
+        """The live or staging slot where the step writes the state at a boundary."""
+        staged = self._staged.get((step.holding.row, position)) if self._encodes else None
+        return self._live_slot(step, position) if staged is None else staged
 
     def inner_destinations(self, step: RequestStep) -> list[tuple[int, int]]:
         """Positions inside a prefill, and the pool indices where the prefill stores the states there."""
         inner = [
-            (position, self._pool.durable_index(slot))
+            (position, self._place(step, position) if self._encodes else self._pool.durable_index(slot))
             for position, slot in step.destinations.items()
             if position != step.stop
         ]
@@ -144,7 +317,7 @@ class RequestStates:
         written = self._destination(step, position)
         holding.state_index = self._live_slot(step, position)
         if written != holding.state_index:  # the slot was refused; no launched kernel overwrites it yet
-            self._copy([written], [holding.state_index])
+            self._pool.copy([written], [holding.state_index])
 
     def skip(self, holding: Holding, num_tokens: int) -> None:
         """Count tokens as computed whose decodes did not move the state."""
@@ -153,14 +326,19 @@ class RequestStates:
     def move_to_live(self, holding: Holding) -> None:
         """Copy a state that is only in a durable slot to the request's live slot, and unpin the former."""
         if holding.path.state_slot >= 0:
-            live = holding.live_slots[0]
-            self._copy([holding.state_index], [live])
-            holding.state_index = live
-            self._cache.release_state(holding.path)
+            self._to_live([holding])
 
-    def _copy(self, sources: list[int], destinations: list[int]) -> None:
-        if sources:
-            self._pool.copy(sources, destinations)
+    def _to_live(self, holdings: Sequence[Holding]) -> None:
+        """Copy or decode the requests' states to their first live slots, and unpin durable ones."""
+        live = [holding.live_slots[0] for holding in holdings]
+        pinned = [holding.path.state_slot for holding in holdings]
+        if live and self._encodes and pinned[0] >= 0:
+            decode_states(coded_tensors(self._pool, self._durable), pinned, live)
+        elif live:
+            self._pool.copy([holding.state_index for holding in holdings], live)
+        for holding in holdings:
+            holding.state_index = holding.live_slots[0]
+            self._cache.release_state(holding.path)
 
     def check_integrity(self, holdings: Sequence[Holding], during_step: bool) -> None:
         """Raise AssertionError where a request's state is neither in its pinned slot nor in a live slot."""
@@ -169,111 +347,3 @@ class RequestStates:
                 assert holding.state_index == self._pinned_index(holding.path.state_slot)
             elif holding.num_computed >= self._grid and not during_step:
                 assert holding.state_index in holding.live_slots, "a request's state is somewhere else"
-
-
-class EncodedStates(RequestStates):
-    """A request's state is in a live slot; in a durable slot only until its first step reads it.
-
-    Before a step `gather` decodes the durable slots that requests resume from. After a step `scatter` encodes
-    its boundary states. A request continues from its live slot, never from the rounded copy of its own state.
-    A state inside a prefill is written to a *staging* slot:
-
-        pool index   0 ........ num_live-1         | num_live ........ num_live+NUM_STAGING_SLOTS-1
-        holds        live states; those that no    | states inside a step's prefills
-                     request needs stage states too |
-
-    Staging slots belong to one step. A state inside a prefill without a staging slot is not stored.
-    """
-
-    def __init__(
-        self,
-        memory: DeviceMemory,
-        cache: PrefixCache,
-        idle_slots: Callable[[], Sequence[int]],
-        encodings: Sequence[TensorEncoding],
-        separate: bool = True,
-    ) -> None:
-        """`idle_slots`: the live slots that no request owns now."""
-        super().__init__(memory.state_pool, cache, separate)
-        self._memory = memory
-        self._idle_slots = idle_slots
-        self._encodings = tuple(encodings)
-        self._stores = False
-        self._staged: dict[tuple[int, int], int] = {}  # row and position -> pool index, in this step
-
-    def _pinned_index(self, slot: int) -> int:
-        return -1  # until `gather`
-
-    def max_inner_states(self, steps: Sequence[RequestStep]) -> int | None:
-        return len(self._staging_slots(steps))
-
-    def _staging_slots(self, steps: Sequence[RequestStep]) -> list[int]:
-        """The slots that are free in a step: those for staging, then idle live ones."""
-        own = range(self._pool.num_live, self._pool.num_live + self._pool.num_durable)
-        drafts = [slot for step in steps if not step.decoding for slot in step.holding.live_slots[1:]]
-        return [*own, *drafts, *self._idle_slots()]
-
-    def gather(self, steps: Sequence[RequestStep]) -> None:
-        """Before a step: decode the states that its requests resume from, and place its staged states."""
-        places = iter(self._staging_slots(steps))
-        self._staged = {
-            (step.holding.row, position): next(places)
-            for step in steps
-            for position in step.destinations
-            if not self._is_last(step, position)
-        }
-        self._memory.scrubber.scratch.note(self._staged.values())
-        self._decode([step.holding for step in steps])
-        super().gather(steps)  # live states to where kernels in place need them
-
-    def scatter(self, steps: Sequence[RequestStep], late: Sequence[RequestStep] = ()) -> None:
-        """After a step: encode the states of its boundaries."""
-        pairs = [
-            (self._place(step, position), slot)
-            for step in steps
-            for position, slot in step.destinations.items()
-        ]
-        if pairs:
-            encode_states(self._tensors(), *zip(*pairs, strict=True))
-
-    def _is_last(self, step: RequestStep, position: int) -> bool:
-        """Whether the state at `position` is in a live slot after the step."""
-        return position >= step.stop - len(step.drafts)
-
-    def _place(self, step: RequestStep, position: int) -> int:
-        """The pool index where the step writes the state at a boundary."""
-        if self._is_last(step, position):
-            return self._live_slot(step, position)
-        return self._staged[step.holding.row, position]
-
-    def inner_destinations(self, step: RequestStep) -> list[tuple[int, int]]:
-        return [
-            (position, self._place(step, position)) for position in step.destinations if position != step.stop
-        ]
-
-    def move_to_live(self, holding: Holding) -> None:
-        self._decode([holding])
-
-    def _decode(self, holdings: Sequence[Holding]) -> None:
-        """Decode these requests' pinned durable states to their live slots, and unpin them."""
-        waiting = [holding for holding in holdings if holding.path.state_slot >= 0]
-        if not waiting:
-            return
-        sources = [holding.path.state_slot for holding in waiting]
-        decode_states(self._tensors(), sources, [holding.live_slots[0] for holding in waiting])
-        for holding in waiting:
-            holding.state_index = holding.live_slots[0]
-            self._cache.release_state(holding.path)
-
-    def _tensors(self) -> list[CodedTensor]:
-        """The tensors of both pools, where they are now."""
-        live, durable = self._pool, self._memory.durable_pool
-        return [
-            CodedTensor(
-                live[encoding.state.name],
-                durable[encoding.numbers.name],
-                None if encoding.scales is None else durable[encoding.scales.name],
-                encoding.state.scale_axis if encoding.scales is not None else None,
-            )
-            for encoding in self._encodings
-        ]

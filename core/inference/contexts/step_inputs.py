@@ -9,8 +9,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from ..kernels.reference.attention import AttentionRows
-from .device_memory import StatePool
 from .request import RequestStep
+from .states import StatePool
 
 
 class StepShape(NamedTuple):

@@ -14,9 +14,9 @@ from ...state_spec import HybridStateSpec
 from ...validation import INT32_MAX
 from ..kernels.row_checksum import RowChecksum
 from .cache.tier import HostTier, StateCopies
-from .device_memory import StatePool
 from .pool_sizes import GIGABYTE
 from .state_files import StateFiles
+from .states import StatePool
 
 NUM_STAGED = 2
 """Staging places on the device, so that no step waits for the bus."""

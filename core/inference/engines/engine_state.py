@@ -126,6 +126,7 @@ class EngineState:
         self._is_split = context.spec.groups.is_split
         self._ended: deque[tuple[DynamicInferenceRequest, RequestResult]] = deque()  # for the observers
         self._notifying = False
+        self._on_device = on_device_of(context.spec.device)
         self._in_change = False
         self._repair: Callable[[], None] | None = None  # of the change under way, or of one that failed
 
@@ -174,7 +175,8 @@ class EngineState:
                 self.stepping = None
 
     def _complete(self) -> None:
-        self._context.memory.scrubber.scrub()
+        if self._context.config.free_memory == "zero":
+            self._context.memory.scrubber.scrub()
         self._repair = None
 
     def _run_repair(self) -> None:
@@ -236,7 +238,7 @@ class EngineState:
         if not self._context.memory.allocated:
             raise RuntimeError("step is called on a suspended engine; resume it first")
         begun_s = time.perf_counter()
-        with self._in_step(), on_device_of(self._context.spec.device):
+        with self._in_step(), self._on_device:
             forward = model if self.invariance is None else self.invariance.served(model)
             steps, tokens, invalid = self._run_step(forward)
             report = self._end_step(steps, tokens, invalid)

@@ -8,7 +8,7 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
-from mambaslots.inference.contexts.device_memory import StatePool
+from mambaslots.inference.contexts.states import StatePool
 from oracle import bad_values as bad
 from oracle.bad_values import INT32_MAX, UNPRINTABLE, Bad, meta, refuse, refuse_all
 from oracle.fake_host import CONV_SHAPE, SSM_SHAPE, Chunk, FakeHost, FakeRequest

@@ -18,7 +18,7 @@ from mambaslots.net import (
     load_prefixes,
     save_prefixes,
 )
-from mambaslots.state_spec import encodings_of
+from mambaslots.state_spec import SCALES
 from oracle.cached_prefixes import assert_cache_is_right, snapshot, tokens_to
 from oracle.model_kinds import MIX, kind_of_model
 from oracle.serving import assert_answers, random_tokens, serve_checked, small_engine, small_model
@@ -129,15 +129,15 @@ def assert_rounded(engine: ms.DynamicInferenceEngine, rounded: RoundedEngine) ->
         exact = snapshot(engine.model, tokens_to(cache.kv_blocks.tree, block)).states
         slot = pool.durable_index(cache.slots.tree.slot_of(block))
         expected = rounded.rounded(exact)
-        for encoding in encodings_of(small_model().state_spec().states, engine.config.durable_state_dtype):
-            numbers = pool[encoding.numbers.name][:, slot].double()
-            if encoding.scales is not None:
-                scales = pool[encoding.scales.name][:, slot].double()
-                numbers = numbers * scales.unsqueeze(1 + encoding.state.scale_axis)  # type: ignore[operator]
+        stored = {tensor.name for tensor in pool.states}
+        for state in small_model().state_spec().states:
+            numbers = pool[state.name][:, slot].double()
+            if state.name + SCALES in stored:
+                scales = pool[state.name + SCALES][:, slot].double()
+                numbers = numbers * scales.unsqueeze(1 + state.scale_axis)  # type: ignore[operator]
             np.testing.assert_allclose(
-                numbers.numpy(), expected[encoding.state.name], rtol=1e-5, atol=1e-9,
-                err_msg=encoding.state.name,
-            )  # fmt: skip
+                numbers.numpy(), expected[state.name], rtol=1e-5, atol=1e-9, err_msg=state.name
+            )
     return len(cache.slots.tree.hash_to_block_id)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mambaslots.inference.contexts.device_memory import StatePool
+from mambaslots.inference.contexts.states import StatePool
 from mambaslots.state_spec import ALIGNMENT, StateTensor
 
 STATES = (

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.device_memory import StatePool
 from mambaslots.inference.contexts.request import RequestStep
+from mambaslots.inference.contexts.states import StatePool
 from mambaslots.inference.engines import runner as graph_runner
 from mambaslots.inference.engines.runner import GraphBuckets, GraphRunner
 from mambaslots.inference.engines.sampling import accepted_tokens, count_accepted, sample

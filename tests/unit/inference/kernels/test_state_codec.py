@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.device_memory import StatePool
+from mambaslots.inference.contexts.states import StatePool, coded_tensors
 from mambaslots.inference.kernels import state_codec, state_codec_gpu
 from mambaslots.inference.kernels.state_codec import (
     decode_states,
@@ -17,7 +17,7 @@ from mambaslots.inference.kernels.state_codec import (
     quantise,
 )
 from mambaslots.inference.kernels.state_tensors import SMALLEST, CodedTensor
-from mambaslots.state_spec import encodings_of, gated_delta_net_states, mamba2_states, short_conv_states
+from mambaslots.state_spec import durable_tensors, gated_delta_net_states, mamba2_states, short_conv_states
 from oracle.ssd import DEVICES, kernel_device
 from oracle.synchronisation import no_synchronisation
 from torch import Tensor
@@ -114,23 +114,14 @@ STATES = {
 def coded(kind: str, dtype: torch.dtype, durable: str, device: torch.device, seed: int) -> list[CodedTensor]:
     """Tensors of two pools with random states, and garbage where nothing is stored yet."""
     states = STATES[kind](dtype)
-    encodings = encodings_of(states, durable)
     live = StatePool(states, 3, 2, device)
-    store = StatePool([tensor for one in encodings for tensor in one.tensors], 0, 6, device)
+    store = StatePool(durable_tensors(states, durable), 0, 6, device)
     store.memory.fill_(0x5A)
     generator = torch.Generator().manual_seed(seed)
     for tensor in live.tensors:
         random = torch.randn(tensor.shape, generator=generator) * 3
         tensor.copy_(random.to(device, tensor.dtype))
-    return [
-        CodedTensor(
-            live[one.state.name],
-            store[one.numbers.name],
-            None if one.scales is None else store[one.scales.name],
-            None if one.scales is None else one.state.scale_axis,
-        )
-        for one in encodings
-    ]
+    return coded_tensors(live, store)
 
 
 @pytest.fixture(params=DEVICES)
@@ -143,7 +134,8 @@ def device(request):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", STATES)
 def test_kernels_write_what_the_reference_writes(kind, dtype, durable, device):
-    if not encodings_of(STATES[kind](dtype), durable):
+    states = STATES[kind](dtype)
+    if durable_tensors(states, durable) == states:
         return  # stored as they are
     reads = torch.tensor([4, 0, -1, 1, 2], device=device)
     writes = torch.tensor([2, 5, 1, -1, 0], device=device)

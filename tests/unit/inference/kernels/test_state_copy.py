@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.device_memory import StatePool
+from mambaslots.inference.contexts.states import StatePool
 from mambaslots.inference.kernels import state_copy, state_move
 from mambaslots.inference.kernels.state_copy import copy_states
 from mambaslots.inference.kernels.state_move import LISTED, StateMove, move_listed_states

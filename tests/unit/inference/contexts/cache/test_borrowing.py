@@ -2,6 +2,7 @@
 
 import math
 
+import mambaslots as ms
 import numpy as np
 import pytest
 import torch
@@ -305,7 +306,10 @@ def test_tensors_lie_where_the_map_of_bytes_says(shape):
     division = division_of(shape, 4, 1)
     sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(8))
     sizes_of_pools = PoolSizes(division.num_kv_blocks, division.num_durable_slots, division)
-    memory = DeviceMemory(spec, sizes_of_pools, 8, division.num_live, is_shared=True)
+    config = ms.InferenceConfig(
+        block_size_tokens=8, max_requests=division.num_live, num_kv_blocks=1, num_mamba_slots=1
+    )
+    memory = DeviceMemory(spec, config, sizes_of_pools)
     places = Bytes(division, sizes)
     start = memory.state_pool.memory.untyped_storage().data_ptr()
     assert memory.kv_cache.untyped_storage().data_ptr() == start
