@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,65 +13,16 @@ from ...config import InferenceConfig
 from .device_memory import DeviceMemory
 from .request import RequestStep
 from .states import RequestStates
-from .step_inputs import Checkpoints, PrefillChunks, Replay, StepInputs, StepShape, chunk_grid
-
-
-class StepField(NamedTuple):
-    """One index tensor.
-
-    Attributes:
-        name: the tensor's name in the step buffer and among the builder's values.
-        size: the number of entries, as an attribute of `StepShape`; it also says where values lie in a tensor
-            that is padded. "tokens": each decode row's tokens, padded to `decode_tokens`, then the prefill
-            tokens. "rows": decode rows, padding, prefill rows, padding. "state_writes": as "tokens" for
-            decodes, then one value for each prefill row. Others: one after another, then padding.
-        padding: the number in all other places. None for the starts of ranges, one after another, with a
-            trailing total, which also fills the padding.
-        owner: the attribute of `StepInputs` that holds the tensor, "" for `StepInputs` itself.
-        attribute: the tensor's name in its owner, where the name differs from `name`.
-        int32: whether the tensor is int32; else it is int64.
-    """
-
-    name: str
-    size: str
-    padding: int | None = 0
-    owner: str = ""
-    attribute: str = ""
-    int32: bool = False
-
-    def num_entries(self, shape: StepShape) -> int:
-        count: int = getattr(shape, self.size)
-        return count * shape.table_blocks if self.name == "block_table" else count + (self.padding is None)
-
-
-STEP_FIELDS = (
-    StepField("token_ids", "tokens"),
-    StepField("positions", "tokens"),
-    StepField("kv_write_tokens", "kv_writes"),
-    StepField("kv_write_positions", "kv_writes", -1),
-    StepField("kv_lengths", "rows", int32=True),
-    StepField("block_table", "rows", int32=True),
-    StepField("row_query_start_loc", "rows", None, attribute="query_start_loc", int32=True),
-    StepField("query_lengths", "rows", int32=True),
-    StepField("state_sources", "rows", -1),
-    StepField("state_destinations", "state_writes", -1),
-    StepField("logit_tokens", "logits"),
-    StepField("query_start_loc", "prefills", None, "chunks"),
-    StepField("token_rows", "prefill_tokens", -1, "chunks"),
-    StepField("cu_chunk_seqlens", "chunks", None, "chunks", int32=True),
-    StepField("seq_idx", "chunks", 0, "chunks", int32=True),
-    StepField("row_chunk_starts", "prefills", None, "chunks", int32=True),
-    StepField("chunk_destinations", "chunks", -1, "chunks", "destinations"),
-    StepField("checkpoint_rows", "checkpoints", -1, "checkpoints", "rows"),
-    StepField("checkpoint_token_ends", "checkpoints", 0, "checkpoints", "token_ends"),
-    StepField("checkpoint_destinations", "checkpoints", -1, "checkpoints", "destinations"),
-    StepField("replay_slots", "rows", -1, "replay", "slots"),
-    StepField("replay_starts", "rows", 0, "replay", "starts", int32=True),
-    StepField("replay_destinations", "rows", -1, "replay", "destinations"),
-    StepField("tail_starts", "prefills", 0, "replay"),
+from .step_inputs import (
+    INDEX_FIELDS,
+    Checkpoints,
+    IndexField,
+    PrefillChunks,
+    Replay,
+    StepInputs,
+    StepShape,
+    chunk_grid,
 )
-"""All fields, in their order in the step buffer. `step_inputs` documents their meanings."""
-
 
 _MAX_CACHED_VIEWS = 256
 Array = npt.NDArray[np.integer[Any]]
@@ -140,7 +91,7 @@ def _words(count: int, int32: bool) -> int:
 
 
 def _total_words(shape: StepShape) -> int:
-    return sum(_words(field.num_entries(shape), field.int32) for field in STEP_FIELDS)
+    return sum(_words(field.num_entries(shape), field.int32) for field in INDEX_FIELDS)
 
 
 def _views(buffer: Tensor, shape: StepShape) -> Iterator[tuple[str, Tensor]]:
@@ -149,10 +100,10 @@ def _views(buffer: Tensor, shape: StepShape) -> Iterator[tuple[str, Tensor]]:
         raise ValueError(f"shape is {shape}, {needed} words; accepted: at most {buffer.shape[0]}")
     start = 0
     int32_buffer = buffer.view(torch.int32)
-    for field in STEP_FIELDS:
+    for field in INDEX_FIELDS:
         count = field.num_entries(shape)
         view = int32_buffer[2 * start : 2 * start + count] if field.int32 else buffer[start : start + count]
-        yield field.name, view.view(shape.rows, shape.table_blocks) if field.name == "block_table" else view
+        yield field.key, view.view(shape.rows, shape.table_blocks) if field.name == "block_table" else view
         start += _words(count, field.int32)
 
 
@@ -201,13 +152,13 @@ class StepBuilder:
         if self._replays:
             values |= self._replay_values(steps, layout)
         shape = padding(layout.shape(values))
-        values["row_query_start_loc"] = layout.pad_to(shape)
+        values["query_start_loc"] = layout.pad_to(shape)
         for name in ("kv_write_tokens", "logit_tokens"):
             values[name] = layout.token_places[values[name]]
         arrays = self._buffer.arrays(shape)
-        for field in STEP_FIELDS:
-            if field.name in values:
-                layout.fill(arrays[field.name], values[field.name], field)
+        for field in INDEX_FIELDS:
+            if field.key in values:
+                layout.fill(arrays[field.key], values[field.key], field)
         tensors, num_logits = self._buffer.send(shape), len(values["logit_tokens"])
         if sampled_tokens is not None:
             tensors["token_ids"][: len(sampled_tokens)].copy_(sampled_tokens)
@@ -268,15 +219,15 @@ class StepBuilder:
             "state_sources": [
                 step.holding.state_index if step.holding.num_computed else -1 for step in steps
             ],
-            "query_start_loc": layout.query_start_loc[decodes:] - layout.num_decode_tokens,
-            "token_rows": grid.token_rows,
-            "cu_chunk_seqlens": grid.cu_chunk_seqlens,
-            "seq_idx": grid.seq_idx,
-            "row_chunk_starts": grid.row_chunk_starts,
-            "chunk_destinations": chunk_destinations,
-            "checkpoint_rows": rows[:count],
-            "checkpoint_token_ends": grid.checkpoint_token_ends[:count],
-            "checkpoint_destinations": slots[:count],
+            "chunks.query_start_loc": layout.query_start_loc[decodes:] - layout.num_decode_tokens,
+            "chunks.token_rows": grid.token_rows,
+            "chunks.cu_chunk_seqlens": grid.cu_chunk_seqlens,
+            "chunks.seq_idx": grid.seq_idx,
+            "chunks.row_chunk_starts": grid.row_chunk_starts,
+            "chunks.destinations": chunk_destinations,
+            "checkpoints.rows": rows[:count],
+            "checkpoints.token_ends": grid.checkpoint_token_ends[:count],
+            "checkpoints.destinations": slots[:count],
         }
 
     def _replay_values(self, steps: Sequence[RequestStep], layout: "_Layout") -> dict[str, Any]:
@@ -284,16 +235,16 @@ class StepBuilder:
         tails = layout.query_start_loc[:-1] - layout.num_decode_tokens - starts
         tails += stops // self._chunk_size * self._chunk_size
         return {
-            "replay_slots": [step.holding.row for step in steps],
-            "replay_starts": starts,
-            "replay_destinations": [self._states.completed_destination(step) for step in steps],
-            "tail_starts": tails[layout.num_decodes :],
+            "replay.slots": [step.holding.row for step in steps],
+            "replay.starts": starts,
+            "replay.destinations": [self._states.completed_destination(step) for step in steps],
+            "replay.tail_starts": tails[layout.num_decodes :],
         }
 
     def _inputs(self, shape: StepShape, num_logits: int, tensors: dict[str, Tensor]) -> StepInputs:
         owned: dict[str, dict[str, Any]] = {"": {}, "chunks": {}, "checkpoints": {}, "replay": {}}
-        for field in STEP_FIELDS:
-            owned[field.owner][field.attribute or field.name] = tensors[field.name]
+        for field in INDEX_FIELDS:
+            owned[field.owner][field.name] = tensors[field.key]
         return StepInputs(
             shape=shape,
             **owned[""],
@@ -341,8 +292,8 @@ class _Layout:
             max_query_tokens=int(max(self.lengths[decodes:], default=0)),
             table_blocks=values["block_table"].shape[1],
             kv_writes=len(values["kv_write_tokens"]),
-            chunks=len(values["seq_idx"]),
-            checkpoints=len(values["checkpoint_rows"]),
+            chunks=len(values["chunks.seq_idx"]),
+            checkpoints=len(values["checkpoints.rows"]),
             logits=len(values["logit_tokens"]),
             decode_tokens=int(self.lengths[:decodes].max()) if drafts else 1,
         )
@@ -359,7 +310,7 @@ class _Layout:
         decodes = np.arange(0, shape.decodes * width, width)
         return np.concatenate([decodes, self.query_start_loc[self.num_decodes :] + moved])
 
-    def fill(self, array: Array, values: Sequence[int] | Array, field: StepField) -> None:
+    def fill(self, array: Array, values: Sequence[int] | Array, field: IndexField) -> None:
         """Write a field's values into its array, and padding into the rest."""
         if array.shape == np.shape(values):
             array[:] = values
@@ -369,7 +320,7 @@ class _Layout:
         columns = (slice(size) for size in np.shape(values)[1:])
         array[(self._places(field, len(values)), *columns)] = values
 
-    def _places(self, field: StepField, count: int) -> Array | slice:
+    def _places(self, field: IndexField, count: int) -> Array | slice:
         if field.padding is None or field.size not in ("tokens", "rows", "state_writes"):
             return slice(count)
         if field.size == "tokens":

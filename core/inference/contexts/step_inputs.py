@@ -1,8 +1,8 @@
 """What a model reads in one step, the chunk grid of its prefills, and the sizes that steps are padded to."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -69,12 +69,12 @@ class PrefillChunks:
     rows from the first prefill row.
     """
 
-    query_start_loc: Tensor  # [prefills + 1] int64: where each row's tokens start; trailing total
-    token_rows: Tensor  # [tokens] int64: the prefill row of each token
-    cu_chunk_seqlens: Tensor  # [chunks + 1] int32: where each chunk starts; trailing total
-    seq_idx: Tensor  # [chunks] int32: the prefill row of each chunk
-    row_chunk_starts: Tensor  # [prefills + 1] int32: each row's first chunk; trailing total
-    destinations: Tensor  # [chunks] int64: pool index for the state after this chunk; -1 = none
+    query_start_loc: Annotated[Tensor, "prefills", None]  # where each row's tokens start; trailing total
+    token_rows: Annotated[Tensor, "prefill_tokens", -1]  # the prefill row of each token
+    cu_chunk_seqlens: Annotated[Tensor, "chunks", None, "int32"]  # where each chunk starts; trailing total
+    seq_idx: Annotated[Tensor, "chunks", 0, "int32"]  # the prefill row of each chunk
+    row_chunk_starts: Annotated[Tensor, "prefills", None, "int32"]  # each row's first chunk; trailing total
+    destinations: Annotated[Tensor, "chunks", -1]  # pool index for the state after this chunk; -1 = none
     chunk_size: int  # tokens of a whole chunk; chunks end where a sequence's position is a multiple of it
 
 
@@ -87,9 +87,9 @@ class Checkpoints:
     A boundary at the end of a row's step needs no entry: the row's `state_destinations` is the slot.
     """
 
-    rows: Tensor  # [n] int64: prefill row
-    token_ends: Tensor  # [n] int64: packed prefill token position of the boundary (exclusive end)
-    destinations: Tensor  # [n] int64: pool index
+    rows: Annotated[Tensor, "checkpoints", -1]  # prefill row
+    token_ends: Annotated[Tensor, "checkpoints"]  # packed prefill token after the boundary
+    destinations: Annotated[Tensor, "checkpoints", -1]  # pool index
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,10 @@ class Replay:
     """
 
     pool: dict[str, Tensor]  # `DeviceMemory.input_pool`
-    slots: Tensor  # [R] int64: each row's slot in `pool`; -1 = a padding row
-    starts: Tensor  # [R] int32: absolute position of each row's first token
-    destinations: Tensor  # [R] int64: pool index for the state that a decode row completes; -1 = none
-    tail_starts: Tensor  # [prefill rows] int64: packed prefill token that follows the row's last grid point
+    slots: Annotated[Tensor, "rows", -1]  # each row's slot in `pool`; -1 = a padding row
+    starts: Annotated[Tensor, "rows", 0, "int32"]  # absolute position of each row's first token
+    destinations: Annotated[Tensor, "rows", -1]  # index for the state that a decode row completes
+    tail_starts: Annotated[Tensor, "prefills"]  # packed prefill token after the row's last grid point
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,13 @@ class StepInputs:
     Decode rows have `shape.decode_tokens` tokens each: the last token of the sequence, then drafts of what
     may follow, then padding. In a step without drafts each decode row has one token.
 
-    Index tensors lie on the model's device, and are valid until the context begins its next step. The model
-    writes `kv_cache` at `kv_write_positions` and `state_pool` at the destinations, and nothing else; in a KV
-    block whose first row it writes, it may also write zeros after the last token. With `replay` it
-    also writes its tokens' inputs.
+    An index tensor is [n] int64, or int32 where noted, with n the size of `shape` that its annotation names:
+    R is `rows`, T is `tokens`. The number after it is the padding; None adds one entry, the total. Sources
+    and destinations of states are pool indices; the state before a step is with `replay` that at the last
+    grid point. Index tensors lie on the model's device, and are valid until the context begins its next step.
+    The model writes `kv_cache` at `kv_write_positions` and `state_pool` at the destinations, and nothing
+    else; in a KV block whose first row it writes, it may also write zeros after the last token. With `replay`
+    it also writes its tokens' inputs.
 
     All tensors may be padded to `shape`: padding follows the real decode rows and the real prefill
     rows, as `kernels.reference` describes. The logits of padding are ignored. The padding tokens of a real
@@ -130,20 +133,21 @@ class StepInputs:
     """
 
     shape: StepShape
-    token_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64: absolute position of each token in its sequence
-    kv_lengths: Tensor  # [R] int32: tokens of each sequence after this step, drafts included
-    block_table: Tensor  # [R, most blocks of any row] int32: KV blocks in order, padded with 0
-    query_start_loc: Tensor  # [R + 1] int32: the place of each row's first token; trailing total
-    query_lengths: Tensor  # [R] int32: each row's real tokens; 0 for padding rows
-    kv_write_tokens: Tensor  # [W] int64: the tokens whose keys and values are stored
-    kv_write_positions: Tensor  # [W] int64: block * block_size_tokens + offset for each of them; -1 = none
-    state_sources: Tensor  # [R] int64: pool index of the state after the tokens before (with `replay`, at the
-    # last grid point before); -1 = zeros
-    state_destinations: Tensor  # [decode tokens + prefill rows] int64: pool index for the state after each
+    token_ids: Annotated[Tensor, "tokens"]
+    positions: Annotated[Tensor, "tokens"]  # absolute position of each token in its sequence
+    kv_lengths: Annotated[Tensor, "rows", 0, "int32"]  # tokens of each sequence after this step, with drafts
+    block_table: Annotated[Tensor, "rows", 0, "int32"]  # [R, table_blocks]: KV blocks in order
+    query_start_loc: Annotated[Tensor, "rows", None, "int32"]  # each row's first token; trailing total
+    query_lengths: Annotated[Tensor, "rows", 0, "int32"]  # each row's real tokens; 0 for padding rows
+    kv_write_tokens: Annotated[Tensor, "kv_writes"]  # the tokens whose keys and values are stored
+    kv_write_positions: Annotated[Tensor, "kv_writes", -1]  # block * block_size_tokens + offset; -1 = none
+    state_sources: Annotated[Tensor, "rows", -1]  # of the state before the step; -1 = zeros
+    state_destinations: Annotated[
+        Tensor, "state_writes", -1
+    ]  # after each decode token and prefill row; -1 = none
+    logit_tokens: Annotated[Tensor, "logits"]  # the tokens whose logits are wanted, in order
     chunks: PrefillChunks
     checkpoints: Checkpoints
-    logit_tokens: Tensor  # [L] int64: the tokens whose logits are wanted, in order
     num_logits: int  # the first `num_logits` logit tokens are real, the others padding
     kv_cache: Tensor  # [attention layers, 2 (K, V), blocks, block_size_tokens, kv heads, head dim]
     state_pool: StatePool
@@ -189,6 +193,50 @@ class StepInputs:
         return self.state_destinations[self.num_decode_tokens :]
 
 
+class IndexField(NamedTuple):
+    """An index tensor, of which the step buffer has a part: size, padding and dtype from its annotation.
+
+    Attributes:
+        owner, name: the attribute of `StepInputs` that holds the tensor, "" for `StepInputs` itself; the
+            tensor's name there.
+        size: the number of entries, as an attribute of `StepShape`; it also says where values lie in a tensor
+            that is padded. "tokens": each decode row's tokens, padded to `decode_tokens`, then the prefill
+            tokens. "rows": decode rows, padding, prefill rows, padding. "state_writes": as "tokens" for
+            decodes, then one value for each prefill row. Others: one after another, then padding.
+        padding: the number in all other places. None for the starts of ranges, one after another, with a
+            trailing total, which also fills the padding.
+    """
+
+    owner: str
+    name: str
+    size: str
+    padding: int | None = 0
+    dtype: str = "int64"
+
+    @property
+    def int32(self) -> bool:
+        return self.dtype == "int32"
+
+    @property
+    def key(self) -> str:
+        """The tensor's name in the step buffer: "token_ids", "chunks.seq_idx"."""
+        return f"{self.owner}.{self.name}" if self.owner else self.name
+
+    def num_entries(self, shape: StepShape) -> int:
+        count: int = getattr(shape, self.size)
+        return count * shape.table_blocks if self.name == "block_table" else count + (self.padding is None)
+
+
+_PARTS = {"": StepInputs, "chunks": PrefillChunks, "checkpoints": Checkpoints, "replay": Replay}
+INDEX_FIELDS = tuple(
+    IndexField(owner, each.name, *each.type.__metadata__)  # type: ignore[union-attr]
+    for owner, part in _PARTS.items()
+    for each in fields(part)
+    if hasattr(each.type, "__metadata__")
+)
+"""All index tensors, in their order in the step buffer."""
+
+
 @dataclass(frozen=True)
 class Step:
     """What `begin_step` prepared: all slots are reserved and all inputs are built.
@@ -227,8 +275,7 @@ class Chunks(NamedTuple):
     last_chunk_indices: Int32Array  # [rows]: each row's last chunk; -1 for a row without tokens
 
 
-@dataclass(frozen=True)
-class ChunkGrid:
+class ChunkGrid(NamedTuple):
     """The chunks of a step's prefill rows, and the chunk that ends on each planned checkpoint.
 
     The fields are those of `PrefillChunks` and `Checkpoints`, as fresh numpy arrays.
@@ -256,11 +303,7 @@ def chunk_grid(
         lengths: [rows] new tokens of each row, 0 allowed.
         chunk_size: tokens of one chunk.
         checkpoint_rows, checkpoint_positions: [checkpoints] the row and the absolute token position of
-            each state to store, in any order.
-
-    Raises:
-        ValueError: a checkpoint at which no chunk of its row ends: its position is no multiple of
-            `chunk_size` in (computed, computed + length].
+            each state to store, in any order: a multiple of `chunk_size` in (computed, computed + length].
     """
     before, counts = np.asarray(computed, np.int64), np.asarray(lengths, np.int64)
     rows, positions = np.asarray(checkpoint_rows, np.int64), np.asarray(checkpoint_positions, np.int64)
@@ -269,13 +312,6 @@ def chunk_grid(
     chunks = absolute_chunks(before, starts, counts, chunk_size)
     begins = before[rows]
     ends = begins + counts[rows]
-    misplaced = (positions % chunk_size != 0) | (positions <= begins) | (positions > ends)
-    if misplaced.any():
-        at = int(misplaced.argmax())
-        raise ValueError(
-            f"checkpoint_positions[{at}] is {positions[at]} in row {rows[at]}; accepted: a multiple of "
-            f"{chunk_size} in ({begins[at]}, {ends[at]}]"
-        )
     chunks_after = -(-ends // chunk_size) - positions // chunk_size
     return ChunkGrid(
         chunks.cu_chunk_seqlens,

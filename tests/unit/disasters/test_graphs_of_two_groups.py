@@ -6,8 +6,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts.step_builder import STEP_FIELDS
-from mambaslots.inference.contexts.step_inputs import StepInputs
+from mambaslots.inference.contexts.step_inputs import INDEX_FIELDS, StepInputs
 from oracle.cached_states import assert_cached_states
 from oracle.float32_rule import Comparison
 from oracle.model_kinds import kind_of_model
@@ -24,10 +23,10 @@ PARAMS = ms.SamplingParams(num_tokens_to_generate=20, return_log_probs=True)
 def index_tensors(inputs: StepInputs) -> dict[str, Tensor]:
     """All that a captured step reads which another step writes anew, and the pools."""
     found = {"KV": inputs.kv_cache, "states": inputs.state_pool.memory}
-    for field in STEP_FIELDS:
+    for field in INDEX_FIELDS:
         owner = getattr(inputs, field.owner) if field.owner else inputs
         if owner is not None:
-            found[field.name] = getattr(owner, field.attribute or field.name)
+            found[field.key] = getattr(owner, field.name)
     return found
 
 

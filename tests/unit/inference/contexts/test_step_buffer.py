@@ -35,11 +35,15 @@ def test_sizes_types_and_alignment(shape):
     written = shape.decodes * shape.decode_tokens + shape.prefills
     assert tensors["state_destinations"].shape == (written,)
     assert tensors["block_table"].shape == (shape.decodes + shape.prefills, shape.table_blocks)
-    assert tensors["query_start_loc"].shape == tensors["row_chunk_starts"].shape == (shape.prefills + 1,)
-    assert tensors["cu_chunk_seqlens"].shape == (shape.chunks + 1,)
-    assert tensors["row_query_start_loc"].shape == (shape.decodes + shape.prefills + 1,)
-    narrow = {"cu_chunk_seqlens", "seq_idx", "row_chunk_starts"}
-    narrow |= {"kv_lengths", "block_table", "row_query_start_loc", "query_lengths", "replay_starts"}
+    assert (
+        tensors["chunks.query_start_loc"].shape
+        == tensors["chunks.row_chunk_starts"].shape
+        == (shape.prefills + 1,)
+    )
+    assert tensors["chunks.cu_chunk_seqlens"].shape == (shape.chunks + 1,)
+    assert tensors["query_start_loc"].shape == (shape.decodes + shape.prefills + 1,)
+    narrow = {"chunks.cu_chunk_seqlens", "chunks.seq_idx", "chunks.row_chunk_starts"}
+    narrow |= {"kv_lengths", "block_table", "query_start_loc", "query_lengths", "replay.starts"}
     assert {name for name, tensor in tensors.items() if tensor.dtype == torch.int32} == narrow
     assert all(tensor.dtype == torch.int64 for name, tensor in tensors.items() if name not in narrow)
     begin = min(tensor.data_ptr() for tensor in tensors.values())
