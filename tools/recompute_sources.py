@@ -1,4 +1,4 @@
-"""Print the table of core/mcore/known_sources.py for unpacked wheels of megatron-core.
+"""Print the table of core/mcore/versions.py for unpacked wheels of megatron-core.
 
 python tools/recompute_sources.py WHEEL_FOLDER ...
 """
@@ -8,8 +8,8 @@ import ast
 from pathlib import Path
 
 import mambaslots.mcore  # noqa: F401 - fills REGISTRY
-from mambaslots.mcore.known_sources import hash_of
 from mambaslots.mcore.overrides import REGISTRY
+from mambaslots.mcore.versions import hash_of
 
 
 def sources(roots: list[Path]) -> dict[str, tuple[str, ...]]:

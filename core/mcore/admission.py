@@ -1,4 +1,4 @@
-"""Corrections: how the host admits a prefill chunk (match, capacity, sharing, restore)."""
+"""Corrections: how the host admits a prefill chunk (match, capacity, sharing, restore, the KV index)."""
 
 import importlib
 from collections.abc import Callable
@@ -9,8 +9,9 @@ import torch
 
 from ..inference.contexts.cache import reasons
 from ..inference.contexts.cache.reasons import Span
-from .host_record import DYNAMIC_CONTEXT, MHA_METADATA, HostRecord, record_of
+from .host_record import HostRecord, check_lengths, record_of
 from .overrides import override
+from .versions import DYNAMIC_CONTEXT, KV_ALLOCATOR, MHA_METADATA
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _caches_states(context: Any) -> bool:
     return bool(context.is_hybrid_model and context.enable_prefix_caching)
 
 
-@override(DYNAMIC_CONTEXT, "_compute_prefix_match", part="admission", faults=(1, 2, 4))
+@override(DYNAMIC_CONTEXT, "_compute_prefix_match", faults=(1, 2, 4))
 def compute_prefix_match(
     original: Callable[..., Any],
     self: Any,
@@ -138,7 +139,7 @@ def compute_prefix_match(
     )
 
 
-@override(DYNAMIC_CONTEXT, "add_request", part="admission", faults=(2, 4, 5, 13))
+@override(DYNAMIC_CONTEXT, "add_request", faults=(2, 4, 5, 13))
 def add_request(
     original: Callable[..., None], self: Any, req: Any, prefill_chunk_length: int | None = None
 ) -> None:
@@ -261,7 +262,7 @@ def _queue_restore(context: Any, row: int, finished: int, match: HostMatch) -> N
     context.mamba_slot_allocator.pin_restore(match.state_block)
 
 
-@override(DYNAMIC_CONTEXT, "_execute_pending_mamba_ops", part="admission", faults=(4, 21))
+@override(DYNAMIC_CONTEXT, "_execute_pending_mamba_ops", faults=(4, 21))
 def execute_pending_mamba_ops(original: Callable[..., None], self: Any) -> None:
     """Restore all states of the step in one copy; a missing state is an error.
 
@@ -275,7 +276,7 @@ def execute_pending_mamba_ops(original: Callable[..., None], self: Any) -> None:
     original(self)
 
 
-@override(MHA_METADATA, "set_state_data", part="admission", faults=(1,))
+@override(MHA_METADATA, "set_state_data", faults=(1,))
 def set_state_data(
     original: Callable[..., None],
     self: Any,
@@ -290,3 +291,27 @@ def set_state_data(
     a boundary without a state. Decode steps do not read the number.
     """
     original(self, padded_active_request_count, max(2, max_seqlen_q), max_seqlen_k)
+
+
+@override(KV_ALLOCATOR, "register_kv_block_hashes", faults=(5,))
+def register_kv_block_hashes(
+    original: Callable[..., None],
+    self: Any,
+    block_ids: list[int],
+    block_hashes: list[int],
+    parent_hashes: list[int] | None = None,
+) -> None:
+    """Register blocks whose hash is not registered; the others stay private, or as they are.
+
+    The stock method re-points the map to the newer block, which has no state, and counts the children of a
+    block that is registered again twice, so that their parent can never be evicted.
+    """
+    check_lengths(block_ids, block_hashes=block_hashes, parent_hashes=parent_hashes)
+    named = self.kv_hash_to_block_id
+    first: dict[int, int] = {}
+    for i, key in enumerate(block_hashes):
+        if key not in named:
+            first.setdefault(key, i)
+    chosen = list(first.values())
+    parents = None if parent_hashes is None else [parent_hashes[i] for i in chosen]
+    original(self, [block_ids[i] for i in chosen], [block_hashes[i] for i in chosen], parents)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .admission import adopt_twin
-from .host_record import DYNAMIC_CONTEXT, RequestTrack, record_of
+from .host_record import RequestTrack, record_of
 from .overrides import override
+from .versions import DYNAMIC_CONTEXT
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _settle(context: Any) -> None:
         allocator.settle_answers()
 
 
-@override(DYNAMIC_CONTEXT, "update_requests", part="answers", faults=(18,))
+@override(DYNAMIC_CONTEXT, "update_requests", faults=(18,))
 def update_requests(
     original: Callable[..., Any],
     self: Any,
@@ -102,7 +103,7 @@ def update_requests(
     return result
 
 
-@override(DYNAMIC_CONTEXT, "commit_sampled_tokens", part="answers", faults=(18,))
+@override(DYNAMIC_CONTEXT, "commit_sampled_tokens", faults=(18,))
 def commit_sampled_tokens(
     original: Callable[..., None],
     self: Any,
@@ -116,7 +117,7 @@ def commit_sampled_tokens(
     record_of(self).restart_left([])
 
 
-@override(DYNAMIC_CONTEXT, "release_memory_blocks_from_request_indexes", part="answers", faults=(18,))
+@override(DYNAMIC_CONTEXT, "release_memory_blocks_from_request_indexes", faults=(18,))
 def release_memory_blocks_from_request_indexes(
     original: Callable[..., None], self: Any, request_indexes: Tensor
 ) -> None:

@@ -3,8 +3,7 @@
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from .host_record import NO_SLOTS, HostRecord, HostStats, record_of
@@ -77,17 +76,17 @@ def idle_reason(context: Any) -> str:
 class BuiltContexts:
     """All contexts that were built since `install`, in their order.
 
-    Within `remembering` also those that were built before an `uninstall`.
+    Attributes:
+        remembers: whether those of before an `uninstall` stay.
     """
 
     def __init__(self) -> None:
         self._built: list[BuiltContext] = []
-        self._retired: list[BuiltContext] = []
-        self._remembers = False
+        self.remembers = False
 
     @property
     def all(self) -> tuple[BuiltContext, ...]:
-        return (*self._retired, *self._built)
+        return tuple(self._built)
 
     def noting(self, initialize_all_tensors: Callable[[Any], None]) -> Callable[[Any], None]:
         """The host's method that ends the building of a context, and notes the context."""
@@ -103,7 +102,7 @@ class BuiltContexts:
         """Count a new context; a warning says why nothing is cached."""
         if any(each.context is context for each in self._built):
             return
-        built = BuiltContext(context, len(self.all) + 1)
+        built = BuiltContext(context, len(self._built) + 1)
         self._built.append(built)
         if built.idle_reason:
             _logger.warning("context %d caches no states: %s", built.number, built.idle_reason)
@@ -117,19 +116,13 @@ class BuiltContexts:
             if (context := built.context) is not None:
                 for name in _SERVING:
                     setattr(context, name, _refuse)
-        if self._remembers:
-            self._retired += self._built
-        self._built.clear()
+        if not self.remembers:
+            self._built.clear()
 
-    @contextmanager
-    def remembering(self) -> Iterator[None]:
-        """Remember, within the block, contexts of before an `uninstall`."""
-        self._remembers = True
-        try:
-            yield
-        finally:
-            self._remembers = False
-            self._retired.clear()
+    def close(self) -> None:
+        """Forget all contexts, and remember none beyond an `uninstall` from now on."""
+        self.remembers = False
+        self._built.clear()
 
 
 def _refuse(*args: Any, **kwargs: Any) -> None:

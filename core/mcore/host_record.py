@@ -12,13 +12,6 @@ from torch import Tensor
 from ..inference.contexts.cache.reasons import ComputeReason, GhostList, Span, TokenLedger
 from ..inference.contexts.cache.state_slots import SlotCounts
 
-DYNAMIC_CONTEXT = "megatron.core.inference.contexts.dynamic_context:DynamicInferenceContext"
-STATE_CONFIG = "megatron.core.inference.config:MambaInferenceStateConfig"
-KV_ALLOCATOR = "megatron.core.inference.contexts.kv_block_allocator:KVBlockAllocator"
-GPU_VIEW = "megatron.core.inference.contexts.gpu_view:ContextGPUView"
-MHA_METADATA = "megatron.core.inference.contexts.attention_context.mha_metadata:MHAMetadata"
-MAMBA_METADATA = "megatron.core.inference.contexts.attention_context.mamba_metadata:MambaMetadata"
-MAMBA_MIXER = "megatron.core.ssm.mamba_mixer:MambaMixer"
 NO_SLOTS = SlotCounts(0, 0, 0, 0, 0)
 """The counts of a context without an allocator."""
 

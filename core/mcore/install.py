@@ -2,7 +2,7 @@
 
 import importlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -15,15 +15,14 @@ from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.eviction import EvictionPolicy, PolicyChoice, checked_policy
 from ..validation import boolean, instance, shown
 from ..version import VERSION
-from . import admission, answers, kv_blocks, lifecycle, mixer, stages
+from . import admission, answers, lifecycle, mixer, stages
 from .built_contexts import BuiltContexts
-from .host_record import DYNAMIC_CONTEXT
-from .known_sources import TESTED_VERSIONS
 from .overrides import REGISTRY, Applied, MissingHostError, apply, owner_class
 from .slot_allocator import HostSlotAllocator, Settings
+from .versions import DYNAMIC_CONTEXT, TESTED_VERSIONS
 
 _ALLOCATOR_MODULE = "megatron.core.inference.contexts.mamba_slot_allocator"
-CORRECTIONS = (admission, answers, kv_blocks, lifecycle, mixer, stages)
+CORRECTIONS = (admission, answers, lifecycle, mixer, stages)
 """The modules whose overrides are in REGISTRY; their import registers them."""
 
 _logger = logging.getLogger(__package__)
@@ -39,37 +38,19 @@ class Installation:
     Attributes:
         megatron_core: the host's version.
         num_methods: replaced methods.
-        left_alone: part -> its faults, which come back; only with `strict=False`.
-        warning: which methods are not known, and the sentences of the faults that come back; "" without any.
         settings: plan, eviction and whether answers are cached.
     """
 
     megatron_core: str
     num_methods: int
-    left_alone: Mapping[str, tuple[int, ...]]
-    warning: str
     settings: Settings
-
-    @property
-    def untested(self) -> str:
-        """A sentence where the tests do not run on the host's version, else ""."""
-        if self.megatron_core in TESTED_VERSIONS:
-            return ""
-        sources = (
-            "some replaced methods have unknown sources"
-            if self.left_alone
-            else "all replaced methods have known sources"
-        )
-        tested = ", ".join(TESTED_VERSIONS)
-        return f"megatron-core {self.megatron_core} is not among the tested versions ({tested}); {sources}"
 
     def describe(self) -> str:
         """One line: the versions, what was replaced, the plan."""
-        left = f"; left alone: {', '.join(self.left_alone)}" if self.left_alone else ""
         answers = "" if self.settings.cache_answers else "; answers are not cached"
         return (
             f"{shown_versions(self.megatron_core)}: {self.num_methods} methods and the allocator "
-            f"replaced{left}; plan: {shown_plan(self.settings.plan)}{answers}"
+            f"replaced; plan: {shown_plan(self.settings.plan)}{answers}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -77,7 +58,6 @@ class Installation:
         return {
             "versions": versions(self.megatron_core),
             "num_replaced_methods": self.num_methods,
-            "left_alone": {part: list(faults) for part, faults in self.left_alone.items()},
             "plan": shown_plan(self.settings.plan),
             "eviction": getattr(self.settings.eviction, "__name__", self.settings.eviction),
             "cache_answers": self.settings.cache_answers,
@@ -103,7 +83,6 @@ def install(
     plan: CheckpointPlan | None = None,
     eviction: PolicyChoice | None = None,
     cache_answers: bool = True,
-    strict: bool = True,
 ) -> Installation:
     """Let megatron-core's `DynamicInferenceContext` run on our slot allocator, with its faults corrected.
 
@@ -115,16 +94,14 @@ def install(
             the plan's intervals are no multiples of its block.
         eviction: "value", "lru" or a subclass of `EvictionPolicy`; None: what the host's configuration says.
         cache_answers: also hash and register what is generated, and take its states, for the next turn.
-        strict: raise UnknownHostError, with nothing changed, where a method to be corrected is not one we
-            know; False warns, names the faults that come back, and leaves alone what belongs together with
-            that method.
 
     Returns:
         What was replaced; `describe()` says it in one line. A warning on the logger "mambaslots.mcore" names
             a version that the tests do not run on.
 
     Raises:
-        RuntimeError: it is installed already.
+        RuntimeError: it is installed already. UnknownHostError, which is one: a method to be corrected is not
+            one we know. Nothing is changed.
         ImportError: megatron-core is missing.
     """
     plan = instance("plan", CheckpointPlan() if plan is None else plan, CheckpointPlan)
@@ -134,22 +111,23 @@ def install(
         if isinstance(eviction, EvictionPolicy):
             raise ValueError(f"eviction is {shown(eviction)}; accepted: its class, called for each context")
     boolean("cache_answers", cache_answers)
-    boolean("strict", strict)
     if _applied:
         raise RuntimeError("mambaslots.mcore is installed already; uninstall() first to change its settings")
     version = _host_version()
-    applied, left_alone, warning = apply(REGISTRY, version, strict)
-    _applied.extend(applied)
+    _applied.extend(apply(REGISTRY, version))
+    number = len(_applied)
     for module in (_ALLOCATOR_MODULE, DYNAMIC_CONTEXT.partition(":")[0]):
         _replace(importlib.import_module(module), "MambaSlotAllocator", HostSlotAllocator)
     context = owner_class(DYNAMIC_CONTEXT)
     _replace(context, "initialize_all_tensors", built_contexts.noting(context.initialize_all_tensors))
-    follows_answers = any(each.method == "update_requests" for each in _applied)
-    settings = HostSlotAllocator.settings = Settings(plan, eviction, cache_answers and follows_answers)
-    installation = Installation(version.partition("+")[0], len(applied), left_alone, warning, settings)
-    if installation.untested:
-        _logger.warning("%s", installation.untested)
-    return installation
+    HostSlotAllocator.settings = Settings(plan, eviction, cache_answers)
+    name = version.partition("+")[0]
+    if name not in TESTED_VERSIONS:
+        _logger.warning(
+            "megatron-core %s is not among the tested versions (%s); all replaced methods have known sources",
+            name, ", ".join(TESTED_VERSIONS),
+        )  # fmt: skip
+    return Installation(name, number, HostSlotAllocator.settings)
 
 
 def _host_version() -> str:
@@ -186,10 +164,9 @@ def installed(
     plan: CheckpointPlan | None = None,
     eviction: PolicyChoice | None = None,
     cache_answers: bool = True,
-    strict: bool = True,
 ) -> Iterator[Installation]:
     """Installed within the block; see `install`."""
-    installation = install(plan, eviction, cache_answers, strict)
+    installation = install(plan, eviction, cache_answers)
     try:
         yield installation
     finally:

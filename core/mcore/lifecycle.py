@@ -1,4 +1,4 @@
-"""Corrections: how the host sizes, resets, suspends and resumes the cache."""
+"""Corrections: how the host sizes, resets, suspends and resumes the cache and its requests."""
 
 import importlib
 import logging
@@ -7,16 +7,19 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from ..parallel_groups import ParallelGroups
 from ..validation import INT32_MAX
-from .host_record import DYNAMIC_CONTEXT, NO_SLOTS, HostRecord, record_of
+from .host_record import NO_SLOTS, HostRecord, record_of
 from .overrides import override
+from .versions import DYNAMIC_CONTEXT, MAMBA_METADATA
 
 _logger = logging.getLogger(__package__)
 _BATCH_INVARIANT_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 
 
-@override(DYNAMIC_CONTEXT, "_allocate_mamba_cache", part="sizing", faults=(14, 15))
+@override(DYNAMIC_CONTEXT, "_allocate_mamba_cache", faults=(14, 15))
 def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: float) -> None:
     """Give every pipeline stage as many slots as the poorest one can afford.
 
@@ -80,7 +83,7 @@ def _poorest_stage(context: Any, slots: int, mamba_gb: float) -> tuple[int, floa
     return min(budgets)
 
 
-@override(DYNAMIC_CONTEXT, "reset_metadata", part="lifecycle", faults=(6, 7))
+@override(DYNAMIC_CONTEXT, "reset_metadata", faults=(6, 7))
 def reset_metadata(
     original: Callable[..., None], self: Any, preserve_prefix_cache: bool = False, **named: Any
 ) -> None:
@@ -104,7 +107,7 @@ def reset_metadata(
         allocator.reset()
 
 
-@override(DYNAMIC_CONTEXT, "deallocate_inference_state_buffers", part="lifecycle", faults=(14,))
+@override(DYNAMIC_CONTEXT, "deallocate_inference_state_buffers", faults=(14,))
 def deallocate_inference_state_buffers(original: Callable[..., None], self: Any) -> None:
     """Free or offload the durable pool with the host's own buffers; the stock method leaves it allocated.
 
@@ -137,9 +140,41 @@ def _keep_counts(record: HostRecord, allocator: Any) -> None:
     record.slots, record.dropped = NO_SLOTS, 0
 
 
-@override(DYNAMIC_CONTEXT, "reinitialize_inference_state_buffers", part="lifecycle", faults=(6, 14))
+@override(DYNAMIC_CONTEXT, "reinitialize_inference_state_buffers", faults=(6, 14))
 def reinitialize_inference_state_buffers(original: Callable[..., None], self: Any) -> None:
     """Bring the durable pool back, with the offloaded states or empty, before the host does the rest."""
     if not self.is_tensor_state_allocated and self.mamba_slot_allocator is not None:
         self.mamba_slot_allocator.resume_pool()
     original(self)
+
+
+@override(MAMBA_METADATA, "allocate_slot", faults=(8,))
+def allocate_slot(original: Callable[..., Tensor | None], self: Any) -> Tensor | None:
+    """A copy of the slot number; the stock method returns a view of the free stack, which changes later."""
+    slot = original(self)
+    return slot if slot is None else slot.clone()
+
+
+@override(MAMBA_METADATA, "batch_allocate_slots", faults=(8,))
+def batch_allocate_slots(original: Callable[..., Tensor | None], self: Any, num_slots: int) -> Tensor | None:
+    """A copy of the slot numbers; the stock method returns a view of the free stack."""
+    slots = original(self, num_slots)
+    return slots if slots is None else slots.clone()
+
+
+@override(DYNAMIC_CONTEXT, "resume_paused_requests", faults=(24,))
+def resume_paused_requests(
+    original: Callable[..., Any], self: Any, active_request_count: int, newly_paused_request_ids: Any
+) -> Any:
+    """Evict unreferenced cached blocks, so that paused requests get the blocks they wait for.
+
+    The stock method resumes at most as many requests as there are free blocks, and cached blocks are not
+    free. Where cached blocks fill the pool, a request that needs a block waits for ever, and a step in which
+    all requests wait raises.
+    """
+    kv = self.kv_block_allocator
+    if self.paused_request_count and self.enable_prefix_caching:
+        missing = min(self.paused_request_count, int(kv.get_active_avail())) - kv.total_avail
+        if missing > 0 and kv.prefix_caching_eviction_policy.name == "LRU":
+            kv.evict_lru_blocks(min(missing, int(kv.get_evictable_block_count())))
+    return original(self, active_request_count, newly_paused_request_ids)

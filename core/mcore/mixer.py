@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .host_record import DYNAMIC_CONTEXT, GPU_VIEW, MAMBA_METADATA, MAMBA_MIXER
 from .overrides import override
+from .versions import DYNAMIC_CONTEXT, GPU_VIEW, MAMBA_METADATA, MAMBA_MIXER
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class CheckpointRows:
         self.count.fill_(real)
 
 
-@override(GPU_VIEW, "__init__", part="metadata", faults=(22,))
+@override(GPU_VIEW, "__init__", of_stock=True, faults=(22,))
 def gpu_view_init(
     original: Callable[..., None], self: Any, max_requests: int, *args: Any, **kwargs: Any
 ) -> None:
@@ -60,7 +60,7 @@ def gpu_view_init(
         self._mambaslots_rows = CheckpointRows.appended_to(self._buf, _rows(max_requests))
 
 
-@override(DYNAMIC_CONTEXT, "_allocate_mamba_states", part="metadata", faults=(22,))
+@override(DYNAMIC_CONTEXT, "_allocate_mamba_states", of_stock=True, faults=(22,))
 def allocate_mamba_states(original: Callable[..., None], self: Any) -> None:
     """Append the checkpoint rows to the CPU side, and let the metadata use the device side as its buffers.
 
@@ -87,7 +87,7 @@ def _rows(max_requests: int) -> int:
     return _offsets_per_request() * max_requests
 
 
-@override(MAMBA_METADATA, "compute_cpu_metadata", part="metadata", faults=(22,))
+@override(MAMBA_METADATA, "compute_cpu_metadata", of_stock=True, faults=(22,))
 def compute_cpu_metadata(
     original: Callable[..., dict[str, Any]], self: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def checkpoint_rows(
     return chunks, positions
 
 
-@override(MAMBA_METADATA, "_update_intermediate_metadata", part="metadata", faults=(22,))
+@override(MAMBA_METADATA, "_update_intermediate_metadata", of_stock=True, faults=(22,))
 def update_intermediate_metadata(
     original: Callable[..., None],
     self: Any,
@@ -149,7 +149,7 @@ def update_intermediate_metadata(
     self.intermediate_count = sum(self._mambaslots_counts)
 
 
-@override(MAMBA_MIXER, "_ssm_prefill", part="mixer", faults=(3,))
+@override(MAMBA_MIXER, "_ssm_prefill", faults=(3,))
 def ssm_prefill(
     original: Callable[..., Tensor],
     self: Any,

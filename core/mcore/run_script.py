@@ -8,7 +8,7 @@ import runpy
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -80,12 +80,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--no-answers", dest="cache_answers", action="store_false", help="do not cache generated tokens"
     )
     parser.add_argument(
-        "--no-strict",
-        dest="strict",
-        action="store_false",
-        help="leave methods alone that a megatron-core not known here has changed; their faults come back",
-    )
-    parser.add_argument(
         "--stats",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -118,7 +112,8 @@ def main(arguments: Sequence[str], command: str = COMMAND) -> int:
     """
     options = make_parser(command).parse_args(arguments)
     rank = int(os.environ.get("RANK", "0"))
-    with _log_to_stderr(logging.ERROR if rank else logging.INFO), built_contexts.remembering():
+    built_contexts.remembers = True
+    with _log_to_stderr(logging.ERROR if rank else logging.INFO), closing(built_contexts):
         _interpret_without_cuda(speaks=not rank)
         installation = _install(options, speaks=not rank)
         if isinstance(installation, int):
@@ -140,7 +135,7 @@ def _install(options: argparse.Namespace, speaks: bool) -> Installation | int:
     """Install, and say so in one line; where it cannot be, say why in one line and return the exit code."""
     try:
         with _quiet_import():
-            installation = install(options.plan, options.eviction, options.cache_answers, options.strict)
+            installation = install(options.plan, options.eviction, options.cache_answers)
     except (UnknownHostError, MissingHostError) as error:
         _say(f"error: {error}")
         return 1
@@ -148,8 +143,6 @@ def _install(options: argparse.Namespace, speaks: bool) -> Installation | int:
         _say(f"error: {error}")
         return 2
     if speaks:
-        if installation.warning:
-            _say(f"warning: {installation.warning}")
         _say(installation.describe())
     return installation
 
@@ -157,7 +150,7 @@ def _install(options: argparse.Namespace, speaks: bool) -> Installation | int:
 def _report(options: argparse.Namespace, installation: Installation, rank: int, exit_code: int) -> None:
     contexts = built_contexts.all
     if options.stats and (rank == 0 or exit_code):
-        for line in described(installation, contexts):
+        for line in described(contexts):
             _say(line if rank == 0 else f"rank {rank}: {line}")
     if options.json is not None:
         try:
@@ -233,7 +226,7 @@ def _say(line: str) -> None:
 # ---- the report
 
 
-def described(installation: Installation, contexts: Sequence[BuiltContext]) -> list[str]:
+def described(contexts: Sequence[BuiltContext]) -> list[str]:
     """Lines of text: one that counts the contexts, and up to three for each of them."""
     if not contexts:
         return [
@@ -241,19 +234,14 @@ def described(installation: Installation, contexts: Sequence[BuiltContext]) -> l
             f"megatron-core's dynamic engine, and {SETTINGS}"
         ]
     lines = [f"{len(contexts)} {'context' if len(contexts) == 1 else 'contexts'} built"]
-    counts = "admission" not in installation.left_alone
-    if not counts:
-        lines.append("the part admission is left alone, so requests and tokens are not counted")
-    for context in contexts:
-        lines += [f"  {line}" for line in _described(context, counts)]
-    return lines
+    return lines + [f"  {line}" for context in contexts for line in _described(context)]
 
 
-def _described(context: BuiltContext, counts: bool) -> list[str]:
+def _described(context: BuiltContext) -> list[str]:
     name, stats = f"context {context.number}", context.stats
     if context.idle_reason:
         return [f"{name} cached no states: {context.idle_reason}"]
-    if counts and not stats.num_requests:
+    if not stats.num_requests:
         return [f"{name}: no request was added"]
     reasons = [f"{reason} {count:,}" for reason, count in stats.computed_by_reason.items() if count]
     num_slots = stats.num_free_slots + stats.num_reserved_slots + stats.num_committed_slots
@@ -261,8 +249,6 @@ def _described(context: BuiltContext, counts: bool) -> list[str]:
         f"{stats.num_committed_slots:,} of {num_slots:,} slots hold one, {stats.num_states_committed:,} "
         f"taken, {stats.num_states_evicted:,} evicted, {stats.num_dropped_checkpoints:,} planned and dropped"
     )
-    if not counts:
-        return [f"{name}: states: {states}"]
     again = f", computed again {stats.num_recomputed_tokens:,}" if stats.num_recomputed_tokens else ""
     return [
         f"{name}: requests {stats.num_requests:,}, prompt tokens {stats.num_prompt_tokens:,}, resumed "

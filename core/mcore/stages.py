@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..parallel_groups import ParallelGroups
-from .host_record import DYNAMIC_CONTEXT, STATE_CONFIG
 from .overrides import override
+from .versions import DYNAMIC_CONTEXT, STATE_CONFIG
 
 _MAMBA, _ATTENTION = "M", frozenset("*D")  # megatron-core's layer letters; D is sparse attention
 
@@ -66,7 +66,7 @@ def _live_states(config: Any, states: Any) -> int | None:
     return int(_memory_bytes(config) * config.mamba_memory_ratio // one)
 
 
-@override(STATE_CONFIG, "from_model", part="sizing", faults=(15,))
+@override(STATE_CONFIG, "from_model", faults=(15,))
 def from_model(original: Callable[..., Any], cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """List the layers also of a model or pipeline stage without Mamba layers.
 
@@ -82,7 +82,7 @@ def from_model(original: Callable[..., Any], cls: Any, model: Any, *args: Any, *
     return None if layers is None else cls(layers, (), (), torch.float32, torch.float32)
 
 
-@override(DYNAMIC_CONTEXT, "__init__", part="sizing", faults=(15,))
+@override(DYNAMIC_CONTEXT, "__init__", faults=(15,))
 def init(original: Callable[..., None], self: Any, model_config: Any, inference_config: Any) -> None:
     """Let the stages of a pipeline exchange what they are before any stage sizes its pools. A collective.
 

@@ -15,7 +15,7 @@ import megatron.core
 import pytest
 import torch
 from mambaslots.inference.contexts.cache.eviction import LRUEviction
-from mambaslots.mcore import UnknownHostError, known_sources
+from mambaslots.mcore import UnknownHostError, versions
 from mambaslots.mcore.__main__ import main
 from mambaslots.mcore.overrides import REGISTRY, owner_class
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
@@ -75,7 +75,6 @@ def test_leaving_the_block_uninstalls_also_after_an_error() -> None:
         ("eviction", "ref_zero"),
         ("eviction", LRUEviction()),
         ("cache_answers", 1),
-        ("strict", None),
     ],
 )
 def test_bad_arguments_are_refused_and_nothing_is_installed(argument: str, value: Any) -> None:
@@ -200,40 +199,7 @@ def test_an_unknown_method_is_refused_by_name_and_version(monkeypatch: pytest.Mo
     with pytest.raises(UnknownHostError, match=r"DynamicInferenceContext\.add_request") as refusal:
         mambaslots.mcore.install()
     assert megatron.core.__version__ in str(refusal.value)
-    assert "strict=False" in str(refusal.value)
     assert host_methods() == before
-
-
-def test_without_strict_what_belongs_to_an_unknown_method_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(dynamic_context.DynamicInferenceContext, "add_request", stranger)
-    before = host_methods()
-    with pytest.warns(UserWarning, match="Left alone: admission"):
-        mambaslots.mcore.install(strict=False)
-    try:
-        left = {name for name, method in host_methods().items() if method is before[name]}
-    finally:
-        mambaslots.mcore.uninstall()
-    assert left == {each.name for each in REGISTRY if each.part == "admission"}
-
-
-def test_without_strict_answers_that_cannot_be_followed_are_not_cached(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stock = dynamic_context.DynamicInferenceContext.update_requests
-    monkeypatch.setattr(
-        dynamic_context.DynamicInferenceContext, "update_requests", lambda *arguments: stock(*arguments)
-    )
-    with pytest.warns(UserWarning, match="Left alone: answers"):
-        mambaslots.mcore.install(strict=False)
-    try:
-        host = RecurrentHost(make_context())
-        prompt = tokens(2 * BLOCK + 3, seed=1)
-        assert [host.serve(prompt, new_tokens=2 * BLOCK)[0] for _ in range(2)] == [0, 2 * BLOCK]
-        host.check_idle()
-    finally:
-        mambaslots.mcore.uninstall()
 
 
 def test_a_missing_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,8 +212,8 @@ def test_a_missing_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_override_says_what_it_changes_and_is_known_for_the_installed_version() -> None:
-    assert {each.name for each in REGISTRY} == known_sources.KNOWN_SOURCES.keys()
-    assert len(REGISTRY) == len(known_sources.KNOWN_SOURCES)
+    assert {each.name for each in REGISTRY} == versions.KNOWN_SOURCES.keys()
+    assert len(REGISTRY) == len(versions.KNOWN_SOURCES)
     for each in REGISTRY:
         assert each.replacement.__doc__, each.name
         assert each.faults, each.name
@@ -273,7 +239,7 @@ def test_the_table_is_what_the_sources_say(root: Path) -> None:
         [sys.executable, ROOT / "tools/recompute_sources.py", str(root)],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert ast.literal_eval(f"{{{done.stdout}}}") == known_sources.KNOWN_SOURCES
+    assert ast.literal_eval(f"{{{done.stdout}}}") == versions.KNOWN_SOURCES
 
 
 def test_a_hash_ignores_comments_docstrings_and_layout_and_nothing_else() -> None:
@@ -282,9 +248,9 @@ def test_a_hash_ignores_comments_docstrings_and_layout_and_nothing_else() -> Non
         '@decorated\ndef f(\n    a,\n):\n    """A docstring."""\n    # a comment\n    return (a +\n 1)\n'
     )
     other = plain.replace("1", "2")
-    hashes = [known_sources.hash_of(ast.parse(source).body[0]) for source in (plain, dressed, other)]
+    hashes = [versions.hash_of(ast.parse(source).body[0]) for source in (plain, dressed, other)]
     assert hashes[0] == hashes[1] != hashes[2]
-    assert known_sources.source_hash(len) == "unreadable"
+    assert versions.source_hash(len) == "unreadable"
 
 
 # ---- the runner and stats

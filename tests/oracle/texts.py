@@ -225,7 +225,7 @@ def objections_to_name(dotted: str) -> Iterator[str]:
     if first in ("ms", "msd", "mambaslots"):
         yield from _objections_to_public_name("mambaslots.net" if first == "msd" else "mambaslots", rest)
     elif first in classes() and not hasattr(builtins, first) and not has_member(first, rest[0]):
-        known = importlib.import_module("mambaslots.mcore.known_sources")  # names methods of megatron-core
+        known = importlib.import_module("mambaslots.mcore.versions")  # names methods of megatron-core
         if dotted not in known.KNOWN_SOURCES:
             yield f"{first} has no {rest[0]}"
 

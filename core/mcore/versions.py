@@ -1,6 +1,7 @@
-"""Which sources of megatron-core's methods are known, by a hash that ignores comments and layout.
+"""What the versions of megatron-core call things, and which sources of its methods are known.
 
-`python tools/recompute_sources.py` prints the table for unpacked wheels.
+A source is known by a hash that ignores comments and layout; `python tools/recompute_sources.py` prints the
+table for unpacked wheels.
 """
 
 import ast
@@ -11,6 +12,14 @@ import textwrap
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
+
+DYNAMIC_CONTEXT = "megatron.core.inference.contexts.dynamic_context:DynamicInferenceContext"
+STATE_CONFIG = "megatron.core.inference.config:MambaInferenceStateConfig"
+KV_ALLOCATOR = "megatron.core.inference.contexts.kv_block_allocator:KVBlockAllocator"
+GPU_VIEW = "megatron.core.inference.contexts.gpu_view:ContextGPUView"
+MHA_METADATA = "megatron.core.inference.contexts.attention_context.mha_metadata:MHAMetadata"
+MAMBA_METADATA = "megatron.core.inference.contexts.attention_context.mamba_metadata:MambaMetadata"
+MAMBA_MIXER = "megatron.core.ssm.mamba_mixer:MambaMixer"
 
 TESTED_VERSIONS = ("0.19.0", "0.19.2")
 """The versions of megatron-core that the tests run on."""
