@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,7 +102,7 @@ def serve_split(options: argparse.Namespace, settings: ServerSettings) -> int:
             if rank:
                 follow(make_engine(loaded, options), heartbeat=heartbeat)
                 return 0
-            engine = make_engine(loaded, options, partial(LeadingEngine, heartbeat=heartbeat))
+            engine: Any = make_engine(loaded, options, partial(LeadingEngine, heartbeat=heartbeat))
             stack.enter_context(engine)
             if options.record is not None:
                 stack.enter_context(TraceRecorder(engine, options.record))

@@ -46,11 +46,11 @@ def load_model(options: argparse.Namespace, groups: ParallelGroups | None = None
     return load(options.model, device, dtype, groups=groups)
 
 
-def make_engine[E: DynamicInferenceEngine](
+def make_engine(
     loaded: LoadedModel,
     options: argparse.Namespace,
-    kind: Callable[[Model, InferenceConfig], E] = DynamicInferenceEngine,  # type: ignore[assignment]
-) -> E:
+    kind: Callable[[Model, InferenceConfig], DynamicInferenceEngine] = DynamicInferenceEngine,
+) -> DynamicInferenceEngine:
     """An engine of a command line with `options.add_engine`; `kind` makes it."""
     spec = loaded.model.state_spec()
     config = inference_config(spec, options, _memory_gb(spec.device, options))

@@ -22,8 +22,7 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "mambaslots"
 """Ray's namespace of the channels' actors."""
-_LOG_LENGTH = 4096
-_LOG_BYTES = 64 * 2**20
+_LOG_BYTES = 16 * 2**20
 """Readers that miss more get snapshots."""
 _FORGET_AFTER_S = 30.0
 _LIVE_S = 3.0
@@ -95,10 +94,8 @@ class StateChannel:
             self._seen_s[replica] = time.monotonic()
         return Orders(not (is_known and in_order), tuple(self._orders.pop(replica, ())))
 
-    async def order_hand_over(
-        self, joining: str, hand_over: HandOver, asked: Sequence[str] = ()
-    ) -> str | None:
-        """Order a hand-over from the live replica that holds most states, and is not in `asked`.
+    async def order_hand_over(self, joining: str, hand_over: HandOver) -> str | None:
+        """Order a hand-over from the live replica that holds most states.
 
         Returns its name; None where no other holds any state.
         """
@@ -107,7 +104,7 @@ class StateChannel:
         others = [
             (seen_s >= live_s, len(self._index.keys_of(name)), name)
             for name, seen_s in self._seen_s.items()
-            if name != joining and name not in asked
+            if name != joining
         ]
         _, num_states, name = max(others, default=(False, 0, ""))
         if not num_states:
@@ -141,7 +138,7 @@ class StateChannel:
             return False
         self._log.append(encoded)
         self._log_bytes += len(encoded)
-        while len(self._log) > _LOG_LENGTH or self._log_bytes > _LOG_BYTES:
+        while self._log_bytes > _LOG_BYTES:
             self._log_bytes -= len(self._log.popleft())
         self._version += 1
         self._changed.set()
@@ -277,26 +274,22 @@ class StateFeed:
             self._woken.clear()
 
     async def _publish(self) -> None:
-        """Publish the changes; a snapshot makes up for a message that was not received."""
+        """Publish the changes, or a snapshot where a message may be lost, and start the hand-overs of the
+        replies, which have each once."""
         self._actor = self._actor or find_channel(self._channel)
         publisher = self._publisher
         if self._actor is None or publisher is None:
             return
-        events = await self._engine.call(lambda engine: publisher.take())
-        sent = () if events is None else (encode_events(events),)
-        missed, self._may_have_missed = self._may_have_missed, True
-        wants_snapshot = await self._send(sent)
-        if wants_snapshot or missed:
-            snapshot = await self._engine.call(lambda engine: publisher.snapshot())
-            await self._send((encode_events(snapshot),))
-        self._may_have_missed = False
-
-    async def _send(self, events: tuple[bytes, ...]) -> bool:
-        """Publish, and start the hand-overs in the reply, which has each once. Returns whether a snapshot is
-        wanted."""
-        orders: Orders = await self._actor.publish.remote(self._replica, events)
-        for hand_over in orders.hand_overs:
-            task = asyncio.create_task(self._serve_hand_over(hand_over))
-            self._hand_overs.add(task)
-            task.add_done_callback(self._hand_overs.discard)
-        return orders.wants_snapshot
+        for _ in range(2):
+            take = publisher.snapshot if self._may_have_missed else publisher.take
+            events = await self._engine.call(lambda engine: take())  # noqa: B023
+            self._may_have_missed = True
+            sent = () if events is None else (encode_events(events),)
+            orders: Orders = await self._actor.publish.remote(self._replica, sent)
+            for hand_over in orders.hand_overs:
+                task = asyncio.create_task(self._serve_hand_over(hand_over))
+                self._hand_overs.add(task)
+                task.add_done_callback(self._hand_overs.discard)
+            self._may_have_missed = orders.wants_snapshot
+            if not orders.wants_snapshot:
+                return

@@ -41,30 +41,26 @@ async def take_over(replica: str, channel: str, engine: AsyncEngine, timeout_s: 
     store = await asyncio.to_thread(
         TCPStore, host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
-    num_states, asked = 0, [""]
-    while not num_states and time.monotonic() < deadline:
-        order = HandOver(f"{replica}-{secrets.token_hex(4)}", host, store.port)
-        try:
-            donor = await actor.order_hand_over.remote(replica, order, asked)
-            if donor is None:
+    num_states, order = 0, HandOver(f"{replica}-{secrets.token_hex(4)}", host, store.port)
+    try:
+        donor = await actor.order_hand_over.remote(replica, order)
+        if donor is None:
+            return 0
+        announced = await _read(store, order.name, min(deadline, time.monotonic() + _MEETING_S))
+        for number in range(int(announced or 0)):
+            name = f"{order.name}-{number}"
+            await asyncio.to_thread(store.set, name, "ready")
+            received = _on_all_ranks(_receive, host, store.port, name, _round_s(deadline))
+            report = await engine.call(received)
+            num_states += report.imported.states
+            if report.failure:
                 break
-            asked.append(donor)
-            announced = await _read(store, order.name, min(deadline, time.monotonic() + _MEETING_S))
-            for number in range(int(announced or 0)):
-                name = f"{order.name}-{number}"
-                await asyncio.to_thread(store.set, name, "ready")
-                received = _on_all_ranks(_receive, host, store.port, name, _round_s(deadline))
-                report = await engine.call(received)
-                num_states += report.imported.states
-                if report.failure:
-                    break
-            logger.warning(
-                "mambaslots: %s took over %d states from %s, %.1f s after it began to ask",
-                replica, num_states, donor, time.monotonic() - begun_s,
-            )  # fmt: skip
-        except (RayError, RuntimeError, TimeoutError, OSError) as error:
-            logger.warning("mambaslots: replica %s was not warmed to the end: %s", replica, error)
-            break
+        logger.warning(
+            "mambaslots: %s took over %d states from %s, %.1f s after it began to ask",
+            replica, num_states, donor, time.monotonic() - begun_s,
+        )  # fmt: skip
+    except (RayError, RuntimeError, TimeoutError, OSError) as error:
+        logger.warning("mambaslots: replica %s was not warmed to the end: %s", replica, error)
     return num_states
 
 

@@ -19,8 +19,7 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel, LoadedText
 from ..validation import instance
 from .answers import ChatForm, Form
-from .gate import Gate, Keys
-from .http_json import JSONAnswer, RequestError, json_bytes
+from .gate import Gate, JSONAnswer, Keys, RequestError, json_bytes
 from .served_engine import LocalEngine, ServedEngine, print_line
 from .service import Service
 from .settings import ServerSettings

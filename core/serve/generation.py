@@ -14,15 +14,13 @@ from ..inference.engines.streams import AsyncStream
 from ..request import RequestResult, SamplingParams
 from ..text import TextCodec
 from .answers import AnswerText, Form, Piece, usage
-from .http_json import JSONAnswer, RequestError, json_bytes, refusal
+from .gate import ENDED_BY, JSONAnswer, RequestError, json_bytes, refusal
 from .requests import AnswerRequest
 from .served_engine import ServedEngine
 
 Emit = Callable[[int, Piece], Awaitable[None]]
 """Called with the number of an answer and a piece of it."""
 
-ENDED_BY = "ended_by"
-"""The key of a request's state under which stands what ended its answer before it was complete."""
 _LAST_EVENT_S = 1.0
 """Seconds in which a client must read the error that ends its stream."""
 _CAUSES = {

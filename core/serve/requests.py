@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from ..validation import INT32_MAX, INT64_MAX, ints_within
-from .http_json import RequestError, bad_field, short
+from .gate import RequestError, bad_field, short
 
 MAX_CHOICES = 128
 NOT_VARIABLES = frozenset((
@@ -29,23 +29,24 @@ NOT_VARIABLES = frozenset((
     "sanitize_control_tokens",
 ))  # fmt: skip
 """Names that mean something to the function that renders a template; all others are a template's own."""
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,), "add_special_tokens": (True,), "allowed_token_ids": ([],), "audio": (),
-    "bad_words": ([],), "best_of": (1,), "continue_final_message": (False,),
-    "documents": ([],), "dry_multiplier": (0,), "echo": (False,), "frequency_penalty": (0,),
-    "function_call": ("none",), "functions": ([],), "guided_choice": (),
-    "guided_grammar": (), "guided_json": (), "guided_regex": (),
-    "grammar": ("",),
-    "include_stop_str_in_output": (False,), "json_schema": (), "length_penalty": (1,), "logit_bias": ({},),
-    "logits_processors": ([],), "min_p": (0,), "min_tokens": (0,), "modalities": (["text"],),
-    "no_repeat_ngram_size": (0,), "parallel_tool_calls": (True,), "presence_penalty": (0,),
-    "prompt_embeds": (), "prompt_logprobs": (), "reasoning_effort": (), "regex": (),
-    "repetition_penalty": (1,), "response_format": ({"type": "text"},), "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,), "structured_outputs": (), "suffix": ("",),
-    "truncate_prompt_tokens": (), "typical_p": (1,), "use_beam_search": (False,), "verbosity": (),
-    "web_search_options": (),
-}  # fmt: skip
-"""Fields of other servers that change answers, with the values of each that change none."""
+_OFF: tuple[tuple[Any, str], ...] = (
+    (None, "audio guided_choice guided_grammar guided_json guided_regex json_schema prompt_embeds "
+     "prompt_logprobs reasoning_effort regex structured_outputs truncate_prompt_tokens verbosity "
+     "web_search_options"),
+    (False, "continue_final_message echo include_stop_str_in_output use_beam_search"),
+    (True, "add_generation_prompt add_special_tokens parallel_tool_calls skip_special_tokens "
+     "spaces_between_special_tokens"),
+    (0, "dry_multiplier frequency_penalty min_p min_tokens no_repeat_ngram_size presence_penalty"),
+    (1, "best_of length_penalty repetition_penalty typical_p"),
+    ("", "grammar suffix"),
+    ([], "allowed_token_ids bad_words documents functions logits_processors"),
+    ({}, "logit_bias"),
+    ("none", "function_call"),
+    (["text"], "modalities"),
+    ({"type": "text"}, "response_format"),
+)  # fmt: skip
+_NEUTRAL = {name: value for value, names in _OFF for name in names.split()}
+"""Fields of other servers that change answers, with the value of each that changes none, besides null."""
 _IGNORED = frozenset((
     "metadata", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention", "request_id",
     "safety_identifier", "service_tier", "store", "user",
@@ -177,10 +178,8 @@ class AnswerRequest(Fields):
             if name not in _NEUTRAL:
                 message = f"the field {name!r} is unknown; accepted: {', '.join(sorted(known))}"
                 raise bad_field(name[:60], message, "unknown_parameter")
-            same = (
-                value == one and isinstance(value, bool) == isinstance(one, bool) for one in _NEUTRAL[name]
-            )
-            if value is not None and not any(same):
+            off = _NEUTRAL[name]
+            if value is not None and (value != off or isinstance(value, bool) != isinstance(off, bool)):
                 raise bad_field(name, f"{name} is not supported; leave it out", "unsupported_parameter")
 
     @property

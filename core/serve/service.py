@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from threading import Lock
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 
 from ..errors import NoReplicaError
@@ -18,9 +19,8 @@ from ..text import TextCodec
 from ..text.codec import PromptTooLongError
 from ..validation import INT64_MAX
 from .answers import Form
-from .gate import engine_salt
+from .gate import RequestError, bad_field, engine_salt, refusal
 from .generation import Choice, GeneratedAnswer, Job, StreamedAnswer, before
-from .http_json import RequestError, bad_field, body_too_slow, parsed_object, read_body, refusal
 from .requests import MAX_CHOICES, AnswerRequest, ChatRequest, CompletionRequest, Context
 from .served_engine import EngineFacts, ServedEngine
 from .settings import ServerSettings
@@ -31,6 +31,11 @@ _DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's server
 _LONGEST_STEP_S = 30.0
 _LONG_BODY_BYTES = 2**18
 _SALT_HEADER = "x-cache-salt"
+_MAX_DEPTH = 64  # objects and lists within one another; templates and tools need a fraction of it
+_MAX_READ_BYTES = 64 * 2**20
+"""Of a body that is too long so much is read before it is refused."""
+_LONGEST_PAUSE_S = 0.5
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 
 class Preparation:
@@ -289,3 +294,94 @@ def _header_salt(request: Request) -> str | None:
         return b",".join(values).decode()
     except UnicodeDecodeError:
         raise bad_field("X-Cache-Salt", "the header X-Cache-Salt is no UTF-8") from None
+
+
+# ---- bodies
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body of a request whose content is JSON.
+
+    RequestError: the content is of another type (415), or longer than `max_bytes` (413).
+    """
+    kind, _, parameters = request.headers.get("content-type", "").partition(";")
+    charset = parameters.strip().lower().removeprefix("charset=").strip('"')
+    if kind.strip().lower() != "application/json" or charset not in ("", "utf-8", "utf8"):
+        raise RequestError(415, "the header Content-Type names another type; accepted: application/json")
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise RequestError(415, "the header Content-Encoding names an encoding; accepted: none")
+    most = max(max_bytes, _MAX_READ_BYTES)
+    num_bytes = int(request.headers.get("content-length", "0"))  # uvicorn refuses all but numbers
+    parts: list[bytes] = []
+    closes = num_bytes > most
+    if not closes:
+        num_bytes, closes = await _read_parts(request.stream(), parts, max_bytes, most)
+    if num_bytes <= max_bytes:
+        return b"".join(parts)
+    message = f"the body is longer than the limit of {max_bytes} bytes"
+    headers = {"connection": "close"} if closes else {}
+    raise RequestError(413, message, code="body_too_long", headers=headers)
+
+
+async def _read_parts(
+    stream: AsyncIterator[bytes], parts: list[bytes], max_bytes: int, most: int
+) -> tuple[int, bool]:
+    """Read to the end, and keep up to `max_bytes`: a client that is cut off while it sends sees no answer.
+
+    Returns the bytes that were read, and whether there may be more: after `most`, or after a pause in what is
+    dropped.
+    """
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(None) as limit:
+            async for part in stream:
+                num_bytes += len(part)
+                if num_bytes > most:
+                    return num_bytes, True
+                if num_bytes <= max_bytes:
+                    parts.append(part)
+                else:
+                    limit.reschedule(asyncio.get_running_loop().time() + _LONGEST_PAUSE_S)
+    except TimeoutError:
+        return num_bytes, True
+    return num_bytes, False
+
+
+def body_too_slow() -> RequestError:
+    """The connection is closed, because the rest of the body may never come."""
+    message = "the body was not complete within the server's time limit for a body"
+    return RequestError(408, message, code="timeout", headers={"connection": "close"})
+
+
+def parsed_object(body: bytes) -> dict[str, Any]:
+    """The JSON object that `body` holds; its numbers are finite, and its strings are Unicode.
+
+    RequestError: it is no UTF-8, no JSON or no object, or is nested too deeply.
+    """
+    try:
+        parsed = _OBJECT.decode(body)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
+        reason = str(error).removeprefix("JSON is malformed: ").partition(" - at ")[0]
+        raise RequestError(400, f"the body is no JSON object in UTF-8: {reason}") from None
+    _check_depth(parsed)
+    return parsed
+
+
+def _check_depth(parsed: dict[str, Any]) -> None:
+    level: list[Any] = [parsed]
+    for _ in range(_MAX_DEPTH):
+        inner: list[Any] = []
+        for container in level:
+            values = container.values() if type(container) is dict else container
+            if not {list, dict}.isdisjoint(map(type, values)):
+                inner += (value for value in values if type(value) in (list, dict))
+        if not inner:
+            return
+        level = inner
+    raise _too_deep()
+
+
+def _too_deep() -> RequestError:
+    return RequestError(400, f"the body is nested deeper than {_MAX_DEPTH} objects and lists")
