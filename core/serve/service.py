@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from threading import Lock
 from typing import Any
 
 import msgspec
@@ -55,11 +54,11 @@ class Preparation:
             vocab_size=facts.vocab_size,
             max_prompts=min(MAX_CHOICES, settings.max_waiting_requests),
         )
-        self._first_tools = Lock()  # acquired once, by the first chat with tools
+        self._has_seen_tools = False
 
     def completion(self, body: bytes, header_salt: str | None) -> Job:
         request = CompletionRequest.read(parsed_object(body), self._context, header_salt)
-        longest = self.longest - (request.max_tokens or 1)
+        longest, last = self.longest - (request.max_tokens or 1), max(request.checkpoints, default=0)
         for prompt in request.prompt:
             if not isinstance(prompt, str) or len(prompt) <= longest:
                 continue
@@ -68,12 +67,10 @@ class Preparation:
         prompts = []
         for prompt in request.prompt:
             tokens = self._text("prompt").encode(prompt) if isinstance(prompt, str) else prompt
-            prompts.append((tokens, request.checkpoints))
-            if max(request.checkpoints, default=0) > len(tokens):
-                message = (
-                    f"checkpoints holds {max(request.checkpoints)}; accepted: positions up to {len(tokens)}"
-                )
+            if last > len(tokens):
+                message = f"checkpoints holds {last}; accepted: positions up to {len(tokens)}"
                 raise bad_field("checkpoints", message)
+            prompts.append((tokens, request.checkpoints))
         return self._job("prompt", prompts, request, _DEFAULT_COMPLETION_TOKENS)
 
     def chat(self, body: bytes, header_salt: str | None) -> Job:
@@ -104,7 +101,8 @@ class Preparation:
             raise bad_field("messages", str(error)) from None
         default = self._loaded.generation.num_tokens_to_generate
         job = self._job("messages", [(prompt.tokens, prompt.marks)], request, default)
-        if "tools" in variables and self._first_tools.acquire(blocking=False):
+        if "tools" in variables and not self._has_seen_tools:
+            self._has_seen_tools = True
             warn_of_ignored_tools(text, messages, variables)
         return job
 

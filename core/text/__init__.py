@@ -5,7 +5,6 @@ May import the files of the root alone; no model and no engine.
 
 from .byte_tokenizer import ByteTokenizer
 from .chat import ChatTemplate
-from .codec import TextCodec
-from .generation_defaults import GenerationDefaults
+from .codec import GenerationDefaults, TextCodec
 
 __all__ = ["TextCodec", "ByteTokenizer", "ChatTemplate", "GenerationDefaults"]
