@@ -21,7 +21,7 @@ LONG := not gpu
 # Suites that run with poison in all memory that may not be read; see tests/oracle/poisoned_session.py.
 POISONED := $(addprefix tests/unit/,inference models hf vllm net/transfer net/prefill_decode faults)
 IMPORTS := tests/unit/test_package.py -k "import"
-.PHONY: demo serve test test-ranks test-long test-poison test-fleet test-host test-gpus lint wheel house bench clean
+.PHONY: demo serve test test-ranks test-long test-poison test-fleet test-host test-gpus lint wheel house docs bench clean
 
 demo: $(FOR_DEMO)
 	$(BIN)/python examples/serve_conversations.py $(ARGS)
@@ -76,6 +76,10 @@ lint: $(FOR_DEV)
 
 house: $(FOR_DEV)
 	$(BIN)/python tools/house.py
+
+docs: $(FOR_DEV)
+	$(BIN)/python tools/docs_tables.py
+	$(BIN)/python tools/api_reference.py
 
 bench: $(FOR_DEV)
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; PYTHONUNBUFFERED=1 $(BIN)/python $$script; done

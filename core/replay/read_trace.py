@@ -22,7 +22,7 @@ _MULTIPLIER = 2654435761  # Knuth's multiplicative hash: 2**32 divided by the go
 def read_trace(path: str | PathLike[str], *, shards: int = 1, shard: int = 0) -> Trace:
     """The requests of a file, one JSON object a line, in the order of their arrival.
 
-    A line has token ids or hashes of blocks, or is Mooncake's (`hash_ids`); docs/traces.md describes the
+    A line has token ids or hashes of blocks, or is Mooncake's (`hash_ids`); docs/replay.md describes the
     fields. Where a file has hashes, token ids are made: equal where hashes are equal, else different. A
     prompt that has all whole blocks of an earlier one, and is longer than its prompt and answer, continues
     it: both are one session, unless the file names sessions.

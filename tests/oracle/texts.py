@@ -26,7 +26,14 @@ from mambaslots.cli.main import COMMANDS as COMMAND_LINE
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/results/README.md"]
+_OTHERS = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "benchmarks/README.md",
+    "benchmarks/results/README.md",
+    "tools/README.md",
+)
+TEXTS = [*PAGES, *(ROOT / name for name in _OTHERS)]
 FOLDERS = ("core", "tests", "examples", "benchmarks", "tools", "docs", ".ci")
 FILES = [
     path.relative_to(ROOT).as_posix()

@@ -82,7 +82,7 @@ def size_of(drawn: object) -> int:
 
 @dataclass
 class _Model:
-    """What an index without a limit of keys holds, by the rules of docs/routing.md."""
+    """What an index without a limit of keys holds, by the rules of docs/fleet.md."""
 
     held: dict[str, tuple[int, int, set[int]]] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Changes of a replica's resumable states, as messages and as bytes; docs/routing.md describes the format."""
+"""Changes of a replica's resumable states, as messages and as bytes; docs/fleet.md describes the format."""
 
 import msgspec
 

@@ -140,6 +140,7 @@ SLOT_CALLS: list[tuple[str, tuple[Any, ...], int, Bad, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.disaster(number=12)
 @pytest.mark.parametrize(
     ("method", "good", "place", "bad_values", "named"),
     SLOT_CALLS,

@@ -203,6 +203,7 @@ WHERE = [
 ]
 
 
+@pytest.mark.disaster(number=12)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding, in the interpreter
 @pytest.mark.parametrize("name", list(TABLE))
 @pytest.mark.parametrize(("which", "on"), WHERE)
@@ -295,6 +296,7 @@ class IndicesChecked:
         """Nothing is to be done."""
 
 
+@pytest.mark.disaster(number=12)
 @costly()
 @given(
     mode=st.sampled_from(list(MODES)),

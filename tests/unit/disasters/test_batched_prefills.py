@@ -77,12 +77,14 @@ class Batch:
         assert assert_cached_states(self.context, self.model, **tolerance) == sum(LENGTHS) + 2 + 3 + 1
 
 
+@pytest.mark.disaster(number=3)
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("chunk", [4, 7])
 def test_each_state_of_a_batch_of_prefills_is_that_of_its_own_request(chunk: int) -> None:
     Batch(KernelSet(), torch.float64, chunk).run(atol=1e-10)
 
 
+@pytest.mark.disaster(number=3)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding, in the interpreter
 @pytest.mark.usefixtures("kind", "one_fla_configuration")
 @pytest.mark.long
@@ -91,6 +93,7 @@ def test_so_it_is_with_the_kernels_of_a_gpu() -> None:
     Batch(gpu_kernels(), torch.float32, 16).run(atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.disaster(number=3)
 @pytest.mark.gpu
 @pytest.mark.usefixtures("kind", "one_fla_configuration")
 @pytest.mark.parametrize("chunk", [16, 64])

@@ -89,6 +89,7 @@ def ask_all(engine: Engine) -> list[int]:
 # ---- KV without a state
 
 
+@pytest.mark.disaster(number=13)
 @pytest.mark.sampled
 @pytest.mark.parametrize("way", list(WAYS))
 def test_kv_that_came_without_a_state_is_a_miss(way: str, tmp_path: Path) -> None:
@@ -106,6 +107,7 @@ def test_kv_that_came_without_a_state_is_a_miss(way: str, tmp_path: Path) -> Non
     assert min(ask_all(target)) > 0
 
 
+@pytest.mark.disaster(number=13)
 @pytest.mark.sampled
 @pytest.mark.parametrize("way", list(WAYS))
 def test_only_the_depths_that_have_states_are_resumed(way: str, tmp_path: Path) -> None:
@@ -162,6 +164,7 @@ def test_a_state_that_finds_no_room_takes_its_kv_along(slots: int) -> None:
     assert_cache_is_right(target)
 
 
+@pytest.mark.disaster(number=13)
 def test_a_copy_in_host_memory_that_is_bad_leaves_kv_and_no_hit() -> None:
     gigabytes = 40 * small_model().state_spec().slot_bytes / (1 << 30)
     engine = engine_of(num_mamba_slots=1, max_requests=1, host_cache_gb=gigabytes)
@@ -182,6 +185,7 @@ def test_a_copy_in_host_memory_that_is_bad_leaves_kv_and_no_hit() -> None:
     assert tier.num_fetched > 0
 
 
+@pytest.mark.disaster(number=13)
 def test_a_prompt_of_a_prefill_worker_whose_state_finds_no_room_is_computed_here() -> None:
     """Every slot but the row's is pinned; later the state comes, and then leaves while its KV stays."""
     place, decode = Place(), engine_of(num_mamba_slots=1, max_requests=1)
@@ -241,6 +245,7 @@ def way(request: pytest.FixtureRequest) -> str:
     return name
 
 
+@pytest.mark.disaster(number=14)
 @pytest.mark.sampled
 @pytest.mark.parametrize("fails", ["before", "half-way", "behind", ""])
 def test_nothing_is_found_between_reservation_and_copy(

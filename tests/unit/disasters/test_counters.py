@@ -59,6 +59,7 @@ def watched(**settings: Any) -> tuple[ms.DynamicInferenceEngine, Monitor]:
 # ---- counters
 
 
+@pytest.mark.disaster(number=23)
 @pytest.mark.parametrize(
     ("prompt", "options"),
     [
@@ -81,6 +82,7 @@ def test_a_call_that_is_refused_counts_nothing(prompt: Any, options: dict[str, A
     assert_idle(engine)
 
 
+@pytest.mark.disaster(number=23)
 @pytest.mark.usefixtures("kind")
 def test_a_request_that_waits_many_steps_for_memory_is_counted_once() -> None:
     """It matches a long prefix in every step, and finds no row or no blocks for the rest."""
@@ -116,6 +118,7 @@ def test_a_request_that_waits_many_steps_for_memory_is_counted_once() -> None:
 LONG = ms.SamplingParams(num_tokens_to_generate=30)
 
 
+@pytest.mark.disaster(number=23)
 @pytest.mark.usefixtures("kind")
 def test_a_request_that_fits_nowhere_counts_nothing_until_it_fits() -> None:
     """Pins leave too little: each step raises, and matches the prefix again."""
@@ -141,6 +144,7 @@ def test_a_request_that_fits_nowhere_counts_nothing_until_it_fits() -> None:
     assert of_cache(engine)["num_requests"] == before["num_requests"] + 1
 
 
+@pytest.mark.disaster(number=23)
 @pytest.mark.sampled(point=("matching", "admission", "slot reservation", "begin", "inputs"))
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("point", [name for name in POINTS if name not in ("leaving", "slot unpin")])

@@ -53,6 +53,7 @@ class Confused:
         """Nothing is to be done."""
 
 
+@pytest.mark.disaster(number=4)
 @pytest.mark.usefixtures("kind")
 def test_a_state_of_one_depth_is_not_committed_under_a_key_of_another() -> None:
     """The cache is damaged between reserve and commit: the step fails and is made again, rightly."""
@@ -72,6 +73,7 @@ def test_a_state_of_one_depth_is_not_committed_under_a_key_of_another() -> None:
     assert again.num_resumed_tokens == 64
 
 
+@pytest.mark.disaster(number=4)
 def test_a_refused_commit_changes_nothing() -> None:
     engine = small_engine()
     serve_checked(engine, [LONG[:33]])
@@ -101,6 +103,7 @@ class StatesChecked(Client):
         return report
 
 
+@pytest.mark.disaster(number=4)
 @costly()
 @given(
     mode=st.sampled_from(list(MODES)),
@@ -148,6 +151,7 @@ def serve_on_every_boundary(model: ms.models.HybridLM, block: int, budget: int, 
     assert resumed == [0, 4, 2, 2, 4]
 
 
+@pytest.mark.disaster(number=6)
 @pytest.mark.sampled
 @pytest.mark.parametrize("replay", [False, True], ids=["", "replay"])
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
@@ -157,6 +161,7 @@ def test_a_block_of_k_chunks_holds_the_state_of_its_last_chunk(pattern: str, k: 
     serve_on_every_boundary(model, 5 * k, 5 * k + 2, decode_by_replay=replay)
 
 
+@pytest.mark.disaster(number=5)
 @pytest.mark.sampled
 @pytest.mark.parametrize("budget", [5, 7, 11, 16, 25], ids=lambda n: f"steps of {n}")
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -168,6 +173,7 @@ def test_blocks_grids_and_steps_that_share_no_factor(grids: tuple[int, int], k: 
     serve_on_every_boundary(ms.models.HybridLM(config, seed=3), k * max(grids), max(budget, k * max(grids)))
 
 
+@pytest.mark.disaster(number=5)
 @pytest.mark.parametrize("block", [4, 6, 7, 9, 20])
 def test_a_block_at_whose_end_not_every_state_exists_is_refused(block: int) -> None:
     with (

@@ -28,6 +28,7 @@ def whole(num_tokens: int) -> int:
     return num_tokens // BLOCK * BLOCK
 
 
+@pytest.mark.disaster(number=10)
 @pytest.mark.sampled(k=(3, 8))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("drafter", list(DRAFTERS))
@@ -67,6 +68,7 @@ def hits_by_length(engine: ms.DynamicInferenceEngine, tail: int) -> list[int]:
     return hits
 
 
+@pytest.mark.disaster(number=11)
 @pytest.mark.sampled(mode=("3 wrong", "4 mixed"), way=("in place", "replay"))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", ["1 right", "3 wrong", "4 mixed", "7 right", "9 mixed"])
@@ -81,6 +83,7 @@ def test_hits_of_every_prompt_length_are_the_same_with_drafts_and_without(mode: 
         assert sum(drafted) > 0
 
 
+@pytest.mark.disaster(number=11)
 @pytest.mark.sampled(mode=("", "wrong", "replay, mixed", "encoded"))
 @pytest.mark.parametrize("mode", ["", *(mode for mode in MODES if mode != "n-grams")])
 def test_every_length_of_a_prompt_has_the_hits_of_its_whole_blocks(mode: str) -> None:

@@ -54,6 +54,7 @@ def serve_by_turns(
     return results
 
 
+@pytest.mark.disaster(number=9)
 @pytest.mark.sampled
 @pytest.mark.parametrize("settings", [{}, {"decode_by_replay": True}], ids=["", "replay"])
 @pytest.mark.parametrize("kind", TWO_GROUPS)
@@ -89,6 +90,7 @@ def test_a_graph_of_two_groups_reads_the_tables_of_the_step_that_replays_it(
         assert len(tables) > graphs.captures  # type: ignore[attr-defined]
 
 
+@pytest.mark.disaster(number=9)
 @pytest.mark.gpu
 @pytest.mark.usefixtures("one_fla_configuration")
 @pytest.mark.parametrize("settings", [{}, {"decode_by_replay": True}], ids=["", "replay"])

@@ -54,6 +54,7 @@ def conserved(engine: ms.DynamicInferenceEngine) -> tuple[int, int]:
 # ---- a client that leaves between match and admission (SGLang)
 
 
+@pytest.mark.disaster(number=16)
 @pytest.mark.sampled(point=("matching", "admitted", "slot reservation", "begin"))
 @pytest.mark.usefixtures("kind")
 @pytest.mark.in_turn("from_tier", "after")
@@ -116,6 +117,7 @@ def dropping(engine: ms.DynamicInferenceEngine, point: str, streams: list[Any], 
 # ---- every slot is locked (SGLang's allocator asserts)
 
 
+@pytest.mark.disaster(number=17)
 @pytest.mark.usefixtures("kind")
 @pytest.mark.in_turn("policy")
 @pytest.mark.parametrize("policy", ["value", "lru"])
@@ -151,6 +153,7 @@ def test_a_state_for_which_every_slot_is_pinned_is_skipped_and_counted(policy: s
     assert_idle(engine)
 
 
+@pytest.mark.disaster(number=17)
 @pytest.mark.usefixtures("kind")
 def test_an_import_that_holds_every_slot_stops_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """While it copies, the slots are reserved; a state that another one would store is refused."""
@@ -184,6 +187,7 @@ def test_an_import_that_holds_every_slot_stops_no_request(monkeypatch: pytest.Mo
     assert_idle(target)
 
 
+@pytest.mark.disaster(number=17)
 @pytest.mark.sampled
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("rows", [1, 2, 3])
@@ -235,6 +239,7 @@ def moved(engine: ms.DynamicInferenceEngine) -> tuple[int, int]:
     return lender.num_to_states, lender.num_to_kv
 
 
+@pytest.mark.disaster(number=18)
 @pytest.mark.parametrize("kind", ["Mamba-2", "delta net", "short convolution"], indirect=True)
 @pytest.mark.in_turn("mode")
 @pytest.mark.parametrize("mode", ["plain", "drafts", "replay"])
@@ -258,6 +263,7 @@ def test_one_side_starves_while_the_other_is_idle_and_memory_moves(kind: str, mo
     assert_idle(engine)
 
 
+@pytest.mark.disaster(number=18)
 @pytest.mark.parametrize("kind", WITH_ATTENTION, indirect=True)
 def test_pins_on_one_side_starve_the_other_and_no_request_waits_for_ever(kind: str) -> None:
     engine = shared_engine(9)

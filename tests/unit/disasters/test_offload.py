@@ -54,6 +54,7 @@ def states_of(engine: ms.DynamicInferenceEngine) -> dict[int, int]:
     return dict(engine.context.prefix_cache.slots.tree.hash_to_block_id)
 
 
+@pytest.mark.disaster(number=14)
 @pytest.mark.sampled
 @pytest.mark.parametrize("error", [CopyFailedError, MemoryError, KeyboardInterrupt, "wrong bytes", ""])
 @pytest.mark.parametrize("where", ["before", "half-way", "behind"])
@@ -169,6 +170,7 @@ def converse(engine: ms.DynamicInferenceEngine, turns: int, check: Callable[[], 
             check()
 
 
+@pytest.mark.disaster(number=15)
 @pytest.mark.sampled
 @pytest.mark.parametrize("toy", ["one sum", "two sums", "window", "sums alone"])
 @pytest.mark.parametrize("in_files", [False, True])

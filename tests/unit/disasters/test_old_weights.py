@@ -60,6 +60,7 @@ def ask_all(engine: ms.DynamicInferenceEngine, version: int, tail: int) -> int:
     return hits
 
 
+@pytest.mark.disaster(number=24)
 @pytest.mark.in_turn("toy")
 @pytest.mark.parametrize("toy", list(TOYS))
 @pytest.mark.parametrize("setting", list(SETTINGS))
@@ -99,6 +100,7 @@ def test_weights_that_change_while_requests_run(setting: str, toy: str) -> None:
     assert fresh > 0
 
 
+@pytest.mark.disaster(number=24)
 @pytest.mark.sampled
 @pytest.mark.parametrize("in_files", [False, True])
 @pytest.mark.parametrize("is_late", [False, True])
@@ -140,6 +142,7 @@ def first(engine: ms.DynamicInferenceEngine, version: int) -> int:
     return 0
 
 
+@pytest.mark.disaster(number=24)
 @pytest.mark.sampled
 @pytest.mark.parametrize("way", ["bytes", "shard", "files"])
 @pytest.mark.parametrize("whose", ["exporter", "importer", "both"])
@@ -185,6 +188,7 @@ def test_an_export_of_old_weights_that_arrives_behind_the_change(
     assert ask_all(source, 1, 3) > 0
 
 
+@pytest.mark.disaster(number=24)
 @pytest.mark.parametrize("first_side", ["source", "destination"])
 def test_a_hand_over_between_the_changes_of_both_sides_brings_nothing(first_side: str) -> None:
     """One channel, three hand-overs: of the old weights, with one side changed, with both changed."""

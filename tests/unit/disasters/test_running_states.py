@@ -42,6 +42,7 @@ def deepest(plan: str, num_computed: int) -> int:
     return max(prompt, num_computed // step * step) if step else prompt
 
 
+@pytest.mark.disaster(number=21)
 @pytest.mark.sampled
 @pytest.mark.parametrize("plan", list(PLANS))
 @pytest.mark.parametrize("mode", list(MODES))

@@ -28,6 +28,7 @@ def tails_of(stem: list[int], seed: int) -> list[list[int]]:
     return [stem + random_tokens(tail, seed=seed + tail) for tail in TAILS]
 
 
+@pytest.mark.disaster(number=8)
 @pytest.mark.sampled
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("mode", ["", "right", "in place", "encoded", "replay"])
@@ -45,6 +46,7 @@ def test_tails_of_one_to_three_tokens_behind_a_hit(blocks: int, mode: str) -> No
     assert assert_cached_states(engine.context) > 0
 
 
+@pytest.mark.disaster(number=8)
 @pytest.mark.sampled
 @pytest.mark.parametrize("case", MOE)
 def test_so_it_is_with_models_that_have_experts(case: str) -> None:
@@ -65,6 +67,7 @@ def by_torch(query: Any, cache: Any, rows: Any) -> Any:
     return attention.torch_attention(query, cache, rows, None)
 
 
+@pytest.mark.disaster(number=8)
 @pytest.mark.parametrize("attend", [KernelSet.paged_attention, by_torch], ids=["reference", "torch"])
 @pytest.mark.parametrize("before", [4, 16, 48, 300])
 def test_attention_of_one_to_three_tokens_behind_a_prefix(attend: Any, before: int) -> None:
@@ -75,6 +78,7 @@ def test_attention_of_one_to_three_tokens_behind_a_prefix(attend: Any, before: i
             torch.testing.assert_close(out, batch.exact(), rtol=0, atol=1e-12)
 
 
+@pytest.mark.disaster(number=8)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("head_dim", "block"), [(64, 16), (64, 256), (80, 16), (128, 256)])
 @pytest.mark.parametrize("before", [16, 256, 1000])
@@ -91,6 +95,7 @@ def test_every_attention_provider_of_a_gpu_computes_short_tails(
             torch.testing.assert_close(out.double().cpu(), batch.exact().cpu(), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.disaster(number=8)
 @pytest.mark.gpu
 @pytest.mark.usefixtures("kind", "one_fla_configuration")
 @pytest.mark.parametrize("graphs", [None, 64], ids=["eager", "graphs"])
@@ -117,6 +122,7 @@ def test_on_a_gpu_short_tails_are_the_cpus(graphs: int | None) -> None:
         assert np.isfinite(result.log_probs).all()
 
 
+@pytest.mark.disaster(number=8)
 @pytest.mark.gpu
 @pytest.mark.usefixtures("one_fla_configuration")
 @pytest.mark.parametrize("case", MOE)

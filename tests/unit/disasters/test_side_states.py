@@ -45,11 +45,13 @@ def resumed(results: list[ms.RequestResult]) -> int:
     return sum(result.num_resumed_tokens for result in results)
 
 
+@pytest.mark.disaster(number=22)
 def test_the_mix_has_windows_and_matrices_in_one_slot() -> None:
     with kind_of_model(MIX):
         assert len(small_model().state_spec().states) == 5
 
 
+@pytest.mark.disaster(number=22)
 @pytest.mark.parametrize("num_slots", [1, 3])
 def test_a_slot_that_is_freed_and_used_again_holds_nothing_of_the_state_before(num_slots: int) -> None:
     engine = engine_of(num_mamba_slots=num_slots, max_requests=2)
@@ -63,6 +65,7 @@ def test_a_slot_that_is_freed_and_used_again_holds_nothing_of_the_state_before(n
     assert engine.stats().cache.num_states_evicted > 0
 
 
+@pytest.mark.disaster(number=22)
 @pytest.mark.parametrize("way", ["bytes", "files"])
 def test_all_tensors_are_exported_and_imported(way: str, tmp_path: Path) -> None:
     source, target = engine_of(), engine_of(num_mamba_slots=5)
@@ -80,6 +83,7 @@ def test_all_tensors_are_exported_and_imported(way: str, tmp_path: Path) -> None
     assert resumed(serve_checked(target, TEXTS)) > 0
 
 
+@pytest.mark.disaster(number=22)
 @pytest.mark.parametrize("disk", [False, True])
 def test_all_tensors_go_to_host_memory_and_files_and_come_back(disk: bool, tmp_path: Path) -> None:
     gigabytes = state_bytes() / (1 << 30)

@@ -66,6 +66,7 @@ def _fill_others(memory: Tensor, axis: int, kept: Sequence[int]) -> None:
     memory.index_fill_(axis, torch.tensor(others, dtype=torch.int64), value)
 
 
+@pytest.mark.disaster(number=2)
 @pytest.mark.sampled
 @pytest.mark.parametrize("mode", ["", *SERVED])
 def test_slots_are_reused_full_of_nan_and_no_answer_changes(mode: str) -> None:
@@ -96,6 +97,7 @@ def tensors_of(found: object, seen: set[int]) -> Iterator[Tensor]:
         yield from tensors_of(getattr(found, "__dict__", {}), seen)
 
 
+@pytest.mark.disaster(number=2)
 @pytest.mark.parametrize("mode", ["", "encoded", "replay"])
 def test_no_tensor_of_the_device_memory_escapes_the_poison(mode: str) -> None:
     """What a context holds of states, KV and inputs is NaN where nothing is cached, in every tensor."""
@@ -115,6 +117,7 @@ def test_no_tensor_of_the_device_memory_escapes_the_poison(mode: str) -> None:
     assert checked == len(spec.states) * pools + len(inputs) + bool(memory.kv_cache.numel())
 
 
+@pytest.mark.disaster(number=2)
 def test_a_new_request_starts_from_zeros_and_not_from_what_its_slot_holds() -> None:
     """Also where the slot is the one that the last request has left, and the prompt no longer than a tap."""
     for length in (1, 2, 3, 9):

@@ -69,6 +69,7 @@ class Inputs:
         return state
 
 
+@pytest.mark.disaster(number=7)
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", list(SCANS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -101,6 +102,7 @@ def test_a_cached_state_of_a_16_bit_model_is_the_float32_accumulator(
     assert sorted(lengths) == [8, 16, 24, 32, 40]
 
 
+@pytest.mark.disaster(number=7)
 @pytest.mark.parametrize("kind", ["Mamba-2", "delta net", "mix of all"])
 def test_a_hit_reads_the_bits_that_a_miss_has_in_its_live_slot(kind: str) -> None:
     """A request goes on from a boundary's state: once as its own, once as another's that it resumes from."""

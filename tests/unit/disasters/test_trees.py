@@ -67,6 +67,7 @@ def hashed(parts: Sequence[int]) -> Path:
     return tuple(int("1" + "".join(map(str, parts[: n + 1]))) for n in range(len(parts)))
 
 
+@pytest.mark.disaster(number=19)
 def test_a_path_is_split_at_every_depth_in_every_order() -> None:
     long = hashed([1] * 9)
     forks = [hashed([1] * depth + [2, 3]) for depth in range(9)]
@@ -85,6 +86,7 @@ def test_a_path_is_split_at_every_depth_in_every_order() -> None:
         assert plain.policy._num_edge_keys == 0
 
 
+@pytest.mark.disaster(number=19)
 @given(st.lists(st.tuples(st.lists(st.integers(1, 2), min_size=1, max_size=7), st.sampled_from("apr"))))
 def test_any_paths_come_and_go(calls: list[tuple[list[int], str]]) -> None:
     """`a`: a ghost; `p`: a state that is present; `r`: it leaves."""
@@ -117,6 +119,7 @@ def assert_found(engine: ms.DynamicInferenceEngine, prompts: Iterable[Sequence[i
     return hits
 
 
+@pytest.mark.disaster(number=19)
 @pytest.mark.sampled
 @pytest.mark.parametrize("policy", ["value", "lru"])
 @pytest.mark.parametrize(("slots", "blocks"), [(2, 30), (6, 60), (60, 400)])
@@ -152,6 +155,7 @@ def test_any_forks_are_found_again(forks: list[tuple[int, list[int]]], slots: in
 # ---- partial blocks
 
 
+@pytest.mark.disaster(number=20)
 @pytest.mark.usefixtures("kind")
 @pytest.mark.in_turn("mode")
 @pytest.mark.parametrize(
@@ -205,6 +209,7 @@ def chained(tokens: Sequence[int]) -> tuple[bytes, list[int], list[bytes]]:
     return root, keys, contents
 
 
+@pytest.mark.disaster(number=20)
 @pytest.mark.usefixtures("kind")
 def test_a_block_that_becomes_full_is_found_under_its_one_hash() -> None:
     """One request fills the block in its prompt, one while it decodes: the shorter content is never found."""

@@ -74,6 +74,7 @@ def assert_the_prompt_resumes(engine: ms.DynamicInferenceEngine, num_computed: i
     return result.num_resumed_tokens
 
 
+@pytest.mark.disaster(number=1)
 @pytest.mark.sampled(mode=("", "ahead", "encoded", "replay, ahead"))
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("mode", ASKED)
@@ -111,6 +112,7 @@ class Calling:
         return self._model(inputs)
 
 
+@pytest.mark.disaster(number=1)
 @pytest.mark.sampled
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("fails", [False, True], ids=["the step goes on", "the step fails"])
@@ -157,6 +159,7 @@ def drop_in_forward(number: int, mode: str, asked_inside: bool, fails: bool) -> 
     return resumed
 
 
+@pytest.mark.disaster(number=1)
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("mode", ["", "ahead"])
 def test_a_client_that_goes_while_a_step_runs_and_asks_again_gets_the_right_answer(mode: str) -> None:
@@ -188,6 +191,7 @@ async def cancel_and_ask(engine: ms.DynamicInferenceEngine, number: int) -> ms.R
         return await asyncio.wait_for(again, PATIENCE_S)
 
 
+@pytest.mark.disaster(number=1)
 @pytest.mark.gpu
 @pytest.mark.usefixtures("kind", "one_fla_configuration")
 @pytest.mark.parametrize("graphs", [None, 64], ids=["eager", "graphs"])

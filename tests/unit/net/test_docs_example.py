@@ -12,12 +12,12 @@ RANKS = 2
 
 
 CHECKS = (
-    "assert len(result.tokens) == 16\nassert result.finish_reason == 'length'\n",
     "assert 'results' not in globals() or [len(result.tokens) for result in results] == [16] * 3\n",
+    "assert len(result.tokens) == 16\nassert result.finish_reason == 'length'\n",
 )
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_the_examples_for_several_ranks_run_under_torchrun(tmp_path: Path, number: int) -> None:
     examples = re.findall(r"^```python torchrun\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     assert len(examples) == len(CHECKS)

@@ -8,7 +8,7 @@ import mambaslots as ms
 import pytest
 from mambaslots.inference.contexts.step_inputs import Checkpoints, PrefillChunks, StepShape
 
-PAGE = (Path(__file__).parents[3] / "docs" / "bring_a_model.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
 
 
 @pytest.mark.parametrize(

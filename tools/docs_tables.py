@@ -1,0 +1,324 @@
+"""Tables of the docs, made of what was measured and of marks in tests.
+
+    python tools/docs_tables.py              (make docs: writes them)
+
+A page holds `<!-- table: NAME (tools/docs_tables.py) -->`, the table, and `<!-- end -->`. Figures are those
+of benchmarks/results/*.json. docs/disasters.md is written whole, of tests with the mark `disaster`.
+"""
+
+import argparse
+import ast
+import importlib.util
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
+TABLE = re.compile(r"(<!-- table: (.+?) \(tools/docs_tables\.py\) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+@cache
+def results(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text())
+
+
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(head), ["---"] * len(list(head)), *(list(row) for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def number(value: float, digits: int = 0) -> str:
+    return f"{value:,.{digits}f}"
+
+
+# ---- figures
+
+
+def gpu() -> str:
+    """Whole engine steps on one H200."""
+    models = results("gpu_serving_h200")["models"]
+    names = ("HybridLM-8B", "Nemotron-H-8B", "Qwen3.5-4B")
+
+    def prefill(tokens: int) -> list[str]:
+        steps = [next(p for p in models[name]["prefill"] if p["tokens"] == tokens) for name in names]
+        return [f"{step['step_ms']:.1f} ({step['step_ms'] / step['products_ms']:.2f})" for step in steps]
+
+    def decode(requests: int) -> list[str]:
+        found = [[d for d in models[name]["decode"] if d["requests"] == requests] for name in names]
+        return [
+            f"{d[0]['step_ms']:.2f} ({d[0]['step_ms'] / d[0]['limit_ms']:.2f})" if d else "" for d in found
+        ]
+
+    def conversations(key: str, cache: str) -> list[str]:
+        return [number(models[names[0]]["conversations"][cache][key]), "", ""]
+
+    rows = [
+        *([f"first token of a prompt of {tokens:,}, ms", *prefill(tokens)] for tokens in (4096, 16384)),
+        *([f"decode step of {count} at 3,000 tokens, ms", *decode(count)] for count in (1, 8, 32, 128)),
+        [
+            "12 users, 4 turns, no cache: mean first token, ms",
+            *conversations("first_token_mean_ms", "without cache"),
+        ],
+        ["the same with the cache", *conversations("first_token_mean_ms", "with cache")],
+        ["no cache: generated tokens a second", *conversations("generated_tokens_per_s", "without cache")],
+        ["the same with the cache", *conversations("generated_tokens_per_s", "with cache")],
+    ]
+    note = (
+        "\nIn brackets: times the limit, which is the model's matrix products alone for prompts, for decodes "
+        "a copy of the bytes that they must read and write (`gpu_serving_h200.json`).\n"
+    )
+    return markdown(["one NVIDIA H200, bfloat16", *names], rows) + note
+
+
+def bits_cost() -> str:
+    models = results("bits_h100")["models"]
+    rows = [
+        [f"{costs[0]['what']} tokens", *(f"{100 * (cost['ratio'] - 1):+.1f} %" for cost in costs)]
+        for costs in zip(*(model["costs"] for model in models.values()), strict=True)
+    ]
+    return markdown(["time with the setting, one H100", *models], rows)
+
+
+def hand_over() -> str:
+    found = results("hand_over_nccl_h200x2")["nccl"]["rows"].items()
+    return markdown(
+        ["prefix of an 8B model, two H200", "size", "hand-over over NCCL", "computing it"],
+        (
+            [
+                f"{int(n):,} tokens",
+                f"{r['MiB']:.0f} MiB",
+                f"{r['received']:.1f} ms",
+                f"{r['computed']:.0f} ms",
+            ]
+            for n, r in found
+        ),
+    )
+
+
+def prefill_apart() -> str:
+    rows = [
+        [
+            f"{row['prompt']:,}",
+            {"1 + 1": "one prefills, one decodes", "2 mixed": "both do both"}[row["way"]],
+            *(number(row[f"first token {which}"]) for which in ("median", "p95")),
+            *(number(row[f"gap {which}"], 1) for which in ("median", "p95")),
+            number(row["tokens/s"]),
+        ]
+        for row in results("disaggregated_prefill_h200x2")["rows"]
+        if row["answer"] == 64 and row["way"] != "1 mixed"
+    ]
+    head = ["prompt", "two engines", "first token, ms", "p95", "between tokens, ms", "p95", "tokens a second"]
+    return markdown(head, rows)
+
+
+def routers() -> str:
+    rows = [
+        [
+            row["router"],
+            f"{100 * row['share']:.1f} %",
+            f"{100 * row['share_of_one_cache']:.1f} %",
+            f"{row['token_imbalance']:.2f}",
+        ]
+        for row in results("replay_routed")["results"]
+        if (row["trace"], row["num_replicas"], row["state_gb"]) == ("chat, seed 0", 4, 2.0)
+        and row["router"] != "one cache"
+    ]
+    return markdown(["router", "resumed", "of one cache with all memory", "busiest replica / mean"], rows)
+
+
+def shares() -> str:
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in results("replay_total")["results"]:
+        if row["total_gb"] == 22.0:
+            found[row["row"]][row["trace"].partition(",")[0]] = row["share"]
+    traces = ("chat", "agent", "documents", "fork")
+    names = {
+        "ours": "mambaslots",
+        "ours-lru": "mambaslots, LRU",
+        "vllm": "vLLM's rules",
+        "sglang": "SGLang's rules",
+        "sglang-cap-3": "SGLang's rules, 3 states a path",
+    }
+    rows = ([name, *(f"{100 * found[row][trace]:.1f} %" for trace in traces)] for row, name in names.items())
+    return markdown(["cache", *traces], rows)
+
+
+def megatron() -> str:
+    runs = [run for run in results("mcore_h100")["8b, bfloat16"]["runs"] if not run["whole_prompts"]]
+    names = [run["name"] + (", CUDA graphs" if run["cuda_graphs"] else "") for run in runs]
+    figures = {
+        "time to first token, mean, ms": "ttft_mean_s",
+        "time to first token after the first turn, ms": "later_ttft_mean_s",
+    }
+    rows = [
+        *([what, *(number(1e3 * run["speed"][name]) for run in runs)] for what, name in figures.items()),
+        ["output tokens a second", *(number(run["speed"]["output_tokens_a_second"]) for run in runs)],
+    ]
+    return markdown(["one H100, bfloat16", *names], rows)
+
+
+def vllm() -> str:
+    """One GPU, the same requests and the same clock."""
+    models = results("vllm_peer_h200")["models"]
+    sides = [side for model in models.values() for side in model.values()]
+    names = [f"{model}: {side}" for model, found in models.items() for side in found]
+
+    def row(what: str, group: str, key: str, unit: str = "") -> list[str]:
+        return [what, *(f"{side[group][key]:,}{unit}" for side in sides)]
+
+    equal = "equal_answers_of_24"
+    rows = [
+        *(
+            row(f"first token of {int(n):,} tokens, ms", "first_token_ms", n)
+            for n in ("512", "4096", "16384")
+        ),
+        *(row(f"decode step of {n} at 3,000 tokens, ms", "decode_at_3000_ms", n) for n in ("8", "32", "128")),
+        row("conversations: first token, ms", "conversations", "first_token_ms"),
+        row("conversations: tokens a second", "conversations", "tokens_per_s"),
+        row("256 requests: tokens a second", "throughput", "nothing shared"),
+        row("the same, 768 tokens shared", "throughput", "768 shared"),
+        row("equal answers, cold and warm", equal, "cold and warm", " of 24"),
+        row("equal answers, alone and in a batch", equal, "alone and in one batch", " of 24"),
+    ]
+    return markdown(["one NVIDIA H200", *names], rows)
+
+
+def readme() -> str:
+    """What others lack, with a figure each."""
+    shared = {
+        row["row"]: f"{100 * row['share']:.0f} %"
+        for row in results("replay_total")["results"]
+        if row["total_gb"] == 22.0 and row["trace"].startswith("chat")
+    }
+    peers = results("vllm_peer_h200")["models"]
+    first = {
+        side: figures["conversations"]["first_token_ms"] for side, figures in peers["Nemotron-H-8B"].items()
+    }
+    same = peers["Nemotron-H-8B"]["mambaslots, batch_invariant"]["equal_answers_of_24"]["cold and warm"]
+    tier = results("host_tier_h100")["resumed"]
+    more = results("encoded_states_h100")["slots"][0]["slots"]["int8"]
+    rows = [
+        [
+            "Evicts the state whose loss costs the fewest recomputed tokens",
+            f"{shared['ours']} of chat tokens resumed in 22 GB; {shared['vllm']} by vLLM's rules, "
+            f"{shared['sglang']} by SGLang's",
+            "`python benchmarks/replay/rows.py`",
+        ],
+        [
+            "Resumes a conversation where its last answer ended",
+            f"first token of a turn after {first['mambaslots']} ms; vLLM 0.26 {first['vllm']} ms",
+            "[beside vLLM](benchmarks/README.md#beside-vllm)",
+        ],
+        [
+            "Gives the same bits with and without the cache, alone and in a batch",
+            f"{same} of 24 answers; vLLM 0.26 refuses its switch for these models",
+            "`python benchmarks/bits.py`",
+        ],
+        [
+            "Names the reason of every computed prompt token, and the setting that helps",
+            "9 reasons, on the page and in the metrics",
+            "[operations](docs/operations.md)",
+        ],
+        [
+            "Keeps evicted states in host memory",
+            f"{100 * tier['tier']['share']:.0f} % resumed with a tenth of the states on the GPU; "
+            f"{100 * tier['a tenth']['share']:.0f} % without",
+            "`python benchmarks/host_tier.py`",
+        ],
+        [
+            "Stores states as int8",
+            f"{more:.1f} times as many states in the same memory",
+            "`python benchmarks/encoded_states.py`",
+        ],
+        [
+            "Is tested for the faults of others",
+            "24 disasters of vLLM, SGLang, LMCache; 24 of megatron-core",
+            "[disasters](docs/disasters.md), [megatron](docs/megatron.md#the-faults)",
+        ],
+    ]
+    return markdown(["mambaslots", "figure", "shown by"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "gpu": gpu,
+    "bits cost": bits_cost,
+    "hand over": hand_over,
+    "prefill apart": prefill_apart,
+    "routers": routers,
+    "shares": shares,
+    "megatron": megatron,
+    "vllm": vllm,
+    "readme": readme,
+}
+
+
+# ---- disasters
+
+
+def marked_tests() -> dict[int, Counter[str]]:
+    """Number of a disaster -> files of its tests, with how many each has."""
+    found: dict[int, Counter[str]] = defaultdict(Counter)
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        if "mark.disaster" not in (source := path.read_text()):
+            continue
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                for mark in node.decorator_list:
+                    if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.disaster":
+                        found[ast.literal_eval(mark.keywords[0].value)][str(path.relative_to(ROOT))] += 1
+    return found
+
+
+def disasters() -> str:
+    spec = importlib.util.spec_from_file_location("disasters", ROOT / "tests/oracle/disasters.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tests = marked_tests()
+    rows = [
+        [str(n), what, where, ", ".join(f"`{file}` ({count})" for file, count in sorted(tests[n].items()))]
+        for n, (what, where) in module.DISASTERS.items()
+    ]
+    return DISASTERS_PAGE + markdown(["#", "what happened", "where", "tests"], rows)
+
+
+DISASTERS_PAGE = """# Disasters of others
+
+This page is generated: `make docs`.
+
+Faults of other caches of recurrent states, by the numbers of their trackers' threads, and the tests that
+fail if mambaslots has the fault. The tests compare with the recurrence token by token, with plain torch, or
+with bytes moved by hand. If a missing hit could hide a wrong state, the test asserts that there were hits.
+
+`pytest -m "disaster(number=4) and not gpu"` runs the tests of number 4 that need no GPU.
+[reliability.md](reliability.md) lists what is promised.
+
+"""
+
+
+# ---- writing
+
+
+def written(path: Path) -> str:
+    """The page with its tables of today."""
+    if path.name == "disasters.md":
+        return disasters()
+    return TABLE.sub(lambda match: match[1] + TABLES[match[2]]() + match[4], path.read_text())
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
+    for path in PAGES:
+        if (text := written(path)) != path.read_text():
+            path.write_text(text)
+            print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
