@@ -1,7 +1,7 @@
 """vLLM's side of the comparison. One engine a process: run again with --off, --mode all, --invariant.
 
-    python benchmarks/vllm_peer/vllm_side.py --model Nemotron-H-8B       (needs vllm 0.26)
-    python benchmarks/vllm_peer/vllm_side.py --model Qwen3.5-4B --check   (no GPU: the configuration)
+python benchmarks/vllm_peer/vllm_side.py --model Nemotron-H-8B       (needs vllm 0.26)
+python benchmarks/vllm_peer/vllm_side.py --model Qwen3.5-4B --check   (no GPU: the configuration)
 """
 
 import argparse
