@@ -49,7 +49,6 @@ Clock = Callable[[], int]
 """Nanoseconds since some moment; never goes back. `time.monotonic_ns` is one."""
 _BOUNDS_NS = [int(bound * NANOSECONDS) for bound in AGE_BOUNDS_S]
 _NUM_RECENT = 256
-_MAX_UNFOLDED = 1024
 
 
 @dataclass(frozen=True)
@@ -68,31 +67,6 @@ class AgeCounts:
     recent_s: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Ages:
-    """Ages that are counted, and those that were noted since: (time of eviction, times of last use)."""
-
-    counts: tuple[int, ...] = (0,) * (len(_BOUNDS_NS) + 1)
-    sum_ns: int = 0
-    recent_ns: tuple[int, ...] = ()
-    unfolded: deque[tuple[int, list[int]]] = field(default_factory=deque)
-
-    def folded(self, remembers: bool) -> "_Ages":
-        """The same ages, all counted. Changes nothing."""
-        unfolded = self.unfolded.copy()
-        if not unfolded:
-            return self
-        counts, sum_ns = list(self.counts), self.sum_ns
-        recent_ns = deque(self.recent_ns, _NUM_RECENT)
-        for now_ns, last_used_ns in unfolded:
-            sum_ns += len(last_used_ns) * now_ns - sum(last_used_ns)
-            for used in last_used_ns:
-                counts[bisect_left(_BOUNDS_NS, now_ns - used)] += 1
-            if remembers:
-                recent_ns.extend([now_ns - used for used in last_used_ns])
-        return _Ages(tuple(counts), sum_ns, tuple(recent_ns))
-
-
 class Turnover[Cause: str]:
     """Statistics of what entered one part of the cache and what was removed; `mend` repairs them.
 
@@ -106,16 +80,16 @@ class Turnover[Cause: str]:
     def __init__(self, causes: Sequence[Cause], *, remembers: bool = False) -> None:
         """`remembers`: whether the last ages are kept one by one, too."""
         self._causes = causes
-        self._remembers = remembers
+        self._recent_ns = deque[int](maxlen=_NUM_RECENT if remembers else 0)
         self.clear()
 
     def clear(self) -> None:
         """Set all counts to 0."""
         self.by_cause: dict[Cause, int] = dict.fromkeys(self._causes, 0)
         self.num_entered = self.num_unused = self.num_refused = 0
-        self._ages = _Ages()  # replaced, never changed, so that any thread may read it
-        self._num_unfolded = 0
-        self._num_lost_ages = 0
+        self._age_counts = [0] * (len(_BOUNDS_NS) + 1)
+        self._age_sum_ns = 0
+        self._recent_ns.clear()
 
     @property
     def num_removed(self) -> int:
@@ -124,21 +98,16 @@ class Turnover[Cause: str]:
     @property
     def ages(self) -> AgeCounts:
         """The ages of all units that were evicted. Any thread may read it."""
-        ages = self._ages.folded(self._remembers)
-        recent = tuple(age / NANOSECONDS for age in ages.recent_ns)
-        return AgeCounts(ages.counts, ages.sum_ns / NANOSECONDS, recent)
+        recent = tuple(age / NANOSECONDS for age in self._recent_ns.copy())
+        return AgeCounts(tuple(self._age_counts), self._age_sum_ns / NANOSECONDS, recent)
 
     def note_ages(self, now_ns: int, last_used_ns: list[int]) -> None:
-        """Note the ages of evicted units; many are counted at once, so that most calls cost little."""
-        self._ages.unfolded.append((now_ns, last_used_ns))
-        self._num_unfolded += len(last_used_ns)
-        if self._num_unfolded >= _MAX_UNFOLDED:
-            self._ages = self._ages.folded(self._remembers)
-            self._num_unfolded = 0
-
-    @property
-    def _num_evicted(self) -> int:
-        return sum(number for cause, number in self.by_cause.items() if cause in EVICTIONS)
+        """Note the ages of evicted units."""
+        ages = [now_ns - used for used in last_used_ns]
+        for age in ages:
+            self._age_counts[bisect_left(_BOUNDS_NS, age)] += 1
+        self._age_sum_ns += sum(ages)
+        self._recent_ns.extend(ages)
 
     def mend(self, num_present: int) -> None:
         """Repair the counts after an interrupted change: `num_present` units are there; no count falls."""
@@ -147,14 +116,12 @@ class Turnover[Cause: str]:
             self.by_cause[self._causes[-1]] += surplus
         else:
             self.num_entered -= surplus
-        self.num_unused = min(self.num_unused, self._num_evicted)
-        self._num_lost_ages = self._num_evicted - sum(self.ages.counts)
 
     def check_integrity(self, num_present: int, what: str) -> None:
         """Raise AssertionError unless `num_present` units can be there; `what` names them."""
         assert self.num_entered - self.num_removed == num_present, f"the count of removed {what} is off"
-        evicted = self._num_evicted
-        assert sum(self.ages.counts) + self._num_lost_ages == evicted, f"the count of ages of {what} is off"
+        evicted = sum(number for cause, number in self.by_cause.items() if cause in EVICTIONS)
+        assert sum(self._age_counts) <= evicted, f"the count of ages of {what} is off"
         assert 0 <= self.num_unused <= evicted, f"more {what} were evicted unused than evicted"
 
 
