@@ -22,8 +22,7 @@ if TYPE_CHECKING:
         QueueFullError,
         RequestOverflowError,
     )
-    from .inference.contexts.cache.checkpoint_plan import CheckpointPlan
-    from .inference.contexts.cache.checkpoints import PathStep
+    from .inference.contexts.cache.checkpoint_plan import CheckpointPlan, PathStep
     from .inference.contexts.cache.eviction import EvictionPolicy
     from .inference.contexts.cache.hashing import PrefixHashChain
     from .inference.contexts.cache.kv_block_allocator import KVBlockAllocator
@@ -76,8 +75,7 @@ _NAMES_OF_MODULES = {
     "errors": (
         "EngineDeadError KVBlockCapacityError MambaSlotCapacityError QueueFullError RequestOverflowError"
     ),
-    f"{_CONTEXTS}.cache.checkpoint_plan": "CheckpointPlan",
-    f"{_CONTEXTS}.cache.checkpoints": "PathStep",
+    f"{_CONTEXTS}.cache.checkpoint_plan": "CheckpointPlan PathStep",
     f"{_CONTEXTS}.cache.eviction": "EvictionPolicy",
     f"{_CONTEXTS}.cache.hashing": "PrefixHashChain",
     f"{_CONTEXTS}.cache.kv_block_allocator": "KVBlockAllocator",

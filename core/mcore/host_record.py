@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..inference.contexts.cache.reasons import ComputeReason, GhostList, Span, TokenLedger
+from ..inference.contexts.cache.prefix_match import ComputeReason, Span, TokenLedger
+from ..inference.contexts.cache.removal import GhostList
 from ..inference.contexts.cache.state_slots import SlotCounts
 
 NO_SLOTS = SlotCounts(0, 0, 0, 0, 0)

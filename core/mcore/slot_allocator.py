@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan, checked_boundaries
-from ..inference.contexts.cache.checkpoints import RollingStates
+from ..inference.contexts.cache.checkpoint_plan import (
+    Boundary,
+    CheckpointPlan,
+    RollingStates,
+    checked_boundaries,
+)
 from ..inference.contexts.cache.eviction import PolicyChoice
 from ..inference.contexts.intermediate_states import HostSettings, StateSource
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..cache_stats import EngineStats
 from ..inference.contexts.cache.pool_stats import EVICTIONS
-from ..inference.contexts.cache.reasons import ComputeReason
+from ..inference.contexts.cache.prefix_match import ComputeReason
 from ..inference.contexts.pool_sizes import GIGABYTE
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 

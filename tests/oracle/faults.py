@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import mambaslots as ms
-from mambaslots.inference.contexts.cache.prefix_match import CachedPath
+from mambaslots.inference.contexts.cache.checkpoint_plan import CachedPath
 from mambaslots.inference.engines import engine_state, sampling
 
 Owner = Callable[[ms.DynamicInferenceEngine], object]

@@ -133,7 +133,7 @@ def state_of(engine: ms.DynamicInferenceEngine) -> dict[str, object]:
         "states": sorted(cache.slots.tree.hash_to_block_id.items()),
         "slots": [cache.slots.tree.block_of(slot) for slot in range(cache.slots.num_slots)],
         "order": list(cache.slots.tree.states_by_recency()),
-        "pins": [(one.num_tokens, one.key) for one in cache.pins],
+        "pins": [(one.num_tokens, one.key) for one in cache.pins.held],
         "stats": engine.context.cache_stats(),
         "version": engine.weights_version,
         "allocated": engine.context.memory.allocated,

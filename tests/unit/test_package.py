@@ -88,7 +88,7 @@ def test_a_room_imports_only_what_the_table_of_rooms_names() -> None:
         ("inference.kernels.conv", "inference.contexts.cache.hashing"),
         ("models.layer_steps", "inference.engines.runner"),
         ("files", "state_spec"),
-        ("validation", "inference.contexts.cache.reasons"),
+        ("validation", "inference.contexts.cache.prefix_match"),
         ("inference.contexts.cache.tier", "request"),
         ("config", "loaded_model"),
         ("hf.text", "serve.answers"),

@@ -14,8 +14,7 @@ from ...validation import instance, integer, integers, shown
 from .admission import Admission
 from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
-from .cache.prefix_match import PrefixMatch
-from .cache.reasons import TokenLedger
+from .cache.prefix_match import PrefixMatch, TokenLedger
 from .device_memory import DeviceMemory
 from .pool_sizes import PoolSizes
 from .request import DynamicInferenceRequest, RequestStep

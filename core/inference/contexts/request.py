@@ -5,11 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, overload
 
 from ...request import FinishReason, PromptFigures, RequestResult, SamplingParams, TopLogProbs
-from .cache.checkpoint_plan import CheckpointPlan
-from .cache.checkpoints import PathStep
+from .cache.checkpoint_plan import CachedPath, CheckpointPlan, PathStep
 from .cache.hashing import PrefixHashChain
-from .cache.prefix_match import CachedPath, PrefixMatch
-from .cache.reasons import Span, TokenLedger
+from .cache.prefix_match import PrefixMatch, Span, TokenLedger
 
 
 class TokenView(Sequence[int]):

@@ -487,13 +487,13 @@ class DynamicInferenceEngine:
     def pins(self) -> list[PinnedPrefix]:
         """The pinned prefixes, in the order in which they were pinned."""
         self._repair_and_cancel()
-        return list(self.context.prefix_cache.pins)
+        return list(self.context.prefix_cache.pins.held)
 
     def unpin(self, prefix: PinnedPrefix) -> None:
         """Release a pinned prefix; ValueError for a prefix that is not pinned."""
         self.check_usable("unpin")
         pins = self.context.prefix_cache.pins
-        index = next((index for index, pinned in enumerate(pins) if pinned is prefix), None)
+        index = next((index for index, pinned in enumerate(pins.held) if pinned is prefix), None)
         if index is None:
             pins.unpin(prefix)  # raises, and changes nothing
         else:

@@ -260,7 +260,7 @@ class EngineState:
         """Unpin the prefix of this number in the order of the pins."""
         pins = self._context.prefix_cache.pins
         with self.changing():
-            pins.unpin(list(pins)[index])
+            pins.unpin(list(pins.held)[index])
 
     def reset_prefix_cache(self) -> None:
         with self._forgetting():

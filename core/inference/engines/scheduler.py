@@ -218,7 +218,7 @@ class Scheduler:
 
     def _candidates(self, number: int) -> list[DynamicInferenceRequest]:
         """The first waiting requests, without those for which pins leave too little until pins change."""
-        pins = tuple(pinned.pin_id for pinned in self._context.prefix_cache.pins)
+        pins = tuple(pinned.pin_id for pinned in self._context.prefix_cache.pins.held)
         if pins != self._set_aside_for:
             self._set_aside, self._set_aside_for = set(), pins
         waiting: Iterable[DynamicInferenceRequest] = self.waiting.values()

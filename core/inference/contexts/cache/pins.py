@@ -1,7 +1,7 @@
 """Prefixes that stay cached until they are unpinned: their references to KV blocks, and pins on states."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ....errors import MambaSlotCapacityError
@@ -29,7 +29,11 @@ class PinnedPrefix:
 
 
 class PinnedPrefixes:
-    """Holds a reference to the KV blocks, and a pin on the state, of each pinned prefix, in order."""
+    """Holds a reference to the KV blocks, and a pin on the state, of each pinned prefix.
+
+    Attributes:
+        held: prefix -> its KV blocks and the slot of its state, in the order of the pins.
+    """
 
     def __init__(
         self,
@@ -42,15 +46,9 @@ class PinnedPrefixes:
         self._slots = slots
         self._kv_blocks = kv_blocks
         self._units = units
-        self._held: dict[PinnedPrefix, tuple[list[int], int]] = {}
+        self.held: dict[PinnedPrefix, tuple[list[int], int]] = {}
         self._block_references: Counter[int] = Counter()  # only blocks that are pinned now
         self._next_id = 0
-
-    def __iter__(self) -> Iterator[PinnedPrefix]:
-        return iter(list(self._held))
-
-    def __len__(self) -> int:
-        return len(self._held)
 
     @property
     def num_blocks(self) -> int:
@@ -71,7 +69,7 @@ class PinnedPrefixes:
     def num_unpinned_blocks(self) -> int:
         """How many KV blocks one sequence can surely have while the pins stay."""
         if self._units is not None:
-            num_units = self._units.num_units_for_pins([slot for _, slot in self._held.values()])
+            num_units = self._units.num_units_for_pins([slot for _, slot in self.held.values()])
             num_for_kv = self._units.num_units - num_units - self._units.num_spare_units
             num_blocks = max(self._units.num_kv_units, num_for_kv) * self._units.blocks_per_unit
             return max(0, num_blocks - self.num_blocks)
@@ -85,18 +83,18 @@ class PinnedPrefixes:
         self._slots.pin(slot)
         self._kv_blocks.add_references(blocks)
         prefix = PinnedPrefix(self._next_id, num_tokens, self._slots.tree.hash_of(blocks[-1]))
-        self._held[prefix] = (blocks, slot)
+        self.held[prefix] = (blocks, slot)
         self._block_references.update(blocks)
         self._next_id += 1
         return prefix
 
     def unpin(self, prefix: PinnedPrefix) -> None:
         """Release a pinned prefix; ValueError for a prefix that is not pinned here."""
-        if not isinstance(prefix, PinnedPrefix) or prefix not in self._held:
+        if not isinstance(prefix, PinnedPrefix) or prefix not in self.held:
             raise ValueError(
                 f"prefix is {shown(prefix)}; accepted: a prefix that is pinned here (a reset unpins all)"
             )
-        blocks, slot = self._held.pop(prefix)
+        blocks, slot = self.held.pop(prefix)
         self._block_references.subtract(blocks)
         for block in blocks:
             if not self._block_references[block]:
@@ -105,21 +103,21 @@ class PinnedPrefixes:
         self._kv_blocks.release_memory_blocks(blocks)
 
     def unpin_all(self) -> None:
-        for prefix in list(self._held):
+        for prefix in list(self.held):
             self.unpin(prefix)
 
     def clear(self) -> None:
         """Forget all pins; the caller resets the allocators."""
-        self._held.clear()
+        self.held.clear()
         self._block_references.clear()
 
     @property
     def slot_pins(self) -> Counter[int]:
-        return Counter(slot for _, slot in self._held.values())
+        return Counter(slot for _, slot in self.held.values())
 
     @property
     def block_references(self) -> Counter[int]:
-        return Counter(block for blocks, _ in self._held.values() for block in blocks)
+        return Counter(block for blocks, _ in self.held.values() for block in blocks)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the count of pinned blocks is off."""

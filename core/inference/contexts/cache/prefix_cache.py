@@ -8,17 +8,15 @@ from typing import NamedTuple
 
 from ....validation import INT32_MAX, boolean, integer
 from .borrowing import Borrowing
-from .checkpoint_plan import CheckpointPlan
-from .checkpoints import PathStep, StepCheckpoints
+from .checkpoint_plan import CachedPath, CheckpointPlan, PathStep, StepCheckpoints, TableRow
 from .eviction import PolicyChoice, checked_policy
 from .hashing import PrefixHashChain
 from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryCleaner, MemoryDivision, MemoryUnits
 from .pins import PinnedPrefix, PinnedPrefixes
 from .pool_stats import Clock, PoolStats, TierStats
-from .prefix_match import CachedPath, PrefixMatch, PrefixMatcher, TableRow
+from .prefix_match import PrefixMatch, PrefixMatcher, Span
 from .prefix_tree import PrefixTree
-from .reasons import Span
 from .state_slots import StateSlots
 from .tier import HostTier
 

@@ -1,78 +1,89 @@
-"""What is cached of one sequence, how that is found, and the blocks that the sequence holds."""
+"""What is cached of a sequence, and why each of its other tokens is computed."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal, get_args
 
-import numpy as np
-import numpy.typing as npt
-
-from .checkpoint_plan import CheckpointPlan
 from .hashing import PrefixHashChain
 from .prefix_tree import PrefixTree
-from .reasons import Span, compute_spans
+from .removal import GhostList
 
-TableRow = npt.NDArray[np.integer[Any]]
 WINDOW = 512
 """How many blocks are looked up at once, so that a long prompt that matches little is not read whole."""
+ComputeReason = Literal[
+    "never_seen",
+    "kv_evicted",
+    "state_not_taken",
+    "branch_first_seen",
+    "state_evicted",
+    "last_token",
+    "partial_block",
+    "capacity",
+    "disabled",
+]
+"""Why a prompt token was computed and not resumed:
+
+never_seen: no earlier request had this prefix.
+kv_evicted: an earlier request had this prefix, and its KV is evicted.
+state_not_taken: the KV is there, but the plan stored no state that deep.
+branch_first_seen: the KV is there up to where this prompt and a cached one differ first. No state was stored
+    at that point, because this request is the first that differs there.
+state_evicted: a state was there and was evicted.
+last_token: the whole prompt is known, but its last block must be computed for the last token's logits.
+partial_block: tokens after the last whole block of a prompt whose whole blocks, if it has any, are known.
+    A prompt shorter than a block has no whole block: this is the reason of all its tokens, also of new ones.
+capacity: a state was planned there, and no slot was available.
+disabled: no prefix caching, or the log-probs of these tokens are wanted.
+"""
+COMPUTE_REASONS: tuple[ComputeReason, ...] = get_args(ComputeReason)
+"""All values of `ComputeReason`, whose documentation explains each."""
 
 
-class CachedPath:
-    """The KV blocks of one sequence, in order, and the durable slot that its state is in.
+@dataclass(frozen=True)
+class Span:
+    """Tokens [start, stop) of a prompt that must be computed, all for one reason."""
 
-    Only `PrefixCache` changes a path; its part `RollingStates` writes `rolling_block`.
+    start: int
+    stop: int
+    reason: ComputeReason
 
-    Attributes:
-        chain: the hashes of the sequence's whole blocks.
-        plan: which states of the sequence are taken.
-        blocks: the KV blocks, each with a reference of this path. The path's row of the block table shows
-            them.
-        num_registered: leading blocks whose KV is complete and registered. They are never written again.
-        shares: whether the sequence registers blocks and commits states. False without prefix caching, and
-            for a sequence that began before the cache was reset.
-        state_slot: the durable slot whose state the sequence continues from, pinned; -1 for none.
-        rolling_block: the block of the newest state that was taken while decoding, or -1.
-        request: the eviction policy's number for the sequence's request, or -1.
+
+def compute_spans(
+    keys: Sequence[int],
+    *,
+    num_resumed: int,
+    num_reachable: int,
+    num_matched: int,
+    num_seen: int,
+    num_tokens: int,
+    block_size_tokens: int,
+    ghosts: GhostList,
+) -> tuple[Span, ...]:
+    """Why each token of a prompt from its resume point on is computed, in order and without gaps.
+
+    The counts are leading whole blocks (hashes `keys`): resumed; reachable, with a token left to compute;
+    matched, whose KV is cached; seen, evicted blocks included.
     """
-
-    def __init__(
-        self, chain: PrefixHashChain, plan: CheckpointPlan, table_row: TableRow, shares: bool
-    ) -> None:
-        """`table_row`: [blocks of the longest sequence], all -1. The path writes its `blocks` there."""
-        self.chain = chain
-        self.plan = plan
-        self.shares = shares
-        self.blocks: list[int] = []
-        self.num_registered = 0
-        self.state_slot = -1
-        self.rolling_block = -1
-        self.request = -1
-        self._table_row = table_row
-
-    def check_fits(self, num_blocks: int) -> None:
-        """ValueError where the row of the block table cannot show so many blocks."""
-        if num_blocks > len(self._table_row):
-            raise ValueError(
-                f"table_row has {len(self._table_row)} entries; accepted: at least {num_blocks}, one for "
-                "each block that the path will hold"
-            )
-
-    def append(self, blocks: list[int]) -> None:
-        first = len(self.blocks)
-        self.blocks += blocks
-        self._table_row[first : first + len(blocks)] = blocks
-
-    def replace(self, first: int, blocks: list[int]) -> None:
-        """Put `blocks` in the place of block `first` and all later blocks; O(these blocks)."""
-        self._table_row[first : len(self.blocks)] = -1
-        del self.blocks[first:]
-        self.append(blocks)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError where the row of the block table shows other blocks."""
-        assert 0 <= self.num_registered <= len(self.blocks), "more blocks are registered than held"
-        assert self._table_row[: len(self.blocks)].tolist() == self.blocks, "the block table is off"
-        assert (self._table_row[len(self.blocks) :] == -1).all(), "the block table has stale entries"
+    lost = ghosts.deepest_state(keys, num_resumed, num_reachable)
+    refused = lost > num_resumed and ghosts.has(keys[lost - 1], "refused state")
+    lost_reason: ComputeReason = "capacity" if refused else "state_evicted"
+    ends: tuple[tuple[int, ComputeReason], ...] = (
+        (lost, lost_reason),
+        (num_reachable, "branch_first_seen" if num_seen < len(keys) else "state_not_taken"),
+        (num_matched, "last_token"),
+        (num_seen, "kv_evicted"),
+    )
+    spans = []
+    start = num_resumed * block_size_tokens
+    for depth, reason in ends:
+        stop = depth * block_size_tokens
+        if stop > start:
+            spans.append(Span(start, stop, reason))
+            start = stop
+    if num_tokens > start:
+        spans.append(Span(start, num_tokens, "partial_block" if num_seen == len(keys) else "never_seen"))
+    return tuple(spans)
 
 
 @dataclass(slots=True)
@@ -219,3 +230,60 @@ class PrefixMatcher:
         if start >= stop or slot_by_block.keys().isdisjoint(blocks[start:stop][::-1]):
             return 0
         return next(d for d in range(stop, start, -1) if blocks[d - 1] in slot_by_block)
+
+
+@dataclass(frozen=True)
+class TokenLedger:
+    """Counts of prompt tokens, of one request or of all; each is resumed, or computed for one reason.
+
+    Tokens that a request computes again after a restart are counted as recomputed only.
+    """
+
+    resumed: int = 0
+    recomputed: int = 0
+    computed: Counter[ComputeReason] = field(default_factory=Counter)
+
+    @classmethod
+    def of_step(
+        cls,
+        *,
+        resumed_from: int,
+        start: int,
+        stop: int,
+        spans: Sequence[Span],
+        num_counted: int,
+        num_prompt_tokens: int,
+    ) -> "TokenLedger":
+        """The counts of one request's step, which resumed [resumed_from, start) and computes [start, stop).
+
+        `num_counted` leading tokens were counted before a restart; only prompt tokens are counted.
+        """
+        counts = cls(
+            resumed=_overlap(resumed_from, start, num_counted, num_prompt_tokens),
+            recomputed=_overlap(start, stop, 0, num_counted),
+        )
+        for span in spans:
+            inside = max(span.start, start), min(span.stop, stop)
+            counts.computed[span.reason] += _overlap(*inside, num_counted, num_prompt_tokens)
+        return counts
+
+    def __add__(self, other: "TokenLedger") -> "TokenLedger":
+        computed = self.computed.copy()
+        computed.update(other.computed)
+        return TokenLedger(self.resumed + other.resumed, self.recomputed + other.recomputed, computed)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.resumed + self.num_computed_tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self.computed.total()
+
+    def by_reason(self) -> dict[ComputeReason, int]:
+        return {reason: self.computed[reason] for reason in COMPUTE_REASONS}
+
+
+def _overlap(start: int, stop: int, low: int, high: int) -> int:
+    """How many integers lie in both [start, stop) and [low, high)."""
+    return max(0, min(stop, high) - max(start, low))

@@ -3,7 +3,6 @@
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from .leaf_order import LeafOrder
 from .pool_stats import (
     EVICTIONS,
     KV_REMOVAL_CAUSES,
@@ -12,7 +11,7 @@ from .pool_stats import (
     StateRemovalCause,
     Turnover,
 )
-from .reasons import GhostList
+from .removal import GhostList, LeafOrder
 
 Parent = int | bytes
 """What precedes a registered block: the block before it, or the root digest of a prefix's first block."""

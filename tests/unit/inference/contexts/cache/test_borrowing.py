@@ -225,10 +225,10 @@ class Borrowers(RuleBasedStateMachine):
             except MambaSlotCapacityError:
                 assert len(set(self.cache.pins.slot_pins)) >= self.cache.pins.max_slots
 
-    @precondition(lambda self: len(self.cache.pins))
+    @precondition(lambda self: self.cache.pins.held)
     @rule(data=st.data())
     def a_prefix_is_unpinned(self, data):
-        self.cache.pins.unpin(self.draw(data, list(self.cache.pins)))
+        self.cache.pins.unpin(self.draw(data, list(self.cache.pins.held)))
 
     @rule(count=st.integers(1, 5))
     def slots_are_wanted(self, count):

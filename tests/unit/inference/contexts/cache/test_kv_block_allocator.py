@@ -294,6 +294,7 @@ def test_leaves_without_a_state_go_before_older_ones_with_a_state():
     (old,) = cached(kv, b"", A, key=1)
     (young,) = cached(kv, b"", B, key=2)
     kv.tree.leaves.holds_state = {old}.__contains__
+    kv.tree.leaves.note_states_changed([old])
     assert kv.evict_lru_blocks(2) == [young, old]
 
 

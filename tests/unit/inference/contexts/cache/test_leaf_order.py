@@ -3,7 +3,7 @@
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from mambaslots.inference.contexts.cache.leaf_order import LeafOrder
+from mambaslots.inference.contexts.cache.removal import LeafOrder
 
 
 def no_parent(block):
@@ -43,13 +43,14 @@ def test_a_parent_that_was_not_taken_stays_as_a_leaf():
     leaves.check_integrity()
 
 
-def test_a_state_that_went_unnoted_is_seen_when_its_turn_comes():
-    states = {0}
-    leaves = made([1, 2])
+def test_a_state_that_goes_moves_its_leaf_to_the_front():
+    states = {0, 1}
+    leaves = made([1, 2], states)
     leaves.holds_state = states.__contains__
-    leaves.note_states_changed([0])
-    states.add(1)  # without a notification
-    assert leaves.pop(1, no_parent) == [0]
+    states.remove(1)
+    leaves.note_states_changed([1])
+    leaves.check_integrity()
+    assert leaves.pop(1, no_parent) == [1]
 
 
 def test_a_withdrawn_block_does_not_go():

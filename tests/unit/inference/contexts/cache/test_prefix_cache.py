@@ -10,8 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.errors import KVBlockCapacityError, MambaSlotCapacityError
-from mambaslots.inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan
-from mambaslots.inference.contexts.cache.checkpoints import PathStep
+from mambaslots.inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan, PathStep
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.pool_stats import AGE_BOUNDS_S
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
@@ -179,17 +178,17 @@ def test_pins_are_listed_in_order_and_given_back_without_the_handle():
     for tokens in ([1, 2, 3, 4], [1, 2, 5, 6, 7, 8]):
         cache.release(computed(cache, tokens, positions=[len(tokens)]))
         cache.pin(chain_of(tokens))
-    first, second = cache.pins
-    assert [pin.num_tokens for pin in cache.pins] == [4, 6]
+    first, second = cache.pins.held
+    assert [pin.num_tokens for pin in cache.pins.held] == [4, 6]
     assert (first.key, second.key) == (chain_of([1, 2, 3, 4]).keys[-1], chain_of([1, 2, 5, 6, 7, 8]).keys[-1])
-    assert (len(cache.pins), cache.pins.num_blocks) == (2, 4)  # they share one
+    assert (len(cache.pins.held), cache.pins.num_blocks) == (2, 4)  # they share one
     shared = cache.match(chain_of([1, 2, 3, 4, 9]), 5).blocks
     assert set(shared) <= cache.pins.block_references.keys()
     assert (cache.pins.num_within_reach(), cache.pins.num_within_reach(shared)) == (12, 14)
-    for pin in cache.pins:
+    for pin in list(cache.pins.held):
         cache.pins.unpin(pin)
         cache.check_integrity([])
-    assert (len(cache.pins), cache.pins.num_blocks, list(cache.pins)) == (0, 0, [])
+    assert (len(cache.pins.held), cache.pins.num_blocks) == (0, 0)
 
 
 def test_what_is_discarded_is_not_found_again():
@@ -687,7 +686,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         prefix = self.cache.pin(chain)
         assert prefix.num_tokens == len(blocks) * SIZE
         self.pins[prefix] = blocks
-        assert list(self.cache.pins) == list(self.pins)
+        assert list(self.cache.pins.held) == list(self.pins)
         assert self.cache.pins.num_blocks == len({block for pinned in self.pins.values() for block in pinned})
 
     @precondition(lambda self: self.pins)

@@ -1,7 +1,8 @@
-"""The order in which cached KV blocks are evicted."""
+"""Which cached KV block is removed next, and what was removed under which hash."""
 
 import heapq
-from collections.abc import Callable, Iterable, KeysView
+from collections.abc import Callable, Iterable, KeysView, Sequence
+from typing import Literal
 
 LeafEntry = tuple[bool, int, int]
 """(whether the block holds a state, when it was last used, block); the smallest entry goes first."""
@@ -31,13 +32,9 @@ class LeafOrder:
         """Whether the next leaf to go holds no state; False where there is none."""
         while self._heap:
             entry = self._heap[0]
-            if self._entry_of.get(entry[2]) is not entry:
-                heapq.heappop(self._heap)
-            elif self.holds_state(entry[2]) != entry[0]:
-                heapq.heappop(self._heap)
-                self.offer(entry[2])
-            else:
+            if self._entry_of.get(entry[2]) is entry:
                 return not entry[0]
+            heapq.heappop(self._heap)
         return False
 
     def offer(self, block: int) -> None:
@@ -67,15 +64,10 @@ class LeafOrder:
         newest: LeafEntry | None = None
         while len(taken) < num_blocks:
             entry = heapq.heappushpop(self._heap, newest) if newest else heapq.heappop(self._heap)
-            held_state, _, block = entry
-            if entry is not newest:
-                if entry_of.get(block) is not entry:
-                    newest = None
-                    continue
-                if holds_state(block) != held_state:
-                    newest = None
-                    self.offer(block)
-                    continue
+            block = entry[2]
+            if entry is not newest and entry_of.get(block) is not entry:
+                newest = None
+                continue
             del entry_of[block]
             taken.append(block)
             parent = leaf_parent(block)
@@ -91,8 +83,64 @@ class LeafOrder:
         self._entry_of.clear()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where a leaf's entry is missing from the heap or shows another time."""
+        """Raise AssertionError where a leaf's entry is missing from the heap or is of another time."""
         offered = set(map(id, self._heap))
         for block, entry in self._entry_of.items():
             assert id(entry) in offered, "an evictable leaf is not offered"
-            assert entry[1:] == (self.timestamps[block], block), "a leaf is offered under another time"
+            expected = (self.holds_state(block), self.timestamps[block], block)
+            assert entry == expected, "a leaf is offered under another time, or as with another state"
+
+
+GoneFact = Literal["block", "continuation", "state", "refused state"]
+"""What is gone under a prefix hash: its KV block, a block that continued it, its state, or a state for which
+no slot was available."""
+_BITS: dict[GoneFact, int] = {"block": 1, "continuation": 2, "state": 4, "refused state": 8}
+_STATES = _BITS["state"] | _BITS["refused state"]
+
+
+class GhostList:
+    """A bounded map from the hashes of prefixes to what is gone under them; O(1) a hash.
+
+    Two generations: once the younger one has `capacity` hashes, the older one is forgotten at once. What is
+    there again (a block that is registered, a state of a host that is not named yet) may still be listed.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._young: dict[int, int] = {}  # hash -> bits
+        self._old: dict[int, int] = {}
+
+    def add_all(self, keys: Iterable[int], fact: GoneFact) -> None:
+        young, old, bit = self._young, self._old, _BITS[fact]
+        others = ~_STATES if bit & _STATES else -1
+        for key in keys:
+            young[key] = (young.get(key) or old.get(key, 0)) & others | bit
+        if len(young) >= self.capacity:
+            self._old, self._young = (young if self.capacity else {}), {}
+
+    def has(self, key: int, fact: GoneFact) -> bool:
+        return bool((self._young.get(key) or self._old.get(key, 0)) & _BITS[fact])
+
+    def discard_states(self, keys: Iterable[int]) -> None:
+        """Note that the states under these hashes are there."""
+        for generation in (self._young, self._old):
+            if generation:
+                for key in generation.keys() & keys:
+                    generation[key] &= ~_STATES
+                    if not generation[key]:
+                        del generation[key]
+
+    def deepest_state(self, keys: Sequence[int], start: int, stop: int) -> int:
+        """The largest d in (start, stop] where the state under `keys[d - 1]` is gone, else `start`."""
+        young, old = self._young, self._old
+        inside = keys[start:stop][::-1]
+        if not inside or (young.keys().isdisjoint(inside) and old.keys().isdisjoint(inside)):
+            return start
+        gone = ((young.get(key) or old.get(key, 0)) & _STATES for key in inside)
+        return next((stop - i for i, bits in enumerate(gone) if bits), start)
+
+    def clear(self) -> None:
+        self._young, self._old = {}, {}
+
+    def __len__(self) -> int:
+        return len(self._young.keys() | self._old.keys())
