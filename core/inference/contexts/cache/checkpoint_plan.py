@@ -338,11 +338,14 @@ class StepCheckpoints:
         if not self._slots.policy.refuses:
             decoding = [steps[certain[key][0]].path for key in wanted if certain[key][1].kind == "decode"]
             self._rolling.make_room(decoding, len(wanted))
-        chosen, refused = self._slots.choose(
-            [_planned(key, steps[certain[key][0]], certain[key][1]) for key in wanted],
-            [key for key in guessed if key not in certain],
+        chosen = self._slots.make_room(
+            [_planned(key, steps[certain[key][0]], certain[key][1]) for key in wanted]
         )
-        self._slots.tree.note_refused(refused + beyond)
+        served = set(chosen)
+        self._slots.tree.note_refused([key for key in wanted if key not in served] + beyond)
+        # States of drafts evict nothing, because the drafts may be wrong.
+        num_free = len(self._slots.free) - len(chosen)
+        chosen += [key for key in guessed if key not in certain][:num_free]
         places = [certain.get(key) or guessed[key] for key in chosen]
         blocks = [steps[number].block_at(boundary.position) for number, boundary in places]
         destinations: dict[int, dict[int, int]] = {}

@@ -121,38 +121,35 @@ class StateSlots:
         num_pinned = sum(1 for slot in self.pins if slot not in self.reserved)
         return len(self.free) + len(self.tree.slot_by_block) - num_pinned
 
-    def next_victims(self, count: int) -> list[int]:
-        """Up to `count` unpinned slots whose states would be evicted next. Changes nothing."""
-        return self._victims(count, self.pins)
+    def next_victims(self, count: int, kept: Collection[int] | None = None) -> list[int]:
+        """Up to `count` slots whose states would be evicted next; `kept`: the others, pinned ones by default.
+
+        Changes nothing. ValueError where the policy names slots that are not evictable, or one twice.
+        """
+        kept = self.pins if kept is None else kept
+        victims = list(self.policy.victims(count, lambda slot: slot not in kept))
+        return self._checked_victims(victims, count, kept)
 
     # ---- reservations
 
-    def choose(
-        self, planned: Sequence[PlannedState], guessed: Sequence[int] = ()
-    ) -> tuple[list[int], list[int]]:
-        """Which hashes get a slot, and which planned ones get none; evicts states worth less.
-
-        `guessed`: hashes of drafts' states, which evict nothing, because the drafts may be wrong.
-        """
-        policy, keys = self.policy, [state.key for state in planned]
+    def make_room(self, planned: Sequence[PlannedState]) -> list[int]:
+        """Plan these states, and evict states worth less; returns the hashes of the states that get a slot."""
+        policy = self.policy
         for state in planned:
             policy.plan(state.keys, state.depth, state.taken_as, state.request)
-        wanted = dict.fromkeys(keys)
+        wanted = dict.fromkeys(state.key for state in planned)
         while len(wanted) > len(self.free):
             slot, key = policy.least(lambda slot: slot not in self.pins, wanted)
             if slot >= 0:
-                self._check_victims([slot], 1, self.pins)
-            if slot >= 0:
-                self.evict_slots([slot])
+                self.evict_slots(self._checked_victims([slot], 1, self.pins))
             else:
                 key = key if key in wanted else next(reversed(wanted))
                 policy.unplan(key)
                 del wanted[key]
-        num_free = len(self.free) - len(wanted)
-        return [*wanted, *guessed[:num_free]], [key for key in keys if key not in wanted]
+        return list(wanted)
 
     def reserve(self, block_ids: Sequence[int], keys: Sequence[int] = ()) -> list[int]:
-        """Allocate one slot for each block's state; may evict. `keys`: the hashes that `choose` chose."""
+        """Allocate one slot for each block's state; may evict. `keys`: the hashes from `make_room`."""
         taken = set(self.reserved.values())
         for i, block in enumerate(block_ids):
             if block in self.tree.slot_by_block or block in taken:
@@ -194,7 +191,7 @@ class StateSlots:
         """Free reserved slots without committing them; None frees all reserved slots that are not pinned."""
         if slots is None:
             self._planned.clear()
-            self.policy.unplan(None)  # also what an interrupted `choose` planned
+            self.policy.unplan(None)  # also what an interrupted `make_room` planned
             slots = [slot for slot in self.reserved if slot not in self.pins]
         self._require_reserved(slots)
         for slot in slots:
@@ -378,7 +375,7 @@ class StateSlots:
             num_evictable = sum(slot not in kept for slot in states.values())
             if num_evictable < num_slots:
                 raise MambaSlotCapacityError(num_slots + num_free, num_evictable + num_free)
-        victims = self._victims(num_slots, kept)
+        victims = self.next_victims(num_slots, kept)
         if len(victims) < num_slots:
             raise ValueError(
                 f"victims of {type(self.policy).__name__} returned {len(victims)} slots; accepted: "
@@ -389,13 +386,7 @@ class StateSlots:
         self._dirty.clean(victims)  # their owner changes
         return victims
 
-    def _victims(self, count: int, kept: Collection[int]) -> list[int]:
-        """What the policy would evict; ValueError where these are not evictable slots, each once."""
-        victims = list(self.policy.victims(count, lambda slot: slot not in kept))
-        self._check_victims(victims, count, kept)
-        return victims
-
-    def _check_victims(self, victims: list[int], count: int, kept: Collection[int]) -> None:
+    def _checked_victims(self, victims: list[int], count: int, kept: Collection[int]) -> list[int]:
         holds, tree = range(self.num_slots), self.tree
         right = (slot in holds and tree.block_of(slot) >= 0 and slot not in kept for slot in victims)
         if not all(right) or len(victims) > count or len(set(victims)) < len(victims):
@@ -403,6 +394,7 @@ class StateSlots:
                 f"victims of {type(self.policy).__name__} returned {victims}; accepted: up to {count} of the "
                 "slots for which evictable(slot) is true, each once"
             )
+        return victims
 
     def _evict_slots(self, slots: Sequence[int], cause: StateRemovalCause = "new_state") -> None:
         tree, tier = self.tree, self._tier

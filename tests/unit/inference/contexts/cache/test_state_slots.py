@@ -163,21 +163,21 @@ def held(slots: StateSlots, num_free: int, num_evictable: int) -> StateSlots:
     return slots
 
 
-@given(st.integers(0, 8), st.integers(0, 8), st.integers(0, 8), st.integers(0, 8))
-def test_slots_are_given_to_the_worthiest_and_a_guess_evicts_nothing(
-    num_certain: int, num_guessed: int, num_free: int, num_evictable: int
+@given(st.integers(0, 8), st.integers(0, 8), st.integers(0, 8))
+def test_slots_are_given_to_the_worthiest_and_free_ones_are_left_for_guesses(
+    num_certain: int, num_free: int, num_evictable: int
 ) -> None:
     slots = held(make_slots(num_free + num_evictable), num_free, num_evictable)
-    certain, guessed = list(range(100, 100 + num_certain)), list(range(200, 200 + num_guessed))
-    free, evictable, chosen, refused = num_free, num_evictable, list[int](), list[int]()
+    certain = list(range(100, 100 + num_certain))
+    free, evictable, chosen = num_free, num_evictable, list[int]()
     for candidate in certain:
         if free:
             free -= 1
         elif evictable:
             evictable -= 1
         else:
-            refused.append(candidate)
             continue
         chosen.append(candidate)
-    assert slots.choose(planned(*certain), guessed) == (chosen + guessed[:free], refused)
+    assert slots.make_room(planned(*certain)) == chosen
+    assert len(slots.free) == len(chosen) + free
     assert len(slots.tree.slot_by_block) == evictable
