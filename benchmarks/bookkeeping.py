@@ -198,7 +198,7 @@ class BlockLives(ABC):
 
     @abstractmethod
     def _connect(self, num_kv_blocks: int, policy: str) -> None:
-        """Make `_kv` and `_slots`, with a slot for every block."""
+        """Make `_kv`, its map `_registered`, and `_slots`, with a slot for every block."""
 
     @abstractmethod
     def _live(self) -> None: ...
@@ -213,7 +213,7 @@ class BlockLives(ABC):
 
     def outcome(self) -> object:
         """What is indexed now, and how much is free; which block a sequence gets is each side's affair."""
-        maps = self._kv.kv_hash_to_block_id, self._slots.hash_to_block_id
+        maps = self._registered, self._slots.hash_to_block_id
         return [set(of) for of in maps], self._kv.total_avail, self._slots.free_count
 
 
@@ -221,6 +221,7 @@ class StockBlockLives(BlockLives):
     def _connect(self, num_kv_blocks: int, policy: str) -> None:
         host = SlotHost(num_kv_blocks + 1, stock_host.PrefixCachingEvictionPolicy(policy))
         self._host, self._kv = host, host.kv_block_allocator
+        self._registered = self._kv.kv_hash_to_block_id
         self._slots = host.slot_allocator(stock_host.MambaSlotAllocator, num_kv_blocks)
 
     def _live(self) -> None:
@@ -240,6 +241,7 @@ class OurBlockLives(BlockLives):
     def _connect(self, num_kv_blocks: int, policy: str) -> None:
         host = SlotHost(2)
         self._kv = host.kv_block_allocator = KVBlockAllocator(num_kv_blocks)
+        self._registered = self._kv.tree.block_of_hash
         self._slots = host.slot_allocator(ms.MambaSlotAllocator, num_kv_blocks)
 
     def _live(self) -> None:

@@ -38,9 +38,9 @@ def maps_of(engine: ms.DynamicInferenceEngine) -> dict[str, Any]:
     """What the cache holds where, and who holds it: plain values to compare. Of recency, that of states."""
     kv, slots = engine.context.prefix_cache.kv_blocks, engine.context.prefix_cache.slots
     return {
-        "references": kv.block_ref_counts.tolist(),
-        "hashes": kv.block_hashes.tolist(),
-        "blocks": dict(kv.kv_hash_to_block_id),
+        "references": list(kv.tree.references),
+        "hashes": list(map(kv.tree.hash_of, range(kv.total_count))),
+        "blocks": dict(kv.tree.block_of_hash),
         "free blocks": kv.total_avail,
         "parents": list(kv.tree.parents),
         "states": dict(slots.tree.slot_by_block),

@@ -195,8 +195,8 @@ class Admission:
         self, request: DynamicInferenceRequest, match: PrefixMatch, num_computed: int, token_budget: int
     ) -> bool:
         """Fetch a deeper state for a request that can go on at once; whether the match is stale now."""
-        tier, holding = self._cache.tier, request.holding
-        if tier is None or (holding is not None and not holding.path.shares):
+        holding = request.holding
+        if self._cache.tier is None or (holding is not None and not holding.path.shares):
             return False
         start, length, size = max(num_computed, match.resume_tokens), len(request.tokens), self._block_size
         stop = self._stop(start, length, token_budget)
@@ -205,9 +205,7 @@ class Admission:
         if holding is None and not self._has_slots():
             return False
         num_reachable = min(len(match.blocks), request.most_resumed // size)
-        return tier.bring_back(
-            self._cache.slots, match.blocks[:num_reachable], request.hashes.keys, start, size
-        )
+        return self._cache.slots.bring_back(match.blocks[:num_reachable], request.hashes.keys, start, size)
 
     def _schedule_decode(self, request: DynamicInferenceRequest, holding: Holding) -> RequestStep | None:
         """A decode; one of a token that only the device knows neither needs nor completes a KV block."""

@@ -17,6 +17,7 @@ from ...validation import INT32_MAX, instance, integer, shown
 from ..kernels.state_tensors import StateTensors
 from .cache.checkpoint_plan import CheckpointPlan, checked_boundaries
 from .cache.eviction import PolicyChoice, checked_policy
+from .cache.kv_block_allocator import KVBlockAllocator
 from .cache.state_slots import StateSlots
 
 MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
@@ -96,7 +97,7 @@ def _block_count(context: object) -> int:
     if kv is None:
         raise ValueError(f"context is {shown(context)}; accepted: a host that has a kv_block_allocator")
     name = next((name for name in ("total_count", "pool_size") if hasattr(kv, name)), "")
-    if not name or not hasattr(kv, "block_hashes"):
+    if not name or not (isinstance(kv, KVBlockAllocator) or hasattr(kv, "block_hashes")):
         raise ValueError(
             f"context.kv_block_allocator is {shown(kv)}; accepted: what has block_hashes, and total_count or "
             "pool_size"

@@ -123,8 +123,9 @@ def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
         free[pool.num_live :] = True  # staging slots belong to one step
     holdings = [request.holding for request in context.requests if request.holding is not None]
     free[[holding.state_index for holding in holdings if holding.state_index >= 0]] = False
-    unused = torch.from_numpy((blocks.block_ref_counts == 0) & (blocks.block_hashes < 0))
-    return free.nonzero().flatten(), unused.nonzero().flatten()
+    refs, parents = blocks.tree.references, blocks.tree.parents
+    unused = [block for block in range(blocks.total_count) if not refs[block] and parents[block] < 0]
+    return free.nonzero().flatten(), torch.tensor(unused, dtype=torch.int64, device="cpu")
 
 
 def unwritten_rows(context: DynamicInferenceContext) -> tuple[list[int], list[tuple[int, int]]]:

@@ -36,8 +36,8 @@ FAULTS = {
         (
             (
                 POLICIES + "prefix_match.py",
-                "most = num_tokens - 1 if limit is None",
-                "most = max(0, num_tokens - 2) if limit is None",
+                "min(limit, num_tokens - 1) // size",
+                "min(limit, max(0, num_tokens - 2)) // size",
             ),
         ),
     ),

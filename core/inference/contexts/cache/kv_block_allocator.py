@@ -7,9 +7,6 @@ from collections.abc import Callable, Sequence
 from operator import countOf
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from ....errors import KVBlockCapacityError
 from ....validation import INT32_MAX, boolean, checked_integers, integer, shown
 from .memory import BlocksByUnit, BlockStack, DirtyEntries, FreeBlocks, MemoryUnits
@@ -46,13 +43,9 @@ class KVBlockAllocator:
     evicted, leaf first. The cost of a call grows with the blocks that it names (times the logarithm of the
     number of cached blocks), not with the pool.
 
-    Attributes (for hosts to read; writing them is not supported):
-        block_ref_counts [total_count] int32, block_hashes [total_count] int64, -1 where not registered, and
-        block_timestamps [total_count] int64, nanoseconds, which grow with each use: numpy arrays, built
-        anew at each read in O(total_count).
-        kv_hash_to_block_id: dict from prefix hash to registered block.
+    Attributes:
+        total_count: blocks of the pool.
         tree: the registered blocks, as `PrefixTree` keeps them.
-        on_blocks_deregistered: megatron-core's single observer; `observe_deregistration` adds more.
     """
 
     def __init__(
@@ -82,7 +75,6 @@ class KVBlockAllocator:
         self._units = units
         self.lender: BlockLender | None = None
         self.tree = PrefixTree(self.total_count) if slots is None else slots.tree
-        self.on_blocks_deregistered: DeregistrationObserver | None = None
         self._observers: list[DeregistrationObserver] = []
         self._dirty = dirty or DirtyEntries()
         self._by_unit = BlocksByUnit(self.total_count, units.blocks_per_unit) if units else None
@@ -107,30 +99,10 @@ class KVBlockAllocator:
         self._dirty.note(blocks)
         self._free.add(blocks)
 
-    # ---- what hosts read
-
-    @property
-    def block_ref_counts(self) -> npt.NDArray[np.int32]:
-        return np.array(self.tree.references[: self.total_count], np.int32)
-
-    @property
-    def block_hashes(self) -> npt.NDArray[np.int64]:
-        array = np.full(self.total_count, -1, np.int64)
-        array[list(self.kv_hash_to_block_id.values())] = list(self.kv_hash_to_block_id)
-        return array
-
-    @property
-    def block_timestamps(self) -> npt.NDArray[np.int64]:
-        return np.array(self.tree.leaves.timestamps, np.int64)
-
     @property
     def _lent_blocks(self) -> Sequence[int]:
         """The blocks whose memory holds states. They have a reference, which does not count as held."""
         return self._units.lent_blocks if self._units else ()
-
-    @property
-    def kv_hash_to_block_id(self) -> dict[int, int]:
-        return self.tree.block_of_hash
 
     @property
     def references(self) -> dict[int, int]:
@@ -343,13 +315,8 @@ class KVBlockAllocator:
         self._add_free(blocks[::-1])
         self._notify(blocks, hashes)
 
-    @property
-    def _all_observers(self) -> list[DeregistrationObserver]:
-        single = [self.on_blocks_deregistered] if self.on_blocks_deregistered else []
-        return single + self._observers
-
     def _notify(self, blocks: list[int], hashes: list[int]) -> None:
-        for observer in self._all_observers:
+        for observer in self._observers:
             try:
                 observer(list(blocks), set(hashes))
             except Exception:
@@ -363,7 +330,7 @@ class KVBlockAllocator:
         if self._slots is not None:
             self._slots.forget(None, with_blocks=True, cause="reset")
         by_hash = self.tree.block_of_hash
-        registered, hashes = (list(by_hash.values()), list(by_hash)) if self._all_observers else ([], [])
+        registered, hashes = (list(by_hash.values()), list(by_hash)) if self._observers else ([], [])
         self._num_cached = 0
         self.tree.clear()
         self._restart_free()
@@ -417,7 +384,7 @@ class KVBlockAllocator:
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other; O(pool)."""
         refs = self.tree.references
-        registered = set(self.kv_hash_to_block_id.values())
+        registered = set(self.tree.block_of_hash.values())
         listed = self._free.listed()
         free = set(listed)
         assert len(listed) == len(free), "a block is free twice"

@@ -329,8 +329,7 @@ class PrefixTree:
     def name_states(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
         """Make the blocks' states, in these slots, findable; a hash in use keeps finding its older state."""
         block_named, key_by_slot = self.hash_to_block_id, self._key_by_slot
-        for watcher in self.watchers:
-            watcher((*keys, *filter(None, map(key_by_slot.__getitem__, slots))))
+        self._notify((*keys, *filter(None, map(key_by_slot.__getitem__, slots))))
         for block, slot, key in zip(blocks, slots, keys, strict=True):
             if block_named.setdefault(key, block) == block:
                 former = key_by_slot[slot]
@@ -364,8 +363,7 @@ class PrefixTree:
         removed = [block for block in blocks if block in slot_by_block]
         slots = [slot_by_block[block] for block in removed]
         keys = [key for slot in slots if (key := key_by_slot[slot])]
-        for watcher in self.watchers:
-            watcher(keys)
+        self._notify(keys)
         if cause in ("new_state", "live_state"):
             self.ghosts.add_all(keys, "state")
         for key in keys:  # the hash goes first, because it is what makes a state findable
@@ -386,8 +384,7 @@ class PrefixTree:
 
     def clear_states(self) -> None:
         """Forget every state and ghost."""
-        for watcher in self.watchers:
-            watcher(None)
+        self._notify(None)
         num_removed = len(self.slot_by_block)
         self.hash_to_block_id.clear()
         self.slot_by_block.clear()
@@ -396,6 +393,10 @@ class PrefixTree:
         self.ghosts.clear()
         self.clock += 1
         self.state_turnover.by_cause["reset"] += num_removed
+
+    def _notify(self, keys: Iterable[int] | None) -> None:
+        for watcher in self.watchers:
+            watcher(keys)
 
     def _note_states_changed(self, blocks: Iterable[int]) -> None:
         """Note that states of these blocks were added or removed."""

@@ -133,7 +133,7 @@ class StateSlots:
     # ---- reservations
 
     def make_room(self, planned: Sequence[PlannedState]) -> list[int]:
-        """Plan these states, and evict states worth less; returns the hashes of the states that get a slot."""
+        """Plan these states, and evict states worth less; returns the hashes of those that get a slot."""
         policy = self.policy
         for state in planned:
             policy.plan(state.keys, state.depth, state.taken_as, state.request)
@@ -222,6 +222,39 @@ class StateSlots:
         self._require_committed(slot)
         self.policy.use(slot)
         self.tree.note_state_used(slot, self._clock())
+
+    # ---- copies in a tier
+
+    def bring_back(
+        self, blocks: Sequence[int], keys: Sequence[int], start: int, block_size_tokens: int
+    ) -> bool:
+        """Fetch the deepest state after token `start` of a path, if that beats computing it; waits for it.
+
+        May evict other states, which spill in turn. A bad copy is forgotten, and the next deepest is tried.
+        A collective where the model is split. Returns whether states changed: matches are stale then.
+        """
+        tier, changed = self._tier, False
+        if tier is None or not (tier.host or tier.files):
+            return False
+        for depth in range(len(blocks), -(-start // block_size_tokens), -1):
+            key, block = keys[depth - 1], blocks[depth - 1]
+            worth = tier.is_worth(key, depth * block_size_tokens - start)
+            if not worth or block in self.tree.slot_by_block:
+                continue
+            tier.pin(key)
+            try:
+                (slot,) = self.reserve([block])
+            except MambaSlotCapacityError:
+                tier.pin(None)
+                return changed
+            changed = True
+            good = tier.fetch(key, slot)
+            self.tree.note_copies_lost(tier.take_lost())
+            if good:
+                self.commit([slot])
+                return True
+            self.release([slot])
+        return changed
 
     # ---- live slots
 
@@ -400,7 +433,8 @@ class StateSlots:
         tree, tier = self.tree, self._tier
         blocks = tree.blocks_of(slots)
         if tier is not None:
-            tree.note_copies_lost(tier.spill(slots, [tree.key_of(block) for block in blocks]))
+            tier.spill(slots, [tree.key_of(block) for block in blocks])
+            tree.note_copies_lost(tier.take_lost())
         self._remove(blocks, cause)
 
     def _enter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:

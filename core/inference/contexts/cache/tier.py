@@ -3,20 +3,21 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
-from ....errors import MambaSlotCapacityError
 from .memory import DirtyEntries
 from .pool_stats import TIER_REMOVAL_CAUSES, TierRemovalCause, TierStats
-from .prefix_tree import PrefixTree, Watcher
+from .prefix_tree import Watcher
 
 logger = logging.getLogger(__name__)
 
 
 class TierSlots:
-    """The index of a tier, hash -> slot: least recently used first, one pinned copy.
+    """The index of a tier: a slot for each copy, and one pinned copy.
 
-    `watchers` are called with hashes before their copies are inserted or removed; None for all hashes.
+    Attributes:
+        copies: hash -> slot and serial number of the state's copy; used longest ago first.
+        free: the free slots, in no order.
+        watchers: called with hashes before their copies are inserted or removed; None for all hashes.
     """
 
     def __init__(
@@ -27,35 +28,22 @@ class TierSlots:
         self.removed_by_cause: dict[TierRemovalCause, int] = dict.fromkeys(TIER_REMOVAL_CAUSES, 0)
         self.watchers = watchers
         self.dirty = dirty or DirtyEntries()
-        self._slots: OrderedDict[int, int] = OrderedDict()  # hash -> slot, used longest ago first
-        self._free = list(range(num_slots))
-        self._serials = [0] * num_slots
+        self.copies: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        self.free = list(range(num_slots))
         self._pinned: int | None = None
 
     def __contains__(self, key: object) -> bool:
-        return key in self._slots
+        return key in self.copies
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self.copies)
 
-    @property
-    def free(self) -> Sequence[int]:
-        """The free slots, in no order."""
-        return self._free
-
-    def slot_of(self, key: int) -> int:
-        """The slot that holds the state of this hash, or -1."""
-        return self._slots.get(key, -1)
-
-    def serial_of(self, key: int) -> int:
-        return self._serials[self._slots[key]]
-
-    def keys(self) -> list[int]:
-        """The hashes, the least recently used first."""
-        return list(self._slots)
+    def _notify(self, keys: Sequence[int] | None) -> None:
+        for watcher in self.watchers:
+            watcher(keys)
 
     def use(self, key: int) -> None:
-        self._slots.move_to_end(key)
+        self.copies.move_to_end(key)
 
     def pin(self, key: int | None) -> None:
         """Protect this copy, and no other, from eviction; None for none."""
@@ -63,51 +51,40 @@ class TierSlots:
 
     def allocate(self) -> tuple[int, int]:
         """A slot to write, and the hash whose copy is evicted for it, or 0; (-1, 0) where there is none."""
-        if self._free:
-            slot = self._free.pop()
+        if self.free:
+            slot = self.free.pop()
             self.dirty.clean([slot])
             return slot, 0
-        victim = next((key for key in self._slots if key != self._pinned), 0)
+        victim = next((key for key in self.copies if key != self._pinned), 0)
         if not victim:
             return -1, 0
-        for watcher in self.watchers:
-            watcher([victim])
-        slot = self._slots.pop(victim)
+        self._notify([victim])
+        slot, _ = self.copies.pop(victim)
         self.removed_by_cause["new_state"] += 1
         self.dirty.clean([slot])  # a copy that failed may be in it
         return slot, victim
 
     def publish(self, key: int, slot: int, serial: int) -> None:
         """Index the state in a slot from `allocate` under its hash; no other state ever had this `serial`."""
-        for watcher in self.watchers:
-            watcher([key])
-        self._serials[slot] = serial
-        self._slots[key] = slot
+        self._notify([key])
+        self.copies[key] = slot, serial
         self.num_entered += 1
 
     def forget(self, keys: Iterable[int], cause: TierRemovalCause) -> list[int]:
         """Free the slots of these hashes, and return them."""
-        if self.watchers:
-            keys = [key for key in keys if key in self._slots]
-            for watcher in self.watchers:
-                watcher(keys)
-        slots = []
-        for key in keys:
-            slot = self._slots.pop(key, -1)
-            if slot >= 0:
-                self.removed_by_cause[cause] += 1
-                self.dirty.note([slot])
-                self._free.append(slot)
-                slots.append(slot)
+        keys = [key for key in keys if key in self.copies]
+        self._notify(keys)
+        slots = [self.copies.pop(key)[0] for key in keys]
+        self.removed_by_cause[cause] += len(slots)
+        self.dirty.note(slots)
+        self.free += slots
         return slots
 
     def clear(self, totals: bool = False) -> None:
         """Forget every copy; with `totals` also the counts."""
-        for watcher in self.watchers:
-            watcher(None)
-        self.removed_by_cause["reset"] += len(self._slots)
-        self._slots.clear()
-        self._pinned = None
+        self._notify(None)
+        self.removed_by_cause["reset"] += len(self)
+        self.copies.clear()
         self.mend()
         if totals:
             self.num_entered = 0
@@ -115,20 +92,20 @@ class TierSlots:
 
     def mend(self) -> None:
         """After an interrupted change: free what is not indexed; O(slots)."""
-        used = set(self._slots.values())
+        used = {slot for slot, _ in self.copies.values()}
         if self.dirty.is_active:
-            self.dirty.note(set(range(self.num_slots)).difference(used, self._free))
-        self._free = [slot for slot in range(self.num_slots) if slot not in used]
+            self.dirty.note(set(range(self.num_slots)).difference(used, self.free))
+        self.free = [slot for slot in range(self.num_slots) if slot not in used]
         self._pinned = None
-        self.num_entered = len(self._slots) + sum(self.removed_by_cause.values())
+        self.num_entered = len(self) + sum(self.removed_by_cause.values())
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the index contradicts itself; O(slots)."""
-        slots = [*self._slots.values(), *self._free]
+        slots = [*(slot for slot, _ in self.copies.values()), *self.free]
         assert sorted(slots) == list(range(self.num_slots)), "a slot of a tier is nowhere, or twice"
         assert self._pinned is None, "a copy of a tier is pinned"
         num_removed = sum(self.removed_by_cause.values())
-        assert self.num_entered == len(self._slots) + num_removed, "the count of removed copies is off"
+        assert self.num_entered == len(self) + num_removed, "the count of removed copies is off"
 
 
 class StateCopies:
@@ -162,18 +139,6 @@ class StateCopies:
 
     def free(self) -> None:
         """Free device memory that the next `store` can allocate again."""
-
-
-class StateReservations(Protocol):
-    """Durable slots, which a fetched state needs; `StateSlots` is one."""
-
-    tree: PrefixTree
-
-    def reserve(self, blocks: Sequence[int]) -> list[int]: ...
-
-    def commit(self, slots: Sequence[int]) -> list[int]: ...
-
-    def release(self, slots: Sequence[int]) -> None: ...
 
 
 class HostTier:
@@ -210,7 +175,7 @@ class HostTier:
         self.num_fetched = 0
         self.num_fetched_from_files = 0
         self.num_failed_stores = 0
-        self._lost: list[int] = []  # hashes whose last copy is gone since `_take_lost`
+        self._lost: list[int] = []  # hashes whose last copy is gone since `take_lost`
         self._agree = agree
         self._serial = 0
 
@@ -220,7 +185,7 @@ class HostTier:
 
     def __iter__(self) -> Iterator[int]:
         """The hashes with a copy, each once."""
-        return iter(dict.fromkeys((*self.host.keys(), *self.files.keys())))
+        return iter(dict.fromkeys((*self.host.copies, *self.files.copies)))
 
     def stats(self) -> TierStats:
         return TierStats(
@@ -238,11 +203,10 @@ class HostTier:
 
     # ---- out
 
-    def spill(self, slots: Sequence[int], keys: Sequence[int]) -> list[int]:
+    def spill(self, slots: Sequence[int], keys: Sequence[int]) -> None:
         """Copy the states of evicted slots, before they are written; does not wait. Keys < 1 are no hashes.
 
         A copy that failed stays indexed, so that the indexes of all ranks are equal; `fetch` refuses it.
-        Returns the hashes that have no copy any more.
         """
         for slot, key in zip(slots, keys, strict=True):
             if key <= 0:
@@ -261,9 +225,9 @@ class HostTier:
                 self.host.dirty.note([host_slot])
             self.host.publish(key, host_slot, serial)
             self._save(host_slot, key, serial)
-        return self._take_lost()
 
-    def _take_lost(self) -> list[int]:
+    def take_lost(self) -> list[int]:
+        """The hashes that have no copy any more, since the last call."""
         lost, self._lost = self._lost, []
         return lost
 
@@ -293,64 +257,32 @@ class HostTier:
 
     # ---- back
 
-    def bring_back(
-        self,
-        slots: StateReservations,
-        blocks: Sequence[int],
-        keys: Sequence[int],
-        start: int,
-        block_size_tokens: int,
-    ) -> bool:
-        """Fetch the deepest state after token `start` of a path, if that beats computing it; waits for it.
-
-        May evict other states, which spill in turn. A bad copy is forgotten, and the next deepest is tried.
-        A collective where the model is split. Returns whether states changed: matches are stale then.
-        """
-        changed, states = False, slots.tree.slot_by_block
-        if not (self.host or self.files):
-            return changed
-        for depth in range(len(blocks), -(-start // block_size_tokens), -1):
-            key, block = keys[depth - 1], blocks[depth - 1]
-            if self._is_worth(key, depth * block_size_tokens - start) and block not in states:
-                self._pin(key)
-                try:
-                    (slot,) = slots.reserve([block])
-                except MambaSlotCapacityError:
-                    self._pin(None)
-                    return changed
-                changed = True
-                good = self._fetch(key, slot)
-                slots.tree.note_copies_lost(self._take_lost())
-                if good:
-                    slots.commit([slot])
-                    return True
-                slots.release([slot])
-        return changed
-
-    def _is_worth(self, key: int, num_tokens: int) -> bool:
+    def is_worth(self, key: int, num_tokens: int) -> bool:
+        """Whether there is a copy under this hash, to fetch rather than to compute so many tokens."""
         if key in self.host:
             return num_tokens >= self.min_tokens
         return key in self.files and num_tokens >= self.min_tokens_from_file
 
-    def _pin(self, key: int | None) -> None:
-        """Protect the copies under `key`, and no others, while states spill."""
+    def pin(self, key: int | None) -> None:
+        """Protect the copies under `key`, which are used now, and no others, from eviction; None for none."""
         for tier in (self.host, self.files):
             if key is None or key in tier:
                 tier.pin(key)
             if key is not None and key in tier:
                 tier.use(key)
 
-    def _fetch(self, key: int, slot: int) -> bool:
-        """Copy a state to a reserved slot; False, and forgotten on all ranks, if it is bad on one."""
+    def fetch(self, key: int, slot: int) -> bool:
+        """Copy a pinned state to a reserved slot; False, and forgotten on all ranks, if it is bad on one."""
         from_file = key not in self.host
         good = loaded = False
         try:
             loaded = not from_file or self._load(key)
             if loaded:
-                good = self.copies.fetch(self.host.slot_of(key), slot, self.host.serial_of(key))
+                host_slot, serial = self.host.copies[key]
+                good = self.copies.fetch(host_slot, slot, serial)
         except Exception:
             logger.warning("a state could not be copied back; its tokens are computed", exc_info=True)
-        self._pin(None)
+        self.pin(None)
         if not self._agree(good):
             self.forget([key], "damaged" if loaded else "not_written")
             self._lost.append(key)
@@ -364,10 +296,10 @@ class HostTier:
         host_slot = self._allocate(self.host)
         if host_slot < 0:
             return False
-        serial = self.files.serial_of(key)
+        file, serial = self.files.copies[key]
         self.host.publish(key, host_slot, serial)
         self.host.pin(key)
-        return self.copies.load(self.files.slot_of(key), host_slot, serial)
+        return self.copies.load(file, host_slot, serial)
 
     # ---- the whole
 
@@ -398,4 +330,4 @@ class HostTier:
         """Raise AssertionError where the indexes contradict themselves, or a hash has no registered block."""
         for tier in (self.host, self.files):
             tier.check_integrity()
-            assert all(map(known, tier.keys())), "a tier keeps a state whose KV is gone"
+            assert all(map(known, tier.copies)), "a tier keeps a state whose KV is gone"

@@ -157,7 +157,7 @@ def test_a_reused_block_of_our_kv_allocator_has_no_state_of_its_former_prefix():
 def test_a_hosts_observer_is_kept_where_the_constructor_subscribes():
     received = []
     kv = KVBlockAllocator(2)
-    kv.on_blocks_deregistered = lambda blocks, hashes: received.append(hashes)
+    kv.observe_deregistration(lambda blocks, hashes: received.append(hashes))
     host = FakeHost(num_blocks=2)
     host.kv_block_allocator = kv
     host.allocator(1, MambaSlotAllocator)

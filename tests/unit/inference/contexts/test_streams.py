@@ -126,7 +126,7 @@ def tier_traffic(
             copies._checksum = fails  # type: ignore[assignment]
         with suppress(MambaSlotCapacityError):
             if block not in slots.tree.slot_by_block:
-                held.bring_back(slots, [block], [block + 1], 0, 1)
+                slots.bring_back([block], [block + 1], 0, 1)
             copies._checksum = checksum
             if block not in slots.tree.slot_by_block:
                 (slot,) = slots.reserve([block])

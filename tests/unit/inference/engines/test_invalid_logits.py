@@ -110,7 +110,7 @@ def test_a_block_that_another_request_computes_in_the_same_step_stays() -> None:
     with spoiling(client.engine, SPOILS["NaN"], bad, 0):
         (result,) = client.step().finished
     assert (result.request_id, result.finish_reason) == (bad, "invalid_logits")
-    assert len(client.engine.context.prefix_cache.kv_blocks.kv_hash_to_block_id) == 2
+    assert len(client.engine.context.prefix_cache.kv_blocks.tree.block_of_hash) == 2
     client.finish()
     assert_idle(client.engine)
 

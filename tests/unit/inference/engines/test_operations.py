@@ -37,7 +37,7 @@ Operation = Callable[[ms.DynamicInferenceEngine], object]
 def cached(engine: ms.DynamicInferenceEngine) -> tuple[int, int]:
     """Registered KV blocks and committed states."""
     cache = engine.context.prefix_cache
-    return len(cache.kv_blocks.kv_hash_to_block_id), len(cache.slots.tree.slot_by_block)
+    return len(cache.kv_blocks.tree.block_of_hash), len(cache.slots.tree.slot_by_block)
 
 
 def resumed(engine: ms.DynamicInferenceEngine, prompt: list[int], salt: bytes | None = None) -> int:
@@ -57,7 +57,7 @@ def situations(engine: ms.DynamicInferenceEngine) -> set[str]:
             found.add("paused on a durable slot")
         if 0 < request.holding.num_computed < len(request.prompt_tokens):
             found.add("in the middle of its prompt")
-            held = engine.context.prefix_cache.kv_blocks.block_ref_counts[request.holding.path.blocks]
+            held = np.array(engine.context.prefix_cache.tree.references)[request.holding.path.blocks]
             if int(held.max()) > 1:
                 found.add("in the middle of its prompt, with shared blocks")
     if engine.state.scheduler.waiting:
@@ -195,7 +195,7 @@ def test_a_reset_between_two_steps_notifies_observers_of_what_left() -> None:
         lambda blocks, _: deregistered.append(set(blocks))
     )
     engine.generate([LONG[:40]], ONE)
-    registered = set(engine.context.prefix_cache.kv_blocks.kv_hash_to_block_id.values())
+    registered = set(engine.context.prefix_cache.kv_blocks.tree.block_of_hash.values())
     engine.reset_prefix_cache()
     assert deregistered == [registered]
 

@@ -53,7 +53,7 @@ def cached(engine: ms.DynamicInferenceEngine) -> dict[tuple[str, int], torch.Ten
     memory, kv = engine.context.memory, engine.context.prefix_cache.kv_blocks
     slots = engine.context.prefix_cache.slots.tree
     found = {}
-    for key, block in kv.kv_hash_to_block_id.items():
+    for key, block in kv.tree.block_of_hash.items():
         found["kv", key] = memory.kv_cache[:, :, block]
     for key, block in slots.hash_to_block_id.items():
         for tensor in memory.state_pool.states:

@@ -356,11 +356,11 @@ def test_what_the_allocators_report(source: ms.DynamicInferenceEngine) -> None:
     kv, slots = target.context.prefix_cache.kv_blocks, target.context.prefix_cache.slots
     assert sorted(eviction_order(slots)) == sorted(slots.tree.slot_by_block.values())
     for block in range(kv.total_count):
-        assert (block in kv.tree) == (block in kv.kv_hash_to_block_id.values())
+        assert (block in kv.tree) == (block in kv.tree.block_of_hash.values())
 
 
 def timestamps(engine: ms.DynamicInferenceEngine, blocks: Any) -> list[int]:
-    return [int(engine.context.prefix_cache.kv_blocks.block_timestamps[block]) for block in blocks]
+    return [engine.context.prefix_cache.tree.leaves.timestamps[block] for block in blocks]
 
 
 def test_what_is_known_gives_way_to_nothing_imported() -> None:
@@ -469,7 +469,7 @@ def test_a_slot_that_is_allocated_but_not_registered_is_not_exported() -> None:
     """It holds bytes of another state until its host has filled it."""
     source = warm_engine()
     slots, kv = source.context.prefix_cache.slots, source.context.prefix_cache.kv_blocks
-    stateless = [block for block in kv.kv_hash_to_block_id.values() if block not in slots.tree.slot_by_block]
+    stateless = [block for block in kv.tree.block_of_hash.values() if block not in slots.tree.slot_by_block]
     if not stateless:
         stateless = [slots.tree.block_of(eviction_order(slots)[0])]
         assert slots.drop(stateless[0])

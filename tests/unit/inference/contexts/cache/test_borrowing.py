@@ -131,7 +131,7 @@ def usable(cache):
     slots, kv = cache.slots, cache.kv_blocks
     numbers = {*slots.free, *slots.tree.slot_by_block.values(), *slots.reserved, *slots.live}
     free = kv._free.listed()
-    blocks = {*free, *kv.kv_hash_to_block_id.values(), *kv.references}
+    blocks = {*free, *kv.tree.block_of_hash.values(), *kv.references}
     return numbers, blocks
 
 

@@ -27,13 +27,21 @@ def cached(kv, parent, *contents, key=1):
     return blocks
 
 
+def hashes_of(kv, blocks=None):
+    return [kv.tree.hash_of(block) for block in (range(kv.total_count) if blocks is None else blocks)]
+
+
+def references_of(kv, blocks):
+    return [kv.tree.references[block] for block in blocks]
+
+
 def picture(kv):
     """Everything a caller can see, to show that a failed call changed nothing."""
     return (
-        kv.block_ref_counts.tolist(),
-        kv.block_hashes.tolist(),
-        kv.block_timestamps.tolist(),
-        dict(kv.kv_hash_to_block_id),
+        list(kv.tree.references),
+        hashes_of(kv),
+        list(kv.tree.leaves.timestamps),
+        dict(kv.tree.block_of_hash),
         kv.total_avail,
         kv.cached_count,
         [kv.tree.num_children[block] for block in range(kv.total_count)],
@@ -65,16 +73,14 @@ def lines_run(call):
 def test_a_new_pool_is_all_free():
     kv = KVBlockAllocator(5)
     assert (kv.total_avail, kv.cached_count, kv.held_count) == (5, 0, 0)
-    assert kv.block_ref_counts.dtype == np.int32
-    assert kv.block_hashes.dtype == kv.block_timestamps.dtype == np.int64
-    assert kv.block_hashes.tolist() == [-1] * 5
+    assert hashes_of(kv) == [-1] * 5
 
 
 def test_allocated_blocks_are_distinct_and_held_once():
     kv = KVBlockAllocator(5)
     blocks = kv.allocate_memory_blocks(3)
     assert len(set(blocks)) == 3
-    assert [int(kv.block_ref_counts[block]) for block in blocks] == [1, 1, 1]
+    assert references_of(kv, blocks) == [1, 1, 1]
     assert (kv.total_avail, kv.held_count) == (2, 3)
 
 
@@ -99,7 +105,7 @@ def test_a_block_named_twice_loses_two_references():
     (block,) = kv.allocate_memory_blocks(1)
     kv.add_references([block, block])
     kv.release_memory_blocks([block, block])
-    assert int(kv.block_ref_counts[block]) == 1
+    assert kv.tree.references[block] == 1
     kv.release_memory_blocks([block])
     assert kv.total_avail == 2
 
@@ -125,7 +131,7 @@ def test_blocks_may_come_as_an_array():
     blocks = np.array(kv.allocate_memory_blocks(2), np.int32)
     kv.add_references(blocks)
     kv.release_memory_blocks(blocks)
-    assert kv.block_ref_counts[blocks].tolist() == [1, 1]
+    assert references_of(kv, blocks) == [1, 1]
 
 
 def test_available_memory_counts_free_and_cached_blocks_less_those_about_to_be_held():
@@ -181,7 +187,7 @@ def test_the_first_to_register_a_prefix_wins():
     first = written(kv, b"", A, B)
     second = kv.allocate_memory_blocks(2)
     assert kv.register_chain(b"", second, [1, 2], [A, B]) == first
-    assert kv.block_hashes[second].tolist() == [-1, -1]
+    assert hashes_of(kv, second) == [-1, -1]
     kv.release_memory_blocks(second)
     assert kv.total_avail == 2
 
@@ -228,7 +234,7 @@ def test_registration_ends_before_a_colliding_hash():
     written(kv, b"", A)
     blocks = kv.allocate_memory_blocks(3)
     assert kv.register_chain(b"", blocks, [5, 1, 6], [B, C, D]) == blocks[:1]
-    assert kv.block_hashes[blocks].tolist() == [5, -1, -1]
+    assert hashes_of(kv, blocks) == [5, -1, -1]
     kv.check_integrity()
     assert kv.tree.match(b"", [5, 1, 6], [B, C, D]) == blocks[:1]
 
@@ -365,12 +371,12 @@ def test_too_much_to_allocate_evicts_nothing():
 def test_every_observer_is_notified_of_blocks_and_hashes_that_left():
     kv = KVBlockAllocator(4)
     calls = []
-    kv.on_blocks_deregistered = lambda *news: calls.append(("single", *news))
+    kv.observe_deregistration(lambda *news: calls.append(("zeroth", *news)))
     kv.observe_deregistration(lambda *news: calls.append(("first", *news)))
     kv.observe_deregistration(lambda *news: calls.append(("second", *news)))
     blocks = cached(kv, b"", A, B)
     kv.evict_lru_blocks(2)
-    assert [name for name, _, _ in calls] == ["single", "first", "second"]
+    assert [name for name, _, _ in calls] == ["zeroth", "first", "second"]
     assert all((sorted(ids), hashes) == (sorted(blocks), {1, 2}) for _, ids, hashes in calls)
 
 
@@ -382,15 +388,14 @@ def test_observers_are_not_notified_of_blocks_without_a_hash():
     assert calls == []
 
 
-@pytest.mark.parametrize("failing", ["single", "first"])
-def test_an_observer_that_raises_loses_nothing(failing, caplog):
+def test_an_observer_that_raises_loses_nothing(caplog):
     def fail(blocks, hashes):
         raise RuntimeError("observer")
 
     kv = KVBlockAllocator(3)
     calls = []
-    kv.on_blocks_deregistered = fail if failing == "single" else lambda *news: calls.append("single")
-    kv.observe_deregistration(fail if failing == "first" else lambda *news: calls.append("first"))
+    kv.observe_deregistration(lambda *news: calls.append("first"))
+    kv.observe_deregistration(fail)
     kv.observe_deregistration(lambda *news: calls.append("second"))
     blocks = cached(kv, b"", A, B, C)
     assert sorted(kv.allocate_memory_blocks(3)) == sorted(blocks)
@@ -414,7 +419,7 @@ def test_blocks_are_free_and_unknown_when_observers_are_notified():
     seen = []
 
     def look(blocks, hashes):
-        seen.append((kv.total_avail, kv.block_hashes[blocks].tolist(), kv.tree.match(b"", [1], [A])))
+        seen.append((kv.total_avail, hashes_of(kv, blocks), kv.tree.match(b"", [1], [A])))
         kv.check_integrity()
 
     kv.observe_deregistration(look)
@@ -429,9 +434,9 @@ def test_blocks_are_free_and_unknown_when_observers_are_notified():
 def test_without_a_prefix_held_blocks_stay_held():
     kv = KVBlockAllocator(4)
     (held,), (free,) = written(kv, b"", A), cached(kv, b"", B, key=2)
-    assert kv.block_hashes[[held, free]].tolist() == [1, 2]
+    assert hashes_of(kv, [held, free]) == [1, 2]
     kv.deregister_all()
-    assert kv.block_hashes.tolist() == [-1] * 4
+    assert hashes_of(kv) == [-1] * 4
     assert (kv.total_avail, kv.cached_count, kv.references) == (3, 0, {held: 1})
     kv.check_integrity()
 
@@ -640,7 +645,7 @@ class KVBlockMachine(RuleBasedStateMachine):
         self.kv.tree.leaves.holds_state = lambda block: block in self.states
         logger.disabled = True  # one observer fails, on purpose
         self.news = []
-        self.kv.on_blocks_deregistered = lambda *news: self.news.append(news)
+        self.kv.observe_deregistration(lambda *news: self.news.append(news))
         self.kv.observe_deregistration(self.fail)
         self.kv.observe_deregistration(lambda *news: self.news.append(news))
         self.forget()
@@ -890,11 +895,13 @@ class KVBlockMachine(RuleBasedStateMachine):
             return
         kv = self.kv
         kv.check_integrity()
-        assert kv.block_ref_counts.tolist() == [self.refs[block] for block in range(kv.total_count)]
+        assert references_of(kv, range(kv.total_count)) == [
+            self.refs[block] for block in range(kv.total_count)
+        ]
         assert kv.total_avail == len(self.free())
         assert kv.cached_count == len(self.cached())
         assert kv.held_count == len(+self.refs)
-        assert kv.kv_hash_to_block_id == self.by_key
+        assert kv.tree.block_of_hash == self.by_key
         assert self.news == []
         for block in self.prefix_of:
             assert kv.tree.num_children[block] == len(self.children(block))

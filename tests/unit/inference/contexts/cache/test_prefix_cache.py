@@ -66,7 +66,7 @@ def picture(cache, paths=()):
         cache.stats(),
         cache.kv_blocks.tree.clock,
         cache.kv_blocks.references,
-        dict(cache.kv_blocks.kv_hash_to_block_id),
+        dict(cache.kv_blocks.tree.block_of_hash),
         dict(cache.slots.tree.slot_by_block),
         dict(cache.slots.pins),
         eviction_order(cache.slots),
@@ -257,8 +257,8 @@ def test_a_host_that_observes_does_not_take_the_states_place():
     cache = PrefixCache(4, 4, SIZE)
     cache.release(computed(cache, [1, 2, 3, 4], positions=[2, 4]))
     calls = []
-    cache.kv_blocks.on_blocks_deregistered = lambda blocks, hashes: calls.append(
-        (sorted(blocks), cache.slots.counts.committed)
+    cache.kv_blocks.observe_deregistration(
+        lambda blocks, hashes: calls.append((sorted(blocks), cache.slots.counts.committed))
     )
     blocks = sorted(cache.match(chain_of([1, 2, 3, 4, 5]), 5).blocks)
     cache.kv_blocks.evict_lru_blocks(2)
@@ -757,7 +757,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         cache.check_integrity(self.paths)
         assert self.departed == []
         assert cache.kv_blocks.references == +self.refs()
-        assert set(cache.kv_blocks.kv_hash_to_block_id.values()) == self.prefix_of.keys()
+        assert set(cache.kv_blocks.tree.block_of_hash.values()) == self.prefix_of.keys()
         assert [cache.slots.tree.block_of(slot) for slot in eviction_order(cache.slots)] == self.states
         slots = cache.slots.tree.slot_by_block
         assert {block for block, slot in slots.items() if slot in cache.tree.used} == self.used

@@ -28,7 +28,7 @@ def test_the_copy_used_longest_ago_leaves_first() -> None:
     slot, left = tier.allocate()
     assert left == 12
     tier.publish(13, slot, 13)
-    assert tier.keys() == [11, 13]
+    assert list(tier.copies) == [11, 13]
     tier.pin(11)
     assert tier.allocate()[1] == 13
     assert tier.allocate() == (-1, 0)
@@ -126,7 +126,7 @@ class BooksMachine(RuleBasedStateMachine):
     def bring_back(self, block: int) -> None:
         if block in self.registered:
             there = block in self.slots.tree.slot_by_block
-            came = self.tier.bring_back(self.slots, [block], [block + 100], 0, 1)
+            came = self.slots.bring_back([block], [block + 100], 0, 1)
             assert not (came and there)
             assert not came or self.share or block in self.slots.tree.slot_by_block
             assert came or self.share or there or block + 100 not in self.tier
@@ -176,9 +176,9 @@ def test_the_least_recent_states_are_in_host_memory() -> None:
         (slot,) = slots.reserve([block])
         memory[slot] = BooksMachine.content(block)
         slots.commit([slot])
-    assert tier.host.keys() == [102, 103, 104]
+    assert list(tier.host.copies) == [102, 103, 104]
     for block in (2, 3, 4):
-        assert torch.equal(copies.rows[tier.host.slot_of(block + 100)], BooksMachine.content(block))
+        assert torch.equal(copies.rows[tier.host.copies[block + 100][0]], BooksMachine.content(block))
 
 
 def test_a_copy_that_takes_the_row_of_a_copy_that_failed_is_not_zeroed() -> None:
@@ -202,10 +202,10 @@ def test_a_bad_copy_that_cost_another_state_is_reported() -> None:
     for block in (5, 4):
         slots.commit(slots.reserve([block]))
     copies.rows ^= 1
-    assert tier.bring_back(slots, [4, 5], [104, 105], 1, 1)
+    assert slots.bring_back([4, 5], [104, 105], 1, 1)
     assert not slots.tree.slot_by_block
-    assert tier.host.keys() == [104]
-    assert tier.bring_back(slots, [4], [104], 0, 1)
+    assert list(tier.host.copies) == [104]
+    assert slots.bring_back([4], [104], 0, 1)
     assert 4 in slots.tree.slot_by_block
 
 
@@ -214,6 +214,6 @@ def test_a_tier_without_tensors_finds_every_copy() -> None:
     slots = StateSlots(1, "lru", host_tree(100), tier=tier)
     for block in (1, 2):
         slots.commit(slots.reserve([block]))
-    assert tier.bring_back(slots, [1], [101], 0, 1)
+    assert slots.bring_back([1], [101], 0, 1)
     assert 1 in slots.tree.slot_by_block
     assert tier.stats().num_states_fetched == 1
