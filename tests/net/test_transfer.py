@@ -22,7 +22,7 @@ from mambaslots.net import (
 from mambaslots.net.transfer import import_
 from mambaslots.net.transfer.files import Manifest
 from mambaslots.net.transfer.format import TransferError, shard_of
-from mambaslots.net.transfer.hand_over import SendReport, receive_prefixes, send_prefixes
+from mambaslots.net.transfer.hand_over import SendReport
 from mambaslots.net.transfer.import_ import CopyError, ImportReport, Placement
 from mambaslots.net.transfer.pieces import PartCopies
 from mambaslots.net.transfer.pipe import MessagePipe, NcclPipe
@@ -30,7 +30,7 @@ from mambaslots.net.transfer.shard import PrefixShard, join
 from oracle.distributed_world import World
 from oracle.model_kinds import MIX, OF_TRANSFORMERS, kind_of_model, present_kind
 from oracle.serving import TOLERANCE, expected_answer, random_tokens, small_model, small_model_over
-from oracle.transfers import dense, engine_of, maps_of
+from oracle.transfers import dense, engine_of, maps_of, receive_once, send_once
 
 Split = tuple[int, int]
 """The sizes of the tensor group and of the pipeline group."""
@@ -412,7 +412,7 @@ def test_bytes_damaged_on_one_rank_are_refused_on_all(world: World) -> None:
     assert serve(taker)[0][0] > 0
 
 
-@pytest.mark.parametrize("wrong", ["piece", "weights", "folder", "folder to save in", "name", "timeout_s"])
+@pytest.mark.parametrize("wrong", ["piece", "weights", "folder", "folder to save in", "timeout_s"])
 def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all(
     world: World, folder: Path, wrong: str
 ) -> None:
@@ -423,15 +423,14 @@ def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all(
     store = dist.distributed_c10d._get_default_store()
     if wrong == "weights" and here:
         taker.state.weights_version = None
-    name: Any
-    name, timeout_s = 5 if wrong == "name" and here else wrong, 1e5 if wrong == "timeout_s" and here else 0.5
+    timeout_s = 1e5 if wrong == "timeout_s" and here else 0.5
     calls: dict[str, Any] = {
         "piece": lambda: import_prefixes(taker, None if here else export),  # type: ignore[arg-type]
         "weights": lambda: import_prefixes(taker, export),
         "folder": lambda: load_prefixes(taker, 5 if here else folder),  # type: ignore[arg-type]
         "folder to save in": lambda: save_prefixes(giver, 5 if here else folder),  # type: ignore[arg-type]
     }
-    call = calls.get(wrong, lambda: receive_prefixes(taker, store, name, timeout_s=timeout_s))
+    call = calls.get(wrong, lambda: receive_once(taker, store, wrong, timeout_s=timeout_s))
     with pytest.raises((ValueError, OSError)) as raised:
         call()
     texts = world.gathered(str(raised.value))
@@ -479,9 +478,9 @@ class Parties:
         store, begin = dist.distributed_c10d._get_default_store(), time.monotonic()
         report: SendReport | ImportReport | None = None
         if self.gives:
-            report = send_prefixes(self.engines[0], store, name, timeout_s=timeout_s)
+            report = send_once(self.engines[0], store, name, timeout_s=timeout_s)
         if self.takes:
-            report = receive_prefixes(self.taker, store, name, timeout_s=timeout_s)
+            report = receive_once(self.taker, store, name, timeout_s=timeout_s)
         took = time.monotonic() - begin
         self.world.gathered(None)
         return report, took

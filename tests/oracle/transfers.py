@@ -9,7 +9,10 @@ import msgspec
 import numpy as np
 import torch
 from mambaslots.inference.contexts.cache.hashing import PUBLIC_ROOT, SaltKey
+from mambaslots.net import TransferChannel
 from mambaslots.net.transfer.format import PrefixForest, PrefixFormat, Shard, shard_of
+from mambaslots.net.transfer.hand_over import SendReport
+from mambaslots.net.transfer.import_ import ImportReport
 from mambaslots.net.transfer.shard import PrefixShard, shapes_of
 from mambaslots.parallel_groups import ModelShard, Part
 from mambaslots.state_spec import gated_delta_net_states, mamba2_states, short_conv_states
@@ -56,6 +59,20 @@ def maps_of(engine: ms.DynamicInferenceEngine) -> dict[str, Any]:
 def tensors_of(engine: ms.DynamicInferenceEngine) -> list[torch.Tensor]:
     memory = engine.context.memory
     return [t.clone() for t in (*memory.state_pool.tensors, memory.kv_cache)]
+
+
+def send_once(
+    engine: Any, store: Any, name: Any, prefixes: Any = None, *, timeout_s: float = 60.0
+) -> SendReport:
+    """Over a channel that is used once."""
+    with TransferChannel(engine, store, name, "source", timeout_s=0.5) as channel:
+        return channel.send(prefixes, states="deepest", timeout_s=timeout_s)
+
+
+def receive_once(engine: Any, store: Any, name: Any, *, timeout_s: float = 60.0) -> ImportReport:
+    """Over a channel that is used once."""
+    with TransferChannel(engine, store, name, "destination", timeout_s=0.5) as channel:
+        return channel.receive(timeout_s=timeout_s)
 
 
 def random_forest(seed: int, roots: tuple[bytes, ...] = ROOTS, size: int = 4) -> PrefixForest:

@@ -62,7 +62,7 @@ class PrefillWorker:
         """
         Args:
             engine: caches prefixes and has a `weights_version`; one process serves its model.
-            store: a client of a store that outlives the engines, as for `send_prefixes`.
+            store: a client of a store that outlives the engines, as for `TransferChannel`.
             name: by which decode engines find this worker in the store.
             host: address of this machine by which decode engines reach it; the worker listens on it.
             hand_over_timeout_s: a decode engine that does not take a prefix within this time, in seconds,

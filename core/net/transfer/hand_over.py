@@ -1,9 +1,9 @@
-"""Cached prefixes from one running replica to another, once or again and again."""
+"""Cached prefixes from one running replica to another."""
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Thread
@@ -80,7 +80,7 @@ class TransferChannel:
             store: a client of a store that both replicas reach and that outlives them, for instance a
                 TCPStore of another process. It is not cloned, because a new connection may wait for a name
                 server.
-            name: of this channel alone; not of a hand-over or a channel that was closed.
+            name: of this channel alone, printable; not of a channel that was closed.
             side: "source" or "destination".
             timeout_s: of a call that gives none, in seconds; as in `send`.
             transport: "messages" for host memory also between GPUs; None or "nccl" for NCCL between two ranks
@@ -94,12 +94,8 @@ class TransferChannel:
         if transport not in (None, "nccl", "messages"):
             raise ValueError(f"transport is {shown(transport)}; accepted: 'nccl', 'messages' or None")
         access = CacheAccess(engine, "TransferChannel")
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"name is {shown(name)}; accepted: a str that names this hand-over alone")
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"name is {shown(name)}; accepted: a str that UTF-8 can encode") from error
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise ValueError(f"name is {shown(name)}; accepted: a printable str, of this channel alone")
         self._store = PrefixStore(f"mambaslots/handover/{name}", instance("store", store, Store))
         self._timeout_s = _check_timeout(access.spec.groups, timeout_s)
         access.format()  # what each call will need
@@ -191,7 +187,29 @@ class TransferChannel:
         A failure within this replica, for instance a lost rank, is no miss: it raises, because ranks may then
         differ.
         """
-        return _receive(self._open("receive", "destination"), lambda: self, timeout_s)
+        access, began = self._open("receive", "destination"), False
+
+        def received() -> Incoming:
+            nonlocal began
+            session = self._begin(access, timeout_s)
+            assert isinstance(session, Destination)
+            began = True
+            form, forest = session.in_time(lambda: session.collect(access))
+
+            def fill(placement: Placement) -> None:
+                session.in_time(lambda: session.fill(access, placement, self._nccl))
+
+            return Incoming(form, forest, fill)
+
+        try:
+            return import_received(access, received)
+        except (TransferError, CopyError) as error:
+            if began:
+                self._fail("was not received", error, error.__cause__ or error)
+            return ImportReport(failure=described(error))
+        except BaseException as error:
+            self._drop(described(error))
+            raise
 
     def close(self) -> None:
         """End the channel on this rank; its name is of no use any more."""
@@ -245,72 +263,6 @@ class TransferChannel:
         if session is not None and not session.gate.closed:
             session.gate.close()
             session.close(reason)
-
-
-def send_prefixes(
-    engine: DynamicInferenceEngine,
-    store: Store,
-    name: str,
-    prefixes: Iterable[PrefixName] | None = None,
-    *,
-    states: States = "deepest",
-    timeout_s: float = 60.0,
-) -> SendReport:
-    """Hand cached prefixes to the replica that receives `name`: a `TransferChannel` used once.
-
-    Every rank of the source calls this, between steps, while every rank of the destination calls
-    `receive_prefixes`. The arguments, the report and the errors are those of `TransferChannel` and its
-    `send`; `name` is of this hand-over alone.
-    """
-    with TransferChannel(engine, store, name, "source", timeout_s=timeout_s) as channel:
-        return channel.send(prefixes, states=states)
-
-
-def receive_prefixes(
-    engine: DynamicInferenceEngine, store: Store, name: str, *, timeout_s: float = 60.0
-) -> ImportReport:
-    """Import the prefixes that the replica which sends `name` has cached: a `TransferChannel` used once.
-
-    Every rank of the destination calls this, between steps. The source may be split in another way. The
-    arguments, the report and the errors are those of `TransferChannel` and its `receive`.
-    """
-    with ExitStack() as stack:
-
-        def opened() -> TransferChannel:
-            channel = TransferChannel(engine, store, name, "destination", timeout_s=timeout_s)
-            return stack.enter_context(channel)
-
-        return _receive(CacheAccess(engine, "receive_prefixes"), opened, None)
-
-
-def _receive(
-    access: CacheAccess, channel_of: Callable[[], TransferChannel], timeout_s: float | None
-) -> ImportReport:
-    """As `TransferChannel.receive`; all ranks raise where `channel_of` refuses an argument on one of them."""
-    channels: list[TransferChannel] = []
-
-    def received() -> Incoming:
-        channel = channel_of()
-        session = channel._begin(access, timeout_s)
-        assert isinstance(session, Destination)
-        channels.append(channel)
-        form, forest = session.in_time(lambda: session.collect(access))
-
-        def fill(placement: Placement) -> None:
-            session.in_time(lambda: session.fill(access, placement, channel._nccl))
-
-        return Incoming(form, forest, fill)
-
-    try:
-        return import_received(access, received)
-    except (TransferError, CopyError) as error:
-        for channel in channels:
-            channel._fail("was not received", error, error.__cause__ or error)
-        return ImportReport(failure=described(error))
-    except BaseException as error:
-        for channel in channels:
-            channel._drop(described(error))
-        raise
 
 
 def _check_timeout(parallel: ParallelGroups, timeout_s: float) -> float:

@@ -50,6 +50,7 @@ from .shard import sources_for
 GRACE_S = 1.0
 """How long after the deadline a call still waits for its thread, which can say what failed."""
 _LOOK_S = 0.1
+_ABSENT = "-"  # never the value of a key
 _SPIN_S = 0.01
 _leaked: list[Any] = []  # staging that a pipe may still write to: it is never used again
 
@@ -209,11 +210,10 @@ class Source(Session[Address]):
     def _point(self, rank: int) -> Point:
         """What a rank of the destination has written, or will have."""
         name = f"rank {rank} of the destination"
-        try:
-            while not self.store.check([f"{rank}"]):
+        try:  # one call, which waits for no key: the destination deletes its own as it closes
+            while (data := bytes(self.store.compare_set(f"{rank}", _ABSENT, _ABSENT))) == _ABSENT.encode():
                 self.check_time(name)
                 time.sleep(0.01)
-            data = bytes(self.store.get(f"{rank}"))
         except RuntimeError as error:
             raise TransferError(f"the store was lost: {error}") from error
         try:

@@ -18,12 +18,11 @@ import torch.distributed as dist
 from mambaslots.net import encode_prefixes, export_prefixes, import_prefixes, load_prefixes, save_prefixes
 from mambaslots.net.transfer import import_, session
 from mambaslots.net.transfer.format import TransferError
-from mambaslots.net.transfer.hand_over import receive_prefixes, send_prefixes
 from mambaslots.net.transfer.import_ import ImportReport, Placement
 from oracle.cached_prefixes import assert_cache_is_right
 from oracle.disaggregated import Place, answers, run
 from oracle.serving import random_tokens, resumable, serve_checked, small_model
-from oracle.transfers import engine_of, maps_of, with_forest
+from oracle.transfers import engine_of, maps_of, receive_once, send_once, with_forest
 from oracle.workload import assert_idle
 
 pytestmark = pytest.mark.usefixtures("kind")
@@ -57,9 +56,10 @@ def by_hand_over(source: Engine, target: Engine, folder: Path, timeout_s: float 
     def client() -> Any:
         return dist.TCPStore("127.0.0.1", host.port, is_master=False, timeout=minute)
 
+    stores = client(), client()  # first: a new connection may wait 5 s for a name server
     with ThreadPoolExecutor(2) as threads:
-        sent = threads.submit(send_prefixes, source, client(), "a to b", timeout_s=timeout_s)
-        received = threads.submit(receive_prefixes, target, client(), "a to b", timeout_s=timeout_s)
+        sent = threads.submit(send_once, source, stores[0], "a to b", timeout_s=timeout_s)
+        received = threads.submit(receive_once, target, stores[1], "a to b", timeout_s=timeout_s)
         sent.result()
         return received.result()
 

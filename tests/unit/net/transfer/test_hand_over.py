@@ -18,12 +18,12 @@ import torch.distributed as dist
 import zmq
 from mambaslots.net.channel import Link, Listener, PeerLostError
 from mambaslots.net.transfer import import_, pieces, pipe, session
-from mambaslots.net.transfer.hand_over import SendReport, receive_prefixes, send_prefixes
+from mambaslots.net.transfer.hand_over import SendReport
 from mambaslots.net.transfer.import_ import ImportReport
 from mambaslots.net.transfer.pieces import PartCopies
 from mambaslots.net.transfer.pipe import MessagePipe
 from oracle.serving import random_tokens, serve_checked
-from oracle.transfers import engine_of, maps_of
+from oracle.transfers import engine_of, maps_of, receive_once, send_once
 
 PROMPTS = [random_tokens(40, 1), random_tokens(30, 2)]
 MINUTE = timedelta(seconds=60)
@@ -53,9 +53,10 @@ def left_over(host: Any) -> list[str]:
 def both(
     host: Any, source: ms.DynamicInferenceEngine, target: ms.DynamicInferenceEngine, timeout_s: float = 20.0
 ) -> tuple[SendReport, ImportReport]:
+    stores = client(host), client(host)  # first: a new connection may wait 5 s for a name server
     with ThreadPoolExecutor(2) as threads:
-        sent = threads.submit(send_prefixes, source, client(host), "a to b", timeout_s=timeout_s)
-        received = threads.submit(receive_prefixes, target, client(host), "a to b", timeout_s=timeout_s)
+        sent = threads.submit(send_once, source, stores[0], "a to b", timeout_s=timeout_s)
+        received = threads.submit(receive_once, target, stores[1], "a to b", timeout_s=timeout_s)
         return sent.result(), received.result()
 
 
@@ -112,7 +113,7 @@ def test_another_protocol_is_refused_by_name(
     """The messages of another release may mean something else."""
     address = {"protocol": protocol, "address": {}, "ranks": 1}
     client(host).set("mambaslots/handover/a to b/0", json.dumps(address))
-    failure = send_prefixes(source, client(host), "a to b", timeout_s=5.0).failure
+    failure = send_once(source, client(host), "a to b", timeout_s=5.0).failure
     text = f"rank 0 of the destination is no rank of a hand-over: protocol is {protocol!r}; accepted: 3"
     assert text in failure
 
@@ -325,10 +326,11 @@ def test_a_source_that_is_silent(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MessagePipe, "send", lambda *_: time.sleep(3.0))
+    target, stores = engine_of(), (client(host), client(host))
     begin = time.monotonic()
     with ThreadPoolExecutor(2) as threads:
-        sent = threads.submit(send_prefixes, source, client(host), "a to b", timeout_s=10.0)
-        received = receive_prefixes(engine_of(), client(host), "a to b", timeout_s=1.0)
+        sent = threads.submit(send_once, source, stores[0], "a to b", timeout_s=10.0)
+        received = receive_once(target, stores[1], "a to b", timeout_s=1.0)
         assert time.monotonic() - begin < 2.5
         assert "rank 0 of the source was lost" in received.failure
         sent.result()
@@ -338,16 +340,15 @@ DIES = """
 import os, sys
 sys.path[:0] = sys.argv[2:]
 import torch.distributed as dist
-from mambaslots.net.transfer.hand_over import send_prefixes
 from mambaslots.net.transfer.pipe import MessagePipe
 from oracle.serving import random_tokens, serve_checked
-from oracle.transfers import engine_of
+from oracle.transfers import engine_of, send_once
 
 MessagePipe.send = lambda *_: os._exit(9)
 engine = engine_of()
 serve_checked(engine, [random_tokens(40, 1)])
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
-send_prefixes(engine, store, "a to b")
+send_once(engine, store, "a to b")
 """
 
 
@@ -356,7 +357,7 @@ def test_a_process_that_dies_while_it_sends(host: Any) -> None:
     target = engine_of()
     path = [entry for entry in sys.path if entry]
     with subprocess.Popen([sys.executable, "-c", DIES, str(host.port), *path]) as peer:
-        report = receive_prefixes(target, client(host), "a to b", timeout_s=60.0)
+        report = receive_once(target, client(host), "a to b", timeout_s=60.0)
     assert peer.returncode == 9
     assert "rank 0 of the source was lost" in report.failure
     assert report == ImportReport(failure=report.failure)
@@ -386,10 +387,11 @@ def test_connecting_that_does_not_end(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "Link", lambda *_: time.sleep(4.0))
+    target, stores = engine_of(), (client(host), client(host))
     begin = time.monotonic()
     with ThreadPoolExecutor(2) as threads:
-        sent = threads.submit(send_prefixes, source, client(host), "a to b", timeout_s=1.0)
-        received = receive_prefixes(engine_of(), client(host), "a to b", timeout_s=1.0)
+        sent = threads.submit(send_once, source, stores[0], "a to b", timeout_s=1.0)
+        received = receive_once(target, stores[1], "a to b", timeout_s=1.0)
         assert "did not come in 1 s" in received.failure
         text = "the store or a peer stopped answering; gave up after 1 s"
         assert sent.result() == SendReport(failure=text)
@@ -410,7 +412,7 @@ def test_a_store_that_stops_answering(source: ms.DynamicInferenceEngine, after: 
     with subprocess.Popen([sys.executable, "-c", FROZEN], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         port = int(process.stdout.readline())
-        calls: list[tuple[Callable[..., Any], str]] = [(send_prefixes, "x"), (receive_prefixes, "y")]
+        calls: list[tuple[Callable[..., Any], str]] = [(send_once, "x"), (receive_once, "y")]
         stores: list[Any] = [dist.TCPStore("127.0.0.1", port, is_master=False) for _ in calls]
         waits = 0.0 if after == "before the call" else 0.5
         begin, before = time.monotonic(), maps_of(source)
@@ -432,10 +434,10 @@ def test_a_store_that_stops_answering(source: ms.DynamicInferenceEngine, after: 
     serve_checked(source, PROMPTS)
 
 
-@pytest.mark.parametrize("call", [send_prefixes, receive_prefixes])
+@pytest.mark.parametrize("call", [send_once, receive_once])
 def test_no_peer_comes(host: Any, source: ms.DynamicInferenceEngine, call: Callable[..., Any]) -> None:
-    begin, before = time.monotonic(), maps_of(source)
-    report = call(source, client(host), "alone", timeout_s=0.5)
+    store, before, begin = client(host), maps_of(source), time.monotonic()
+    report = call(source, store, "alone", timeout_s=0.5)
     assert 0.4 < time.monotonic() - begin < 2.0
     assert "did not come in 0.5 s" in report.failure
     assert maps_of(source) == before
@@ -446,9 +448,9 @@ def test_a_store_that_is_gone(source: ms.DynamicInferenceEngine) -> None:
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=MINUTE)
     store = client(host)
     del host
-    for call in (send_prefixes, receive_prefixes):
+    for call in (send_once, receive_once):
         begin = time.monotonic()
-        assert call(source, store, "x", timeout_s=5.0).failure  # type: ignore[operator]
+        assert call(source, store, "x", timeout_s=5.0).failure
         assert time.monotonic() - begin < 7.0
 
 
@@ -464,7 +466,7 @@ def test_a_garbled_address(host: Any, source: ms.DynamicInferenceEngine) -> None
     for number, hello in enumerate(garbage):
         name = f"garbled {number}"
         host.set(f"mambaslots/handover/{name}/0", hello.decode("latin1"))
-        failure = send_prefixes(source, client(host), name, timeout_s=1.0).failure
+        failure = send_once(source, client(host), name, timeout_s=1.0).failure
         assert "rank 0 of the destination is no rank of a hand-over" in failure
 
 
@@ -511,10 +513,11 @@ def test_what_fails_within_the_replica_is_no_miss(
         monkeypatch.setattr(import_.Placement, "publish", publish)
     else:
         monkeypatch.setattr(ms.ParallelGroups, "gather", gather)
+    stores = client(host), client(host)
     with ThreadPoolExecutor(1) as threads:
-        sent = threads.submit(send_prefixes, source, client(host), "a to b", timeout_s=20.0)
+        sent = threads.submit(send_once, source, stores[0], "a to b", timeout_s=20.0)
         with pytest.raises(RuntimeError, match=r"^a rank was lost$"):
-            receive_prefixes(target, client(host), "a to b", timeout_s=20.0)
+            receive_once(target, stores[1], "a to b", timeout_s=20.0)
         failure = sent.result().failure
     assert failure == ("rank 0 of the destination: a rank was lost" if broken == "the first gather" else "")
     monkeypatch.undo()
@@ -523,14 +526,14 @@ def test_what_fails_within_the_replica_is_no_miss(
 
 
 def test_bad_arguments(host: Any, source: ms.DynamicInferenceEngine) -> None:
-    for call in (send_prefixes, receive_prefixes):
+    for call in (send_once, receive_once):
         for store, name, timeout_s, text in (
             (None, "x", 1.0, "store"), (host, "", 1.0, "name"), (host, 5, 1.0, "name"),
             (host, "\ud800", 1.0, "name"), (host, "x", 0, "timeout_s"),
             (host, "x", float("nan"), "timeout_s"),
         ):  # fmt: skip
             with pytest.raises(ValueError, match=f"{text} is"):
-                call(source, store, name, timeout_s=timeout_s)  # type: ignore[operator]
+                call(source, store, name, timeout_s=timeout_s)
     with pytest.raises(ValueError, match="prefixes"):
-        send_prefixes(source, host, "x", [5.0])  # type: ignore[list-item]
+        send_once(source, host, "x", [5.0])
     assert left_over(host) == []
