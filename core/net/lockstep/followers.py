@@ -6,7 +6,7 @@ import msgspec
 import torch
 
 from ...parallel_groups import ParallelGroups
-from ..all_ranks import AllRanks, Notes
+from ..all_ranks import Notes, attempt
 from ..channel import Listener, PeerLostError, host_name
 from ..heartbeat import RankDiedError
 from .following import PROTOCOL_VERSION, Close, Failure, Hello, Outcome
@@ -46,7 +46,7 @@ class Followers:
             notes["address"] = listener.address.to_bytes()
             return listener
 
-        self._listener = AllRanks(groups, device).attempt(listen, same=["protocol"]).result(RuntimeError)
+        self._listener = attempt(groups, device, listen, same=["protocol"]).result(RuntimeError)
         self._timeout_s = timeout_s
         self._ranks: dict[bytes, int] = {}  # connection -> rank
         self._num_open = dict.fromkeys(range(1, groups.size), 0)  # rank -> calls without an answer

@@ -16,7 +16,7 @@ from ...inference.contexts.request import DynamicInferenceRequest
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...request import FinishReason, SamplingParams
 from ...validation import instance, shown
-from ..all_ranks import AllRanks
+from ..all_ranks import attempt
 from ..channel import Address, Link, PeerLostError, host_name
 from ..heartbeat import Heartbeat, RankDiedError
 
@@ -350,11 +350,11 @@ def _meet_leader(engine: DynamicInferenceEngine) -> Link:
     """
     spec = engine.context.spec
     spec.groups.gather(host_name(), spec.device)
-    attempt = AllRanks(spec.groups, spec.device).attempt(
-        lambda notes: notes.update(protocol=PROTOCOL_VERSION), same=["protocol"]
+    met = attempt(
+        spec.groups, spec.device, lambda notes: notes.update(protocol=PROTOCOL_VERSION), same=["protocol"]
     )
-    attempt.result(RuntimeError)
-    address = Address.from_bytes(attempt.notes[0]["address"])
+    met.result(RuntimeError)
+    address = Address.from_bytes(met.notes[0]["address"])
     try:
         link = Link(address, Call | Close, _MEETING_S, max_queued=0)
         link.send(Hello(spec.groups.rank))

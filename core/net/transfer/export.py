@@ -1,6 +1,6 @@
 """Out of the pools: an engine's cached prefixes as one rank's part of an export."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,7 +10,7 @@ from ...inference.contexts.cache.hashing import PUBLIC_ROOT, PrefixHashChain, sa
 from ...inference.contexts.states import StatePool
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...validation import instance, integers, shown
-from ..all_ranks import AllRanks
+from ..all_ranks import Attempt, Notes, attempt
 from .format import KV, PrefixForest, PrefixFormat, segments_of, shard_of
 from .shard import PrefixShard
 
@@ -48,11 +48,15 @@ class CacheAccess:
         self.pools = _pools(context.memory.kv_cache, context.memory.durable_pool)
         self.spec = replace(context.spec, states=context.memory.durable_pool.states)
         self.block_size_tokens = engine.config.block_size_tokens
-        self.ranks = AllRanks(self.spec.groups, self.spec.device)
+        self.rank = self.spec.groups.rank
 
     def format(self) -> PrefixFormat:
         """As `PrefixFormat.of`."""
         return PrefixFormat.of(self.spec, self.block_size_tokens, self.engine.weights_version)
+
+    def attempt[T](self, work: Callable[[Notes], T], same: Sequence[str] = ()) -> Attempt[T]:
+        """As `all_ranks.attempt`, on all ranks of the replica."""
+        return attempt(self.spec.groups, self.spec.device, work, same)
 
     def state_slots(self) -> dict[int, int]:
         """Block -> slot of each state that a prompt can find, the most recently used state first.

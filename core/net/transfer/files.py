@@ -127,8 +127,8 @@ def save_prefixes(
         RuntimeError: as in `export_prefixes`.
     """
     access = CacheAccess(engine, "save_prefixes")
-    ranks, groups = access.ranks, access.spec.groups
-    set_id = ranks.from_first_rank(uuid.uuid4().hex[:12])
+    groups = access.spec.groups
+    set_id = groups.gather(uuid.uuid4().hex[:12], access.spec.device)[0]
     name = (
         f"prefixes-{set_id}-tp{groups.tensor_rank}of{groups.tensor_size}"
         f"-pp{groups.pipeline_rank}of{groups.pipeline_size}.safetensors"
@@ -146,7 +146,7 @@ def save_prefixes(
         return shard.forest
 
     def write_manifest(_: Notes) -> None:
-        if ranks.rank:
+        if access.rank:
             return
         folder = Path(directory)
         for rank, (entry, size) in enumerate(zip(entries, sizes, strict=True)):
@@ -159,19 +159,19 @@ def save_prefixes(
         _write(folder / MANIFEST, Manifest(entries).to_bytes())
 
     try:
-        written = ranks.attempt(write_own_file, same=("prefixes or weights",))
+        written = access.attempt(write_own_file, same=("prefixes or weights",))
         forest = _result(written, directory)
         entries: list[FileEntry] = [notes["entry"] for notes in written.notes]
         sizes: list[int] = [notes["size"] for notes in written.notes]
-        _result(ranks.attempt(write_manifest), directory)
+        _result(access.attempt(write_manifest), directory)
     except (OSError, ValueError):
         with suppress(Exception):  # the directory may be no path
             (Path(directory) / name).unlink()
         raise
     files = tuple(entry.file for entry in entries)
-    if ranks.rank == 0:
+    if access.rank == 0:
         _remove_other_sets(Path(directory), files)
-    return SaveReport(files, len(forest.leaves), len(forest), len(forest.states), sizes[ranks.rank])
+    return SaveReport(files, len(forest.leaves), len(forest), len(forest.states), sizes[access.rank])
 
 
 def _result[T](attempt: Attempt[T], directory: object) -> T:

@@ -103,7 +103,7 @@ class TransferChannel:
         self._nccl = None if transport == "messages" else nccl_facts(access.spec.device)
         self._session: Source | Destination | None = None
         self._closed = False
-        self._rank = access.ranks.rank
+        self._rank = access.rank
 
     @property
     def transport(self) -> str:

@@ -163,7 +163,7 @@ def import_received(access: CacheAccess, receive: Callable[[], Incoming]) -> Imp
         notes["prefixes"], notes["exports"] = incoming.forest.digest, incoming.source
         return incoming
 
-    attempt = access.ranks.attempt(work, same=("prefixes", "exports"))
+    attempt = access.attempt(work, same=("prefixes", "exports"))
     if any(notes.get("argument") for notes in attempt.notes):
         if isinstance(attempt.error, ValueError) and not isinstance(attempt.error, TransferError):
             raise attempt.error
@@ -184,7 +184,7 @@ def _copy_in(access: CacheAccess, incoming: Incoming) -> ImportReport:
             notes["caches"] = placement.digest()
 
     try:
-        attempt = access.ranks.attempt(copy, same=("caches",))
+        attempt = access.attempt(copy, same=("caches",))
         if attempt.difference:  # perhaps because a rank failed before it had evicted what the others evicted
             reasons = "; and ".join(filter(None, (attempt.failure, attempt.difference)))
             raise _DifferentImportsError(f"prefixes could not be imported: {reasons}") from attempt.error

@@ -233,7 +233,7 @@ class Source(Session[Address]):
         Returns:
             The receivers, the bytes to all of them, and the seconds that sending took.
         """
-        offer = Offer(access.ranks.rank, access.spec.groups.size, encode(offered.description), nccl)
+        offer = Offer(access.rank, access.spec.groups.size, encode(offered.description), nccl)
         try:
             answers = self._answers(access, offer)
         except AbsentError as error:
@@ -317,7 +317,7 @@ class Destination(Session[bytes]):
         if self.listener is None:
             self.listener = Listener(Message)
             point = Point(PROTOCOL_VERSION, self.listener.address, access.spec.groups.size)
-            self.store.set(f"{access.ranks.rank}", msgspec.json.encode(point).decode())
+            self.store.set(f"{access.rank}", msgspec.json.encode(point).decode())
 
     def collect(self, access: CacheAccess) -> tuple[PrefixFormat, PrefixForest]:
         """Wait for an offer of each rank of the source; the format and the forest of all."""
