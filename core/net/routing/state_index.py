@@ -1,32 +1,24 @@
 """The resumable states of all replicas, as their messages describe them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ...validation import INT64_MAX, integer
 from .state_events import StateEvents
 
-MAX_REPLICAS = 1024
-"""A hash may have a bit for each replica, so names are limited to limit memory."""
-
 
 @dataclass(slots=True)
 class _Replica:
-    bit: int
     epoch: int = -1
     sequence: int = -1
     keys: set[int] = field(default_factory=set)
-
-
-_UNKNOWN = _Replica(0)
 
 
 class StateIndex:
     """Which replica can resume after which blocks.
 
     The entries of a replica are those that it had after its last message without a gap before it. A lookup
-    costs O(blocks of the prompt), whatever the number of replicas: each hash has one integer, with a bit for
-    each replica that holds it. Messages of more than `MAX_REPLICAS` replicas are ignored.
+    costs O(blocks of the prompt), whatever the number of replicas: each hash has the names of its holders.
 
     Attributes:
         max_keys: the maximum number of hashes. Further ones are ignored, which costs misses.
@@ -34,13 +26,11 @@ class StateIndex:
     """
 
     def __init__(self, max_keys: int = 4_000_000) -> None:
-        """`max_keys`: each takes 130 to 250 bytes, and 80 for each further replica."""
+        """`max_keys`: each takes 150 to 270 bytes, and 90 for each further replica."""
         self.max_keys = integer("max_keys", max_keys, 1, INT64_MAX)
         self.num_ignored = 0
         self._replicas: dict[str, _Replica] = {}
-        self._holders: dict[int, int] = {}  # hash -> the bits of the replicas that hold it
-        self._name_of_bit: dict[int, str] = {}
-        self._all_bits = 0
+        self._holders: dict[int, tuple[str, ...]] = {}  # hash -> the replicas that hold it
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -52,7 +42,7 @@ class StateIndex:
 
     def keys_of(self, replica: str) -> frozenset[int]:
         """The hashes that a replica holds; none for an unknown one."""
-        return frozenset(self._replicas.get(replica, _UNKNOWN).keys)
+        return frozenset(self._replicas[replica].keys if replica in self._replicas else ())
 
     def snapshot_of(self, replica: str) -> StateEvents:
         """What a known replica holds, as a message of its own."""
@@ -66,7 +56,7 @@ class StateIndex:
             False where earlier messages are missing. Then nothing is changed, and the caller should ask the
                 replica for a snapshot. Example: sequence 5 after sequence 3 returns False.
         """
-        known = self._replicas.get(events.replica, _UNKNOWN)
+        known = self._replicas.get(events.replica) or _Replica()
         same_epoch = events.epoch == known.epoch
         least = known.sequence if events.is_snapshot else known.sequence + 1
         if events.epoch < known.epoch or (same_epoch and events.sequence < least):
@@ -74,24 +64,19 @@ class StateIndex:
         begins = events.is_snapshot or (events.sequence == 0 and not same_epoch)
         if not begins and not (same_epoch and events.sequence == least):
             return False
-        if known is _UNKNOWN:
-            if len(self._replicas) >= MAX_REPLICAS:
-                self.num_ignored += len(events.inserted)
-                return True
-            known = self._new_replica(events.replica)
-        removed = known.keys.difference(events.inserted) if begins else events.removed
-        self._remove(known, removed)
-        self._insert(known, events.inserted)
+        self._replicas[events.replica] = known
+        self._remove(events.replica, known.keys.difference(events.inserted) if begins else events.removed)
+        for key in events.inserted:
+            if key not in known.keys:
+                self._insert(events.replica, key)
         known.epoch, known.sequence = events.epoch, events.sequence
         return True
 
     def forget(self, replica: str) -> None:
         """Remove all entries of a replica; nothing happens for an unknown one."""
-        known = self._replicas.pop(replica, None)
-        if known is not None:
-            self._remove(known, list(known.keys))
-            del self._name_of_bit[known.bit]
-            self._all_bits &= ~known.bit
+        if replica in self._replicas:
+            self._remove(replica, list(self._replicas[replica].keys))
+            del self._replicas[replica]
 
     def deepest(self, keys: Sequence[int]) -> dict[str, int]:
         """Replica -> the number of blocks after which it can resume, the deepest first; O(blocks).
@@ -101,41 +86,26 @@ class StateIndex:
                 after blocks 1 and 3, four blocks give {"b": 3, "a": 2}.
         """
         found: dict[str, int] = {}
-        missing, holders = self._all_bits, self._holders
         for depth in range(len(keys), 0, -1):
-            here = holders.get(keys[depth - 1], 0) & missing
-            while here:
-                bit = here & -here
-                found[self._name_of_bit[bit]] = depth
-                here ^= bit
-                missing ^= bit
-            if not missing:
+            for replica in self._holders.get(keys[depth - 1], ()):
+                found.setdefault(replica, depth)
+            if len(found) == len(self._replicas):
                 break
         return found
 
-    def _new_replica(self, name: str) -> _Replica:
-        bit = ~self._all_bits & (self._all_bits + 1)  # the lowest free bit
-        self._name_of_bit[bit] = name
-        self._all_bits |= bit
-        self._replicas[name] = known = _Replica(bit)
-        return known
+    def _insert(self, replica: str, key: int) -> None:
+        others = self._holders.get(key, ())
+        if not others and len(self._holders) >= self.max_keys:
+            self.num_ignored += 1
+            return
+        self._replicas[replica].keys.add(key)  # first: after an interrupt, the next snapshot removes it
+        self._holders[key] = (*others, replica)
 
-    def _insert(self, replica: _Replica, keys: Sequence[int]) -> None:
-        holders, bit = self._holders, replica.bit
-        for key in keys:
-            if key not in holders and len(holders) >= self.max_keys:
-                self.num_ignored += 1
-                continue
-            replica.keys.add(key)  # first: after an interrupt, the next snapshot removes it
-            holders[key] = holders.get(key, 0) | bit
-
-    def _remove(self, replica: _Replica, keys: Sequence[int] | set[int]) -> None:
-        holders, bit = self._holders, replica.bit
-        for key in keys:
-            if key in replica.keys:
-                rest = holders.get(key, 0) & ~bit
-                if rest:
-                    holders[key] = rest
-                else:
-                    holders.pop(key, None)
-                replica.keys.discard(key)
+    def _remove(self, replica: str, keys: Collection[int]) -> None:
+        held = self._replicas[replica].keys
+        for key in held.intersection(keys):
+            if rest := tuple(name for name in self._holders.get(key, ()) if name != replica):
+                self._holders[key] = rest
+            else:
+                self._holders.pop(key, None)
+            held.discard(key)

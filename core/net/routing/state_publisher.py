@@ -8,8 +8,6 @@ from ...inference.contexts.cache.prefix_tree import PrefixTree
 from ...validation import shown
 from .state_events import StateEvents
 
-TAKES_BETWEEN_RESYNCS = 4096
-"""A safety net: at a take every 30 ms, one comparison with the whole cache in two minutes."""
 _SMALLEST_DIRTY_SET = 64
 
 
@@ -102,7 +100,6 @@ class StatePublisher:
         self._sequence = -1
         self._published: dict[int, None] = {}
         self._needs_snapshot = True
-        self._num_takes = 0
 
     def close(self) -> None:
         """Stop watching the cache; no call may follow."""
@@ -110,9 +107,6 @@ class StatePublisher:
 
     def take(self) -> StateEvents | None:
         """The changes since the last call; None without changes. The first call returns a snapshot."""
-        self._num_takes += 1
-        if not self._num_takes % TAKES_BETWEEN_RESYNCS:
-            self.resync()
         journal = self._journal
         begins_anew = journal.num_clears != self._num_clears
         everything = begins_anew or journal.is_full or self._needs_snapshot
@@ -154,14 +148,3 @@ class StatePublisher:
             assert events is not None
             return events
         return StateEvents(self.replica, self._epoch, self._sequence, tuple(self._published), (), True)
-
-    def resync(self) -> None:
-        """Compare the published states with the cache; where they differ, the next message is a snapshot.
-
-        O(states). `take` calls this once in `TAKES_BETWEEN_RESYNCS` calls.
-        """
-        journal, dirty = self._journal, dict.fromkeys(self._journal.keys)
-        if any(key not in self._published and key not in dirty for key in journal.resumable()) or any(
-            key not in dirty and not journal.is_resumable(key) for key in self._published
-        ):
-            self._needs_snapshot = True

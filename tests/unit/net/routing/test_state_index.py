@@ -6,7 +6,6 @@ import tracemalloc
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from mambaslots.net.routing import state_index
 from mambaslots.net.routing.state_events import StateEvents
 from mambaslots.net.routing.state_index import StateIndex
 from msgspec.structs import replace
@@ -185,10 +184,10 @@ def test_a_hash_takes_at_most_250_bytes_and_gives_them_back() -> None:
 
 
 def test_a_lookup_looks_at_each_block_once_however_many_replicas_there_are() -> None:
-    class Counting(dict[int, int]):
+    class Counting(dict[int, tuple[str, ...]]):
         num_looks = 0
 
-        def get(self, key: int, default: int = 0) -> int:  # type: ignore[override]
+        def get(self, key: int, default: tuple[str, ...] = ()) -> tuple[str, ...]:  # type: ignore[override]
             Counting.num_looks += 1
             return super().get(key, default)
 
@@ -220,16 +219,3 @@ def test_a_snapshot_of_the_same_number_is_taken_up() -> None:
     assert index.apply(events)
     assert index.apply(replace(events, inserted=(2, 3)))
     assert index.keys_of("a") == {2, 3}
-
-
-def test_names_without_end_take_no_memory_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_index, "MAX_REPLICAS", 3)
-    index = StateIndex()
-    for number in range(10):
-        assert index.apply(StateEvents(f"replica {number}", 1, 0, (1, number + 2)))
-    assert index.replicas == ["replica 0", "replica 1", "replica 2"]
-    assert index.num_ignored == 14
-    assert index.deepest([1]) == {"replica 0": 1, "replica 1": 1, "replica 2": 1}
-    index.forget("replica 1")
-    assert index.apply(StateEvents("replica 9", 1, 1, (1,), (), is_snapshot=True))
-    assert index.keys_of("replica 9") == {1}

@@ -225,21 +225,6 @@ def test_a_cache_without_a_publisher_is_not_watched() -> None:
     assert cache.slots.tree.watchers == []
 
 
-def test_a_difference_that_was_not_noted_is_published_after_some_takes() -> None:
-    cache = small_cache()
-    publisher, index = msd.StatePublisher(SimpleNamespace(prefix_cache=cache), "a"), StateIndex()
-    keys = {commit(cache, number) for number in range(3)}
-    first = publisher.take()
-    assert first is not None
-    assert index.apply(first)
-    publisher._published.pop(next(iter(keys)))
-    publisher._published[12345] = None
-    messages = [publisher.take() for _ in range(state_publisher.TAKES_BETWEEN_RESYNCS)]
-    (events,) = [events for events in messages if events is not None]
-    assert events.is_snapshot
-    assert set(events.inserted) == keys
-
-
 def test_a_step_without_changes_takes_no_memory() -> None:
     cache = small_cache()
     publisher = msd.StatePublisher(SimpleNamespace(prefix_cache=cache), "a")
