@@ -150,7 +150,7 @@ class Clients:
     documented: tuple[type[BaseException], ...] = (PeerLostError,)
 
     def __init__(self) -> None:
-        self._good = [Computed(0), messages.Sent(0, 5), Computed(1), messages.Sent(1, 0), messages.Beat()]
+        self._good = [Computed(0), Computed(1), messages.Beat()]
 
     def draw(self, random: Random) -> Sent:
         good = [*self._good, messages.Refused(1, "so"), messages.End("so")]
@@ -172,7 +172,7 @@ class Clients:
         client = PrefillClient(call, None, "fuzz", silence_s=1.0, hand_over_timeout_s=1.0)  # type: ignore[arg-type]
         link: Any = _End(drawn.messages)
         client._link = link
-        channel: Any = SimpleNamespace(receive=ImportReport)
+        channel: Any = SimpleNamespace(receive=ImportReport, num_bytes=5)
         asked = [asyncio.create_task(client.prefill([1, 2, 3], None)) for _ in range(2)]
         await asyncio.sleep(0)
         why = ""

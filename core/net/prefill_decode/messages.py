@@ -1,7 +1,7 @@
 """What a decode engine and a prefill worker send each other, and the channel between their engines.
 
 The decode engine listens for hand-overs, and says Hello. For each prompt it sends Prefill; the worker answers
-Computed just before it hands the prefix over, and Sent after that; or Refused.
+Computed just before it hands the prefix over, or Refused.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from ...validation import shown
 from ..channel import PeerLostError
 from ..transfer.hand_over import TransferChannel
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_BYTES = 64 << 20
 """A larger message ends the connection; a prompt of a million tokens takes 5 MB."""
 CONNECT_TIMEOUT_S = 10.0
@@ -54,13 +54,6 @@ class Computed(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
-class Sent(msgspec.Struct, tag=True, frozen=True):
-    """A prefix was handed over."""
-
-    number: int
-    bytes: int
-
-
 class Refused(msgspec.Struct, tag=True, frozen=True):
     """A prefix is not handed over."""
 
@@ -75,7 +68,7 @@ class End(msgspec.Struct, tag=True, frozen=True):
 
 
 Question = Hello | Prefill | Cancel
-Answer = Beat | Computed | Sent | Refused | End
+Answer = Beat | Computed | Refused | End
 EngineCall = Callable[[Callable[[DynamicInferenceEngine], Any]], Awaitable[Any]]
 """Calls a function in the engine's thread, between two steps, as `AsyncEngine.call` does."""
 

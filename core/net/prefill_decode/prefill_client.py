@@ -3,34 +3,21 @@
 import asyncio
 import logging
 import secrets
-import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ..channel import Address, Link, PeerLostError
 from ..transfer.hand_over import TransferChannel
-from ..transfer.import_ import ImportReport, PrefixCounts
-from .messages import (
-    MAX_BYTES,
-    PROTOCOL_VERSION,
-    Answer,
-    Beat,
-    Cancel,
-    Computed,
-    End,
-    EngineCall,
-    Hello,
-    Prefill,
-    Refused,
-    Sent,
-    address_key,
-    connected_channel,
-)
+from ..transfer.import_ import PrefixCounts
+from . import messages
+from .messages import PROTOCOL_VERSION, Answer, Cancel, Computed, EngineCall, Hello, Prefill
 
 logger = logging.getLogger(__name__)
 
@@ -57,18 +44,15 @@ class RemotePrefill:
     failure: str = ""
 
 
-@dataclass(eq=False)
-class _Pending:
-    """A question that is not answered yet.
-
-    `answer`: the loop's future. `asked_s`, `computed_s`: when these happened, by `time.perf_counter`.
-    """
+class _Pending(NamedTuple):
+    """A question that is not answered yet; `asked_s` is by `time.perf_counter`."""
 
     answer: "asyncio.Future[RemotePrefill]"
-    asked_s: float = field(default_factory=time.perf_counter)
-    computed_s: float = 0.0
-    report: ImportReport | None = None
-    received_s: float = 0.0
+    asked_s: float
+
+    def resolve(self, answer: RemotePrefill) -> None:
+        if not self.answer.done():
+            self.answer.set_result(answer)
 
 
 class PrefillClient:
@@ -87,7 +71,7 @@ class PrefillClient:
         self.connected = asyncio.Event()
         self._call = call
         self._store = store
-        self._key = address_key(name)
+        self._key = messages.address_key(name)
         self._silence_s = silence_s
         self._timeout_s = hand_over_timeout_s
         self._numbers = count()
@@ -125,12 +109,14 @@ class PrefillClient:
             raise PeerLostError(f"the store has no address of it: {error}") from error
         name = f"{self._key}/{secrets.token_hex(16)}"
         async with (
-            connected_channel(self._call, self._store, name, "destination", self._timeout_s) as channel,
+            messages.connected_channel(
+                self._call, self._store, name, "destination", self._timeout_s
+            ) as channel,
             self._linked(address) as link,
         ):
             link.send(Hello(PROTOCOL_VERSION, name))
             first = await self._next(link)
-            if not isinstance(first, Beat):
+            if not isinstance(first, messages.Beat):
                 raise PeerLostError(
                     f"it does not serve: {getattr(first, 'reason', 'it sent another answer')}"
                 )
@@ -140,23 +126,13 @@ class PrefillClient:
 
     @asynccontextmanager
     async def _linked(self, address: Address) -> AsyncIterator[Link]:
-        given_up = threading.Event()
-
-        def connect() -> Link:
-            link = Link(address, Answer, self._silence_s, silence_s=self._silence_s, max_bytes=MAX_BYTES)
-            if given_up.is_set():
-                link.close()
-            return link
-
+        silence_s = self._silence_s
+        connect = partial(Link, address, Answer, silence_s, silence_s=silence_s, max_bytes=messages.MAX_BYTES)
+        connecting = asyncio.get_running_loop().run_in_executor(None, connect)
         try:
-            link = await asyncio.to_thread(connect)
-        except asyncio.CancelledError:
-            given_up.set()
-            raise
-        try:
-            yield link
+            yield await asyncio.shield(connecting)
         finally:
-            link.close()
+            connecting.add_done_callback(_close)  # also where this task was cancelled meanwhile
 
     def _forget(self, reason: str) -> None:
         """Answer every question with the failure, and accept no more."""
@@ -164,7 +140,7 @@ class PrefillClient:
         self.connected.clear()
         pending, self._pending = self._pending, {}
         for one in pending.values():
-            _resolve(one, RemotePrefill(failure=reason))
+            one.resolve(RemotePrefill(failure=reason))
 
     async def _next(self, link: Link) -> Answer:
         """The worker's next message, at most `silence_s` after the last one."""
@@ -181,27 +157,25 @@ class PrefillClient:
 
     async def _take(self, answer: Answer, channel: TransferChannel) -> None:
         if isinstance(answer, Computed):
-            # The question may be cancelled: the worker sends all the same.
-            one = self._pending.get(answer.number)
             computed_s = time.perf_counter()
             report = await self._call(lambda engine: channel.receive())
             if report.failure:
                 raise PeerLostError(report.failure)
             self._retry_s = FIRST_RETRY_S
+            one = self._pending.pop(answer.number, None)  # None: it was cancelled, and sent all the same
             if one is not None:
-                one.report, one.computed_s, one.received_s = report, computed_s, time.perf_counter()
-        elif isinstance(answer, Sent):
-            one = self._pending.get(answer.number)
-            if one is not None:
-                if one.report is None:  # `_forget` answers what is pending
-                    raise PeerLostError("it says that it has sent what was not received")
-                del self._pending[answer.number]
-                _resolve(one, _described(one, one.report, answer.bytes))
-        elif isinstance(answer, Refused):
+                failure = ""
+                if report.other_key.prefixes:
+                    failure = "the prefill worker hashes salts under another key"
+                elif report.left_out.states:
+                    failure = "the cache has no room for it"
+                took_s = computed_s - one.asked_s, time.perf_counter() - computed_s
+                one.resolve(RemotePrefill(report.imported, channel.num_bytes, *took_s, failure))
+        elif isinstance(answer, messages.Refused):
             one = self._pending.pop(answer.number, None)
             if one is not None:
-                _resolve(one, RemotePrefill(failure=f"the prefill worker refuses: {answer.reason}"))
-        elif isinstance(answer, End):
+                one.resolve(RemotePrefill(failure=f"the prefill worker refuses: {answer.reason}"))
+        elif isinstance(answer, messages.End):
             raise PeerLostError(answer.reason)
 
     async def prefill(self, tokens: list[int], salt: bytes | None) -> RemotePrefill:
@@ -212,10 +186,11 @@ class PrefillClient:
         link, number = self._link, next(self._numbers)
         if link is None:
             return RemotePrefill(failure=f"the prefill worker is not connected: {self._absence}")
-        one = self._pending[number] = _Pending(asyncio.get_running_loop().create_future())
+        answer: asyncio.Future[RemotePrefill] = asyncio.get_running_loop().create_future()
+        self._pending[number] = _Pending(answer, time.perf_counter())
         try:
             link.send(Prefill(number, tokens, salt))
-            return await one.answer
+            return await answer
         except PeerLostError as lost:  # `run` finds that, too
             return RemotePrefill(failure=str(lost))
         finally:
@@ -224,17 +199,6 @@ class PrefillClient:
                     link.send(Cancel(number))
 
 
-def _described(one: _Pending, report: ImportReport, num_bytes: int) -> RemotePrefill:
-    failure = ""
-    if report.other_key.prefixes:
-        failure = "the prefill worker hashes salts under another key"
-    elif report.left_out.states:
-        failure = "the cache has no room for it"
-    return RemotePrefill(
-        report.imported, num_bytes, one.computed_s - one.asked_s, one.received_s - one.computed_s, failure
-    )
-
-
-def _resolve(one: _Pending, answer: RemotePrefill) -> None:
-    if not one.answer.done():
-        one.answer.set_result(answer)
+def _close(connecting: "asyncio.Future[Link]") -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().close()

@@ -13,23 +13,8 @@ from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...validation import LONGEST_TIMEOUT_S, instance, real
 from ..channel import Listener, PeerLostError
 from ..transfer.hand_over import TransferChannel
-from .messages import (
-    MAX_BYTES,
-    PROTOCOL_VERSION,
-    Answer,
-    Beat,
-    Cancel,
-    Computed,
-    End,
-    Hello,
-    Prefill,
-    Question,
-    Refused,
-    Sent,
-    address_key,
-    check_engine,
-    connected_channel,
-)
+from . import messages
+from .messages import PROTOCOL_VERSION, Answer, Cancel, Computed, Hello, Prefill, Question
 from .prefix_computer import PrefixComputer, PrefixLostError
 
 logger = logging.getLogger(__name__)
@@ -72,9 +57,9 @@ class PrefillWorker:
             ValueError: a bad argument, or an engine without prefix caching.
         """
         self._engine = instance("engine", engine, DynamicInferenceEngine)
-        check_engine(engine)
+        messages.check_engine(engine)
         self._store = instance("store", store, Store)
-        self._key = address_key(name)
+        self._key = messages.address_key(name)
         self._host = instance("host", host, str)
         self._timeout_s = real("hand_over_timeout_s", hand_over_timeout_s, 1e-3, LONGEST_TIMEOUT_S)
         self._sessions: dict[bytes, PrefillSession] = {}
@@ -91,7 +76,7 @@ class PrefillWorker:
         """
         async with AsyncEngine(self._engine) as server:
             computer = PrefixComputer(server, self._engine)
-            listener = Listener(Question, hosts=(self._host,), max_bytes=MAX_BYTES)
+            listener = Listener(Question, hosts=(self._host,), max_bytes=messages.MAX_BYTES)
             try:
                 await asyncio.to_thread(self._store.set, self._key, listener.address.to_bytes().decode())
                 await self._serve_peers(server, computer, listener)
@@ -120,7 +105,7 @@ class PrefillWorker:
                 elif peer in self._sessions:
                     self._sessions[peer].questions.put_nowait(question)
             if loop.time() >= beat_s:
-                await server.call(_nothing)  # returns once the engine is between two steps
+                await server.call(lambda engine: None)  # returns once the engine is between two steps
                 for session in list(self._sessions.values()):
                     session.beat()
                 beat_s = loop.time() + BEAT_S
@@ -194,7 +179,7 @@ class PrefillSession:
             self.task.cancel()
         elif self._serves:
             with suppress(PeerLostError):  # the next beat finds it gone
-                self._send(Beat())
+                self._send(messages.Beat())
 
     async def serve(self, hello: Hello, timeout_s: float) -> None:
         """Serve until the peer is lost, or the task is cancelled."""
@@ -202,11 +187,11 @@ class PrefillSession:
         try:
             if hello.protocol != PROTOCOL_VERSION:
                 raise PeerLostError(f"its protocol is {hello.protocol}; accepted: {PROTOCOL_VERSION}")
-            async with connected_channel(
+            async with messages.connected_channel(
                 self._server.call, self._store, hello.channel, "source", timeout_s
             ) as channel:
                 self._serves = True
-                self._send(Beat())
+                self._send(messages.Beat())
                 await self.answer(channel)
         except* PeerLostError as lost:
             reason = str(lost.exceptions[0])
@@ -216,7 +201,7 @@ class PrefillSession:
             logger.warning("mambaslots: a decode engine is not served any more", exc_info=failed)
         finally:
             with suppress(PeerLostError):
-                self._send(End(reason[:500]))
+                self._send(messages.End(reason[:500]))
 
     async def answer(self, channel: TransferChannel) -> None:
         """Answer questions until the peer is lost, which raises a group with a PeerLostError."""
@@ -245,13 +230,13 @@ class PrefillSession:
             ):
                 del self._computing[number]  # it is not cancelled any more: the peer receives it
                 self._send(Computed(number))
-                self._send(Sent(number, await self._hand_over(prefix, channel)))
+                await self._hand_over(prefix, channel)
         except (ValueError, PrefixLostError) as error:
-            self._send(Refused(number, str(error)))
+            self._send(messages.Refused(number, str(error)))
         finally:
             self._computing.pop(number, None)
 
-    async def _hand_over(self, prefix: Prefill, channel: TransferChannel) -> int:
+    async def _hand_over(self, prefix: Prefill, channel: TransferChannel) -> None:
         named = (prefix.tokens, prefix.salt)
         try:
             report = await self._server.call(lambda engine: channel.send([named], states="deepest"))
@@ -259,11 +244,6 @@ class PrefillSession:
             raise PeerLostError(str(error)) from error
         if report.failure:
             raise PeerLostError(f"a prefix did not reach it: {report.failure}")
-        return report.bytes
 
     def _send(self, answer: Answer) -> None:
         self._listener.send(self._peer, answer)
-
-
-def _nothing(engine: DynamicInferenceEngine) -> None:
-    pass

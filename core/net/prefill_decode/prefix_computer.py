@@ -2,17 +2,18 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from ...errors import MambaSlotCapacityError
 from ...inference.contexts.cache.pins import PinnedPrefix
-from ...inference.contexts.request import DynamicInferenceRequest, RequestStep
+from ...inference.contexts.request import DynamicInferenceRequest
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...inference.engines.engine_observer import NewTokens
+from ...inference.engines.engine_observer import EngineObserver
 from ...inference.engines.streams import TokenStream
 from ...request import RequestResult, SamplingParams
 
@@ -23,36 +24,23 @@ class PrefixLostError(RuntimeError):
 
 @dataclass(eq=False)
 class _Prefix:
-    """A prefix that is to be computed; only the engine's thread touches `stream` and `pin`.
+    """A prefix that is to be computed; only the engine's thread changes it.
 
     Attributes:
         tokens, salt: its name.
-        pinned: the loop's future, done once the prefix is pinned.
+        pinned: done once the prefix is pinned.
         stream: of the request that computes it; None before, and where all of it was cached.
         pin: keeps it in the cache; None until it is there.
     """
 
     tokens: Sequence[int]
     salt: bytes | None
-    pinned: "asyncio.Future[None]"
+    pinned: "Future[None]" = field(default_factory=Future)
     stream: TokenStream[Any] | None = None
     pin: PinnedPrefix | None = None
 
-    def settle(self, error: PrefixLostError | None = None) -> None:
-        """From the engine's thread: wake the task that waits for it."""
-        with suppress(RuntimeError):  # the loop is closed: no task waits
-            self.pinned.get_loop().call_soon_threadsafe(self._settle, error)
 
-    def _settle(self, error: PrefixLostError | None) -> None:
-        if self.pinned.done():
-            return
-        if error is None:
-            self.pinned.set_result(None)
-        else:
-            self.pinned.set_exception(error)
-
-
-class PrefixComputer:
+class PrefixComputer(EngineObserver):
     """Computes prefixes in the thread of an `AsyncEngine`, many at once. It observes the engine.
 
     A prefix is pinned as its request ends, so that no later step evicts it.
@@ -81,10 +69,11 @@ class PrefixComputer:
             PrefixLostError: the engine did not compute it, or cached no state.
             RuntimeError: as `AsyncEngine.call`.
         """
-        prefix = _Prefix(tokens, salt, asyncio.get_running_loop().create_future())
+        prefix = _Prefix(tokens, salt)
+        prefix.pinned.set_running_or_notify_cancel()  # a task that no longer waits for it cancels it not
         try:
             await self._server.call(partial(self._begin, prefix=prefix))
-            await prefix.pinned
+            await asyncio.wrap_future(prefix.pinned)
             yield
         finally:
             with suppress(RuntimeError):  # an engine that is dead or closed keeps nothing
@@ -98,7 +87,7 @@ class PrefixComputer:
         with suppress(ValueError, MambaSlotCapacityError):
             prefix.pin = engine.pin(prefix.tokens, cache_salt=prefix.salt)
             if prefix.pin.num_tokens == len(prefix.tokens):
-                prefix.settle()
+                prefix.pinned.set_result(None)
                 return
             engine.unpin(prefix.pin)
             prefix.pin = None
@@ -111,28 +100,20 @@ class PrefixComputer:
         )
         self._by_request[prefix.stream.request_id] = prefix
 
-    def request_added(self, request: DynamicInferenceRequest) -> None:
-        pass
-
-    def request_resumed(self, step: RequestStep) -> None:
-        pass
-
-    def step_made(self, steps: Sequence[RequestStep], tokens: NewTokens, duration_s: float) -> None:
-        pass
-
     def request_ended(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
         """Pin the prefix of a request that has ended, and wake the task that waits for it."""
         prefix = self._by_request.pop(result.request_id, None)
         if prefix is None:  # an end is reported twice after an interrupt
             return
         if result.finish_reason not in ("length", "stop"):
-            prefix.settle(PrefixLostError(f"its request ended with {result.finish_reason!r}"))
+            lost = PrefixLostError(f"its request ended with {result.finish_reason!r}")
+            prefix.pinned.set_exception(lost)
             return
         try:
             prefix.pin = self._engine.pin(prefix.tokens, cache_salt=prefix.salt)
-            prefix.settle()
+            prefix.pinned.set_result(None)
         except Exception as error:
-            prefix.settle(PrefixLostError(f"its state is not cached: {error}"))
+            prefix.pinned.set_exception(PrefixLostError(f"its state is not cached: {error}"))
 
 
 def _end(engine: DynamicInferenceEngine, prefix: _Prefix) -> None:

@@ -111,6 +111,11 @@ class TransferChannel:
         used = "" if self._session is None else self._session.transport
         return used or ("nccl" if self._nccl is not None else "messages")
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of KV and states that this rank sent or received in the last hand-over."""
+        return 0 if self._session is None else self._session.num_bytes
+
     def connect(self, *, timeout_s: float | None = None) -> str:
         """Meet the other side, so that the next hand-over need not; why that failed, or an empty text."""
         access = self._open("connect", None)

@@ -67,6 +67,7 @@ class Session[Key](ABC):
         self.deadline = self.timeout_s = 0.0
         self.peers: dict[Key, Peer] = {}  # by address at the source, by connection at the destination
         self.transport = ""  # "nccl" or "messages", of the last hand-over
+        self.num_bytes = 0  # of the last hand-over
 
     @abstractmethod
     def pump(self, peer: Peer, timeout_s: float) -> None:
@@ -242,14 +243,14 @@ class Source(Session[Address]):
                     peer.send(Refusal(str(error), withdrawn=True))
             raise
         wanted = [(peer, want) for peer, want in answers if want.part is not None]
-        num_bytes, seconds = 0, 0.0
+        self.num_bytes, seconds = 0, 0.0
         for peer, want in wanted:
             with peer.named():
                 begin = time.perf_counter()
-                num_bytes += self._send_part(access, peer, want, offered)
+                self.num_bytes += self._send_part(access, peer, want, offered)
                 seconds += time.perf_counter() - begin
         self.transport = "nccl" if wanted and all(want.over_nccl for _, want in wanted) else "messages"
-        return len(wanted), num_bytes, seconds
+        return len(wanted), self.num_bytes, seconds
 
     def _answers(self, access: CacheAccess, offer: Offer) -> list[tuple[Peer, Want]]:
         """Offer to all ranks until all have answered; a destination that starts again gets the offer anew."""
@@ -358,9 +359,11 @@ class Destination(Session[bytes]):
                 asked.append((peer, Want(parts[index], list(blocks), list(slots), over_nccl, new_id)))
                 peer.send(asked[-1][1])
         rows = list(blocks.values()), list(slots.values())
+        self.num_bytes = 0
         for peer, want in asked:
             with peer.named():
-                _, sums = self.exchange(receive_pieces, access, peer, want, rows)
+                layout, sums = self.exchange(receive_pieces, access, peer, want, rows)
+                self.num_bytes += layout.num_bytes
                 self.staging.scrub()
                 if self.expect(peer, Sums).values != sums:
                     raise TransferError(
