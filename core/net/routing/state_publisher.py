@@ -1,65 +1,13 @@
 """The messages of a replica about its resumable states."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from ...inference.contexts.cache.prefix_tree import PrefixTree
 from ...validation import shown
 from .state_events import StateEvents
 
-_SMALLEST_DIRTY_SET = 64
-
-
-class DirtyStates:
-    """Dirty set: the hashes whose states were added or removed since the last `clear`.
-
-    The tree notes a hash before it changes, so that an interrupted change is noted, too; a noted hash may be
-    unchanged. A reader of a full set looks at all states.
-
-    Attributes:
-        keys: the noted hashes, in order.
-        is_full: whether hashes were dropped.
-        num_clears: how often the cache has forgotten all states at once.
-    """
-
-    def __init__(self, tree: PrefixTree, most_keys: int) -> None:
-        """Watches the tree until `close`."""
-        self._tree = tree
-        self._limit = max(most_keys, _SMALLEST_DIRTY_SET)
-        self.keys: dict[int, None] = {}
-        self.is_full = False
-        self.num_clears = 0
-        tree.watchers.append(self._note)
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._tree.watchers.remove(self._note)
-
-    def clear(self) -> None:
-        """Forget what is noted."""
-        self.keys.clear()
-        self.is_full = False
-
-    def is_resumable(self, key: int) -> bool:
-        """Whether the cache, or its tier, has the state under this hash now."""
-        return key in self._tree.hash_to_block_id or key in self._tree.copies
-
-    def resumable(self) -> Iterator[int]:
-        """The hashes of all states that the cache and its tier have now, each once; O(states)."""
-        states = self._tree.hash_to_block_id
-        yield from states
-        yield from (key for key in self._tree.copies if key not in states)
-
-    def _note(self, keys: Iterable[int] | None) -> None:
-        if keys is None:
-            self.num_clears += 1
-            self.is_full = True
-        elif not self.is_full:
-            self.keys.update(dict.fromkeys(keys))
-        if self.is_full or len(self.keys) > self._limit:
-            self.is_full = True  # first: the next statement drops the hashes
-            self.keys.clear()
+_SMALLEST_LIMIT = 64
 
 
 class StatePublisher:
@@ -67,7 +15,8 @@ class StatePublisher:
 
     The cost of a step grows by the states that the step inserts and evicts; a cache without a publisher pays
     nothing. The thread that calls the engine makes the calls, between its calls. After an interrupted call
-    the next `take` returns everything that is due, as a snapshot where needed.
+    the next `take` returns everything that is due, as a snapshot where needed. The tree notes a hash before
+    it changes, so that an interrupted change is noted, too; a noted hash may be unchanged.
 
     Attributes:
         replica: the replica's name.
@@ -94,40 +43,54 @@ class StatePublisher:
         if not self.replica:
             raise ValueError(f"replica is {shown(replica)}; accepted: a str that is not empty")
         num_copies = cache.tier.host.num_slots + cache.tier.files.num_slots if cache.tier is not None else 0
-        self._journal = DirtyStates(cache.tree, cache.slots.num_slots + num_copies)
-        self._num_clears = -1  # of the last published epoch
+        self._tree = cache.tree
+        self._limit = max(cache.slots.num_slots + num_copies, _SMALLEST_LIMIT)
+        self._dirty: dict[int, None] = {}  # hashes whose states were added or removed since the last message
+        self._begins_anew = True  # the cache has forgotten all states at once
+        self._needs_snapshot = True  # changes were dropped, or a message was not completed
         self._epoch = 0
         self._sequence = -1
         self._published: dict[int, None] = {}
-        self._needs_snapshot = True
+        self._tree.watchers.append(self._note)
 
     def close(self) -> None:
         """Stop watching the cache; no call may follow."""
-        self._journal.close()
+        self._tree.watchers.remove(self._note)
+
+    def _note(self, keys: Iterable[int] | None) -> None:
+        if keys is None:
+            self._begins_anew = True
+        elif not (self._begins_anew or self._needs_snapshot):
+            self._dirty.update(dict.fromkeys(keys))
+        if self._begins_anew or len(self._dirty) > self._limit:
+            self._needs_snapshot = True  # first: the next statement drops the hashes
+            self._dirty.clear()
+
+    def _is_resumable(self, key: int) -> bool:
+        """Whether the cache, or its tier, has the state under this hash now."""
+        return key in self._tree.hash_to_block_id or key in self._tree.copies
 
     def take(self) -> StateEvents | None:
         """The changes since the last call; None without changes. The first call returns a snapshot."""
-        journal = self._journal
-        begins_anew = journal.num_clears != self._num_clears
-        everything = begins_anew or journal.is_full or self._needs_snapshot
-        if not everything and not journal.keys:
+        everything = self._begins_anew or self._needs_snapshot
+        if not everything and not self._dirty:
             return None
         self._needs_snapshot = True  # until this message is complete
-        dirty = list(journal.keys)
-        journal.clear()
-        if begins_anew:
+        dirty = list(self._dirty)
+        self._dirty.clear()
+        if self._begins_anew:
             # Also larger than the epochs of an earlier process with this replica's name.
             self._epoch, self._sequence = max(self._epoch + 1, time.time_ns()), -1
-            self._num_clears = journal.num_clears
+            self._begins_anew = False
         inserted: tuple[int, ...]
         removed: tuple[int, ...] = ()
         if everything:
-            self._published = dict.fromkeys(journal.resumable())
+            self._published = dict.fromkeys((*self._tree.hash_to_block_id, *self._tree.copies))
             inserted = tuple(self._published)
         else:
-            is_resumable, published = journal.is_resumable, self._published
-            inserted = tuple(key for key in dirty if key not in published and is_resumable(key))
-            removed = tuple(key for key in dirty if key in published and not is_resumable(key))
+            published = self._published
+            inserted = tuple(key for key in dirty if key not in published and self._is_resumable(key))
+            removed = tuple(key for key in dirty if key in published and not self._is_resumable(key))
             for key in removed:
                 del published[key]
             published.update(dict.fromkeys(inserted))
@@ -143,7 +106,7 @@ class StatePublisher:
 
         Where the next message would be a snapshot, this is that message, and uses its number.
         """
-        if self._needs_snapshot or self._journal.num_clears != self._num_clears or self._journal.is_full:
+        if self._needs_snapshot or self._begins_anew:
             events = self.take()
             assert events is not None
             return events

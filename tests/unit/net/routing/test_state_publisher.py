@@ -9,7 +9,6 @@ import mambaslots.net as msd
 import pytest
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
-from mambaslots.net.routing import state_publisher
 from mambaslots.net.routing.state_events import StateEvents
 from mambaslots.net.routing.state_index import StateIndex
 from mambaslots.replay.engine_replay import ContextWithoutMemory
@@ -71,7 +70,7 @@ def test_a_router_knows_what_a_replica_can_resume_from(first: int, faults: float
 
 def test_a_journal_that_misses_changes_is_noticed() -> None:
     with (
-        patch.object(state_publisher.DirtyStates, "_note", lambda journal, keys: None),
+        patch.object(msd.StatePublisher, "_note", lambda publisher, keys: None),
         pytest.raises(LeftWrongError),
     ):
         PublishingFuzzer(0, interrupts=0.0, faults=0.0).run(100)
@@ -204,7 +203,7 @@ def test_too_many_changes_become_a_snapshot_in_bounded_memory() -> None:
     publisher.take()
     for number in range(500):
         commit(cache, number)
-        assert len(publisher._journal.keys) <= 64
+        assert len(publisher._dirty) <= 64
     events = publisher.take()
     assert events is not None
     assert events.is_snapshot
