@@ -17,7 +17,7 @@ from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..net.lockstep.leading_engine import LeadingEngine
 from ..net.transfer.export import recent_states
-from ..net.transfer.hand_over import receive_prefixes, send_prefixes
+from ..net.transfer.hand_over import TransferChannel
 from .state_channel import HandOver, find_channel
 
 logger = logging.getLogger(__name__)
@@ -118,8 +118,10 @@ def _on_all_ranks(function: Callable[..., Any], *arguments: Any) -> Callable[[Dy
 def _send(
     engine: DynamicInferenceEngine, host: str, port: int, name: str, keys: Sequence[int], timeout_s: float
 ) -> Any:
-    return send_prefixes(engine, _meet(host, port), name, keys, timeout_s=timeout_s)
+    with TransferChannel(engine, _meet(host, port), name, "source", timeout_s=timeout_s) as channel:
+        return channel.send(keys)
 
 
 def _receive(engine: DynamicInferenceEngine, host: str, port: int, name: str, timeout_s: float) -> Any:
-    return receive_prefixes(engine, _meet(host, port), name, timeout_s=timeout_s)
+    with TransferChannel(engine, _meet(host, port), name, "destination", timeout_s=timeout_s) as channel:
+        return channel.receive()
