@@ -40,8 +40,7 @@ class DynamicInferenceEngine:
 
     One thread at a time may call an engine; streams may be dropped in any thread. From inside a step,
     requests may be added and statistics read; other calls raise RuntimeError. `generate` serves a batch to
-    the end; `add_request` and `step`, or `stream`, serve requests as they come. Between steps each call but
-    `computed_prefix` and `describe`, also one that reads, first cancels the requests of dropped streams.
+    the end; `add_request` and `step`, or `stream`, serve requests as they come.
 
     Control-C and SIGTERM wait for the end of a step. A step that fails (by MemoryError, a failing model or a
     second Control-C) loses no request and no token: its requests are queued again. If need be, all cached
@@ -51,9 +50,8 @@ class DynamicInferenceEngine:
         model, config: what the engine was built with.
         context: what the requests hold, and the prefix cache.
         salt_key: hashes the salts of requests; its `key_id` identifies the key.
-        state, new_ids, ids_without_seed, cancels_abandoned: for the package alone, as the ranks of a split
-            model make each other's calls on them: requests and repairs, the next ids of requests, and
-            whether this rank cancels the requests of dropped streams.
+        state, new_ids, ids_without_seed, cancels_abandoned: for the package alone: requests and repairs, the
+            next ids of requests, and whether this rank cancels the requests of dropped streams.
     """
 
     def __init__(
@@ -122,16 +120,14 @@ class DynamicInferenceEngine:
         Args:
             prompt: token ids, a list or a 1-D integer tensor.
             sampling_params: how tokens are chosen; None for the defaults.
-            cache_salt: requests share cached states only with requests of the same salt; those without a salt
-                share with each other. An empty salt is refused.
+            cache_salt: requests share cached states only with requests of the same salt, or also without one.
             checkpoint_plan: which states are taken, in place of the configuration's plan.
 
         Returns:
             The request id.
 
         Raises:
-            ValueError: the request can never run: the prompt is empty or has ids outside the vocabulary, or
-                prompt and answer are longer than `max_sequence_length` or than the KV pool.
+            ValueError: the request can never run, as a prompt that is longer than the KV pool.
             RuntimeError: a failed step has broken the engine.
         """
         request = self._checked(prompt, sampling_params, cache_salt, checkpoint_plan)
@@ -215,16 +211,15 @@ class DynamicInferenceEngine:
         After a call that was interrupted when its step was made, the report of that step is returned.
 
         Args:
-            claims_results: whether the report has the only copy of its results; else `take_result` has them,
-                too.
+            claims_results: whether `take_result` does not return the results of the report any more.
 
         Raises:
             KVBlockCapacityError: pinned prefixes leave too few KV blocks for each request that is left. The
-                error has the `request_id` of the first. All ranks of a split model raise this error.
-            RuntimeError: the engine is suspended, in a step, or broken. Errors other than capacity errors
-                break the engine of a split model, because other ranks may have completed the step.
-            Exception: what the model raises. No request then has a new token, and all running requests are
-                queued again: a later `step` restarts them from their last cached states.
+                error has the `request_id` of the first.
+            RuntimeError: the engine is suspended, in a step, or broken. A split model is broken by all errors
+                but KVBlockCapacityError.
+            Exception: what the model raises. No request has a new token then, and all running requests are
+                queued again.
         """
         self.check_usable("step")
         try:
@@ -263,7 +258,6 @@ class DynamicInferenceEngine:
 
     @property
     def _may_cancel(self) -> bool:
-        """Whether abandoned requests may be cancelled now; False on a rank that another rank leads."""
         return self.cancels_abandoned
 
     def _cancel_abandoned(self) -> None:
@@ -306,19 +300,17 @@ class DynamicInferenceEngine:
     ) -> list[RequestResult]:
         """Serve prompts to the end.
 
-        Requests that were added before advance in the same steps. When the call raises, the requests of this
-        call are cancelled.
+        Requests that were added before advance in the same steps. When the call raises, its own requests are
+        cancelled.
 
         Args:
             prompts: a list of prompts, each as `add_request` takes it.
-            sampling_params, cache_salt, checkpoint_plan: one value for all prompts, or a list of one per
-            prompt.
+            sampling_params, cache_salt, checkpoint_plan: one value for all prompts, or a list of one each.
             progress: whether a line on stderr says how many requests are done, and how many tokens there are.
 
         Returns:
             The results, in the order of the prompts.
         """
-        shown_as = "generate" if boolean("progress", progress) else None
         listed = named_prompts(prompts)
         params = one_each("sampling_params", sampling_params, len(listed))
         salts = one_each("cache_salt", cache_salt, len(listed))
@@ -328,7 +320,7 @@ class DynamicInferenceEngine:
             self._checked(prompt, sampling, salt, plan, name)
             for (name, prompt), sampling, salt, plan in zip(listed, params, salts, plans, strict=True)
         ]
-        return self._serve(requests, self.new_ids, shown_as)
+        return self._serve(requests, self.new_ids, progress)
 
     def score(
         self,
@@ -341,27 +333,22 @@ class DynamicInferenceEngine:
     ) -> list[ScoreResult]:
         """The log-probs of given tokens, each under the model's distribution after the tokens before it.
 
-        Sequences are computed as prompts are, in the same steps as earlier requests, and cached as
-        prompts are. The tokens before `start` are resumed from a cached state where there is one. Nothing is
-        sampled, and no seed of a request changes. When the call raises, its sequences are dropped.
+        Sequences are computed and cached as prompts are. The tokens before `start` are resumed from a cached
+        state where there is one. Nothing is sampled, and no seed of a request changes.
 
         Args:
             sequences: a list of sequences, each of 2 or more token ids, as `add_request` takes a prompt.
-            start: position of the first scored token, >= 1. What goes before is context. One value for all
-                sequences, or a list of one per sequence.
-            cache_salt: as for `generate`.
+            start: position of the first scored token, >= 1: one for all sequences, or a list of one each.
+            cache_salt, progress: as for `generate`.
             checkpoint_plan: as for `generate`. None takes the last boundary before the scored tokens, too,
                 for the sequences that share their context.
-            progress: as for `generate`.
 
         Returns:
             The log-probs, in the order of the sequences.
 
         Raises:
-            ValueError: an argument is of another kind, a sequence can never run, or has no token at `start`.
-            RuntimeError: as `step`.
+            ValueError: a sequence can never run, or has no token at `start`.
         """
-        shown_as = "score" if boolean("progress", progress) else None
         listed = named_prompts(sequences, "sequences")
         starts = one_each("start", start, len(listed), "sequence")
         salts = one_each("cache_salt", cache_salt, len(listed), "sequence")
@@ -372,7 +359,7 @@ class DynamicInferenceEngine:
             checked_sequence(f"sequences[{i}]", sequence, first, salt, plan, self.context, self.salt_key)
             for i, ((_, sequence), first, salt, plan) in enumerate(arguments)
         ]
-        results = self._serve(requests, self.ids_without_seed, shown_as)
+        results = self._serve(requests, self.ids_without_seed, progress)
         return [
             ScoreResult(
                 log_probs=result.prompt_log_probs or [],
@@ -387,23 +374,21 @@ class DynamicInferenceEngine:
         ]
 
     def _serve(
-        self, requests: Sequence[DynamicInferenceRequest], ids: Iterator[int], shown_as: str | None = None
+        self, requests: Sequence[DynamicInferenceRequest], ids: Iterator[int], progress: bool = False
     ) -> list[RequestResult]:
-        """Add new requests and serve them to the end. `shown_as`: the call's name on a line of progress."""
+        """Add new requests and serve them to the end."""
+        line = ProgressLine(requests) if boolean("progress", progress) else None
         try:
             for request in requests:
                 self._apply("add", self._with_id(request, ids, owned=True))
-            line = None if shown_as is None else ProgressLine(shown_as, requests)
-            results: list[RequestResult] = []
             for request in requests:
                 while request.result is None:
                     self._advance()
                     if line is not None:
                         line.show()
-                results.append(request.result)
             if line is not None:
                 line.show(last=True)
-            return results
+            return [request.result for request in requests if request.result is not None]
         except BaseException as error:
             for request in requests:
                 if request.arrival_s:  # else it has no id yet
@@ -423,9 +408,8 @@ class DynamicInferenceEngine:
     ) -> TokenStream[GeneratedToken]:
         """Queue a prompt and return an iterator over its tokens; the arguments are those of `add_request`.
 
-        Asking for a token advances all requests until this one has a token. Closing a stream before its end
-        cancels the request. Dropping the last reference to a stream, in any thread, also cancels the request,
-        at the engine's next call; not on a split model without a `LeadingEngine`.
+        Asking for a token advances all requests until this one has a token. Closing or dropping a stream
+        cancels its request; dropping does not on a split model without a `LeadingEngine`.
         """
         request = self._checked(prompt, sampling_params, cache_salt, checkpoint_plan)
         self._with_id(request, self.new_ids, owned=True)
@@ -441,8 +425,7 @@ class DynamicInferenceEngine:
         """Claim the result of a request that ended while another call served it.
 
         Returns:
-            The result, once. None while the request runs, and where a stream or the caller's `step` claimed
-                the result.
+            The result, once. None while the request runs, and where a stream or `step` claimed it.
         """
         request_id = integer("request_id", request_id, 0)
         self._repair_and_cancel()
@@ -558,21 +541,14 @@ class DynamicInferenceEngine:
     def stats(self, *, settle: bool = True) -> EngineStats:
         """A snapshot of the cache, the drafts and the queue.
 
-        `settle`: whether requests of dropped streams are cancelled first. Without that the call changes
-        nothing, and may be made in any thread; counts may then be off by what a step changes meanwhile.
+        `settle`: whether requests of dropped streams are cancelled first; False allows any thread to call.
         """
         if settle:
             self._repair_and_cancel()
         return self.state.stats()
 
     def describe(self) -> str:
-        """Says what serves the model: device, kernels and why no better ones, graphs, and steps ahead.
-
-        A model that brings kernels of its own does not use those that are named.
-
-        Returns:
-            One line for each.
-        """
+        """What serves the model, a line each: device, kernels and why no better ones, graphs, steps ahead."""
         invariance = self.state.invariance
         lines = describe_steps(self.context, self.state.runner)
         return "\n".join((*lines, *(invariance.describe() if invariance is not None else ())))
@@ -583,10 +559,7 @@ class DynamicInferenceEngine:
         self.state.check_integrity()
 
     def suspend(self) -> None:
-        """Free the memory of all pools. Running requests are queued again, and every prefix is forgotten.
-
-        Until `resume`, requests can be added and cancelled, and `step` raises RuntimeError.
-        """
+        """Free all pools until `resume`: prefixes are forgotten, running requests wait, `step` raises."""
         self.check_usable("suspend")
         if self.context.memory.allocated:
             self._apply("suspend")
@@ -597,10 +570,7 @@ class DynamicInferenceEngine:
         self._apply("resume")
 
     def reset(self) -> None:
-        """Drop every request, result, prefix and count. Repairs an engine that a failed step has broken.
-
-        Requests that have not ended end with the reason "reset", in their streams, too.
-        """
+        """Drop every prefix and count, and end all requests with the reason "reset". Repairs a broken engine."""
         if self.state.stepping is not None:
             self.check_usable("reset")
         self._apply("reset", self.state.weights_version, self.context.memory.allocated)

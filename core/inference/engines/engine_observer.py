@@ -80,37 +80,25 @@ def checked_observer(observer: EngineObserver) -> EngineObserver:
 class ProgressLine:
     """How far a call of `generate` or `score` is, on one line of stderr; errors of stderr are ignored."""
 
-    def __init__(self, call: str, requests: Sequence[DynamicInferenceRequest]) -> None:
-        self._call = call
+    def __init__(self, requests: Sequence[DynamicInferenceRequest]) -> None:
         self._requests = requests
-        self._start_s = time.monotonic()
-        self._shown_s = float("-inf")
-        self._width = 0
+        self._start_s = self._shown_s = time.monotonic()
 
     def show(self, *, last: bool = False) -> None:
         """Write the line, at most each 0.1 s on a terminal, where it is replaced, else each 10 s; the last
         one in any case."""
-        on_terminal, now_s = _is_terminal(), time.monotonic()
-        if not last and now_s - self._shown_s < (0.1 if on_terminal else 10.0):
-            return
-        self._shown_s = now_s
-        seconds = now_s - self._start_s
-        num_done = sum(request.result is not None for request in self._requests)
-        num_tokens = sum(request.num_generated for request in self._requests)
-        rate = f", {num_tokens / seconds:,.0f} tokens/s" if seconds > 0 and num_tokens else ""
-        line = (
-            f"{self._call}: {num_done:,} of {len(self._requests):,} done, "
-            f"{num_tokens:,} tokens generated, {seconds:,.1f} s{rate}"
-        )
-        written = "\r" + line.ljust(self._width) if on_terminal else line
-        self._width = len(line)
+        now_s = time.monotonic()
         with suppress(OSError, ValueError, AttributeError):  # closed, a broken pipe, no stderr
-            sys.stderr.write(written if on_terminal and not last else written + "\n")
+            on_terminal = sys.stderr.isatty()
+            if not last and now_s - self._shown_s < (0.1 if on_terminal else 10.0):
+                return
+            self._shown_s = now_s
+            seconds = now_s - self._start_s
+            num_done = sum(request.result is not None for request in self._requests)
+            num_tokens = sum(request.num_generated for request in self._requests)
+            sys.stderr.write(
+                f"{num_done:,} of {len(self._requests):,} done, {num_tokens:,} tokens generated, "
+                f"{seconds:,.1f} s, {num_tokens / max(seconds, 1e-9):,.0f} tokens/s   "
+                + ("\r" if on_terminal and not last else "\n")
+            )
             sys.stderr.flush()
-
-
-def _is_terminal() -> bool:
-    try:
-        return sys.stderr.isatty()
-    except (AttributeError, ValueError):
-        return False

@@ -46,9 +46,9 @@ def test_a_terminal_has_one_line(engine: ms.DynamicInferenceEngine, monkeypatch:
     monkeypatch.setattr(module.time, "monotonic", Clock(0.25))
     monkeypatch.setattr(sys, "stderr", Terminal())
     results = engine.generate([[1, 2], [3, 4, 5]], PARAMS, progress=True)
-    first, *_, last = sys.stderr.getvalue().split("\r")[1:]  # type: ignore[attr-defined]
-    assert first.startswith("generate: 0 of 2 done, 2 tokens generated, ")
-    assert last.startswith("generate: 2 of 2 done, 6 tokens generated, ")
+    first, *_, last = sys.stderr.getvalue().split("\r")  # type: ignore[attr-defined]
+    assert first.startswith("0 of 2 done, 2 tokens generated, ")
+    assert last.startswith("2 of 2 done, 6 tokens generated, ")
     assert last.rstrip(" \n").endswith(" tokens/s")
     assert last.endswith("\n")
     plain = engine.generate([[1, 2], [3, 4, 5]], PARAMS)
@@ -62,9 +62,8 @@ def test_a_file_has_a_line_every_ten_seconds(
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     engine.score([list(range(200))], progress=True)
     lines = sys.stderr.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines[0].startswith("score: 0 of 1 done, 0 tokens generated, ")
-    assert lines[1:] == [lines[-1]]
-    assert lines[-1].startswith("score: 1 of 1 done")
+    assert [line.split(",")[0] for line in lines[-1:]] == ["1 of 1 done"]
+    assert len(lines) == 1
 
 
 class Closed(io.StringIO):
@@ -86,7 +85,7 @@ def test_no_prompts_and_a_wrong_option(
     engine: ms.DynamicInferenceEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert engine.generate([], progress=True) == []
-    assert capsys.readouterr().err.startswith("generate: 0 of 0 done")
+    assert capsys.readouterr().err.startswith("0 of 0 done")
     for call in (engine.generate, engine.score):
         with pytest.raises(ValueError, match="progress is 1; accepted: "):
             call([[1, 2]], progress=1)  # type: ignore[operator]
