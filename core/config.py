@@ -82,7 +82,7 @@ class InferenceConfig:
         free_memory: what free memory holds: states, KV blocks, inputs of decodes, rows of host memory, files.
             "keep": stale values. "zero": zeros before another request can get it, which costs a write of what
             is freed. "nan", to debug a model: NaN before every forward (the largest finite number in unused
-            rows of a block in use); a step whose logits are NaN raises RuntimeError.
+            rows of a block in use); a step with invalid logits raises RuntimeError.
 
     Example: `InferenceConfig(block_size_tokens=256, num_kv_blocks=1024, num_mamba_slots=64)` caches the KV of
     262,144 tokens and at least 64 states.

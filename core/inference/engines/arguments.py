@@ -113,25 +113,15 @@ def _check_length(text: str, num_tokens: int, context: DynamicInferenceContext) 
 
 def named_prompts(prompts: Iterable[Prompt], name: str = "prompts") -> list[tuple[str, Any]]:
     """Each prompt with its name in messages, as "prompts[1]"; `name` is in the plural."""
-    if isinstance(prompts, (str, bytes)):
-        raise ValueError(
-            f"{name} is {shown(prompts)}; accepted: a list of {name}, each a list of token ids: tokenize "
-            "text first"
-        )
-    if getattr(prompts, "ndim", 0) == 1 and str(getattr(prompts, "dtype", "")) != "object":
-        raise ValueError(
-            f"{name} is a 1-D tensor or array; accepted: a list of {name}: pass [{name[:-1]}] for one"
-        )
     try:
-        listed = None if is_unordered(prompts) else list(prompts)
+        listed = None if isinstance(prompts, (str, bytes)) or is_unordered(prompts) else list(prompts)
     except TypeError:
         listed = None
-    if listed is None:
-        raise ValueError(f"{name} is {shown(prompts)}; accepted: a list of {name}")
-    if listed and all(map(_is_number, listed)):
+    if listed is None or (listed and all(map(_is_number, listed))):
+        found = shown(prompts) if listed is None else f"a list of {len(listed)} token ids"
         raise ValueError(
-            f"{name} is a list of {len(listed)} token ids; accepted: a list of {name}: pass [{name[:-1]}] "
-            "for one"
+            f"{name} is {found}; accepted: a list of {name}, each a list of token ids: tokenize text first, "
+            f"and pass [{name[:-1]}] for one"
         )
     if len(listed) == 1:
         return [(name[:-1], listed[0])]

@@ -570,7 +570,7 @@ class DynamicInferenceEngine:
         self._apply("resume")
 
     def reset(self) -> None:
-        """Drop every prefix and count, and end all requests with the reason "reset". Repairs a broken engine."""
+        """Drop all prefixes and counts, end all requests with "reset", and repair a broken engine."""
         if self.state.stepping is not None:
             self.check_usable("reset")
         self._apply("reset", self.state.weights_version, self.context.memory.allocated)

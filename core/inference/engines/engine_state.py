@@ -354,9 +354,9 @@ class EngineState:
         if following:
             tokens_there = step.tokens_of([one.request for one in following])
             self.unread = self._launch(forward, following, tokens_there)
-        if step.check_logits is not None:
-            step.check_logits()
         tokens = step.wait()
+        if self._poison is not None:
+            self._poison.check(step.invalid)
         self.runner.after_step(forward)
         return step.steps, tokens, step.invalid
 
@@ -369,8 +369,6 @@ class EngineState:
         step = self._context.begin_step(scheduled, self.runner.padded, sampled_tokens)  # reserve, publish
         logits = self.runner.run(forward, step.inputs)
         sampled = sample_step(step.requests, logits)  # launched; nothing waits yet
-        if self._poison is not None:
-            sampled.check_logits = self._poison.check(logits)
         # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
         self._context.end_step(sampled.num_accepted, sampled.is_valid)
         return sampled

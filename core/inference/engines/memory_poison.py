@@ -1,13 +1,13 @@
 """A debug setting: free memory holds NaN."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.step_inputs import StepInputs
-from .sampling import Results, on_device
+from .sampling import on_device
 
 _NAN_BYTE = 0xFF
 """Floats of such bytes are NaN, in bfloat16 and every wider dtype; so are int8 numbers with such a scale."""
@@ -28,7 +28,6 @@ class MemoryPoison:
     def __init__(self, context: DynamicInferenceContext) -> None:
         """Fill what is free now, and observe `context` from now on."""
         self._context = context
-        self._poisoned_rows: set[int] = set()  # of host memory
         self.fill()
         context.observe(self)
 
@@ -39,42 +38,48 @@ class MemoryPoison:
     def step_ended(self, steps: Sequence[object]) -> None:
         """Nothing is to be done."""
 
+    def check(self, invalid: Sequence[int]) -> None:
+        """Raise RuntimeError where requests have invalid logits."""
+        if invalid:
+            raise RuntimeError(
+                f"the logits of the requests {list(invalid)} are NaN or infinite, and free_memory is 'nan': "
+                "the model has read memory that the step does not name, or computes NaN by itself; "
+                "mambaslots.testing.check_model(model) finds out which"
+            )
+
     def fill(self) -> None:
         """Fill all free memory with NaN; between steps, or after a step is begun and before its forward."""
+        memory, cache = self._context.memory, self._context.prefix_cache
         slots, blocks = free_memory(self._context)
-        pool = self._context.memory.state_pool
-        for states in pool.tensors:
+        for states in memory.state_pool.tensors:
             _fill(states, 1, slots)
-        encoded = self._context.memory.durable_pool
-        if encoded is not pool:
-            used = self._context.prefix_cache.tree.slot_by_block.values()
-            unused = sorted(set(range(encoded.num_durable)).difference(used))
-            places = on_device(torch.tensor(unused, dtype=torch.int64, device="cpu"), encoded.memory.device)
-            encoded.memory.index_fill_(0, places, _NAN_BYTE)
+        encoded = memory.durable_pool
+        if encoded is not memory.state_pool:
+            unused = set(range(encoded.num_durable)).difference(cache.tree.slot_by_block.values())
+            encoded.memory.index_fill_(0, _indices(sorted(unused), encoded.memory.device), _NAN_BYTE)
         self._fill_kv(blocks)
         self._fill_inputs()
-        self._fill_host_rows()
+        rows = getattr(cache.tier.copies, "rows", None) if cache.tier is not None else None
+        if cache.tier is not None and rows is not None:
+            rows[sorted(cache.tier.host.free)] = _NAN_BYTE
 
     def _fill_kv(self, free: Tensor) -> None:
-        kv_cache = self._context.memory.kv_cache
-        unwritten, begun = unwritten_rows(self._context)
-        _fill(kv_cache, 2, torch.cat([free, torch.tensor(unwritten, dtype=torch.int64, device="cpu")]))
+        """Also blocks of requests in which tokens are not stored yet, or no more, as rejected drafts."""
+        kv_cache, size = self._context.memory.kv_cache, self._context.config.block_size_tokens
+        unwritten: list[int] = []
+        begun: list[tuple[int, int]] = []
+        for holding in (request.holding for request in self._context.requests):
+            if holding is not None:
+                path = holding.path
+                index, row = divmod(max(holding.num_computed, path.num_registered * size), size)
+                if row and index < len(path.blocks):
+                    begun += [(path.blocks[index], later) for later in range(row, size)]
+                unwritten += path.blocks[index + bool(row) :]
+        _fill(kv_cache, 2, torch.cat([free, _indices(unwritten)]))
         if begun and kv_cache.numel():
             blocks, rows = on_device(torch.tensor(begun, device="cpu").T.contiguous(), kv_cache.device)
             largest = torch.finfo(kv_cache.dtype).max
-            kv_cache[:, :, blocks, rows] = torch.full(
-                (), largest, dtype=kv_cache.dtype, device=kv_cache.device
-            )
-
-    def _fill_host_rows(self) -> None:
-        tier = self._context.prefix_cache.tier
-        rows = getattr(tier.copies, "rows", None) if tier is not None else None
-        if tier is None or rows is None:
-            return
-        free = set(tier.host.free)
-        for row in free - self._poisoned_rows:
-            rows[row] = _NAN_BYTE
-        self._poisoned_rows = free
+            kv_cache[:, :, blocks, rows] = kv_cache.new_full((), largest)
 
     def _fill_inputs(self) -> None:
         spec, pool = self._context.spec, self._context.memory.input_pool
@@ -93,21 +98,6 @@ class MemoryPoison:
             shape = [1] * inputs.dim()
             shape[1], shape[axis] = inputs.shape[1], length
             inputs.masked_fill_(on_device(free.view(shape), inputs.device), float("nan"))
-
-    def check(self, logits: Tensor) -> Callable[[], None]:
-        """Launch a look at logits [tokens, vocabulary]; does not synchronise."""
-        num_lost, num_tokens = Results([logits.isnan().any(dim=1).sum()[None]]), len(logits)
-
-        def raise_where_lost() -> None:
-            ((lost,),) = num_lost.wait()
-            if lost:
-                raise RuntimeError(
-                    f"the logits of {int(lost)} of {num_tokens} tokens are NaN, and free_memory is "
-                    "'nan': the model has read memory that the step does not name, or computes NaN by "
-                    "itself; mambaslots.testing.check_model(model) finds out which"
-                )
-
-        return raise_where_lost
 
 
 def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
@@ -128,20 +118,9 @@ def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
     return free.nonzero().flatten(), torch.tensor(unused, dtype=torch.int64, device="cpu")
 
 
-def unwritten_rows(context: DynamicInferenceContext) -> tuple[list[int], list[tuple[int, int]]]:
-    """Where requests hold KV blocks in which tokens are not stored yet, or no more, as rejected drafts."""
-    size = context.config.block_size_tokens
-    unwritten: list[int] = []
-    begun: list[tuple[int, int]] = []
-    for holding in (request.holding for request in context.requests):
-        if holding is not None:
-            path = holding.path
-            stored = max(holding.num_computed, path.num_registered * size)
-            index, row = divmod(stored, size)
-            if row and index < len(path.blocks):
-                begun += [(path.blocks[index], later) for later in range(row, size)]
-            unwritten += path.blocks[index + bool(row) :]
-    return unwritten, begun
+def _indices(numbers: Sequence[int], device: torch.device | None = None) -> Tensor:
+    indices = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return indices if device is None else on_device(indices, device)
 
 
 def _fill(memory: Tensor, axis: int, entries: Tensor) -> None:

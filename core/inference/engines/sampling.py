@@ -23,10 +23,7 @@ class SampledStep:
         invalid: ids of the requests that get no token, ascending; known once `wait` has returned. The largest
             logit of a row that such a request needs in this step is NaN or infinite. Logits of -inf next to a
             finite one are valid: they forbid tokens.
-        check_logits: raises where logits of the step are NaN; None without that check.
     """
-
-    check_logits: Callable[[], None] | None = None
 
     def __init__(
         self,

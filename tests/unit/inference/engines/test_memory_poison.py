@@ -127,7 +127,7 @@ def test_a_model_that_reads_free_memory_fails_loudly_and_only_then(ahead: bool) 
     plain = small_engine(**settings).generate(prompts, _params())
     assert [len(result.tokens) for result in plain] == [5, 5]
     engine = small_engine(free_memory="nan", async_scheduling=ahead, **settings)
-    with pytest.raises(RuntimeError, match="logits of 1 of 2 tokens are NaN, and free_memory is 'nan'"):
+    with pytest.raises(RuntimeError, match=r"requests \[1\] are NaN or infinite, and free_memory is 'nan'"):
         engine.generate(prompts, _params())
     engine.check_integrity()
     assert engine.state.unread is None

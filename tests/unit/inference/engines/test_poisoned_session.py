@@ -38,7 +38,7 @@ def answers_or_failure(device: torch.device) -> list[list[int]] | None:
     try:
         return serve(device)
     except RuntimeError as error:
-        if "tokens are NaN, and free_memory is 'nan'" not in str(error):
+        if "are NaN or infinite, and free_memory is 'nan'" not in str(error):
             raise
         return None
 

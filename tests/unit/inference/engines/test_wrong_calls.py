@@ -26,6 +26,12 @@ def engine() -> ms.DynamicInferenceEngine:
     return small_engine(max_requests=2)
 
 
+NO_PROMPTS = (
+    "prompts is @; accepted: a list of prompts, each a list of token ids: tokenize text first, and pass "
+    "[prompt] for one"
+)
+
+
 def says(sentence: str) -> str:
     return f"^{re.escape(sentence)}$"
 
@@ -38,33 +44,42 @@ def says(sentence: str) -> str:
     [
         (
             "text",
-            "prompts is 'text'; accepted: a list of prompts, each a list of token ids: tokenize text first",
+            NO_PROMPTS.replace("@", "'text'"),
         ),
         (
             [1, 2, 3],
-            "prompts is a list of 3 token ids; accepted: a list of prompts: pass [prompt] for one",
+            NO_PROMPTS.replace("@", "a list of 3 token ids"),
         ),
         (
             [np.int64(1), np.int32(2)],
-            "prompts is a list of 2 token ids; accepted: a list of prompts: pass [prompt] for one",
+            NO_PROMPTS.replace("@", "a list of 2 token ids"),
         ),
         (
             list(torch.tensor([1, 2])),
-            "prompts is a list of 2 token ids; accepted: a list of prompts: pass [prompt] for one",
+            NO_PROMPTS.replace("@", "a list of 2 token ids"),
         ),
         (
             torch.tensor([1, 2, 3]),
-            "prompts is a 1-D tensor or array; accepted: a list of prompts: pass [prompt] for one",
+            NO_PROMPTS.replace("@", "a list of 3 token ids"),
         ),
         (
             np.array([1, 2, 3]),
-            "prompts is a 1-D tensor or array; accepted: a list of prompts: pass [prompt] for one",
+            NO_PROMPTS.replace("@", "a list of 3 token ids"),
         ),
-        (5, "prompts is 5; accepted: a list of prompts"),
+        (
+            5,
+            NO_PROMPTS.replace("@", "5"),
+        ),
         (["text"], "prompt is 'text'; accepted: a list of token ids: tokenize text first"),
         ([[]], "prompt is empty; accepted: at least one token"),
-        ({(1, 2)}, "prompts is {(1, 2)}; accepted: a list of prompts"),
-        ({(1, 2): 3}, "prompts is {(1, 2): 3}; accepted: a list of prompts"),
+        (
+            {(1, 2)},
+            NO_PROMPTS.replace("@", "{(1, 2)}"),
+        ),
+        (
+            {(1, 2): 3},
+            NO_PROMPTS.replace("@", "{(1, 2): 3}"),
+        ),
         ([[1], [2], [3], [4, -1]], "prompts[3][1] is -1; accepted: an integer from 0 to 255"),
         ([[1], "text"], "prompts[1] is 'text'; accepted: a list of token ids: tokenize text first"),
         ([[1], []], "prompts[1] is empty; accepted: at least one token"),
@@ -164,8 +179,16 @@ def test_prompts_may_be_the_rows_of_a_tensor(engine: ms.DynamicInferenceEngine) 
     ("sequences", "start", "sentence"),
     [
         ("text", 1, "sequences is 'text'; accepted: a list of sequences, each a list of token ids"),
-        ([1, 2], 1, "sequences is a list of 2 token ids; accepted: a list of sequences: pass [sequence]"),
-        (torch.tensor([1, 2]), 1, "sequences is a 1-D tensor or array; accepted: a list of sequences: pass"),
+        (
+            [1, 2],
+            1,
+            "sequences is a list of 2 token ids; accepted: a list of sequences, each",
+        ),
+        (
+            torch.tensor([1, 2]),
+            1,
+            "sequences is a list of 2 token ids; accepted: a list of sequences, each",
+        ),
         ([[]], 1, "sequences[0] has 0 tokens; accepted: at least 2, a context and one to score"),
         ([[1, 2], [3]], 1, "sequences[1] has 1 tokens; accepted: at least 2, a context and one to score"),
         ([[1, 256]], 1, "sequences[0][1] is 256; accepted: an integer from 0 to 255"),
