@@ -159,12 +159,12 @@ def random_logits(sizes: Sizes, peaked: bool) -> Tensor:
 
 def sampling(bench: Bench) -> Iterator[Row]:
     num, width = bench.sizes.logits
-    positions = list(range(num))
+    positions = seeds = list(range(num))
     flat, peaked = random_logits(bench.sizes, False) / 10, random_logits(bench.sizes, True)
     greedy, warm, nucleus = all_rows(num), all_rows(num, temperature=0.8), all_rows(num, top_p=0.9)
 
     def sampled(logits: Tensor, params: list[ms.SamplingParams]) -> Sample:
-        return partial(cpu_ms, lambda: sample(logits, params, positions))
+        return partial(cpu_ms, lambda: sample(logits, params, positions, seeds))
 
     compare = partial(bench.compare, repeats=bench.some, warm_up=1)
     name = f"sample {num} x {width:,},"

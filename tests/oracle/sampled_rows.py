@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from mambaslots import SamplingParams
+from mambaslots.inference.engines.sampling import sample
 from torch import Tensor
 
 _WHOLE = 1 << 53
@@ -65,3 +66,8 @@ def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
 def in_parts(probabilities: Tensor) -> Tensor:
     """Probabilities in units of 2 ** -53. A GPU's sum of integers, unlike floats, depends on no order."""
     return (probabilities.double() * _WHOLE).long()
+
+
+def sampled(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
+    """The tokens that an engine draws with the seeds of `params`, 0 where there is none."""
+    return sample(logits, params, positions, [one.seed or 0 for one in params])[0]

@@ -106,12 +106,11 @@ class DummySteps:
             self._context.abort_step()
             raise
         self._context.end_step(lambda _: self._accept(ready[0]))
-        counts = {step.request.request_id: len(step.logit_positions) for step in ready}
         in_row_order = sorted(ready, key=lambda step: not step.decoding)
-        sizes = [counts[step.request.request_id] for step in in_row_order]
+        sizes = [len(step.logit_positions) for step in in_row_order]
         parts = torch.split(logits[: inputs.num_logits], sizes)
-        by_id = {step.request.request_id: part for step, part in zip(in_row_order, parts, strict=True)}
-        return [by_id[request.request_id] for request, _ in work]
+        of = {step.request: part for step, part in zip(in_row_order, parts, strict=True)}
+        return [of[request] for request, _ in work]
 
     def _accept(self, step: RequestStep) -> int:
         """Make a step's drafts tokens of its request; how many tokens of the step are right: all."""
@@ -132,18 +131,12 @@ def set_min_tokens(tier: HostTier, model: Model, spec: HybridStateSpec, config: 
     from_host = from_file = 0.0  # of a pipeline stage without states
     if isinstance(tier.copies, HostCopies):
         from_host, from_file = tier.copies.seconds_to_fetch(bool(tier.files.num_slots), _best_of)
-    token_s = _seconds_of_a_token(model, spec, config)
-    ranks = spec.groups.gather((from_host, from_file, token_s), spec.device)
-    token_s = min(rank[2] for rank in ranks)
+    mine = from_host, from_file, _seconds_of_a_token(model, spec, config)
+    from_hosts, from_files, token_s = zip(*spec.groups.gather(mine, spec.device), strict=True)
     tier.min_tokens, tier.min_tokens_from_file = (
-        _tokens_in(max(rank[place] for rank in ranks), token_s) for place in (0, 1)
+        min(INT32_MAX, max(1, math.ceil(max(seconds) / min(token_s)))) if min(token_s) else 1
+        for seconds in (from_hosts, from_files)
     )
-
-
-def _tokens_in(seconds: float, token_s: float) -> int:
-    if not 0.0 < token_s < math.inf:
-        return 1
-    return min(INT32_MAX, max(1, math.ceil(seconds / token_s)))
 
 
 def _best_of(work: Callable[[], object]) -> float:

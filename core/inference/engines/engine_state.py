@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from operator import eq
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from .drafter import Drafter
 from .engine_observer import EngineObserver, NewTokens, StepReport
 from .memory_poison import MemoryPoison
 from .runner import Model, new_runner
-from .sampling import SampledStep, count_accepted, sample_step
+from .sampling import SampledStep, sample_step
 from .scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -388,7 +389,7 @@ class EngineState:
                     so_far.num_decodes + 1,
                     so_far.num_tokens + len(new),
                     so_far.num_drafted + len(step.drafts),
-                    so_far.num_accepted + count_accepted(step.drafts, new),
+                    so_far.num_accepted + sum(map(eq, step.drafts, new)),
                 )
         finished = [self._end(self.requests[request_id], reason) for request_id, reason in reasons.items()]
         return StepReport(

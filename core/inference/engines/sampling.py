@@ -155,7 +155,7 @@ def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
         if rows != list(range(len(logits))):
             chosen = logits.index_select(0, on_device(torch.tensor(rows, device="cpu"), logits.device))
         seeds = [step.request.seed for step in sampled for _ in range(1 + len(step.drafts))]
-        drawn, largest = _choose(chosen, params, positions, seeds)
+        drawn, largest = sample(chosen, params, positions, seeds)
         columns += [drawn, largest]
         if any(step.request.sampling.return_log_probs for step in sampled):
             columns.append(log_probs_of(chosen, drawn))
@@ -175,24 +175,22 @@ def _top_columns(logits: Tensor, params: Sequence[SamplingParams]) -> list[Tenso
 
 
 def sample(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    positions: Sequence[int],
-    seeds: Sequence[int] | None = None,
-) -> Tensor:
-    """Choose one token for each row of logits. Does not synchronise where triton is installed."""
-    seeds = [param.seed or 0 for param in params] if seeds is None else seeds
-    return _choose(logits, params, positions, seeds)[0]
-
-
-def _choose(
     logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], seeds: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """The tokens of `sample` [rows], and the largest logit of each row [rows]."""
+    """A token for each row of logits [rows], and the largest logit of each row [rows].
+
+    Does not synchronise where triton is installed.
+    """
     draws = [
-        _token_draw(row, *settings)
-        for row, settings in enumerate(zip(params, positions, seeds, strict=True))
-        if not settings[0].greedy
+        TokenDraw(
+            row=row,
+            temperature=1.0 if one.temperature is None else one.temperature,
+            top_k=one.top_k or 0,
+            top_p=1.0 if one.top_p is None else one.top_p,
+            uniform=_uniform(seed, position),
+        )
+        for row, (one, position, seed) in enumerate(zip(params, positions, seeds, strict=True))
+        if not one.greedy
     ]
     if len(draws) < len(params):
         largest, tokens = logits.max(dim=-1)
@@ -202,16 +200,6 @@ def _choose(
     if draws:
         _draws_on(logits.device)(tokens, logits, largest, draws)
     return tokens, largest
-
-
-def _token_draw(row: int, params: SamplingParams, position: int, seed: int) -> TokenDraw:
-    return TokenDraw(
-        row=row,
-        temperature=1.0 if params.temperature is None else params.temperature,
-        top_k=params.top_k or 0,
-        top_p=1.0 if params.top_p is None else params.top_p,
-        uniform=_uniform(seed, position),
-    )
 
 
 def _draws_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Sequence[TokenDraw]], None]:
@@ -278,11 +266,6 @@ def accepted_tokens(drafts: Sequence[int], drawn: Sequence[int], stops: Collecti
         if token in stops or i == len(drafts) or token != drafts[i]:
             break
     return tokens
-
-
-def count_accepted(drafts: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many of `tokens`, a result of `accepted_tokens`, had been drafted."""
-    return sum(draft == token for draft, token in zip(drafts, tokens, strict=False))
 
 
 LOG_PROB_ROWS = 256

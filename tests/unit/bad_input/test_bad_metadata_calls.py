@@ -6,7 +6,6 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.engines.sampling import sample
 from mambaslots.vllm.chunk_metadata import (
     Mamba2AttentionMetadataBuilder,
     build_chunk_metadata,
@@ -15,6 +14,7 @@ from mambaslots.vllm.chunk_metadata import (
 from oracle import bad_values as bad
 from oracle.bad_values import INT32_MAX, meta, refuse_all
 from oracle.picture import picture
+from oracle.sampled_rows import sampled
 
 LONGEST = 2**48
 INT64_MAX = 2**63 - 1
@@ -143,5 +143,5 @@ def test_any_temperature_there_is_gives_a_token_that_has_a_probability(
 ) -> None:
     logits = torch.tensor([[1.0, 3.0, -float("inf"), 3.0]], dtype=dtype)
     for seed in range(8):
-        (token,) = sample(logits, [ms.SamplingParams(temperature=temperature, seed=seed)], [0])
+        (token,) = sampled(logits, [ms.SamplingParams(temperature=temperature, seed=seed)], [0])
         assert token in ((1, 3) if temperature < 1 else (0, 1, 3))

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from mambaslots.inference.engines import sampling
 from mambaslots.inference.engines.sampling import log_softmax
 from mambaslots.inference.kernels import token_draws
-from oracle.sampled_rows import sample_rows, token_distribution
+from oracle.sampled_rows import sample_rows, sampled, token_distribution
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def sample(*arguments: Any) -> list[int]:
-    tokens: list[int] = sampling.sample(*arguments).tolist()
+    tokens: list[int] = sampled(*arguments).tolist()
     return tokens
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from mambaslots.inference.engines import sampling
 from mambaslots.inference.kernels import token_draws_gpu
-from oracle.sampled_rows import sample_rows
+from oracle.sampled_rows import sample_rows, sampled
 from oracle.synchronisation import no_synchronisation
 
 
@@ -54,19 +54,19 @@ def test_tokens_are_those_of_each_row_by_itself(kind, vocabulary, dtype, device)
         logits[:, 1::2] = -torch.inf
     logits = logits.to(dtype).to(device)
     params = settings(10)
-    assert sampling.sample(logits, params, range(10)).tolist() == sample_rows(logits, params, range(10))
+    assert sampled(logits, params, range(10)).tolist() == sample_rows(logits, params, range(10))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_view_of_logits_and_rows_without_finite_logits(device):
     wide = rows_of(20, 129, 2.0).float().to(device)
     logits, params = wide[::2, 3:104], settings(10)
-    expected = sampling.sample(logits, params, range(10)).tolist()
+    expected = sampled(logits, params, range(10)).tolist()
     assert expected == sample_rows(logits, params, range(10))
     logits[1] = torch.nan
     logits[2, 7] = torch.inf
     logits[4] = -torch.inf
-    tokens = sampling.sample(logits, params, range(10)).tolist()
+    tokens = sampled(logits, params, range(10)).tolist()
     assert [tokens[i] for i in (0, 3, 5, 6, 7, 8, 9)] == [expected[i] for i in (0, 3, 5, 6, 7, 8, 9)]
     assert all(0 <= token < 101 for token in tokens)
 
@@ -76,15 +76,15 @@ def test_a_view_of_logits_and_rows_without_finite_logits(device):
 @pytest.mark.parametrize("spread", [0.5, 8.0], ids=["flat", "peaked"])
 def test_mixed_rows_take_few_launches_and_wait_for_nothing(spread, vocabulary):
     logits, params = rows_of(60, vocabulary, spread).float().cuda(), settings(60)
-    expected = sampling.sample(logits, params, range(60))
+    expected = sampled(logits, params, range(60))
     assert expected.tolist() == sample_rows(logits, params, range(60))
     torch.cuda.synchronize()
     with no_synchronisation():
-        sampling.sample(logits, params, range(60))
+        sampled(logits, params, range(60))
     for num_rows in (10, 60):
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-            tokens = sampling.sample(logits[:num_rows], params[:num_rows], range(num_rows))
+            tokens = sampled(logits[:num_rows], params[:num_rows], range(num_rows))
             torch.cuda.synchronize()
         launches = [event.name for event in profile.events() if event.device_type.name == "CUDA"]
         assert sum("Memcpy" in name for name in launches) == 1
