@@ -3,8 +3,9 @@
 Every rank runs the same tests in the same order. A setup, test or teardown that fails on one rank fails on
 all of them, and ends the run: after it, the ranks' collectives would no longer meet. Rank 0 shows what failed
 where. A collective fails after TIMEOUT; a test that hangs otherwise prints all stacks (see the Makefile).
-Each rank has a temporary folder of its own. Without torchrun these tests deselect themselves. On a machine
-with a GPU for each rank the same tests are marked `gpu`, and run on those, over nccl.
+Each rank has a temporary folder of its own. On 4 ranks, what 2 ranks show as well is marked `long`. Without
+torchrun these tests deselect themselves. On a machine with a GPU for each rank the same tests are marked
+`gpu`, and run on those, over nccl.
 """
 
 import json
@@ -47,9 +48,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=others)
     deselected = set(others)
     items[:] = [item for item in items if item not in deselected]
-    if ON_GPUS:
-        for item in here:
+    for item in here:
+        if ON_GPUS:
             item.add_marker("gpu")
+        elif RANKS == 4 and _is_like_on_2_ranks(item):
+            item.add_marker("long")
+
+
+def _is_like_on_2_ranks(item: pytest.Item) -> bool:
+    """Whether a test runs on 2 ranks as well, or splits a model by tensors alone, as on 2 ranks."""
+    marked = item.get_closest_marker("ranks")
+    if marked is None or 2 in marked.args:
+        return True
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return "tp 4" in values and item.path.name != "test_split_transformers.py"
 
 
 def _is_for(item: pytest.Item, ranks: int) -> bool:

@@ -110,6 +110,7 @@ def check_goes_on(engine: Engine, stream: ms.TokenStream) -> None:
     assert_idle(engine)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("error", [Interrupted, MemoryError, RuntimeError])
 @pytest.mark.parametrize("call", CALLS)

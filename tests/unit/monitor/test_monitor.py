@@ -312,7 +312,7 @@ def test_another_thread_reads_while_steps_are_made() -> None:
 
     def read() -> None:
         try:
-            while not ended.is_set():
+            while not ended.wait(0.002):  # else the engine's thread hardly gets the interpreter's lock
                 tokens = monitor.snapshot()["tokens"]
                 assert tokens["prompt"] == tokens["resumed"] + sum(tokens["by_reason"].values())
                 assert monitor.figures().stats.cache.num_prompt_tokens >= tokens["prompt"]
