@@ -212,7 +212,7 @@ def readme() -> str:
         [
             "Resumes a conversation where its last answer ended",
             f"first token of a turn after {first['mambaslots']} ms; vLLM 0.26 {first['vllm']} ms",
-            "[beside vLLM](benchmarks/README.md#beside-vllm)",
+            "[comparison](benchmarks/README.md#beside-vllm)",
         ],
         [
             "Gives the same bits with and without the cache, alone and in a batch",
