@@ -24,7 +24,7 @@ def stats(context: Any) -> HostStats:
         return HostStats.of(record_of(context), NO_SLOTS, 0)
     if not isinstance(slots, HostSlotAllocator):
         raise ValueError("context is on megatron-core's own allocator; accepted: one built after install()")
-    return HostStats.of(record_of(context), slots.slots.counts, slots.intermediate.num_dropped)
+    return HostStats.of(record_of(context), slots.slots.counts, slots.num_dropped)
 
 
 class BuiltContext:

@@ -136,7 +136,7 @@ def _keep_counts(record: HostRecord, allocator: Any) -> None:
     counts = allocator.slots.counts
     record.retired["committed"] += counts.committed_total
     record.retired["evicted"] += counts.evicted_total
-    record.retired["dropped"] += allocator.intermediate.num_dropped
+    record.retired["dropped"] += allocator.num_dropped
     record.slots, record.dropped = NO_SLOTS, 0
 
 

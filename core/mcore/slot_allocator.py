@@ -15,8 +15,8 @@ from ..inference.contexts.cache.checkpoint_plan import (
     checked_boundaries,
 )
 from ..inference.contexts.cache.eviction import PolicyChoice
-from ..inference.contexts.intermediate_states import HostSettings, StateSource
-from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
+from ..inference.contexts.host_settings import HostSettings
+from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator, StateSource
 from ..inference.kernels.state_copy import copy_states
 from ..inference.kernels.state_tensors import StateTensors
 from ..validation import integers
@@ -47,9 +47,6 @@ class HostSlotAllocator(MambaSlotAllocator):
     def __init__(self, context: Any, *args: Any, **kwargs: Any) -> None:
         self.settings.plan.check_block_size(context.block_size_tokens)
         super().__init__(context, *args, **kwargs)
-        # What transfer_intermediate_to_gpu fills, under the host's names.
-        self._intermediate_offsets_gpu = self.intermediate.offsets_device
-        self._intermediate_counts_gpu = self.intermediate.counts_device
         self._rolling = RollingStates(self.slots)
         self._restore_pins: list[int] = []
         self._unsettled: list[tuple[Crossing, int]] = []
@@ -114,14 +111,6 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     # ---- checkpoints
 
-    @property
-    def _has_intermediates(self) -> bool:
-        return self.intermediate.pending
-
-    @_has_intermediates.setter
-    def _has_intermediates(self, pending: bool) -> None:
-        self.intermediate.pending = bool(pending)
-
     def commit_intermediate_states(self) -> None:
         """Copy what the step's kernels left in scratch and in live slots into durable ones; see the base.
 
@@ -131,17 +120,17 @@ class HostSlotAllocator(MambaSlotAllocator):
         try:
             self._commit_step()
         finally:
-            self.intermediate.clear()
+            self._clear_intermediate_state()
             record = record_of(self.context)
-            record.slots, record.dropped = self.slots.counts, self.intermediate.num_dropped
+            record.slots, record.dropped = self.slots.counts, self.num_dropped
 
     def _commit_step(self) -> None:
-        prompts = self.intermediate.sources()
+        prompts = self._collect_commit_data()
         decoded = {block: state for block, state in self._decode_states().items() if block not in prompts}
         sources = {block: StateSource(False, crossing.row) for block, (crossing, _) in decoded.items()}
         sources |= prompts  # last: where slots are short, the decode states are dropped first
         self._rolling.make_room([self._track(crossing) for crossing, _ in decoded.values()], len(sources))
-        for block, slot in self.intermediate.take(sources).items():
+        for block, slot in self._take(sources).items():
             crossing, settled = decoded.get(block, (None, True))
             if crossing is not None and not settled:
                 self._unsettled.append((crossing, slot))
@@ -228,7 +217,7 @@ class HostSlotAllocator(MambaSlotAllocator):
     def abandon_step(self) -> None:
         """The rows of the host are gone: nothing planned, pinned or reserved for them remains."""
         self.unpin_restores()
-        self.intermediate.reset()
+        self._reset_intermediates()
         self._unsettled.clear()
         self.slots.release()
 
@@ -247,7 +236,8 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     def retire(self) -> None:
         """Free scratch, too: the host drops its graphs, and builds another allocator."""
-        self.intermediate.free_scratch()
+        conv, ssm = self._scratch
+        self._scratch = StateTensors(conv[:, :0].clone(), ssm[:, :0].clone())
 
     def offload_pool(self) -> None:
         """Move the durable tensors to host memory; synchronises."""

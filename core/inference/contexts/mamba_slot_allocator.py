@@ -1,6 +1,8 @@
 """The slot allocator that hosts plug in, under megatron-core's names."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,20 +20,25 @@ from ...validation import (
     integers,
     ints_within,
     numbers,
+    shown,
 )
 from ..kernels.state_copy import copy_states
 from ..kernels.state_tensors import StateTensors
+from .cache.checkpoint_plan import checked_boundaries
 from .cache.kv_block_allocator import MAX_HASH, KVBlockAllocator
 from .cache.prefix_tree import PrefixTree
 from .cache.state_slots import StateSlots
-from .intermediate_states import (
-    MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
-    HostSettings,
-    IntermediateStates,
-    StateSource,
-)
+from .host_settings import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST, HostSettings
 
 __all__ = ["MAX_INTERMEDIATE_OFFSETS_PER_REQUEST", "MambaSlotAllocator"]
+
+
+@dataclass(frozen=True)
+class StateSource:
+    """Where a launched step's state is: in scratch row `index`, or the live slot of request row `index`."""
+
+    in_scratch: bool
+    index: int
 
 
 class MambaSlotAllocator:
@@ -83,7 +90,7 @@ class MambaSlotAllocator:
         addressable("conv_states_shape", self._conv_shape, (*rows, *self._conv_shape), conv_states_dtype)
         addressable("ssm_states_shape", self._ssm_shape, (*rows, *self._ssm_shape), ssm_states_dtype)
         self._dtypes = conv_states_dtype, ssm_states_dtype
-        settings = self._host_settings()
+        self._settings = settings = self._host_settings()
         self._num_blocks = settings.num_blocks
         self._durable = self._new_states(self.max_slots, _device_of_live_states(context))
         kv = context.kv_block_allocator
@@ -94,14 +101,26 @@ class MambaSlotAllocator:
         self._slot_to_block = torch.full((self.max_slots,), -1, dtype=torch.int32, device="cpu")
         self._free_slots = torch.arange(self.max_slots, dtype=torch.int32, device="cpu")
         self._mirrored_version = -1
-        scratch = self._new_states(settings.max_intermediate_states, self.ssm_states.device)
-        self.intermediate = IntermediateStates(context, settings, self.slots, scratch, self._copy_to_slots)
-        self.max_intermediate_count = self.intermediate.max_count
-        # Hosts clear rows of these four.
-        self._intermediate_offsets_cpu = self.intermediate.offsets_cpu
-        self._intermediate_counts_cpu = self.intermediate.counts_cpu
-        self._intermediate_block_ids_cpu = self.intermediate.block_ids_cpu
-        self._eos_cache_block_id_cpu = self.intermediate.eos_block_id_cpu
+        device = self.ssm_states.device
+        self._scratch = self._new_states(settings.max_intermediate_states, device)
+        self.max_intermediate_count = settings.max_intermediate_states
+        self._has_intermediates = False
+        self.num_dropped = 0
+        block, grid = settings.block_size_tokens, settings.ssd_chunk_size
+        if block and block % grid:
+            warnings.warn(
+                f"block_size_tokens is {block}, no multiple of the SSD chunk ({grid}): most block boundaries "
+                "have no state inside a prefill, and few prompts will resume",
+                stacklevel=3,
+            )
+        rows, width = settings.max_requests, settings.max_offsets_per_request
+        with torch.inference_mode(False):  # others than inference tensors can be written anywhere
+            self._intermediate_offsets_cpu = torch.zeros(rows, width, dtype=torch.int32, device="cpu")
+            self._intermediate_counts_cpu = torch.zeros(rows, dtype=torch.int32, device="cpu")
+            self._intermediate_block_ids_cpu = torch.full((rows, width), -1, dtype=torch.int32, device="cpu")
+            self._eos_cache_block_id_cpu = torch.full((rows,), -1, dtype=torch.int32, device="cpu")
+            self._intermediate_offsets_gpu = torch.zeros_like(self._intermediate_offsets_cpu, device=device)
+            self._intermediate_counts_gpu = torch.zeros_like(self._intermediate_counts_cpu, device=device)
         if isinstance(kv, KVBlockAllocator):
             kv.observe_deregistration(self.on_kv_blocks_deregistered)
         elif hasattr(kv, "on_blocks_deregistered"):
@@ -110,6 +129,13 @@ class MambaSlotAllocator:
     def _hash_of(self, block: int) -> int:
         """The block's prefix hash in the host's KV index, or -1."""
         return int(self.context.kv_block_allocator.block_hashes[block])
+
+    def _hashes_of(self, blocks: Sequence[int]) -> list[int]:
+        kv = self.context.kv_block_allocator
+        if isinstance(kv, KVBlockAllocator):
+            return [kv.tree.hash_of(block) for block in blocks]
+        listed = torch.tensor(blocks, dtype=torch.int64, device="cpu")
+        return kv.block_hashes[listed].tolist()  # type: ignore[no-any-return]
 
     def _host_settings(self) -> HostSettings:
         return HostSettings.of(self.context)
@@ -315,30 +341,7 @@ class MambaSlotAllocator:
         if slot in slots.pins or unowned or slots.tree.key_of(block) > 0:
             raise ValueError(f"slot is {slot}; accepted: one reserved, or allocated and not registered yet")
 
-    # ---- intermediate states, for hosts whose kernels write scratch
-
-    def _copy_to_slots(self, kind: StateSource, indices: list[int], slots: list[int]) -> None:
-        if kind.in_scratch:
-            self._copy_intermediate_to_cache(indices, slots)
-        else:
-            self.store_from_live_batch(slots, indices)
-
-    def _copy_intermediate_to_cache(self, src_offsets: list[int], slots: list[int]) -> None:
-        """Copy scratch states to slots: both tensors, all layers, batched."""
-        scratch = StateTensors(self.intermediate_conv_out, self.intermediate_ssm_out)
-        copy_states(scratch, src_offsets, self._durable, slots)
-
-    @property
-    def intermediate_conv_out(self) -> Tensor:
-        return self.intermediate.conv_out
-
-    @property
-    def intermediate_ssm_out(self) -> Tensor:
-        return self.intermediate.ssm_out
-
-    @property
-    def _has_intermediates(self) -> bool:
-        return self.intermediate.pending
+    # ---- states of kernels that write scratch: before the step
 
     def compute_and_store_offsets(
         self,
@@ -350,16 +353,67 @@ class MambaSlotAllocator:
         matched_block_ids: list[int],
         overall_required_blocks: int,
     ) -> None:
-        """Plan the checkpoints of this part of a prompt; see `IntermediateStates.plan`."""
-        self.intermediate.plan(req, current_id, skip_tokens, prefill_chunk_length, num_matched_blocks)
+        """Choose the boundaries to store in the part of a prompt that request row `current_id` computes.
+
+        The part is tokens [finished + skip_tokens, finished + prefill_chunk_length) of `req.prompt_tokens`,
+        where finished is `req.finished_chunk_token_count`. Of the blocks after those that earlier parts
+        allocated, `num_matched_blocks` were found in the KV cache. A request without block hashes
+        (`req.precomputed_block_hashes` is empty) stores no state, because no request could find the state.
+        """
+        context, settings = self.context, self._settings
+        row = integer("current_id", current_id, 0, len(self._intermediate_counts_cpu) - 1)
+        block = settings.block_size_tokens
+        try:
+            finished, prompt = int(req.finished_chunk_token_count), len(req.prompt_tokens)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"req is {shown(req)}; accepted: what has prompt_tokens and finished_chunk_token_count"
+            ) from error
+        longest = context.request_to_kv_block_ids.shape[1] * block - finished
+        start = finished + integer("skip_tokens", skip_tokens, 0)
+        stop = finished + integer("prefill_chunk_length", prefill_chunk_length, 0, longest)
+        num_matched_blocks = integer("num_matched_blocks", num_matched_blocks, 0)
+        self._clear_rows(slice(row, row + 1))
+        if not getattr(req, "precomputed_block_hashes", True) or stop <= start:
+            return
+        seen = (-(-finished // block) + num_matched_blocks) * block if num_matched_blocks else 0
+        boundaries = checked_boundaries(settings.plan, start, stop, prompt, block, seen)
+        blocks = context.request_to_kv_block_ids[row]
+        inside = [b.position for b in boundaries if b.position < stop]
+        on_grid = [position for position in inside if (position - start) % settings.ssd_chunk_size == 0]
+        room = max(
+            0,
+            min(
+                self._intermediate_offsets_cpu.shape[1],
+                self.max_intermediate_count - int(self._intermediate_counts_cpu.sum()),
+            ),
+        )
+        chosen = sorted(on_grid[:room])
+        self.num_dropped += len(inside) - len(chosen)
+        for column, position in enumerate(chosen):
+            self._intermediate_offsets_cpu[row, column] = position - start
+            self._intermediate_block_ids_cpu[row, column] = blocks[position // block - 1]
+        self._intermediate_counts_cpu[row] = len(chosen)
+        if any(b.position == stop for b in boundaries):
+            self._eos_cache_block_id_cpu[row] = blocks[stop // block - 1]
+            self._has_intermediates = True
+        self._has_intermediates |= bool(chosen)
+
+    def _prefill_rows(self) -> slice:
+        context = self.context
+        start = context.paused_request_count + context.batch_dimensions.decode_req_count
+        return slice(start, start + context.batch_dimensions.prefill_req_count)
 
     def get_intermediate_cpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Offsets [prefills, width] and counts [prefills], int32 on the CPU, or (None, None)."""
-        return self.intermediate.step_rows()
+        """Offsets [prefills, width] and counts [prefills], int32 on the CPU; (None, None) without a plan."""
+        rows = self._prefill_rows()
+        if not self._has_intermediates or rows.start == rows.stop:
+            return None, None
+        return self._intermediate_offsets_cpu[rows], self._intermediate_counts_cpu[rows]
 
     def get_intermediate_gpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """As `get_intermediate_cpu_data`, on the states' device."""
-        offsets, counts = self.intermediate.step_rows()
+        offsets, counts = self.get_intermediate_cpu_data()
         if offsets is None or counts is None:
             return None, None
         device = self.ssm_states.device
@@ -368,8 +422,78 @@ class MambaSlotAllocator:
     def transfer_intermediate_to_gpu(
         self, prefill_start: int, prefill_count: int
     ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Copy `prefill_count` rows of offsets and counts, from `prefill_start` on, to the device tensors."""
-        return self.intermediate.transfer(prefill_start, prefill_count)
+        """Copy `prefill_count` rows from `prefill_start` on to the device tensors; returns views of them."""
+        start = integer("prefill_start", prefill_start, 0, len(self._intermediate_counts_cpu))
+        count = integer("prefill_count", prefill_count, 0, len(self._intermediate_counts_cpu) - start)
+        if count == 0:
+            return None, None
+        rows = slice(start, start + count)
+        offsets, counts = self._intermediate_offsets_gpu[rows], self._intermediate_counts_gpu[rows]
+        offsets.copy_(self._intermediate_offsets_cpu[rows], non_blocking=True)
+        counts.copy_(self._intermediate_counts_cpu[rows], non_blocking=True)
+        return offsets, counts
+
+    # ---- after the step
+
+    def _collect_commit_data(self) -> dict[int, StateSource]:
+        """Block -> where its state is, for the step's planned boundaries that have no state yet.
+
+        Boundaries inside a prefill come first, ends of steps last. Unregistered blocks are skipped. The
+        kernels fill scratch rows request after request; `mamba_metadata.per_request_intermediate_counts`
+        says how many rows each request has.
+        """
+        context, rows = self.context, self._prefill_rows()
+        if rows.start == rows.stop:
+            return {}
+        places: list[tuple[int, StateSource]] = []
+        if context.mamba_metadata.intermediate_count > 0:
+            planned = self._intermediate_block_ids_cpu[rows].tolist()
+            counts = context.mamba_metadata.per_request_intermediate_counts
+            in_order = [block for row, count in zip(planned, counts, strict=False) for block in row[:count]]
+            places += [(block, StateSource(True, row)) for row, block in enumerate(in_order)]
+        ends = enumerate(self._eos_cache_block_id_cpu[rows].tolist(), rows.start)
+        places += [(block, StateSource(False, row)) for row, block in ends]
+        places = [(block, place) for block, place in places if block >= 0]
+        hashes = self._hashes_of([block for block, _ in places])
+        tree, reserved = self.slots.tree, set(self.slots.reserved.values())
+        sources: dict[int, StateSource] = {}
+        for (block, place), key in zip(places, hashes, strict=True):
+            findable = key > 0 and tree.hash_to_block_id.get(key, block) == block
+            if findable and block not in reserved and block not in tree.slot_by_block:
+                sources.setdefault(block, place)
+        return sources
+
+    def _take(self, sources: Mapping[int, StateSource]) -> dict[int, int]:
+        """Reserve slots for states of blocks and copy the states there, with one copy per kind of source.
+
+        Where slots are short, the last of `sources` get slots, and the others become ghosts.
+
+        Returns:
+            Block -> reserved slot. Where a copy raises, nothing stays reserved.
+        """
+        slots = self.slots
+        blocks = list(sources)
+        num_refused = max(0, len(blocks) - slots.num_available)
+        chosen, refused = blocks[num_refused:], blocks[:num_refused]
+        if refused:
+            slots.tree.note_refused(self._hashes_of(refused))
+        reserved = slots.reserve(chosen)
+        try:
+            for in_scratch in (True, False):
+                pairs = [
+                    (sources[block], slot)
+                    for block, slot in zip(chosen, reserved, strict=True)
+                    if sources[block].in_scratch is in_scratch
+                ]
+                indices, taken = [source.index for source, _ in pairs], [slot for _, slot in pairs]
+                if pairs and in_scratch:
+                    self._copy_intermediate_to_cache(indices, taken)
+                elif pairs:
+                    self.store_from_live_batch(taken, indices)
+        except BaseException:
+            slots.release(reserved)
+            raise
+        return dict(zip(chosen, reserved, strict=True))
 
     def commit_intermediate_states(self) -> None:
         """Copy what this step's kernels wrote to scratch, and states at step ends, into durable slots.
@@ -377,20 +501,48 @@ class MambaSlotAllocator:
         Call once a step, after the forward or the graph replay. Makes two batched copies. Where slots are
         short, states are not kept; the call does not fail.
         """
-        self.intermediate.commit()
+        try:
+            if sources := self._collect_commit_data():
+                self.slots.commit(list(self._take(sources).values()))
+        finally:
+            self._clear_intermediate_state()
 
-    def _collect_commit_data(self) -> tuple[list[int], list[int], list[int], list[int], list[int]] | None:
-        return self.intermediate.collect()
+    def _copy_intermediate_to_cache(self, src_offsets: list[int], slots: list[int]) -> None:
+        """Copy scratch states to slots: both tensors, all layers, batched."""
+        copy_states(self._scratch, src_offsets, self._durable, slots)
+
+    @property
+    def intermediate_conv_out(self) -> Tensor:
+        return self._scratch.conv
+
+    @property
+    def intermediate_ssm_out(self) -> Tensor:
+        return self._scratch.ssm
 
     def _clear_intermediate_state(self) -> None:
-        self.intermediate.clear()
+        """Forget this step's rows."""
+        self._clear_rows(self._prefill_rows())
+        self._has_intermediates = False
+
+    def _reset_intermediates(self) -> None:
+        """Forget all rows, and zero the scratch."""
+        self._clear_rows(slice(None))
+        self._has_intermediates = False
+        for tensor in self._scratch:
+            tensor.zero_()
+
+    def _clear_rows(self, rows: slice) -> None:
+        self._intermediate_offsets_cpu[rows] = 0
+        self._intermediate_counts_cpu[rows] = 0
+        self._intermediate_block_ids_cpu[rows] = -1
+        self._eos_cache_block_id_cpu[rows] = -1
 
     # ---- reset and checks
 
     def reset(self) -> None:
         """Drop every state, reservation, pin, pending checkpoint and ghost, and zero the scratch."""
         self.slots.clear()
-        self.intermediate.reset()
+        self._reset_intermediates()
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other or the KV hashes; O(blocks + slots)."""

@@ -229,7 +229,7 @@ class IndexField(NamedTuple):
 
 _PARTS = {"": StepInputs, "chunks": PrefillChunks, "checkpoints": Checkpoints, "replay": Replay}
 INDEX_FIELDS = tuple(
-    IndexField(owner, each.name, *each.type.__metadata__)  # type: ignore[union-attr]
+    IndexField(owner, each.name, *each.type.__metadata__)
     for owner, part in _PARTS.items()
     for each in fields(part)
     if hasattr(each.type, "__metadata__")

@@ -151,7 +151,7 @@ FAULTS = {
         "fault_10",
         (
             (
-                CONTEXTS + "intermediate_states.py",
+                CONTEXTS + "mamba_slot_allocator.py",
                 'if not getattr(req, "precomputed_block_hashes", True) or stop <= start:',
                 "if stop <= start:",
             ),
@@ -196,7 +196,7 @@ FAULTS = {
         "fault_12_a_pool",
         (
             (
-                CONTEXTS + "intermediate_states.py",
+                CONTEXTS + "mamba_slot_allocator.py",
                 "num_refused = max(0, len(blocks) - slots.num_available)",
                 "num_refused = 0",
             ),
@@ -238,7 +238,7 @@ FAULTS = {
         "fault_16",
         (
             (
-                CONTEXTS + "intermediate_states.py",
+                CONTEXTS + "mamba_slot_allocator.py",
                 "if any(b.position == stop for b in boundaries):",
                 "if False:",
             ),
@@ -248,7 +248,7 @@ FAULTS = {
         "fault_17",
         (
             (
-                CONTEXTS + "intermediate_states.py",
+                CONTEXTS + "mamba_slot_allocator.py",
                 "(-(-finished // block) + num_matched_blocks) * block",
                 "num_matched_blocks * block",
             ),
@@ -284,7 +284,7 @@ FAULTS = {
     ),
     "20b a foreign host's is passed over in silence": PutBack(
         "fault_20",
-        ((CONTEXTS + "intermediate_states.py", "if block and block % grid:", "if False:"),),
+        ((CONTEXTS + "mamba_slot_allocator.py", "if block and block % grid:", "if False:"),),
     ),
     "21a a resumed state is copied first": PutBack(
         "fault_21_resuming",

@@ -7,28 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from mambaslots.inference.contexts.mamba_slot_allocator import MambaSlotAllocator
+from mambaslots.inference.contexts.mamba_slot_allocator import MambaSlotAllocator, StateSource
 from oracle.fake_host import Chunk, FakeHost, FakeRequest, durable, same_bytes
 
 
 def make(max_slots=8, **host):
     fake = FakeHost(**host)
     slots = fake.allocator(max_slots, MambaSlotAllocator)
-    return fake, slots, slots.intermediate
+    return fake, slots
 
 
 def prompt(number, tokens, finished=0):
     return FakeRequest(number, list(range(tokens)), finished_chunk_token_count=finished)
-
-
-def test_the_allocators_names_are_these_rows_themselves():
-    _, slots, states = make()
-    assert slots._intermediate_offsets_cpu is states.offsets_cpu
-    assert slots._intermediate_counts_cpu is states.counts_cpu
-    assert slots._intermediate_block_ids_cpu is states.block_ids_cpu
-    assert slots._eos_cache_block_id_cpu is states.eos_block_id_cpu
-    assert slots.intermediate_conv_out is states.conv_out
-    assert slots.intermediate_ssm_out is states.ssm_out
 
 
 def test_a_host_without_scratch_or_rows_has_none():
@@ -42,34 +32,34 @@ def test_a_host_without_scratch_or_rows_has_none():
 
 
 def test_a_chunk_of_no_tokens_plans_nothing():
-    host, slots, states = make()
+    host, slots = make()
     host.plan(slots, Chunk(prompt(1, 12), 0, 12, 12), [1, 2, 3])
-    assert not states.pending
-    assert states.eos_block_id_cpu.tolist() == [-1] * 4
+    assert not slots._has_intermediates
+    assert slots._eos_cache_block_id_cpu.tolist() == [-1] * 4
 
 
 def test_offsets_of_a_row_ascend_whatever_their_worth():
-    host, slots, states = make(optional={"checkpoint_plan": CheckpointPlan(marks=(16, 4))})
+    host, slots = make(optional={"checkpoint_plan": CheckpointPlan(marks=(16, 4))})
     host.plan(slots, Chunk(prompt(1, 31), 0, 0, 31), list(range(8)), matched=3)
-    assert states.offsets_cpu[0].tolist() == [4, 16, 28]
-    assert states.block_ids_cpu[0].tolist() == [0, 3, 6]
+    assert slots._intermediate_offsets_cpu[0].tolist() == [4, 16, 28]
+    assert slots._intermediate_block_ids_cpu[0].tolist() == [0, 3, 6]
 
 
 def test_what_a_row_has_no_room_for_is_counted():
     plan = CheckpointPlan(prefill_interval=4)
-    host, slots, states = make(optional={"checkpoint_plan": plan})
+    host, slots = make(optional={"checkpoint_plan": plan})
     host.plan(slots, Chunk(prompt(1, 31), 0, 0, 31), list(range(8)), matched=3)
-    assert states.offsets_cpu[0].tolist() == [4, 12, 28]
-    assert slots.intermediate.num_dropped == 4
+    assert slots._intermediate_offsets_cpu[0].tolist() == [4, 12, 28]
+    assert slots.num_dropped == 4
 
 
 def test_boundaries_off_the_ssd_chunk_are_counted_among_the_dropped():
-    host, slots, states = make(optional={"checkpoint_plan": CheckpointPlan(marks=(4, 8))})
+    host, slots = make(optional={"checkpoint_plan": CheckpointPlan(marks=(4, 8))})
     request = prompt(1, 15, finished=3)
     host.plan(slots, Chunk(request, 0, 0, 12), [0, 1, 2, 3])
-    assert states.counts_cpu.tolist() == [0, 0, 0, 0]
-    assert slots.intermediate.num_dropped == 3
-    assert not states.pending
+    assert slots._intermediate_counts_cpu.tolist() == [0, 0, 0, 0]
+    assert slots.num_dropped == 3
+    assert not slots._has_intermediates
 
 
 def test_rows_of_a_step_share_its_scratch_first_come_first_served():
@@ -77,13 +67,13 @@ def test_rows_of_a_step_share_its_scratch_first_come_first_served():
         "checkpoint_plan": CheckpointPlan(marks=(4,)),
         "max_mamba_intermediate_states_per_step": 3,
     }
-    host, slots, states = make(optional=optional)
+    host, slots = make(optional=optional)
     chunks = [Chunk(prompt(n, 12), row, 0, 12) for row, n in enumerate((1, 2, 3))]
     blocks = {1: [1, 2, 3], 2: [4, 5, 6], 3: [7, 8, 9]}
     for chunk in chunks:  # each wants positions 4 and 8 in scratch, and 12 from its live slot
         host.plan(slots, chunk, blocks[chunk.request.number])
-    assert states.counts_cpu.tolist() == [2, 1, 0, 0]
-    assert slots.intermediate.num_dropped == 3
+    assert slots._intermediate_counts_cpu.tolist() == [2, 1, 0, 0]
+    assert slots.num_dropped == 3
     host.kv_block_allocator.register(range(1, 10), range(11, 20))
     host.forward(slots, chunks)
     slots.commit_intermediate_states()
@@ -96,15 +86,15 @@ def test_rows_of_a_step_share_its_scratch_first_come_first_served():
 
 
 def test_scratch_is_free_again_after_a_commit_and_for_a_row_planned_anew():
-    host, slots, states = make(optional={"max_mamba_intermediate_states_per_step": 1})
+    host, slots = make(optional={"max_mamba_intermediate_states_per_step": 1})
     chunk = Chunk(prompt(1, 11), 0, 0, 11)
     for _ in range(2):
         for _ in range(2):
             host.plan(slots, chunk, [1, 2, 3])
-            assert states.counts_cpu.tolist() == [1, 0, 0, 0]
+            assert slots._intermediate_counts_cpu.tolist() == [1, 0, 0, 0]
         host.forward(slots, [chunk])
         slots.commit_intermediate_states()
-    assert slots.intermediate.num_dropped == 0
+    assert slots.num_dropped == 0
 
 
 @pytest.mark.parametrize("names", ["0.19", "0.20"])
@@ -121,47 +111,45 @@ def test_a_host_whose_blocks_are_off_its_ssd_chunk_is_warned_once_and_served(nam
 
 
 def test_a_plan_without_chunk_ends_still_keeps_the_end_of_its_prompt():
-    host, slots, states = make(optional={"checkpoint_plan": CheckpointPlan(chunk_ends=False)})
+    host, slots = make(optional={"checkpoint_plan": CheckpointPlan(chunk_ends=False)})
     request = prompt(1, 12)
     for length, block in ((4, -1), (4, 2), (4, 3)):  # boundary 4 is no one's, 8 and 12 are the tail
         host.plan(slots, Chunk(request, 0, 0, length), [1, 2, 3])
-        assert int(states.eos_block_id_cpu[0]) == block
+        assert int(slots._eos_cache_block_id_cpu[0]) == block
         request.finished_chunk_token_count += length
 
 
 def test_collected_scratch_rows_follow_the_kernels_order():
-    host, slots, states = make(optional={"checkpoint_plan": CheckpointPlan(marks=(4,))})
+    host, slots = make(optional={"checkpoint_plan": CheckpointPlan(marks=(4,))})
     chunks = [Chunk(prompt(n, 12), row, 0, 12) for row, n in enumerate((1, 2))]
     host.plan(slots, chunks[0], [1, 2, 3])
     host.plan(slots, chunks[1], [4, 5, 6])
     host.kv_block_allocator.register(range(1, 7), range(11, 17))
     host.forward(slots, chunks)
-    blocks, scratch, end_blocks, end_rows, hashes = states.collect()
-    assert (blocks, scratch) == ([1, 2, 4, 5], [0, 1, 2, 3])
-    assert (end_blocks, end_rows) == ([3, 6], [0, 1])
-    assert hashes == [11, 12, 14, 15, 13, 16]
-    assert slots._collect_commit_data() == (blocks, scratch, end_blocks, end_rows, hashes)
+    scratch = {block: StateSource(True, row) for row, block in enumerate((1, 2, 4, 5))}
+    ends = {block: StateSource(False, row) for row, block in enumerate((3, 6))}
+    assert list(slots._collect_commit_data().items()) == list((scratch | ends).items())
 
 
 def test_there_is_nothing_to_collect_without_prefills_or_plans():
-    host, _, states = make()
-    assert states.collect() is None
+    host, slots = make()
+    assert slots._collect_commit_data() == {}
     host.batch_dimensions.prefill_req_count = 2
-    assert states.collect() is None
+    assert slots._collect_commit_data() == {}
 
 
 def test_a_commit_clears_the_rows_of_this_steps_prefills_alone():
-    host, slots, states = make()
+    host, slots = make()
     host.plan(slots, Chunk(prompt(1, 12), 0, 0, 12), [1, 2, 3])
     host.plan(slots, Chunk(prompt(2, 12), 2, 0, 12), [4, 5, 6])
     host.forward(slots, [Chunk(prompt(1, 12), 0, 0, 12)])
-    states.commit()
-    assert states.counts_cpu.tolist() == [0, 0, 1, 0]
-    assert states.eos_block_id_cpu.tolist() == [-1, -1, 6, -1]
+    slots.commit_intermediate_states()
+    assert slots._intermediate_counts_cpu.tolist() == [0, 0, 1, 0]
+    assert slots._eos_cache_block_id_cpu.tolist() == [-1, -1, 6, -1]
 
 
 def test_the_deepest_state_of_a_prompt_is_the_last_to_be_given_up():
-    host, slots, _ = make(1, optional={"checkpoint_plan": CheckpointPlan(marks=(4,))})
+    host, slots = make(1, optional={"checkpoint_plan": CheckpointPlan(marks=(4,))})
     chunk = Chunk(prompt(1, 12), 0, 0, 12)
     host.plan(slots, chunk, [1, 2, 3])
     host.kv_block_allocator.register([1, 2, 3], [11, 12, 13])
@@ -171,7 +159,7 @@ def test_the_deepest_state_of_a_prompt_is_the_last_to_be_given_up():
 
 
 def test_a_block_with_a_reservation_is_left_to_its_owner():
-    host, slots, _ = make()
+    host, slots = make()
     host.kv_block_allocator.register([1, 2, 3], [11, 12, 13])
     reserved = slots.reserve([2])
     chunk = Chunk(prompt(1, 12), 0, 0, 12)
@@ -187,25 +175,25 @@ def test_a_block_with_a_reservation_is_left_to_its_owner():
 
 
 def test_reset_zeroes_scratch_and_rows():
-    host, slots, states = make()
+    host, slots = make()
     host.plan(slots, Chunk(prompt(1, 12), 3, 0, 12), [1, 2, 3])
-    states.conv_out.fill_(1)
-    states.ssm_out.fill_(1)
-    states.reset()
-    assert not states.pending
-    assert not states.conv_out.any()
-    assert not states.ssm_out.any()
-    assert not states.counts_cpu.any()
-    assert (states.block_ids_cpu == -1).all()
-    assert (states.eos_block_id_cpu == -1).all()
+    slots.intermediate_conv_out.fill_(1)
+    slots.intermediate_ssm_out.fill_(1)
+    slots.reset()
+    assert not slots._has_intermediates
+    assert not slots.intermediate_conv_out.any()
+    assert not slots.intermediate_ssm_out.any()
+    assert not slots._intermediate_counts_cpu.any()
+    assert (slots._intermediate_block_ids_cpu == -1).all()
+    assert (slots._eos_cache_block_id_cpu == -1).all()
 
 
 def test_transferred_rows_must_exist():
-    _, _, states = make()
+    _, slots = make()
     for start, count in ((-1, 1), (0, 5), (4, 1), (0, -1), (0, 1.0)):
         with pytest.raises(ValueError, match="prefill_"):
-            states.transfer(start, count)
-    offsets, counts = states.transfer(0, 4)
+            slots.transfer_intermediate_to_gpu(start, count)
+    offsets, counts = slots.transfer_intermediate_to_gpu(0, 4)
     assert (offsets.dtype, counts.dtype) == (torch.int32, torch.int32)
 
 
@@ -230,12 +218,10 @@ def test_a_row_is_the_plans_boundaries_on_the_kernels_grid(data):
         "max_intermediate_offsets_per_request": width,
         "max_mamba_intermediate_states_per_step": scratch,
     }
-    host, slots, states = make(
-        chunk=grid, optional=optional, names=data.draw(st.sampled_from(["0.19", "0.20"]))
-    )
+    host, slots = make(chunk=grid, optional=optional, names=data.draw(st.sampled_from(["0.19", "0.20"])))
     host.plan(slots, Chunk(prompt(2, 31), 1, 0, 31), list(range(8)))
-    elsewhere, dropped = int(states.counts_cpu[1]), slots.intermediate.num_dropped
-    pending = states.pending
+    elsewhere, dropped = int(slots._intermediate_counts_cpu[1]), slots.num_dropped
+    pending = slots._has_intermediates
     total = data.draw(st.integers(1, 50))
     finished = data.draw(st.integers(0, total - 1))
     length = data.draw(st.integers(1, total - finished))
@@ -257,10 +243,14 @@ def test_a_row_is_the_plans_boundaries_on_the_kernels_grid(data):
     inside = [b.position for b in wanted if b.position < stop]
     reachable = [position for position in inside if (position - start) % grid == 0]
     kept = sorted(reachable[: min(width, scratch - elsewhere)])
-    assert states.counts_cpu.tolist() == [0, elsewhere, len(kept), 0]
-    assert states.offsets_cpu[2].tolist() == [p - start for p in kept] + [0] * (width - len(kept))
-    assert states.block_ids_cpu[2].tolist() == [blocks[p // 4 - 1] for p in kept] + [-1] * (width - len(kept))
+    assert slots._intermediate_counts_cpu.tolist() == [0, elsewhere, len(kept), 0]
+    assert slots._intermediate_offsets_cpu[2].tolist() == [p - start for p in kept] + [0] * (
+        width - len(kept)
+    )
+    assert slots._intermediate_block_ids_cpu[2].tolist() == [blocks[p // 4 - 1] for p in kept] + [-1] * (
+        width - len(kept)
+    )
     ends = stop in {b.position for b in wanted}
-    assert states.eos_block_id_cpu[2] == (blocks[stop // 4 - 1] if ends else -1)
-    assert states.pending == bool(pending or kept or ends)
-    assert slots.intermediate.num_dropped - dropped == len(inside) - len(kept)
+    assert slots._eos_cache_block_id_cpu[2] == (blocks[stop // 4 - 1] if ends else -1)
+    assert slots._has_intermediates == bool(pending or kept or ends)
+    assert slots.num_dropped - dropped == len(inside) - len(kept)

@@ -45,7 +45,7 @@ def picture(slots):
         slots._intermediate_counts_cpu.tolist(),
         slots._intermediate_block_ids_cpu.tolist(),
         slots._eos_cache_block_id_cpu.tolist(),
-        slots.intermediate.num_dropped,
+        slots.num_dropped,
     )
 
 
@@ -194,7 +194,7 @@ def test_an_allocator_built_in_inference_mode_is_written_outside_of_it(inference
     with torch.inference_mode(inference):
         _, slots = make()
     slots.conv_states.fill_(1)
-    slots.intermediate.offsets_device.copy_(slots.intermediate.offsets_cpu.fill_(1))
+    slots._intermediate_offsets_gpu.copy_(slots._intermediate_offsets_cpu.fill_(1))
     slots.reset()
     assert not slots._intermediate_offsets_cpu.any()
 
@@ -336,7 +336,7 @@ def test_a_long_plan_is_cut_in_the_order_marks_tail_branch_and_the_cut_is_counte
     plan = {"checkpoint_plan": CheckpointPlan(marks=(4, 20), prefill_interval=4)}
     kept, slots = plan_of(31, matched=3, width=4, optional=dict(plan))
     assert kept == ([4, 12, 20, 28], [10, 12, 14, 16], -1)
-    assert slots.intermediate.num_dropped == 3
+    assert slots.num_dropped == 3
     assert plan_of(31, matched=3, width=3, optional=dict(plan))[0][0] == [4, 20, 28]
     assert plan_of(31, matched=3, width=2, optional=dict(plan))[0][0] == [4, 20]
 

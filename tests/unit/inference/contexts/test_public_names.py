@@ -22,8 +22,8 @@ HOST_CONTRACT = {
         "commit", "note_use", "pin", "release_reservation", "reserve", "unpin",
         # checks
         "check_integrity",
-        # its two parts
-        "intermediate", "slots",
+        # its pool, and what it could not plan
+        "slots", "num_dropped",
     },
 }  # fmt: skip
 
