@@ -120,7 +120,6 @@ class Window:
         states += [AlignState(layer, 0) for layer in self.ssm]
         self.layout = AlignLayout.from_tensors(states, [self.table], conv_dim_first=True)
         self.kernels = kernels_for(self.device)
-        self.rows = self.numbers([REQUESTS - 1 - row for row in range(REQUESTS)])
 
     def numbers(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
@@ -164,7 +163,7 @@ def counted(layout: AlignLayout, block: int, odds: float) -> Counted:
 
 def launches(device: Device, window: Window, bandwidth: float) -> list[Timed]:
     """Both launches, with 0 to all requests having something to copy."""
-    kernels, layout, rows = window.kernels, window.layout, window.rows
+    kernels, layout = window.kernels, window.layout
     numbers = window.numbers
     found = []
     for n in COUNTS:
@@ -175,15 +174,18 @@ def launches(device: Device, window: Window, bandwidth: float) -> list[Timed]:
             accepted = numbers([1 + bias] * REQUESTS)
             # The boundary at 512 is that of column 0; the requests run in column 1.
             new = numbers([512 if crosses else 700 for crosses in crossing])
-            out = accepted.clone()
+            drafted = numbers([DRAFTS] * REQUESTS)
+            scheduled, computed = drafted + 1, new - accepted
 
             def precopy(sources: Any = sources, running: Any = running, biases: Any = biases) -> None:
-                kernels.precopy_align(layout, running, sources, biases, rows, REQUESTS)
+                kernels.precopy_align(layout, running, sources, biases)
 
             def postprocess(
-                accepted: Any = accepted, running: Any = running, new: Any = new, out: Any = out
+                accepted: Any = accepted,
+                running: Any = running,
+                tokens: Any = (computed, scheduled, drafted),
             ) -> None:
-                kernels.postprocess_align(layout, accepted, running, new, out, rows, REQUESTS, 512)
+                kernels.postprocess_align(layout, accepted, running, *tokens, 512)
 
             size = 2 * n * bytes_copied(layout, bias)
             found.append(timed(device, "precopy", n, bias, size, precopy, bandwidth))
@@ -220,7 +222,7 @@ def steps(device: Device, window: Window, bandwidth: float) -> list[Timed]:
             update(apart)
 
         def copied(sources: Any = sources, running: Any = running, biases: Any = biases) -> None:
-            window.kernels.precopy_align(window.layout, running, sources, biases, window.rows, REQUESTS)
+            window.kernels.precopy_align(window.layout, running, sources, biases)
             update(here)
 
         same(window, copy_free, copied, n)

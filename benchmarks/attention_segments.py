@@ -97,7 +97,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("nothing measured: this needs a GPU")
         return 0
-    if reason := attention.flash_rejection(torch.device("cuda"), torch.bfloat16, HEAD_DIM, BLOCK):
+    if reason := attention.flash_rejection(torch.device("cuda"), torch.bfloat16, HEAD_DIM):
         sys.exit(reason)
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds\n")

@@ -1,7 +1,7 @@
 """How long does the chunk metadata of one step take, and how long a Python loop over the same chunks?
 
 The three arrays cu_chunk_seqlens, seq_idx and last_chunk_indices of the absolute grid, by
-  closed form       the builder's `_compute_chunk_metadata`: int32 tensors in, int32 tensors out
+  closed form       `vllm.build_chunk_metadata`: int32 tensors in, int32 tensors out
   loop              a Python loop over chunks, plain lists in and out: each chunk's end by arithmetic
   tight loop        the same, the cuts of a row from one `range`, appends bound to locals
   tight + tensors   the tight loop, its lists then made int32 tensors the fastest way we know
@@ -22,11 +22,10 @@ from array import array
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
-from mambaslots.vllm.chunk_metadata import Mamba2AttentionBackend
+from mambaslots.vllm import build_chunk_metadata
 from support.command_line import add_count, make_parser
 from torch import Tensor
 
@@ -139,10 +138,8 @@ def measure(chunk_size: int, computed: list[int], lengths: list[int], repeats: i
     starts = list(accumulate(lengths, initial=0))
     computed_tensor = torch.tensor(computed, dtype=torch.int32)
     starts_tensor = torch.tensor(starts, dtype=torch.int32)
-    config = SimpleNamespace(model_config=SimpleNamespace(get_mamba_chunk_size=lambda: chunk_size))
-    builder = Mamba2AttentionBackend.get_builder_cls()(None, [], config, "cpu")
     contenders: dict[str, Callable[[], Lists | Tensors]] = {
-        OURS: lambda: builder._compute_chunk_metadata(len(computed), computed_tensor, starts_tensor),
+        OURS: lambda: build_chunk_metadata(computed_tensor, starts_tensor, chunk_size),
         "loop": lambda: loop(computed, starts, chunk_size),
         "tight loop": lambda: tight_loop(computed, starts, chunk_size),
         "tight + tensors": lambda: tensors(tight_loop(computed, starts, chunk_size)),

@@ -1,9 +1,7 @@
 """What does a precision cost the SSD scan of one Mamba layer, and how far is it from float64?
 
 `ssd_chunk_scan` multiplies x, B and C of 16 bits as they are where MAMBASLOTS_SSD_OPERANDS=model: "bfloat16",
-"float16". It multiplies float32 in one of three ways: "ieee" as it is, "tf32x3" in three products of tensor
-cores, "tf32" in one. All products of float32 are set at once: those of megatron-core's stages by
-TRITON_F32_DEFAULT, that of the scan by its argument; each precision in a process of its own, as what is
+"float16". It multiplies float32 as it is: "float32". Each precision has a process of its own, as what is
 compiled stays. "bfloat16 widened" has inputs of bfloat16 and MAMBASLOTS_SSD_OPERANDS=float32.
 
 time        of one layer's scan of a row of 4,096 tokens that resumes from a state and stores one, at the
@@ -27,10 +25,9 @@ from typing import Any
 
 from support.command_line import add_device, make_parser
 
-PRECISIONS = ("bfloat16", "float16", "ieee", "tf32x3", "tf32", "bfloat16 widened")
-MOST = {"bfloat16": 2**-7, "float16": 2**-10, "ieee": 1e-5, "tf32x3": 1e-5, "tf32": None}
-MOST |= {"bfloat16 widened": 2**-7}
-"""Largest error that is accepted, two units of rounding for 16 bits; TF32 is shown beside, and not used."""
+PRECISIONS = ("bfloat16", "float16", "float32", "bfloat16 widened")
+MOST = {"bfloat16": 2**-7, "float16": 2**-10, "float32": 1e-5, "bfloat16 widened": 2**-7}
+"""Largest error that is accepted, two units of rounding for 16 bits."""
 
 
 def measured(precision: str, device: str) -> dict[str, Any]:
@@ -45,7 +42,6 @@ def measured(precision: str, device: str) -> dict[str, Any]:
     gpu = device == "cuda"
     widened = precision == "bfloat16 widened"
     inputs = getattr(torch, "bfloat16" if widened else precision, torch.float32)
-    products = precision if inputs == torch.float32 else "ieee"
     os.environ[module.OPERANDS_VARIABLE] = "float32" if widened else "model"
     operands = module.operand_dtype(inputs)
     if not gpu:
@@ -82,7 +78,7 @@ def measured(precision: str, device: str) -> dict[str, Any]:
         }
 
     def scan(of: dict[str, Any]) -> torch.Tensor:
-        return module.ssd_chunk_scan(**of, input_precision=products)
+        return module.ssd_chunk_scan(**of)
 
     def error(found: torch.Tensor, exact: torch.Tensor) -> float:
         return float((found.double() - exact).norm() / exact.norm())
@@ -146,7 +142,7 @@ def measured(precision: str, device: str) -> dict[str, Any]:
         }
     calls |= {
         "chunk_scan": lambda: chunk_scan(
-            of["x"], dt, log_decays, of["C"], CB, of["D"], entering, ends, products  # type: ignore[arg-type]
+            of["x"], dt, log_decays, of["C"], CB, of["D"], entering, ends
         ),
         "all": lambda: scan(large),
         "all, 2 more": lambda: scan(two),
@@ -162,8 +158,7 @@ def measured(precision: str, device: str) -> dict[str, Any]:
 
 
 def in_a_process(precision: str, device: str) -> dict[str, Any]:
-    products = precision if "tf32" in precision else "ieee"
-    environment = os.environ | {"TRITON_F32_DEFAULT": products}
+    environment = dict(os.environ)
     if device == "cpu":
         environment |= {"TRITON_INTERPRET": "1", "MAMBA_DETERMINISTIC": "1"}
     command = [sys.executable, __file__, "--device", device, "--only", precision]
@@ -200,13 +195,9 @@ def main() -> int:
     faulty = []
     for row in rows:
         most, worst = MOST[row["precision"]], max(row["errors"].values())
-        if most is not None and not worst <= most:
+        if not worst <= most:
             faulty.append(f"{row['precision']}: {worst:.1e}, at most {most:.0e}")
-    print(
-        "\nNOT MET " + "; ".join(faulty)
-        if faulty
-        else "\nmet     all but tf32 within their precision of float64"
-    )
+    print("\nNOT MET " + "; ".join(faulty) if faulty else "\nmet     all within their precision of float64")
     if arguments.json is not None:
         document = {
             "benchmark": "ssd_precision",

@@ -71,7 +71,7 @@ class Host:
         self.conv = torch.full((num_slots, 1, window), torch.nan, dtype=torch.float64)
         self.ssm = torch.full((num_slots, 4), torch.nan, dtype=torch.float64)
         self.layers = {"layer": SimpleNamespace(kv_cache=[self.conv, self.ssm])}
-        self.buffers = MambaBuffers.create(len(requests), config, len(STATE_TYPES), torch.device("cpu"))
+        self.buffers = MambaBuffers.create(config, torch.device("cpu"))
         self.columns: dict[str, int] = {}
         self.plain = {name: plain_states(request.text) for name, request in requests.items()}
         self.num_reads = self.num_wrong = 0

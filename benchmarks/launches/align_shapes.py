@@ -20,16 +20,12 @@ LAYOUT = {"block_table_ptrs_ptr": "*i64", "state_records_ptr": "*i64", "num_reqs
 
 
 def hopper_specialisations() -> list[Specialisation]:
-    """Both conv layouts, and both forms of the postprocessing."""
-    found: list[Specialisation] = []
-    for dim_first in (True, False):
-        found.append(precopy(dim_first))
-        found += [postprocess(dim_first, precomputed) for precomputed in (True, False)]
-    return found
+    """Both conv layouts."""
+    return [launch(dim_first) for dim_first in (True, False) for launch in (precopy, postprocess)]
 
 
 def precopy(dim_first: bool) -> Specialisation:
-    columns = ("mamba_state_idx_ptr", "src_col_ptr", "token_bias_ptr", "idx_mapping_ptr")
+    columns = ("mamba_state_idx_ptr", "src_col_ptr", "token_bias_ptr")
     return Specialisation(
         f"precopy_mamba_align [{order(dim_first)}]",
         precopy_mamba_align_fused_kernel,
@@ -41,20 +37,16 @@ def precopy(dim_first: bool) -> Specialisation:
     )
 
 
-def postprocess(dim_first: bool, precomputed: bool) -> Specialisation:
-    """Given the tokens computed after the step by request row, or the step's own counts by batch row."""
+def postprocess(dim_first: bool) -> Specialisation:
     counts = (
-        "num_accepted_tokens_ptr", "mamba_state_idx_ptr", "num_computed_tokens_ptr",
-        "num_accepted_tokens_out_ptr",
+        "num_accepted_tokens_ptr", "mamba_state_idx_ptr", "num_scheduled_tokens_ptr",
+        "num_computed_tokens_ptr", "num_draft_tokens_ptr", "num_accepted_tokens_out_ptr",
     )  # fmt: skip
-    step_counts = ("num_scheduled_tokens_ptr", "num_draft_tokens_ptr")
-    given = ("idx_mapping_ptr",) if precomputed else step_counts
-    absent = step_counts if precomputed else ("idx_mapping_ptr",)
     return Specialisation(
-        f"postprocess_mamba [{order(dim_first)}], given {'the new' if precomputed else 'scheduled'}",
+        f"postprocess_mamba [{order(dim_first)}]",
         postprocess_mamba_fused_kernel,
-        LAYOUT | {"block_size": "i32"} | dict.fromkeys((*counts, *given), "*i32"),
-        constants(dim_first) | dict.fromkeys(absent),
+        LAYOUT | {"block_size": "i32"} | dict.fromkeys(counts, "*i32"),
+        constants(dim_first),
         num_warps=NUM_WARPS,
         num_stages=1,
         wide=("load", "store"),

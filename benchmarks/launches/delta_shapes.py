@@ -106,7 +106,7 @@ def update(pool: str, tokens: int, heads: int, dim: int) -> Specialisation:
 
 
 def replays() -> list[Specialisation]:
-    """What replays of one token and of four gather, and what prefills keep; inputs of each dtype."""
+    """What replays of one token and of four gather, inputs of each dtype."""
     found = []
     for dtype in TORCH:
         for heads, dim in HEADS:
@@ -142,22 +142,6 @@ def replays() -> list[Specialisation]:
                         wide=("load", "store"),
                     )
                 )
-            pointers = dict.fromkeys("kv", f"*{dtype}") | dict.fromkeys(GATES, "*fp32") | inputs
-            pointers |= {"slots": "*i64", "tail_starts": "*i64", "query_start_loc": "*i32"}
-            strides = [f"{x}_{axis}_stride" for x in "kv" for axis in ("token", "head")]
-            strides += [f"{x}_token_stride" for x in GATES]
-            ones = ["k_dim_stride", "v_dim_stride", *(f"{x}_head_stride" for x in GATES)]
-            found.append(
-                Specialisation(
-                    name=f"keep_delta_inputs {dtype} {heads} x {dim}",
-                    kernel=delta_replay.keep_kernel,
-                    signature=pointers | dict.fromkeys(strides, "i32") | slot_strides,
-                    constexprs=dict.fromkeys(ones, 1) | sizes | delta_replay.block_sizes(1, heads, dim, dim),
-                    divisible_by_16=(*pointers, *strides, *slot_strides),
-                    num_warps=delta_replay.NUM_WARPS,
-                    wide=("load", "store"),
-                )
-            )
     return found
 
 

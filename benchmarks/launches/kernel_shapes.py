@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from launches.specialisation import Specialisation
-from mambaslots.inference.kernels import conv, ssd, state_move, token_draws_gpu, write_kv
+from mambaslots.inference.kernels import conv, conv_replay, ssd, state_move, token_draws_gpu, write_kv
 from mambaslots.inference.kernels.state_move import StateMove
 from mambaslots.inference.kernels.state_tensors import StateTensors
 
@@ -122,7 +122,7 @@ def convolution_replays() -> list[Specialisation]:
     """Decode by replay of one token and of four, and what prefills keep for it, for inputs of each dtype."""
     found = []
     for dtype in ("fp32", "bf16"):
-        blocks = {"BLOCK_C": conv.CHANNELS}
+        blocks = {"BLOCK_C": conv_replay.CHANNELS}
         indices = {"slots": "*i64", "starts": "*i32"}
         even = ("conv_dim", "x_token_stride", "slot_stride", "ring_stride")
         for tokens in (1, 4):
@@ -132,14 +132,14 @@ def convolution_replays() -> list[Specialisation]:
             found.append(
                 Specialisation(
                     name=f"causal_conv1d_replay {dtype} T={tokens}",
-                    kernel=conv.replay_kernel,
+                    kernel=conv_replay.replay_kernel,
                     signature=pointers | integers | {"state_channel_stride": "i32", "ring_stride": "i64"},
                     constexprs={"x_channel_stride": 1, "weight_tap_stride": 1, "state_tap_stride": 1}
                     | {"KERNEL": TAPS, "HAS_BIAS": True, "ACTIVATION": True}
                     | {"TOKENS": tokens, "RING": TAPS + tokens - 1}
                     | blocks,
                     divisible_by_16=(*pointers, *even, "x_row_stride"),
-                    num_warps=conv.NUM_WARPS,
+                    num_warps=conv_replay.NUM_WARPS,
                 )
             )
         pointers = dict.fromkeys(("x", "states", "rings"), f"*{dtype}") | indices
@@ -148,13 +148,13 @@ def convolution_replays() -> list[Specialisation]:
         found.append(
             Specialisation(
                 name=f"keep_conv_inputs {dtype}",
-                kernel=conv.keep_kernel,
+                kernel=conv_replay.keep_kernel,
                 signature=pointers | integers | {"ring_stride": "i64"},
                 constexprs={"x_channel_stride": 1, "state_tap_stride": 1}
                 | {"WIDTH": TAPS - 1, "RING": TAPS}
                 | blocks,
                 divisible_by_16=(*pointers, *even),
-                num_warps=conv.NUM_WARPS,
+                num_warps=conv_replay.NUM_WARPS,
             )
         )
     return found
@@ -201,42 +201,30 @@ def kv_writes() -> list[Specialisation]:
     for dtype in ("fp32", "bf16"):
         for heads, kv_heads, head_dim in ((32, 8, 128), (16, 2, 256)):
             half = head_dim // 2
-            shared = {"BLOCK_SIZE": 256, "ZEROS": write_kv.ZEROS}
-            strides = tuple(
-                f"{name}_{axis}_stride" for name in ("key", "value") for axis in ("token", "head")
-            )
+            sizes = ("num_entries", "num_tokens")
+            sides = ("query", "key", "value")
+            strides = tuple(f"{name}_{axis}_stride" for name in sides for axis in ("token", "head"))
             pointers = dict.fromkeys(("keys", "values", "cache"), f"*{dtype}")
             pointers |= dict.fromkeys(("tokens", "positions"), "*i64")
-            kinds: list[tuple[str, Any, dict[str, str], tuple[str, ...], tuple[str, ...], dict[str, int]]] = [
-                (
-                    "write_kv", write_kv.write_kv_kernel, pointers, strides, ("num_entries",),
-                    {
-                        "HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_DIM": head_dim,
-                        "BLOCK_HEADS": write_kv.heads_of_a_program(kv_heads, head_dim),
-                    },
-                ),
-                (
-                    "rotary_and_write_kv", write_kv.rotary_and_write_kv_kernel,
-                    pointers | dict.fromkeys(("out", "query"), f"*{dtype}")
-                    | {"token_positions": "*i64", "frequencies": "*fp32"},
-                    (*strides, "query_token_stride", "query_head_stride"), ("num_entries", "num_tokens"),
-                    {
-                        "HEADS": heads, "KV_HEADS": kv_heads, "HALF": half, "BLOCK_HALF": half,
-                        "BLOCK_HEADS": write_kv.heads_of_a_program(heads, half),
-                        "BLOCK_KV_HEADS": write_kv.heads_of_a_program(kv_heads, half),
-                    },
-                ),
-            ]  # fmt: skip
-            for name, kernel, tensors, inner, sizes, constants in kinds:
+            rotated = dict.fromkeys(("out", "query"), f"*{dtype}")
+            rotated |= {"token_positions": "*i64", "frequencies": "*fp32"}
+            for name, rotates in (("write_kv", False), ("rotary_and_write_kv", True)):
+                tensors = pointers | (rotated if rotates else {})
+                query_heads = heads if rotates else kv_heads
                 found.append(
                     Specialisation(
                         name=f"{name} {dtype} {heads}/{kv_heads} x {head_dim}",
-                        kernel=kernel,
+                        kernel=write_kv.write_kv_kernel,
                         signature=tensors
-                        | dict.fromkeys((*inner, *sizes), "i32")
+                        | dict.fromkeys((*strides, *sizes), "i32")
                         | {"value_cache_offset": "i64", "block_stride": "i32"},
-                        constexprs=shared | constants,
-                        divisible_by_16=(*tensors, *inner, "value_cache_offset", "block_stride"),
+                        constexprs={"BLOCK_SIZE": 256, "ZEROS": write_kv.ZEROS, "ROTATES": rotates}
+                        | {"HEADS": query_heads, "KV_HEADS": kv_heads, "DIM": head_dim}
+                        | {"HALF": half, "BLOCK_DIM": head_dim}
+                        | {"BLOCK_HEADS": write_kv.heads_of_a_program(query_heads, half)}
+                        | {"BLOCK_KV_HEADS": write_kv.heads_of_a_program(kv_heads, head_dim)}
+                        | ({} if rotates else dict.fromkeys(rotated)),
+                        divisible_by_16=(*tensors, *strides, "value_cache_offset", "block_stride"),
                         num_warps=write_kv.NUM_WARPS,
                         num_stages=1,
                         wide=BOTH if kv_heads * head_dim >= write_kv.BLOCK else (),
@@ -272,7 +260,8 @@ def token_draws() -> list[Specialisation]:
 
 SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
     "state_move": (state_copies,),
-    "conv": (convolutions, convolution_replays),
+    "conv": (convolutions,),
+    "conv_replay": (convolution_replays,),
     "ssd": (state_updates,),
     "write_kv": (kv_writes,),
     "token_draws_gpu": (token_draws,),

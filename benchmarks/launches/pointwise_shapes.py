@@ -19,29 +19,21 @@ def gates() -> list[Specialisation]:
     """The squared ReLU and silu(gate) * up of wide rows, and x * sigmoid(gate) of heads."""
     found = []
     for dtype in ("fp32", "bf16"):
-        rows, columns = gate_kernels.tile(MLP_WIDTH)
-        found.append(
-            Specialisation(
-                name=f"relu_squared {dtype}",
-                kernel=gate_kernels.relu_squared_kernel,
-                signature={"out": f"*{dtype}", "x": f"*{dtype}", "num_rows": "i32", "x_row_stride": "i32"},
-                constexprs={"WIDTH": MLP_WIDTH, "BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns},
-                divisible_by_16=("out", "x", "x_row_stride"),
-                num_warps=gate_kernels.NUM_WARPS,
-                wide=("load", "store"),
-            )
-        )
-        for name, width, silu in (("silu_mul", MLP_WIDTH, True), ("sigmoid_mul", HEAD_DIM, False)):
+        for name, width, activation in (
+            ("relu_squared", MLP_WIDTH, "relu squared"),
+            ("silu_mul", MLP_WIDTH, "silu"),
+            ("sigmoid_mul", HEAD_DIM, "sigmoid"),
+        ):
             rows, columns = gate_kernels.tile(width)
             pointers = dict.fromkeys(("out", "x", "gate"), f"*{dtype}")
             strides = tuple(f"{side}_stride" for side in ("x_outer", "x_inner", "gate_outer", "gate_inner"))
-            inner = 1 if silu else QUERY_HEADS
+            inner = QUERY_HEADS if activation == "sigmoid" else 1
             found.append(
                 Specialisation(
                     name=f"{name} {dtype}",
-                    kernel=gate_kernels.gated_kernel,
+                    kernel=gate_kernels.activation_kernel,
                     signature=pointers | dict.fromkeys(("num_rows", *strides), "i32"),
-                    constexprs={"INNER": inner, "WIDTH": width, "SILU": silu}
+                    constexprs={"INNER": inner, "WIDTH": width, "ACTIVATION": activation}
                     | {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns},
                     divisible_by_16=(*pointers, *strides),
                     num_warps=gate_kernels.NUM_WARPS,

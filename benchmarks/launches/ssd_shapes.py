@@ -4,12 +4,12 @@ Nemotron-H-8B has 128 heads of 64 channels, 8 groups, a state of 128, and chunks
 """
 
 from collections.abc import Callable
+from itertools import product
 from typing import Literal
 
 import torch
 from launches.specialisation import Specialisation
-from mambaslots.inference.kernels import ssd, ssd_replay, ssd_stages
-from mambaslots.inference.kernels.ssd_stages import InputPrecision
+from mambaslots.inference.kernels import ssd, ssd_replay, ssd_stages, tiles
 
 HEADS, HEAD_DIM, GROUPS, STATE_DIM = 128, 64, 8, 128
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -41,38 +41,22 @@ def state_passings() -> list[Specialisation]:
 
 def ssd_outputs() -> list[Specialisation]:
     """x and C are views of one tensor: their tokens and heads are strides apart."""
-    shapes: list[tuple[InputPrecision, str, str, int]] = [
-        ("ieee", "fp32", "fp32", 128),
-        ("ieee", "fp32", "fp32", 256),
-        ("ieee", "bf16", "fp32", 128),
-        ("tf32x3", "fp32", "fp32", 128),
-        ("tf32x3", "fp32", "fp32", 256),
-        ("tf32", "fp32", "fp32", 128),
-        ("ieee", "bf16", "bf16", 128),
-        ("ieee", "bf16", "bf16", 256),
-    ]
+    shapes = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")]
     strides = ("x_token_stride", "x_head_stride", "C_token_stride", "C_group_stride", "decay_head_stride")
     found = []
-    for input_precision, inputs, operands, chunk_size in shapes:
+    for (inputs, operands), chunk_size in product(shapes, (128, 256)):
         dimensions = {"head_dim": HEAD_DIM, "state_dim": STATE_DIM, "chunk_size": chunk_size}
-        blocks, num_warps, num_stages = ssd_stages.scan_blocks(
-            **dimensions,
-            operands=TORCH[operands],
-            input_precision=input_precision,
-        )
+        blocks, num_warps, num_stages = ssd_stages.scan_blocks(**dimensions, operands=TORCH[operands])
         pointers = dict.fromkeys(("x", "C", "y"), inputs) | {"entering_states": operands}
         pointers |= dict.fromkeys(("dt", "log_decays", "CB", "D"), "fp32")
         found.append(
             Specialisation(
-                name=f"chunk_scan {input_precision} {inputs} by {operands} chunk {chunk_size}",
+                name=f"chunk_scan {inputs} by {operands} chunk {chunk_size}",
                 kernel=ssd_stages.chunk_scan_kernel,
                 signature={name: f"*{dtype}" for name, dtype in pointers.items()}
                 | {"cu_chunk_seqlens": "*i32"}
                 | dict.fromkeys(strides, "i64"),
-                constexprs={"heads": HEADS, "groups": GROUPS, "D_stride": 1}
-                | {"INPUT_PRECISION": input_precision}
-                | dimensions
-                | blocks,
+                constexprs={"heads": HEADS, "groups": GROUPS, "D_stride": 1} | dimensions | blocks,
                 divisible_by_16=(*pointers, *strides),
                 num_warps=num_warps,
                 num_stages=num_stages,
@@ -156,25 +140,34 @@ def ssd_score_makers() -> list[Specialisation]:
     return found
 
 
-def ssd_keepers() -> list[Specialisation]:
-    """The inputs and the gates that a prefill leaves, of 128 tokens at most."""
+def tail_keepers() -> list[Specialisation]:
+    """The inputs that a prefill leaves: x and B of Mamba-2, k and v of a gated delta net."""
     indices = {"slots": "*i64", "tail_starts": "*i64", "query_start_loc": "*i32"}
-    x_pointers = dict.fromkeys(("x", "B", "x_inputs", "B_inputs"), "*bf16")
-    x_strides = ("x_token_stride", "x_head_stride", "B_token_stride", "B_group_stride")
-    x_strides += ("x_slot_stride", "B_slot_stride")
+    pointers = dict.fromkeys(("first", "second", "first_kept", "second_kept"), "*bf16")
+    strides = [f"{name}_{axis}_stride" for name in ("first", "second") for axis in ("token", "head", "slot")]
+    sizes = {"keep_ssd_inputs, x and B": (HEADS, HEAD_DIM, GROUPS, STATE_DIM)}
+    sizes["keep_delta_inputs, k and v"] = (16, 128, 32, 128)
+    names = ("first_heads", "first_size", "second_heads", "second_size")
+    return [
+        Specialisation(
+            name=name,
+            kernel=tiles.keep_tails_kernel,
+            signature=pointers | indices | dict.fromkeys(strides, "i64"),
+            constexprs=dict(zip(names, dimensions, strict=True)) | {"BLOCK": tiles.TAIL_BLOCK},
+            divisible_by_16=(*pointers, *strides),
+            num_warps=tiles.TAIL_WARPS,
+            wide=BOTH,
+        )
+        for name, dimensions in sizes.items()
+    ]
+
+
+def ssd_keepers() -> list[Specialisation]:
+    """The gates that a prefill leaves, of 128 tokens at most."""
+    indices = {"slots": "*i64", "tail_starts": "*i64", "query_start_loc": "*i32"}
     gate_pointers = dict.fromkeys(("dt", "A", "gates"), "*fp32")
     gate_strides = ("dt_token_stride", "gate_slot_stride")
     return [
-        Specialisation(
-            name="keep_ssd_inputs, x and B",
-            kernel=ssd_replay.keep_inputs_kernel,
-            signature=x_pointers | indices | dict.fromkeys(x_strides, "i64"),
-            constexprs={"heads": HEADS, "head_dim": HEAD_DIM, "groups": GROUPS, "state_dim": STATE_DIM}
-            | {"BLOCK": ssd_replay.COPY_BLOCK},
-            divisible_by_16=(*x_pointers, *x_strides),
-            num_warps=ssd_replay.COPY_WARPS,
-            wide=BOTH,
-        ),
         Specialisation(
             name="keep_ssd_inputs, gates",
             kernel=ssd_replay.keep_gates_kernel,
@@ -183,7 +176,7 @@ def ssd_keepers() -> list[Specialisation]:
             | {"BLOCK_H": ssd_stages.heads_of_a_warp(HEADS)},
             divisible_by_16=(*gate_pointers, *gate_strides),
             num_warps=ssd_stages.SUM_WARPS,
-        ),
+        )
     ]
 
 
@@ -228,5 +221,6 @@ SSD_SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
     "ssd": (state_passings,),
     "ssd_stages": (ssd_sums, ssd_score_makers, ssd_outputs, ssd_state_makers),
     "ssd_replay": (ssd_keepers, ssd_replays),
+    "tiles": (tail_keepers,),
 }
 """Each file of `mambaslots.inference.kernels` that the scan has -> its launches."""

@@ -32,7 +32,7 @@ FAMILIES = (
     ("products in float32", r"simt|sgemm|f32f32|gemv.*<int, int, float"),
     ("products", r"gemm|gemv|nvjet|cublas|cutlass|xmma|split_?k|dot_kernel|Kernel2"),
     ("states", r"copy_states|capture_boundaries|move_\w*(states|pairs)|zero_states"),
-    ("activations", r"silu|swiglu|relu|gelu|sigmoid|softplus|threshold|gated_kernel|clamp"),
+    ("activations", r"silu|swiglu|relu|gelu|sigmoid|softplus|threshold|activation_kernel|clamp"),
     ("copies", r"memcpy|memset|copy_kernel|copy_device|CatArray|FillFunctor|copy_rows"),
     ("indexing", r"index|gather|scatter"),
     ("other elementwise", r"elementwise|reduce_kernel|triton_|DeviceScan"),

@@ -24,31 +24,29 @@ def convolve(
     conv_states, replay = inputs.state_pool[name][layer], inputs.replay
     (conv_inputs,) = _stored(replay, layer, f"{name}_in")
     out = torch.empty(raw.shape, dtype=raw.dtype, device=raw.device)
-    decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
+    decodes, sources = inputs.num_decodes, inputs.state_sources
     if decodes:
-        sources, destinations = inputs.state_sources[:decodes], inputs.decode_destinations
-        rows, out_rows = (torch.unflatten(packed[:decoded], 0, destinations.shape) for packed in (raw, out))
+        rows, out_rows = _decodes(inputs, raw, out)
+        step = rows, weight, bias, conv_states
         if replay is None:
             kernels.causal_conv1d_update(
-                rows, weight, bias, conv_states, sources, destinations, activation=activation, out=out_rows
+                *step, sources[:decodes], inputs.decode_destinations, activation=activation, out=out_rows
             )
         else:
-            slots, starts, lengths = _decode_rows(inputs, replay)
+            slots, starts, lengths, _, destinations, _ = _replayed(inputs, replay)
             kernels.causal_conv1d_replay(
-                rows, weight, bias, conv_states, conv_inputs, slots, starts, lengths,
-                replay.destinations[:decodes], activation=activation, out=out_rows,
-            )  # fmt: skip
+                *step, conv_inputs, slots, starts, lengths, destinations, activation=activation, out=out_rows
+            )
     if inputs.num_prefills:
         chunks, checkpoints = inputs.chunks, inputs.checkpoints
-        raw_rows, out_rows = _after(decoded, raw, out)
+        rows, out_rows = _prefills(inputs, raw, out)
         if replay is not None:  # first, because a prefill may overwrite the windows that it begins with
             kernels.keep_conv_inputs(
-                raw_rows, conv_states, conv_inputs, replay.slots[decodes:], replay.starts[decodes:],
-                inputs.state_sources[decodes:], chunks.query_start_loc,
+                rows, conv_states, conv_inputs, replay.slots[decodes:], replay.starts[decodes:],
+                sources[decodes:], chunks.query_start_loc,
             )  # fmt: skip
         kernels.causal_conv1d_prefill(
-            raw_rows, weight, bias, conv_states,
-            inputs.state_sources[decodes:], inputs.prefill_destinations,
+            rows, weight, bias, conv_states, sources[decodes:], inputs.prefill_destinations,
             chunks.query_start_loc, chunks.token_rows,
             checkpoints.rows, checkpoints.token_ends, checkpoints.destinations,
             activation=activation, out=out_rows,
@@ -61,39 +59,24 @@ def scan_ssd(
     kernels: KernelSet,
 ) -> Tensor:  # fmt: skip
     """Mamba-2's recurrence, `KernelSet.ssd_chunk_scan` of x [T, H, P]; writes its states."""
-    ssm_states, replay = inputs.state_pool["ssm"][layer], inputs.replay
-    stored_x, stored_B, gates = _stored(replay, layer, "ssm_x", "ssm_B", "ssm_gates")
+    states, replay = inputs.state_pool["ssm"][layer], inputs.replay
+    stored = _stored(replay, layer, "ssm_x", "ssm_B", "ssm_gates")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
-    if decodes:
-        sources, destinations = inputs.state_sources[:decodes], inputs.decode_destinations
-        x_rows, dt_rows, B_rows, C_rows, out_rows = (
-            torch.unflatten(packed[:decoded], 0, destinations.shape) for packed in (x, dt, B, C, out)
-        )
+    if inputs.num_decodes:
+        x_rows, dt_rows, B_rows, C_rows, out_rows = _decodes(inputs, x, dt, B, C, out)
+        step = x_rows, dt_rows, A, B_rows, C_rows, D, states
         if replay is None:
-            kernels.selective_state_update(
-                x_rows, dt_rows, A, B_rows, C_rows, D, ssm_states, sources, destinations, out=out_rows
-            )
+            kernels.selective_state_update(*step, *_updated(inputs), out=out_rows)
         else:
-            slots, starts, lengths = _decode_rows(inputs, replay)
-            kernels.ssd_replay(
-                x_rows, dt_rows, A, B_rows, C_rows, D, ssm_states, stored_x, stored_B, gates, slots, starts,
-                lengths, sources, replay.destinations[:decodes], inputs.chunks.chunk_size, out=out_rows,
-            )  # fmt: skip
+            kept = *stored, *_replayed(inputs, replay)
+            kernels.ssd_replay(*(*step, *kept), out=out_rows)
     if inputs.num_prefills:
-        chunks = inputs.chunks
-        x_rows, dt_rows, B_rows, C_rows, out_rows = _after(decoded, x, dt, B, C, out)
-        kernels.ssd_chunk_scan(
-            x_rows, dt_rows, A, B_rows, C_rows, D,
-            ssm_states, inputs.state_sources[decodes:], inputs.prefill_destinations, chunks.chunk_size,
-            chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
-            out=out_rows,
-        )  # fmt: skip
+        x_rows, dt_rows, B_rows, C_rows, out_rows = _prefills(inputs, x, dt, B, C, out)
+        step = x_rows, dt_rows, A, B_rows, C_rows, D, states
+        kernels.ssd_chunk_scan(*step, *_scanned(inputs), out=out_rows)
         if replay is not None:
-            kernels.keep_ssd_inputs(
-                x_rows, dt_rows, A, B_rows, stored_x, stored_B, gates, replay.slots[decodes:],
-                replay.tail_starts, chunks.query_start_loc, chunks.chunk_size,
-            )  # fmt: skip
+            kept = *stored, *_tails(inputs, replay), inputs.chunks.chunk_size
+            kernels.keep_ssd_inputs(x_rows, dt_rows, A, B_rows, *kept)
     return out
 
 
@@ -105,40 +88,21 @@ def scan_gated_delta_rule(
     its states.
     """
     states, replay = inputs.state_pool["delta"][layer], inputs.replay
-    names = ("delta_k", "delta_v", "delta_g", "delta_beta")
-    stored_k, stored_v, stored_g, stored_beta = _stored(replay, layer, *names)
+    stored = _stored(replay, layer, "delta_k", "delta_v", "delta_g", "delta_beta")
     outputs = []
-    decodes, decoded = inputs.num_decodes, inputs.num_decode_tokens
-    if decodes:
-        sources, destinations = inputs.state_sources[:decodes], inputs.decode_destinations
-        q_rows, k_rows, v_rows, g_rows, beta_rows = (
-            torch.unflatten(packed[:decoded], 0, destinations.shape) for packed in (q, k, v, g, beta)
-        )
+    if inputs.num_decodes:
+        step = _decodes(inputs, q, k, v, g, beta)
         if replay is None:
-            out = kernels.gated_delta_rule_update(
-                q_rows, k_rows, v_rows, g_rows, beta_rows, states, sources, destinations
-            )
+            out = kernels.gated_delta_rule_update(*(*step, states, *_updated(inputs)))
         else:
-            slots, starts, lengths = _decode_rows(inputs, replay)
-            out = kernels.gated_delta_rule_replay(
-                q_rows, k_rows, v_rows, g_rows, beta_rows, states, stored_k, stored_v, stored_g, stored_beta,
-                slots, starts, lengths, sources, replay.destinations[:decodes], inputs.chunks.chunk_size,
-            )  # fmt: skip
+            kept = *stored, *_replayed(inputs, replay)
+            out = kernels.gated_delta_rule_replay(*(*step, states, *kept))
         outputs.append(out.flatten(0, 1))
     if inputs.num_prefills:
-        chunks = inputs.chunks
-        q_rows, k_rows, v_rows, g_rows, beta_rows = _after(decoded, q, k, v, g, beta)
-        out = kernels.gated_delta_rule_scan(
-            q_rows, k_rows, v_rows, g_rows, beta_rows,
-            states, inputs.state_sources[decodes:], inputs.prefill_destinations, chunks.chunk_size,
-            chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
-        )  # fmt: skip
-        outputs.append(out)
+        step = _prefills(inputs, q, k, v, g, beta)
+        outputs.append(kernels.gated_delta_rule_scan(*(*step, states, *_scanned(inputs))))
         if replay is not None:
-            kernels.keep_delta_inputs(
-                k_rows, v_rows, g_rows, beta_rows, stored_k, stored_v, stored_g, stored_beta,
-                replay.slots[decodes:], replay.tail_starts, chunks.query_start_loc,
-            )  # fmt: skip
+            kernels.keep_delta_inputs(*(*step[1:], *stored, *_tails(inputs, replay)))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -190,17 +154,45 @@ def gated_rms_norm_over_ranks(
     return (normed if gates_first else normed * silu).to(y.dtype)
 
 
-def _decode_rows(inputs: StepInputs, replay: Replay) -> Any:
-    """Slots, starts and lengths of the decode rows: three tensors."""
-    decodes = inputs.num_decodes
-    return replay.slots[:decodes], replay.starts[:decodes], inputs.query_lengths[:decodes]
-
-
 def _stored(replay: Replay | None, layer: int, *names: str) -> Any:
     """The layer's inputs by name, a tensor each; None for each without replay."""
     return [None if replay is None else replay.pool[name][layer] for name in names]
 
 
-def _after(decoded: int, *packed: Tensor) -> tuple[Tensor, ...]:
-    """The tokens after the first `decoded`; the tensors themselves where there are none before."""
-    return tuple(tensor[decoded:] for tensor in packed) if decoded else packed
+def _decodes(inputs: StepInputs, *packed: Tensor) -> Any:
+    """The tokens of the decode rows, [rows, tokens, ...] each."""
+    shape = inputs.num_decodes, inputs.shape.decode_tokens
+    return [torch.unflatten(tensor[: inputs.num_decode_tokens], 0, shape) for tensor in packed]
+
+
+def _prefills(inputs: StepInputs, *packed: Tensor) -> Any:
+    """The tokens after the decode rows; the tensors themselves where there are none before."""
+    decoded = inputs.num_decode_tokens
+    return [tensor[decoded:] for tensor in packed] if decoded else packed
+
+
+def _updated(inputs: StepInputs) -> tuple[Tensor, Tensor]:
+    """Sources and destinations of the decode rows, a state for each token."""
+    return inputs.state_sources[: inputs.num_decodes], inputs.decode_destinations
+
+
+def _replayed(inputs: StepInputs, replay: Replay) -> Any:
+    """Slots, starts, lengths, sources and destinations of the decode rows, and the chunk size."""
+    rows = (
+        replay.slots, replay.starts, inputs.query_lengths, inputs.state_sources, replay.destinations,
+    )  # fmt: skip
+    return *(tensor[: inputs.num_decodes] for tensor in rows), inputs.chunks.chunk_size
+
+
+def _scanned(inputs: StepInputs) -> Any:
+    """Sources and destinations of the prefill rows, and their chunks."""
+    chunks = inputs.chunks
+    return (
+        inputs.state_sources[inputs.num_decodes :], inputs.prefill_destinations, chunks.chunk_size,
+        chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
+    )  # fmt: skip
+
+
+def _tails(inputs: StepInputs, replay: Replay) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots and first tokens of the prefill rows' tails, and where the rows' tokens start."""
+    return replay.slots[inputs.num_decodes :], replay.tail_starts, inputs.chunks.query_start_loc

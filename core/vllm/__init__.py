@@ -11,9 +11,7 @@ finds them. A host makes a `MambaCacheConfig` and `MambaBuffers` at start, and c
 5. `postprocess_mamba_align_gpu`       after sampling: copy states on boundaries into their columns
 
 Steps 4 and 5 are for steps with drafts. `advance` is the rule behind step 2, for a host whose forward reads
-the old column and writes the new one (copy-free). `vllm.chunk_metadata` has vLLM's attention backend,
-`vllm.align_host.MambaSpecDecodeGPUContext` the copies of a host whose columns are on the device. Triton is
-imported when buffers are made for a CUDA device.
+the old column and writes the new one (copy-free). Triton is imported when buffers are made for a CUDA device.
 
 May import `contexts` and `kernels`; of the former, `step_inputs` alone. No cache and no engine.
 """

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..inference.kernels.state_tensors import device_indices
 from ..validation import INT32_MAX, integer
 from . import align_reference
 from .align_reference import AlignLayout, AlignState
@@ -53,167 +54,44 @@ class MambaCacheConfig:
         integer("num_speculative_tokens", self.num_speculative_tokens, 0, INT32_MAX)
 
 
-class StagedBuffer:
-    """int32 numbers in two pinned host arrays, used in turn: one is written while the other is copied."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self._hosts = [
-            torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(2)
-        ]
-        self._copied = [torch.cuda.Event() for _ in self._hosts] if pinned else []  # type: ignore[no-untyped-call]
-        self._current = 0
-        self.gpu = torch.zeros(size, dtype=torch.int32, device=device)
-
-    def send(self, numbers: Sequence[int]) -> Tensor:
-        """Copy numbers to the front of `gpu`, whose other entries stay; waits for the last copy but one."""
-        n, host = len(numbers), self._writable()
-        host.numpy()[:n] = numbers
-        self.gpu[:n].copy_(host[:n], non_blocking=True)
-        if self._copied:
-            self._copied[self._current].record()
-        self._current ^= 1
-        return self.gpu
-
-    def _writable(self) -> Tensor:
-        """The host array of the next copy; waits for its last copy."""
-        if self._copied:
-            self._copied[self._current].synchronize()
-        return self._hosts[self._current]
-
-
 class MambaSpecDecodeGPUContext:
-    """The states of a model on the device, and the numbers that the align kernels read there.
+    """The states of a model on the device, and the numbers that a step sends there."""
 
-    Every `run_` method raises RuntimeError while no states are bound. Device arrays are int32 or int64. A
-    method with `idx_mapping` [num_reqs] reads its arrays and the block tables by request row, -1 for padding;
-    a method without it, or with None, reads them by batch row.
-    """
-
-    def __init__(
-        self, max_num_reqs: int, kv_cache_config: MambaCacheConfig, num_state_types: int, device: torch.device
-    ) -> None:
-        num_rows = integer("max_num_reqs", max_num_reqs, 1, INT32_MAX)
-        self.config, self.num_state_types = kv_cache_config, num_state_types
+    def __init__(self, config: MambaCacheConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
         self.kernels = kernels_for(device)
-        self.state_idx = StagedBuffer(num_rows, device)
-        self.src_col = StagedBuffer(num_rows, device)
-        self.num_scheduled_tokens = StagedBuffer(num_rows, device)
-        self.num_computed_tokens = StagedBuffer(num_rows, device)
-        self.num_draft_tokens = StagedBuffer(num_rows, device)
+        self.staged: list[Tensor] = []  # [n] each: columns, and tokens computed, scheduled and drafted
         self._layout: AlignLayout | None = None
-        self._counts: dict[torch.dtype, Tensor] = {}
 
-    @classmethod
-    def create(
-        cls, max_num_reqs: int, kv_cache_config: MambaCacheConfig, num_state_types: int, device: torch.device
-    ) -> "MambaSpecDecodeGPUContext":
-        """For at most `max_num_reqs` requests; states are bound later."""
-        return cls(max_num_reqs, kv_cache_config, num_state_types, device)
-
-    @property
-    def is_initialized(self) -> bool:
-        return self._layout is not None
-
-    @property
-    def layout(self) -> AlignLayout:
-        if self._layout is None:
-            raise RuntimeError("no states are bound; call initialize_from_forward_context first")
-        return self._layout
-
-    def initialize_from_forward_context(
+    def layout(
         self,
-        kv_cache_config: MambaCacheConfig,
         forward_context: Mapping[str, Any],
         mamba_state_copy_funcs: Sequence[object],
         block_tables: Sequence[Tensor],
-    ) -> None:
-        """Bind the kernels to the states' memory; synchronises, unless it is bound to that memory already.
+    ) -> AlignLayout:
+        """The memory of the states; synchronises, unless it is that of the last call.
 
         `mamba_state_copy_funcs` has a function or a name for each type of state; one with "conv" in its name
         marks the state of a convolution. `block_tables`: one a group, [rows, columns] int32, -1 for none.
 
         Raises:
-            ValueError: types or tables are not as many as configured, or states cannot be copied as bytes.
+            ValueError: types or tables are not as many as there are, or states cannot be copied as bytes.
         """
         types = [str(getattr(function, "__name__", function)) for function in mamba_state_copy_funcs]
-        groups = kv_cache_config.mamba_groups
-        if len(types) != self.num_state_types or len(block_tables) != len(groups):
-            raise ValueError(
-                f"there are {len(types)} types of state and {len(block_tables)} block tables; accepted: "
-                f"{self.num_state_types} and {len(groups)}"
-            )
-        window_dim = -1 if kv_cache_config.conv_dim_first else 1
+        groups, dim_first = self.config.mamba_groups, self.config.conv_dim_first
         states = [
-            AlignState(tensor, tensor.shape[window_dim] if "conv" in state_type else 0, group)
+            AlignState(tensor, tensor.shape[-1 if dim_first else 1] if "conv" in state_type else 0, group)
             for group, layers in enumerate(groups)
             for layer in layers
             for state_type, tensor in zip(types, forward_context[layer].kv_cache, strict=True)
         ]
+        if len(block_tables) != len(groups):
+            raise ValueError(
+                f"there are {len(block_tables)} block tables; accepted: {len(groups)}, one a group"
+            )
         if self._layout is None or not self._layout.lies_in(states, block_tables):
-            self._layout = AlignLayout.from_tensors(states, block_tables, kv_cache_config.conv_dim_first)
-
-    def unbind(self) -> None:
-        """Drop the states' tensors, so that their memory can be freed."""
-        self._layout = None
-
-    def run_fused_precopy(
-        self,
-        num_reqs: int,
-        state_idx_gpu: Tensor,
-        src_col_gpu: Tensor,
-        token_bias_gpu: Tensor,
-        idx_mapping: Tensor | None,
-    ) -> None:
-        """Before a forward: copy states from column `src_col_gpu`, biased, to column `state_idx_gpu`."""
-        self.kernels.precopy_align(
-            self.layout, state_idx_gpu, src_col_gpu, token_bias_gpu, idx_mapping, num_reqs
-        )
-
-    def run_fused_postprocess(
-        self,
-        num_reqs: int,
-        num_accepted_tokens_gpu: Tensor,
-        mamba_state_idx_gpu: Tensor,
-        num_scheduled_tokens_gpu: Tensor,
-        num_computed_tokens_gpu: Tensor,
-        num_draft_tokens_gpu: Tensor,
-    ) -> Tensor:
-        """After sampling, by batch row: copy states on boundaries to their columns.
-
-        Returns:
-            [num_reqs] the accepted counts for the next step, valid until the next call.
-            `num_accepted_tokens_gpu` itself is not changed.
-        """
-        layout, counts = self.layout, self._copied(num_accepted_tokens_gpu)
-        self.kernels.postprocess_align(
-            layout, num_accepted_tokens_gpu, mamba_state_idx_gpu, num_computed_tokens_gpu, counts, None,
-            num_reqs, self.config.block_size_tokens, num_scheduled_tokens_gpu, num_draft_tokens_gpu,
-        )  # fmt: skip
-        return counts[:num_reqs]
-
-    def run_fused_postprocess_align(
-        self,
-        num_reqs: int,
-        num_accepted_tokens_gpu: Tensor,
-        state_idx_gpu: Tensor,
-        new_num_computed_tokens_gpu: Tensor,
-        idx_mapping: Tensor | None,
-    ) -> None:
-        """After sampling, given the tokens computed with this step; writes `num_accepted_tokens_gpu`."""
-        layout, snapshot = self.layout, self._copied(num_accepted_tokens_gpu)
-        self.kernels.postprocess_align(
-            layout, snapshot, state_idx_gpu, new_num_computed_tokens_gpu, num_accepted_tokens_gpu,
-            idx_mapping, num_reqs, self.config.block_size_tokens,
-        )  # fmt: skip
-
-    def _copied(self, counts: Tensor) -> Tensor:
-        """The counts in memory of this context, whose address a captured graph may keep."""
-        own = self._counts.get(counts.dtype)
-        if own is None or len(own) < len(counts):
-            own = self._counts[counts.dtype] = torch.empty_like(counts)
-        own[: len(counts)].copy_(counts)
-        return own[: len(counts)]
+            self._layout = AlignLayout.from_tensors(states, block_tables, dim_first)
+        return self._layout
 
 
 def kernels_for(device: torch.device) -> ModuleType:
@@ -240,18 +118,10 @@ class MambaBuffers:
 
     @classmethod
     def create(
-        cls,
-        max_num_reqs: int,
-        kv_cache_config: MambaCacheConfig,
-        num_state_types: int,
-        device: torch.device,
-        is_hybrid: bool = True,
+        cls, kv_cache_config: MambaCacheConfig, device: torch.device, is_hybrid: bool = True
     ) -> "MambaBuffers":
-        """Allocate for batches of at most `max_num_reqs` requests; ValueError where that is out of range.
-
-        `num_state_types`: state tensors of one layer, 2 for Mamba-2. `is_hybrid`: the model has attention.
-        """
-        context = MambaSpecDecodeGPUContext.create(max_num_reqs, kv_cache_config, num_state_types, device)
+        """For states on this device; `is_hybrid`: the model has attention."""
+        context = MambaSpecDecodeGPUContext(kv_cache_config, device)
         return cls(context, context if kv_cache_config.num_speculative_tokens and is_hybrid else None)
 
 
@@ -283,11 +153,9 @@ def preprocess_mamba(
     blocks of 560, a request in column 0 with 557 computed and 4 scheduled tokens moves to column 1.
 
     Raises:
-        ValueError: as `MambaSpecDecodeGPUContext.initialize_from_forward_context`.
+        ValueError: as `MambaSpecDecodeGPUContext.layout`.
     """
-    copy_bufs.initialize_from_forward_context(
-        kv_cache_config, forward_context, mamba_state_copy_funcs, input_batch.block_tables
-    )
+    layout = copy_bufs.layout(forward_context, mamba_state_copy_funcs, input_batch.block_tables)
     req_ids, block = input_batch.req_ids, kv_cache_config.block_size_tokens
     computed = np.array([requests[name].num_computed_tokens for name in req_ids], dtype=np.int64)
     scheduled = np.array([scheduler_output.num_scheduled_tokens[name] for name in req_ids], dtype=np.int64)
@@ -298,11 +166,9 @@ def preprocess_mamba(
     mamba_state_idx.update(zip(req_ids, step.columns.tolist(), strict=True))
     if not step.moves.any():
         return
-    num_reqs = len(req_ids)
-    source = copy_bufs.src_col.send(columns)[:num_reqs]
-    running = copy_bufs.state_idx.send(step.columns.tolist())[:num_reqs]
-    accepted = input_batch.num_accepted_tokens_gpu[:num_reqs]
-    copy_bufs.run_fused_precopy(num_reqs, running, source, (accepted - 1).clamp(min=0), None)
+    source, running = device_indices(copy_bufs.device, columns, step.columns.tolist())
+    accepted = input_batch.num_accepted_tokens_gpu[: len(req_ids)]
+    copy_bufs.kernels.precopy_align(layout, running, source, (accepted - 1).clamp(min=0))
     accepted.masked_fill_((source >= 0) & (source != running), 1)
 
 
@@ -323,10 +189,13 @@ def stage_postprocess_inputs_to_gpu(
     if missing := [name for name in names if name not in mamba_state_idx]:
         raise ValueError(f"requests {missing} have no column; call preprocess_mamba for this batch first")
     drafts = scheduler_output.scheduled_spec_decode_tokens
-    ctx.state_idx.send([mamba_state_idx[name] for name in names])
-    ctx.num_scheduled_tokens.send([scheduler_output.num_scheduled_tokens[name] for name in names])
-    ctx.num_computed_tokens.send([requests[name].num_computed_tokens for name in names])
-    ctx.num_draft_tokens.send([len(drafts.get(name, ())) for name in names])
+    ctx.staged = device_indices(
+        ctx.device,
+        [mamba_state_idx[name] for name in names],
+        [requests[name].num_computed_tokens for name in names],
+        [scheduler_output.num_scheduled_tokens[name] for name in names],
+        [len(drafts.get(name, ())) for name in names],
+    )
 
 
 def postprocess_mamba_align_gpu(
@@ -349,11 +218,9 @@ def postprocess_mamba_align_gpu(
     context = bufs.postprocess_align
     if context is None:
         raise RuntimeError("there is no postprocessing context: no drafts, or no attention")
-    context.initialize_from_forward_context(
-        kv_cache_config, forward_context, mamba_state_copy_funcs, input_batch.block_tables
+    context.kernels.postprocess_align(
+        context.layout(forward_context, mamba_state_copy_funcs, input_batch.block_tables),
+        num_accepted_tokens_gpu[:num_reqs],
+        *(numbers[:num_reqs] for numbers in context.staged),
+        kv_cache_config.block_size_tokens,
     )
-    counts = context.run_fused_postprocess(
-        num_reqs, num_accepted_tokens_gpu, context.state_idx.gpu, context.num_scheduled_tokens.gpu,
-        context.num_computed_tokens.gpu, context.num_draft_tokens.gpu,
-    )  # fmt: skip
-    num_accepted_tokens_gpu[:num_reqs].copy_(counts)

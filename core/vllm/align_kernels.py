@@ -41,18 +41,12 @@ RECORD_NUMBERS = tl.constexpr(len(StateRecord._fields))
 @triton.jit
 def copy_rows(
     # Batch rows: [GROUP]
-    has_copy,
-    rows,
-    src_cols,
-    dst_cols,
-    biases,
+    has_copy, rows, src_cols, dst_cols, biases,
     # Layout
     layout,
     # Meta-parameters
-    COPY_BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CONV_STATE_DIM_FIRST: tl.constexpr,
-):
+    COPY_BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CONV_STATE_DIM_FIRST: tl.constexpr,
+):  # fmt: skip
     """This program's share of the copies of up to GROUP batch rows; rows without `has_copy` cost nothing."""
     num_copies = tl.sum(has_copy.to(tl.int32), 0)
     if num_copies > 0:
@@ -67,30 +61,19 @@ def copy_rows(
                 tl.sum(tl.where(ranked, src_cols, 0), 0),
                 tl.sum(tl.where(ranked, dst_cols, 0), 0),
                 tl.sum(tl.where(ranked, biases, 0), 0),
-                item % num_tiles,
-                layout,
-                COPY_BLOCK_SIZE,
-                WINDOW,
-                CONV_STATE_DIM_FIRST,
-            )
+                item % num_tiles, layout, COPY_BLOCK_SIZE, WINDOW, CONV_STATE_DIM_FIRST,
+            )  # fmt: skip
 
 
 @triton.jit
 def _copy_mamba_state_block(
     # Which copy
-    state_idx,
-    bt_row_idx,
-    src_col,
-    dst_col,
-    token_bias,
-    tile,
+    state_idx, bt_row_idx, src_col, dst_col, token_bias, tile,
     # Layout
     layout,
     # Meta-parameters
-    COPY_BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CONV_STATE_DIM_FIRST: tl.constexpr,
-):
+    COPY_BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CONV_STATE_DIM_FIRST: tl.constexpr,
+):  # fmt: skip
     """Tile `tile` of one state of one request row, from column to column.
 
     Copies nothing where a column is outside the table or a slot outside the state tensor.
@@ -201,45 +184,27 @@ def _shift_rows(shifted, ALIGN: tl.constexpr, WINDOW: tl.constexpr):
         tl.store(destination_words + offset, moved, mask=inside)
 
 
-@triton.jit
-def _request_rows(first, idx_mapping_ptr, num_reqs, GROUP: tl.constexpr):
-    """The request rows of GROUP batch rows from `first` on, and which of them are no padding."""
-    batch = first + tl.arange(0, GROUP)
-    rows = batch
-    if idx_mapping_ptr is not None:
-        rows = tl.load(idx_mapping_ptr + batch, mask=batch < num_reqs, other=-1).to(tl.int32)
-    return rows, (batch < num_reqs) & (rows >= 0)
-
-
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def precopy_mamba_align_fused_kernel(
     # Pointers
-    mamba_state_idx_ptr,
-    src_col_ptr,
-    token_bias_ptr,
-    idx_mapping_ptr,
+    mamba_state_idx_ptr, src_col_ptr, token_bias_ptr,
     # Dimensions
     num_reqs: tl.int32,
     # Layout
-    block_table_ptrs_ptr,
-    block_table_stride_req: tl.int64,
-    block_table_columns: tl.int64,
-    state_records_ptr,
-    num_states: tl.int32,
-    num_tiles: tl.int32,
+    block_table_ptrs_ptr, block_table_stride_req: tl.int64, block_table_columns: tl.int64,
+    state_records_ptr, num_states: tl.int32, num_tiles: tl.int32,
     # Meta-parameters
-    COPY_BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CONV_STATE_DIM_FIRST: tl.constexpr,
+    COPY_BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CONV_STATE_DIM_FIRST: tl.constexpr,
     GROUP: tl.constexpr,
-):
+):  # fmt: skip
     """Copy the states of rows that have a source column other than the running column."""
     layout = (
         block_table_ptrs_ptr, block_table_stride_req, block_table_columns,
         state_records_ptr, num_states, num_tiles,
     )  # fmt: skip
     for first in range(0, num_reqs, GROUP):
-        rows, known = _request_rows(first, idx_mapping_ptr, num_reqs, GROUP)
+        rows = first + tl.arange(0, GROUP)
+        known = rows < num_reqs
         src_cols = tl.load(src_col_ptr + rows, mask=known, other=-1).to(tl.int32)
         dst_cols = tl.load(mamba_state_idx_ptr + rows, mask=known, other=-1).to(tl.int32)
         biases = tl.load(token_bias_ptr + rows, mask=known, other=0).to(tl.int32)
@@ -252,43 +217,31 @@ def precopy_mamba_align_fused_kernel(
 @triton.jit(do_not_specialize=[*_UNSPECIALISED, "block_size"])
 def postprocess_mamba_fused_kernel(
     # Pointers
-    num_accepted_tokens_ptr,
-    mamba_state_idx_ptr,
-    num_scheduled_tokens_ptr,
-    num_computed_tokens_ptr,
-    num_draft_tokens_ptr,
-    num_accepted_tokens_out_ptr,
-    idx_mapping_ptr,
+    num_accepted_tokens_ptr, mamba_state_idx_ptr, num_scheduled_tokens_ptr, num_computed_tokens_ptr,
+    num_draft_tokens_ptr, num_accepted_tokens_out_ptr,
     # Dimensions
-    num_reqs: tl.int32,
-    block_size: tl.int32,
+    num_reqs: tl.int32, block_size: tl.int32,
     # Layout
-    block_table_ptrs_ptr,
-    block_table_stride_req: tl.int64,
-    block_table_columns: tl.int64,
-    state_records_ptr,
-    num_states: tl.int32,
-    num_tiles: tl.int32,
+    block_table_ptrs_ptr, block_table_stride_req: tl.int64, block_table_columns: tl.int64,
+    state_records_ptr, num_states: tl.int32, num_tiles: tl.int32,
     # Meta-parameters
-    COPY_BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CONV_STATE_DIM_FIRST: tl.constexpr,
+    COPY_BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CONV_STATE_DIM_FIRST: tl.constexpr,
     GROUP: tl.constexpr,
-):
+):  # fmt: skip
     """Copy the states of rows whose accepted tokens reached a boundary; program 0 writes the counts."""
     layout = (
         block_table_ptrs_ptr, block_table_stride_req, block_table_columns,
         state_records_ptr, num_states, num_tiles,
     )  # fmt: skip
     for first in range(0, num_reqs, GROUP):
-        rows, known = _request_rows(first, idx_mapping_ptr, num_reqs, GROUP)
+        rows = first + tl.arange(0, GROUP)
+        known = rows < num_reqs
         accepted = tl.load(num_accepted_tokens_ptr + rows, mask=known, other=0).to(tl.int32)
         columns = tl.load(mamba_state_idx_ptr + rows, mask=known, other=-1).to(tl.int32)
         computed = tl.load(num_computed_tokens_ptr + rows, mask=known, other=0).to(tl.int32)
-        if num_scheduled_tokens_ptr is not None:
-            scheduled = tl.load(num_scheduled_tokens_ptr + rows, mask=known, other=0).to(tl.int32)
-            drafted = tl.load(num_draft_tokens_ptr + rows, mask=known, other=0).to(tl.int32)
-            computed += scheduled - drafted + accepted - 1
+        scheduled = tl.load(num_scheduled_tokens_ptr + rows, mask=known, other=0).to(tl.int32)
+        drafted = tl.load(num_draft_tokens_ptr + rows, mask=known, other=0).to(tl.int32)
+        computed += scheduled - drafted + accepted - 1
         # Rounds towards zero where the rule rounds down; `reached` excludes negative quotients.
         boundaries = computed // block_size * block_size
         biases = boundaries - (computed - accepted + 1)
@@ -303,64 +256,33 @@ def postprocess_mamba_fused_kernel(
         )
 
 
-def precopy_align(
-    layout: AlignLayout,
-    state_idx: Tensor,
-    src_col: Tensor,
-    token_bias: Tensor,
-    idx_mapping: Tensor | None,
-    num_reqs: int,
-) -> None:
+def precopy_align(layout: AlignLayout, columns: Tensor, sources: Tensor, biases: Tensor) -> None:
     """`align_reference.precopy_align` in one launch; does not synchronise."""
-    if num_reqs:
-        arguments = _layout_arguments(layout)
-        precopy_mamba_align_fused_kernel[_grid(num_reqs, arguments)](
-            state_idx, src_col, token_bias, idx_mapping, num_reqs,
-            **arguments, GROUP=GROUP, num_warps=NUM_WARPS, num_stages=1,
-        )  # fmt: skip
+    _launch(precopy_mamba_align_fused_kernel, layout, len(columns), columns, sources, biases, len(columns))
 
 
 def postprocess_align(
-    layout: AlignLayout,
-    num_accepted: Tensor,
-    state_idx: Tensor,
-    num_computed: Tensor,
-    num_accepted_out: Tensor,
-    idx_mapping: Tensor | None,
-    num_reqs: int,
-    block_size_tokens: int,
-    num_scheduled: Tensor | None = None,
-    num_drafted: Tensor | None = None,
-) -> None:
-    """`align_reference.postprocess_align` in one launch; does not synchronise.
-
-    Raises:
-        ValueError: `num_accepted_out` is the memory of `num_accepted`, which other programs still read.
+    layout: AlignLayout, num_accepted: Tensor, columns: Tensor, num_computed: Tensor, num_scheduled: Tensor,
+    num_drafted: Tensor, block_size_tokens: int,
+) -> None:  # fmt: skip
+    """`align_reference.postprocess_align` in one launch, after a copy of the counts, which all programs read;
+    does not synchronise.
     """
-    if num_accepted_out.data_ptr() == num_accepted.data_ptr():
-        raise ValueError("num_accepted_out is num_accepted; accepted: other memory, filled with the same")
-    if num_reqs:
-        arguments = _layout_arguments(layout)
-        postprocess_mamba_fused_kernel[_grid(num_reqs, arguments)](
-            num_accepted, state_idx, num_scheduled, num_computed, num_drafted, num_accepted_out, idx_mapping,
-            num_reqs, block_size_tokens, **arguments, GROUP=GROUP, num_warps=NUM_WARPS, num_stages=1,
+    _launch(
+        postprocess_mamba_fused_kernel, layout, len(columns), num_accepted.clone(), columns, num_scheduled,
+        num_computed, num_drafted, num_accepted, len(columns), block_size_tokens,
+    )  # fmt: skip
+
+
+def _launch(kernel: Any, layout: AlignLayout, num_reqs: int, *arguments: Any) -> None:
+    tables, num_states = layout.block_tables[0], len(layout.states)
+    num_tiles = max(1, min(TILES, -(-layout.max_state_bytes // COPY_BYTES)))
+    programs = min(PROGRAMS, num_reqs * num_states * num_tiles)
+    if programs:
+        kernel[(programs,)](
+            *arguments,
+            layout.table_addresses, tables.stride(0), tables.shape[1],
+            layout.state_records, num_states, num_tiles,
+            COPY_BLOCK_SIZE=COPY_BYTES, WINDOW=triton.next_power_of_2(max(layout.max_window_bytes, 2)),
+            CONV_STATE_DIM_FIRST=layout.conv_dim_first, GROUP=GROUP, num_warps=NUM_WARPS, num_stages=1,
         )  # fmt: skip
-
-
-def _layout_arguments(layout: AlignLayout) -> dict[str, Any]:
-    tables = layout.block_tables[0]
-    return {
-        "block_table_ptrs_ptr": layout.table_addresses,
-        "block_table_stride_req": tables.stride(0),
-        "block_table_columns": tables.shape[1],
-        "state_records_ptr": layout.state_records,
-        "num_states": len(layout.states),
-        "num_tiles": max(1, min(TILES, -(-layout.max_state_bytes // COPY_BYTES))),
-        "COPY_BLOCK_SIZE": COPY_BYTES,
-        "WINDOW": triton.next_power_of_2(max(layout.max_window_bytes, 2)),
-        "CONV_STATE_DIM_FIRST": layout.conv_dim_first,
-    }
-
-
-def _grid(num_reqs: int, arguments: dict[str, Any]) -> tuple[int]:
-    return (min(PROGRAMS, num_reqs * arguments["num_states"] * arguments["num_tiles"]),)

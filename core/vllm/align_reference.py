@@ -1,9 +1,8 @@
-"""The align kernels in plain torch, and the layout of states that both kinds of kernels read.
+"""Where a model's states lie for the align kernels, and these kernels in plain torch.
 
-Names and signatures are those of `align_kernels`. In every function `state_idx` [rows] holds the running
-column of each request row, and `num_accepted` [rows] the tokens that the row accepted in its last step, the
-bonus token included. Integer tensors are int32 or int64. The functions read numbers on the host, so they
-synchronise on a GPU.
+Names and signatures are those of `align_kernels`. Every tensor of a batch, [n] int32 or int64, is in the
+order of the rows of the block tables. Counts of accepted tokens include the bonus token. On a GPU the torch
+functions synchronise.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .align_rule import Flags, Integers, save_boundary
+from .align_rule import save_boundary
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -78,7 +77,7 @@ class AlignLayout:
                 raise ValueError(
                     f"block_tables have strides {table.stride()}; accepted: columns side by side"
                 )
-        records = [_record(state, conv_dim_first, first.device, len(block_tables)) for state in states]
+        records = [_record(state, conv_dim_first, first.device) for state in states]
         addresses = [table.data_ptr() for table in block_tables]
         return cls(
             states=tuple(states),
@@ -92,24 +91,25 @@ class AlignLayout:
 
     def lies_in(self, states: Sequence[AlignState], block_tables: Sequence[Tensor]) -> bool:
         """Whether the layout describes the memory of these tensors, whatever that memory holds now."""
-        tensors = [state.states for state in states] + list(block_tables)
-        bound = [state.states for state in self.states] + list(self.block_tables)
-        return (
-            [_place(tensor) for tensor in tensors] == [_place(tensor) for tensor in bound]
-            and [state[1:] for state in states] == [state[1:] for state in self.states]
-        )  # fmt: skip
+        return _memory(states, block_tables) == _memory(self.states, self.block_tables)
 
 
-def _place(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+def _memory(states: Sequence[AlignState], block_tables: Sequence[Tensor]) -> list[tuple[object, ...]]:
+    tensors = [*(state.states for state in states), *block_tables]
+    return [
+        *(
+            (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            for tensor in tensors
+        ),
+        *(state[1:] for state in states),
+    ]
 
 
-def _record(state: AlignState, conv_dim_first: bool, device: torch.device, num_tables: int) -> StateRecord:
+def _record(state: AlignState, conv_dim_first: bool, device: torch.device) -> StateRecord:
     states, width, group = state
-    if states.device != device or not 0 <= group < num_tables or states.itemsize not in (1, 2, 4, 8):
+    if states.device != device or states.itemsize not in _BITS:
         raise ValueError(
-            f"a state is {states.dtype} on {states.device}, of group {group}; accepted: elements of up to 8 "
-            f"bytes on {device}, of a group below {num_tables}"
+            f"a state is {states.dtype} on {states.device}; accepted: elements of up to 8 bytes on {device}"
         )
     shape, strides, size = states.shape[1:], states.stride()[1:], states.itemsize
     inner_size, num_rows, row_stride = states[0].numel(), 1, 0
@@ -139,100 +139,56 @@ def _record(state: AlignState, conv_dim_first: bool, device: torch.device, num_t
     )
 
 
-def precopy_align(
-    layout: AlignLayout,
-    state_idx: Tensor,
-    src_col: Tensor,
-    token_bias: Tensor,
-    idx_mapping: Tensor | None,
-    num_reqs: int,
-) -> None:
-    """Before a forward: copy states from column `src_col` to column `state_idx` where the two differ.
+def precopy_align(layout: AlignLayout, columns: Tensor, sources: Tensor, biases: Tensor) -> None:
+    """Before a forward: copy states from columns `sources` to the running `columns` where the two differ.
 
-    An SSM state comes from column src_col + token_bias, a conv window from column src_col without its first
-    token_bias inputs. A state whose column or slot is out of range stays. `idx_mapping` None: batch row i is
-    request row i.
+    An SSM state comes from column source + bias, a conv window from column source without its first `bias`
+    inputs. A state whose column or slot is out of range stays.
     """
-    _, rows = _request_rows(idx_mapping, num_reqs)
-    sources, destinations = _numbers(src_col)[rows], _numbers(state_idx)[rows]
-    moves = (sources >= 0) & (sources != destinations)
-    _copy_rows(layout, moves, rows, sources, destinations, _numbers(token_bias)[rows])
+    _copy_rows(layout, (sources >= 0) & (sources != columns), sources, columns, biases)
 
 
 def postprocess_align(
-    layout: AlignLayout,
-    num_accepted: Tensor,
-    state_idx: Tensor,
-    num_computed: Tensor,
-    num_accepted_out: Tensor,
-    idx_mapping: Tensor | None,
-    num_reqs: int,
-    block_size_tokens: int,
-    num_scheduled: Tensor | None = None,
-    num_drafted: Tensor | None = None,
-) -> None:
+    layout: AlignLayout, num_accepted: Tensor, columns: Tensor, num_computed: Tensor, num_scheduled: Tensor,
+    num_drafted: Tensor, block_size_tokens: int,
+) -> None:  # fmt: skip
     """After sampling: copy the state at the last boundary that a row reached to the boundary's column.
 
-    `num_computed` [rows] are the tokens before this step, or after it where `num_scheduled` is None.
-    `num_accepted_out`, which the caller filled with `num_accepted`, becomes 1 where the running column itself
-    became the boundary's. It is other memory, because several programs of the kernel read `num_accepted`.
+    `num_computed` are the tokens before this step. `num_accepted` becomes 1 where the running column itself
+    became the boundary's.
     """
-    _, rows = _request_rows(idx_mapping, num_reqs)
-    columns, accepted = _numbers(state_idx)[rows], _numbers(num_accepted)[rows]
-    new_num_computed = _numbers(num_computed)[rows]
-    if num_scheduled is not None and num_drafted is not None:
-        new_num_computed += _numbers(num_scheduled)[rows] - _numbers(num_drafted)[rows] + accepted - 1
-    step = save_boundary(columns, accepted, new_num_computed, block_size_tokens)
-    in_place = step.reached & (step.destinations == columns)
-    _write(num_accepted_out, rows[in_place], step.accepted[in_place])
-    _copy_rows(layout, step.moves, rows, columns, step.destinations, step.biases)
-
-
-def _request_rows(idx_mapping: Tensor | None, num_reqs: int) -> tuple[Integers, Integers]:
-    """(batch rows, their request rows) without padding."""
-    batch = np.arange(num_reqs, dtype=np.int64)
-    if idx_mapping is None:
-        return batch, batch
-    rows = _numbers(idx_mapping)[:num_reqs]
-    return batch[rows >= 0], rows[rows >= 0]
-
-
-def _numbers(tensor: Tensor) -> Integers:
-    """A copy of a tensor's numbers on the CPU."""
-    return tensor.cpu().numpy().astype(np.int64)
-
-
-def _write(tensor: Tensor, rows: Integers, values: Integers) -> None:
-    tensor[torch.from_numpy(rows).to(tensor.device)] = torch.from_numpy(values).to(tensor)
+    device = columns.device
+    running, accepted, computed, scheduled, drafted = (
+        tensor.cpu().numpy().astype(np.int64)
+        for tensor in (columns, num_accepted, num_computed, num_scheduled, num_drafted)
+    )
+    step = save_boundary(running, accepted, computed + scheduled - drafted + accepted - 1, block_size_tokens)
+    num_accepted.copy_(torch.from_numpy(step.accepted))
+    moves, *copied = (
+        torch.from_numpy(numbers).to(device)
+        for numbers in (step.moves, step.sources, step.destinations, step.biases)
+    )
+    _copy_rows(layout, moves, *copied)
 
 
 def _copy_rows(
-    layout: AlignLayout,
-    moves: Flags,
-    rows: Integers,
-    sources: Integers,
-    destinations: Integers,
-    biases: Integers,
+    layout: AlignLayout, moves: Tensor, sources: Tensor, destinations: Tensor, biases: Tensor
 ) -> None:
-    """Copy the states of the rows that move; all arrays [n]."""
-    numbers = np.stack([rows, sources, destinations, biases], axis=1)
-    for row, source, destination, bias in numbers[moves].tolist():
-        for state in layout.states:
-            table = layout.block_tables[state.group]
-            columns = (source if state.conv_width else source + bias, destination)
-            if bias < 0 or not all(0 <= column < table.shape[1] for column in columns):
-                continue
-            slots = [int(table[row, column]) for column in columns]
-            if all(0 <= slot < len(state.states) for slot in slots):
-                _copy_state(state, slots[0], slots[1], bias, layout.conv_dim_first)
-
-
-def _copy_state(state: AlignState, source: int, destination: int, bias: int, conv_dim_first: bool) -> None:
-    """Copy a state as integers: a copied float that is NaN might change its bits."""
-    read, written = (state.states[slot].view(_BITS[state.states.itemsize]) for slot in (source, destination))
-    if state.conv_width:
-        window_dim = 1 if conv_dim_first else 0
-        num_inputs = max(state.conv_width - bias, 0)
-        read = read.narrow(window_dim, state.conv_width - num_inputs, num_inputs)
-        written = written.narrow(window_dim, 0, num_inputs)
-    written.copy_(read.clone())
+    """Copy the states of the rows that move, as integers: a NaN copied as a float might change its bits."""
+    for tensor, width, group in layout.states:
+        table, states = layout.block_tables[group], tensor.view(_BITS[tensor.itemsize])
+        read = sources if width else sources + biases
+        inside = moves & (biases >= 0) & (torch.minimum(read, destinations) >= 0)
+        rows = (inside & (torch.maximum(read, destinations) < table.shape[1])).nonzero()[:, 0]
+        slots = torch.stack([table[rows, read[rows]], table[rows, destinations[rows]]]).long()
+        exist = ((slots >= 0) & (slots < len(states))).all(0)
+        (source, destination), bias = slots[:, exist], biases[rows[exist]]
+        copied = states[source]
+        if width:  # inputs from `bias` on go to the window's front, and its end stays
+            window_dim = 2 if layout.conv_dim_first else 1
+            inputs = torch.arange(width, device=bias.device) + bias[:, None]
+            inputs = inputs[:, None] if layout.conv_dim_first else inputs[:, :, None]
+            inputs = inputs.expand_as(copied)
+            shifted = copied.gather(window_dim, inputs.clamp(max=width - 1))
+            copied = torch.where(inputs < width, shifted, states[destination])
+        states[destination] = copied

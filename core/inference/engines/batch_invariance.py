@@ -177,11 +177,8 @@ def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:
                 f"{SETTING}, and the state {tensor.name} is {_dtype(tensor.dtype)}; accepted: float32, "
                 "because a narrower state is rounded wherever a step ends"
             )
-    splits = os.environ.get(attention.SPLITS_VARIABLE)
-    if splits not in (None, "1"):
-        raise ValueError(f"{attention.SPLITS_VARIABLE} is {splits!r} and {SETTING}; accepted: 1, or not set")
     if spec.num_attention_layers and device.type == "cuda":
-        rejected = attention.flash_rejection(device, spec.kv_dtype, spec.head_dim, config.block_size_tokens)
+        rejected = attention.flash_rejection(device, spec.kv_dtype, spec.head_dim)
         if rejected:
             raise ValueError(f"{SETTING}, and {rejected}; accepted: a model that FlashAttention-3 takes")
     if spec.groups.tensor_size > 1 and not spec.groups.ordered_sums:

@@ -327,7 +327,7 @@ def describe_steps(context: DynamicInferenceContext, runner: ModelRunner) -> tup
         evicted = f"{tier.host.num_slots} in host memory{files}; come back where that saves at least {back}"
     return (
         f"device: {spec.device} ({device}), KV in {str(spec.kv_dtype).removeprefix('torch.')}",
-        *kernels.describe(spec, config.block_size_tokens),
+        *kernels.describe(spec),
         f"CUDA graphs: {runner.describe()}",
         f"decode steps: {steps}",
         f"decodes: {decodes}",

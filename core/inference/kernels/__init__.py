@@ -5,7 +5,8 @@ and as the oracle. An index of -1 is padding: nothing is read, nothing is writte
 
 kernel_set, gpu_kernels, reference   the functions that a model calls, chosen by device
 conv, ssd, ssd_stages, delta         prefill and decode of convolutions, Mamba-2 and gated delta nets
-ssd_replay, delta_replay             decodes with the rounding of a prefill
+conv_replay, ssd_replay, delta_replay
+                                     decodes with the rounding of a prefill
 attention, attention_segments, write_kv
                                      attention over paged KV, and the store of keys and values
 norms, gates, products               the rest of a layer

@@ -1,26 +1,21 @@
-"""Attention over the paged KV cache on a GPU, by the first backend that accepts the cache.
+"""Attention over the paged KV cache on a GPU.
 
-1. FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608), from the package tokenspeed-fa3.
-2. torch's variable-length attention, in versions of torch that accept a block table.
-3. torch operations whose shapes depend on no value, for every cache and device. Queries are cut into tiles,
-   and the cache into segments with a running softmax (Milakov & Gimelshein 2018, arXiv 1805.02867), so that
-   scratch memory stays bounded. Sums and softmax are in float32 or wider; products of 16-bit queries with a
-   cache of their dtype are in that dtype on a GPU.
+FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608), from the package tokenspeed-fa3, computes it where it
+accepts the cache, else torch operations whose shapes depend on no value. These cut queries into tiles, and
+the cache into segments with a running softmax (Milakov & Gimelshein 2018, arXiv 1805.02867), so that scratch
+memory stays bounded. Sums and softmax are in float32 or wider; products of 16-bit queries with a cache of
+their dtype are in that dtype on a GPU.
 
 The reference is `reference.paged_attention`.
 """
 
 import importlib
 import importlib.metadata
-import inspect
-import os
-from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from .reference.attention import AttentionRows, score_scale
 from .reference.chunks import compute_dtype
@@ -32,24 +27,6 @@ PACKAGE, MODULE = "tokenspeed-fa3", "flash_attn_interface"
 MAX_HEAD_DIM = 256
 """The package has kernels for heads of 64, 128 and 256 numbers; the next larger one computes others."""
 _NARROW = (torch.bfloat16, torch.float16)
-SPLITS_VARIABLE = "MAMBASLOTS_ATTENTION_SPLITS"
-MAX_SPLITS = 128
-
-
-@cache
-def num_splits() -> int:
-    """Into how many parts each sequence's KV is cut for more thread blocks; 0: FlashAttention-3 chooses.
-
-    The environment variable MAMBASLOTS_ATTENTION_SPLITS gives the number. With 1 the bits of a row do not
-    depend on the other rows of the step. With 0 they do, and a few long sequences take less time.
-
-    Raises:
-        ValueError: the variable is no integer from 0 to 128.
-    """
-    value = os.environ.get(SPLITS_VARIABLE, "0")
-    if not value.isdecimal() or int(value) > MAX_SPLITS:
-        raise ValueError(f"{SPLITS_VARIABLE} is {value!r}; accepted: 0 to {MAX_SPLITS}")
-    return int(value)
 
 
 def flash_attention(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale: float | None) -> Tensor:
@@ -62,7 +39,7 @@ def flash_attention(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale:
 
         if attention_segments.num_segments(rows, kv_cache.shape[2]) > 1:
             return attention_segments.segmented_attention(query, kv_cache, rows, scale, _attend_pairs)
-    splits = 1 if rows.one_split else num_splits()
+    splits = 1 if rows.one_split else 0  # 0: FlashAttention-3 chooses by the rows of the step
     attended = _attend_pairs(query.to(kv_cache.dtype), kv_cache, rows, scale, is_causal=True, splits=splits)
     return attended[0].to(query.dtype)
 
@@ -71,7 +48,14 @@ def _attend_pairs(
     query: Tensor, kv_cache: Tensor, pairs: "SegmentRows | AttentionRows", scale: float | None, *,
     is_causal: bool, out: Tensor | None = None, splits: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`attention_segments.Attend`, and all rows of a step in `splits` parts."""
+    """Attention of pairs of a row and a segment, or of all rows of a step in `splits` parts.
+
+    Where `is_causal`, the last query of a pair sees all its KV, and each one before sees one token less than
+    the next; else all queries see all KV. Heads of query and cache may be slices of more.
+
+    Returns: the result, in a contiguous `out` where there is one, and the logarithms of the sums of
+        exp(score), float32 [heads, T]. Places that no pair has hold anything.
+    """
     found: Tensor
     log_sums: Tensor
     found, log_sums, *_ = torch.ops.flash_attn_3.fwd.default(
@@ -91,29 +75,24 @@ def _attend_pairs(
     return found, log_sums
 
 
-def flash_name() -> str:
-    """The words of `attention.describe`."""
-    splits = num_splits()
-    return f"FlashAttention-3 ({PACKAGE} {_version()})" + (f", splits {splits}" if splits else "")
-
-
-def flash_rejection(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str:
+@cache
+def flash_rejection(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Why FlashAttention-3 does not take a cache; empty where it does. It takes every block size."""
     if device.type != "cuda":
         return f"FlashAttention-3 needs a GPU, this is {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
     if major != 9:
         return f"FlashAttention-3 needs compute capability 9.0, this GPU has {major}.{minor}"
-    return _unfit_numbers("FlashAttention-3", dtype, head_dim) or _import_failure()
-
-
-def _unfit_numbers(name: str, dtype: torch.dtype, head_dim: int) -> str:
-    """Why no kernel for 16-bit floats takes KV of this dtype and head dim; empty where one does."""
     if dtype not in _NARROW:
-        return f"{name} needs KV in bfloat16 or float16, this is {str(dtype).removeprefix('torch.')}"
+        return (
+            f"FlashAttention-3 needs KV in bfloat16 or float16, this is {str(dtype).removeprefix('torch.')}"
+        )
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-        return f"{name} needs heads of at most {MAX_HEAD_DIM} numbers, a multiple of 8, these have {head_dim}"
-    return ""
+        return (
+            f"FlashAttention-3 needs heads of at most {MAX_HEAD_DIM} numbers, a multiple of 8, these have "
+            f"{head_dim}"
+        )
+    return _import_failure()
 
 
 @cache
@@ -139,78 +118,9 @@ def _version() -> str:
         return "of unknown version"
 
 
-PAGE_TOKENS = 256
-
-
-def varlen_attention(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale: float | None) -> Tensor:
-    """`attention.paged_attention` of all rows in one call.
-
-    torch aligns a row's queries with the row's end, but padding tokens may lie there in decode rows of
-    several tokens. Each token of these rows is therefore a row of its own.
-    """
-    table, lengths, starts = rows.block_table, rows.kv_lengths, rows.query_start_loc
-    longest, width = rows.longest_query, rows.decode_tokens
-    if rows.num_decodes and width > 1:
-        decodes, decoded = rows.num_decodes, rows.num_decode_tokens
-        seen = torch.minimum(
-            rows.positions[:decoded].view(decodes, width) + 1, lengths[:decodes, None]
-        ).flatten()
-        table = torch.cat([table[:decodes].repeat_interleave(width, dim=0), table[decodes:]])
-        lengths = torch.cat([seen.int(), lengths[decodes:]])
-        ones = torch.arange(decoded, dtype=torch.int32, device=starts.device)
-        starts = torch.cat([ones, starts[decodes:]])
-        longest = max(1, rows.max_query_tokens)
-    out = varlen.varlen_attn(
-        query.to(kv_cache.dtype),
-        kv_cache[0],
-        kv_cache[1],
-        starts,
-        None,
-        longest,
-        table.shape[1] * kv_cache.shape[2],
-        scale=scale,
-        window_size=(-1, 0),
-        enable_gqa=query.shape[1] != kv_cache.shape[3],
-        seqused_k=lengths,
-        block_table=table,
-        num_splits=1 if rows.one_split else num_splits() or None,
-    )
-    assert isinstance(out, Tensor)  # a tuple where log-sums are asked for
-    return out.to(query.dtype)
-
-
-def varlen_name() -> str:
-    """The words of `attention.describe`."""
-    return f"varlen_attn of torch {torch.__version__}"
-
-
-def varlen_rejection(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str:
-    """Why torch's attention does not take a cache; empty where it does."""
-    if device.type != "cuda":
-        return f"varlen_attn needs a GPU, this is {device.type}"
-    if not _takes_block_tables():
-        return f"varlen_attn needs torch 2.12, this is {torch.__version__}"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"varlen_attn needs compute capability 8.0, this GPU has {major}.{minor}"
-    if block_size % PAGE_TOKENS:
-        return f"varlen_attn needs KV blocks of multiples of {PAGE_TOKENS} tokens, these have {block_size}"
-    return _unfit_numbers("varlen_attn", dtype, head_dim)
-
-
-@cache
-def _takes_block_tables() -> bool:
-    return "block_table" in inspect.signature(varlen.varlen_attn).parameters
-
-
 _TILE_TOKENS = 128
 _SEGMENT_TOKENS = 1024
 _SCRATCH_BYTES = 1 << 29
-
-
-def torch_name(dtype: torch.dtype) -> str:
-    """The words of `attention.describe`."""
-    return f"torch operations in {str(dtype).removeprefix('torch.')}"
 
 
 def torch_attention(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale: float | None) -> Tensor:
@@ -330,48 +240,24 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.unflatten(flat, 0, left.shape[:2])
 
 
-class Backend(NamedTuple):
-    """One way to compute attention: the words of `describe`, a function, and why each better backend is not
-    used.
-    """
-
-    name: str
-    attend: Callable[[Tensor, Tensor, AttentionRows, float | None], Tensor]
-    rejected: tuple[str, ...] = ()
-
-
 def paged_attention(
     query: Tensor, kv_cache: Tensor, rows: AttentionRows, *, scale: float | None = None
 ) -> Tensor:
     """`reference.paged_attention`. Does not synchronise, and a CUDA graph can capture it.
 
-    A backend for 16-bit floats rounds the queries to the dtype of the cache. All rows of a block that holds
-    any token must be finite, as `write_kv` makes them: FlashAttention multiplies rows that were never written
-    by 0, and 0 * NaN is NaN. The result for padding tokens is unspecified.
+    FlashAttention-3 rounds the queries to the dtype of the cache. All rows of a block that holds any token
+    must be finite, as `write_kv` makes them: it multiplies rows that were never written by 0, and 0 * NaN is
+    NaN. The result for padding tokens is unspecified.
     """
-    block_size, _, head_dim = kv_cache.shape[2:]
-    attend = backend(query.device, kv_cache.dtype, head_dim, block_size).attend
-    return attend(query, kv_cache, rows, scale)
+    rejected = flash_rejection(query.device, kv_cache.dtype, kv_cache.shape[4])
+    return (torch_attention if rejected else flash_attention)(query, kv_cache, rows, scale)
 
 
-@cache
-def backend(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> Backend:
-    """The backend for a KV cache of this dtype, head dim and block size. A broken package is rejected."""
-    rejected: list[str] = []
-    for name, attend, rejection in (
-        (flash_name, flash_attention, flash_rejection),
-        (varlen_name, varlen_attention, varlen_rejection),
-    ):
-        reason = rejection(device, dtype, head_dim, block_size)
-        if not reason:
-            return Backend(name(), attend, tuple(rejected))
-        rejected.append(reason)
-    return Backend(torch_name(dtype), torch_attention, tuple(rejected))
-
-
-def describe(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str:
-    """Which backend computes attention over a KV cache of this dtype, and why no better one does."""
+def describe(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """What computes attention over a KV cache of this dtype, and why FlashAttention-3 does not."""
+    operations = f"attention: torch operations in {str(dtype).removeprefix('torch.')}"
     if device.type != "cuda" or dtype == torch.float64:  # `kernel_set` returns the torch functions
-        return f"attention: {torch_name(dtype)}"
-    chosen = backend(device, dtype, head_dim, block_size)
-    return "; ".join([f"attention: {chosen.name}", *chosen.rejected])
+        return operations
+    if rejected := flash_rejection(device, dtype, head_dim):
+        return f"{operations}; {rejected}"
+    return f"attention: FlashAttention-3 ({PACKAGE} {_version()})"

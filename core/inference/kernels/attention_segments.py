@@ -10,8 +10,9 @@ The backend computes many pairs of a row and a segment in one call, and rounds t
 the cache, which adds at most one rounding error to that of the final result.
 """
 
+from collections.abc import Callable
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import triton
@@ -62,12 +63,11 @@ def segment_rows(
     Args:
         first_row, num_rows: which rows of the step; decode rows, or prefill rows.
         num_segments: of each row; `V` is num_rows * num_segments.
-        segment_tokens: a multiple of `block_size`, the tokens of a KV block.
         tokens: those of the rows, padding included. Places are counted from the first of them.
         longest_query: at least the queries of the longest pair.
-        copies: whether each segment has a copy of all queries of the rows, one after the other: True for
-            `WITHIN_AND_BEHIND`, False for `WITHIN`. With `BEHIND` and without copies, the segments need a
-            call each, because they share queries: the tensors then have a first dimension more, of segments.
+        copies: whether each segment has a copy of all queries of the rows, one after the other. With `BEHIND`
+            and without copies, the segments need a call each, because they share queries: the tensors then
+            have a first dimension more, of segments.
     """
     device = rows.block_table.device
     columns = segment_tokens // block_size
@@ -147,13 +147,12 @@ def combine_segments(
     With the query at position p, its segments are 0 to k = p // segment_tokens. The result is
     sum_s exp(l_s - m) * o_s / sum_s exp(l_s - m), where l_s are the log-sums and m is the largest. Products
     are added in the order of s, each by a fused multiply-add. Where k is 0, the result has the bits of `own`.
-    What lies at other segments is not read. Does not synchronise.
 
     Args:
-        earlier: [segments, T, heads, head dim]: what queries find in segments before their own.
-        own: [k, T, heads, head dim], with any strides: what queries find in their own segment k.
+        earlier, own: [segments, T, heads, head dim]: what queries find before their own segment k, and in it
+            (`own` at k). What lies at other segments is not read.
         earlier_log_sums, own_log_sums: [segments, heads, T] float32: logarithms of the sums of exp(score).
-        positions: [T] int64. segment_tokens: of a segment.
+        positions: [T] int64.
         out: [T, heads, head dim]. Written, in its own dtype. The last stride of it, `earlier` and `own` is 1.
     """
     tokens, heads, head_dim = out.shape
@@ -235,25 +234,8 @@ _SCRATCH_BYTES = 1 << 29
 """Of the results of segments in prefills; where more are needed, KV heads are computed in groups."""
 
 
-class Attend(Protocol):
-    """A backend's call that leaves the KV of each pair whole."""
-
-    def __call__(
-        self, query: Tensor, kv_cache: Tensor, pairs: SegmentRows, scale: float | None, *,
-        is_causal: bool, out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Attention of the pairs.
-
-        Args:
-            query: [T, heads, head dim] of the dtype of the cache. Heads may be a slice of more.
-            kv_cache: [2, blocks, block size, KV heads, head dim]. Heads may be a slice of more.
-            is_causal: whether the last query of a pair sees all its KV, and each one before sees one token
-                less than the next; else all queries see all KV.
-            out: where the result goes, contiguous; None allocates it.
-
-        Returns: the result in the shape of `query`, and the logarithms of the sums of exp(score), float32
-            [heads, T]. Places that no pair has hold anything.
-        """
+Attend = Callable[..., tuple[Tensor, Tensor]]
+"""What leaves the KV of each pair whole: `attention._attend_pairs`."""
 
 
 def num_segments(rows: AttentionRows, block_size: int) -> int:

@@ -128,18 +128,13 @@ def delta_state_passing(
         keys: [tokens, Hk, Dk] normalised; value head h reads key head h // (Hv // Hk).
         read_keys, written: [tokens, Hv, Dk] and [tokens, Hv, Dv], the two parts of the WY form. These three
             have one dtype and are contiguous.
-        log_decays: [tokens, Hv] float32, contiguous: sums of the decays' binary logarithms from each chunk's
-        start.
-        states: [slots, Hv, Dk, Dv] float32 or narrower, with any slot stride. Written. A destination may be
-            the row's own source, no other row's source or destination.
+        log_decays: [tokens, Hv] float32: sums of the decays' binary logarithms from each chunk's start.
+        states: [slots, Hv, Dk, Dv] float32 or narrower, with any slot stride. Written.
         chunk_size: the most tokens of a chunk, a power of two from 16 on.
         sources, destinations, cu_chunk_seqlens, row_chunk_starts, chunk_destinations: as for the scan.
 
     Returns: the states that enter the chunks, [chunks, Hv, Dk, Dv], and the new values of tokens, [tokens,
         Hv, Dv], both in the dtype of `keys` and unspecified for padding.
-
-    Raises:
-        ValueError: a state is not contiguous.
     """
     check_slots(states=states)
     heads, key_dim, value_dim = states.shape[1:]
@@ -409,27 +404,15 @@ def gated_delta_rule_scan(
     """As `reference.delta.gated_delta_rule_scan`, in at most eight launches, without a copy of a state.
 
     Keeps states and sums in float32. Products multiply numbers of the dtype of v: float32 exactly or in three
-    TF32 products, 16-bit floats on tensor cores. Each source is read once, and each destination written once.
-    Allocates [chunks, Hv, Dk, Dv] of the dtype of v. The same inputs and cuts give the same bits whichever
-    rows share the batch and, in a float32 pool, however the cuts are spread over calls. q, k and v have any
+    TF32 products, 16-bit floats on tensor cores. The same inputs and cuts give the same bits whichever rows
+    share the batch and, in a float32 pool, however the cuts are spread over calls. q, k and v have any
     strides, states any slot stride. Destinations of a row and of its chunks may be its own source, no other
     row's. `seq_idx` is not read.
 
     Nothing synchronises, and a CUDA graph can capture a call after one call with the same shapes. The first
     call for a chunk size, Hk, Hv, Dk, Dv and dtype measures which configurations of fla-core's stages are the
-    fastest for its number of chunks, and synchronises.
-
-    Raises:
-        ImportError: fla-core is not installed.
-        ValueError: v or states is float64, fla-core's stages do not take the chunk size, or Dk is above 256.
+    fastest for its number of chunks, and synchronises. Raises an ImportError where fla-core is not installed.
     """
-    for name, tensor in (("v", v), ("states", states)):
-        if tensor.dtype == torch.float64:
-            raise ValueError(
-                f"{name} is float64; accepted: float32 or narrower, because the scan computes in float32"
-            )
-    key_dim = k.shape[2]
-    check_sizes(chunk_size, key_dim)
     fla = stages()
     chunks = cu_chunk_seqlens.shape[0] - 1
     # Chunk i is chunk 0 of sequence i. A little-endian int64 i is the pair (i, 0) of int32.
@@ -455,7 +438,7 @@ def gated_delta_rule_scan(
     )  # fmt: skip
     o: Tensor = fla.chunk_fwd_o(
         queries, keys, new_values[None], entering[None], log_decays,
-        scale=key_dim**-0.5, chunk_size=chunk_size, **cuts,
+        scale=k.shape[2] ** -0.5, chunk_size=chunk_size, **cuts,
     )  # fmt: skip
     return o[0]
 
@@ -466,12 +449,10 @@ def solved_chunks(
     """The inverse of each chunk's triangular system (WY form), and the sums of decays: bits of the scan's
     stages.
 
-    Args:
-        keys: [tokens, Hk, Dk] normalised, of 16 bits. g, strength: [tokens, Hv]. All contiguous.
-        cuts: [chunks + 1] int32 where each chunk's tokens start. pairs: [chunks] int64, 0, 1, 2 and so on.
-
-    Returns: [tokens, Hv, chunk_size] in the dtype of keys, unspecified above the diagonal, and [tokens, Hv]
-        float32, sums of g's binary logarithms from the start of each chunk.
+    keys [tokens, Hk, Dk] are normalised, of 16 bits, g and strength [tokens, Hv]; all contiguous. `cuts`
+    [chunks + 1] int32 says where each chunk's tokens start; `pairs` [chunks] int64 are 0, 1, 2 and so on.
+    Returns [tokens, Hv, chunk_size] in the dtype of keys, unspecified above the diagonal, and [tokens, Hv]
+    float32, sums of g's binary logarithms from the start of each chunk.
     """
     fla, (tokens, heads), chunks = stages(), g.shape, pairs.shape[0]
     at = {"cu_seqlens": cuts, "chunk_indices": pairs.view(torch.int32).view(chunks, 2)}

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .delta import check_sizes, gated_delta_rule_scan, normalised, solved_chunks
+from .delta import gated_delta_rule_scan, normalised, solved_chunks
 from .state_tensors import check_slots
+from .tiles import keep_tails
 
 OUTPUT_WARPS, OUTPUT_STAGES = 4, 2
 
@@ -38,10 +39,7 @@ def delta_replay_output(
         queries: [rows * tokens, Hk, Dk] normalised. keys: [rows * chunk_size, Hk, Dk] normalised, zeros after
             a row's tokens. Both contiguous, of the dtype of v_inputs.
         v_inputs: [slots, chunk_size, Hv, Dv], contiguous in each slot. Read up to each row's last token.
-        strength, log_decays: [rows * chunk_size, Hv] contiguous: beta, and float32 sums of the decays' binary
-            logarithms from the start of each chunk.
-        inverse: [rows * chunk_size, Hv, chunk_size] contiguous, of the dtype of v_inputs, from
-        `solved_chunks`.
+        strength: [rows * chunk_size, Hv] beta. log_decays, inverse: of the same tokens, from `solved_chunks`.
         states: [slots, Hv, Dk, Dv], contiguous, with any slot stride. Written at `destinations`.
         slots, starts, lengths, sources, destinations: [rows] as for `gated_delta_rule_replay`.
         tokens: T, a row's tokens with padding.
@@ -204,12 +202,11 @@ def gated_delta_rule_replay(
 
     Raises:
         ImportError: fla-core is not installed.
-        ValueError: inputs are not contiguous, or the scan does not accept a size.
+        ValueError: inputs are not contiguous.
     """
     check_slots(k_inputs=k_inputs, v_inputs=v_inputs, g_inputs=g_inputs, beta_inputs=beta_inputs)
     rows, tokens, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
-    check_sizes(chunk_size, key_dim)
     fused, chunk_tokens = fuses(v.dtype), rows * chunk_size
 
     def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -250,24 +247,15 @@ def keep_delta_inputs(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, k_inputs: Tensor, v_inputs: Tensor, g_inputs: Tensor,
     beta_inputs: Tensor, slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor,
 ) -> None:  # fmt: skip
-    """As `reference.delta.keep_delta_inputs`, in one launch, whose grid depends on shapes alone. Does not
+    """As `reference.delta.keep_delta_inputs`, in two launches, whose grids depend on shapes alone. Does not
     synchronise.
 
     Raises:
-        ValueError: inputs are not contiguous.
+        ValueError: a last stride is not 1, or inputs are not contiguous.
     """
-    check_slots(k_inputs=k_inputs, v_inputs=v_inputs, g_inputs=g_inputs, beta_inputs=beta_inputs)
-    heads, value_dim = v.shape[1:]
-    key_heads, key_dim = k.shape[1:]
-    rows, chunk_size = slots.shape[0], k_inputs.shape[1]
-    keep_kernel[(rows * triton.cdiv(chunk_size, BLOCK_T) * (key_heads + heads + 1),)](
-        k, v, g, beta, k_inputs, v_inputs, g_inputs, beta_inputs, slots, tail_starts, query_start_loc,
-        *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
-        k_inputs.stride(0), v_inputs.stride(0), g_inputs.stride(0), beta_inputs.stride(0),
-        KEY_HEADS=key_heads, VALUE_HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        CHUNK=chunk_size, **block_sizes(1, heads, key_dim, value_dim),
-        num_warps=NUM_WARPS,
-    )  # fmt: skip
+    rows = slots, tail_starts, query_start_loc
+    keep_tails(k, k_inputs, v, v_inputs, *rows)
+    keep_tails(g[:, None], g_inputs, beta[:, None], beta_inputs, *rows)
 
 
 def fuses(dtype: torch.dtype) -> bool:
@@ -392,65 +380,3 @@ def _gather(
         if NORMALISED:
             value = normalised(value).to(chunks.dtype.element_ty)
         tl.store(chunks + chunk_token[:, None] * WIDTH + n[None, :], value, mask=in_chunk[:, None] & in_head)
-
-
-@triton.jit
-def keep_kernel(
-    # Pointers
-    k, v, g, beta, k_inputs, v_inputs, g_inputs, beta_inputs, slots, tail_starts, query_start_loc,
-    # Strides
-    k_token_stride, k_head_stride, k_dim_stride,
-    v_token_stride, v_head_stride, v_dim_stride,
-    g_token_stride, g_head_stride,
-    beta_token_stride, beta_head_stride,
-    k_slot_stride: tl.int64, v_slot_stride: tl.int64, g_slot_stride: tl.int64, beta_slot_stride: tl.int64,
-    # Meta-parameters
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_NEW: tl.constexpr,
-):  # fmt: skip
-    """A program has a row, BLOCK_T of its tail, and one head of k or of v, or the gates."""
-    PARTS: tl.constexpr = KEY_HEADS + VALUE_HEADS + 1
-    BLOCKS: tl.constexpr = (CHUNK + BLOCK_T - 1) // BLOCK_T
-    part = tl.program_id(0) % PARTS
-    block = tl.program_id(0) // PARTS % BLOCKS
-    row = tl.program_id(0) // (PARTS * BLOCKS)
-    slot = tl.load(slots + row)
-    if slot >= 0:
-        first = tl.load(tail_starts + row).to(tl.int64)
-        length = tl.load(query_start_loc + row + 1) - first
-        token = block * BLOCK_T + tl.arange(0, BLOCK_T)
-        real = (token < CHUNK) & (token < length)
-        if part < KEY_HEADS:
-            _keep(
-                k + first * k_token_stride + part * k_head_stride,
-                k_inputs + slot * k_slot_stride + part * KEY_DIM,
-                token, real, k_token_stride, k_dim_stride, KEY_HEADS * KEY_DIM, KEY_DIM, BLOCK_K,
-            )  # fmt: skip
-        elif part < KEY_HEADS + VALUE_HEADS:
-            head = part - KEY_HEADS
-            _keep(
-                v + first * v_token_stride + head * v_head_stride,
-                v_inputs + slot * v_slot_stride + head * VALUE_DIM,
-                token, real, v_token_stride, v_dim_stride, VALUE_HEADS * VALUE_DIM, VALUE_DIM, BLOCK_V,
-            )  # fmt: skip
-        else:
-            _keep(
-                g + first * g_token_stride, g_inputs + slot * g_slot_stride,
-                token, real, g_token_stride, g_head_stride, VALUE_HEADS, VALUE_HEADS, BLOCK_H,
-            )  # fmt: skip
-            _keep(
-                beta + first * beta_token_stride, beta_inputs + slot * beta_slot_stride,
-                token, real, beta_token_stride, beta_head_stride, VALUE_HEADS, VALUE_HEADS, BLOCK_H,
-            )  # fmt: skip
-
-
-@triton.jit
-def _keep(
-    packed, inputs, token, real, token_stride, dim_stride,
-    WIDTH: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    n = tl.arange(0, BLOCK)
-    mask = real[:, None] & (n < DIM)[None, :]
-    raw = tl.load(packed + token[:, None] * token_stride + n[None, :] * dim_stride, mask=mask, other=0.0)
-    tl.store(inputs + token[:, None] * WIDTH + n[None, :], raw.to(inputs.dtype.element_ty), mask=mask)

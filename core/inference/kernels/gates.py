@@ -1,8 +1,7 @@
 """Activations and gates in Triton, one launch each; none synchronises.
 
-The references are the functions of the same names in `reference.pointwise`. The SwiGLU of liger-kernel rounds
-silu(gate) before the product with `up`, and accepts contiguous tensors only; gates are often slices of a
-wider projection.
+The references are the functions of the same names in `reference.pointwise`. Gates are often slices of a wider
+projection.
 """
 
 import torch
@@ -17,27 +16,17 @@ NUM_WARPS = 4
 
 def relu_squared(x: Tensor) -> Tensor:
     """As `reference.pointwise.relu_squared`."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if not out.numel():
-        return out
-    x = dense_rows(x)
-    num_rows, width = x.shape
-    rows, columns = tile(width)
-    relu_squared_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
-        out, x, num_rows, x.stride(0),
-        WIDTH=width, BLOCK_ROWS=rows, BLOCK_COLUMNS=columns, num_warps=NUM_WARPS,
-    )  # fmt: skip
-    return out
+    return _activated(x, x, x.dtype, "relu squared")
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """As `reference.pointwise.silu_mul`; views whose last dimension is dense are not copied."""
-    return _gated(up, gate, gate.dtype, silu=True)
+    return _activated(up, gate, gate.dtype, "silu")
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     """As `reference.pointwise.sigmoid_mul`; views whose last dimension is dense are not copied."""
-    return _gated(x, gate, x.dtype, silu=False)
+    return _activated(x, gate, x.dtype, "sigmoid")
 
 
 def tile(width: int) -> tuple[int, int]:
@@ -56,7 +45,7 @@ def dense_rows(x: Tensor) -> Tensor:
     return dense(x.reshape(-1, x.shape[-1]))
 
 
-def _gated(x: Tensor, gate: Tensor, dtype: torch.dtype, silu: bool) -> Tensor:
+def _activated(x: Tensor, gate: Tensor, dtype: torch.dtype, activation: str) -> Tensor:
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if not out.numel():
         return out
@@ -64,9 +53,10 @@ def _gated(x: Tensor, gate: Tensor, dtype: torch.dtype, silu: bool) -> Tensor:
     x, gate = (dense(tensor.reshape(-1, inner, tensor.shape[-1])) for tensor in (x, gate))
     num_rows, width = x.shape[0] * inner, x.shape[2]
     rows, columns = tile(width)
-    gated_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
+    activation_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
         out, x, gate, num_rows, *x.stride()[:2], *gate.stride()[:2],
-        INNER=inner, WIDTH=width, SILU=silu, BLOCK_ROWS=rows, BLOCK_COLUMNS=columns, num_warps=NUM_WARPS,
+        INNER=inner, WIDTH=width, ACTIVATION=activation, BLOCK_ROWS=rows, BLOCK_COLUMNS=columns,
+        num_warps=NUM_WARPS,
     )  # fmt: skip
     return out
 
@@ -77,27 +67,7 @@ def _has_even_rows(x: Tensor) -> bool:
 
 
 @triton.jit
-def relu_squared_kernel(
-    # Pointers
-    out, x,
-    # Dimensions
-    num_rows,
-    # Strides
-    x_row_stride,
-    # Meta-parameters
-    WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """max(x, 0) squared; a program has a tile of rows and columns."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
-    inside = (row < num_rows) & (column < WIDTH)
-    values = tl.load(x + row * x_row_stride + column, mask=inside, other=0.0).to(tl.float32)
-    values = tl.where(values < 0.0, 0.0, values)  # as torch: NaN stays NaN
-    tl.store(out + row * WIDTH + column, (values * values).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def gated_kernel(
+def activation_kernel(
     # Pointers
     out, x, gate,
     # Dimensions
@@ -105,20 +75,24 @@ def gated_kernel(
     # Strides
     x_outer_stride, x_inner_stride, gate_outer_stride, gate_inner_stride,
     # Meta-parameters
-    INNER: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr,
+    INNER: tl.constexpr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """x * sigmoid(gate), times gate where SILU; a program has a tile of rows and columns."""
+    """x * sigmoid(gate), times gate for "silu"; "relu squared" reads x alone. A program has a tile."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
     inside = (row < num_rows) & (column < WIDTH)
     gate += row // INNER * gate_outer_stride + row % INNER * gate_inner_stride
     x += row // INNER * x_outer_stride + row % INNER * x_inner_stride
-    gates = tl.load(gate + column, mask=inside, other=0.0).to(tl.float32)
     values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
-    factors = tl.sigmoid(gates)
-    if SILU:
-        factors = gates * factors
+    if ACTIVATION == "relu squared":
+        values = tl.where(values < 0.0, 0.0, values)  # as torch: NaN stays NaN
+        factors = values
+    else:
+        gates = tl.load(gate + column, mask=inside, other=0.0).to(tl.float32)
+        factors = tl.sigmoid(gates)
+        if ACTIVATION == "silu":
+            factors = gates * factors
     tl.store(out + row * WIDTH + column, (factors * values).to(out.dtype.element_ty), mask=inside)
 
 

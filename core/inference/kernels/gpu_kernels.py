@@ -6,7 +6,19 @@ No function synchronises, and no launch depends on values: a CUDA graph can capt
 import torch
 
 from ...state_spec import HybridStateSpec
-from . import attention, conv, delta, delta_replay, gates, norms, products, ssd, ssd_replay, write_kv
+from . import (
+    attention,
+    conv,
+    conv_replay,
+    delta,
+    delta_replay,
+    gates,
+    norms,
+    products,
+    ssd,
+    ssd_replay,
+    write_kv,
+)  # fmt: skip
 from .reference import KernelSet
 
 _FUNCTIONS = {name for name, function in vars(KernelSet).items() if isinstance(function, staticmethod)}
@@ -23,11 +35,10 @@ class GpuKernelSet(KernelSet):
         Raises:
             ImportError: megatron-core (for Mamba-2 in float32) or fla-core (for gated delta nets) is not
                 installed.
-            ValueError: the chunk size, or the keys of a delta net, are none that the kernels take, or an
-                environment variable of the kernels has a value that is not accepted.
+            ValueError: the chunk size, or the keys of a delta net, are none that the kernels take, or
+                MAMBASLOTS_SSD_OPERANDS has a value that is not accepted.
         """
         shapes = {tensor.name: tensor.shape for tensor in spec.states if tensor.num_layers}
-        attention.num_splits()
         if "ssm" in shapes:
             ssd.operand_dtype(spec.kv_dtype)
             if spec.kv_dtype == torch.float32:
@@ -37,11 +48,11 @@ class GpuKernelSet(KernelSet):
             delta.stages()
 
     @staticmethod
-    def describe(spec: HybridStateSpec, block_size: int) -> tuple[str, ...]:
+    def describe(spec: HybridStateSpec) -> tuple[str, ...]:
         """What computes attention and scans of a model, and why nothing better does."""
         lines = []
         if spec.num_attention_layers:
-            lines.append(attention.describe(spec.device, spec.kv_dtype, spec.head_dim, block_size))
+            lines.append(attention.describe(spec.device, spec.kv_dtype, spec.head_dim))
         names = {tensor.name for tensor in spec.states if tensor.num_layers}
         if "ssm" in names:
             lines.append(ssd.describe(spec.kv_dtype))
@@ -50,7 +61,9 @@ class GpuKernelSet(KernelSet):
         return tuple(lines)
 
 
-for module in (norms, gates, products, conv, ssd, ssd_replay, delta, delta_replay, write_kv, attention):
+for module in (
+    norms, gates, products, conv, conv_replay, ssd, ssd_replay, delta, delta_replay, write_kv, attention,
+):  # fmt: skip
     for name, function in vars(module).items():
         if name in _FUNCTIONS and function.__module__ == module.__name__:
             setattr(GpuKernelSet, name, staticmethod(function))

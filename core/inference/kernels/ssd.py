@@ -31,8 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .ssd_stages import InputPrecision, chunk_cumsum, chunk_scan, chunk_scores, ssd_states
-from .state_tensors import check_contiguous, check_slots
+from .ssd_stages import chunk_cumsum, chunk_scan, chunk_scores, ssd_states
+from .state_tensors import check_slots
 from .tiles import any_index
 
 PASSING_BLOCK = 1024
@@ -49,21 +49,15 @@ def state_passing(
     """leaving = exp(log decay) * entering + update, over each row's chunks in order, in float32.
 
     Each source is read once and each destination written once. A row without chunks copies its source to its
-    destination, bit for bit; where both are one or there is no destination, it costs an empty program. One
-    launch, whose grid and addresses depend on shapes alone. Does not synchronise.
+    destination, bit for bit; where both are one or there is no destination, it costs an empty program.
 
     Args:
-        chunk_states: [chunks, H, P, N] float32, contiguous: the update of each chunk. **Overwritten** with
-            the state that enters the chunk.
-        log_decays: [H, chunks, chunk size] float32, contiguous: sums of dt * A from the start of each chunk.
-        ssm_states: [slots, H, P, N] float32 or narrower, with any slot stride. Written. A row's destination
-            may be its own source, no other row's source or destination.
+        chunk_states: [chunks, H, P, N] float32: the update of each chunk. **Overwritten** with the state that
+            enters the chunk.
+        log_decays: [H, chunks, chunk size] float32: sums of dt * A from the start of each chunk.
+        ssm_states: [slots, H, P, N] float32 or narrower, with any slot stride. Written.
         sources, destinations, row_chunk_starts, chunk_destinations: as for `reference.ssd.ssd_chunk_scan`.
-
-    Raises:
-        ValueError: a state is not contiguous.
     """
-    check_contiguous(chunk_states=chunk_states)
     check_slots(ssm_states=ssm_states)
     heads, head_dim, state_dim = chunk_states.shape[1:]
     state_size = head_dim * state_dim
@@ -221,50 +215,29 @@ def update_kernel(
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 OPERANDS_VARIABLE = "MAMBASLOTS_SSD_OPERANDS"
-_MAX_PROGRAMS = 65535  # on the second and third axis of a grid
 
 
 def ssd_chunk_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
     sources: Tensor, destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
     row_chunk_starts: Tensor, chunk_destinations: Tensor, *, out: Tensor | None = None,
-    input_precision: InputPrecision = "ieee",
 ) -> Tensor:  # fmt: skip
     """As `reference.ssd.ssd_chunk_scan`, in four or five launches, without a copy of a state.
 
     Multiplies numbers of the dtype of x, or of float32 where MAMBASLOTS_SSD_OPERANDS says so; everything else
-    is float32. Each source is read once, and each destination written once. Allocates [chunks, H, P, N] of
-    the operands' dtype, and less for the other stages. The same inputs and cuts give the same bits whichever
-    rows share the batch and, in a float32 pool, however the cuts are spread over calls. The last stride of x,
-    B and C is 1. Destinations of a row and of its chunks may be its own source, no other row's. `seq_idx` is
-    not read.
+    is float32. The same inputs and cuts give the same bits whichever rows share the batch and, in a float32
+    pool, however the cuts are spread over calls. The last stride of x, B and C is 1. Destinations of a row
+    and of its chunks may be its own source, no other row's. `seq_idx` is not read.
 
     Nothing synchronises, and a CUDA graph can capture a call after one call with exactly the same shapes. The
     first call with float32 for a chunk size, H, P, G and N measures which configurations of megatron-core's
     stages are the fastest, and synchronises. MAMBA_DETERMINISTIC=1, set before this file is imported,
     measures nothing.
 
-    Args:
-        input_precision: of float32 products in the last stage. The other ones follow TRITON_F32_DEFAULT for
-            inputs of float32, and are "ieee" for 16 bits. With "tf32x3" for both, errors stay within 1e-5;
-            with "tf32" they do not.
-
     Raises:
         ImportError: x is float32, and megatron-core is not installed.
-        ValueError: x or ssm_states is float64, a tensor's last stride is not 1, there are more chunks times
-            groups, or rows, than a launch can have, or MAMBASLOTS_SSD_OPERANDS has another value.
+        ValueError: a last stride is not 1, or MAMBASLOTS_SSD_OPERANDS has another value.
     """
-    for name, tensor in (("x", x), ("ssm_states", ssm_states)):
-        if tensor.dtype == torch.float64:
-            raise ValueError(
-                f"{name} is float64; accepted: float32 or narrower, because the scan computes in float32"
-            )
-    chunks, groups, rows = cu_chunk_seqlens.shape[0] - 1, B.shape[1], sources.shape[0]
-    if max(chunks * groups, rows) > _MAX_PROGRAMS:
-        raise ValueError(
-            f"the step has {chunks} chunks of {groups} groups and {rows} rows; accepted: at most "
-            f"{_MAX_PROGRAMS} chunks times groups, and rows, in one step; lower max_tokens"
-        )
     operands = operand_dtype(x.dtype)
     slots = ssm_states, sources, destinations
     if x.dtype == torch.float32:
@@ -282,7 +255,7 @@ def ssd_chunk_scan(
             operands,
         )  # fmt: skip
         CB = chunk_scores(C, B, chunk_size, cu_chunk_seqlens, operands)
-    return chunk_scan(x, chunk_dt, log_decays, C, CB, D, entering, cu_chunk_seqlens, input_precision, out)
+    return chunk_scan(x, chunk_dt, log_decays, C, CB, D, entering, cu_chunk_seqlens, out)
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -25,7 +25,7 @@ from .ssd_stages import (
     sum_decays,
 )
 from .state_tensors import check_last_stride, check_slots
-from .tiles import load_tile
+from .tiles import keep_tails, load_tile
 
 MIN_PROGRAMS = 1024
 """Programs of a step, at least, while heads can be spread: about eight on each multiprocessor of an H100."""
@@ -143,7 +143,7 @@ def scores_of(
         n = first_n + tl.arange(0, BLOCK_N)
         queries = load_tile(C + token[:, None] * C_token_stride + n[None, :], is_new, n < state_dim)
         keys = load_tile(B_k[:, None] + n[None, :], k < end, n < state_dim)
-        scores = multiply_add(queries.to(operand), tl.trans(keys.to(operand)), scores, "ieee")
+        scores = multiply_add(queries.to(operand), tl.trans(keys.to(operand)), scores)
     return scores
 
 
@@ -159,7 +159,7 @@ def add_inputs(
     kept = x_kept[None, :] + (k.to(tl.int64) * x_kept_stride)[:, None]
     new = x_new[None, :] + ((k - offset) * x_token_stride)[:, None]
     values = load_tile(tl.where((k < offset)[:, None], kept, new), k < offset + length, is_channel)
-    return multiply_add(scores.to(operand), values.to(operand), acc, "ieee")
+    return multiply_add(scores.to(operand), values.to(operand), acc)
 
 
 @triton.jit
@@ -251,7 +251,7 @@ def ssd_replay_kernel(
                         other=0.0,
                     )
                     states = states.to(tl.float32).to(operand)
-                    acc = multiply_add(queries.to(operand), tl.trans(states), acc, "ieee")
+                    acc = multiply_add(queries.to(operand), tl.trans(states), acc)
                 acc *= tl.exp(decay_m)[:, None]
 
                 x_kept = x_inputs + head * head_dim + p
@@ -335,10 +335,6 @@ def ssd_replay_kernel(
                     tl.store(place, state.to(ssm_states.dtype.element_ty), mask=inside)
 
 
-COPY_WARPS = 4
-COPY_BLOCK = 1024  # numbers of 16 bits, 16 bytes a thread
-
-
 def keep_ssd_inputs(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, gates: Tensor,
     slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
@@ -350,56 +346,14 @@ def keep_ssd_inputs(
     Raises:
         ValueError: x or B has another last stride than 1, or a pool's slots are not contiguous.
     """
-    check_last_stride(x=x, B=B)
-    check_slots(x_inputs=x_inputs, B_inputs=B_inputs, gates=gates)
-    rows, (_, heads, head_dim), (groups, state_dim) = slots.shape[0], x.shape, B.shape[1:]
-    places = slots, tail_starts, query_start_loc
-    keep_inputs_kernel[(chunk_size, rows)](
-        x, B, x_inputs, B_inputs, *places,
-        x.stride(0), x.stride(1), B.stride(0), B.stride(1), x_inputs.stride(0), B_inputs.stride(0),
-        heads, head_dim, groups, state_dim, BLOCK=COPY_BLOCK, num_warps=COPY_WARPS,
-    )  # fmt: skip
+    check_slots(gates=gates)
+    keep_tails(x, x_inputs, B, B_inputs, slots, tail_starts, query_start_loc)
+    heads = x.shape[1]
     block_h = heads_of_a_warp(heads)
-    keep_gates_kernel[(triton.cdiv(heads, block_h), rows)](
-        dt, A, gates, *places, *dt.stride(), A.stride(0), gates.stride(0),
+    keep_gates_kernel[(triton.cdiv(heads, block_h), slots.shape[0])](
+        dt, A, gates, slots, tail_starts, query_start_loc, *dt.stride(), A.stride(0), gates.stride(0),
         HEADS=heads, CHUNK_SIZE=chunk_size, BLOCK_H=block_h, num_warps=SUM_WARPS,
     )  # fmt: skip
-
-
-@triton.jit
-def copy_token(inputs, kept, head_stride, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Store the numbers of one token, HEADS of SIZE, side by side."""
-    for first in range(0, HEADS * SIZE, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        inside = place < HEADS * SIZE
-        numbers = tl.load(inputs + place // SIZE * head_stride + place % SIZE, mask=inside)
-        tl.store(kept + place, numbers, mask=inside)
-
-
-@triton.jit
-def keep_inputs_kernel(
-    # Pointers
-    x, B, x_inputs, B_inputs, slots, tail_starts, query_start_loc,
-    # Strides
-    x_token_stride: tl.int64, x_head_stride: tl.int64, B_token_stride: tl.int64, B_group_stride: tl.int64,
-    x_slot_stride: tl.int64, B_slot_stride: tl.int64,
-    # Dimensions
-    heads: tl.constexpr, head_dim: tl.constexpr, groups: tl.constexpr, state_dim: tl.constexpr,
-    # Meta-parameters
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A program has a row and a token of the chunk; a token that the tail has not costs three loads."""
-    offset = tl.program_id(0)
-    row = tl.program_id(1)
-    slot = tl.load(slots + row)
-    token = tl.load(tail_starts + row) + offset
-    if (slot >= 0) & (token < tl.load(query_start_loc + row + 1)):
-        x_size: tl.constexpr = heads * head_dim
-        B_size: tl.constexpr = groups * state_dim
-        x_kept = x_inputs + slot * x_slot_stride + offset * x_size
-        B_kept = B_inputs + slot * B_slot_stride + offset * B_size
-        copy_token(x + token * x_token_stride, x_kept, x_head_stride, heads, head_dim, BLOCK)
-        copy_token(B + token * B_token_stride, B_kept, B_group_stride, groups, state_dim, BLOCK)
 
 
 @triton.jit

@@ -1,31 +1,26 @@
 """The SSD stages in Triton (Dao & Gu 2024, arXiv 2405.21060, section 6); `ssd.ssd_chunk_scan` runs them in
 order.
 
-    chunk_cumsum   sums of dt * A within each chunk, token after token: a decode continues with a prefill's
-    bits chunk_scores   C[m] B[k] of the tokens m and k of one chunk ssd_states     updates of chunks and the
-    recurrence over a row's chunks, for inputs of 16 bits. A program keeps its part of a state in registers;
-    memory sees only the rounded operand of `chunk_scan`: 67 MB for 4,096 tokens of Nemotron-H-8B instead of
-    537 MB by way of `ssd.state_passing` chunk_scan     a chunk's outputs, from its tokens and the state that
-    enters it
+    chunk_cumsum  sums of dt * A within each chunk, token after token
+    chunk_scores  C[m] B[k] of the tokens m and k of one chunk
+    ssd_states    updates of chunks and the recurrence over a row's chunks, for inputs of 16 bits
+    chunk_scan    a chunk's outputs, from its tokens and the state that enters it
 
 Every stage is one launch, whose grid and addresses depend on shapes alone: a CUDA graph can capture it. None
 synchronises. m and k are tokens of one chunk, and l are its `log_decays`, sums of dt * A from the chunk's
-start, [H, chunks, chunk size] float32, contiguous. `cu_chunk_seqlens` [chunks + 1] int32 says where each
-chunk starts, and has a trailing total. A ValueError is raised where a tensor's last stride is not 1, or one
-is not contiguous.
+start, [H, chunks, chunk size] float32, contiguous, as is `dt`. `cu_chunk_seqlens` [chunks + 1] int32 says
+where each chunk starts, and has a trailing total. A ValueError is raised where a last stride is not 1.
 """
 
 # mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005 - kernels join tuples by +, to which mypy gives one type; Triton unpacks no tuples
-
-from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .state_tensors import check_contiguous, check_last_stride, check_slots
+from .state_tensors import check_last_stride, check_slots
 from .tiles import load_tile
 
 SUM_WARPS = 1
@@ -35,12 +30,8 @@ _MAX_HEADS = 32  # of a program, which is one warp
 def chunk_cumsum(dt: Tensor, A: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """l[k] = fma(dt[k], A, l[k - 1]) from 0 on, over the tokens of each chunk, in order.
 
-    Args:
-        dt: [tokens, H], any strides. A: [H].
-        chunk_size: the most tokens of a chunk.
-
-    Returns: the time steps and l, both [H, chunks, chunk size] float32. After a chunk's tokens the steps are
-        0, and every sum is the chunk's last one.
+    dt [tokens, H] and A [H] have any strides. Returns the time steps and l, both [H, chunks, chunk size]
+    float32. After a chunk's tokens the steps are 0, and every sum is the chunk's last one.
     """
     heads, chunks = dt.shape[1], cu_chunk_seqlens.shape[0] - 1
     chunk_dt, log_decays = torch.empty(2, heads, chunks, chunk_size, dtype=torch.float32, device=dt.device)
@@ -123,16 +114,10 @@ def chunk_cumsum_kernel(
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether Triton's interpreter runs the kernels of this process, on a CPU."""
 
-InputPrecision = Literal["ieee", "tf32x3", "tf32"]
-"""How float32 operands are multiplied. "ieee": in float32, without tensor cores. "tf32x3": in three tensor
-core products of the operands' 11-bit halves, with errors near float32's. "tf32": in one tensor core product
-of operands that are cut to 11 bits."""
-
 
 def chunk_scan(
     x: Tensor, dt: Tensor, log_decays: Tensor, C: Tensor, CB: Tensor, D: Tensor,
-    entering_states: Tensor, cu_chunk_seqlens: Tensor, input_precision: InputPrecision = "ieee",
-    out: Tensor | None = None,
+    entering_states: Tensor, cu_chunk_seqlens: Tensor, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """y[m] = exp(l[m]) C[m] entering + sum over k <= m of CB[m, k] exp(l[m] - l[k]) dt[k] x[k] + D x[m].
 
@@ -140,22 +125,20 @@ def chunk_scan(
     and add in float32. An empty chunk costs empty programs.
 
     Args:
-        x: [tokens, H, P]. C: [tokens, G, N]. Float32 or narrower. dt: as log_decays. D: [H].
-        CB: [chunks, G, chunk size, chunk size] float32 or narrower, contiguous. Values above the diagonal and
-            beyond a chunk's tokens have no effect.
-        entering_states: [chunks, H, P, N] float32, or the 16-bit dtype of x and C, contiguous.
-        input_precision: how float32 operands are multiplied.
+        x: [tokens, H, P]. C: [tokens, G, N]. Float32 or narrower. D: [H].
+        CB: [chunks, G, chunk size, chunk size] float32 or narrower. Values above the diagonal and beyond a
+            chunk's tokens have no effect.
+        entering_states: [chunks, H, P, N] float32, or the 16-bit dtype of x and C.
         out: where y goes, contiguous, of the dtype of x; None allocates it.
 
     Returns: y, [tokens, H, P] in the dtype of x; unspecified for tokens of no chunk.
     """
-    check_contiguous(dt=dt, log_decays=log_decays, CB=CB, entering_states=entering_states)
     check_last_stride(x=x, C=C)
     tokens, heads, head_dim = x.shape
     groups, state_dim = C.shape[1:]
     chunks, chunk_size = dt.shape[1:]
     operands = entering_states.dtype
-    blocks, num_warps, num_stages = scan_blocks(chunk_size, head_dim, state_dim, operands, input_precision)
+    blocks, num_warps, num_stages = scan_blocks(chunk_size, head_dim, state_dim, operands)
     y = torch.empty(tokens, heads, head_dim, dtype=x.dtype, device=x.device) if out is None else out
     grid = (
         triton.cdiv(chunk_size, blocks["BLOCK_M"]) * triton.cdiv(head_dim, blocks["BLOCK_P"]),
@@ -165,22 +148,18 @@ def chunk_scan(
     chunk_scan_kernel[grid](
         x, dt, log_decays, C, CB, D, entering_states, cu_chunk_seqlens, y,
         x.stride(0), x.stride(1), C.stride(0), C.stride(1), D.stride(0), dt.stride(0),
-        heads, groups, head_dim, state_dim, chunk_size, input_precision,
+        heads, groups, head_dim, state_dim, chunk_size,
         **blocks, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return y
 
 
 def scan_blocks(
-    chunk_size: int,
-    head_dim: int,
-    state_dim: int,
-    operands: torch.dtype = torch.float32,
-    input_precision: InputPrecision = "ieee",
+    chunk_size: int, head_dim: int, state_dim: int, operands: torch.dtype = torch.float32
 ) -> tuple[dict[str, int], int, int]:
     """Tile sizes, warps and pipeline stages. The number of tokens has no say: other rows change no bits.
 
-    Tensor cores need three stages to be fed. A third stage would cost the "ieee" product of float32 42
+    Tensor cores need three stages to be fed. A third stage would cost the product of float32 42
     registers a thread, and with them one of four programs on a multiprocessor. Those of 16 bits were the
     fastest of twelve on an H100.
     """
@@ -192,7 +171,7 @@ def scan_blocks(
         "BLOCK_N": min(128 if narrow else 32, padded_side(state_dim)),
         "BLOCK_K": min(32, padded_side(chunk_size)),
     }
-    return blocks, 4, 2 if input_precision == "ieee" and not narrow else 3
+    return blocks, 4, 3 if narrow else 2
 
 
 def padded_side(size: int) -> int:
@@ -202,12 +181,12 @@ def padded_side(size: int) -> int:
 
 
 @triton.jit
-def multiply_add(a, b, acc, INPUT_PRECISION: tl.constexpr):
+def multiply_add(a, b, acc):
     """acc + a b, in float32. The interpreter would multiply the bits of bfloat16 as integers."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -229,8 +208,7 @@ def chunk_scan_kernel(
     heads: tl.constexpr, groups: tl.constexpr, head_dim: tl.constexpr, state_dim: tl.constexpr,
     chunk_size: tl.constexpr,
     # Meta-parameters
-    INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     # Blocks of one head run side by side and share the head's state in the L2 cache; those of one group, CB.
     p_blocks: tl.constexpr = tl.cdiv(head_dim, BLOCK_P)
@@ -267,7 +245,7 @@ def chunk_scan_kernel(
         n = first_n + tl.arange(0, BLOCK_N)
         queries = load_tile(C + m[:, None] * C_token_stride + n[None, :], is_token, n < state_dim)
         states = load_tile(entering_states + p[:, None] * state_dim + n[None, :], is_channel, n < state_dim)
-        acc = multiply_add(queries.to(operand), tl.trans(states), acc, INPUT_PRECISION)
+        acc = multiply_add(queries.to(operand), tl.trans(states), acc)
     acc *= tl.exp(decay_m)[:, None]
 
     for first_k in range(0, tl.minimum(first_m + BLOCK_M, length), BLOCK_K):
@@ -277,7 +255,7 @@ def chunk_scan_kernel(
         scores = load_tile(CB + m[:, None] * chunk_size + k[None, :], in_chunk, k < chunk_size).to(tl.float32)
         scores = masked_scores(scores, decay_m, decay_k, dt_k, m, k)
         values = load_tile(x + k[:, None] * x_token_stride + p[None, :], k < length, is_channel)
-        acc = multiply_add(scores.to(operand), values.to(operand), acc, INPUT_PRECISION)
+        acc = multiply_add(scores.to(operand), values.to(operand), acc)
 
     inside = is_token[:, None] & is_channel[None, :]
     skipped = tl.load(x + m[:, None] * x_token_stride + p[None, :], mask=inside, other=0.0)
@@ -292,10 +270,10 @@ def chunk_scores(
     C: Tensor, B: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, operands: torch.dtype
 ) -> Tensor:
     """CB[m, k] = C[m] B[k], for the tokens of each chunk and for k <= m, [chunks, G, chunk size, chunk size]
-    float32.
+    float32; unspecified for other k.
 
     Products multiply numbers of `operands`, the dtype of C and B [tokens, G, N] or float32, and add in
-    float32 over N in order. Unspecified where k > m and after the tokens: tiles there are not written.
+    float32 over N in order.
     """
     check_last_stride(C=C, B=B)
     chunks, (groups, state_dim) = cu_chunk_seqlens.shape[0] - 1, C.shape[1:]
@@ -353,7 +331,7 @@ def chunk_scores_kernel(
             n = first_n + tl.arange(0, BLOCK_N)
             queries = load_tile(C + m[:, None] * C_token_stride + n[None, :], m < length, n < state_dim)
             keys = load_tile(B + k[:, None] * B_token_stride + n[None, :], k < length, n < state_dim)
-            scores = multiply_add(queries.to(operand), tl.trans(keys.to(operand)), scores, "ieee")
+            scores = multiply_add(queries.to(operand), tl.trans(keys.to(operand)), scores)
         CB += (chunk * groups + group) * (chunk_size * chunk_size)
         tl.store(
             CB + m[:, None] * chunk_size + k[None, :],
@@ -372,24 +350,21 @@ def ssd_states(
 ) -> Tensor:  # fmt: skip
     """leaving = exp(l[last]) entering + sum over k of exp(l[last] - l[k]) dt[k] x[k] B[k], chunk by chunk.
 
-    Products multiply numbers of the dtype `operands`, to which x with its decay and time step is rounded, and
-    add in float32. The recurrence is float32. Each source is read once and each destination written once. A
-    row without chunks copies its source to its destination, bit for bit; where both are one or there is no
-    destination, it costs an empty program.
+    A program keeps its part of a state in registers, in float32. Products multiply numbers of the dtype
+    `operands`, to which x with its decay and time step is rounded, and add in float32. Each source is read
+    once and each destination written once. A row without chunks copies its source to its destination, bit
+    for bit; where both are one or there is no destination, it costs an empty program.
 
     Args:
         x: [tokens, H, P]. B: [tokens, G, N]. Both have one dtype of 16 bits.
-        dt: as log_decays; 0 after a chunk's tokens.
         ssm_states: [slots, H, P, N] float32 or narrower, with any slot stride. Written. A row's destination
             may be its own source, no other row's source or destination.
         sources, destinations, row_chunk_starts, chunk_destinations: as for `reference.ssd.ssd_chunk_scan`.
-        operands: float32, or the dtype of x and B; None is the latter.
 
     Returns: the states that enter the chunks, [chunks, H, P, N] in the dtype `operands`; unspecified for
-    padding.
+        padding.
     """
     check_slots(ssm_states=ssm_states)
-    check_contiguous(dt=dt, log_decays=log_decays)
     check_last_stride(x=x, B=B)
     heads, head_dim, state_dim = ssm_states.shape[1:]
     chunks, chunk_size = dt.shape[1:]
@@ -430,7 +405,7 @@ def add_update(update, values, keys, decay_of_chunk, decay, step, operand: tl.co
     """update + the sum over tokens k of exp(l[last] - l[k]) dt[k] x[k] B[k]; x and B are values and keys."""
     scale = tl.exp(tl.minimum(decay_of_chunk - decay, 0.0)) * step
     scaled = (values.to(tl.float32) * scale[:, None]).to(operand)
-    return multiply_add(tl.trans(scaled), keys.to(operand), update, "ieee")
+    return multiply_add(tl.trans(scaled), keys.to(operand), update)
 
 
 @triton.jit

@@ -1,15 +1,13 @@
 """Triton kernels that move whole states between two pools, as bytes: any number of states in one launch.
 
-The grid is bounded: up to `PROGRAMS` programs share the tiles of all pairs. Each program first ranks the live
-pairs among up to `GROUP` pairs. A pair that holds a -1 has no tile, and a launch that finds nothing to do
-costs one small launch, however large the pools are. A grid as large as the work would start 200,000 programs,
-each to exit, whenever a captured graph has 32 idle rows of an 8B model. Up to `LISTED` pairs that the host
-knows travel as arguments of the launch, live pairs only: no memory, no copy and no ranking.
+Up to `PROGRAMS` programs share the tiles of all pairs. Each program first ranks the live pairs among up to
+`GROUP` pairs; a pair that holds a -1 has no tile. Up to `LISTED` pairs that the host knows travel as
+arguments of the launch, live pairs only: no memory, no copy and no ranking.
 
 The kernels know no dtypes. They move words of 8 bytes in accesses of 16 bytes where all addresses and strides
 are multiples of 16, and narrower words elsewhere. A launch goes to the compiled kernel itself, which the
-`StateMove` stores: Triton's own look-up, by the type of every argument, takes the host longer than the
-launch. The functions expect what `state_copy` has checked, on the device of the pools. Nothing synchronises.
+`StateMove` stores: Triton's own look-up takes the host longer than the launch. The functions expect what
+`state_copy` has checked, on the device of the pools. Nothing synchronises.
 """
 
 import math

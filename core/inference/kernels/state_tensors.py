@@ -67,13 +67,6 @@ def check_slots(**pools: Tensor) -> None:
             raise ValueError(f"{name} has strides {pool.stride()}; accepted: contiguous slots of any stride")
 
 
-def check_contiguous(**tensors: Tensor) -> None:
-    """Raise a ValueError that names a tensor with gaps."""
-    for name, tensor in tensors.items():
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {tensor.stride()}; accepted: a contiguous tensor")
-
-
 def check_last_stride(**tensors: Tensor) -> None:
     """Raise a ValueError that names a tensor whose last dimension is not dense."""
     for name, tensor in tensors.items():

@@ -61,7 +61,7 @@ class Host:
         self.dense = DenseStates(self.draw, len(self.names), COLUMNS * BLOCK)
         self.requests = {name: SimpleNamespace(num_computed_tokens=0) for name in self.names}
         self.columns = {}
-        self.bufs = MambaBuffers.create(len(self.names), self.config, 2, device)
+        self.bufs = MambaBuffers.create(self.config, device)
         self.slots = len(self.names) * COLUMNS
         self.tables = self.draw.permutation(self.slots).reshape(len(self.names), COLUMNS).astype(np.int32)
         self.allocate()
@@ -206,9 +206,9 @@ def test_steps_read_and_keep_the_states_of_a_dense_model(device, conv_dim_first,
 def test_states_that_were_allocated_anew_are_bound_anew(device):
     host = Host(device, True, 0)
     host.random_step()
-    layout = host.bufs.preprocess.layout
+    layout = host.bufs.preprocess._layout
     host.random_step()
-    assert host.bufs.preprocess.layout is layout
+    assert host.bufs.preprocess._layout is layout
     old = host.context
     host.allocate()
     for layer, states in host.context.items():
@@ -217,8 +217,6 @@ def test_states_that_were_allocated_anew_are_bound_anew(device):
             tensor.fill_(-1)
     for _ in range(6):
         assert host.random_step() == 0
-    host.bufs.preprocess.unbind()
-    assert not host.bufs.preprocess.is_initialized
 
 
 @pytest.mark.gpu
@@ -232,129 +230,52 @@ def test_nothing_waits_for_the_gpu():
         assert host.random_step(watched=no_synchronisation) == 0
 
 
-class TestContext:
-    def context(self):
-        return MambaSpecDecodeGPUContext.create(
-            4, MambaCacheConfig(BLOCK, (("layer",),), DRAFTS), 2, torch.device("cpu")
-        )
-
-    def bound(self):
-        context = self.context()
-        self.conv, self.ssm = torch.randn(8, 2, HISTORY + DRAFTS), torch.randn(8, 3)
-        tables = [torch.arange(8, dtype=torch.int32).reshape(2, 4)]
-        layers = {"layer": SimpleNamespace(kv_cache=[self.conv, self.ssm])}
-        config = MambaCacheConfig(BLOCK, (("layer",),), DRAFTS)
-        context.initialize_from_forward_context(config, layers, ("conv", "temporal"), tables)
-        return context
-
-    def numbers(self, *values):
-        return torch.tensor(values, dtype=torch.int32)
-
-    def test_nothing_runs_before_states_are_bound(self):
-        context, one = self.context(), self.numbers(1)
-        assert not context.is_initialized
-        for call in (
-            lambda: context.run_fused_precopy(1, one, one, one, None),
-            lambda: context.run_fused_postprocess(1, one, one, one, one, one),
-            lambda: context.run_fused_postprocess_align(1, one, one, one, None),
-        ):
-            with pytest.raises(RuntimeError, match="initialize_from_forward_context"):
-                call()
-
-    def test_precopy_and_both_forms_of_postprocessing(self):
-        """Row 1 goes to its column 1; then it accepts all drafts and ends on the boundary of 10 tokens."""
-        context = self.bound()
-        assert context.is_initialized
-        conv, ssm = self.conv.clone(), self.ssm.clone()
-        mapping = self.numbers(1, -1)
-        context.run_fused_precopy(2, self.numbers(9, 1), self.numbers(0, 0), self.numbers(0, 2), mapping)
-        ssm[5], conv[5, :, :4] = ssm[6], conv[4, :, 2:]
-        assert torch.equal(self.conv, conv)
-        assert torch.equal(self.ssm, ssm)
-        counts = self.numbers(1, 4)
-        context.run_fused_postprocess_align(2, counts, self.numbers(0, 1), self.numbers(1, 10), mapping)
-        conv[5, :, :3] = conv[5, :, 3:].clone()  # column 1 + 3 of the SSM state is none
-        assert counts.tolist() == [1, 1]
-        assert torch.equal(self.conv, conv)
-        assert torch.equal(self.ssm, ssm)
-
-        counts = self.numbers(2, 1)
-        found = context.run_fused_postprocess(
-            2, counts, self.numbers(1, 0), self.numbers(4, 1), self.numbers(4, 0), self.numbers(3, 0)
-        )
-        ssm[0], conv[0] = ssm[1], conv[1]  # 6 tokens, of which the first 5 are a block
-        assert torch.equal(self.ssm, ssm)
-        assert torch.equal(self.conv, conv)
-        assert found.tolist() == [2, 1]
-        assert counts.tolist() == [2, 1]
-
-    def test_what_cannot_be_bound_is_refused(self):
-        config = MambaCacheConfig(BLOCK, (("layer",),), DRAFTS)
-        layers = {"layer": SimpleNamespace(kv_cache=[torch.zeros(8, 3)])}
-        tables = [torch.zeros(2, 4, dtype=torch.int32)]
-        for functions, given in ((("ssm",), tables), (("conv", "ssm"), tables * 2)):
-            with pytest.raises(ValueError, match="types of state"):
-                self.context().initialize_from_forward_context(config, layers, functions, given)
+def test_block_tables_are_as_many_as_groups():
+    layers = {"layer": SimpleNamespace(kv_cache=[torch.zeros(8, 3)])}
+    context = MambaSpecDecodeGPUContext(MambaCacheConfig(BLOCK, (("layer",),), DRAFTS), torch.device("cpu"))
+    tables = [torch.zeros(2, 4, dtype=torch.int32)]
+    with pytest.raises(ValueError, match="2 block tables; accepted: 1"):
+        context.layout(layers, ("ssm",), tables * 2)
 
 
 class TestBuffers:
     @pytest.mark.parametrize(("drafts", "hybrid"), [(3, True), (0, True), (3, False)])
     def test_postprocessing_is_for_drafts_of_models_with_attention(self, drafts, hybrid):
         config = MambaCacheConfig(BLOCK, (("layer",),), drafts)
-        bufs = MambaBuffers.create(4, config, 2, torch.device("cpu"), is_hybrid=hybrid)
+        bufs = MambaBuffers.create(config, torch.device("cpu"), is_hybrid=hybrid)
         assert (bufs.postprocess_align is not None) == bool(drafts and hybrid)
 
     @pytest.mark.parametrize(("name", "sizes"), [("block_size_tokens", (0, 1)), ("num_spec", (1, -1))])
     def test_sizes_out_of_range_are_refused(self, name, sizes):
         with pytest.raises(ValueError, match=name):
             MambaCacheConfig(sizes[0], (("layer",),), sizes[1])
-        with pytest.raises(ValueError, match="max_num_reqs"):
-            MambaBuffers.create(0, MambaCacheConfig(1, ()), 2, torch.device("cpu"))
 
     def test_postprocessing_without_a_context_is_an_error(self):
         with pytest.raises(RuntimeError, match="no postprocessing context"):
             postprocess_mamba_align_gpu(
-                bufs=MambaBuffers(TestContext().context(), None), num_reqs=0,
+                bufs=MambaBuffers.create(MambaCacheConfig(1, ()), torch.device("cpu")), num_reqs=0,
                 num_accepted_tokens_gpu=torch.ones(1), input_batch=None, kv_cache_config=None,
                 forward_context={}, mamba_state_copy_funcs=(),
             )  # fmt: skip
 
 
 class TestStaging:
-    def staged(self, device):
-        config = MambaCacheConfig(BLOCK, (("layer",),), DRAFTS)
-        context = MambaSpecDecodeGPUContext.create(4, config, 2, device)
-        for buffer in (
-            context.state_idx,
-            context.num_scheduled_tokens,
-            context.num_computed_tokens,
-            context.num_draft_tokens,
-        ):
-            buffer.gpu.fill_(77)
-        return context
+    def context(self, device):
+        return MambaSpecDecodeGPUContext(MambaCacheConfig(BLOCK, (("layer",),), DRAFTS), device)
 
-    def test_the_first_entries_are_written_and_no_others(self, device):
-        context = self.staged(device)
+    def test_columns_and_token_counts_are_sent(self, device):
+        context = self.context(device)
         requests = {"x": SimpleNamespace(num_computed_tokens=8), "y": SimpleNamespace(num_computed_tokens=3)}
         output = scheduled({"x": 4, "y": 2, "z": 9}, {"x": [1, 2, 3]})
         names = ["y", "x", "z"]
         stage_postprocess_inputs_to_gpu(context, output, names, 2, requests, {"x": 5, "y": 6})
-        assert context.state_idx.gpu.tolist() == [6, 5, 77, 77]
-        assert context.num_scheduled_tokens.gpu.tolist() == [2, 4, 77, 77]
-        assert context.num_computed_tokens.gpu.tolist() == [3, 8, 77, 77]
-        assert context.num_draft_tokens.gpu.tolist() == [0, 3, 77, 77]
-
-    def test_buffers_take_turns(self, device):
-        context = self.staged(device)
-        for turn in range(5):
-            context.state_idx.send([turn])
-            assert context.state_idx.gpu.tolist() == [turn, 77, 77, 77]
+        assert [numbers.tolist() for numbers in context.staged] == [[6, 5], [3, 8], [2, 4], [0, 3]]
 
     def test_a_request_without_a_column_is_an_error_and_nothing_is_sent(self, device):
-        context = self.staged(device)
+        context = self.context(device)
         with pytest.raises(ValueError, match=r"\['y'\] have no column"):
             stage_postprocess_inputs_to_gpu(context, scheduled(), ["x", "y"], 2, {}, {"x": 1})
-        assert context.state_idx.gpu.tolist() == [77] * 4
+        assert not context.staged
 
 
 class TestColumns:

@@ -157,13 +157,6 @@ class Case:
     def lists(self, values):
         return st.lists(values, min_size=self.rows, max_size=self.rows)
 
-    def mapping(self, draw):
-        """(a permutation of the rows with some padding, or None for the identity; how many entries count)."""
-        mapping = draw(st.none() | st.permutations(range(self.rows)))
-        if mapping is not None:
-            mapping = [row if draw(st.integers(0, 4)) else -1 for row in mapping]
-        return mapping, draw(st.integers(0, self.rows))
-
     def copy_by_hand(self, row, source, destination, bias):
         by_hand(self.states, self.tables, self.conv_dim_first, row, source, destination, bias)
 
@@ -174,10 +167,6 @@ class Case:
         after = self.memory.bytes()
         self.memory.put_back(before)
         return after
-
-
-def meant_rows(case, mapping, count):
-    return [row for row in (range(case.rows) if mapping is None else mapping)[:count] if row >= 0]
 
 
 def same(memories, expected):
@@ -198,20 +187,19 @@ class TestPrecopy:
         column = st.integers(-2, case.columns + 1)
         source, destination = data.draw(case.lists(column)), data.draw(case.lists(column))
         bias = data.draw(case.lists(st.integers(0, case.width + 1)))
-        mapping, count = case.mapping(data.draw)
+        count = data.draw(st.integers(0, case.rows))
 
         def copies_by_hand():
-            for row in meant_rows(case, mapping, count):
+            for row in range(count):
                 if source[row] >= 0 and source[row] != destination[row]:
                     case.copy_by_hand(row, source[row], destination[row], bias[row])
 
         expected = case.written_by(copies_by_hand)
-        arguments = [numbers(values, index, device) for values in (destination, source, bias)]
-        mapped = None if mapping is None else numbers(mapping, index, device)
+        arguments = [numbers(values, index, device)[:count] for values in (destination, source, bias)]
         with programs(data.draw):
             for kernels in (align_reference, align):
                 copied = case.written_by(
-                    lambda kernels=kernels: kernels.precopy_align(case.layout, *arguments, mapped, count)
+                    lambda kernels=kernels: kernels.precopy_align(case.layout, *arguments)
                 )
                 assert same(copied, expected), kernels.__name__
 
@@ -239,7 +227,7 @@ class TestPrecopy:
         for kernels in (align_reference, align):
             memory.put_back(before)
             columns = [numbers([value], torch.int32, device) for value in (1, 0, bias)]
-            kernels.precopy_align(layout, *columns, None, 1)
+            kernels.precopy_align(layout, *columns)
             assert same(memory.memories, expected)
 
     def test_long_states_are_tiled(self, device):
@@ -256,20 +244,20 @@ class TestPrecopy:
         memory.put_back(before)
         columns = [numbers([value], torch.int32, device) for value in (2, 0, 1)]
         with mock.patch.object(align, "TILES", 2), mock.patch.object(align, "PROGRAMS", 3):
-            align.precopy_align(layout, *columns, None, 1)
+            align.precopy_align(layout, *columns)
         assert same(memory.memories, expected)
 
     def test_fresh_rows_and_padding_copy_nothing(self, device):
         memory = Memory(device, 0)
         layout = AlignLayout.from_tensors(
             [AlignState(memory.states(2, (4,), torch.float32), 0)],
-            [numbers([[0, 1]] * 3, torch.int32, device)],
+            [numbers([[0, 1]] * 2, torch.int32, device)],
             True,
         )
         before = memory.bytes()
-        columns = [numbers(values, torch.int64, device) for values in ([1, 1, 1], [-1, -2, 0], [0, 0, 0])]
+        columns = [numbers(values, torch.int64, device) for values in ([1, 1], [-1, -2], [0, 0])]
         for kernels in (align_reference, align):
-            kernels.precopy_align(layout, *columns, numbers([0, 1, -1], torch.int64, device), 3)
+            kernels.precopy_align(layout, *columns)
             assert same(memory.memories, before)
 
 
@@ -290,11 +278,11 @@ class TestPostprocess:
         computed = draw(case.lists(st.integers(0, 4 * block)))
         columns = [-(-(c + s) // block) - 1 for c, s in zip(computed, scheduled, strict=True)]
         columns = [column if draw(st.integers(0, 5)) else -1 for column in columns]
-        mapping, count = case.mapping(draw)
+        count = draw(st.integers(0, case.rows))
         counts = list(accepted)
 
         def by_rule():
-            for row in meant_rows(case, mapping, count):
+            for row in range(count):
                 step = computed[row], scheduled[row], drafted[row], accepted[row], columns[row]
                 if found := rule_by_hand(*step, block):
                     source, bias, destination, counts[row] = found
@@ -302,36 +290,19 @@ class TestPostprocess:
                         case.copy_by_hand(row, source, destination, bias)
 
         expected = case.written_by(by_rule)
-        mapped = None if mapping is None else numbers(mapping, index, device)
-        new = [c + s - d + a - 1 for c, s, d, a in zip(computed, scheduled, drafted, accepted, strict=True)]
-        snapshot, running = (numbers(values, index, device) for values in (accepted, columns))
-        forms = {
-            "scheduled": (computed, [numbers(values, index, device) for values in (scheduled, drafted)]),
-            "precomputed": (new, [None, None]),
-        }
+        columns, *tokens = (
+            numbers(values, index, device)[:count] for values in (columns, computed, scheduled, drafted)
+        )
         with programs(draw):
             for kernels in (align_reference, align):
-                for tokens, of_step in forms.values():
-                    out = snapshot.clone()
-                    arguments = (snapshot, running, numbers(tokens, index, device), out, mapped, count, block)
-                    copied = case.written_by(
-                        lambda kernels=kernels, arguments=arguments, of_step=of_step: (
-                            kernels.postprocess_align(case.layout, *arguments, *of_step)
-                        )
+                out = numbers(accepted, index, device)
+                copied = case.written_by(
+                    lambda kernels=kernels, out=out: kernels.postprocess_align(
+                        case.layout, out[:count], columns, *tokens, block
                     )
-                    assert same(copied, expected), kernels.__name__
-                    assert out.tolist() == counts
-                    assert snapshot.tolist() == accepted
-
-    def test_counts_are_not_written_over_those_that_are_read(self, device):
-        counts = numbers([1], torch.int64, device)
-        layout = AlignLayout.from_tensors(
-            [AlignState(Memory(device, 0).states(2, (4,), torch.float32), 0)],
-            [numbers([[0, 1]], torch.int32, device)],
-            True,
-        )
-        with pytest.raises(ValueError, match="num_accepted_out is num_accepted"):
-            align.postprocess_align(layout, counts, counts, counts, counts, None, 1, 4)
+                )
+                assert same(copied, expected), kernels.__name__
+                assert out.tolist() == counts
 
 
 class DeviceLives(Lives):
@@ -339,33 +310,23 @@ class DeviceLives(Lives):
 
     kernels = align_reference
 
-    def bound(self):
+    def bound(self, rows):
         forward = self.forward
         conv = torch.from_numpy(forward.conv)[:, :, None]  # the same memory, [slots, window, dim]
         ssm = torch.from_numpy(forward.ssm.view("int64"))
         states = [AlignState(conv, conv.shape[1]), AlignState(ssm, 0)]
-        return AlignLayout.from_tensors(states, [self.state.slot_table], False)
-
-    def by_row(self, rows, values, others):
-        found = torch.full((len(self.state.columns),), others)
-        found[torch.from_numpy(rows[rows >= 0])] = torch.from_numpy(values[rows >= 0])
-        return found
+        return AlignLayout.from_tensors(states, [self.state.slot_table[torch.from_numpy(rows)]], False)
 
     def copy_before(self, rows, computed, scheduled, before):
-        columns, source = self.by_row(rows, before.columns, -2), self.by_row(rows, before.sources, -2)
-        bias = self.by_row(rows, before.biases, 0)
-        self.kernels.precopy_align(self.bound(), columns, source, bias, torch.from_numpy(rows), len(rows))
+        columns = map(torch.from_numpy, (before.columns, before.sources, before.biases))
+        self.kernels.precopy_align(self.bound(rows), *columns)
 
     def copy_after(self, rows, accepted, computed, scheduled, drafted, after):
-        counts, columns = self.by_row(rows, accepted, 0), self.by_row(rows, after.sources, -2)
-        tokens = [self.by_row(rows, values, 0) for values in (computed, scheduled, drafted)]
-        out = counts.clone()
-        self.kernels.postprocess_align(
-            self.bound(), counts, columns, tokens[0], out, torch.from_numpy(rows), len(rows), self.block,
-            *tokens[1:],
-        )  # fmt: skip
-        named = rows[rows >= 0]
-        assert out[named].tolist() == after.accepted[rows >= 0].tolist()
+        counts, *tokens = map(
+            torch.from_numpy, (accepted.copy(), after.sources, computed, scheduled, drafted)
+        )
+        self.kernels.postprocess_align(self.bound(rows), counts, *tokens, self.block)
+        assert counts.tolist() == after.accepted.tolist()
 
 
 class KernelLives(DeviceLives):
@@ -422,7 +383,7 @@ class TestCopyFree:
         for copied in (False, True):
             pool.copy_(before)
             if copied:
-                align.precopy_align(layout, running, source, bias, None, rows)
+                align.precopy_align(layout, running, source, bias)
             read = table[row, running if copied else (source + bias).clamp(min=0)].masked_fill(fresh, -1)
             y = kernels.selective_state_update(x, dt, A, B, C, D, pool, read, written)
             found.append((y, pool[written]))
@@ -450,7 +411,6 @@ class TestLayout:
             (AlignState(torch.zeros(2, 8, 4)[..., ::2], 0), "without gaps"),
             (AlignState(torch.zeros(2, 8, 12)[..., ::2], 6), "without gaps"),
             (AlignState(torch.zeros(2, 8, dtype=torch.complex128), 0), "up to 8 bytes"),
-            (AlignState(torch.zeros(2, 8), 0, 1), "group below 1"),
         ],
     )
     def test_states_that_cannot_be_copied_are_refused(self, state, said):
@@ -488,14 +448,13 @@ class TestGpu:
         return [numbers(listed, torch.int32, "cuda") for listed in values]
 
     def step(self, kernels, layout, state):
-        columns, source, bias, mapping, new, counts, out = state
-        kernels.precopy_align(layout, columns, source, bias, mapping, 3)
-        out.copy_(counts)
-        kernels.postprocess_align(layout, counts, columns, new, out, mapping, 3, 4)
+        columns, source, bias, counts, *tokens = state
+        kernels.precopy_align(layout, columns, source, bias)
+        kernels.postprocess_align(layout, counts, columns, *tokens, 4)
 
     def state(self):
-        # Row 0 changes its column, row 1 reaches a boundary within its step, row 2 is not in the batch.
-        return self.vectors([1, 0, 0], [0, 0, 0], [1, 0, 0], [1, 0, -1], [5, 4, 9], [3, 2, 1], [0] * 3)
+        # Row 0 changes its column, row 1 reaches a boundary within its step, row 2 is padding.
+        return self.vectors([1, 0, -2], [0, 0, -2], [1, 0, 0], [3, 2, 1], [2, 2, 0], [3, 3, 0], [2, 2, 0])
 
     def test_nothing_waits_for_the_gpu(self, cuda):
         memory, layout = self.case()
@@ -519,10 +478,10 @@ class TestGpu:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step(align, layout, state)
-        for mapping in ([1, 0, -1], [-1, -1, -1], [2, 1, 0]):
+        for columns in ([1, 0, -2], [-2, -2, -2], [0, 1, 1]):
             for buffer, values in zip(state, first, strict=True):
                 buffer.copy_(values)
-            state[3].copy_(numbers(mapping, torch.int32, cuda))
+            state[0].copy_(numbers(columns, torch.int32, cuda))
             other = [buffer.clone() for buffer in state]
             memory.put_back(before)
             self.step(align_reference, layout, other)
@@ -539,6 +498,6 @@ class TestGpu:
         ssm[slots - 1].random_(-(2**15), 2**15)
         tables = self.vectors([[slots - 1, slots - 2]])
         layout = AlignLayout.from_tensors([AlignState(ssm, 0)], [tables[0]], True)
-        align.precopy_align(layout, *self.vectors([1], [0], [0]), None, 1)
+        align.precopy_align(layout, *self.vectors([1], [0], [0]))
         assert torch.equal(ssm[slots - 2], ssm[slots - 1])
         assert not ssm[: slots - 2].any()

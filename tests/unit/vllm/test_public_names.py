@@ -23,7 +23,7 @@ def test_buffers_for_a_cpu_import_no_triton() -> None:
     code = """
 import torch
 from mambaslots.vllm import MambaBuffers, MambaCacheConfig
-MambaBuffers.create(2, MambaCacheConfig(16, (("layer",),), 3), 2, torch.device("cpu"))
+MambaBuffers.create(MambaCacheConfig(16, (("layer",),), 3), torch.device("cpu"))
 """
     modules = imported(code)
     assert "mambaslots.vllm" in modules

@@ -37,7 +37,7 @@ class KernelSet:
         """Raise an ImportError or a ValueError where no kernel here can compute these states."""
 
     @staticmethod
-    def describe(spec: HybridStateSpec, block_size: int) -> tuple[str, ...]:
+    def describe(spec: HybridStateSpec) -> tuple[str, ...]:
         """What computes attention and scans of a model, and why nothing better does; a line each."""
         dtype = str(compute_dtype(spec.kv_dtype)).removeprefix("torch.")
         return (f"attention, scans and norms: torch operations in {dtype}",)

@@ -23,7 +23,6 @@ from mambaslots.inference.engines.sampling import Results
 from mambaslots.net.transfer.format import TransferError
 from mambaslots.net.transfer.pieces import NUM_BUFFERS, PoolGate, Staging, receive_pieces, send_pieces
 from mambaslots.net.transfer.pipe import NcclPipe
-from mambaslots.vllm.align_host import StagedBuffer
 from oracle.budget import dear
 from oracle.kv_index import host_tree
 from oracle.streams import CUDA, RaceError, Simulator, Site, ordering_calls
@@ -178,15 +177,6 @@ def step_buffer(simulator: Simulator, random: Random) -> None:
         )
 
 
-def align_buffer(simulator: Simulator, random: Random) -> None:
-    """The same in the buffers of the drop-in for vLLM."""
-    buffer = StagedBuffer(4, CUDA)
-    for number in range(8):
-        simulator.host((), [buffer._writable()], "the host writes a step's numbers")
-        sent = buffer.send([number] * 4)
-        simulator.launch(expect(sent, torch.full_like(sent, number), "a kernel"), [sent], [], "a kernel")
-
-
 def sampled(simulator: Simulator, random: Random) -> None:
     """The host reads tokens once they are there, though the next step is launched before."""
     logits = simulator.device_memory(torch.zeros(4))
@@ -316,7 +306,6 @@ def graphs(simulator: Simulator, random: Random) -> None:
 SCENARIOS: dict[str, tuple[Scenario, ...]] = {
     "inference/contexts/tier_copies.py": (tier, scrubbed_tier),
     "inference/contexts/step_builder.py": (step_buffer,),
-    "vllm/align_host.py": (align_buffer,),
     "inference/engines/sampling.py": (sampled,),
     "net/transfer/pieces.py": (hand_over,),
     "net/transfer/pipe.py": (hand_over,),

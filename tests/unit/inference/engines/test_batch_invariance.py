@@ -67,18 +67,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match=f"the model is {name}; accepted: bfloat16 or float16"):
             check_settings(on("cuda", model_of("M", dtype)), CONFIG)
 
-    @pytest.mark.parametrize("splits", ["0", "2", "128"])
-    def test_splits_of_attention(self, monkeypatch, splits):
-        monkeypatch.setenv("MAMBASLOTS_ATTENTION_SPLITS", splits)
-        with pytest.raises(
-            ValueError, match=f"MAMBASLOTS_ATTENTION_SPLITS is '{splits}' .* accepted: 1, or not"
-        ):
-            check_settings(on("cuda", model_of("M")), CONFIG)
-
-    def test_one_split_is_fine(self, monkeypatch):
-        monkeypatch.setenv("MAMBASLOTS_ATTENTION_SPLITS", "1")
-        check_settings(on("cuda", model_of("M")), CONFIG)
-
     def test_attention_without_flash_attention(self, monkeypatch):
         monkeypatch.setattr(
             batch_invariance.attention, "flash_rejection", lambda *_: "FlashAttention-3 needs x"

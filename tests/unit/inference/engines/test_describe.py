@@ -49,7 +49,9 @@ def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     monkeypatch.setattr(attention, "_version", lambda: "3")
-    lines = GpuKernelSet.describe(spec, 256)
+    attention.flash_rejection.cache_clear()
+    lines = GpuKernelSet.describe(spec)
+    attention.flash_rejection.cache_clear()
     assert "FlashAttention-3 needs compute capability 9.0, this GPU has 8.0" in lines[0]
     assert lines[1].endswith("with products of bfloat16, sums in float32")
     assert lines[2].startswith("gated delta rule: ")

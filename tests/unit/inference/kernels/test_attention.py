@@ -1,10 +1,9 @@
 """Attention against its definition in float64, and the choice of a backend.
 
-What stands in for FlashAttention-3 has the operator's own schema; what stands in for torch's variable-length
-attention has its signature. Both check what the kernels demand. `test_attention_gpu.py` runs the kernels.
+What stands in for FlashAttention-3 has the operator's own schema, and checks what the kernels demand.
+`test_attention_gpu.py` runs the kernels.
 """
 
-import inspect
 import math
 import sys
 from collections.abc import Iterator
@@ -37,9 +36,9 @@ def device(request) -> str:
 
 @pytest.fixture(autouse=True)
 def _fresh_choice() -> Iterator[None]:
-    caches = attention.backend, attention._import_failure, attention.num_splits
+    caches = attention.flash_rejection, attention._import_failure
     yield
-    for function in (*caches, attention._takes_block_tables):
+    for function in caches:
         function.cache_clear()
 
 
@@ -292,102 +291,25 @@ class TestFlashAttention:
             torch.testing.assert_close(batch.real_tokens(out), batch.exact(), rtol=UNIT, atol=0)
         assert flash.splits == [1, 1]
 
-    @pytest.mark.parametrize(("value", "splits"), [("1", 1), ("0", 0), ("128", 128)])
-    def test_the_number_of_splits_is_the_variables(self, flash, monkeypatch, value, splits):
-        monkeypatch.setenv(attention.SPLITS_VARIABLE, value)
-        batch = AttentionBatch([(20, 1)], **NARROW)
-        attention.flash_attention(batch.query, batch.cache, batch.rows, None)
-        assert flash.splits == [splits]
-
-    @pytest.mark.parametrize("value", ["-1", "129", "many", ""])
-    def test_other_values_are_refused(self, monkeypatch, value):
-        monkeypatch.setenv(attention.SPLITS_VARIABLE, value)
-        with pytest.raises(ValueError, match=f"MAMBASLOTS_ATTENTION_SPLITS is '{value}'; accepted: 0 to 128"):
-            attention.num_splits()
-
-
-class TestVarlenAttention:
-    """The signature is that of the installed torch, if its `varlen_attn` takes a block table."""
-
-    @pytest.fixture
-    def calls(self, monkeypatch) -> list[str]:
-        flash, calls = Flash(), []
-
-        def varlen_attn(
-            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
-            window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
-        ):  # fmt: skip
-            assert (window_size, cu_seq_k, return_aux, num_splits) == ((-1, 0), None, None, None)
-            assert enable_gqa == (query.shape[1] != key.shape[2])
-            assert (seqused_k <= max_k).all()
-            calls.append("varlen")
-            return flash.fwd(
-                query, key, value, cu_seqlens_q=cu_seq_q, seqused_q=cu_seq_q.diff(), seqused_k=seqused_k,
-                max_seqlen_q=max_q, page_table=block_table, softmax_scale=scale, is_causal=True,
-            )[0]  # fmt: skip
-
-        real = inspect.signature(attention.varlen.varlen_attn)
-        if "block_table" in real.parameters:
-            assert list(inspect.signature(varlen_attn).parameters) == list(real.parameters)
-        monkeypatch.setattr(attention.varlen, "varlen_attn", varlen_attn)
-        return calls
-
-    @mixes
-    @pytest.mark.parametrize("sizes", [(4, 2, 64), (2, 2, 80)])
-    def test_all_rows_of_a_step_are_one_call(self, calls, mix, sizes):
-        batch = AttentionBatch(**mix, **NARROW, block=256, sizes=sizes)
-        rows = batch.rows
-        if mix.get("decode_tokens", 1) > 1:  # padding tokens are rows of their own, and see a token
-            batch.query, batch.cache = batch.query.nan_to_num(), batch.cache.nan_to_num()
-        out = attention.varlen_attention(batch.query, batch.cache, rows, None)
-        torch.testing.assert_close(batch.real_tokens(out), batch.exact(), rtol=UNIT, atol=0)
-        assert calls == ["varlen"]
-
-    @pytest.mark.usefixtures("hopper")
-    @pytest.mark.parametrize(
-        ("dtype", "head_dim", "block", "said"),
-        [
-            (torch.bfloat16, 80, 512, ""),
-            (torch.float16, 256, 256, ""),
-            (torch.float32, 64, 256, "varlen_attn needs KV in bfloat16 or float16, this is float32"),
-            (torch.bfloat16, 64, 128, "needs KV blocks of multiples of 256 tokens, these have 128"),
-            (torch.bfloat16, 20, 256, "heads of at most 256 numbers, a multiple of 8, these have 20"),
-            (torch.bfloat16, 264, 256, "heads of at most 256 numbers, a multiple of 8, these have 264"),
-        ],
-    )
-    def test_what_it_takes(self, calls, dtype, head_dim, block, said):
-        reason = attention.varlen_rejection(CUDA, dtype, head_dim, block)
-        assert said in reason
-        assert bool(said) == bool(reason)
-
 
 @pytest.mark.usefixtures("hopper")
 class TestChoice:
-    @pytest.fixture
-    def old_torch(self, monkeypatch) -> None:
-        monkeypatch.setattr(attention.varlen, "varlen_attn", lambda query, key, value: None)
-
-    def described(self, dtype=torch.bfloat16, head_dim=128, block=64, device=CUDA) -> str:
-        return attention.describe(device, dtype, head_dim, block)
+    def described(self, dtype=torch.bfloat16, head_dim=128, device=CUDA) -> str:
+        return attention.describe(device, dtype, head_dim)
 
     @pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
-    @pytest.mark.parametrize("block", [1, 16, 48, 256])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_flash_attention_where_it_fits(self, flash, monkeypatch, dtype, head_dim, block):
+    def test_flash_attention_where_it_fits(self, flash, monkeypatch, dtype, head_dim):
         monkeypatch.setattr(metadata, "version", lambda name: f"{name}'s")
-        assert self.described(dtype, head_dim, block) == (
+        assert self.described(dtype, head_dim) == (
             "attention: FlashAttention-3 (tokenspeed-fa3 tokenspeed-fa3's)"
         )
-        assert attention.backend(CUDA, dtype, head_dim, block).attend is attention.flash_attention
+        assert not attention.flash_rejection(CUDA, dtype, head_dim)
 
-    def test_a_fixed_number_of_splits_is_said(self, flash, monkeypatch):
-        monkeypatch.setenv(attention.SPLITS_VARIABLE, "1")
-        assert self.described().endswith("), splits 1")
-
-    def test_what_flash_attention_does_not_take(self, flash, old_torch, monkeypatch):
+    def test_what_flash_attention_does_not_take(self, flash, monkeypatch):
         assert self.described(torch.float32) == (
             "attention: torch operations in float32; FlashAttention-3 needs KV in bfloat16 or float16, this "
-            f"is float32; varlen_attn needs torch 2.12, this is {torch.__version__}"
+            "is float32"
         )
         for head_dim in (20, 264):
             said = (
@@ -395,17 +317,16 @@ class TestChoice:
             )
             assert said in self.described(head_dim=head_dim)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-        attention.backend.cache_clear()
-        assert self.described().startswith(
+        attention.flash_rejection.cache_clear()
+        assert self.described() == (
             "attention: torch operations in bfloat16; FlashAttention-3 needs compute capability 9.0, this "
-            "GPU has 8.0; varlen_attn needs torch 2.12"
+            "GPU has 8.0"
         )
 
-    def test_varlen_attention_comes_second(self, monkeypatch):
+    def test_a_package_that_is_not_installed_is_named_with_its_extra(self, monkeypatch):
         monkeypatch.setitem(sys.modules, attention.MODULE, None)
-        monkeypatch.setattr(attention.varlen, "varlen_attn", lambda query, key, value, block_table=None: None)
-        assert self.described(block=256) == (
-            f"attention: varlen_attn of torch {torch.__version__}; FlashAttention-3 is not installed: "
+        assert self.described() == (
+            "attention: torch operations in bfloat16; FlashAttention-3 is not installed: "
             "pip install 'mambaslots[gpu]'"
         )
 
@@ -417,18 +338,18 @@ class TestChoice:
             (RuntimeError(), "RuntimeError"),
         ],
     )
-    def test_a_package_that_cannot_be_imported_is_reported(self, old_torch, monkeypatch, error, said):
+    def test_a_package_that_cannot_be_imported_is_reported(self, monkeypatch, error, said):
         def broken(name: str) -> None:
             raise error
 
         monkeypatch.setattr(attention.importlib, "import_module", broken)
-        assert f"FlashAttention-3 cannot be imported: {said}; varlen_attn needs" in self.described()
+        assert self.described().endswith(f"; FlashAttention-3 cannot be imported: {said}")
 
-    def test_a_package_without_its_operator_is_reported(self, old_torch, monkeypatch):
+    def test_a_package_without_its_operator_is_reported(self, monkeypatch):
         monkeypatch.setitem(sys.modules, attention.MODULE, ModuleType(attention.MODULE))
         assert "FlashAttention-3 cannot be imported: AttributeError" in self.described()
 
-    def test_what_the_package_lacks_is_named(self, old_torch, monkeypatch):
+    def test_what_the_package_lacks_is_named(self, monkeypatch):
         def lacking(name: str) -> None:
             raise ModuleNotFoundError("No module named 'einops'", name="einops")
 

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from mambaslots.inference.kernels import attention
+from mambaslots.inference.kernels import attention, attention_segments
 from mambaslots.inference.kernels.write_kv import write_kv
 from oracle.attention_batch import AttentionBatch, Padding
 from oracle.synchronisation import no_synchronisation
@@ -23,7 +23,7 @@ PADDING = Padding(decodes=2, prefills=1, tokens=5, columns=3)
 
 @pytest.fixture
 def flash() -> None:
-    reason = attention.flash_rejection(torch.device("cuda"), torch.bfloat16, 128, 64)
+    reason = attention.flash_rejection(torch.device("cuda"), torch.bfloat16, 128)
     if reason:
         pytest.skip(reason)
 
@@ -149,17 +149,18 @@ class TestFlashAttention:
             torch.testing.assert_close(out[part].double(), expected, rtol=2**-8, atol=2**-7)
 
     def test_with_one_split_a_row_has_the_same_bits_alone_and_in_company(self, monkeypatch):
-        monkeypatch.setattr(attention, "num_splits", lambda: 1)
+        monkeypatch.setattr(attention_segments, "num_segments", lambda *_: 1)
         sizes, block = (32, 8, 128), 256
         batch = AttentionBatch(
             [(999, 1), (3000, 1)], [(512, 100), (0, 300)], sizes=sizes, block=block, dtype=torch.bfloat16,
             device="cuda", unwritten=0.0,
         )  # fmt: skip
+        batch.rows = batch.rows._replace(one_split=True)
         together = check(batch)
         for row, part in ((0, slice(0, 1)), (1, slice(1, 2)), (2, slice(2, 102)), (3, slice(102, 402))):
             length = part.stop - part.start
             rows = prefill_rows(batch.rows.block_table[row : row + 1], length)
-            rows = rows._replace(kv_lengths=batch.rows.kv_lengths[row : row + 1])
+            rows = rows._replace(kv_lengths=batch.rows.kv_lengths[row : row + 1], one_split=True)
             alone = attention.paged_attention(batch.query[part], batch.cache, rows)
             assert torch.equal(alone, together[part])
 
@@ -201,17 +202,14 @@ class TestTorchOperations:
         batch = AttentionBatch(
             [(300, 1)], [(0, 200), (512, 77)], sizes=(8, 2, 64), block=32, dtype=torch.float32, device="cuda"
         )
-        assert attention.backend(torch.device("cuda"), torch.float32, 64, 32).attend is (
-            attention.torch_attention
-        )
+        assert attention.flash_rejection(torch.device("cuda"), torch.float32, 64)
         out = attention.paged_attention(batch.query, batch.cache, batch.rows)
         assert_exact(batch, out)
 
 
 def test_the_description_names_the_backend_and_what_a_better_one_lacks():
     device = torch.device("cuda")
-    said = attention.describe(device, torch.bfloat16, 20, 16)
+    said = attention.describe(device, torch.bfloat16, 20)
     assert said.startswith("attention: torch operations in bfloat16; FlashAttention-3 needs ")
-    assert "varlen_attn needs " in said
-    if not attention.flash_rejection(device, torch.bfloat16, 128, 16):
-        assert attention.describe(device, torch.bfloat16, 128, 16).startswith("attention: FlashAttention-3 (")
+    if not attention.flash_rejection(device, torch.bfloat16, 128):
+        assert attention.describe(device, torch.bfloat16, 128).startswith("attention: FlashAttention-3 (")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels import conv
+from mambaslots.inference.kernels import conv, conv_replay
 from mambaslots.inference.kernels.kernel_set import KernelSet
 from oracle.budget import costly
 from oracle.replays import Move, Request, decode_steps
@@ -41,8 +41,8 @@ class Kernels(ModuleType):
     def __init__(self) -> None:
         super().__init__("triton")
         self.causal_conv1d_prefill = conv.causal_conv1d_prefill
-        self.causal_conv1d_replay = conv.causal_conv1d_replay
-        self.keep_conv_inputs = conv.keep_conv_inputs
+        self.causal_conv1d_replay = conv_replay.causal_conv1d_replay
+        self.keep_conv_inputs = conv_replay.keep_conv_inputs
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def test_bits_of_a_prefill_in_any_company(device, kernels, taps, dtype, tokens):
 @pytest.mark.parametrize("activation", [True, False])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_bits_without_a_bias_or_silu(device, kernels, has_bias, activation, dtype):
-    layer = Layer(dtype=dtype, has_bias=has_bias, activation=activation, conv_dim=conv.CHANNELS + 3)
+    layer = Layer(dtype=dtype, has_bias=has_bias, activation=activation, conv_dim=conv_replay.CHANNELS + 3)
     Walk(layer, kernels, device, COMPANY[1:5], 1).run(2, seed=3)
 
 
@@ -238,11 +238,11 @@ def test_the_sum_in_float64(device, kernels):
 @pytest.mark.parametrize("taps", [2, 4])
 def test_moves_no_byte_too_many(taps):
     """The window's inputs are read once, the tokens stored once, and padding moves nothing."""
-    layer = Layer(taps=taps, conv_dim=conv.CHANNELS + 3)
+    layer = Layer(taps=taps, conv_dim=conv_replay.CHANNELS + 3)
     rings, pool = torch.zeros(4, taps + 1, layer.conv_dim), torch.zeros(4, layer.conv_dim, taps - 1)
     x = layer.normal(4, 2, layer.conv_dim, seed=5)
     with traffic_of(rings) as of_rings, traffic_of(pool) as of_pool:
-        conv.causal_conv1d_replay(
+        conv_replay.causal_conv1d_replay(
             x, layer.weight, layer.bias, pool, rings, torch.tensor([0, 3, -1, 1]),
             torch.tensor([9, 15, 0, 0]), torch.tensor([2, 1, 0, 1]), torch.tensor([-1, 2, -1, -1]),
         )  # fmt: skip
@@ -258,9 +258,9 @@ def test_rings_that_are_too_short_or_in_pieces_are_refused():
     rings, indices = torch.zeros(2, 5, layer.conv_dim), [torch.zeros(1, dtype=torch.int64)] * 4
     arguments = torch.zeros(1, 3, layer.conv_dim), layer.weight, None, torch.zeros(1, layer.conv_dim, 3)
     with pytest.raises(ValueError, match="rings of 5 inputs; accepted: 6 or more here"):
-        conv.causal_conv1d_replay(*arguments, rings, *indices)
+        conv_replay.causal_conv1d_replay(*arguments, rings, *indices)
     with pytest.raises(ValueError, match="accepted: contiguous slots of any stride"):
-        conv.causal_conv1d_replay(*arguments, torch.zeros(2, layer.conv_dim, 6).mT, *indices)
+        conv_replay.causal_conv1d_replay(*arguments, torch.zeros(2, layer.conv_dim, 6).mT, *indices)
 
 
 @pytest.mark.gpu
@@ -296,8 +296,8 @@ def test_bits_from_a_graph_without_synchronising():
     static = [torch.full_like(tensor, -1) for tensor in real]
 
     def launch(rings: Tensor, pool: Tensor, at: list[Tensor]) -> Tensor:
-        conv.keep_conv_inputs(packed, pool, rings, at[0], at[1], at[3], cuts)
-        return conv.causal_conv1d_replay(x, *parameters, pool, rings, *at)
+        conv_replay.keep_conv_inputs(packed, pool, rings, at[0], at[1], at[3], cuts)
+        return conv_replay.causal_conv1d_replay(x, *parameters, pool, rings, *at)
 
     parameters = layer.parameters(device)
     expected_rings, expected_pool = rings.clone(), pool.clone()

@@ -101,14 +101,6 @@ def test_decays_that_leave_nothing_overflow_nowhere(device):
     Case(Layer(H=2), [32, 7], 32, dt_scale=200.0).check(device, tolerance=1e-3)
 
 
-@pytest.mark.parametrize(("input_precision", "tolerance"), [("tf32x3", 1e-5), ("tf32", 2e-3)])
-def test_precisions(device, input_precision, tolerance):
-    """The interpreter computes in float32 whatever is asked."""
-    Case(Layer(H=2, P=64, G=1, N=64), [64, 50], 64).check(
-        device, tolerance=tolerance, input_precision=input_precision
-    )
-
-
 def test_an_empty_chunk_reads_and_writes_nothing():
     case = Case(Layer(H=2), [0, 0], 32)
     tensors = [case.CB, case.entering, case.chunk_dt, case.log_decays]
@@ -120,11 +112,6 @@ def test_an_empty_chunk_reads_and_writes_nothing():
 
 def test_strides_that_cannot_be_read_are_refused():
     case = Case(Layer(H=2), [5], 16)
-    for name in ("chunk_dt", "log_decays", "CB", "entering"):
-        broken = Case(Layer(H=2), [5], 16)
-        setattr(broken, name, torch.stack([getattr(case, name)] * 2, dim=-1)[..., 0])
-        with pytest.raises(ValueError, match="accepted: a contiguous tensor"):
-            broken.run("cpu")
     case.batch.x = case.batch.x.mT.contiguous().mT
     with pytest.raises(ValueError, match="accepted: a last stride of 1"):
         case.run("cpu")

@@ -140,30 +140,6 @@ class TestValues:
         pool = poisoned_pool(layer, rows, 4, stored)
         scan_and_check(Batch(layer, rows, 16), pool, device, state_tolerance=rounding)
 
-    @pytest.mark.parametrize(("input_precision", "tolerance"), [("tf32x3", 1e-5), ("tf32", 2e-3)])
-    def test_the_scan_on_tensor_cores(self, device, input_precision, tolerance):
-        """The interpreter computes in float32 whatever is asked."""
-        layer = Layer(H=2, P=64, G=1, N=64)
-        rows = [Row(0, 0, 100, destination=0), Row(1, 5, 70, source=1)]
-        batch, pool = Batch(layer, rows, 64), poisoned_pool(layer, rows, 2)
-        y, after = scan(batch, pool, device, input_precision=input_precision)
-        batch.check(pool, after, y, tolerance, state_tolerance=1e-5)
-
-    @pytest.mark.parametrize(("inputs", "stored"), [("float64", "float32"), ("float32", "float64")])
-    def test_nothing_is_narrowed_unasked(self, device, inputs, stored):
-        layer = Layer(dtype=getattr(torch, inputs))
-        pool = layer.pool(1, getattr(torch, stored)).to(device)
-        with pytest.raises(ValueError, match="is float64; accepted: float32 or narrower"):
-            Batch(layer, [Row(0, 0, 3)], 16).scan(ssd_chunk_scan, pool)
-
-    @pytest.mark.parametrize(("chunks", "rows"), [(32768, 1), (1, 65536)])
-    def test_more_than_a_grid_has_is_refused(self, chunks, rows):
-        """Before anything is launched or allocated: with two groups 65,536 programs on one axis."""
-        layer = Layer(G=2)
-        batch = Batch(layer, [Row(0, 0, 3)], 16, (rows - 1, chunks - 1, 0))
-        with pytest.raises(ValueError, match=f"{chunks} chunks of 2 groups and {rows} rows; accepted"):
-            batch.scan(ssd_chunk_scan, layer.pool(1))
-
 
 class TestBits:
     """The same inputs and cuts on the chunk grid: the same bits, in any company and in several calls."""
