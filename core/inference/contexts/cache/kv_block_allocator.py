@@ -10,7 +10,7 @@ from typing import Protocol
 from ....errors import KVBlockCapacityError
 from ....validation import INT32_MAX, boolean, checked_integers, integer, shown
 from .memory import BlocksByUnit, BlockStack, DirtyEntries, FreeBlocks, MemoryUnits
-from .pool_stats import Clock, KVRemovalCause, StateRemovalCause
+from .pool_stats import Clock, KVRemovalCause
 from .prefix_tree import Parent, PrefixTree
 from .state_slots import StateSlots
 
@@ -18,12 +18,6 @@ logger = logging.getLogger(__name__)
 
 DeregistrationObserver = Callable[[list[int], set[int]], None]
 MAX_HASH = (1 << 63) - 1
-_CAUSE_OF_STATE: dict[KVRemovalCause, StateRemovalCause] = {
-    "new_block": "kv_evicted",
-    "discarded": "discarded",
-    "reset": "reset",
-}
-"""Why a state is removed with its KV block."""
 
 
 class BlockLender(Protocol):
@@ -97,7 +91,7 @@ class KVBlockAllocator:
 
     def _add_free(self, blocks: list[int]) -> None:
         self._dirty.note(blocks)
-        self._free.add(blocks)
+        self._free.extend(blocks)
 
     @property
     def _lent_blocks(self) -> Sequence[int]:
@@ -306,7 +300,8 @@ class KVBlockAllocator:
             return
         try:
             if self._slots is not None:  # a state must not outlive its block
-                self._slots.forget(blocks, with_blocks=True, cause=_CAUSE_OF_STATE[cause])
+                state_cause = "kv_evicted" if cause == "new_block" else cause
+                self._slots.forget(blocks, with_blocks=True, cause=state_cause)
         except BaseException:
             self.tree.put_back(blocks)
             raise
@@ -374,7 +369,7 @@ class KVBlockAllocator:
         """Take the blocks of a unit into use, whose memory held states; zero where that is asked for."""
         blocks = self._blocks_of(unit)
         self.tree.set_references(blocks, 0)
-        self._free.add(list(reversed(blocks)))
+        self._free.extend(list(reversed(blocks)))
 
     # ---- checks
 
@@ -385,7 +380,9 @@ class KVBlockAllocator:
         """Raise AssertionError where the maps contradict each other; O(pool)."""
         refs = self.tree.references
         registered = set(self.tree.block_of_hash.values())
-        listed = self._free.listed()
+        if self._by_unit is not None:
+            self._by_unit.check_integrity()
+        listed = list(self._free)
         free = set(listed)
         assert len(listed) == len(free), "a block is free twice"
         assert len(free) == self.total_avail, "the count of free blocks is off"

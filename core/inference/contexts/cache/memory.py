@@ -1,8 +1,9 @@
 """Memory as numbers: units that hold states or KV blocks, free lists, and entries that are not zero yet."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, Self
 
 ALIGNMENT = 256
@@ -202,30 +203,18 @@ class MemoryUnits:
         return [unit for unit, holds in enumerate(self.holds_states) if holds == states]
 
 
-class BlockStack:
+class BlockStack(list[int]):
     """A stack: the block freed last is allocated first."""
-
-    def __init__(self) -> None:
-        self._stack: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._stack)
 
     def restart(self, free: list[int]) -> None:
         """These blocks are free now, and no others; the last one is allocated first."""
-        self._stack = free
+        self[:] = free
 
     def take(self, num_blocks: int) -> list[int]:
-        cut = len(self._stack) - num_blocks
-        blocks = self._stack[cut:][::-1]
-        del self._stack[cut:]
+        cut = len(self) - num_blocks
+        blocks = self[cut:][::-1]
+        del self[cut:]
         return blocks
-
-    def add(self, blocks: list[int]) -> None:
-        self._stack.extend(blocks)
-
-    def listed(self) -> list[int]:
-        return self._stack
 
 
 class BlocksByUnit:
@@ -266,7 +255,7 @@ class BlocksByUnit:
             self._set(unit, self._of_unit[unit][:cut])
         return taken
 
-    def add(self, blocks: list[int]) -> None:
+    def extend(self, blocks: Iterable[int]) -> None:
         by_unit: dict[int, list[int]] = {}
         for block in blocks:
             by_unit.setdefault(block // self._size, []).append(block)
@@ -284,13 +273,15 @@ class BlocksByUnit:
         self._of_unit[unit] = free
         self._num_free += len(free) - before
 
-    def listed(self) -> list[int]:
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self._of_unit)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where a count of free blocks is off."""
         for count, units in enumerate(self._units_with):
             assert all(len(self._of_unit[unit]) == count for unit in units), "a unit's count of blocks is off"
         assert sum(map(len, self._units_with)) == len(self._of_unit), "a unit is counted nowhere, or twice"
-        listed = [block for free in self._of_unit for block in free]
-        assert len(listed) == self._num_free, "the count of free blocks is off"
-        return listed
+        assert len(list(self)) == self._num_free, "the count of free blocks is off"
 
 
 FreeBlocks = BlockStack | BlocksByUnit

@@ -15,7 +15,7 @@ from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryCleaner, MemoryDivision, MemoryUnits
 from .pins import PinnedPrefix, PinnedPrefixes
 from .pool_stats import Clock, PoolStats, TierStats
-from .prefix_match import PrefixMatch, PrefixMatcher, Span
+from .prefix_match import PrefixMatch, Span, match_prefix
 from .prefix_tree import PrefixTree
 from .state_slots import StateSlots
 from .tier import HostTier
@@ -109,7 +109,6 @@ class PrefixCache:
         self._borrowing = Borrowing(units, self.kv_blocks, self.slots, cleaner) if units else None
         self._checkpoints = StepCheckpoints(self.slots)
         self.pins = PinnedPrefixes(self.slots, self.kv_blocks, num_slots, units)
-        self._matcher = PrefixMatcher(self.tree, self._block_size)
 
     # ---- what is cached
 
@@ -137,10 +136,8 @@ class PrefixCache:
         if not self._enabled or (path is not None and not path.shares):
             nothing = PrefixMatch((), 0, -1, 0, (Span(0, num_tokens, "disabled"),))
             return known if known == nothing else nothing
-        if path is None:
-            return self._matcher.match(chain, num_tokens, (), 0, max_resume_tokens, known)
-        blocks, num_held = path.blocks, path.num_registered
-        return self._matcher.match(chain, num_tokens, blocks, num_held, max_resume_tokens, known)
+        blocks, num_held = (path.blocks, path.num_registered) if path is not None else ((), 0)
+        return match_prefix(self.tree, chain, num_tokens, blocks, num_held, max_resume_tokens, known)
 
     def resumable_tokens(self, chain: PrefixHashChain) -> int:
         """How many of a prefix's tokens a longer prompt could resume now."""

@@ -1,5 +1,6 @@
 """What is cached of a sequence, and why each of its other tokens is computed."""
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,8 +10,6 @@ from .hashing import PrefixHashChain
 from .prefix_tree import PrefixTree
 from .removal import GhostList
 
-WINDOW = 512
-"""How many blocks are looked up at once, so that a long prompt that matches little is not read whole."""
 ComputeReason = Literal[
     "never_seen",
     "kv_evicted",
@@ -88,7 +87,7 @@ def compute_spans(
 
 @dataclass(slots=True)
 class MatchBasis:
-    """What a match was asked for, and when it was right; `PrefixMatcher` writes it, and judges by it.
+    """What a match was asked for, and when it was right; `match_prefix` writes it, and judges by it.
 
     `last_key` is the hash of the last whole block; `num_held` counts the path's registered blocks, -1 where
     nothing was looked up; `clock` is the tree's clock at that time.
@@ -126,110 +125,84 @@ class PrefixMatch:
     basis: MatchBasis = field(default_factory=MatchBasis, compare=False, repr=False)
 
 
-class PrefixMatcher:
-    """Matches hash chains with the tree, which they do not change.
+def match_prefix(
+    tree: PrefixTree,
+    chain: PrefixHashChain,
+    num_tokens: int,
+    path_blocks: Sequence[int],
+    num_held: int,
+    max_resume_tokens: int | None,
+    known: PrefixMatch | None,
+) -> PrefixMatch:
+    """See `PrefixCache.match`; `num_held` of `path_blocks` are registered, states within do not count.
 
     An earlier match of the same sequence is right as long as the tree's clock stands still: O(1). Afterwards
-    its blocks are not looked up again as far as they stand. Only leaves are removed: all matched blocks stand
-    if the last one is registered, and was before the match. A block that was evicted and came back was
-    registered later. Tokens are compared wherever blocks are matched; ghosts are known by their 63-bit hashes
-    alone.
+    its blocks are not looked up again as far as they stand. Tokens are compared wherever blocks are matched;
+    ghosts are known by their 63-bit hashes alone.
     """
-
-    def __init__(self, tree: PrefixTree, block_size_tokens: int) -> None:
-        self._tree = tree
-        self._size = block_size_tokens
-
-    def match(
-        self,
-        chain: PrefixHashChain,
-        num_tokens: int,
-        path_blocks: Sequence[int],
-        num_held: int,
-        max_resume_tokens: int | None,
-        known: PrefixMatch | None,
-    ) -> PrefixMatch:
-        """See `PrefixCache.match`; `num_held` of `path_blocks` are registered, states within do not count."""
-        tree, ghosts, keys, size = self._tree, self._tree.ghosts, chain.keys, self._size
-        blocks = tuple(path_blocks[:num_held])
-        if known is not None and self._fits(known.basis, chain, num_tokens, num_held, max_resume_tokens):
-            if known.basis.clock == tree.clock and known.basis.num_tokens == num_tokens:
-                return known
-            blocks = self._standing(known.blocks, known.basis.clock)
-        whole = num_tokens // size
-        blocks = self._extended(blocks, chain, whole)
-        num_seen = len(blocks)
-        while num_seen < whole and ghosts.has(keys[num_seen], "block"):
-            num_seen += 1
-        limit = num_tokens - 1 if max_resume_tokens is None else max_resume_tokens
-        limited = limit < num_tokens - 1
-        asked = limit // size if limited else whole
-        reachable = min(len(blocks), min(limit, num_tokens - 1) // size)
-        depth = self._deepest_state(blocks, num_held, reachable)
-        spans = compute_spans(
-            keys if len(keys) == asked else keys[:asked],
-            num_resumed=depth,
-            num_reachable=reachable,
-            num_matched=min(len(blocks), asked),
-            num_seen=min(num_seen, asked),
-            num_tokens=asked * size if limited else num_tokens,
-            block_size_tokens=size,
-            ghosts=ghosts,
-        )
-        if limited:
-            spans = (*spans, Span(asked * size, num_tokens, "disabled"))
-        slot = tree.slot_of(blocks[depth - 1]) if depth else -1
-        last_key = keys[whole - 1] if whole else 0
-        basis = MatchBasis(num_tokens, last_key, num_held, max_resume_tokens, tree.clock)
-        match = PrefixMatch(blocks, depth * size, slot, num_seen * size, spans, basis)
-        if known == match and known.basis.num_tokens == num_tokens:
-            known.basis.clock = tree.clock
+    ghosts, keys, size = tree.ghosts, chain.keys, chain.block_size_tokens
+    blocks = tuple(path_blocks[:num_held])
+    if known is not None and _is_of_beginning(known.basis, chain, num_tokens, num_held, max_resume_tokens):
+        since = known.basis.clock
+        if since == tree.clock and known.basis.num_tokens == num_tokens:
             return known
-        return match
-
-    def _fits(
-        self, basis: MatchBasis, chain: PrefixHashChain, num_tokens: int, num_held: int, limit: int | None
-    ) -> bool:
-        """Whether a match on this basis is one of the same sequence, or of its beginning."""
-        if basis.num_held != num_held or basis.max_resume_tokens != limit or basis.num_tokens > num_tokens:
-            return False
-        whole = basis.num_tokens // self._size
-        return basis.last_key == (chain.keys[whole - 1] if whole else 0)
-
-    def _standing(self, blocks: tuple[int, ...], clock: int) -> tuple[int, ...]:
-        """The leading blocks that were registered at `clock` and still are."""
-        tree = self._tree
-        if not blocks or tree.stands(blocks[-1], clock):
-            return blocks
-        low, high = 0, len(blocks) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if tree.stands(blocks[middle], clock):
-                low = middle + 1
-            else:
-                high = middle
-        return blocks[:low]
-
-    def _extended(self, blocks: tuple[int, ...], chain: PrefixHashChain, whole: int) -> tuple[int, ...]:
-        """These blocks, and the registered ones that continue them."""
-        keys, tokens, first = chain.keys, chain.tokens, len(blocks)
+        # Only leaves are removed, and a block that was evicted and came back was registered later.
+        blocks = known.blocks
+        if blocks and not tree.stands(blocks[-1], since):
+            blocks = blocks[: bisect_left(blocks, True, key=lambda block: not tree.stands(block, since))]
+    whole, first = num_tokens // size, len(blocks)
+    if first < whole and keys[first] in tree.block_of_hash:
         parent = blocks[-1] if blocks else chain.root
-        found: list[int] = []
-        while first < whole and keys[first] in self._tree.block_of_hash:
-            stop = min(first + WINDOW, whole)
-            window = self._tree.match(parent, keys[first:stop], tokens[first:stop])
-            found += window
-            if len(window) < stop - first:
-                break
-            parent, first = window[-1], stop
-        return (*blocks, *found) if found else blocks
+        blocks = (*blocks, *tree.match(parent, keys[first:whole], chain.tokens[first:whole]))
+    num_seen = len(blocks)
+    while num_seen < whole and ghosts.has(keys[num_seen], "block"):
+        num_seen += 1
+    limit = num_tokens - 1 if max_resume_tokens is None else max_resume_tokens
+    limited = limit < num_tokens - 1
+    asked = limit // size if limited else whole
+    reachable = min(len(blocks), min(limit, num_tokens - 1) // size)
+    depth = _deepest_state(tree, blocks, num_held, reachable)
+    spans = compute_spans(
+        keys if len(keys) == asked else keys[:asked],
+        num_resumed=depth,
+        num_reachable=reachable,
+        num_matched=min(len(blocks), asked),
+        num_seen=min(num_seen, asked),
+        num_tokens=asked * size if limited else num_tokens,
+        block_size_tokens=size,
+        ghosts=ghosts,
+    )
+    if limited:
+        spans = (*spans, Span(asked * size, num_tokens, "disabled"))
+    slot = tree.slot_of(blocks[depth - 1]) if depth else -1
+    basis = MatchBasis(num_tokens, _last_key(chain, num_tokens), num_held, max_resume_tokens, tree.clock)
+    match = PrefixMatch(blocks, depth * size, slot, num_seen * size, spans, basis)
+    if known == match and known.basis.num_tokens == num_tokens:
+        known.basis.clock = tree.clock
+        return known
+    return match
 
-    def _deepest_state(self, blocks: tuple[int, ...], start: int, stop: int) -> int:
-        """The largest d in (start, stop] where `blocks[d - 1]` has a state, or 0."""
-        slot_by_block = self._tree.slot_by_block
-        if start >= stop or slot_by_block.keys().isdisjoint(blocks[start:stop][::-1]):
-            return 0
-        return next(d for d in range(stop, start, -1) if blocks[d - 1] in slot_by_block)
+
+def _last_key(chain: PrefixHashChain, num_tokens: int) -> int:
+    whole = num_tokens // chain.block_size_tokens
+    return chain.keys[whole - 1] if whole else 0
+
+
+def _is_of_beginning(
+    basis: MatchBasis, chain: PrefixHashChain, num_tokens: int, num_held: int, limit: int | None
+) -> bool:
+    """Whether a match on this basis is one of the same sequence, or of its beginning."""
+    if basis.num_held != num_held or basis.max_resume_tokens != limit or basis.num_tokens > num_tokens:
+        return False
+    return basis.last_key == _last_key(chain, basis.num_tokens)
+
+
+def _deepest_state(tree: PrefixTree, blocks: tuple[int, ...], start: int, stop: int) -> int:
+    """The largest d in (start, stop] where `blocks[d - 1]` has a state, or 0."""
+    slot_by_block = tree.slot_by_block
+    if start >= stop or slot_by_block.keys().isdisjoint(blocks[start:stop][::-1]):
+        return 0
+    return next(d for d in range(stop, start, -1) if blocks[d - 1] in slot_by_block)
 
 
 @dataclass(frozen=True)
