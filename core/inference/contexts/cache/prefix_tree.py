@@ -29,12 +29,11 @@ class PrefixTree:
     checks them. It knows which blocks are free, `StateSlots` which slots.
 
     Attributes:
-        origin: the number of the origin: one more than the last block.
         block_of_hash: prefix hash -> registered block.
         parents: parent of each block, -1 for unregistered blocks.
         references: how often each block is held. The last entry is the origin's, which is 1.
-        num_children, num_held_children: for each block the number of registered blocks that continue it, and
-            of held ones among them; two or more children make it a fork. The last entry is the origin's.
+        num_children: for each block the number of registered blocks that continue it. The last entry is the
+            origin's.
         slot_by_block: block -> the slot of the state at its end, in the order of commits.
         hash_to_block_id: prefix hash -> the block whose state is found under it.
         used: slots from which a request resumed since they were committed.
@@ -45,12 +44,11 @@ class PrefixTree:
         turnover, state_turnover: how many blocks, and states, entered and were removed, by cause and age.
         watchers: called before hashes begin or cease to find a state, also a copy of it in a tier.
         clock: grows with every change of a registered block, a state or a ghost. It is never set back.
-        serials: for each block the clock at its registration; see `stands`.
     """
 
     def __init__(self, num_blocks: int, hash_of: Callable[[int], int] | None = None) -> None:
         """`hash_of(block)`: the hash in an index of a host's own, whose blocks are not registered here."""
-        self.origin = num_blocks
+        self._origin = num_blocks  # one more than the last block
         self.block_of_hash: dict[int, int] = {}
         self.ghosts = GhostList(2 * num_blocks)
         self.copies: Iterable[int] = ()
@@ -66,12 +64,12 @@ class PrefixTree:
         self.turnover = Turnover[KVRemovalCause](KV_REMOVAL_CAUSES)
         self.state_turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES, remembers=True)
         self.clock = 0
-        self.serials = [0] * num_blocks
+        self._serials = [0] * num_blocks  # for each block the clock at its registration
         self._roots = [0] * num_blocks  # the first block of each registered block's prefix
         self.references = [0] * num_blocks + [1]
         self.parents = [-1] * num_blocks
         self.num_children = [0] * (num_blocks + 1)
-        self.num_held_children = [0] * (num_blocks + 1)
+        self._num_held_children = [0] * (num_blocks + 1)
         # The last registration of each block; meaningless once the block is deregistered.
         self._hashes = [-1] * num_blocks
         self._tokens = [b""] * num_blocks
@@ -80,13 +78,13 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Forget every block and ghost; `clear_states` forgets the states."""
-        num_blocks, num_registered = self.origin, len(self.block_of_hash)
+        num_blocks, num_registered = self._origin, len(self.block_of_hash)
         self.block_of_hash.clear()
         self.ghosts.clear()
         self.clock += 1
         self.parents[:] = [-1] * num_blocks
         self.num_children[:] = [0] * (num_blocks + 1)
-        self.num_held_children[:] = [0] * (num_blocks + 1)
+        self._num_held_children[:] = [0] * (num_blocks + 1)
         self._root_digests.clear()
         self.leaves.clear()
         self.turnover.by_cause["reset"] += num_registered
@@ -104,7 +102,7 @@ class PrefixTree:
     def content_of(self, block: int) -> tuple[Parent, bytes]:
         """A registered block's parent (the block before it, or the root digest), and its token ids."""
         parent = self.parents[block]
-        return self._root_digests[block] if parent == self.origin else parent, self._tokens[block]
+        return self._root_digests[block] if parent == self._origin else parent, self._tokens[block]
 
     def keys_to(self, block: int) -> list[int]:
         """The hashes of the registered blocks of a prefix, up to `block`, first block first; O(blocks)."""
@@ -112,14 +110,14 @@ class PrefixTree:
             return [self._host_hash_of(block)]
         keys: list[int] = []
         parents, hashes = self.parents, self._hashes
-        while 0 <= block != self.origin and len(keys) <= self.origin:
+        while 0 <= block != self._origin and len(keys) <= self._origin:
             keys.append(hashes[block])
             block = parents[block]
         return keys[::-1]
 
     def stands(self, block: int, since: int) -> bool:
         """Whether a block registered at clock `since` still is. Then every ancestor is, too."""
-        return self.parents[block] >= 0 and self.serials[block] <= since
+        return self.parents[block] >= 0 and self._serials[block] <= since
 
     def count_by_root(self, blocks: Iterable[int]) -> Counter[bytes]:
         """How many of these registered blocks belong to sequences with each root digest."""
@@ -142,7 +140,7 @@ class PrefixTree:
             if block < 0 or contents[block] != content:
                 break
             before = parents[block]
-            if before != parent and not (before == self.origin and self._root_digests[block] == parent):
+            if before != parent and not (before == self._origin and self._root_digests[block] == parent):
                 break
             matched.append(block)
             parent = block
@@ -154,13 +152,13 @@ class PrefixTree:
         """Enter consecutive, held blocks below `parent`; see `KVBlockAllocator.register_chain`."""
         canonical = self.match(parent, hashes, tokens)
         num_known = len(canonical)
-        before = canonical[-1] if canonical else self.origin if isinstance(parent, bytes) else parent
-        block_of_hash, parents, num_held = self.block_of_hash, self.parents, self.num_held_children
+        before = canonical[-1] if canonical else self._origin if isinstance(parent, bytes) else parent
+        block_of_hash, parents, num_held = self.block_of_hash, self.parents, self._num_held_children
         own_hashes, contents, num_children = self._hashes, self._tokens, self.num_children
-        serials, roots = self.serials, self._roots
+        serials, roots = self._serials, self._roots
         self.clock = clock = self.clock + 1
-        root = -1 if before == self.origin else roots[before]
-        if before == self.origin and isinstance(parent, bytes) and blocks and hashes[0] not in block_of_hash:
+        root = -1 if before == self._origin else roots[before]
+        if before == self._origin and isinstance(parent, bytes) and blocks and hashes[0] not in block_of_hash:
             self._root_digests[blocks[0]] = parent
         for block, key, content in zip(
             blocks[num_known:], hashes[num_known:], tokens[num_known:], strict=True
@@ -186,8 +184,8 @@ class PrefixTree:
 
     def clear_references(self) -> None:
         """Note that no block is held, or was ever used."""
-        self.references[:-1] = [0] * self.origin
-        self.leaves.timestamps[:] = [0] * self.origin
+        self.references[:-1] = [0] * self._origin
+        self.leaves.timestamps[:] = [0] * self._origin
 
     def set_references(self, blocks: Iterable[int], count: int) -> None:
         """Note that these unregistered blocks are held so often."""
@@ -197,7 +195,7 @@ class PrefixTree:
 
     def hold(self, blocks: Sequence[int]) -> int:
         """Add a reference to each of these blocks, parents first; returns how many were cached."""
-        references, parents, num_held = self.references, self.parents, self.num_held_children
+        references, parents, num_held = self.references, self.parents, self._num_held_children
         num_cached = 0
         for block in blocks:
             if references[block] == 0:
@@ -215,7 +213,7 @@ class PrefixTree:
         `cached`: the registered ones with none left, children first. Returns -1, or, with nothing changed,
         one of these that a held block would continue.
         """
-        parents, num_children, num_held = self.parents, self.num_children, self.num_held_children
+        parents, num_children, num_held = self.parents, self.num_children, self._num_held_children
         for block in cached:
             num_held[parents[block]] -= 1
         if sum([num_held[block] for block in cached]):
@@ -271,7 +269,7 @@ class PrefixTree:
             del block_of_hash[key]
         self.ghosts.add_all(hashes, "block")
         before = {parents[block] for block in blocks}
-        before.discard(self.origin)
+        before.discard(self._origin)
         self.ghosts.add_all([own_hashes[block] for block in before], "continuation")
         self.clock += 1
         for block in blocks:
@@ -412,22 +410,22 @@ class PrefixTree:
         assert {self._hashes[b]: b for b in registered} == self.block_of_hash, "a block's hash is another"
         for counts, blocks in (
             (self.num_children, registered),
-            (self.num_held_children, registered & held),
+            (self._num_held_children, registered & held),
         ):
             counted = Counter(self.parents[block] for block in blocks)
-            assert counts == [counted[b] for b in range(self.origin + 1)], "a count of children is off"
-            assert counted.keys() <= registered | {self.origin}, (
+            assert counts == [counted[b] for b in range(self._origin + 1)], "a count of children is off"
+            assert counted.keys() <= registered | {self._origin}, (
                 "a registered block's parent is not registered"
             )
         for block in registered:
             parent = self.parents[block]
-            root = block if parent == self.origin else self._roots[parent]
+            root = block if parent == self._origin else self._roots[parent]
             assert self._roots[block] == root, "a block is in another family than its parent"
-            older = parent == self.origin or self.serials[parent] <= self.serials[block]
+            older = parent == self._origin or self._serials[parent] <= self._serials[block]
             assert older, "a block is older than its parent"
-            assert self.serials[block] <= self.clock, "a block is newer than the clock"
+            assert self._serials[block] <= self.clock, "a block is newer than the clock"
         held_parents = {self.parents[block] for block in registered & held}
-        assert held_parents <= held | {self.origin}, "a block is held, its parent is not"
+        assert held_parents <= held | {self._origin}, "a block is held, its parent is not"
 
     def check_states(self) -> None:
         """Raise AssertionError where the maps of states contradict each other or the hashes of blocks."""

@@ -170,14 +170,19 @@ class StateSlots:
         """
         self._require_reserved(slots)
         blocks = [self.reserved[slot] for slot in slots] if blocks is None else blocks
-        self._require_planned(slots, blocks)
+        keys = [self.tree.hash_of(block) if block >= 0 else -1 for block in blocks]
+        for slot, block, key in zip(slots, blocks, keys, strict=True):
+            if 0 < key != self._planned.get(slot, key):
+                raise ValueError(
+                    f"blocks has {block}, registered under hash {key}, for slot {slot}; accepted: the block "
+                    f"of hash {self._planned[slot]}, whose state the slot is reserved for"
+                )
         results = []
-        for slot, block in zip(slots, blocks, strict=True):
+        for slot, block, key in zip(slots, blocks, keys, strict=True):
             # The block may be deregistered since; its number may then stand for another prefix.
             gone = self.reserved.pop(slot) < 0
             planned = self._planned.pop(slot, -1)
-            key = -1 if gone or block < 0 else self.tree.hash_of(block)
-            if key > 0 and block not in self.tree.slot_by_block:
+            if key > 0 and not gone and block not in self.tree.slot_by_block:
                 self._enter([block], [slot])
                 self.name([block], [slot], [key])
             else:
@@ -387,15 +392,13 @@ class StateSlots:
         self, num_slots: int, keep: Iterable[int] = (), cause: StateRemovalCause = "new_state"
     ) -> list[int]:
         num_free = min(num_slots, len(self.free))
-        evicted = self._evict(num_slots - num_free, keep, num_free, cause) if num_free < num_slots else []
-        if not num_free:
-            return evicted
+        evicted = self._evict(num_slots - num_free, keep, num_free, cause)
         cut = len(self.free) - num_free
         taken = self.free[cut:]
         self._dirty.clean(taken)
         del self.free[cut:]
         self.version += 1
-        return taken + evicted if evicted else taken
+        return taken + evicted
 
     def _evict(
         self, num_slots: int, keep: Iterable[int], num_free: int, cause: StateRemovalCause = "new_state"
@@ -457,16 +460,6 @@ class StateSlots:
         reserved = all(slot in self.reserved and slot not in self.pins for slot in slots)
         if len(set(slots)) < len(slots) or not reserved:
             raise ValueError(f"slots is {list(slots)}; accepted: distinct reserved slots")
-
-    def _require_planned(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        for slot, block in zip(slots, blocks, strict=True):
-            planned = self._planned.get(slot, -1)
-            key = -1 if planned < 0 or block < 0 else self.tree.hash_of(block)
-            if key > 0 and key != planned:
-                raise ValueError(
-                    f"blocks has {block}, registered under hash {key}, for slot {slot}; accepted: the block "
-                    f"of hash {planned}, whose state the slot is reserved for"
-                )
 
     def _require_committed(self, slot: int) -> None:
         if self.tree.block_of(slot) < 0:
