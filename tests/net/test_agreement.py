@@ -83,7 +83,7 @@ def serve(engine: Engine, seeds: range) -> list[list[int]]:
 
 
 def another_free_block(engine: Engine) -> None:
-    engine.context.prefix_cache.kv_blocks._free._stack.reverse()
+    engine.context.prefix_cache.kv_blocks.free.reverse()
     serve(engine, range(20, 21))
 
 

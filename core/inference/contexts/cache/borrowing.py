@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .kv_block_allocator import KVBlockAllocator
-from .memory import MemoryCleaner, MemoryUnits
+from .memory import BlocksByUnit, MemoryCleaner, MemoryUnits
 from .state_slots import StateSlots
 
 MOST_LOOKS = 64
@@ -50,6 +50,8 @@ class Borrowing:
     ) -> None:
         self._units = units
         self._kv_blocks = kv_blocks
+        assert isinstance(kv_blocks.free, BlocksByUnit)
+        self._free = kv_blocks.free
         self._slots = slots
         self._hand = 0  # the unit at which the next look begins
         self.num_to_states = 0
@@ -62,7 +64,7 @@ class Borrowing:
     def lend_slots(self, num_slots: int) -> None:
         """Add free slots until so many are free, or until it is better to evict states."""
         while len(self._slots.free) < num_slots:
-            whole = [unit for unit in self._kv_blocks.whole_units if unit >= self._units.num_kv_units]
+            whole = [unit for unit in self._free.whole_units if unit >= self._units.num_kv_units]
             if whole:
                 self._give_to_states(whole[0])
                 continue
@@ -70,7 +72,7 @@ class Borrowing:
             found = kv_unit_for_states(self._candidates(), slots_per_unit, self._slots.next_victims)
             if found is None:
                 return
-            self._kv_blocks.empty_unit(found.leaves)
+            self._kv_blocks.evict_leaves(found.leaves)
             self._give_to_states(found.unit)
 
     def _candidates(self) -> Iterator[KVUnit]:
@@ -105,20 +107,27 @@ class Borrowing:
         return ordered if len(ordered) == len(counts) else None
 
     def _give_to_states(self, unit: int) -> None:
-        self._cleaner.move_unit(unit, self._units.blocks_of(unit), self._cleaner.blocks)
-        self._kv_blocks.withdraw_unit(unit)
+        blocks = self._units.blocks_of(unit)
+        self._cleaner.move_unit(unit, blocks, self._cleaner.blocks)
+        self._kv_blocks.tree.set_references(blocks, 1)
+        self._cleaner.blocks.withdraw(blocks)
+        self._free.withdraw(unit)
         self._units.holds_states[unit] = True
         self._slots.enter(self._units.slots_of(unit))
         self.num_to_states += 1
 
     # ---- KV needs memory
 
-    def num_blocks_to_lend(self, keep: Sequence[int] = (), num_spare_units: int = 0) -> int:
-        """How many blocks `lend_blocks` could add at most; `keep` slots and spare units stay."""
+    def num_blocks_to_lend(self, keep: Sequence[int] | None = None) -> int:
+        """How many blocks `lend_blocks` could add at most.
+
+        `keep`: slots that stay, of a request that needs the spare units, too; None for no request.
+        """
         units, slots = self._units, self._slots
-        fixed = units.units_of_slots([*slots.pins, *slots.reserved, *slots.live, *keep])
+        fixed = units.units_of_slots([*slots.pins, *slots.reserved, *slots.live, *(keep or ())])
         movable = sum(held and unit not in fixed for unit, held in enumerate(units.holds_states))
-        number = min(movable, self._num_units_that_may_go) - num_spare_units
+        num_spare = units.num_spare_units if keep is not None else 0
+        number = min(movable, self._num_units_that_may_go) - num_spare
         return max(0, number) * units.blocks_per_unit
 
     @property
@@ -159,7 +168,9 @@ class Borrowing:
         self._cleaner.move_unit(unit, self._units.slots_of(unit), self._cleaner.slots)
         self._slots.withdraw(self._units.slots_of(unit))
         self._units.holds_states[unit] = False
-        self._kv_blocks.enter_unit(unit)
+        blocks = self._units.blocks_of(unit)
+        self._kv_blocks.tree.set_references(blocks, 0)
+        self._free.extend(reversed(blocks))
         self.num_to_kv += 1
 
     # ---- the whole

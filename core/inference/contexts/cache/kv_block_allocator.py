@@ -23,7 +23,7 @@ MAX_HASH = (1 << 63) - 1
 class BlockLender(Protocol):
     """Moves units of a shared memory from states to blocks; `Borrowing` is one."""
 
-    def num_blocks_to_lend(self, keep: Sequence[int] = (), num_spare_units: int = 0) -> int: ...
+    def num_blocks_to_lend(self, keep: Sequence[int] | None = None) -> int: ...
 
     def lend_blocks(self, num_blocks: int) -> None: ...
 
@@ -40,6 +40,7 @@ class KVBlockAllocator:
     Attributes:
         total_count: blocks of the pool.
         tree: the registered blocks, as `PrefixTree` keeps them.
+        free: the free blocks.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class KVBlockAllocator:
         self.tree = PrefixTree(self.total_count) if slots is None else slots.tree
         self._observers: list[DeregistrationObserver] = []
         self._dirty = dirty or DirtyEntries()
-        self._by_unit = BlocksByUnit(self.total_count, units.blocks_per_unit) if units else None
-        self._free: FreeBlocks = BlockStack() if self._by_unit is None else self._by_unit
+        by_unit = BlocksByUnit(self.total_count, units.blocks_per_unit) if units else None
+        self.free: FreeBlocks = BlockStack() if by_unit is None else by_unit
         self._clear_references()
 
     def _clear_references(self) -> None:
@@ -86,12 +87,12 @@ class KVBlockAllocator:
         """Note that every block is free that is neither held nor registered."""
         refs, parents = self.tree.references, self.tree.parents
         free = [b for b in range(self.total_count - 1, -1, -1) if not refs[b] and parents[b] < 0]
-        self._free.restart(free)
+        self.free.restart(free)
         self._dirty.note(free)
 
     def _add_free(self, blocks: list[int]) -> None:
         self._dirty.note(blocks)
-        self._free.extend(blocks)
+        self.free.extend(blocks)
 
     @property
     def _lent_blocks(self) -> Sequence[int]:
@@ -111,7 +112,7 @@ class KVBlockAllocator:
     @property
     def total_avail(self) -> int:
         """The number of free blocks; cached blocks do not count."""
-        return len(self._free)
+        return len(self.free)
 
     @property
     def cached_count(self) -> int:
@@ -136,11 +137,9 @@ class KVBlockAllocator:
         needed = integer("num_blocks", num_blocks, 0)
         matched = integer("potential_matched_count", potential_matched_count, 0)
         missing = needed - (self.total_avail + self._num_cached - matched)
-        if missing <= 0 or self._units is None or self.lender is None:
+        if missing <= 0 or self.lender is None:
             return missing <= 0
-        if keep_slots is None:
-            return missing <= self.lender.num_blocks_to_lend()
-        return missing <= self.lender.num_blocks_to_lend(keep_slots, self._units.num_spare_units)
+        return missing <= self.lender.num_blocks_to_lend(keep_slots)
 
     # ---- allocation and references
 
@@ -158,7 +157,7 @@ class KVBlockAllocator:
             raise KVBlockCapacityError(num_blocks, self.total_avail + self._num_cached)
         if missing > 0:
             self._evict(missing)
-        blocks = self._free.take(num_blocks)
+        blocks = self.free.take(num_blocks)
         self._dirty.clean(blocks)
         self.tree.set_references(blocks, 1)
         return blocks
@@ -342,34 +341,11 @@ class KVBlockAllocator:
             self.tree.turnover.clear()
         self._clear_references()
 
-    # ---- units of a memory that blocks share with states
-
-    @property
-    def whole_units(self) -> list[int]:
-        """The units all of whose blocks are free."""
-        return self._by_unit.whole_units if self._by_unit is not None else []
-
-    def _blocks_of(self, unit: int) -> range:
-        return self._units.blocks_of(unit) if self._units else range(0)
-
-    def empty_unit(self, leaves: list[int]) -> None:
-        """Evict these cached blocks of one unit, children first; only blocks of the unit continue them."""
+    def evict_leaves(self, leaves: list[int]) -> None:
+        """Evict these cached blocks, children first; no other blocks continue them."""
         for block in leaves:
             self.tree.take_leaf(block)
         self._deregister(leaves, "new_block")
-
-    def withdraw_unit(self, unit: int) -> None:
-        """Give up the blocks of a unit, all of which are free: its memory shall hold states."""
-        self.tree.set_references(self._blocks_of(unit), 1)
-        self._dirty.withdraw(self._blocks_of(unit))
-        if self._by_unit is not None:
-            self._by_unit.withdraw(unit)
-
-    def enter_unit(self, unit: int) -> None:
-        """Take the blocks of a unit into use, whose memory held states; zero where that is asked for."""
-        blocks = self._blocks_of(unit)
-        self.tree.set_references(blocks, 0)
-        self._free.extend(list(reversed(blocks)))
 
     # ---- checks
 
@@ -380,9 +356,9 @@ class KVBlockAllocator:
         """Raise AssertionError where the maps contradict each other; O(pool)."""
         refs = self.tree.references
         registered = set(self.tree.block_of_hash.values())
-        if self._by_unit is not None:
-            self._by_unit.check_integrity()
-        listed = list(self._free)
+        if isinstance(self.free, BlocksByUnit):
+            self.free.check_integrity()
+        listed = list(self.free)
         free = set(listed)
         assert len(listed) == len(free), "a block is free twice"
         assert len(free) == self.total_avail, "the count of free blocks is off"

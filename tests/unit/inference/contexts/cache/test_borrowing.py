@@ -130,7 +130,7 @@ def usable(cache):
     """The slots and blocks that may be used now."""
     slots, kv = cache.slots, cache.kv_blocks
     numbers = {*slots.free, *slots.tree.slot_by_block.values(), *slots.reserved, *slots.live}
-    free = list(kv._free)
+    free = list(kv.free)
     blocks = {*free, *kv.tree.block_of_hash.values(), *kv.references}
     return numbers, blocks
 
