@@ -1,7 +1,7 @@
 """The architectures of transformers that are served, and what each needs in the cache.
 
-A row of `ARCHITECTURES` names the class that transformers builds, the class of its mixers and the forward
-that takes the place of theirs, the class of its attention, and how the states follow from the config.
+A row of `ARCHITECTURES` names the classes of transformers, the forwards that take the place of theirs, and
+how the states follow from the config.
 """
 
 import copy
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..files import CheckpointError
+from ..files import CONFIG, CheckpointError
 from ..parallel_groups import ModelShard, ParallelGroups, Part
 from ..state_spec import (
     HybridStateSpec,
@@ -25,6 +25,8 @@ from ..state_spec import (
     short_conv_states,
 )
 from .current_step import ATTENTION_NAME, EXPERTS_NAME, CurrentStep, register_with_transformers
+from .fused_modules import AttentionShape, gated_mlp, granite_mlp, lfm2_mlp, relu_squared_mlp
+from .fusions import NamedBranches, falcon_h1_branches, granite_branches, nemotron_h_branches, two_branches
 from .mixers import (
     FalconMamba2Forward,
     GatedDeltaNetForward,
@@ -49,10 +51,18 @@ class Architecture:
     """How models of one `model_type` are served.
 
     Attributes:
-        causal_lm, mixer: the classes of transformers.
+        prefix: of the names of transformers' classes.
+        mixer: the class of the mixers, after `prefix`.
         forward: what replaces the mixers' forward.
         states: the states of all mixers.
-        attention: the class of its attention, or None.
+        attention: how its attention is computed; None: it stays as it is, or there is none.
+        mlp: the forward of its MLPs; None: they stay as they are.
+        layer: the class of the layers whose branches are known, after `prefix`; None: no layer is replaced.
+        branches: of such a layer. returned: what it returns.
+        final_norm: the name of the norm after the last layer. None where another layer may follow one that
+            is replaced: each layer then adds its last output itself.
+        norm_offset: what the RMS norms add to their weights.
+        is_stack: whether the model is an embedding, layers, a norm and a head, with nothing between them.
         activation: the field of the config with the activation after the convolutions, or None.
         mixer_layers, attention_layers, other_layers: the names in `config.layer_types`.
         divided: the fields of the config whose units the mixers of several ranks divide; empty where ranks
@@ -60,17 +70,28 @@ class Architecture:
         shared: the fields whose units several ranks may hold alike.
     """
 
-    causal_lm: str
+    prefix: str
     mixer: str
     forward: Callable[[nn.Module, int, CurrentStep], Callable[..., Tensor]]
     states: States
-    attention: str | None
+    attention: AttentionShape | None = None
+    mlp: Callable[[Any, CurrentStep], Callable[[Tensor], Tensor]] | None = gated_mlp
+    layer: str | None = "DecoderLayer"
+    branches: Callable[[Any], NamedBranches] | None = None
+    returned: Callable[[Tensor], Any] = lambda hidden: hidden
+    final_norm: str | None = "norm"
+    norm_offset: float = 0.0
+    is_stack: bool = False
     activation: str | None = "hidden_act"
     mixer_layers: frozenset[str] = frozenset({"linear_attention"})
     attention_layers: frozenset[str] = frozenset({"full_attention"})
     other_layers: frozenset[str] = frozenset()
     divided: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
+
+    def named(self, kind: str) -> str:
+        """The class of transformers, as "MLP" or "ForCausalLM"."""
+        return self.prefix + kind
 
 
 def _mamba2(
@@ -119,52 +140,57 @@ _MAMBA2_FIELDS = {
 }  # fmt: skip
 
 _BAMBA_PARTS: Any = {"divided": ("mamba_n_heads",), "shared": ("mamba_n_groups",)}
-_NEMOTRON_PARTS: Any = {"divided": ("mamba_num_heads",), "shared": ("n_groups",)}
-_DELTA_PARTS: Any = {"divided": ("linear_num_value_heads",), "shared": ("linear_num_key_heads",)}
+
+
+def _qwen(prefix: str, forward: Callable[..., Any]) -> Architecture:
+    return Architecture(
+        prefix, "GatedDeltaNet", forward, _gated_delta_net,
+        AttentionShape(("q_norm", "k_norm"), norm_offset=1.0, is_gated=True), norm_offset=1.0,
+        branches=two_branches("linear_attn", "mlp"), is_stack=True,
+        divided=("linear_num_value_heads",), shared=("linear_num_key_heads",),
+    )  # fmt: skip
+
 
 ARCHITECTURES: dict[str, Architecture] = {
     "bamba": Architecture(
-        "BambaForCausalLM", "BambaMixer", Mamba2Forward, partial(_mamba2, _BAMBA_FIELDS), "BambaAttention",
-        **_BAMBA_PARTS,
+        "Bamba", "Mixer", Mamba2Forward, partial(_mamba2, _BAMBA_FIELDS), AttentionShape(),
+        branches=two_branches("mamba", "feed_forward", ("input_layernorm", "pre_ff_layernorm")),
+        returned=lambda hidden: (hidden, None), final_norm="final_layernorm", is_stack=True, **_BAMBA_PARTS,
     ),
     "falcon_h1": Architecture(
-        "FalconH1ForCausalLM", "FalconH1Mixer", FalconMamba2Forward, partial(_mamba2, _BAMBA_FIELDS),
-        "FalconH1Attention", mixer_layers=frozenset({"hybrid"}), attention_layers=frozenset({"hybrid"}),
-        **_BAMBA_PARTS,
+        "FalconH1", "Mixer", FalconMamba2Forward, partial(_mamba2, _BAMBA_FIELDS), AttentionShape(),
+        branches=falcon_h1_branches, returned=lambda hidden: (hidden,), final_norm="final_layernorm",
+        mixer_layers=frozenset({"hybrid"}), attention_layers=frozenset({"hybrid"}), **_BAMBA_PARTS,
     ),
     "granitemoehybrid": Architecture(
-        "GraniteMoeHybridForCausalLM", "GraniteMoeHybridMambaLayer", Mamba2Forward,
-        partial(_mamba2, _BAMBA_FIELDS), "GraniteMoeHybridAttention", **_BAMBA_PARTS,
+        "GraniteMoeHybrid", "MambaLayer", Mamba2Forward, partial(_mamba2, _BAMBA_FIELDS), AttentionShape(),
+        mlp=granite_mlp, branches=granite_branches, **_BAMBA_PARTS,
     ),
     "lfm2": Architecture(
-        "Lfm2ForCausalLM", "Lfm2ShortConv", ShortConvForward, _short_conv, "Lfm2Attention",
+        "Lfm2", "ShortConv", ShortConvForward, _short_conv,
+        AttentionShape(("q_layernorm", "k_layernorm"), out="out_proj"), mlp=lfm2_mlp,
+        branches=two_branches("conv", "feed_forward", ("operator_norm", "ffn_norm")),
+        final_norm="embedding_norm", is_stack=True,
         activation=None, mixer_layers=frozenset({"conv"}), divided=("hidden_size",),
     ),
     "mamba2": Architecture(
-        "Mamba2ForCausalLM", "Mamba2Mixer", Mamba2Forward, partial(_mamba2, _MAMBA2_FIELDS), None,
+        "Mamba2", "Mixer", Mamba2Forward, partial(_mamba2, _MAMBA2_FIELDS), mlp=None,
+        layer=None, final_norm=None,  # its residual stream may be wider than its weights
         attention_layers=frozenset(), divided=("num_heads",), shared=("n_groups",),
     ),
     "nemotron_h": Architecture(
-        "NemotronHForCausalLM", "NemotronHMamba2Mixer", Mamba2Forward, partial(_mamba2, _NEMOTRON_FIELDS),
-        "NemotronHAttention", activation="mamba_hidden_act", other_layers=frozenset({"mlp", "moe"}),
-        **_NEMOTRON_PARTS,
+        "NemotronH", "Mamba2Mixer", Mamba2Forward, partial(_mamba2, _NEMOTRON_FIELDS), AttentionShape(),
+        mlp=relu_squared_mlp, layer="Block", branches=nemotron_h_branches, final_norm="norm_f", is_stack=True,
+        activation="mamba_hidden_act", other_layers=frozenset({"mlp", "moe"}),
+        divided=("mamba_num_heads",), shared=("n_groups",),
     ),
     "olmo_hybrid": Architecture(
-        "OlmoHybridForCausalLM", "OlmoHybridGatedDeltaNet", OlmoHybridForward, _gated_delta_net,
-        "OlmoHybridAttention",
+        "OlmoHybrid", "GatedDeltaNet", OlmoHybridForward, _gated_delta_net,
+        layer="LinearAttentionDecoderLayer", branches=two_branches("linear_attn", "mlp"), final_norm=None,
     ),
-    "qwen3_next": Architecture(
-        "Qwen3NextForCausalLM", "Qwen3NextGatedDeltaNet", Qwen3NextForward, _gated_delta_net,
-        "Qwen3NextAttention", **_DELTA_PARTS,
-    ),
-    "qwen3_5_text": Architecture(
-        "Qwen3_5ForCausalLM", "Qwen3_5GatedDeltaNet", GatedDeltaNetForward, _gated_delta_net,
-        "Qwen3_5Attention", **_DELTA_PARTS,
-    ),
-    "qwen3_5_moe_text": Architecture(
-        "Qwen3_5MoeForCausalLM", "Qwen3_5MoeGatedDeltaNet", GatedDeltaNetForward, _gated_delta_net,
-        "Qwen3_5MoeAttention", **_DELTA_PARTS,
-    ),
+    "qwen3_next": _qwen("Qwen3Next", Qwen3NextForward),
+    "qwen3_5_text": _qwen("Qwen3_5", GatedDeltaNetForward),
+    "qwen3_5_moe_text": _qwen("Qwen3_5Moe", GatedDeltaNetForward),
 }  # fmt: skip
 """By the `model_type` of the text model."""
 
@@ -172,10 +198,13 @@ WRAPPERS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Models of more than text, by `model_type`, and the text model in their `text_config`."""
 
 
-def read_config(file: Path) -> "PreTrainedConfig":
-    """The config in a file; a CheckpointError where transformers cannot read it."""
+def read_config(path: Path) -> "PreTrainedConfig":
+    """The config in a file, or in a folder's config.json; a CheckpointError where it cannot be read."""
     from transformers import AutoConfig
 
+    file = path / CONFIG if path.is_dir() else path
+    if not file.is_file():
+        raise CheckpointError(f"{file} is no file; accepted: a config in JSON, or a folder with {CONFIG}")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             str(file), local_files_only=True, trust_remote_code=False

@@ -1,23 +1,13 @@
-"""Decoder layers of transformers' models, and which modules of which architecture are replaced."""
+"""Decoder layers of transformers' models, and what replaces their modules."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .current_step import CurrentStep
-from .fused_modules import (
-    AttentionForward,
-    AttentionShape,
-    NormForward,
-    gated_mlp,
-    granite_mlp,
-    lfm2_mlp,
-    relu_squared_mlp,
-    scaled,
-)  # fmt: skip
+from .fused_modules import AttentionForward, NormForward, scaled
 
 Branch = Callable[..., Tensor]
 """From a normalised [1, T, hidden] and the keyword arguments of the layer to what the layer adds."""
@@ -140,99 +130,36 @@ class LayerStack:
         return self._final_norm.after_waiting(hidden)[1][0]
 
 
-@dataclass(frozen=True)
-class Fusion:
-    """What is replaced in the models of one architecture, apart from their mixers.
+def install(model: nn.Module, config: Any, architecture: Any, step: CurrentStep) -> LayerStack | None:
+    """Replace the forwards of the modules that an `Architecture` names.
 
-    Attributes:
-        prefix: of the names of transformers' classes.
-        norm_offset: what the RMS norms add to their weights.
-        layer: the class of the layers whose branches are known, after `prefix`; None: no layer is replaced.
-        branches: of such a layer. returned: what it returns.
-        final_norm: the name of the norm after the last layer. None where another layer may follow one that
-            is replaced: each layer then adds its last output itself.
-        mlp, attention: their forwards; None: they stay as they are.
-        is_stack: whether the model is an embedding, layers, a norm and a head, with nothing between them.
+    Returns what runs the layers, or None if transformers does.
     """
-
-    prefix: str
-    norm_offset: float = 0.0
-    layer: str | None = None
-    branches: Callable[[Any], NamedBranches] | None = None
-    final_norm: str | None = None
-    returned: Callable[[Tensor], Any] = lambda hidden: hidden
-    mlp: Callable[[Any, CurrentStep], Callable[[Tensor], Tensor]] | None = gated_mlp
-    attention: AttentionShape | None = None
-    is_stack: bool = False
-
-
-def _qwen(prefix: str) -> Fusion:
-    attention = AttentionShape(("q_norm", "k_norm"), norm_offset=1.0, is_gated=True)
-    return Fusion(
-        prefix, norm_offset=1.0, layer="DecoderLayer", branches=two_branches("linear_attn", "mlp"),
-        final_norm="norm", attention=attention, is_stack=True,
-    )  # fmt: skip
-
-
-FUSIONS: dict[str, Fusion] = {
-    "bamba": Fusion(
-        "Bamba", layer="DecoderLayer", final_norm="final_layernorm", attention=AttentionShape(),
-        branches=two_branches("mamba", "feed_forward", ("input_layernorm", "pre_ff_layernorm")),
-        returned=lambda hidden: (hidden, None), is_stack=True,
-    ),
-    "falcon_h1": Fusion(
-        "FalconH1", layer="DecoderLayer", branches=falcon_h1_branches, final_norm="final_layernorm",
-        returned=lambda hidden: (hidden,), attention=AttentionShape(),
-    ),
-    "granitemoehybrid": Fusion(
-        "GraniteMoeHybrid", layer="DecoderLayer", branches=granite_branches, final_norm="norm",
-        mlp=granite_mlp, attention=AttentionShape(),
-    ),
-    "lfm2": Fusion(
-        "Lfm2", layer="DecoderLayer", final_norm="embedding_norm",
-        branches=two_branches("conv", "feed_forward", ("operator_norm", "ffn_norm")),
-        mlp=lfm2_mlp, attention=AttentionShape(("q_layernorm", "k_layernorm"), out="out_proj"),
-        is_stack=True,
-    ),
-    "mamba2": Fusion("Mamba2", mlp=None),  # its residual stream may be wider than its weights
-    "nemotron_h": Fusion(
-        "NemotronH", layer="Block", branches=nemotron_h_branches, final_norm="norm_f",
-        mlp=relu_squared_mlp, attention=AttentionShape(), is_stack=True,
-    ),
-    "olmo_hybrid": Fusion(
-        "OlmoHybrid", layer="LinearAttentionDecoderLayer", branches=two_branches("linear_attn", "mlp")
-    ),
-    "qwen3_next": _qwen("Qwen3Next"),
-    "qwen3_5_text": _qwen("Qwen3_5"),
-    "qwen3_5_moe_text": _qwen("Qwen3_5Moe"),
-}  # fmt: skip
-"""By the `model_type` of the text model."""
-
-
-def install(model: nn.Module, config: Any, step: CurrentStep) -> LayerStack | None:
-    """Replace the forwards of known modules; returns what runs the layers, or None if transformers does."""
-    fusion = FUSIONS[config.model_type]
     norms: dict[nn.Module, NormForward] = {}
-    for module in modules_of(model, fusion.prefix + "RMSNorm"):
-        norms[module] = NormForward(module, step, fusion.norm_offset)
+    for module in modules_of(model, architecture.named("RMSNorm")):
+        norms[module] = NormForward(module, step, architecture.norm_offset)
         module.forward = norms[module]
-    if fusion.mlp is not None and getattr(config, "mlp_hidden_act", "relu2") == "relu2":
-        for module in modules_of(model, fusion.prefix + "MLP"):
-            module.forward = fusion.mlp(module, step)
-    if fusion.attention is not None:
-        for module in modules_of(model, fusion.prefix + "Attention"):
-            module.forward = AttentionForward(module, step, fusion.attention)
-    if fusion.layer is not None and fusion.branches is not None:
-        for layer in modules_of(model, fusion.prefix + fusion.layer):
-            branches = [(norms[getattr(layer, name)], branch) for name, branch in fusion.branches(layer)]
-            layer.forward = LayerForward(branches, step, fusion.final_norm is None, fusion.returned)
+    if architecture.mlp is not None and getattr(config, "mlp_hidden_act", "relu2") == "relu2":
+        for module in modules_of(model, architecture.named("MLP")):
+            module.forward = architecture.mlp(module, step)
+    if architecture.attention is not None:
+        for module in modules_of(model, architecture.named("Attention")):
+            module.forward = AttentionForward(module, step, architecture.attention)
+    if architecture.layer is not None and architecture.branches is not None:
+        for layer in modules_of(model, architecture.named(architecture.layer)):
+            branches = [
+                (norms[getattr(layer, name)], branch) for name, branch in architecture.branches(layer)
+            ]
+            layer.forward = LayerForward(
+                branches, step, architecture.final_norm is None, architecture.returned
+            )
     _install_head(model, config, step)
-    if fusion.final_norm is None:
+    if architecture.final_norm is None:
         return None
     base: Any = model.base_model
-    final = getattr(base, fusion.final_norm)
+    final = getattr(base, architecture.final_norm)
     final.forward = lambda hidden_states: norms[final].after_waiting(hidden_states)[1]
-    if not fusion.is_stack:
+    if not architecture.is_stack:
         return None
     return LayerStack(base, [layer.forward for layer in base.layers], norms[final])
 

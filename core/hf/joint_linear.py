@@ -8,7 +8,7 @@ A narrow product leaves most of a GPU idle. One wide product reads the same byte
 """
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,18 +27,18 @@ class JointLinear:
     """
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...]) -> None:
-        self._modules = owner._modules
+        self._modules: Any = owner._modules
         self._names = names
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
-        self._places: list[_Place] = []
+        self._places: list[tuple[object, ...]] = []
         setattr(owner, _ATTRIBUTE, self)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., n] -> [..., sum of the modules' outputs], the outputs side by side."""
         if self._is_joined():
             return F.linear(x, self._weight, self._bias)  # type: ignore[arg-type]
-        return torch.cat([self._modules[name](x) for name in self._names], dim=-1)  # type: ignore[misc]
+        return torch.cat([self._modules[name](x) for name in self._names], dim=-1)
 
     def join(self, num_users: Counter[int]) -> bool:
         """Lay the weights in one tensor, and free those that held them; returns whether that was done now.
@@ -49,8 +49,8 @@ class JointLinear:
         """
         if self._is_joined():
             return False
-        self._weight, self._bias, self._places = None, None, []
-        parts: list[Any] = [self._modules[name] for name in self._names]
+        self._weight, self._bias = None, None
+        parts = [self._modules[name] for name in self._names]
         if any(type(part) is not nn.Linear for part in parts):
             return False
         weights: list[nn.Parameter] = [part.weight for part in parts]
@@ -64,33 +64,30 @@ class JointLinear:
             return False
         self._weight = _side_by_side(weights)
         self._bias = _side_by_side(biases) if biases else None
-        for name, part in zip(self._names, parts, strict=True):
-            self._places.append(_Place(name, part, part.weight.data_ptr(), _address(part.bias)))
+        self._places = [_place(part) for part in parts]
         return True
 
     def _is_joined(self) -> bool:
         """Whether all parameters lie where `join` put them."""
         if self._weight is None:
             return False
-        for name, part, weight_address, bias_address in self._places:
-            weight, bias = part._parameters["weight"], part._parameters["bias"]
-            if (
-                self._modules[name] is not part
-                or _address(weight) != weight_address
-                or _address(bias) != bias_address
-                or weight.dtype is not self._weight.dtype  # type: ignore[union-attr]
-            ):
-                return False
-        return True
+        return all(
+            _place(self._modules[name]) == place
+            for name, place in zip(self._names, self._places, strict=True)
+        )
 
 
-class _Place(NamedTuple):
-    """Where `join` put a module's parameters."""
+def _place(part: nn.Module) -> tuple[object, ...]:
+    """A module, and where its parameters begin."""
+    weight, bias = (part._parameters.get(name) for name in ("weight", "bias"))
+    return part, _address(weight), _address(bias), getattr(weight, "dtype", None)
 
-    name: str
-    part: nn.Module
-    weight: int
-    bias: int | None
+
+def _address(parameter: nn.Parameter | None) -> int | None:
+    """Where a parameter begins. None where there is none, -1 where the parameter has no address."""
+    if parameter is None:
+        return None
+    return parameter.data_ptr() if type(parameter) is nn.Parameter else -1
 
 
 def join_weights(model: nn.Module) -> None:
@@ -120,10 +117,3 @@ def _side_by_side(parameters: list[nn.Parameter]) -> Tensor:
 def _has_address(parameter: nn.Parameter) -> bool:
     """Whether a parameter is a plain tensor in memory: not on the meta device, and of no class of its own."""
     return type(parameter) is nn.Parameter and not parameter.is_meta
-
-
-def _address(parameter: nn.Parameter | None) -> int | None:
-    """Where a parameter begins. None where there is none, -1 where the parameter has no address."""
-    if parameter is None:
-        return None
-    return parameter.data_ptr() if type(parameter) is nn.Parameter else -1

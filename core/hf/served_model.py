@@ -18,8 +18,8 @@ from .current_step import (
     PagedAttention,
     register_with_transformers,
 )  # fmt: skip
-from .fusions import FUSIONS, modules_of
 from .fusions import install as install_fused
+from .fusions import modules_of
 from .joint_linear import join_weights
 from .split import ModelSplit
 
@@ -52,7 +52,8 @@ class ServedModel:
     def __init__(self, model: "PreTrainedModel", groups: ParallelGroups | None = None) -> None:
         self.groups = ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
         self.config = architectures.text_config(model.config)
-        accepted = architectures.architecture_of(self.config).causal_lm
+        self._architecture = architectures.architecture_of(self.config)
+        accepted = self._architecture.named("ForCausalLM")
         if type(model).__name__ != accepted:
             raise ValueError(f"model is a {type(model).__name__}; accepted: a {accepted}")
         self.model = model.eval().requires_grad_(False)
@@ -61,7 +62,7 @@ class ServedModel:
         register_with_transformers()
         self._replace_mixers()
         self._install_attention()
-        self._stack = install_fused(self.model, self.config, self._step)
+        self._stack = install_fused(self.model, self.config, self._architecture, self._step)
         if getattr(self.config, "num_experts_per_tok", None):
             model.set_experts_implementation(EXPERTS_NAME)
         join_weights(self.model)
@@ -118,27 +119,30 @@ class ServedModel:
         return weight
 
     def _replace_mixers(self) -> None:
-        architecture = architectures.architecture_of(self.config)
-        mixers = modules_of(self.model, architecture.mixer)
-        adds_up_here = FUSIONS[self.config.model_type].layer is None
+        architecture = self._architecture
+        name = architecture.named(architecture.mixer)
+        mixers = modules_of(self.model, name)
         for module in self.model.modules():
             is_convolved = any(isinstance(child, nn.Conv1d) for child in module.children())
-            if is_convolved and type(module).__name__ != architecture.mixer:
+            if is_convolved and type(module).__name__ != name:
                 raise ValueError(
                     f"the model has a mixer {type(module).__name__}; accepted: "
-                    + ", ".join(sorted({row.mixer for row in architectures.ARCHITECTURES.values()}))
+                    + ", ".join(
+                        sorted({row.named(row.mixer) for row in architectures.ARCHITECTURES.values()})
+                    )
                 )
-        self._check_count(architecture.mixer, mixers, architecture.mixer_layers)
+        self._check_count(name, mixers, architecture.mixer_layers)
         for layer, mixer in enumerate(mixers):
             forward = architecture.forward(mixer, layer, self._step)
-            mixer.forward = self._step.summing(forward) if adds_up_here else forward
+            mixer.forward = self._step.summing(forward) if architecture.layer is None else forward
 
     def _install_attention(self) -> None:
-        architecture = architectures.architecture_of(self.config)
-        if architecture.attention is None:
+        architecture = self._architecture
+        if not architecture.attention_layers:
             return
-        modules = modules_of(self.model, architecture.attention)
-        self._check_count(architecture.attention, modules, architecture.attention_layers)
+        name = architecture.named("Attention")
+        modules = modules_of(self.model, name)
+        self._check_count(name, modules, architecture.attention_layers)
         for layer, module in enumerate(modules):
             module.mambaslots_attention = PagedAttention(layer, self._step)  # type: ignore[assignment]
         self.model.set_attn_implementation(ATTENTION_NAME)

@@ -8,7 +8,6 @@ from torch import nn
 from ..parallel_groups import ParallelGroups
 from ..validation import shown
 from .architectures import ARCHITECTURES, architecture_of
-from .fusions import FUSIONS
 from .weight_part import ModuleSplit, WeightPart, part_of, shifted, span, uneven_part_of, vocabulary_part_of
 
 _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -237,7 +236,7 @@ class ModelSplit:
 
 def _split_modules(model: nn.Module, config: Any) -> Iterator[tuple[str, Any, Splitter]]:
     """The path of each module that is split, the module, and how it is split."""
-    prefix = FUSIONS[config.model_type].prefix
+    prefix = architecture_of(config).prefix
     for path, module in model.named_modules():
         kind = type(module).__name__
         if kind.startswith(prefix) and (splitter := _SPLITTERS.get(kind.removeprefix(prefix))) is not None:

@@ -210,28 +210,17 @@ def _check_merged(source: WeightSource, shape: torch.Size) -> None:
     if source.converter is None:
         return
     merges = [each for each in source.converter.operations if isinstance(each, MergeModulelist)]
-    for dim in [merge.dim for merge in merges][:1]:
-        found: dict[str, set[int]] = {pattern: set() for pattern in source.converter.source_patterns}
-        templates = {}
-        for name, pattern in zip(source.names, source.patterns, strict=True):
-            before, index, after = _split_at_index(name, pattern)
-            found[pattern].add(index)
-            templates[pattern] = before, after
-        for pattern, indices in found.items():
-            if pattern not in templates:
-                raise CheckpointError(f"the checkpoint lacks all weights {pattern!r} of {source.target}")
-            before, after = templates[pattern]
-            if absent := [f"{before}{i}{after}" for i in range(shape[dim]) if i not in indices]:
-                raise CheckpointError(f"the checkpoint lacks weights of {source.target}: {listed(absent)}")
-
-
-def _split_at_index(name: str, pattern: str) -> tuple[str, int, str]:
-    """Where `pattern` has its "*", `name` has a number: the text before it, the number, the text after it."""
-    before, _, after = pattern.partition("*")
-    found = re.search(rf"{re.escape(before)}(\d+){re.escape(after)}", name)
-    if found is None:
-        raise CheckpointError(f"{name} has no number where {pattern!r} has its '*'")
-    return name[: found.start(1)], int(found[1]), name[found.end(1) :]
+    for pattern in source.converter.source_patterns if merges else ():
+        before, _, after = pattern.partition("*")
+        number = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
+        names = [name for name, its in zip(source.names, source.patterns, strict=True) if its == pattern]
+        matches = [match for name in names if (match := number.search(name))]
+        if not matches:
+            raise CheckpointError(f"the checkpoint lacks all weights {pattern!r} of {source.target}")
+        begin, end = matches[0].string[: matches[0].start(1)], matches[0].string[matches[0].end(1) :]
+        if absent := sorted(set(range(shape[merges[0].dim])) - {int(match[1]) for match in matches}):
+            lacking = listed([f"{begin}{index}{end}" for index in absent])
+            raise CheckpointError(f"the checkpoint lacks weights of {source.target}: {lacking}")
 
 
 def _checked_shapes(

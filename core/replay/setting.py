@@ -176,17 +176,23 @@ def model_shape(model: str, state_dtype: str | None = None) -> ModelShape:
         raise ValueError(
             f"model is {model!r}; accepted: {', '.join(MODELS)}, or the path of a config.json that is there"
         )
-    from ..hf import architectures, state_sizes
+    from ..hf import architectures
 
-    config = state_sizes.read_config(path)
+    config = architectures.read_config(path)
     text: Any = architectures.text_config(config)
     spec = architectures.state_spec(text, text.dtype or config.dtype or torch.bfloat16)
     named = [name in ("mlp", "moe") for name in text.layer_types]
     num_mlp_layers = sum(named) if any(named) or text.model_type == "mamba2" else len(named)
     return shape_of(
-        state_sizes.name_of(path), spec, state_dtype,
+        name_of(path), spec, state_dtype,
         hidden_size=text.hidden_size, num_mlp_layers=num_mlp_layers,
     )  # fmt: skip
+
+
+def name_of(path: Path) -> str:
+    """What a table calls the model of a config: its folder, or the file without its ending."""
+    file = path.resolve()
+    return file.parent.name if file.name == "config.json" else file.name.removesuffix(".json")
 
 
 def shape_of(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from mambaslots.hf import served_model as served_model_module
-from mambaslots.hf.fusions import FUSIONS
+from mambaslots.hf.architectures import ARCHITECTURES
 from mambaslots.hf.served_model import ServedModel
 from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 from mambaslots.inference.kernels.kernel_set import KernelSet
@@ -27,7 +27,7 @@ UNIT_ROUNDOFF = 2.0**-8
 
 def replaced(model: ServedModel, ending: str) -> list[nn.Module]:
     """The model's modules of the architecture's class with this ending."""
-    name = FUSIONS[model.config.model_type].prefix + ending
+    name = ARCHITECTURES[model.config.model_type].prefix + ending
     return [module for module in model.model.modules() if type(module).__name__ == name]
 
 

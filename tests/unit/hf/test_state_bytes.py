@@ -3,6 +3,7 @@
 `configs/` has the fields that decide the sizes and the kinds of layer, and few others.
 """
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from mambaslots.hf import state_sizes
+sys.path.append(str(Path(__file__).parents[3] / "tools"))
+import state_sizes
+from mambaslots.hf.architectures import read_config
 from oracle.hf_models import CONFIGS, served_model, tiny_config
 
 CONFIG_FILES = Path(__file__).parent / "configs"
@@ -27,7 +30,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_sizes_of_published_models(name: str) -> None:
-    sizes = state_sizes.state_sizes(name, state_sizes.read_config(CONFIG_FILES / f"{name}.json"))
+    sizes = state_sizes.state_sizes(name, read_config(CONFIG_FILES / f"{name}.json"))
     assert sizes.dtype == torch.bfloat16
     assert sizes.num_equal_tokens is not None
     assert (round(sizes.state_bytes / 1e6), round(sizes.num_equal_tokens)) == PUBLISHED[name]
@@ -35,7 +38,7 @@ def test_sizes_of_published_models(name: str) -> None:
 
 def test_nemotron_h_8b_by_hand() -> None:
     """24 Mamba-2 layers of 128 heads, and 4 of attention."""
-    config = state_sizes.read_config(CONFIG_FILES / "Nemotron-H-8B.json")
+    config = read_config(CONFIG_FILES / "Nemotron-H-8B.json")
     sizes = state_sizes.state_sizes("Nemotron-H-8B", config)
     ssm, window = 128 * 64 * 128 * 4, (128 * 64 + 2 * 8 * 128) * 3 * 2
     assert sizes.state_bytes == 24 * (ssm + window)

@@ -1,6 +1,6 @@
 """How large a state is compared with the KV of a token, computed from configs alone.
 
-`python -m mambaslots.hf.state_sizes FOLDER_OR_CONFIG.json ...` prints a table.
+`python tools/state_sizes.py FOLDER_OR_CONFIG.json ...` prints a table.
 """
 
 import sys
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from . import architectures
+from mambaslots.hf import architectures
+from mambaslots.replay.setting import name_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -41,15 +41,6 @@ def state_sizes(name: str, config: "PreTrainedConfig", dtype: torch.dtype | None
     return StateSizes(name, text.model_type, kept, spec.state_bytes, spec.kv_block_bytes(1))
 
 
-def read_config(path: str | Path) -> "PreTrainedConfig":
-    """The config in a file, or in the file `config.json` of a folder; a ValueError where there is none."""
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
-    if not file.is_file():
-        raise ValueError(f"{file} is no file; accepted: a config in JSON, or a folder with config.json")
-    return architectures.read_config(file)
-
-
 def table(rows: Sequence[StateSizes]) -> str:
     """The sizes, one model a line; MB are 10**6 bytes."""
     width = max(len("model"), *(len(row.name) for row in rows))
@@ -68,21 +59,15 @@ def table(rows: Sequence[StateSizes]) -> str:
 def main(paths: Sequence[str]) -> int:
     """Print the table of the models at `paths`; the exit status."""
     if not paths:
-        print("usage: python -m mambaslots.hf.state_sizes FOLDER_OR_CONFIG.json ...", file=sys.stderr)
+        print("usage: python tools/state_sizes.py FOLDER_OR_CONFIG.json ...", file=sys.stderr)
         return 2
     try:
-        rows = [state_sizes(name_of(path), read_config(path)) for path in paths]
+        rows = [state_sizes(name_of(path), architectures.read_config(path)) for path in map(Path, paths)]
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
     print(table(rows))
     return 0
-
-
-def name_of(path: str | Path) -> str:
-    """What a table calls the model of a config: its folder, or the file without its ending."""
-    file = Path(path).resolve()
-    return file.parent.name if file.name == "config.json" else file.name.removesuffix(".json")
 
 
 if __name__ == "__main__":
