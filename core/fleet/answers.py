@@ -9,6 +9,7 @@ from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.hashing import PrefixHashChain
 from ..inference.contexts.request import GeneratedToken
 from ..inference.engines.streams import Answer
+from ..net.routing.state_router import RouteRequest
 from ..request import EarlyEnd, FinishReason, PromptFigures, RequestResult, SamplingParams
 from ..serve.served_engine import ServedEngine
 
@@ -38,6 +39,7 @@ class EngineRequest:
     cache_salt: bytes | None = None
     plan: CheckpointPlan | None = None
     keys: tuple[int, ...] = ()
+    block_size_tokens: int = 1
     tenant: str | None = None
     lost: tuple[str, ...] = ()
 
@@ -47,9 +49,10 @@ class EngineRequest:
         return f"<EngineRequest {self.request_id}: {prompt} prompt tokens, {given} generated>"
 
     @property
-    def num_answer_tokens(self) -> int:
-        """The most tokens that are still to be generated."""
-        return self.sampling.num_tokens_to_generate - self.num_generated
+    def route(self) -> RouteRequest:
+        """What a router sees of it; its answer has at most the tokens that are still to be generated."""
+        most = self.sampling.num_tokens_to_generate - self.num_generated
+        return RouteRequest(self.keys, len(self.prompt), self.block_size_tokens, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +60,14 @@ class AnswerPart:
     """Some of a replica's answer. It can be pickled.
 
     The first part says that the replica has the request: it may be empty. It has the replica's name. The
-    first part with tokens or `finish_reason` has the prompt's figures. The last part has `finish_reason`, and
-    the tokens that were computed again after preemptions; or `error`, which says why the replica refuses the
-    request (ValueError, QueueFullError or KVBlockCapacityError).
+    first part with tokens or `finish_reason` has the prompt's figures. The last part has `finish_reason`, or
+    `error`, which says why the replica refuses the request (ValueError, QueueFullError or
+    KVBlockCapacityError).
     """
 
     tokens: tuple[GeneratedToken, ...] = ()
     prompt: PromptFigures | None = None
     finish_reason: FinishReason | None = None
-    num_recomputed_tokens: int = 0
     error: Exception | None = None
     replica: str = ""
 
@@ -100,7 +102,7 @@ async def answer_parts(
         if result is None or result.finish_reason in ("cancelled", "reset"):
             raise ReplicaLostError(f"the request ended early: {result and result.finish_reason}")
         figures = None if was_sent else stream.prompt_figures
-        yield AnswerPart((), figures, result.finish_reason, result.num_recomputed_tokens)
+        yield AnswerPart((), figures, result.finish_reason)
     except KVBlockCapacityError as error:
         yield AnswerPart(error=error)
     except ReplicaLostError:
@@ -143,11 +145,6 @@ class FleetAnswer(Answer):
         """The tokens of the answer so far."""
         return self._arrived
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the prompt, and of the answer so far."""
-        return len(self._request.prompt) + len(self.tokens)
-
     def next_request(self) -> EngineRequest:
         """The request for a replica that continues after the tokens so far."""
         sequence = (*self._request.prompt, *(one.token for one in self.tokens))
@@ -172,7 +169,7 @@ class FleetAnswer(Answer):
             self._ttft_s = asyncio.get_running_loop().time() - self._begun_s
         self.extend(part.tokens)
         if part.finish_reason is not None:
-            self.end_as(part.finish_reason, part.num_recomputed_tokens)
+            self.end_as(part.finish_reason)
         self.wake()
 
     def complete(self) -> bool:
@@ -188,7 +185,7 @@ class FleetAnswer(Answer):
         self.opened.set()
         super().wake()
 
-    def end_as(self, finish_reason: FinishReason, num_recomputed_tokens: int = 0) -> None:
+    def end_as(self, finish_reason: FinishReason) -> None:
         """End the answer with the tokens so far, unless it has ended."""
         if self.ended:
             return
@@ -205,7 +202,7 @@ class FleetAnswer(Answer):
             num_prompt_tokens=len(self._request.prompt),
             num_resumed_tokens=figures.num_resumed_tokens,
             computed_by_reason=figures.computed_by_reason,
-            num_recomputed_tokens=num_recomputed_tokens,
+            num_recomputed_tokens=0,  # not known
             ttft_s=self._ttft_s,
             finish_reason=finish_reason,
         )

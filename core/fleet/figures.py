@@ -27,38 +27,34 @@ async def replica_report(engine: LocalEngine, replica: str) -> ReplicaReport:
     return ReplicaReport(replica, metrics, await engine.snapshot())
 
 
-@dataclass
-class FleetCounts:
-    """Replicas that serve, requests, and replicas lost while they answered.
+_GAUGES = {
+    "replicas": "Replicas that serve.",
+    "requests_waiting": "Requests that no replica has confirmed.",
+    "requests_running": "Requests that replicas have.",
+}
+_COUNTERS = {
+    "requests": "Requests that were taken.",
+    "replicas_lost": "Times that a replica was lost while it answered.",
+    "retries": "Times that the rest of an answer went to another replica.",
+    "requests_given_up": "Requests that lost too many replicas.",
+}
 
-    Attributes:
-        num_retries: rests of answers that were sent to another replica.
-        num_given_up: requests that lost too many replicas.
+
+def fleet_metrics_text(
+    numbers: Mapping[str, int], reports: Sequence[ReplicaReport] = ()
+) -> tuple[bytes, str]:
+    """The body of a reply to Prometheus, and its content type; the label `replica` has a replica's name.
+
+    `numbers`: the fleet's own, by their names in the tables above; others are 0.
     """
-
-    num_replicas: int = 0
-    num_waiting: int = 0
-    num_running: int = 0
-    num_requests: int = 0
-    num_lost: int = 0
-    num_retries: int = 0
-    num_given_up: int = 0
-
-
-def fleet_metrics_text(counts: FleetCounts, reports: Sequence[ReplicaReport] = ()) -> tuple[bytes, str]:
-    """The body of a reply to Prometheus, and its content type; the label `replica` has a replica's name."""
-    metrics = list(families(GaugeMetricFamily, (
-        ("fleet_replicas", "Replicas that serve.", counts.num_replicas, ""),
-        ("fleet_requests_waiting", "Requests that no replica has confirmed.", counts.num_waiting, ""),
-        ("fleet_requests_running", "Requests that replicas have.", counts.num_running, ""),
-    )))  # fmt: skip
-    metrics += families(CounterMetricFamily, (
-        ("fleet_requests", "Requests that were taken.", counts.num_requests, ""),
-        ("fleet_replicas_lost", "Times that a replica was lost while it answered.", counts.num_lost, ""),
-        ("fleet_retries", "Times that the rest of an answer went to another replica.",
-         counts.num_retries, ""),
-        ("fleet_requests_given_up", "Requests that lost too many replicas.", counts.num_given_up, ""),
-    ))  # fmt: skip
+    kinds = ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
+    metrics = [
+        metric
+        for kind, table in kinds
+        for metric in families(
+            kind, ((f"fleet_{name}", text, numbers.get(name, 0), "") for name, text in table.items())
+        )
+    ]
     of_replicas: dict[str, Metric] = {}
     for report in reports:
         for family in report.metrics:
@@ -86,6 +82,7 @@ def merged_snapshot(snapshots: Mapping[str, Snapshot]) -> dict[str, Any]:
     for name, pool in merged["pools"].items():
         pool.update({size: every[0]["pools"][name][size] for size in _SIZES if size in pool})
     merged["engine"]["description"] = _description(snapshots)
+    merged["latency"] = _merged([one["latency"] for one in every], max)
     merged["evictions"]["age_s"] = _merged([one["evictions"]["age_s"] for one in every], min)
     tenants: dict[str, list[Snapshot]] = {}
     for tenant in (tenant for one in every for tenant in one["tenants"]):
@@ -96,6 +93,8 @@ def merged_snapshot(snapshots: Mapping[str, Snapshot]) -> dict[str, Any]:
         for request in one["requests"]
     ]
     return merged | {
+        "time_s": max(one["time_s"] for one in every),
+        "uptime_s": max(one["uptime_s"] for one in every),
         "warnings": [f"{name}: {text}" for name, one in snapshots.items() for text in one["warnings"]],
         "tenants": [_merged(same) for same in tenants.values()],
         "series": _series([one["series"] for one in every]),
@@ -103,8 +102,8 @@ def merged_snapshot(snapshots: Mapping[str, Snapshot]) -> dict[str, Any]:
     }
 
 
-def _merged(figures: Sequence[Any], of_times: Callable[[list[float]], float] = max) -> Any:
-    """Integers are added, dicts merged by their keys; of times, which may be None, the largest; else the
+def _merged(figures: Sequence[Any], of_times: Callable[[list[float]], float] = sum) -> Any:
+    """Integers are added, and times, which may be None, or `of_times` says; dicts by their keys; else the
     first."""
     if isinstance(figures[0], Mapping):
         names = dict.fromkeys(name for one in figures for name in one)

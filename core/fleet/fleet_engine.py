@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-import math
 import secrets
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -18,7 +18,7 @@ from ..inference.engines.streams import AsyncStream, TokenStream
 from ..request import EarlyEnd, SamplingParams
 from ..serve.served_engine import EngineFacts
 from .answers import AnswerPart, EngineRequest, FleetAnswer, ReplicaLostError
-from .figures import FleetCounts, ReplicaReport, fleet_metrics_text, merged_snapshot
+from .figures import ReplicaReport, fleet_metrics_text, merged_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,6 @@ RETRY_DELAY_S = 0.1
 """Before the second retry of a request, and once more before each further one."""
 _LONGEST_CAUSE = 200
 """Characters of a loss's cause in the log."""
-_SNAPSHOT_S = 2.0
-_LONG_PROMPT = 8192
-"""Prompts of more tokens are hashed in another thread."""
 _LONGEST_END_S = 10.0
 """How long `drain` waits for calls that it cancelled."""
 
@@ -65,12 +62,9 @@ class FleetEngine:
         self._max_waiting = max_waiting_requests
         self._new_ids = count()
         self._name = secrets.token_hex(6)  # other ingresses of the same replicas have other names
-        self._counts = FleetCounts()
+        self._counts: Counter[str] = Counter()
         self._open: dict[FleetAnswer, asyncio.Task[None]] = {}
         self._is_draining = False
-        self._snapshot: dict[str, Any] | None = None
-        self._read_s = -math.inf
-        self._reading = asyncio.Lock()
 
     # ---- what it is
 
@@ -145,7 +139,7 @@ class FleetEngine:
         answer = self._new_answer(prompt, sampling_params, cache_salt, checkpoint_plan, tenant)
         task = self._open[answer] = asyncio.create_task(self._call_replicas(answer))
         task.add_done_callback(partial(self._ended, answer))  # also where it is cancelled before it begins
-        self._counts.num_requests += 1
+        self._counts["requests"] += 1
         try:
             await answer.opened.wait()
         except BaseException:
@@ -176,6 +170,7 @@ class FleetEngine:
             sampling=sampling,
             cache_salt=cache_salt,
             plan=plan,
+            block_size_tokens=self.facts.block_size_tokens,
             tenant=tenant if cache_salt is not None else None,
         )
         loop = asyncio.get_running_loop()
@@ -211,7 +206,7 @@ class FleetEngine:
                 return
             except ReplicaLostError as error:
                 num_lost += 1
-                self._counts.num_lost += 1
+                self._counts["replicas_lost"] += 1
                 logger.warning(
                     "request %s lost its replica after %d tokens, loss %d: %s",
                     answer.request_id, len(answer.tokens), num_lost, str(error)[:_LONGEST_CAUSE],
@@ -219,18 +214,16 @@ class FleetEngine:
                 if answer.early_end is not None or answer.complete():
                     return
                 if num_lost > MAX_RETRIES:
-                    self._counts.num_given_up += 1
+                    self._counts["requests_given_up"] += 1
                     raise NoReplicaError(f"{num_lost} replicas were lost, one after the other") from error
-            self._counts.num_retries += 1
+            self._counts["retries"] += 1
             await asyncio.sleep(RETRY_DELAY_S * (num_lost - 1))
 
     async def _call_replica(self, answer: FleetAnswer, is_retry: bool) -> None:
         """Send the rest of an answer to one replica, and add its parts to the answer."""
-        is_long = answer.num_tokens > _LONG_PROMPT
-        request = await asyncio.to_thread(answer.next_request) if is_long else answer.next_request()
         name = ""
         try:
-            async with aclosing(self._call(request)) as parts:
+            async with aclosing(self._call(answer.next_request())) as parts:
                 async for part in parts:
                     name = name or part.replica
                     if is_retry and isinstance(part.error, QueueFullError):
@@ -250,20 +243,14 @@ class FleetEngine:
     async def metrics_text(self) -> tuple[bytes, str]:
         """The replicas' metrics, each with the label `replica`, and the fleet's own ones."""
         reports = await self._reports()
-        counts = replace(
-            self._counts,
-            num_replicas=self._num_replicas(),
-            num_waiting=self.num_waiting,
-            num_running=self.num_running,
-        )
-        return await asyncio.to_thread(fleet_metrics_text, counts, reports)
+        now = {
+            "replicas": self._num_replicas(),
+            "requests_waiting": self.num_waiting,
+            "requests_running": self.num_running,
+        }
+        return await asyncio.to_thread(fleet_metrics_text, {**self._counts, **now}, reports)
 
     async def snapshot(self) -> dict[str, Any] | None:
-        """The figures of all replicas, made at most every 2 s; None where none reports."""
-        async with self._reading:
-            now = asyncio.get_running_loop().time()
-            if now - self._read_s >= _SNAPSHOT_S:
-                snapshots = {one.replica: one.snapshot for one in await self._reports()}
-                self._snapshot = await asyncio.to_thread(merged_snapshot, snapshots) if snapshots else None
-                self._read_s = now
-            return self._snapshot
+        """The figures of all replicas; None where none reports."""
+        snapshots = {one.replica: one.snapshot for one in await self._reports()}
+        return await asyncio.to_thread(merged_snapshot, snapshots) if snapshots else None

@@ -26,7 +26,6 @@ from ..serve.served_engine import EngineFacts, LocalEngine, print_line
 from . import FleetSettings
 from .answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
 from .figures import ReplicaReport, replica_report
-from .request_router import BLOCK_SIZE
 from .state_channel import StateFeed
 from .warming import serve_hand_over, take_over
 
@@ -183,10 +182,6 @@ class EngineReplica:
 
     async def report(self) -> ReplicaReport:
         return await replica_report(self._engine, self._name)
-
-    def record_replica_metadata(self) -> dict[str, Any]:
-        """Ray gives it to routers."""
-        return {BLOCK_SIZE: self._engine.facts.block_size_tokens}
 
     async def check_health(self) -> None:
         """Raise the failure of the engine; Ray then starts another replica instead."""

@@ -82,10 +82,6 @@ class ReplicaLoads:
                 del self._sent[request]
 
 
-BLOCK_SIZE = "block_size_tokens"
-"""The entry of a replica's metadata that says how many tokens a block has."""
-
-
 class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
     """Ranks replicas as a `StateRouter` does; Ray calls it in one event loop.
 
@@ -117,7 +113,7 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
             name: self.replica_queue_len_cache.get(replica.replica_id) for name, replica in replicas.items()
         }
         loads = self._loads.loads(replicas, queue_lengths)
-        request = _route_request(pending_request, candidate_replicas[0])
+        request = _route_request(pending_request)
         if request is None or pending_request is None:  # a question that any replica answers
             loads.sort(key=lambda load: load.num_requests)
             return [[replicas[load.replica]] for load in loads]
@@ -130,7 +126,7 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         if self._loads.note_routed(_request_id(pending_request), replica_id.unique_id):
-            request = _route_request(pending_request, self.curr_replicas.get(replica_id))
+            request = _route_request(pending_request)
             if request is not None:
                 self._router.note_routed(request, replica_id.unique_id)
 
@@ -151,15 +147,10 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
             self._router.forget(replica_id.unique_id)
 
 
-def _route_request(
-    pending_request: PendingRequest | None, replica: RunningReplica | None
-) -> RouteRequest | None:
+def _route_request(pending_request: PendingRequest | None) -> RouteRequest | None:
     """The router's view of a call; None for a call that has no prompt."""
     first = pending_request.args[0] if pending_request is not None and pending_request.args else None
-    if not isinstance(first, EngineRequest) or replica is None:
-        return None
-    block_size = replica.replica_metadata.get(BLOCK_SIZE, 1)
-    return RouteRequest(first.keys, len(first.prompt), block_size, first.num_answer_tokens)
+    return first.route if isinstance(first, EngineRequest) else None
 
 
 def _request_id(pending_request: PendingRequest) -> str:

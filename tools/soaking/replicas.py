@@ -24,7 +24,7 @@ from mambaslots.fleet.answers import AnswerPart, EngineRequest, ReplicaLostError
 from mambaslots.fleet.figures import ReplicaReport, replica_report
 from mambaslots.net import StatePublisher, channel
 from mambaslots.net.channel import Link, Listener
-from mambaslots.net.routing.state_router import ReplicaLoad, RouteRequest, StateRouter
+from mambaslots.net.routing.state_router import ReplicaLoad, StateRouter
 from mambaslots.net.transfer import pieces
 from mambaslots.net.transfer.import_ import ImportReport
 from mambaslots.net.transfer.pipe import MessagePipe
@@ -247,9 +247,7 @@ class RoutedReplicas(Replicas):
         loads = [
             ReplicaLoad(self.names[i], self.local[i].num_running + self.local[i].num_waiting) for i in left
         ]
-        size = self.engines[0].config.block_size_tokens
-        asked = RouteRequest(request.keys, len(request.prompt), size, request.num_answer_tokens)
-        number = self.names.index(self.router.choose(asked, loads)[0])
+        number = self.names.index(self.router.choose(request.route, loads)[0])
         parts = answer_parts(self.local[number], request, self.names[number])
         try:
             async for part in parts:

@@ -28,12 +28,13 @@ def test_counts_are_added_and_the_worst_percentiles_shown() -> None:
         "running": 6, "waiting": 4, "paused": 0, "max_requests": 32,
     }  # fmt: skip
     assert merged["pools"]["states"] == {
-        "total": 128, "pinned": 10, "committed": 80, "reserved": 4, "live": 8, "free": 36,
+        "total": 128, "pinned": 10, "committed": 80, "reserved": 4, "live": 6, "free": 38,
         "bytes_each": 1_300_000,
     }  # fmt: skip
     assert merged["latency"]["step_s"] == {"p50": 2.0, "p90": 0.18, "p99": 1.25}
     assert merged["evictions"]["age_s"] == {"p50": 3.0, "p90": 200.0}
     assert merged["evictions"]["by_cause"]["new_state"] == 34
+    assert merged["tokens"]["saved_s"] == 7.2
     for name in ("prompt", "resumed"):
         total = sum(part["tokens"][name] for part in parts)
         assert merged["tokens"][name] == total

@@ -24,7 +24,6 @@ class FakeReplica:
     node_id: str = "node"
     availability_zone: str | None = None
     multiplexed_model_ids: set[str] = field(default_factory=set)
-    replica_metadata: dict[str, Any] = field(default_factory=lambda: {"block_size_tokens": BLOCK})
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
         return self.queue_length
@@ -62,7 +61,9 @@ class Rig:
 
         self._num_requests += 1
         sampling = ms.SamplingParams(num_tokens_to_generate=10)
-        asked = EngineRequest(f"r{self._num_requests}", (1,) * num_tokens, 0, sampling, keys=keys)
+        asked = EngineRequest(
+            f"r{self._num_requests}", (1,) * num_tokens, 0, sampling, keys=keys, block_size_tokens=BLOCK
+        )
         metadata = RequestMetadata(
             request_id=asked.request_id, internal_request_id=asked.request_id, is_streaming=True
         )
@@ -197,6 +198,5 @@ def test_a_request_that_waits_for_room_is_counted_once(monkeypatch: pytest.Monke
 def test_what_is_no_engine_request_is_a_question() -> None:
     from mambaslots.fleet.request_router import _route_request
 
-    replica = FakeReplica(SimpleNamespace())
-    assert _route_request(None, replica) is None
-    assert _route_request(SimpleNamespace(args=["prompt"]), replica) is None
+    assert _route_request(None) is None
+    assert _route_request(SimpleNamespace(args=["prompt"])) is None

@@ -13,7 +13,7 @@ from oracle.serving import small_engine
 
 pytest.importorskip("prometheus_client")
 
-from mambaslots.fleet.figures import FleetCounts, fleet_metrics_text
+from mambaslots.fleet.figures import fleet_metrics_text
 from mambaslots.monitor import Monitor
 from mambaslots.serve.metrics import metrics_text
 from prometheus_client.parser import text_string_to_metric_families
@@ -70,7 +70,7 @@ def test_the_dashboard_shows_and_the_page_explains_every_metric(labels_of: dict[
     assert names_of(set(METRIC.findall(" ".join(expressions())))) == names
     fleet = {name for name in METRIC.findall(PAGE) if name.startswith("mambaslots_fleet_")}
     assert set(METRIC.findall(PAGE)) == names | fleet
-    text = fleet_metrics_text(FleetCounts(num_replicas=1))[0].decode()
+    text = fleet_metrics_text({"replicas": 1})[0].decode()
     assert fleet == set(METRIC.findall(re.sub("(?m)^#.*", "", text)))
 
 
