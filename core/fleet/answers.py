@@ -127,17 +127,26 @@ class FleetAnswer(Answer):
         request_id: int,
         request: EngineRequest,
         chain: PrefixHashChain | None,
-        end_early: Callable[[Answer, EarlyEnd], object],
+        end: Callable[["FleetAnswer", EarlyEnd], object],
     ) -> None:
-        """`request`: for the first replica. `chain`: hashes of its blocks; None without a cache."""
-        super().__init__(lambda answer: None, end_early)
+        """`request`: for the first replica. `chain`: hashes of its blocks; None without a cache.
+
+        `end` is called in the loop, though a stream that is dropped may be collected in any thread.
+        """
+        loop = asyncio.get_running_loop()
+
+        def end_soon(answer: Answer, reason: EarlyEnd) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(end, self, reason)
+
+        super().__init__(lambda answer: None, end_soon)
         self.request_id: int = request_id
         self.early_end: EarlyEnd | None = None
         self.opened = asyncio.Event()
         self.lost: tuple[str, ...] = ()
         self._request = request
         self._chain = chain
-        self._begun_s = asyncio.get_running_loop().time()
+        self._begun_s = loop.time()
         self._ttft_s: float | None = None
 
     @property

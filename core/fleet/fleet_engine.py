@@ -136,7 +136,23 @@ class FleetEngine:
         num_waiting = len(self._open) - self.max_running
         if num_waiting >= self._max_waiting:
             raise QueueFullError(num_waiting, self._max_waiting)
-        answer = self._new_answer(prompt, sampling_params, cache_salt, checkpoint_plan, tenant)
+        sampling, number = sampling_params, next(self._new_ids)
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=secrets.randbits(63))
+        request = EngineRequest(
+            request_id=f"{self._name}-{number}",
+            prompt=tuple(prompt),
+            num_generated=0,
+            sampling=sampling,
+            cache_salt=cache_salt,
+            plan=checkpoint_plan,
+            block_size_tokens=self.facts.block_size_tokens,
+            tenant=tenant if cache_salt is not None else None,
+        )
+        chain = None
+        if self.facts.caches_prefixes:
+            chain = PrefixHashChain(self.facts.block_size_tokens, self._salt_key.root(cache_salt))
+        answer = FleetAnswer(number, request, chain, self._end)
         task = self._open[answer] = asyncio.create_task(self._call_replicas(answer))
         task.add_done_callback(partial(self._ended, answer))  # also where it is cancelled before it begins
         self._counts["requests"] += 1
@@ -148,39 +164,6 @@ class FleetEngine:
         if answer.error is not None and not answer.tokens:
             raise answer.error
         return TokenStream(answer)
-
-    def _new_answer(
-        self,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-        cache_salt: bytes | None,
-        plan: CheckpointPlan | None,
-        tenant: str | None,
-    ) -> FleetAnswer:
-        if sampling.seed is None:
-            sampling = replace(sampling, seed=secrets.randbits(63))
-        chain = None
-        if self.facts.caches_prefixes:
-            chain = PrefixHashChain(self.facts.block_size_tokens, self._salt_key.root(cache_salt))
-        number = next(self._new_ids)
-        request = EngineRequest(
-            request_id=f"{self._name}-{number}",
-            prompt=tuple(prompt),
-            num_generated=0,
-            sampling=sampling,
-            cache_salt=cache_salt,
-            plan=plan,
-            block_size_tokens=self.facts.block_size_tokens,
-            tenant=tenant if cache_salt is not None else None,
-        )
-        loop = asyncio.get_running_loop()
-
-        def end_soon(answer: Any, reason: EarlyEnd) -> None:
-            """In any thread: a stream that is dropped may be collected in another one."""
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._end, answer, reason)
-
-        return FleetAnswer(number, request, chain, end_soon)
 
     def _end(self, answer: FleetAnswer, reason: EarlyEnd) -> None:
         """End a request early, unless it has ended or is ending."""

@@ -146,9 +146,9 @@ class MissWatch:
             names = " and ".join(reasons)
             return f"{share(*reasons):.0%} of {num_tokens} prompt tokens were computed because of {names}: "
 
-        if share("state_evicted", "capacity") > self._max_lost_share:
-            known: tuple[ComputeReason, ...] = ("state_evicted", "capacity")
-            reasons = [reason for reason in known if lost[reason]]
+        states: tuple[ComputeReason, ...] = ("state_evicted", "capacity")
+        if share(*states) > self._max_lost_share:
+            reasons = [reason for reason in states if lost[reason]]
             num_refused = max(0, now.num_states_refused - before.num_states_refused)
             number = left["new_state"] + left["live_state"] + num_refused
             more = self._more("num_mamba_slots", number, "states", self._slot_bytes)

@@ -50,10 +50,6 @@ class Latency:
         self._recent.append(seconds)
 
     @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-    @property
     def classes(self) -> tuple[tuple[float, ...], list[int], float]:
         """`bounds`, `counts` and `sum`."""
         return self.bounds, self.counts, self.sum

@@ -28,7 +28,6 @@ NUM_REQUESTS = 100
 _DESCRIBE_EVERY_S = 30.0
 _COUNT_EVERY_S = 1.0
 _LOOK_EVERY_S = 0.25
-_JUDGE_EVERY_S = 2.0
 
 
 class Monitor:
@@ -42,7 +41,6 @@ class Monitor:
 
     Attributes:
         engine, model_name: what it watches, and under which name.
-        version: of mambaslots.
     """
 
     def __init__(
@@ -72,7 +70,6 @@ class Monitor:
         self.model_name = instance("model_name", model_name, str)
         if trace is not None and not callable(trace):
             raise ValueError(f"trace is {shown(trace)}; accepted: a callable of one str, or None")
-        self.version = VERSION
         self._trace = trace
         self._clock = clock
         self._lock = threading.Lock()
@@ -94,7 +91,7 @@ class Monitor:
         self._described_s = now
         self._use: dict[bytes, RootUse] = {}
         self._counted_s = now - _COUNT_EVERY_S
-        self._next_look_s = self._next_judgement_s = now
+        self._next_look_s = now
         engine.observe(self)
 
     def close(self) -> None:
@@ -201,15 +198,13 @@ class Monitor:
         record.last_token_s = now
 
     def _look(self, now: float) -> None:
-        """Record the engine's figures every 0.25 s, and judge them every 2 s."""
+        """Record and judge the engine's figures every 0.25 s."""
         if now < self._next_look_s:
             return
         self._next_look_s = now + _LOOK_EVERY_S
         stats = self._stats()
         self._series.note(now, stats, self._counts.num_generated)
-        if now >= self._next_judgement_s:
-            self._next_judgement_s = now + _JUDGE_EVERY_S
-            self._misses.look(stats, len(self.engine.context.prefix_cache.pins.slot_pins))
+        self._misses.look(stats, len(self.engine.context.prefix_cache.pins.slot_pins))
         if now - self._described_s >= _DESCRIBE_EVERY_S:
             self._described_s = now
             self._description = self.engine.describe().splitlines()
@@ -245,7 +240,7 @@ class Monitor:
                 "time_s": now + self._unix_offset_s,
                 "uptime_s": now - self._begun_s,
                 "model": self.model_name,
-                "version": self.version,
+                "version": VERSION,
                 "warnings": list(self._misses.warnings),
                 "engine": {
                     "description": list(self._description),

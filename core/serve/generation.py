@@ -90,63 +90,56 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return error
 
 
+@dataclass(eq=False)
 class GeneratedAnswer(Response):
-    """The answer to a request: generated while the response is sent."""
+    """The answer to a request: generated while the response is sent.
 
-    def __init__(
-        self,
-        engine: ServedEngine,
-        text: TextCodec | None,
-        job: Job,
-        tenant: str,
-        cache_salt: bytes | None,
-        form: Form,
-        deadline: float,
-        finished: Callable[[], None],
-    ) -> None:
-        """At `deadline` of the loop's clock the request has failed. `finished` is called once, at the end."""
+    At `deadline` of the loop's clock the request has failed. `finished` is called once, at the end.
+    """
+
+    engine: ServedEngine
+    text: TextCodec | None
+    job: Job
+    tenant: str
+    cache_salt: bytes | None
+    form: Form
+    deadline: float
+    finished: Callable[[], None]
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self._engine = engine
-        self._text = text
-        self._job = job
-        self._tenant = tenant
-        self._cache_salt = cache_salt
-        self._form = form
-        self._deadline = deadline
-        self._finished = finished
-        self._num_cached = 0
-        self._num_answer_tokens = 0
+        self._num_cached = self._num_answer_tokens = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if not await _until_gone(receive, self._answer(scope, receive, send)):
                 scope["state"][ENDED_BY] = "the client"
         finally:
-            self._finished()
+            self.finished()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answers: list[list[Piece]] = [[] for _ in self._job.choices]
+        answers: list[list[Piece]] = [[] for _ in self.job.choices]
 
         async def collect(index: int, piece: Piece) -> None:
             answers[index].append(piece)
 
-        await before(self._deadline, self._generate(collect))
-        answer = JSONAnswer(self._form.whole(answers, self._usage))
-        await before(self._deadline, answer(scope, receive, send))
+        await before(self.deadline, self._generate(collect))
+        answer = JSONAnswer(self.form.whole(answers, self._usage))
+        await before(self.deadline, answer(scope, receive, send))
 
     @property
     def _usage(self) -> dict[str, Any]:
         """Complete after `_generate`. Of several answers to a prompt, the first counts its cached tokens."""
-        return usage(self._job.num_prompt_tokens, self._num_cached, self._num_answer_tokens)
+        return usage(self.job.num_prompt_tokens, self._num_cached, self._num_answer_tokens)
 
     async def _generate(self, emit: Emit) -> None:
         """Give each piece of all answers to `emit`; RequestError where that fails."""
         streams: list[AsyncStream] = []
         try:
             async with asyncio.TaskGroup() as tasks:  # the engine has all requests before it has answers
-                opening = [tasks.create_task(self._open(each, streams)) for each in self._job.choices]
+                opening = [tasks.create_task(self._open(each, streams)) for each in self.job.choices]
             async with asyncio.TaskGroup() as tasks:
-                for choice, opened in zip(self._job.choices, opening, strict=True):
+                for choice, opened in zip(self.job.choices, opening, strict=True):
                     tasks.create_task(self._read(choice, opened.result(), emit))
         except BaseExceptionGroup as group:
             raise _first(group) from None
@@ -157,12 +150,12 @@ class GeneratedAnswer(Response):
     async def _open(self, choice: Choice, streams: list[AsyncStream]) -> AsyncStream:
         """Queue one prompt. Its stream is added to `streams`."""
         try:
-            stream = await self._engine.stream(
+            stream = await self.engine.stream(
                 choice.tokens,
                 choice.sampling,
-                cache_salt=self._cache_salt,
+                cache_salt=self.cache_salt,
                 checkpoint_plan=choice.plan,
-                tenant=self._tenant,
+                tenant=self.tenant,
             )
             streams.append(stream)
             return stream
@@ -172,9 +165,9 @@ class GeneratedAnswer(Response):
             raise refusal(_code_of(error)) from None
 
     async def _read(self, choice: Choice, stream: AsyncStream, emit: Emit) -> None:
-        request = self._job.request
+        request = self.job.request
         keeps_tokens = request.return_token_ids or request.num_top_log_probs is not None
-        text = AnswerText(self._text, request.stop, choice.tokens[-1], keeps_tokens)
+        text = AnswerText(self.text, request.stop, choice.tokens[-1], keeps_tokens)
         try:
             async for tokens in stream:
                 if text.stopped:
@@ -203,7 +196,7 @@ class StreamedAnswer(GeneratedAnswer):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await before(self._deadline, self._events(send))
+            await before(self.deadline, self._events(send))
         except Exception as error:
             if not self._started:
                 raise
@@ -221,15 +214,15 @@ class StreamedAnswer(GeneratedAnswer):
 
         async def emit(index: int, piece: Piece) -> None:
             async with lock:
-                opening = None if index in opened else self._form.opening(index)
+                opening = None if index in opened else self.form.opening(index)
                 opened.add(index)
                 if opening is not None:
                     await self._send(send, opening)
-                await self._send(send, self._form.chunk(index, piece))
+                await self._send(send, self.form.chunk(index, piece))
 
         await self._generate(emit)
-        if self._form.request.includes_usage:
-            await self._send(send, self._form.usage_chunk(self._usage))
+        if self.form.request.includes_usage:
+            await self._send(send, self.form.usage_chunk(self._usage))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _send(self, send: Send, event: dict[str, Any]) -> None:

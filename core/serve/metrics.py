@@ -16,6 +16,7 @@ from prometheus_client.core import (
 
 from ..inference.contexts.cache.pool_stats import AGE_BOUNDS_S
 from ..monitor.monitor import Monitor
+from ..version import VERSION
 
 Row = tuple[str, str, float | Mapping[Any, float], str]
 """Name without "mambaslots_", what it means, value or values, and the label that tells values apart."""
@@ -52,7 +53,7 @@ def monitor_metrics(monitor: Monitor) -> Iterator[Metric]:
     yield InfoMetricFamily(
         "mambaslots_build",
         "What is served, and by which version.",
-        {"version": monitor.version, "model": monitor.model_name},
+        {"version": VERSION, "model": monitor.model_name},
     )
     from_disk = tiers.num_states_fetched_from_disk
     fetched = {"host": tiers.num_states_fetched - from_disk, "disk": from_disk}
