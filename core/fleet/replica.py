@@ -22,7 +22,7 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..net.lockstep.following import follow
 from ..net.routing.state_publisher import StatePublisher
 from ..parallel_groups import ParallelGroups
-from ..serve.served_engine import EngineFacts, LocalEngine, print_line
+from ..serve.generation import EngineFacts, LocalEngine
 from . import FleetSettings
 from .answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
 from .figures import ReplicaReport, replica_report
@@ -144,7 +144,7 @@ class EngineReplica:
             engine,
             model_name=settings.model_name,
             max_waiting_requests=10 * settings.max_requests,  # Ray sends fewer
-            trace=print_line if settings.trace else None,
+            trace=settings.trace,
         )
         self._engine.start()
         self._feed = StateFeed(

@@ -195,9 +195,9 @@ class ChannelReader:
         self._instance, self._version = "", 0
 
     async def run(self) -> None:
-        """Read until the task is cancelled; raises nothing else."""
+        """Read until the task is cancelled, or Ray has ended; raises nothing else."""
         actor: Any = None  # held: Ray ends an actor without references
-        while True:
+        while ray.is_initialized():  # else Ray would be started anew
             try:
                 actor = actor or open_channel(self._name)
                 while True:

@@ -20,7 +20,7 @@ from ..loaded_model import LoadedModel, LoadedText
 from ..validation import instance
 from .answers import ChatForm, Form
 from .gate import Gate, JSONAnswer, Keys, RequestError, json_bytes
-from .served_engine import LocalEngine, ServedEngine, print_line
+from .generation import LocalEngine, ServedEngine
 from .service import Service
 from .settings import ServerSettings
 
@@ -55,7 +55,7 @@ def make_app(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: Serv
         engine,
         model_name=settings.model_name,
         max_waiting_requests=settings.max_waiting_requests,
-        trace=print_line if settings.trace else None,
+        trace=settings.trace,
     )
     app = make_app_over(served, loaded, settings)
     app.state.monitor = served.monitor

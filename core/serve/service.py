@@ -19,9 +19,8 @@ from ..text.codec import PromptTooLongError
 from ..validation import INT64_MAX
 from .answers import Form
 from .gate import RequestError, bad_field, engine_salt, refusal
-from .generation import Choice, GeneratedAnswer, Job, StreamedAnswer, before
+from .generation import Choice, EngineFacts, GeneratedAnswer, Job, ServedEngine, StreamedAnswer, before
 from .requests import MAX_CHOICES, AnswerRequest, ChatRequest, CompletionRequest, Context
-from .served_engine import EngineFacts, ServedEngine
 from .settings import ServerSettings
 
 logger = logging.getLogger(__package__)

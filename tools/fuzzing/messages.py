@@ -28,7 +28,7 @@ from mambaslots.net.prefill_decode.prefix_computer import PrefixComputer
 from mambaslots.net.transfer.hand_over import SendReport
 from mambaslots.net.transfer.import_ import ImportReport
 from mambaslots.request import SamplingParams
-from mambaslots.serve.served_engine import LocalEngine
+from mambaslots.serve.generation import LocalEngine
 
 _WAIT_S = 5.0
 
