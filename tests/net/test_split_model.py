@@ -297,12 +297,12 @@ def test_a_capture_that_fails_on_one_rank_ends_graphs_on_all(world: World, monke
     buffer = engine.context._buffer
     buffer._hosts[1] = buffer._hosts[0]  # fixed addresses, as on a GPU
     buckets = graph_runner.GraphBuckets.of(engine.context)
-    engine.state.runner = graph_runner.GraphRunner(engine.context.spec, buckets, 100)
+    engine.state.graphs = graph_runner.GraphRunner(engine.context.spec, buckets, 100)
     prompts = [random_tokens(length, seed=length) for length in (20, 37, 5)]
     why = "out of memory" if world.rank == 1 else "another rank could not"
     with pytest.warns(UserWarning, match=f"cannot be captured.*{why}"):
         serve_checked(engine, prompts)
-    assert not engine.state.runner.shapes
+    assert not engine.state.graphs.shapes
 
 
 @pytest.mark.ranks(2)

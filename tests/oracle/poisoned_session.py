@@ -28,8 +28,9 @@ import torch
 from mambaslots.inference.contexts.step_builder import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
 from mambaslots.inference.engines.dynamic_engine import DynamicInferenceEngine
+from mambaslots.inference.engines.engine_state import EngineState
 from mambaslots.inference.engines.memory_poison import MemoryPoison
-from mambaslots.inference.engines.runner import GraphRunner, ModelRunner
+from mambaslots.inference.engines.runner import GraphRunner
 from mambaslots.net.transfer.pieces import Staging
 from torch import Tensor
 from torch.utils._device import _device_constructors
@@ -170,14 +171,14 @@ def _knowing_its_model(init: Callable[..., None]) -> Callable[..., None]:
     def knowing(self: DynamicInferenceEngine, *args: Any, **settings: Any) -> None:
         init(self, *args, **settings)
         is_ours = type(self.model).__module__ in OUR_MODELS
-        self.state.runner.pads = is_ours  # type: ignore[attr-defined]
+        self.state.pads = is_ours  # type: ignore[attr-defined]
 
     return knowing
 
 
 def _padding_more(padded: Callable[..., StepShape]) -> Callable[..., StepShape]:
-    def more(self: ModelRunner, shape: StepShape) -> StepShape:
-        if self._ladder or not getattr(self, "pads", False):
+    def more(self: EngineState, shape: StepShape) -> StepShape:
+        if self._context.config.batch_invariant or not getattr(self, "pads", False):
             return padded(self, shape)
         return _grown(shape)
 
@@ -185,7 +186,7 @@ def _padding_more(padded: Callable[..., StepShape]) -> Callable[..., StepShape]:
 
 
 def _on_poisoned_padding(run: Callable[..., Any]) -> Callable[..., Any]:
-    def with_poison(self: ModelRunner, model: Any, *args: Any) -> Any:
+    def with_poison(self: EngineState | GraphRunner, model: Any, *args: Any) -> Any:
         return run(self, PoisonedPadding(model), *args)
 
     return with_poison
@@ -241,8 +242,8 @@ WRAPS: dict[Part, list[tuple[Any, str, Callable[[Any], Any]]]] = {
     "padding": [
         (StepBuffer, "__init__", _with_room),
         (DynamicInferenceEngine, "__init__", _knowing_its_model),
-        (ModelRunner, "padded", _padding_more),
-        (ModelRunner, "run", _on_poisoned_padding),
+        (EngineState, "padded_without_graph", _padding_more),
+        (EngineState, "run", _on_poisoned_padding),
         (GraphRunner, "after_step", _on_poisoned_padding),
     ],
 }

@@ -37,5 +37,5 @@ def graphed_engine(max_graphs: int = 100, **settings: object) -> ms.DynamicInfer
     engine = small_engine(**settings)
     buffer = engine.context._buffer
     buffer._hosts[1] = buffer._hosts[0]
-    engine.state.runner = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), max_graphs)
+    engine.state.graphs = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), max_graphs)
     return engine

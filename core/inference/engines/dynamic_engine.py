@@ -550,7 +550,7 @@ class DynamicInferenceEngine:
     def describe(self) -> str:
         """What serves the model, a line each: device, kernels and why no better ones, graphs, steps ahead."""
         invariance = self.state.invariance
-        lines = describe_steps(self.context, self.state.runner)
+        lines = describe_steps(self.context, self.state.graphs)
         return "\n".join((*lines, *(invariance.describe() if invariance is not None else ())))
 
     def check_integrity(self) -> None:

@@ -25,10 +25,11 @@ from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, RequestStep
+from ..contexts.step_inputs import StepInputs, StepShape, padded_to_ladder
 from .drafter import Drafter
 from .engine_observer import EngineObserver, NewTokens, StepReport
 from .memory_poison import MemoryPoison
-from .runner import Model, new_runner
+from .runner import GraphRunner, Model
 from .sampling import SampledStep, sample_step
 from .scheduler import Scheduler
 
@@ -97,7 +98,7 @@ class EngineState:
         broken_by: the error after which the ranks of a split model may differ; None without one.
         weights_version: the name of the model's weights.
         invariance: of an engine whose bits depend on the request alone.
-        runner: runs the model's steps.
+        graphs: CUDA graphs of steps; None where there are none.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class EngineState:
         self.broken_by: BaseException | None = None
         self.weights_version: object = None
         self.invariance = invariance
-        self.runner = new_runner(context)
+        self.graphs = GraphRunner.of(context)
         self._context = context
         self._drafter = drafter
         self._poison = MemoryPoison(context) if context.config.free_memory == "nan" else None
@@ -270,14 +271,14 @@ class EngineState:
     def set_weights_version(self, version: object) -> None:
         with self._forgetting():
             self._forget_prefixes()
-            self.runner.drop_graphs()
+            self._drop_graphs()
             self.weights_version = version
 
     def suspend(self) -> None:
         with self._forgetting():
             self.scheduler.restart(self.scheduler.running)
             self.unread = None  # its requests are queued again, and compute its tokens again
-            self.runner.drop_graphs()
+            self._drop_graphs()
             self._context.suspend()
 
     def resume(self) -> None:
@@ -301,6 +302,10 @@ class EngineState:
     def _forget_prefixes(self) -> None:
         if self._context.memory.allocated:  # a suspended engine caches nothing
             self._context.reset_prefix_cache()
+
+    def _drop_graphs(self) -> None:
+        if self.graphs is not None:
+            self.graphs.drop_graphs()
 
     def _end(self, request: DynamicInferenceRequest, reason: FinishReason) -> RequestResult:
         """End a request inside `changing` or `_in_step`."""
@@ -350,7 +355,7 @@ class EngineState:
             if not scheduled:
                 return (), {}, ()
             step = self._launch(forward, scheduled, None)
-        ahead = self._looks_ahead and not self.runner.captures_next
+        ahead = self._looks_ahead and not (self.graphs and self.graphs.captures_next)
         following = self.scheduler.following(step.steps) if ahead else []
         if following:
             tokens_there = step.tokens_of([one.request for one in following])
@@ -358,7 +363,8 @@ class EngineState:
         tokens = step.wait()
         if self._poison is not None:
             self._poison.check(step.invalid)
-        self.runner.after_step(forward)
+        if self.graphs is not None:
+            self.graphs.after_step(forward)
         return step.steps, tokens, step.invalid
 
     def _launch(
@@ -367,12 +373,32 @@ class EngineState:
         """Launch a step. `sampled_tokens`: its tokens, where it follows a step whose tokens are not read."""
         if self.invariance is not None:
             self.invariance.check_switches()
-        step = self._context.begin_step(scheduled, self.runner.padded, sampled_tokens)  # reserve, publish
-        logits = self.runner.run(forward, step.inputs)
+        step = self._context.begin_step(scheduled, self.padded, sampled_tokens)  # reserve, publish
+        logits = self.run(forward, step.inputs)
         sampled = sample_step(step.requests, logits)  # launched; nothing waits yet
         # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
         self._context.end_step(sampled.num_accepted, sampled.is_valid)
         return sampled
+
+    def padded(self, shape: StepShape) -> StepShape:
+        """The shape to pad a step of `shape` to."""
+        captured = self.graphs.padded(shape) if self.graphs is not None else None
+        return captured or self.padded_without_graph(shape)
+
+    def padded_without_graph(self, shape: StepShape) -> StepShape:
+        return padded_to_ladder(shape) if self._context.config.batch_invariant else shape
+
+    def run(self, model: Model, inputs: StepInputs) -> Tensor:
+        """The model's logits of a step. Does not synchronise."""
+        logits = model(inputs) if self.graphs is None else self.graphs.run(model, inputs)
+        expected = (len(inputs.logit_tokens), self._context.spec.vocab_size)
+        shape = getattr(logits, "shape", None)
+        if shape != expected:
+            raise ValueError(
+                f"the model returned a {type(logits).__name__} of shape {shape}; accepted: logits of shape "
+                f"{expected}, one row for each of inputs.logit_tokens"
+            )
+        return logits[: inputs.num_logits]
 
     def _end_step(
         self, steps: Sequence[RequestStep], tokens: NewTokens, invalid: Sequence[int]
@@ -433,7 +459,7 @@ class EngineState:
 
     def _rebuild(self) -> None:
         """Forget every cached prefix and pin, and queue all requests again."""
-        self.runner.drop_graphs()
+        self._drop_graphs()
         self.unread = None
         self._context.reset(keep_counts=True)
         self.scheduler.rebuild(self.requests.values())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...state_spec import HybridStateSpec
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.step_inputs import FEWEST_ROWS, StepInputs, StepShape, padded_to_ladder, power_of_two, rung
+from ..contexts.step_inputs import FEWEST_ROWS, StepInputs, StepShape, power_of_two, rung
 from ..kernels.kernel_set import kernel_set
 
 
@@ -34,53 +34,6 @@ class Model(Protocol):
             Logits of `inputs.logit_tokens`: [len(inputs.logit_tokens), vocab_size], floating point, on the
             device of `state_spec()`.
         """
-
-
-class ModelRunner:
-    """Runs every step eagerly; `GraphRunner` runs steps as CUDA graphs."""
-
-    def __init__(self, spec: HybridStateSpec, ladder: bool = False) -> None:
-        self._spec = spec
-        self._ladder = ladder
-
-    @property
-    def shapes(self) -> tuple[StepShape, ...]:
-        """The shapes that have a graph: none."""
-        return ()
-
-    @property
-    def captures_next(self) -> bool:
-        """Whether `after_step` will capture what has run last, before another step may run."""
-        return False
-
-    def describe(self) -> str:
-        """How many graphs are captured, or why none is."""
-        return "none; on a GPU, num_cuda_graphs captures them, except in float64"
-
-    def padded(self, shape: StepShape) -> StepShape:
-        """The shape to pad a step of `shape` to."""
-        return padded_to_ladder(shape) if self._ladder else shape
-
-    def run(self, model: Model, inputs: StepInputs) -> Tensor:
-        """Run the model on a step's inputs. Does not synchronise."""
-        logits = self._forward(model, inputs)
-        expected = (len(inputs.logit_tokens), self._spec.vocab_size)
-        shape = getattr(logits, "shape", None)
-        if shape != expected:
-            raise ValueError(
-                f"the model returned a {type(logits).__name__} of shape {shape}; accepted: logits of shape "
-                f"{expected}, one row for each of inputs.logit_tokens"
-            )
-        return logits[: inputs.num_logits]
-
-    def _forward(self, model: Model, inputs: StepInputs) -> Tensor:
-        return model(inputs)
-
-    def after_step(self, model: Model) -> None:
-        """Called once the step's tokens have been read, when nothing waits for the model."""
-
-    def drop_graphs(self) -> None:
-        """Forget all graphs; called where the weights or the pools have changed."""
 
 
 SMALLEST_PREFILL_TOKENS = 16
@@ -206,7 +159,7 @@ class CapturedForward:
         return self._logits
 
 
-class GraphRunner(ModelRunner):
+class GraphRunner:
     """Runs a model's steps, as a graph where the step's shape has one.
 
     The first step of a shape runs eagerly, on padded inputs, and so compiles and tunes all kernels at exactly
@@ -218,13 +171,22 @@ class GraphRunner(ModelRunner):
 
     def __init__(self, spec: HybridStateSpec, buckets: GraphBuckets, max_graphs: int) -> None:
         """`max_graphs`: maximum number of decode graphs, and of graphs with prefills."""
-        super().__init__(spec, buckets.ladder)
+        self._spec = spec
         self._buckets = buckets
         self._max_graphs = max_graphs
         self._graphs: dict[StepShape, CapturedForward] = {}
         self._first: StepInputs | None = None
         self._failure = ""
         self._addresses: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, context: DynamicInferenceContext) -> "GraphRunner | None":
+        """What the configuration asks for; None where the device or the dtypes do not allow it."""
+        spec, config = context.spec, context.config
+        dtypes = {spec.kv_dtype, *(tensor.dtype for tensor in spec.states)}
+        if config.num_cuda_graphs is None or spec.device.type != "cuda" or torch.float64 in dtypes:
+            return None
+        return cls(spec, GraphBuckets.of(context, config.batch_invariant), config.num_cuda_graphs)
 
     @property
     def shapes(self) -> tuple[StepShape, ...]:
@@ -233,6 +195,7 @@ class GraphRunner(ModelRunner):
 
     @property
     def captures_next(self) -> bool:
+        """Whether `after_step` will capture what has run last, before another step may run."""
         return self._first is not None
 
     def describe(self) -> str:
@@ -241,18 +204,17 @@ class GraphRunner(ModelRunner):
             return f"none; the model cannot be captured: {self._failure}"
         return f"{len(self._graphs)} captured; at most {self._max_graphs} of decodes, and of prefills"
 
-    def padded(self, shape: StepShape) -> StepShape:
-        """The shape to pad a step of `shape` to. A step without a graph is padded as one of `ModelRunner`."""
+    def padded(self, shape: StepShape) -> StepShape | None:
+        """The shape to pad a step of `shape` to; None for a step that gets no graph."""
         fitting = self._buckets.smallest(shape)
-        if fitting is None or (fitting not in self._graphs and not self._has_room(fitting)):
-            return super().padded(shape)
-        return fitting
+        return fitting if fitting in self._graphs or (fitting and self._has_room(fitting)) else None
 
     def _has_room(self, shape: StepShape) -> bool:
         alike = sum((known.prefills == 0) == (shape.prefills == 0) for known in self._graphs)
         return alike < self._max_graphs
 
-    def _forward(self, model: Model, inputs: StepInputs) -> Tensor:
+    def run(self, model: Model, inputs: StepInputs) -> Tensor:
+        """The model's logits. Does not synchronise."""
         pool = inputs.state_pool
         replayed = inputs.replay.pool.values() if inputs.replay is not None else ()
         addresses = tuple(memory.data_ptr() for memory in (pool.memory, inputs.kv_cache, *replayed))
@@ -294,17 +256,7 @@ class GraphRunner(ModelRunner):
         self._first = None
 
 
-def new_runner(context: DynamicInferenceContext) -> ModelRunner:
-    """The runner that the configuration asks for, as far as the device and the dtypes allow it."""
-    spec, config = context.spec, context.config
-    dtypes = {spec.kv_dtype, *(tensor.dtype for tensor in spec.states)}
-    synchronises = spec.device.type != "cuda" or torch.float64 in dtypes
-    if config.num_cuda_graphs is None or synchronises:
-        return ModelRunner(spec, config.batch_invariant)
-    return GraphRunner(spec, GraphBuckets.of(context, config.batch_invariant), config.num_cuda_graphs)
-
-
-def describe_steps(context: DynamicInferenceContext, runner: ModelRunner) -> tuple[str, ...]:
+def describe_steps(context: DynamicInferenceContext, graphs: GraphRunner | None) -> tuple[str, ...]:
     """A line each: device, kernels, graphs, when decode steps are launched, how decodes compute, the tier."""
     config, spec, tier = context.config, context.spec, context.prefix_cache.tier
     device = torch.cuda.get_device_name(spec.device) if spec.device.type == "cuda" else "no GPU"
@@ -318,6 +270,9 @@ def describe_steps(context: DynamicInferenceContext, runner: ModelRunner) -> tup
         decodes = "the model has no states"
     elif config.replays:
         decodes = f"replay the inputs since the last multiple of {chunk} tokens, where a state is written"
+    captured = "none; on a GPU, num_cuda_graphs captures them, except in float64"
+    if graphs is not None:
+        captured = graphs.describe()
     evicted = "are dropped; host_cache_gb keeps them in host memory"
     if tier is not None:
         files, back = "", f"{tier.min_tokens} tokens"
@@ -328,7 +283,7 @@ def describe_steps(context: DynamicInferenceContext, runner: ModelRunner) -> tup
     return (
         f"device: {spec.device} ({device}), KV in {str(spec.kv_dtype).removeprefix('torch.')}",
         *kernels.describe(spec),
-        f"CUDA graphs: {runner.describe()}",
+        f"CUDA graphs: {captured}",
         f"decode steps: {steps}",
         f"decodes: {decodes}",
         f"evicted states: {evicted}",

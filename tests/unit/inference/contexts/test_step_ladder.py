@@ -12,8 +12,8 @@ from mambaslots.inference.contexts.step_inputs import (
     rung,
     rungs,
 )
-from mambaslots.inference.engines.runner import GraphBuckets, GraphRunner, ModelRunner
-from oracle.serving import small_model
+from mambaslots.inference.engines.runner import GraphBuckets, GraphRunner
+from oracle.serving import small_engine, small_model
 
 
 def is_rung(rows: int) -> bool:
@@ -137,9 +137,11 @@ class TestSteps:
         spec = small_model().state_spec()
         buckets = GraphBuckets(8, 4, max_prefill_tokens=0, chunk_size=4, block_size=8, ladder=ladder)
         prefill, decode = StepShape(1, 1, 7, 7, 3, 8, 3, 1, 1), StepShape(3, 0, 0, 0, 3, 3, 0, 0, 3)
-        eager, graphed = ModelRunner(spec, ladder=ladder), GraphRunner(spec, buckets, 10)
-        for runner in (eager, graphed):
+        eager, graphed = small_engine(decode_by_replay=True).state, small_engine(decode_by_replay=True).state
+        graphed.graphs = GraphRunner(spec, buckets, 10)
+        for state in (eager, graphed):
+            object.__setattr__(state._context.config, "batch_invariant", ladder)
             padded = prefill._replace(prefill_tokens=31, logits=32) if ladder else prefill
-            assert runner.padded(prefill) == padded
+            assert state.padded(prefill) == padded
         assert eager.padded(decode).tokens == (32 if ladder else 3)
         assert graphed.padded(decode).tokens == (32 if ladder else 4)

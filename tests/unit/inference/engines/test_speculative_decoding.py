@@ -525,10 +525,10 @@ class TestGraphs:
         monkeypatch.setattr(graph_runner, "CapturedForward", Recorded)
         engine = speculating(MixedDrafter, most=3)
         engine.context._buffer._hosts[1] = engine.context._buffer._hosts[0]
-        engine.state.runner = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), 100)
+        engine.state.graphs = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), 100)
         prompts = [random_tokens(n, seed=n) for n in (37, 5, 64, 20)]
         for _ in range(3):
             serve_checked(engine, prompts, length=20)
-        widths = {(shape.decode_tokens, shape.prefills == 0) for shape in engine.state.runner.shapes}
+        widths = {(shape.decode_tokens, shape.prefills == 0) for shape in engine.state.graphs.shapes}
         assert widths >= {(4, True), (4, False), (1, False)}
-        assert {shape.decode_tokens for shape in engine.state.runner.shapes} <= {1, 4}
+        assert {shape.decode_tokens for shape in engine.state.graphs.shapes} <= {1, 4}
