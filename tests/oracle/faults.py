@@ -44,7 +44,7 @@ POINTS: dict[str, tuple[Owner, str]] = {
     "commit": (lambda e: e.context.prefix_cache.slots, "commit"),
     "advance": (lambda e: e.context._states, "advance"),
     "end": (lambda e: e.context, "end_step"),
-    "sample": (lambda e: sampling, "_choose"),
+    "sample": (lambda e: sampling, "sample"),
     "log_softmax": (lambda e: sampling, "log_softmax"),
     "sampled": (lambda e: engine_state, "sample_step"),
     "waited": (lambda e: sampling.SampledStep, "wait"),

@@ -107,8 +107,6 @@ class AsyncEngine:
     async def close(self, timeout_s: float | None = None) -> bool:
         """Cancel all requests and end the thread, which ends after the step under way.
 
-        Where the event loop of the AsyncEngine is closed, `close` may be called in another loop.
-
         Args:
             timeout_s: wait so long for the step at most; None waits for it, even if it never ends.
 
@@ -116,7 +114,7 @@ class AsyncEngine:
             Whether the thread has ended. A thread that has not holds the engine, and ends after its step.
 
         Raises:
-            RuntimeError: this is another event loop; nothing is closed.
+            RuntimeError: this is another event loop than that of the AsyncEngine, which is not closed.
         """
         if timeout_s is not None:
             timeout_s = real("timeout_s", timeout_s, 0.0, LONGEST_TIMEOUT_S)
@@ -141,8 +139,7 @@ class AsyncEngine:
         """Take no more requests, and wait for those that wait or run. `call` still works.
 
         Args:
-            timeout_s: after so many seconds the requests are cancelled; None waits for all. Cancelled
-                requests end after the step under way, for which `drain` waits 10 s more at most.
+            timeout_s: after so many seconds the requests are cancelled, and end after the step under way.
 
         Returns:
             Whether all requests came to their own end.
@@ -172,7 +169,7 @@ class AsyncEngine:
     ) -> None:
         await self.close()
 
-    # ---- what may be read from any thread, without waiting
+    # ---- what any thread may read
 
     @property
     def num_waiting(self) -> int:
@@ -247,8 +244,7 @@ class AsyncEngine:
     ) -> RequestResult:
         """Serve a prompt to its end; the arguments and errors are those of `stream`.
 
-        The request is cancelled where the task is. A request that `drain` or `close` cancels returns what it
-        has.
+        The request is cancelled where the task is.
         """
         stream = await self.stream(
             prompt, sampling_params, cache_salt=cache_salt, checkpoint_plan=checkpoint_plan
@@ -262,9 +258,8 @@ class AsyncEngine:
     async def call(self, function: Callable[[DynamicInferenceEngine], T]) -> T:
         """Call `function(engine)` in the engine's thread, between two steps: statistics, pins, weights.
 
-        The function holds up all requests while it runs. What it raises is raised here. Requests that it adds
-        are served with the others; `take_result` in a later call claims their results, as
-        `call(lambda engine: engine.take_result(request_id))`. A request that an error ends has no result.
+        What the function raises is raised here. Requests that it adds are served with the others; a later
+        `call(lambda engine: engine.take_result(request_id))` claims a result.
 
         Raises:
             EngineDeadError: the engine's thread has given up.

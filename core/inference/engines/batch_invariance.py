@@ -221,7 +221,8 @@ def _recorded(steps: DummySteps, request: DynamicInferenceRequest, num_rows: int
             return shape._replace(prefill_tokens=num_rows, logits=num_rows)
         return shape._replace(decodes=num_rows, logits=num_rows)
 
-    with ProductRecorder() as recorder:
+    recorder = ProductRecorder()
+    with recorder:
         steps.run([(request, steps.longest)], padded)
     return recorder.products
 
@@ -253,7 +254,12 @@ def _matmul_switch(name: str, needed: object, *parts: str) -> Switch:
 _BLAS = torch.backends.cuda.preferred_blas_library
 _REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 SWITCHES = (
-    Switch("torch.backends.cuda.preferred_blas_library", lambda: _BLAS().name.lower(), _BLAS, "cublaslt"),
+    Switch(
+        "torch.backends.cuda.preferred_blas_library",
+        lambda: str(_BLAS()).rpartition(".")[2].lower(),
+        _BLAS,
+        "cublaslt",
+    ),
     *(_matmul_switch(name, (False, False), name, f"{name}_split_k") for name in _REDUCTIONS),
     _matmul_switch("allow_fp16_accumulation", False),
 )

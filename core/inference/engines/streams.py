@@ -13,16 +13,15 @@ class TokenStream[Item](Iterator[Item], AsyncIterator[Item]):
     """The tokens of one request: of an engine in this thread, of an `AsyncEngine`, or of replicas.
 
     `DynamicInferenceEngine.stream` makes streams of single tokens. Asking for a token advances the engine
-    until the token is there; `async for` does so, too, and lets other tasks run between steps.
+    until the token is there.
 
         with engine.stream(prompt) as stream:
             for token in stream: ...                # a GeneratedToken: token, log_prob, top_log_probs
 
     `AsyncEngine.stream` makes streams for `async for` alone, whose items are tuples of all tokens since the
-    last item: one token for a quick reader, more for a slow one or where drafts were accepted. The answer's
-    length bounds the memory of unread tokens. Iterating raises the error that ended the request:
-    KVBlockCapacityError where pinned prefixes leave it too little memory, the model's error where the
-    engine's steps fail again and again, EngineDeadError where the engine's thread has given up.
+    last item: one token for a quick reader, more for a slow one or where drafts were accepted. Iterating
+    raises the error that ended the request: KVBlockCapacityError where pinned prefixes leave it too little
+    memory, the model's error where steps fail again and again, EngineDeadError where the thread gave up.
 
     Leaving `with`, and dropping the last reference to a stream (not of a split model without a
     `LeadingEngine`), in any thread, cancel a request that has not ended, at the engine's next call.
@@ -66,15 +65,11 @@ class TokenStream[Item](Iterator[Item], AsyncIterator[Item]):
         return self._source.take()
 
     def cancel(self) -> None:
-        """Cancel the request, unless it has ended; that of an `AsyncEngine` ends within a step.
-
-        Iterating then goes on to the tokens that are there, and ends; `result` has the finish reason
-        "cancelled".
-        """
+        """Cancel the request, unless it has ended. Iterating goes on to the tokens that are there."""
         self._source.end_early("cancelled")
 
     def finish(self) -> None:
-        """As `cancel`, for an answer that is complete: `result` has the finish reason "stop"."""
+        """As `cancel`, for an answer that is complete: the finish reason is "stop", not "cancelled"."""
         self._source.end_early("stop")
 
     def close(self) -> None:
@@ -86,33 +81,17 @@ class TokenStream[Item](Iterator[Item], AsyncIterator[Item]):
             self._source.drop()
 
     def __next__(self) -> Item:
-        source = self._source
-        if not isinstance(source, RequestSource):
+        if not isinstance(self._source, RequestSource):
             raise RuntimeError("the tokens of this stream come in an event loop; read them with `async for`")
-        source.cancel_abandoned()
-        while (token := source.next_item()) is None:
-            if source.ended:
-                raise StopIteration
-            source.advance()
-        return token  # type: ignore[return-value]
+        return self._source.next_token()  # type: ignore[return-value]
 
     def __aiter__(self) -> "TokenStream[Item]":
         return self
 
     async def __anext__(self) -> Item:
-        source = self._source
-        await source.begin()
-        while True:
-            ended = source.ended  # read before the tokens, which are written before it
-            item = source.next_item()
-            if item:
-                return item  # type: ignore[return-value]
-            if ended:
-                break
-            await source.wait()
-        if source.error is not None:
-            raise source.error.with_traceback(None)  # one error may end many streams: no traceback grows
-        raise StopAsyncIteration
+        if not isinstance(self._source, Answer):
+            raise RuntimeError("the tokens of this stream are those of an engine in this thread; use `for`")
+        return await self._source.next_tokens()  # type: ignore[return-value]
 
     def __enter__(self) -> "TokenStream[Item]":
         return self
@@ -137,8 +116,6 @@ type AsyncStream = TokenStream[tuple[GeneratedToken, ...]]
 class RequestSource:
     """A request whose tokens are read in the thread that calls its engine."""
 
-    error: BaseException | None = None
-
     def __init__(
         self,
         request: DynamicInferenceRequest,
@@ -150,7 +127,7 @@ class RequestSource:
         """`cancel_abandoned` ends the requests in `abandoned`, where any thread may append."""
         self.request = request
         self.request_id = request.request_id
-        self.cancel_abandoned = cancel_abandoned
+        self._cancel_abandoned = cancel_abandoned
         self._step = step
         self._abandoned = abandoned
         self._cancels_when_dropped = cancels_when_dropped
@@ -169,39 +146,30 @@ class RequestSource:
         has_token = self.request.num_generated > len(self.request.given_tokens)
         return self.request.prompt_figures if has_token else None
 
-    @property
-    def ended(self) -> bool:
-        return self._closed or self.request.result is not None
-
     def take(self) -> tuple[GeneratedToken, ...]:
         new = () if self._closed else tuple(self.request.generated_from(self._num_read))
         self._num_read += len(new)
         return new
 
-    def next_item(self) -> GeneratedToken | None:
+    def next_token(self) -> GeneratedToken:
+        """The next token, after as many steps as it takes; StopIteration at the end."""
         request = self.request
-        if self._closed or request.num_generated - len(request.given_tokens) <= self._num_read:
-            return None
-        self._num_read += 1
-        return request.generated_from(self._num_read - 1)[0]
-
-    def advance(self) -> None:
-        try:
-            self._step()
-        except (StopIteration, StopAsyncIteration) as error:  # which would look like the end of the stream
-            raise RuntimeError(f"the step raised {error!r}") from error
-
-    async def begin(self) -> None:
-        await asyncio.sleep(0)
-        self.cancel_abandoned()
-
-    async def wait(self) -> None:
-        self.advance()
-        await asyncio.sleep(0)
+        self._cancel_abandoned()
+        while not self._closed:
+            if request.num_generated - len(request.given_tokens) > self._num_read:
+                self._num_read += 1
+                return request.generated_from(self._num_read - 1)[0]
+            if request.result is not None:
+                break
+            try:
+                self._step()
+            except (StopIteration, StopAsyncIteration) as error:  # would look like the end of the stream
+                raise RuntimeError(f"the step raised {error!r}") from error
+        raise StopIteration
 
     def end_early(self, reason: EarlyEnd) -> None:
         self._abandoned.append((self.request_id, reason))
-        self.cancel_abandoned()
+        self._cancel_abandoned()
 
     def close(self) -> None:
         self._closed = True
@@ -275,20 +243,26 @@ class Answer:
         self._num_read += len(new)
         return new
 
-    next_item = take
-
-    async def begin(self) -> None:
+    async def next_tokens(self) -> tuple[GeneratedToken, ...]:
+        """All new tokens, at least one; StopAsyncIteration at the end, or the error that ended the answer."""
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("a stream is read in another event loop than that of its AsyncEngine")
-
-    async def wait(self) -> None:
-        if self._reader is not None:
-            raise RuntimeError("two tasks read one stream; accepted: one reader at a time")
-        self._reader = self._loop.create_future()
-        try:
-            await self._reader
-        finally:
-            self._reader = None
+        while True:
+            ended = self.ended  # read before the tokens, which are written before it
+            if tokens := self.take():
+                return tokens
+            if ended:
+                break
+            if self._reader is not None:
+                raise RuntimeError("two tasks read one stream; accepted: one reader at a time")
+            self._reader = self._loop.create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        if self.error is not None:
+            raise self.error.with_traceback(None)  # one error may end many streams: no traceback grows
+        raise StopAsyncIteration
 
     def end_early(self, reason: EarlyEnd) -> None:
         if not self.ended and not self._is_ending:

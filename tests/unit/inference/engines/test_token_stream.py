@@ -1,4 +1,4 @@
-"""Streams: `for`, `async for` and `with`, and what becomes of the request when a stream ends early."""
+"""Streams: `for` and `with`, and what becomes of the request when a stream ends early."""
 
 import asyncio
 import gc
@@ -125,68 +125,6 @@ def test_with_leaves_the_result_of_a_stream_that_ended() -> None:
     assert stream.finish_reason == "length"
 
 
-# ---- async for
-
-
-def test_two_concurrent_async_streams_advance_each_other() -> None:
-    engine = small_engine()
-    num_steps, order = 0, []
-    make_step = engine._advance
-
-    def counted_step() -> None:
-        nonlocal num_steps
-        num_steps += 1
-        make_step()
-
-    async def collect(prompt: list[int]) -> list[int]:
-        tokens = []
-        async for token in engine.stream(prompt, PARAMS):
-            tokens.append(token.token)
-            order.append(prompt[0])
-        return tokens
-
-    async def serve() -> list[list[int]]:
-        return await asyncio.gather(*map(collect, PROMPTS))
-
-    engine._advance = counted_step  # type: ignore[method-assign, assignment]
-    assert asyncio.run(serve()) == [result.tokens for result in expected()]
-    assert num_steps <= LENGTH + 1, "one stream was served after the other"
-    assert len(set(order[:LENGTH])) == 2, "the streams did not take turns"
-    engine._advance = make_step  # type: ignore[method-assign]
-    assert_nothing_runs(engine)
-
-
-def test_other_tasks_run_between_the_tokens_of_an_async_stream() -> None:
-    engine, turns = small_engine(), []
-
-    async def tick() -> None:
-        while len(turns) < 100:
-            turns.append(engine.stats().cache.num_states_committed)
-            await asyncio.sleep(0)
-
-    async def collect() -> int:
-        ticking = asyncio.create_task(tick())
-        async for _ in engine.stream(PROMPTS[0], PARAMS):
-            pass
-        ticking.cancel()
-        return len(turns)
-
-    assert LENGTH <= asyncio.run(collect()) < 100
-
-
-def test_an_async_stream_left_early_cancels_its_request() -> None:
-    engine = small_engine()
-
-    async def first_token() -> ms.TokenStream[GeneratedToken]:
-        with engine.stream(PROMPTS[0], PARAMS) as stream:
-            async for _ in stream:
-                break
-        return stream
-
-    assert asyncio.run(first_token()).finish_reason == "cancelled"
-    assert_nothing_runs(engine)
-
-
 # ---- models that raise
 
 
@@ -261,14 +199,6 @@ def test_a_stream_ends_when_its_engine_is_reset() -> None:
     assert stream.result is not None
     assert len(stream.result.tokens) == 1
     assert (stream.finish_reason, other.finish_reason) == ("reset", "reset")
-
-    async def token_of(waiting: ms.TokenStream[GeneratedToken]) -> None:
-        with pytest.raises(StopAsyncIteration):
-            await anext(waiting)
-
-    stream = engine.stream(PROMPTS[0], PARAMS)
-    engine.reset()
-    asyncio.run(token_of(stream))
     assert_nothing_runs(engine)
 
 
@@ -289,14 +219,13 @@ def test_a_stream_let_go_of_during_a_step_leaves_no_result() -> None:
     assert_nothing_runs(engine)
 
 
-def test_async_with_closes_a_stream() -> None:
+def test_async_for_is_for_an_async_engine() -> None:
     engine = small_engine()
 
-    async def first_token() -> int:
+    async def first_token() -> None:
         async with engine.stream(PROMPTS[0], PARAMS) as stream:
-            async for token in stream:
-                return token.token
-        raise AssertionError("no token came")
+            with pytest.raises(RuntimeError, match="engine in this thread; use `for`"):
+                await anext(stream)
 
-    assert asyncio.run(first_token()) == expected(PROMPTS[:1])[0].tokens[0]
+    asyncio.run(first_token())
     assert_nothing_runs(engine)
