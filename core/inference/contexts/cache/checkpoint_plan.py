@@ -119,13 +119,9 @@ class CheckpointPlan:
         for position, kind in sorted(planned, key=lambda place: KINDS_BY_WORTH.index(place[1])):
             position -= position % block_size_tokens
             if start < position <= stop:
-                keeps = kind == "decode" and self._keeps(position)
+                keeps = kind == "decode" and isinstance(self.decode, int) and position % self.decode == 0
                 first.setdefault(position, Boundary(position, kind, keeps))
         return tuple(first.values())
-
-    def _keeps(self, position: int) -> bool:
-        """Whether the decode state at `position` stays when the request stores its next one."""
-        return isinstance(self.decode, int) and position % self.decode == 0
 
     def _planned(
         self, start: int, stop: int, prompt: int, block: int, seen: int

@@ -77,8 +77,9 @@ class KVBlockAllocator:
         self._clear_references()
 
     def _clear_references(self) -> None:
-        self.tree.clear_references()
+        self.tree.set_references(range(self.total_count), 0)
         self.tree.set_references(self._lent_blocks, 1)
+        self.tree.leaves.timestamps[:] = [0] * self.total_count
         self._clock = 0
         self._num_cached = 0
         self._restart_free()

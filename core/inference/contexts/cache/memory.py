@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple, Self
 
@@ -133,9 +133,7 @@ class MemoryDivision:
 
     def least_bytes(self, sizes: UnitSizes) -> int:
         """Bytes that a rank needs at least: without units but those that always hold KV."""
-        return self.num_fixed_slots * self.shape.slot_stride(
-            sizes
-        ) + self.num_kv_units * self.shape.unit_bytes(sizes)
+        return replace(self, num_units=self.num_kv_units).total_bytes(sizes)
 
 
 def _units(rank: RankBudget, shape: UnitShape, num_live: int) -> int:

@@ -47,18 +47,17 @@ class PinnedPrefixes:
         self._kv_blocks = kv_blocks
         self._units = units
         self.held: dict[PinnedPrefix, tuple[list[int], int]] = {}
-        self._block_references: Counter[int] = Counter()  # only blocks that are pinned now
+        self._blocks: set[int] = set()  # that are pinned now
         self._next_id = 0
 
     @property
     def num_blocks(self) -> int:
         """Distinct KV blocks that pinned prefixes hold."""
-        return len(self._block_references)
+        return len(self._blocks)
 
     def num_within_reach(self, shared: Iterable[int] = ()) -> int:
         """How many KV blocks one sequence could hold, with those of the pinned ones that it shares."""
-        num_shared = sum(map(self._block_references.__contains__, shared))
-        return self.num_unpinned_blocks + num_shared
+        return self.num_unpinned_blocks + sum(map(self._blocks.__contains__, shared))
 
     @property
     def max_slots(self) -> int:
@@ -84,7 +83,7 @@ class PinnedPrefixes:
         self._kv_blocks.add_references(blocks)
         prefix = PinnedPrefix(self._next_id, num_tokens, self._slots.tree.hash_of(blocks[-1]))
         self.held[prefix] = (blocks, slot)
-        self._block_references.update(blocks)
+        self._blocks.update(blocks)
         self._next_id += 1
         return prefix
 
@@ -95,10 +94,7 @@ class PinnedPrefixes:
                 f"prefix is {shown(prefix)}; accepted: a prefix that is pinned here (a reset unpins all)"
             )
         blocks, slot = self.held.pop(prefix)
-        self._block_references.subtract(blocks)
-        for block in blocks:
-            if not self._block_references[block]:
-                del self._block_references[block]
+        self._blocks = set(self.block_references)
         self._slots.unpin(slot)
         self._kv_blocks.release_memory_blocks(blocks)
 
@@ -109,7 +105,7 @@ class PinnedPrefixes:
     def clear(self) -> None:
         """Forget all pins; the caller resets the allocators."""
         self.held.clear()
-        self._block_references.clear()
+        self._blocks.clear()
 
     @property
     def slot_pins(self) -> Counter[int]:
@@ -120,5 +116,5 @@ class PinnedPrefixes:
         return Counter(block for blocks, _ in self.held.values() for block in blocks)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the count of pinned blocks is off."""
-        assert self._block_references == self.block_references, "the count of pinned blocks is off"
+        """Raise AssertionError where the set of pinned blocks is off."""
+        assert self._blocks == self.block_references.keys(), "the set of pinned blocks is off"

@@ -182,11 +182,6 @@ class PrefixTree:
 
     # ---- references
 
-    def clear_references(self) -> None:
-        """Note that no block is held, or was ever used."""
-        self.references[:-1] = [0] * self._origin
-        self.leaves.timestamps[:] = [0] * self._origin
-
     def set_references(self, blocks: Iterable[int], count: int) -> None:
         """Note that these unregistered blocks are held so often."""
         references = self.references
