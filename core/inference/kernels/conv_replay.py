@@ -27,10 +27,10 @@ def causal_conv1d_replay(
     """As `reference.conv.causal_conv1d_replay`, rounded once. Padding rows write nothing.
 
     Raises:
-        ValueError: the rings are shorter than kernel - 1 + T, or not contiguous in each slot.
+        ValueError: the rings are not contiguous in each slot.
     """
     rows, tokens, conv_dim = x.shape
-    _check_rings(conv_inputs, weight.shape[1] - 1 + tokens)
+    check_slots(conv_inputs=conv_inputs)
     if out is None:
         out = torch.empty(rows, tokens, conv_dim, dtype=x.dtype, device=x.device)
     replay_kernel[(rows * triton.cdiv(conv_dim, CHANNELS),)](
@@ -49,13 +49,9 @@ def keep_conv_inputs(
     x: Tensor, conv_states: Tensor, conv_inputs: Tensor, slots: Tensor, starts: Tensor, sources: Tensor,
     query_start_loc: Tensor,
 ) -> None:  # fmt: skip
-    """As `reference.conv.keep_conv_inputs`.
-
-    Raises:
-        ValueError: the rings are too short, or not contiguous in each slot.
-    """
+    """As `reference.conv.keep_conv_inputs`; a ValueError where the rings are not contiguous in each slot."""
     rows, conv_dim, width = slots.shape[0], x.shape[1], conv_states.shape[-1]
-    _check_rings(conv_inputs, width)
+    check_slots(conv_inputs=conv_inputs)
     keep_kernel[(rows * triton.cdiv(conv_dim, CHANNELS),)](
         x, conv_states, conv_inputs, slots, starts, sources, query_start_loc,
         conv_dim,
@@ -63,14 +59,6 @@ def keep_conv_inputs(
         WIDTH=width, RING=conv_inputs.shape[1], BLOCK_C=CHANNELS,
         num_warps=NUM_WARPS,
     )  # fmt: skip
-
-
-def _check_rings(conv_inputs: Tensor, needed: int) -> None:
-    if conv_inputs.shape[1] < needed:
-        raise ValueError(
-            f"conv_inputs has rings of {conv_inputs.shape[1]} inputs; accepted: {needed} or more here"
-        )
-    check_slots(conv_inputs=conv_inputs)
 
 
 @triton.jit

@@ -161,8 +161,7 @@ def passing_blocks(key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[di
         "BLOCK_V": max(16, min(32, triton.next_power_of_2(value_dim))),
         "SLICE": 16 if wide else 0,
     }
-    # Bounds are loaded two chunks ahead, and what they bound one chunk ahead: two programs fit a
-    # multiprocessor of an H100. Five stages, one chunk more ahead, would leave room for one program.
+    # Five stages would leave room for one program on a multiprocessor of an H100; three leave it for two.
     return blocks, 1 if wide else 3
 
 

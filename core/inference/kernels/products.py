@@ -30,18 +30,10 @@ NUM_WARPS, NUM_STAGES = 4, 3
 
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """a @ b + bias, of matrices with any strides, in one launch.
+    """a @ b + bias, of matrices with any strides, bfloat16, float16 or float32, a and b of one dtype.
 
-    Sums are float32, and rounded once, after the bias. Products of float32 are exact to float32 ("ieee").
-
-    Args:
-        a: [M, K]. b: [K, N]. bias: [N] or None. bfloat16, float16 or float32, a and b of one dtype.
-        out_dtype: of the result; None: that of a.
-
-    Returns: [M, N].
-
-    Raises:
-        ValueError: the dtypes differ, or are none that are multiplied here.
+    One launch. Sums are float32, and rounded once, after the bias, to `out_dtype` (None: that of a). Products
+    of float32 are exact to float32 ("ieee"). Raises a ValueError where the dtypes are others.
     """
     if a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(

@@ -20,12 +20,7 @@ class RowChecksum:
 
     @torch.inference_mode(False)
     def __init__(self, row_bytes: int, device: torch.device) -> None:
-        """
-        Args:
-            row_bytes: the most bytes of a row. If they are a multiple of 8, rows are summed as 8-byte words,
-                else as bytes.
-            device: where the rows are.
-        """
+        """For rows of at most `row_bytes` on `device`, summed as 8-byte words if that is a multiple of 8."""
         self._word = torch.int64 if row_bytes % 8 == 0 else torch.uint8
         self.num_words = row_bytes // self._word.itemsize
         self._num_rows = self.num_words // _COLUMNS
@@ -39,17 +34,14 @@ class RowChecksum:
         self._sums = torch.empty(self._num_rows, dtype=torch.int64, device=device)
 
     def __call__(self, row: Tensor, seed: int) -> Tensor:
-        """The checksum of a row on the device of this object, on the current stream.
+        """The checksum [] int64 of a row on the device of this object, on the current stream.
 
-        One stream at a time uses an object, because its scratch memory is one.
+        Does not synchronise. One stream at a time uses an object, because its scratch memory is one.
 
         Args:
             row: [bytes] uint8, contiguous, at an address that is a multiple of 8. Rows with fewer bytes than
                 `row_bytes` must be of whole words.
             seed: less than 2**63; the same bytes under another seed have another checksum.
-
-        Returns:
-            [] int64. Does not synchronise.
         """
         words = row.view(self._word)
         num_rows = len(words) // _COLUMNS

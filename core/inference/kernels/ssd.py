@@ -36,9 +36,7 @@ from .state_tensors import check_slots
 from .tiles import any_index
 
 PASSING_BLOCK = 1024
-"""State elements of a program, 8 a thread: two 16-byte accesses of float32, one of bfloat16. One row of
-Nemotron-H-8B is 1,024 programs. An H200 holds all of them at once, with 31 KiB of loads in flight on each
-multiprocessor."""
+"""State elements of a program, 8 a thread: two 16-byte accesses of float32, one of bfloat16."""
 PASSING_WARPS = 4
 
 

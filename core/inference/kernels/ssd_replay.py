@@ -80,8 +80,8 @@ def block_sizes(
     """Tile sizes, whether rows of tiles lie on the scan's own grid, and options of the launch.
 
     On a GPU the first row of the first tile is the first new token, and one tile has all tokens of the chunk.
-    Tensor cores need 16 rows; products of float32 do without them. Two programs share a multiprocessor, of
-    eight warps with 128 registers a thread, or of four with 255: more than two tokens would spill the former.
+    Tensor cores need 16 rows; products of float32 do without them. More than two tokens would spill with
+    eight warps of 128 registers a thread.
     """
     scan, _, _ = scan_blocks(chunk_size, head_dim, state_dim, operands)
     states, _ = state_blocks(chunk_size, head_dim, state_dim, operands)

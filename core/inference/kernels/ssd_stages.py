@@ -157,12 +157,7 @@ def chunk_scan(
 def scan_blocks(
     chunk_size: int, head_dim: int, state_dim: int, operands: torch.dtype = torch.float32
 ) -> tuple[dict[str, int], int, int]:
-    """Tile sizes, warps and pipeline stages. The number of tokens has no say: other rows change no bits.
-
-    Tensor cores need three stages to be fed. A third stage would cost the product of float32 42
-    registers a thread, and with them one of four programs on a multiprocessor. Those of 16 bits were the
-    fastest of twelve on an H100.
-    """
+    """Tile sizes, warps and pipeline stages. The number of tokens has no say: other rows change no bits."""
     block_p = min((64, 32), key=lambda block: triton.cdiv(head_dim, block) * block)
     narrow = operands.itemsize == 2
     blocks = {
@@ -385,12 +380,7 @@ def ssd_states(
 def state_blocks(
     chunk_size: int, head_dim: int, state_dim: int, operands: torch.dtype = torch.bfloat16
 ) -> tuple[dict[str, int], int]:
-    """Tile sizes and pipeline stages. The number of rows has no say, so that other rows change no bits.
-
-    32 x 128 numbers of a state, 256 programs for a row of Nemotron-H-8B, were the fastest of ten tiles on an
-    H100. Larger chunks leave shared memory for fewer stages; larger tiles of float32 need more registers than
-    a thread has.
-    """
+    """Tile sizes and pipeline stages. The number of rows has no say, so that other rows change no bits."""
     wide = operands == torch.float32
     blocks = {
         "BLOCK_P": min(32, padded_side(head_dim)),

@@ -13,7 +13,6 @@ are multiples of 16, and narrower words elsewhere. A launch goes to the compiled
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from operator import index
 from typing import Any, NamedTuple
 
@@ -26,8 +25,7 @@ from ...validation import INT32_MAX
 from .state_tensors import Indices, StateTensors, device_indices
 
 PROGRAMS = 4224
-"""Most programs of a launch: 32 for each of the 132 multiprocessors of an H200, of which 8 fit at once. Short
-programs leave a short tail: copies of few states were up to 4 % faster than with 8 (benchmarks/results/)."""
+"""Most programs of a launch: 32 for each of the 132 multiprocessors of an H200, of which 8 fit at once."""
 ACCESSES = 1024
 """Accesses of a tile: 8 independent ones for each thread of 4 warps; 16 KiB where an access has 16 bytes."""
 GROUP = 128
@@ -45,21 +43,15 @@ class PartMove(NamedTuple):
     a tuple inside another tuple: kernels pass a `PartMove` straight on as an argument of its own.
     """
 
-    source: int
-    """Address of layer 0, slot 0 in the pool that is read."""
-    destination: int
-    """Address of layer 0, slot 0 in the pool that is written."""
-    size: int
-    """Of one slot of one layer."""
-    source_layer: int
-    """Stride between layers; the next three fields are strides too."""
+    source: int  # the address of layer 0, slot 0 in the pool that is read
+    destination: int  # and in the pool that is written
+    size: int  # of one slot of one layer
+    source_layer: int  # strides, between layers and between slots
     source_slot: int
     destination_layer: int
     destination_slot: int
-    ALIGN: int
-    """Width of an access: the largest power of two up to 16 that divides both addresses and all strides."""
-    TAIL: bool
-    """Whether `size` is no multiple of `ALIGN`."""
+    ALIGN: int  # the largest power of two up to 16 that divides both addresses and all strides
+    TAIL: bool  # whether `size` is no multiple of `ALIGN`
 
 
 MOVE_ARGUMENTS = (
@@ -74,25 +66,6 @@ UNSPECIALISED = ["pairs", *(name for name in MOVE_ARGUMENTS if not name.isupper(
 """Arguments by whose values Triton compiles nothing anew: ALIGN says what the kernels know of them."""
 
 
-class Layout(NamedTuple):
-    """What a launch depends on in one pool tensor [layers, slots, ...]."""
-
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def slot_bytes(self) -> int | None:
-        """Bytes of one slot of one layer; None when the slot's elements are not contiguous."""
-        size = self.dtype.itemsize
-        for length, stride in zip(reversed(self.shape[2:]), reversed(self.strides[2:]), strict=True):
-            if length != 1 and stride * self.dtype.itemsize != size:
-                return None if math.prod(self.shape[2:]) else 0
-            size *= length
-        return size
-
-
 @dataclass(frozen=True)
 class StateMove:
     """How states lie in two pools: everything that a launch needs, except which states move."""
@@ -105,33 +78,34 @@ class StateMove:
 
     @classmethod
     def between(cls, source: StateTensors, destination: StateTensors) -> "StateMove":
-        """The move between two pools; does not read the states.
-
-        A move is computed once for pools that stay where they are.
+        """The move between two pools, computed once for pools that stay where they are.
 
         Raises:
             ValueError: the pools differ in more than their slots, or a slot has gaps.
         """
         conv, ssm = source
         to_conv, to_ssm = destination
-        return _state_move(
+        memory = (
             conv.data_ptr(), conv.shape, conv.stride(), conv.dtype, conv.device,
             ssm.data_ptr(), ssm.shape, ssm.stride(), ssm.dtype, ssm.device,
             to_conv.data_ptr(), to_conv.shape, to_conv.stride(), to_conv.dtype, to_conv.device,
             to_ssm.data_ptr(), to_ssm.shape, to_ssm.stride(), to_ssm.dtype, to_ssm.device,
         )  # fmt: skip
+        move = _MOVES.get(memory)
+        if move is None:
+            if len(_MOVES) == MAX_MOVES:
+                _MOVES.clear()
+            move = _MOVES[memory] = _state_move(source, destination)
+        return move
 
     def programs(self, pairs: int) -> int:
         """The size of the grid for at most `pairs` pairs."""
         return max(1, min(PROGRAMS, pairs * self.tiles))
 
     def launch(self, kernel: Any, pairs: int, arguments: Sequence[Any], constants: tuple[Any, ...]) -> None:
-        """Start `kernel` on the current stream; the current device must be the pools' device.
+        """Start `kernel` on the current stream of the pools' device, for at most `pairs` pairs.
 
-        Args:
-            kernel: a `@triton.jit` function that takes `arguments`, then `MOVE_ARGUMENTS`, then `constants`.
-            pairs: an upper bound of the pairs that move.
-            arguments, constants: the kernel's own arguments.
+        `kernel` is a `@triton.jit` function that takes `arguments`, then `MOVE_ARGUMENTS`, then `constants`.
         """
         if not self.tiles:
             return
@@ -146,15 +120,17 @@ class StateMove:
         compiled[grid](*listed)
 
 
-@lru_cache(maxsize=256)
-def _state_move(*fields: Any) -> StateMove:
-    """`fields`: those of four `Layout`s one after another. The flat list makes the cache's look-up cheap."""
-    conv_source, ssm_source, conv, ssm = (Layout(*fields[first : first + 5]) for first in range(0, 20, 5))
-    layers = ssm.shape[0]
+MAX_MOVES = 256
+_MOVES: dict[tuple[object, ...], StateMove] = {}
+"""By the memory of the pools."""
+
+
+def _state_move(source: StateTensors, destination: StateTensors) -> StateMove:
+    layers, device = destination.ssm.shape[0], destination.ssm.device
     arguments: dict[str, int | bool] = {"layers": layers, "ACCESSES": ACCESSES}
     tiles = 0
-    for name, source, destination in (("conv", conv_source, conv), ("ssm", ssm_source, ssm)):
-        part = _part_move(name, source, destination, layers, ssm.device)
+    for name, of, to in zip(StateTensors._fields, source, destination, strict=True):
+        part = _part_move(name, of, to, layers, device)
         for entry, value in part._asdict().items():
             argument = f"{name}_{entry}"
             arguments[argument.upper() if entry.isupper() else argument] = value
@@ -164,23 +140,24 @@ def _state_move(*fields: Any) -> StateMove:
     return StateMove({name: arguments[name] for name in MOVE_ARGUMENTS}, tiles)
 
 
-def _part_move(name: str, source: Layout, destination: Layout, layers: int, device: torch.device) -> PartMove:
-    slots = [(pool.dtype, pool.device, pool.shape[0], pool.shape[2:]) for pool in (source, destination)]
-    if slots[0] != slots[1] or destination.shape[0] != layers or destination.device != device:
+def _part_move(name: str, source: Tensor, destination: Tensor, layers: int, device: torch.device) -> PartMove:
+    pools = source, destination
+    slots = [(pool.dtype, pool.device, pool.shape[0], pool.shape[2:]) for pool in pools]
+    if slots != [(destination.dtype, device, layers, destination.shape[2:])] * 2:
         raise ValueError(
-            f"{name} states are {source} and {destination}; accepted: pools of {layers} layers on one device "
-            "that differ in their slots only"
+            f"{name} states have (dtype, device, layers, shape) {slots}; accepted: pools of {layers} layers "
+            "on one device that differ in their slots only"
         )
-    size = destination.slot_bytes()
-    if size is None or source.slot_bytes() is None:
+    if not all(pool[:1, :1].is_contiguous() for pool in pools):
         raise ValueError(
-            f"{name} states have the strides {source.strides} and {destination.strides}; accepted: slots "
+            f"{name} states have the strides {source.stride()} and {destination.stride()}; accepted: slots "
             "without gaps"
         )
-    strides = [stride * pool.dtype.itemsize for pool in (source, destination) for stride in pool.strides[:2]]
-    align = math.gcd(WIDEST, source.address, destination.address, *strides)
+    size = math.prod(destination.shape[2:]) * destination.itemsize
+    strides = [stride * pool.itemsize for pool in pools for stride in pool.stride()[:2]]
+    align = math.gcd(WIDEST, source.data_ptr(), destination.data_ptr(), *strides)
     return PartMove(
-        source.address, destination.address, size, strides[0], strides[1], strides[2], strides[3],
+        source.data_ptr(), destination.data_ptr(), size, strides[0], strides[1], strides[2], strides[3],
         align, size % align > 0,
     )  # fmt: skip
 

@@ -426,7 +426,7 @@ class TestGpu:
         refused = AssertionError("compiled anew")
         with mock.patch.object(move_listed_states, "_do_compile", side_effect=refused):
             for read, write in ([0], [1]), ([1], [0]), ([16], [32]), ([0, 1, 2], [16, 17, 18]):
-                state_move._state_move.cache_clear()
+                state_move._MOVES.clear()
                 copy_states(pool, read, pool, write)
 
     def test_a_pool_of_more_than_two_to_the_31_elements(self, cuda, needs_gpu_memory):
