@@ -71,6 +71,10 @@ def _number(value: Any) -> Any:
     return int(value) if type(value) is float and value.is_integer() else value
 
 
+def _top_k(value: int) -> int:
+    return max(value, 0)  # -1 keeps all tokens, too
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -143,7 +147,7 @@ class AnswerRequest(Fields):
     n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[Integer, Field(ge=-1, le=INT32_MAX)] | None = None
+    top_k: Annotated[Integer, Field(ge=-1, le=INT32_MAX), AfterValidator(_top_k)] | None = None
     max_tokens: Size | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     return_token_ids: bool = False
@@ -191,13 +195,6 @@ class AnswerRequest(Fields):
     def num_top_log_probs(self) -> int | None:
         """The number of likeliest tokens to name with each token; None without log-probs."""
         return None
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """The arguments of `SamplingParams` that the client gave."""
-        top_k = 0 if self.top_k == -1 else self.top_k
-        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": top_k}
-        return {name: value for name, value in given.items() if value is not None}
 
 
 class CompletionRequest(AnswerRequest):

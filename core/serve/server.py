@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Awaitable
 from threading import Timer
 from types import FrameType
 
@@ -90,8 +91,7 @@ class _Server(uvicorn.Server):
         self._app = app
         self._listener = listener
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._draining: asyncio.Task[None] | None = None
-        self._closing: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._num_signals = 0
         self._timer: Timer | None = None
 
@@ -112,9 +112,9 @@ class _Server(uvicorn.Server):
 
     def _stop(self, name: str) -> None:
         service: Service = self._app.state.service
-        if self._draining is not None:
+        if self._ending is not None:
             self.end_within(_LAST_STEP_S)
-            self._closing = asyncio.create_task(self._close(service))
+            self._ending = asyncio.create_task(self._exit_after(service.close()))
             return
         if service.engine.num_running + service.engine.num_waiting:
             print(
@@ -122,24 +122,15 @@ class _Server(uvicorn.Server):
                 flush=True,
             )
         self.end_within(service.settings.drain_timeout_s + _LAST_STEP_S)
-        self._draining = asyncio.create_task(self._drain(service))
+        self._ending = asyncio.create_task(self._exit_after(service.drain()))
 
-    async def _drain(self, service: Service) -> None:
+    async def _exit_after(self, work: Awaitable[object]) -> None:
         try:
-            await service.drain()
+            await work
         finally:
-            if self._closing is None:
-                self._exit()
-
-    async def _close(self, service: Service) -> None:
-        try:
-            await service.close()
-        finally:
-            self._exit()
-
-    def _exit(self) -> None:
-        self.end_within(_LAST_BYTES_S + _LAST_STEP_S)
-        self.should_exit = True
+            if self._ending is asyncio.current_task():  # else a close has begun meanwhile
+                self.end_within(_LAST_BYTES_S + _LAST_STEP_S)
+                self.should_exit = True
 
     def end_within(self, seconds: float | None) -> None:
         """End the process after so many seconds, unless this is called again before; None: never."""
