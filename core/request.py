@@ -110,8 +110,7 @@ class PromptFigures:
     computed_by_reason: Mapping[ComputeReason, int]
     prompt_log_probs: list[float] | None = None
 
-    def __repr__(self) -> str:
-        return brief_repr(self)
+    __repr__ = brief_repr
 
 
 @dataclass(frozen=True)
@@ -148,8 +147,7 @@ class RequestResult:
     ttft_s: float | None
     finish_reason: FinishReason
 
-    def __repr__(self) -> str:
-        return brief_repr(self)
+    __repr__ = brief_repr
 
 
 @dataclass(frozen=True)
@@ -180,5 +178,4 @@ class ScoreResult:
     num_recomputed_tokens: int
     finish_reason: FinishReason
 
-    def __repr__(self) -> str:
-        return brief_repr(self)
+    __repr__ = brief_repr

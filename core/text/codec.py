@@ -94,8 +94,7 @@ class MarkedPrompt:
     tokens: list[int]
     marks: tuple[int, ...] = ()
 
-    def __repr__(self) -> str:
-        return brief_repr(self)
+    __repr__ = brief_repr
 
 
 class Detokenizer:

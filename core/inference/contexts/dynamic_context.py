@@ -20,7 +20,7 @@ from .pool_sizes import PoolSizes
 from .request import DynamicInferenceRequest, RequestStep
 from .states import RequestStates
 from .step_builder import Padding, StepBuffer, StepBuilder
-from .step_inputs import Step, StepObserver, StepShape, largest_on_ladder
+from .step_inputs import Step, StepObserver, StepShape
 from .tier_copies import tier_of
 
 logger = logging.getLogger(__name__)
@@ -80,10 +80,8 @@ class DynamicInferenceContext:
         self._empty_rows()
         largest = StepShape.largest(
             config.max_requests, config.max_tokens, 1 + config.num_speculative_tokens,
-            self.block_table.shape[1], self._chunk_size,
+            self.block_table.shape[1], self._chunk_size, config.batch_invariant,
         )  # fmt: skip
-        if config.batch_invariant:
-            largest = largest_on_ladder(largest)
         self._buffer = StepBuffer(largest, spec.device)
         self._builder = StepBuilder(self._buffer, config, self._chunk_size, self._states, self.memory)
         self._steps: tuple[RequestStep, ...] = ()

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, overload
+from typing import Any, NamedTuple, Self
 
 from ...request import FinishReason, PromptFigures, RequestResult, SamplingParams, TopLogProbs
 from .cache.checkpoint_plan import CachedPath, CheckpointPlan, PathStep
@@ -26,18 +26,12 @@ class TokenView(Sequence[int]):
     def __len__(self) -> int:
         return len(self._tokens)
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
+    def __getitem__(self, index: Any) -> Any:
+        """One token, or a list of those of a slice."""
         return self._tokens[index]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._tokens)
-
-    def __contains__(self, token: object) -> bool:
-        return token in self._tokens
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, list | tuple) and self._tokens == list(other))

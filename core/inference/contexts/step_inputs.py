@@ -29,9 +29,13 @@ class StepShape(NamedTuple):
 
     @classmethod
     def largest(
-        cls, max_requests: int, max_tokens: int, decode_tokens: int, table_blocks: int, chunk_size: int
-    ) -> "StepShape":
-        """Upper bounds of all sizes of a context's steps, padded or not."""
+        cls, max_requests: int, max_tokens: int, decode_tokens: int, table_blocks: int, chunk_size: int,
+        on_ladder: bool = False,
+    ) -> "StepShape":  # fmt: skip
+        """Upper bounds of all sizes of a context's steps; `on_ladder`: of those of `padded_to_ladder`."""
+        if on_ladder:
+            max_requests, max_tokens = rung(max_requests), max_tokens + MOST_PADDING
+            decode_tokens = power_of_two(decode_tokens)
         num_decode_tokens = max_requests * decode_tokens
         num_chunks = -(-max_tokens // chunk_size)
         return cls(
@@ -407,19 +411,3 @@ def padded_to_ladder(shape: StepShape) -> StepShape:
     width = power_of_two(shape.decode_tokens)
     decodes = rung(shape.decodes * width) // width  # a rung of at least `width` is a multiple of it
     return shape._replace(decodes=decodes, decode_tokens=width, logits=rung(shape.logits))
-
-
-def largest_on_ladder(largest: StepShape) -> StepShape:
-    """Upper bounds of the sizes of padded steps; `largest`: `StepShape.largest`, those without padding."""
-    width, decodes = power_of_two(largest.decode_tokens), rung(largest.decodes)
-    tokens = largest.prefill_tokens + MOST_PADDING
-    return largest._replace(
-        decodes=decodes,
-        decode_tokens=width,
-        prefill_tokens=tokens,
-        max_query_tokens=tokens,
-        kv_writes=decodes * width + tokens,
-        chunks=largest.chunks + MOST_PADDING,
-        checkpoints=largest.checkpoints + MOST_PADDING,
-        logits=rung(decodes * width + largest.logits),
-    )

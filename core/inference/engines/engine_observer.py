@@ -31,8 +31,7 @@ class StepReport:
     finished: tuple[RequestResult, ...] = ()
     tokens: NewTokens = field(default_factory=dict)
 
-    def __repr__(self) -> str:
-        return brief_repr(self)
+    __repr__ = brief_repr
 
 
 class EngineObserver(Protocol):

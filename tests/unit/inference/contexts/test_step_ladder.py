@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from mambaslots.inference.contexts.step_inputs import (
     MOST_PADDING,
     StepShape,
-    largest_on_ladder,
     padded_to_ladder,
     power_of_two,
     rung,
@@ -44,14 +43,14 @@ def contexts(draw: st.DrawFn) -> tuple[StepShape, int]:
     """The largest sizes of some context's steps, and the tokens of a chunk."""
     chunk_size = draw(st.sampled_from([1, 4, 64]))
     requests = draw(st.integers(1, 400))
-    largest = StepShape.largest(
+    sizes = (
         requests,
         draw(st.integers(requests, 3000)),
         draw(st.integers(1, 64)),
         draw(st.integers(1, 9)),
         chunk_size,
     )
-    return largest, chunk_size
+    return StepShape.largest(*sizes), chunk_size, StepShape.largest(*sizes, on_ladder=True)
 
 
 @st.composite
@@ -75,22 +74,21 @@ def steps(draw: st.DrawFn, largest: StepShape, chunk_size: int) -> StepShape:
     )
 
 
-def assert_padded(shape: StepShape, padded: StepShape, largest: StepShape) -> None:
+def assert_padded(shape: StepShape, padded: StepShape, bound: StepShape) -> None:
     assert is_rung(padded.tokens)
     assert padded.tokens
     assert is_rung(padded.logits)
     assert all(has >= needs for has, needs in zip(padded, shape, strict=True))
-    bound = largest_on_ladder(largest)
     assert all(has <= most for has, most in zip(padded, bound, strict=True))
 
 
 class TestSteps:
     @given(st.data())
     def test_a_padded_step_is_on_the_ladder_and_holds_the_step(self, data):
-        largest, chunk_size = data.draw(contexts())
+        largest, chunk_size, bound = data.draw(contexts())
         shape = data.draw(steps(largest, chunk_size))
         padded = padded_to_ladder(shape)
-        assert_padded(shape, padded, largest)
+        assert_padded(shape, padded, bound)
         assert padded_to_ladder(padded) == padded
         assert padded.prefills == shape.prefills
         assert padded.tokens - shape.tokens <= MOST_PADDING or padded.decode_tokens > shape.decode_tokens
@@ -101,7 +99,7 @@ class TestSteps:
 
     @given(st.data())
     def test_captured_shapes_are_too(self, data):
-        largest, chunk_size = data.draw(contexts())
+        largest, chunk_size, bound = data.draw(contexts())
         shape = data.draw(steps(largest, chunk_size))
         most = data.draw(st.integers(0, largest.prefill_tokens))
         buckets = GraphBuckets(
@@ -110,7 +108,7 @@ class TestSteps:
         for asked in (shape, padded_to_ladder(shape)):
             fitting = buckets.smallest(asked)
             if fitting is not None:
-                assert_padded(asked, fitting, largest)
+                assert_padded(asked, fitting, bound)
                 assert buckets.smallest(fitting) == fitting
                 assert padded_to_ladder(fitting).tokens == fitting.tokens
         usual = shape.logits <= shape.decodes * shape.decode_tokens + shape.prefills
