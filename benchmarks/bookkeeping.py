@@ -440,7 +440,7 @@ class OurSteps(Steps):
             budget -= chunk.length
 
     def _prepare(self) -> None:
-        self._inputs = self._context.begin_step(self._chunks).inputs
+        self._inputs = self._context.begin_step(self._chunks)
 
     def _look(self) -> None:
         self._rows = {}

@@ -47,7 +47,7 @@ def schedule(
 def run(context: DynamicInferenceContext, *chunks: RequestStep) -> torch.Tensor:
     """One whole step; logits."""
     with torch.inference_mode():
-        logits = small_model()(context.begin_step(chunks).inputs)
+        logits = small_model()(context.begin_step(chunks))
     context.end_step()
     context.check_integrity()
     return logits

@@ -20,7 +20,7 @@ from .pool_sizes import PoolSizes
 from .request import DynamicInferenceRequest, RequestStep
 from .states import RequestStates
 from .step_builder import Padding, StepBuffer, StepBuilder
-from .step_inputs import Step, StepObserver, StepShape
+from .step_inputs import StepInputs, StepObserver, StepShape
 from .tier_copies import tier_of
 
 logger = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class DynamicInferenceContext:
         steps: Sequence[RequestStep],
         padding: Padding | None = None,
         sampled_tokens: Tensor | None = None,
-    ) -> Step:
+    ) -> StepInputs:
         """Reserve slots for the planned states, and publish the model's inputs, decode rows first.
 
         Args:
@@ -224,7 +224,8 @@ class DynamicInferenceContext:
             sampled_tokens: [steps] int64 on the device, for steps that follow: what each of them decodes.
 
         Returns:
-            The step. Its index tensors are copied to the device at once, without synchronising.
+            What the model reads until the next step begins, decode rows first, as in `self.steps`. Index
+                tensors are copied to the device at once, without synchronising.
         """
         if self._scrubs:
             self.memory.scrubber.scrub()
@@ -234,7 +235,7 @@ class DynamicInferenceContext:
         )
         for observer in self._observers:
             observer.step_begun(self._steps, inputs)
-        return Step(self._steps, inputs)
+        return inputs
 
     def _reserve(self, steps: Sequence[RequestStep], sampled_tokens: Tensor | None) -> None:
         """Check the steps, reserve slots for their states, and gather their states."""

@@ -117,9 +117,7 @@ class MambaSlotAllocator:
         with torch.inference_mode(False):  # others than inference tensors can be written anywhere
             self._intermediate_offsets_cpu = torch.zeros(shape, dtype=torch.int32, device="cpu")
             self._intermediate_counts_cpu = torch.zeros(shape[0], dtype=torch.int32, device="cpu")
-            self._intermediate_block_ids_cpu = torch.full(
-                (requests, width), -1, dtype=torch.int32, device="cpu"
-            )
+            self._intermediate_block_ids_cpu = torch.full(shape, -1, dtype=torch.int32, device="cpu")
             self._eos_cache_block_id_cpu = torch.full(shape[:1], -1, dtype=torch.int32, device="cpu")
             self._intermediate_offsets_gpu = torch.zeros_like(self._intermediate_offsets_cpu, device=device)
             self._intermediate_counts_gpu = torch.zeros_like(self._intermediate_counts_cpu, device=device)

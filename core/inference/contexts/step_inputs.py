@@ -241,19 +241,6 @@ INDEX_FIELDS = tuple(
 """All index tensors, in their order in the step buffer."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """What `begin_step` prepared: all slots are reserved and all inputs are built.
-
-    Attributes:
-        requests: what each request does, in the order of the inputs' rows: decodes first.
-        inputs: what the model reads; valid until the next step is begun.
-    """
-
-    requests: tuple[RequestStep, ...]
-    inputs: StepInputs
-
-
 class StepObserver(Protocol):
     """Is called with each step of a context. An error that an observer raises fails the step."""
 

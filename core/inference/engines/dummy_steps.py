@@ -99,7 +99,7 @@ class DummySteps:
         assert len(ready) == len(work), "the pools hold all requests"
         if drafts:
             ready[0] = self._context.draft(ready[0], drafts)
-        inputs = self._context.begin_step(ready, padding).inputs
+        inputs = self._context.begin_step(ready, padding)
         try:
             logits = self._model(inputs)
         except BaseException:

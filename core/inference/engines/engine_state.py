@@ -373,9 +373,9 @@ class EngineState:
         """Launch a step. `sampled_tokens`: its tokens, where it follows a step whose tokens are not read."""
         if self.invariance is not None:
             self.invariance.check_switches()
-        step = self._context.begin_step(scheduled, self.padded, sampled_tokens)  # reserve, publish
-        logits = self.run(forward, step.inputs)
-        sampled = sample_step(step.requests, logits)  # launched; nothing waits yet
+        inputs = self._context.begin_step(scheduled, self.padded, sampled_tokens)  # reserve, publish
+        logits = self.run(forward, inputs)
+        sampled = sample_step(self._context.steps, logits)  # launched; nothing waits yet
         # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
         self._context.end_step(sampled.num_accepted, sampled.is_valid)
         return sampled

@@ -47,7 +47,7 @@ class Batch:
 
     def step(self, *work: tuple[Any, int]) -> list[Any]:
         steps = [self.context.schedule(request, budget) for request, budget in work]
-        inputs = self.context.begin_step(steps).inputs
+        inputs = self.context.begin_step(steps)
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
             patch.setattr(hybrid_lm, "kernel_set", lambda device, dtype: self._kernels)
             if not torch.cuda.is_available():  # kernels of others enter the device of their inputs

@@ -104,7 +104,7 @@ def test_fault_07_after_a_reset_nothing_that_was_pending_is_done() -> None:
     context.check_integrity()
     assert context.steps == ()
     fresh = make_request(prompt)
-    inputs = context.begin_step([schedule(context, fresh)]).inputs
+    inputs = context.begin_step([schedule(context, fresh)])
     assert inputs.state_sources.tolist() == [-1]
 
 

@@ -163,7 +163,7 @@ class Scenario:
 
     def _step(self, *work: tuple[object, int]) -> None:
         chunks = [self.context.schedule(request, budget) for request, budget in work]
-        inputs = self.context.begin_step(chunks, self._padding).inputs
+        inputs = self.context.begin_step(chunks, self._padding)
         logits = self._forward(inputs)
         assert logits.shape[0] == len(inputs.logit_tokens)
         assert logits.shape[0] > inputs.num_logits or self._padding is None
@@ -331,7 +331,7 @@ class DraftedScenario(Scenario):
                 (11 * len(request.tokens) + i) % 256 for i in range((self._steps + request.holding.row) % 4)
             ]
             chunks.append(context.draft(chunk, wanted))
-        inputs = context.begin_step(chunks, self._padding).inputs
+        inputs = context.begin_step(chunks, self._padding)
         if self._padding is None:
             assert inputs.shape.decode_tokens == max(1 + len(chunk.drafts) for chunk in chunks)
         logits = self._forward(inputs)

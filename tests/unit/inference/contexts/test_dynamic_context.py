@@ -55,7 +55,7 @@ def test_recomputed_tokens_in_shared_blocks_do_not_write_their_kv_again() -> Non
     sibling = make_request(prompt[:20] + random_tokens(20, seed=2))
     chunk = schedule(context, sibling)
     assert sibling.holding.path.blocks[:2] == first.holding.path.blocks[:2]
-    inputs = context.begin_step([chunk]).inputs
+    inputs = context.begin_step([chunk])
     assert chunk.start == 0
     assert inputs.kv_write_tokens.tolist() == list(range(16, 40))
     context.abort_step()
@@ -100,7 +100,7 @@ def test_a_step_that_ends_on_a_boundary_writes_the_durable_slot_and_is_read_from
     context, prompt = make_context(), random_tokens(16, seed=1)
     request = make_request(prompt)
     chunk = schedule(context, request)
-    inputs = context.begin_step([chunk]).inputs
+    inputs = context.begin_step([chunk])
     written = int(inputs.state_destinations[0])
     slots, live = context.prefix_cache.slots, chunk.holding.live_slots
     assert written in map(context.memory.state_pool.durable_index, slots.reserved)
@@ -110,7 +110,7 @@ def test_a_step_that_ends_on_a_boundary_writes_the_durable_slot_and_is_read_from
     context.end_step()
     request.append([7], [None], 0.0)
     step = schedule(context, request)
-    inputs = context.begin_step([step]).inputs
+    inputs = context.begin_step([step])
     assert int(inputs.state_sources[0]) == written
     assert int(inputs.state_destinations[0]) == live[0]
     context.abort_step()
@@ -124,7 +124,7 @@ def test_a_resumed_request_reads_its_durable_slot_which_stays_pinned_until_the_s
     slots = context.prefix_cache.slots
     slot = request.holding.path.state_slot
     assert slots.pins == {slot: 1}
-    inputs = context.begin_step([chunk]).inputs
+    inputs = context.begin_step([chunk])
     assert inputs.state_sources.tolist() == [context.memory.state_pool.durable_index(slot)]
     with torch.inference_mode():
         small_model()(inputs)

@@ -50,7 +50,7 @@ class TestBits:
             chunks = [context.schedule(request, budget) for request, budget in work]
             with torch.inference_mode():
                 self._both_ways(
-                    model, context, context.begin_step(chunks, lambda s: buckets.smallest(s) or s).inputs
+                    model, context, context.begin_step(chunks, lambda s: buckets.smallest(s) or s)
                 )
             context.end_step()
             for (request, _), chunk in zip(work, chunks, strict=True):
@@ -81,9 +81,7 @@ class TestBits:
         context = engine_of(model).context
         request = make_request(random_tokens(40, 1))
         request.hashes = type(request.hashes)(BLOCK)
-        inputs = context.begin_step(
-            [context.schedule(request, 192)], GraphBuckets.of(context).smallest
-        ).inputs
+        inputs = context.begin_step([context.schedule(request, 192)], GraphBuckets.of(context).smallest)
         for indices in (inputs.state_sources, inputs.state_destinations, inputs.chunks.destinations,
                         inputs.checkpoints.destinations, inputs.kv_write_positions):  # fmt: skip
             indices.fill_(-1)

@@ -499,7 +499,7 @@ def test_a_request_of_the_step_under_way_is_not_released() -> None:
     first, second = (engine.add_request(random_tokens(17, seed)) for seed in (1, 2))
     context = engine.context
     chunks = engine.state.scheduler.schedule()
-    inputs = context.begin_step(chunks).inputs
+    inputs = context.begin_step(chunks)
     for chunk in chunks:
         with pytest.raises(RuntimeError, match="is part of the step under way"):
             context.release(chunk.request)
