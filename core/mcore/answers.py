@@ -1,6 +1,5 @@
 """Corrections: states and KV blocks of decode steps are cached, so that the next turn reuses an answer."""
 
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -48,18 +47,12 @@ def register_block(context: Any, row: int, track: RequestTrack, position: int) -
 
     Returns:
         The block that the row continues with; -1 where the preceding block is not registered, and this one
-            could not be found.
+            could not be found, or where the host hashes the prompt by more than its tokens.
     """
     index = position // context.block_size_tokens - 1
     keys = track.keys(index + 1)
-    if keys is None:
-        warnings.warn(
-            "this megatron-core hashes prompt blocks in a way we do not know; answers are not cached",
-            stacklevel=2,
-        )
-        return -1
     kv = context.kv_block_allocator
-    if index and keys[index - 1] not in kv.kv_hash_to_block_id:
+    if keys is None or (index and keys[index - 1] not in kv.kv_hash_to_block_id):
         return -1
     if not adopt_twin(context, row, index, keys[index]):
         own = int(context.request_to_kv_block_ids[row, index])

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .host_record import NO_SLOTS, HostRecord, HostStats, record_of
+from .host_record import NO_SLOTS, HostStats, record_of
 from .slot_allocator import HostSlotAllocator
 
 _logger = logging.getLogger(__package__)
@@ -37,8 +37,8 @@ class BuiltContext:
 
     def __init__(self, context: Any, number: int) -> None:
         self.number, self.idle_reason = number, idle_reason(context)
-        self._context = weakref.ref(context, self._close)
-        self._counts: HostRecord | HostStats = record_of(context)
+        self._context = weakref.ref(context)
+        self._record = record_of(context)
 
     @property
     def context(self) -> Any:
@@ -48,14 +48,9 @@ class BuiltContext:
     @property
     def stats(self) -> HostStats:
         """The context's counts; of a context that is gone the counts of slots are those of its last step."""
-        context = self.context
-        return self._close() if context is None else stats(context)
-
-    def _close(self, _: object = None) -> HostStats:
-        """Keep the numbers of a context that is gone, and not the record, which holds hashes."""
-        if isinstance(counts := self._counts, HostRecord):
-            self._counts = counts = HostStats.of(counts, counts.slots, counts.dropped)
-        return counts
+        if (context := self.context) is not None:
+            return stats(context)
+        return HostStats.of(self._record, self._record.slots, self._record.dropped)
 
 
 def idle_reason(context: Any) -> str:

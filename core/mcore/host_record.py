@@ -1,17 +1,18 @@
 """What the corrections remember about one host context: its running requests, and its counts."""
 
-import hashlib
+import importlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+import torch
 from torch import Tensor
 
 from ..inference.contexts.cache.prefix_match import ComputeReason, Span, TokenLedger
 from ..inference.contexts.cache.removal import GhostList
 from ..inference.contexts.cache.state_slots import SlotCounts
+from .versions import INFERENCE_REQUEST
 
 NO_SLOTS = SlotCounts(0, 0, 0, 0, 0)
 """The counts of a context without an allocator."""
@@ -32,10 +33,6 @@ def check_lengths(block_ids: Sequence[int], **lists: Sequence[int] | None) -> No
 class RequestTrack:
     """Prompt and generated tokens of a request, and the hashes of their whole blocks.
 
-    The hash chain is that of megatron-core's `compute_block_hashes_batched`: digest = SHA-256(parent digest
-    || token ids as 64-bit integers), key = the digest's first 8 bytes, made positive. The host keeps keys but
-    no digests, so that the prompt is hashed again here, when decoding completes its first block.
-
     Attributes:
         prompt_keys: the host's keys of the prompt's whole blocks.
         generated: sampled tokens, in order; the KV of the last one may be missing.
@@ -48,7 +45,6 @@ class RequestTrack:
     generated: list[int] = field(default_factory=list)
     rolling_block: int = -1
     _keys: list[int] = field(default_factory=list)
-    _digest: bytes = b"\0" * 32
 
     @classmethod
     def of(cls, request: Any, block_size_tokens: int) -> "RequestTrack | None":
@@ -63,23 +59,14 @@ class RequestTrack:
 
     def keys(self, blocks: int) -> list[int] | None:
         """The keys of the first `blocks` blocks; None where the host's keys of the prompt differ."""
-        size = self.block_size_tokens
-        self.prompt = self.prompt.cpu()  # once, because every copy from a GPU waits
-        for block in range(len(self._keys), blocks):
-            tokens = self._tokens(block * size, (block + 1) * size)
-            self._digest = hashlib.sha256(self._digest + tokens.tobytes()).digest()
-            key = int.from_bytes(self._digest[:8], "little") % (2**63 - 1) + 1
-            if block < len(self.prompt_keys) and self.prompt_keys[block] != key:
-                return None
-            self._keys.append(key)
-        return self._keys[:blocks]
-
-    def _tokens(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        inside = max(0, min(stop, len(self.prompt)) - start)
-        head = self.prompt[start : start + inside].numpy().astype("<i8")
-        first = start + inside - len(self.prompt)
-        tail = np.asarray(self.generated[first : stop - len(self.prompt)] if inside < stop - start else [])
-        return np.concatenate([head, tail.astype("<i8")])
+        if blocks > len(self._keys):  # once a block of the answer: the host keeps keys, and no digests
+            self.prompt = self.prompt.cpu()  # once, because every copy from a GPU waits
+            generated = torch.tensor(self.generated, dtype=self.prompt.dtype, device="cpu")
+            tokens = torch.cat([self.prompt, generated])[: blocks * self.block_size_tokens]
+            requests = importlib.import_module(INFERENCE_REQUEST)
+            self._keys = requests.compute_block_hashes_batched(tokens, self.block_size_tokens)
+        shared = min(blocks, len(self.prompt_keys))
+        return self._keys[:blocks] if self._keys[:shared] == self.prompt_keys[:shared] else None
 
 
 @dataclass

@@ -20,6 +20,7 @@ GPU_VIEW = "megatron.core.inference.contexts.gpu_view:ContextGPUView"
 MHA_METADATA = "megatron.core.inference.contexts.attention_context.mha_metadata:MHAMetadata"
 MAMBA_METADATA = "megatron.core.inference.contexts.attention_context.mamba_metadata:MambaMetadata"
 MAMBA_MIXER = "megatron.core.ssm.mamba_mixer:MambaMixer"
+INFERENCE_REQUEST = "megatron.core.inference.inference_request"
 
 TESTED_VERSIONS = ("0.19.0", "0.19.2")
 """The versions of megatron-core that the tests run on."""
