@@ -16,10 +16,9 @@ from typing import Any
 from mambaslots.cli.options import Parser, count, listed, new_file, positive
 from mambaslots.cli.replay import add_options, asked_of, settings_of, sources_of
 from mambaslots.inference.contexts.cache.pool_stats import NANOSECONDS
-from mambaslots.replay.cells import TraceSource
 from mambaslots.replay.engine_replay import Arrivals, EngineReplay
 from mambaslots.replay.ours import config_of, spec_of
-from mambaslots.replay.report import budget_head, plain_setting
+from mambaslots.replay.report import TraceSource, budget_head, plain_setting
 from mambaslots.replay.setting import Progress, ReplaySetting, StepCost, model_shape, silent
 from mambaslots.replay.trace import Trace
 from processes import add_jobs, replay_cells

@@ -17,14 +17,16 @@ from block_rows import BlockRow, StockRow, capped_slots
 from clairvoyant import CEILING
 from mambaslots.cli.options import Parser, listed, new_file
 from mambaslots.cli.replay import add_options, asked_of, settings_of, sources_of
-from mambaslots.replay.cells import Cell, CellResult, replay_cell
 from mambaslots.replay.ours import UNLIMITED, OursRow
 from mambaslots.replay.report import (
+    Cell,
+    CellResult,
     answers,
     budget_of,
     percent,
     plain,
     plain_setting,
+    replay_cell,
     table,
     unlimited_shares,
 )

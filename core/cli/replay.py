@@ -8,10 +8,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..config import PLAN_SYNTAX
-from ..replay.cells import Cell, CellResult, TraceSource, replay_cell
 from ..replay.generate import KINDS
 from ..replay.ours import UNLIMITED, OursRow
-from ..replay.report import answers, plain, plain_setting, table, unlimited_shares
+from ..replay.report import (
+    Cell,
+    CellResult,
+    TraceSource,
+    answers,
+    plain,
+    plain_setting,
+    replay_cell,
+    table,
+    unlimited_shares,
+)
 from ..replay.setting import MODELS, STATE_DTYPES, ModelShape, ReplaySetting, model_shape
 from .options import add_group, add_json, count, is_file, listed, positive
 

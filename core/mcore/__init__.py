@@ -5,9 +5,8 @@ Importing this package imports no megatron-core; `install` does.
 May import `contexts`, `cache`, `kernels`; no engine of ours.
 """
 
-from .built_contexts import stats
 from .host_record import HostStats
-from .install import install, installed, uninstall
+from .install import install, installed, stats, uninstall
 from .overrides import UnknownHostError
 
 __all__ = ["HostStats", "UnknownHostError", "install", "installed", "stats", "uninstall"]

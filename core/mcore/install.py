@@ -1,8 +1,10 @@
 """Putting our slot allocator and the corrections into megatron-core, and taking them out again."""
 
+import functools
 import importlib
 import logging
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -16,8 +18,8 @@ from ..inference.contexts.cache.eviction import EvictionPolicy, PolicyChoice, ch
 from ..validation import boolean, instance, shown
 from ..version import VERSION
 from . import admission, answers, lifecycle, mixer, stages
-from .built_contexts import BuiltContexts
-from .overrides import REGISTRY, Applied, MissingHostError, apply, owner_class
+from .host_record import NO_SLOTS, HostStats, record_of
+from .overrides import REGISTRY, MissingHostError, Original, apply, owner_class
 from .slot_allocator import HostSlotAllocator, Settings
 from .versions import DYNAMIC_CONTEXT, TESTED_VERSIONS
 
@@ -26,9 +28,7 @@ CORRECTIONS = (admission, answers, lifecycle, mixer, stages)
 """The modules whose overrides are in REGISTRY; their import registers them."""
 
 _logger = logging.getLogger(__package__)
-_applied: list[Applied] = []
-built_contexts = BuiltContexts()
-"""The contexts that were built since `install`."""
+_applied: list[Original] = []
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _host_version() -> str:
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:
-    _applied.append(Applied(owner, name, getattr(owner, name)))
+    _applied.append((owner, name, getattr(owner, name)))
     setattr(owner, name, replacement)
 
 
@@ -154,7 +154,7 @@ def uninstall() -> None:
     if not _applied:
         raise RuntimeError("mambaslots.mcore is not installed")
     while _applied:
-        _applied.pop().undo()
+        setattr(*_applied.pop())
     HostSlotAllocator.settings = Settings()
     built_contexts.retire()
 
@@ -171,3 +171,125 @@ def installed(
         yield installation
     finally:
         uninstall()
+
+
+# ---- the contexts that were built under the drop-in: their counts, and why one caches nothing
+
+SETTINGS = "pass enable_prefix_caching=True and a prefix_caching_mamba_gb to its InferenceConfig"
+_SERVING = ("add_request", "initialize_attention_state")
+
+
+def stats(context: Any) -> HostStats:
+    """The counts of a context that was built after `install`; ValueError for any other."""
+    if "mamba_slot_allocator" not in getattr(context, "__dict__", ()):
+        raise ValueError(f"context is {type(context).__name__}; accepted: a DynamicInferenceContext")
+    slots = context.mamba_slot_allocator
+    if slots is None:
+        return HostStats.of(record_of(context), NO_SLOTS, 0)
+    if not isinstance(slots, HostSlotAllocator):
+        raise ValueError("context is on megatron-core's own allocator; accepted: one built after install()")
+    return HostStats.of(record_of(context), slots.slots.counts, slots.num_dropped)
+
+
+class BuiltContext:
+    """One context, which may be gone.
+
+    Attributes:
+        number: 1 for the first context.
+        idle_reason: why the context caches no state, as a sentence; "" where it does.
+    """
+
+    def __init__(self, context: Any, number: int) -> None:
+        self.number, self.idle_reason = number, idle_reason(context)
+        self._context = weakref.ref(context)
+        self._record = record_of(context)
+
+    @property
+    def context(self) -> Any:
+        """The context, or None once it is gone."""
+        return self._context()
+
+    @property
+    def stats(self) -> HostStats:
+        """The context's counts; of a context that is gone the counts of slots are those of its last step."""
+        if (context := self.context) is not None:
+            return stats(context)
+        return HostStats.of(self._record, self._record.slots, self._record.dropped)
+
+
+def idle_reason(context: Any) -> str:
+    """Why no state of this context is cached, with what to change, or "" where states are cached."""
+    if not context.enable_prefix_caching:
+        return f"enable_prefix_caching is False, so mambaslots has nothing to do; {SETTINGS}"
+    if not context.is_hybrid_model:
+        return "its model has no Mamba layers, so megatron-core's own KV cache serves it"
+    if context.mamba_slot_allocator is None:
+        budget = context.config.prefix_caching_mamba_gb
+        return (
+            f"prefix_caching_mamba_gb is {budget}, so every prompt token is computed, and only KV blocks are "
+            f"shared; {SETTINGS}"
+        )
+    return ""
+
+
+class BuiltContexts:
+    """All contexts that were built since `install`, in their order.
+
+    Attributes:
+        remembers: whether those of before an `uninstall` stay.
+    """
+
+    def __init__(self) -> None:
+        self._built: list[BuiltContext] = []
+        self.remembers = False
+
+    @property
+    def all(self) -> tuple[BuiltContext, ...]:
+        return tuple(self._built)
+
+    def noting(self, initialize_all_tensors: Callable[[Any], None]) -> Callable[[Any], None]:
+        """The host's method that ends the building of a context, and notes the context."""
+
+        @functools.wraps(initialize_all_tensors)
+        def initialize(context: Any, *args: Any, **kwargs: Any) -> None:
+            initialize_all_tensors(context, *args, **kwargs)
+            self._note(context)
+
+        return initialize
+
+    def _note(self, context: Any) -> None:
+        """Count a new context; a warning says why nothing is cached."""
+        if any(each.context is context for each in self._built):
+            return
+        built = BuiltContext(context, len(self._built) + 1)
+        self._built.append(built)
+        if built.idle_reason:
+            _logger.warning("context %d caches no states: %s", built.number, built.idle_reason)
+
+    def retire(self) -> None:
+        """Let no context serve any more, and forget all of them unless they are to be remembered.
+
+        megatron-core's own methods would read the contexts' caches wrongly.
+        """
+        for built in self._built:
+            if (context := built.context) is not None:
+                for name in _SERVING:
+                    setattr(context, name, _refuse)
+        if not self.remembers:
+            self._built.clear()
+
+    def close(self) -> None:
+        """Forget all contexts, and remember none beyond an `uninstall` from now on."""
+        self.remembers = False
+        self._built.clear()
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "this context was built while mambaslots.mcore was installed, and uninstall() has been called since: "
+        "megatron-core's own methods would answer wrongly from its cache; build a new context and engine"
+    )
+
+
+built_contexts = BuiltContexts()
+"""The contexts that were built since `install`."""

@@ -66,29 +66,21 @@ def override(
     return register
 
 
-@dataclass(frozen=True)
-class Applied:
-    """A method as it was before its override."""
-
-    owner: Any
-    method: str
-    original: Callable[..., Any]
-
-    def undo(self) -> None:
-        setattr(self.owner, self.method, self.original)
+Original = tuple[Any, str, Callable[..., Any]]
+"""A class or module, a name in it, and what was there before: the arguments of `setattr` that undo."""
 
 
-def apply(overrides: Iterable[Override], version: str) -> list[Applied]:
+def apply(overrides: Iterable[Override], version: str) -> list[Original]:
     """Replace the methods. UnknownHostError, with nothing changed, where the source of one is not known."""
     found = {entry: owner_class(entry.owner).__dict__.get(entry.method) for entry in overrides}
     refused = {entry: reason for entry, method in found.items() if (reason := _objection(entry, method))}
     if refused:
         reasons = "; ".join(f"{entry.name} {reason}" for entry, reason in refused.items())
         raise UnknownHostError(f"megatron-core {version}: {reasons}")
-    applied = []
+    applied: list[Original] = []
     for entry, method in found.items():
         owner = owner_class(entry.owner)
-        applied.append(Applied(owner, entry.method, method))
+        applied.append((owner, entry.method, method))
         setattr(owner, entry.method, _bound(entry, method))
     return applied
 

@@ -18,8 +18,7 @@ import torch
 from ..config import PLAN_SYNTAX, parse_plan
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.eviction import EVICTION_POLICIES
-from .built_contexts import SETTINGS, BuiltContext
-from .install import Installation, built_contexts, install, shown_versions
+from .install import SETTINGS, BuiltContext, Installation, built_contexts, install, shown_versions
 from .overrides import MissingHostError, UnknownHostError
 
 COMMAND = "python -m mambaslots.mcore"

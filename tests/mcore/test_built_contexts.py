@@ -10,8 +10,7 @@ from typing import Any
 import mambaslots.mcore
 import megatron.core
 import pytest
-from mambaslots.mcore.built_contexts import idle_reason
-from mambaslots.mcore.install import built_contexts
+from mambaslots.mcore.install import built_contexts, idle_reason
 from mambaslots.mcore.overrides import REGISTRY
 from mambaslots.mcore.run_script import as_dict, described
 from mcore.recurrent_host import BLOCK, MODES, RecurrentHost, cpu_as_gpu, make_context, tokens

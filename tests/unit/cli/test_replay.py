@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from mambaslots.cli.main import main
-from mambaslots.replay.cells import TraceSource
 from mambaslots.replay.generate import KINDS
+from mambaslots.replay.report import TraceSource
 
 SMALL = ("--requests", "60", "--budget-gb", "1,4")
 FIELDS = {

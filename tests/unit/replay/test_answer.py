@@ -1,9 +1,8 @@
 """How much memory to give: the sentence, and the table around it."""
 
 import pytest
-from mambaslots.replay.cells import Cell, CellResult, TraceSource
 from mambaslots.replay.ours import OURS, UNLIMITED, OursRow
-from mambaslots.replay.report import BudgetPoint, answer, answers, table
+from mambaslots.replay.report import BudgetPoint, Cell, CellResult, TraceSource, answer, answers, table
 from mambaslots.replay.setting import ReplayResult, ReplaySetting, model_shape
 
 SHAPE = model_shape("nemotron-h-8b")
