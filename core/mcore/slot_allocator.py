@@ -11,8 +11,9 @@ from torch import Tensor
 from ..inference.contexts.cache.checkpoint_plan import (
     Boundary,
     CheckpointPlan,
-    RollingStates,
     checked_boundaries,
+    drop_rolling,
+    make_room_by_rolling,
 )
 from ..inference.contexts.cache.eviction import PolicyChoice
 from ..inference.contexts.host_settings import HostSettings
@@ -47,7 +48,6 @@ class HostSlotAllocator(MambaSlotAllocator):
     def __init__(self, context: Any, *args: Any, **kwargs: Any) -> None:
         self.settings.plan.check_block_size(context.block_size_tokens)
         super().__init__(context, *args, **kwargs)
-        self._rolling = RollingStates(self.slots)
         self._restore_pins: list[int] = []
         self._unsettled: list[tuple[Crossing, int]] = []
         """Decode states in reserved slots, whose last token is not on the CPU yet."""
@@ -129,7 +129,8 @@ class HostSlotAllocator(MambaSlotAllocator):
         decoded = {block: state for block, state in self._decode_states().items() if block not in prompts}
         sources = {block: StateSource(False, crossing.row) for block, (crossing, _) in decoded.items()}
         sources |= prompts  # last: where slots are short, the decode states are dropped first
-        self._rolling.make_room([self._track(crossing) for crossing, _ in decoded.values()], len(sources))
+        tracks = [self._track(crossing) for crossing, _ in decoded.values()]
+        make_room_by_rolling(self.slots, tracks, len(sources))
         for block, slot in self._take(sources).items():
             crossing, settled = decoded.get(block, (None, True))
             if crossing is not None and not settled:
@@ -174,7 +175,9 @@ class HostSlotAllocator(MambaSlotAllocator):
         boundary = self._decode_boundary(crossing)
         own = self.slots.tree.slot_of(block) == slot
         rolls = own and boundary is not None and not boundary.keeps
-        self._rolling.advance(self._track(crossing), block, rolls=rolls)
+        drop_rolling(self.slots, self._track(crossing))
+        if rolls:
+            self._track(crossing).rolling_block = block
 
     def _decode_boundary(self, crossing: Crossing) -> Boundary | None:
         """What the plan says of the boundary; None where it stores no state there."""

@@ -172,12 +172,10 @@ FAULTS = {
         (
             (
                 POLICIES + "state_slots.py",
-                "        evicted = self._evict(num_slots - num_free, keep, num_free, cause)"
-                " if num_free < num_slots else []\n",
+                "        evicted = self._evict(num_slots - num_free, keep, num_free, cause)\n",
                 "        lost = self.free[len(self.free) - num_free :]\n"
                 "        del self.free[len(self.free) - num_free :]\n"
-                "        evicted = self._evict(num_slots - num_free, keep, num_free, cause)"
-                " if num_free < num_slots else []\n"
+                "        evicted = self._evict(num_slots - num_free, keep, num_free, cause)\n"
                 "        self.free.extend(lost)\n",
             ),
         ),

@@ -170,7 +170,7 @@ def checked_boundaries(
 class CachedPath:
     """The KV blocks of one sequence, in order, and the durable slot that its state is in.
 
-    Only `PrefixCache` changes a path; its part `RollingStates` writes `rolling_block`.
+    Only `PrefixCache` changes a path; `drop_rolling` and `StepCheckpoints` write `rolling_block`.
 
     Attributes:
         chain: the hashes of the sequence's whole blocks.
@@ -280,30 +280,20 @@ class RollingOwner(Protocol):
     rolling_block: int
 
 
-class RollingStates:
-    """Keeps at most one decode state of a sequence, and those that a request has resumed from."""
+def drop_rolling(slots: StateSlots, owner: RollingOwner) -> None:
+    """Drop the owner's newest decode state that rolls; one that a request has resumed from stays."""
+    block = owner.rolling_block
+    slot = slots.tree.slot_of(block) if block >= 0 else -1
+    if slot < 0 or slot in slots.tree.used or slots.drop(block, "rolled"):
+        owner.rolling_block = -1
 
-    def __init__(self, slots: StateSlots) -> None:
-        self._slots = slots
 
-    def make_room(self, owners: Iterable[RollingOwner], num_slots: int) -> None:
-        """Drop older decode states of `owners`, which store newer ones now, until `num_slots` are free."""
-        for owner in owners:
-            if len(self._slots.free) >= num_slots:
-                return
-            self._drop(owner)
-
-    def advance(self, owner: RollingOwner, block: int, *, rolls: bool) -> None:
-        """Drop the older decode state: the state of `block` is committed."""
-        self._drop(owner)
-        if rolls:
-            owner.rolling_block = block
-
-    def _drop(self, owner: RollingOwner) -> None:
-        slots, block = self._slots, owner.rolling_block
-        slot = slots.tree.slot_of(block) if block >= 0 else -1
-        if slot < 0 or slot in slots.tree.used or slots.drop(block, "rolled"):
-            owner.rolling_block = -1
+def make_room_by_rolling(slots: StateSlots, owners: Iterable[RollingOwner], num_slots: int) -> None:
+    """Drop decode states of `owners`, which store newer ones now, until `num_slots` slots are free."""
+    for owner in owners:
+        if len(slots.free) >= num_slots:
+            return
+        drop_rolling(slots, owner)
 
 
 class StepCheckpoints:
@@ -311,7 +301,6 @@ class StepCheckpoints:
 
     def __init__(self, slots: StateSlots) -> None:
         self._slots = slots
-        self._rolling = RollingStates(slots)
 
     def reserve[S: PathStep](self, steps: Sequence[S], max_inner_states: int | None = None) -> list[S]:
         """Reserve a slot for each boundary that has no state yet, as far as slots go; may evict states."""
@@ -333,10 +322,8 @@ class StepCheckpoints:
             wanted = [key for key in wanted if key not in set(beyond)]
         if not self._slots.policy.refuses:
             decoding = [steps[certain[key][0]].path for key in wanted if certain[key][1].kind == "decode"]
-            self._rolling.make_room(decoding, len(wanted))
-        chosen = self._slots.make_room(
-            [_planned(key, steps[certain[key][0]], certain[key][1]) for key in wanted]
-        )
+            make_room_by_rolling(self._slots, decoding, len(wanted))
+        chosen = self._slots.make_room([_planned(steps[certain[key][0]], certain[key][1]) for key in wanted])
         served = set(chosen)
         self._slots.tree.note_refused([key for key in wanted if key not in served] + beyond)
         # States of drafts evict nothing, because the drafts may be wrong.
@@ -395,13 +382,15 @@ class StepCheckpoints:
             (committed[position],) = self._slots.commit([slot], [block])
             if step.decoding:
                 keeps = any(b.position == position and b.keeps for b in step.boundaries)
-                self._rolling.advance(path, block, rolls=committed[position] == slot and not keeps)
+                drop_rolling(self._slots, path)
+                if committed[position] == slot and not keeps:
+                    path.rolling_block = block
         return committed
 
 
-def _planned(key: int, step: PathStep, boundary: Boundary) -> PlannedState:
+def _planned(step: PathStep, boundary: Boundary) -> PlannedState:
     depth = boundary.position // step.path.chain.block_size_tokens
-    return PlannedState(key, step.path.chain.keys, depth, boundary.kind, step.path.request)
+    return step.path.chain.keys, depth, boundary.kind, step.path.request
 
 
 def _is_inner(step: PathStep, boundary: Boundary) -> bool:

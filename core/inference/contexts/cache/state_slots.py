@@ -25,14 +25,8 @@ class SlotCounts(NamedTuple):
     live: int = 0
 
 
-class PlannedState(NamedTuple):
-    """A state that a step will store: `keys[:depth]` hashes its prefix, `request` is the policy's number."""
-
-    key: int
-    keys: Sequence[int]
-    depth: int
-    taken_as: str
-    request: int
+PlannedState = tuple[Sequence[int], int, str, int]
+"""A state that a step will store: the arguments of `EvictionPolicy.plan`."""
 
 
 class StateSlots:
@@ -136,8 +130,8 @@ class StateSlots:
         """Plan these states, and evict states worth less; returns the hashes of those that get a slot."""
         policy = self.policy
         for state in planned:
-            policy.plan(state.keys, state.depth, state.taken_as, state.request)
-        wanted = dict.fromkeys(state.key for state in planned)
+            policy.plan(*state)
+        wanted = dict.fromkeys(keys[depth - 1] for keys, depth, _, _ in planned)
         while len(wanted) > len(self.free):
             slot, key = policy.least(lambda slot: slot not in self.pins, wanted)
             if slot >= 0:

@@ -153,7 +153,7 @@ def test_a_slot_that_is_lost_or_in_two_hands_is_found() -> None:
 
 
 def planned(*keys: int) -> list[PlannedState]:
-    return [PlannedState(key, [key], 1, "tail", -1) for key in keys]
+    return [([key], 1, "tail", -1) for key in keys]
 
 
 def held(slots: StateSlots, num_free: int, num_evictable: int) -> StateSlots:
