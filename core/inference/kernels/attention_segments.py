@@ -55,19 +55,13 @@ def segment_rows(
     rows: AttentionRows, first_row: int, num_rows: int, readers: Readers, num_segments: int,
     segment_tokens: int, block_size: int, tokens: int, *, longest_query: int, copies: bool = False,
 ) -> SegmentRows:  # fmt: skip
-    """Pair some rows of a step with their segments, in one launch. Does not synchronise.
+    """Pair rows of a step, decode rows or prefill rows, with their segments, in one launch.
 
     With `WITHIN`, the segments of a row are those from its first query's on, and the pairs of a row follow
     one another. Else the segments are the sequence's first, and the pairs of a segment follow one another.
-
-    Args:
-        first_row, num_rows: which rows of the step; decode rows, or prefill rows.
-        num_segments: of each row; `V` is num_rows * num_segments.
-        tokens: those of the rows, padding included. Places are counted from the first of them.
-        longest_query: at least the queries of the longest pair.
-        copies: whether each segment has a copy of all queries of the rows, one after the other. With `BEHIND`
-            and without copies, the segments need a call each, because they share queries: the tensors then
-            have a first dimension more, of segments.
+    Places are counted from the first of the rows' `tokens`. With `copies`, each segment has a copy of all
+    queries of the rows. With `BEHIND` and without copies, the segments need a call each, because they share
+    queries: the tensors then have a first dimension more, of segments.
     """
     device = rows.block_table.device
     columns = segment_tokens // block_size
@@ -144,16 +138,10 @@ def combine_segments(
 ) -> Tensor:  # fmt: skip
     """Weigh the results of each query's segments by their sums of exp(score), in float32.
 
-    With the query at position p, its segments are 0 to k = p // segment_tokens. The result is
-    sum_s exp(l_s - m) * o_s / sum_s exp(l_s - m), where l_s are the log-sums and m is the largest. Products
-    are added in the order of s, each by a fused multiply-add. Where k is 0, the result has the bits of `own`.
-
-    Args:
-        earlier, own: [segments, T, heads, head dim]: what queries find before their own segment k, and in it
-            (`own` at k). What lies at other segments is not read.
-        earlier_log_sums, own_log_sums: [segments, heads, T] float32: logarithms of the sums of exp(score).
-        positions: [T] int64.
-        out: [T, heads, head dim]. Written, in its own dtype. The last stride of it, `earlier` and `own` is 1.
+    With the query at position p, its segments are 0 to k = p // segment_tokens. The result is sum_s exp(l_s -
+    m) * o_s / sum_s exp(l_s - m), where l_s are the log-sums [segments, heads, T] and m is the largest.
+    Products are added in the order of s, each by a fused multiply-add. Where k is 0, the result has the bits
+    of `own`. `earlier` and `own` are [segments, T, heads, head dim]; of `own` segment k is read.
     """
     tokens, heads, head_dim = out.shape
     if not tokens:

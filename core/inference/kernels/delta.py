@@ -120,18 +120,14 @@ def delta_state_passing(
     """leaving = decay * entering + keys^T decayed (written - read_keys entering), over each row's chunks.
 
     Keeps the state in float32. Products multiply numbers of the dtype of `keys`, float32 in three TF32
-    products, and add in float32. Each source is read once and each destination written once. A row without
-    chunks copies its source to its destination, bit for bit; where both are one or there is no destination,
-    it costs an empty program. One launch, whose grid depends on shapes alone. Does not synchronise.
+    products, and add in float32. A row without chunks copies its source to its destination, bit for bit;
+    where both are one or there is no destination, it costs an empty program.
 
     Args:
-        keys: [tokens, Hk, Dk] normalised; value head h reads key head h // (Hv // Hk).
-        read_keys, written: [tokens, Hv, Dk] and [tokens, Hv, Dv], the two parts of the WY form. These three
-            have one dtype and are contiguous.
+        keys: [tokens, Hk, Dk] normalised. read_keys, written: [tokens, Hv, Dk] and [tokens, Hv, Dv], the two
+            parts of the WY form. All contiguous, of one dtype.
         log_decays: [tokens, Hv] float32: sums of the decays' binary logarithms from each chunk's start.
-        states: [slots, Hv, Dk, Dv] float32 or narrower, with any slot stride. Written.
-        chunk_size: the most tokens of a chunk, a power of two from 16 on.
-        sources, destinations, cu_chunk_seqlens, row_chunk_starts, chunk_destinations: as for the scan.
+        chunk_size: the most tokens of a chunk, a power of two from 16 on. Other arguments: as for the scan.
 
     Returns: the states that enter the chunks, [chunks, Hv, Dk, Dv], and the new values of tokens, [tokens,
         Hv, Dv], both in the dtype of `keys` and unspecified for padding.

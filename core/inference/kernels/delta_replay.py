@@ -33,16 +33,11 @@ def delta_replay_output(
 ) -> Tensor:  # fmt: skip
     """o of each row's tokens from its chunk's keys and values, and the state at the chunk's start.
 
-    One launch, whose grid depends on shapes alone. Does not synchronise. Padding rows write nothing.
-
     Args:
         queries: [rows * tokens, Hk, Dk] normalised. keys: [rows * chunk_size, Hk, Dk] normalised, zeros after
             a row's tokens. Both contiguous, of the dtype of v_inputs.
-        v_inputs: [slots, chunk_size, Hv, Dv], contiguous in each slot. Read up to each row's last token.
         strength: [rows * chunk_size, Hv] beta. log_decays, inverse: of the same tokens, from `solved_chunks`.
-        states: [slots, Hv, Dk, Dv], contiguous, with any slot stride. Written at `destinations`.
-        slots, starts, lengths, sources, destinations: [rows] as for `gated_delta_rule_replay`.
-        tokens: T, a row's tokens with padding.
+        tokens: T, a row's tokens with padding. Other arguments: as for `gated_delta_rule_replay`.
 
     Returns: o, [rows, T, Hv, Dv] in the dtype of v_inputs; unspecified for padding.
     """

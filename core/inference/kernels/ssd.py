@@ -46,15 +46,9 @@ def state_passing(
 ) -> None:  # fmt: skip
     """leaving = exp(log decay) * entering + update, over each row's chunks in order, in float32.
 
-    Each source is read once and each destination written once. A row without chunks copies its source to its
-    destination, bit for bit; where both are one or there is no destination, it costs an empty program.
-
-    Args:
-        chunk_states: [chunks, H, P, N] float32: the update of each chunk. **Overwritten** with the state that
-            enters the chunk.
-        log_decays: [H, chunks, chunk size] float32: sums of dt * A from the start of each chunk.
-        ssm_states: [slots, H, P, N] float32 or narrower, with any slot stride. Written.
-        sources, destinations, row_chunk_starts, chunk_destinations: as for `reference.ssd.ssd_chunk_scan`.
+    `chunk_states` [chunks, H, P, N] float32 hold the updates, and are overwritten with the states that enter.
+    `log_decays` [H, chunks, chunk size] float32 are sums of dt * A from each chunk's start. Other arguments,
+    and what happens to a row without chunks, are those of `ssd_stages.ssd_states`.
     """
     check_slots(ssm_states=ssm_states)
     heads, head_dim, state_dim = chunk_states.shape[1:]

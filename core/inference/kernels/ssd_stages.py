@@ -121,17 +121,10 @@ def chunk_scan(
 ) -> Tensor:  # fmt: skip
     """y[m] = exp(l[m]) C[m] entering + sum over k <= m of CB[m, k] exp(l[m] - l[k]) dt[k] x[k] + D x[m].
 
-    Both products multiply numbers of the dtype of `entering_states`, to which the masked scores are rounded,
-    and add in float32. An empty chunk costs empty programs.
-
-    Args:
-        x: [tokens, H, P]. C: [tokens, G, N]. Float32 or narrower. D: [H].
-        CB: [chunks, G, chunk size, chunk size] float32 or narrower. Values above the diagonal and beyond a
-            chunk's tokens have no effect.
-        entering_states: [chunks, H, P, N] float32, or the 16-bit dtype of x and C.
-        out: where y goes, contiguous, of the dtype of x; None allocates it.
-
-    Returns: y, [tokens, H, P] in the dtype of x; unspecified for tokens of no chunk.
+    Both products multiply numbers of the dtype of `entering_states` [chunks, H, P, N], to which the masked
+    scores are rounded, and add in float32. x is [tokens, H, P], C [tokens, G, N], and CB [chunks, G, chunk
+    size, chunk size], of which values above the diagonal and beyond a chunk's tokens have no effect. Returns
+    y [tokens, H, P] in the dtype of x, in `out` where there is one; unspecified for tokens of no chunk.
     """
     check_last_stride(x=x, C=C)
     tokens, heads, head_dim = x.shape
@@ -346,18 +339,11 @@ def ssd_states(
     """leaving = exp(l[last]) entering + sum over k of exp(l[last] - l[k]) dt[k] x[k] B[k], chunk by chunk.
 
     A program keeps its part of a state in registers, in float32. Products multiply numbers of the dtype
-    `operands`, to which x with its decay and time step is rounded, and add in float32. Each source is read
-    once and each destination written once. A row without chunks copies its source to its destination, bit
-    for bit; where both are one or there is no destination, it costs an empty program.
-
-    Args:
-        x: [tokens, H, P]. B: [tokens, G, N]. Both have one dtype of 16 bits.
-        ssm_states: [slots, H, P, N] float32 or narrower, with any slot stride. Written. A row's destination
-            may be its own source, no other row's source or destination.
-        sources, destinations, row_chunk_starts, chunk_destinations: as for `reference.ssd.ssd_chunk_scan`.
-
-    Returns: the states that enter the chunks, [chunks, H, P, N] in the dtype `operands`; unspecified for
-        padding.
+    `operands`, to which x [tokens, H, P] with its decay and time step is rounded, and add in float32. Each
+    source in `ssm_states` [slots, H, P, N], with any slot stride, is read once and each destination written
+    once. A row without chunks copies its source to its destination, bit for bit; where both are one or there
+    is no destination, it costs an empty program. Returns the states that enter the chunks, [chunks, H, P, N]
+    in the dtype `operands`; unspecified for padding.
     """
     check_slots(ssm_states=ssm_states)
     check_last_stride(x=x, B=B)
