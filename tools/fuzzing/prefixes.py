@@ -462,7 +462,7 @@ class Tiers:
     def _harm(self, where: str, what: str, random: Random) -> None:
         if where == "rows":
             host = self._tier.host
-            used = [host.slot_of(key) for key in list(host.keys())]
+            used = [slot for slot, _ in host.copies.values()]
             _harm_rows(self._copies.rows, used, what, random)
         else:
             paths = sorted(self._files.directory.glob("*.state"))
@@ -471,7 +471,7 @@ class Tiers:
 
 
 def _lost(stats: Any) -> int:
-    causes = stats.host_copies_left_by_cause, stats.disk_copies_left_by_cause
+    causes = stats.host_copies_removed_by_cause, stats.disk_copies_removed_by_cause
     return sum(each[cause] for each in causes for cause in ("damaged", "not_written"))
 
 

@@ -413,11 +413,10 @@ class PrefixCache:
 
         Reads only, and so may be called in another thread: the counts may be off by what changes meanwhile.
         """
-        tree, references = self.tree, self.kv_blocks.references
-        registered = list(tree.block_of_hash.values())
-        blocks = tree.count_by_root(registered)
-        held = tree.count_by_root([block for block in registered if block in references])
-        states = tree.count_by_root(list(self.tree.slot_by_block))
+        roots, references = self.tree.roots(), self.kv_blocks.references
+        blocks = Counter(roots.values())
+        held = Counter(root for block, root in roots.items() if block in references)
+        states = Counter(roots[block] for block in list(self.tree.slot_by_block) if block in roots)
         return {root: RootUse(states[root], number, held[root]) for root, number in blocks.items()}
 
     def check_integrity(self, paths: Iterable[CachedPath], during_step: bool = False) -> None:

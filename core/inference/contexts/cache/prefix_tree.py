@@ -65,7 +65,6 @@ class PrefixTree:
         self.state_turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES, remembers=True)
         self.clock = 0
         self._serials = [0] * num_blocks  # for each block the clock at its registration
-        self._roots = [0] * num_blocks  # the first block of each registered block's prefix
         self.references = [0] * num_blocks + [1]
         self.parents = [-1] * num_blocks
         self.num_children = [0] * (num_blocks + 1)
@@ -119,12 +118,14 @@ class PrefixTree:
         """Whether a block registered at clock `since` still is. Then every ancestor is, too."""
         return self.parents[block] >= 0 and self._serials[block] <= since
 
-    def count_by_root(self, blocks: Iterable[int]) -> Counter[bytes]:
-        """How many of these registered blocks belong to sequences with each root digest."""
-        counts: Counter[bytes] = Counter()
-        for first, number in Counter(map(self._roots.__getitem__, blocks)).items():
-            counts[self._root_digests.get(first, b"")] += number
-        return counts
+    def roots(self) -> dict[int, bytes]:
+        """The root digest of each registered block's prefix; O(blocks)."""
+        roots: dict[int, bytes] = {}
+        for block in list(self.block_of_hash.values()):  # parents first
+            parent = self.parents[block]
+            is_first = parent == self._origin
+            roots[block] = self._root_digests.get(block, b"") if is_first else roots.get(parent, b"")
+        return roots
 
     def was_continued(self, key: int) -> bool:
         """Whether a registered block continues the prefix with this hash, or one did that was evicted."""
@@ -155,9 +156,8 @@ class PrefixTree:
         before = canonical[-1] if canonical else self._origin if isinstance(parent, bytes) else parent
         block_of_hash, parents, num_held = self.block_of_hash, self.parents, self._num_held_children
         own_hashes, contents, num_children = self._hashes, self._tokens, self.num_children
-        serials, roots = self._serials, self._roots
+        serials = self._serials
         self.clock = clock = self.clock + 1
-        root = -1 if before == self._origin else roots[before]
         if before == self._origin and isinstance(parent, bytes) and blocks and hashes[0] not in block_of_hash:
             self._root_digests[blocks[0]] = parent
         for block, key, content in zip(
@@ -168,7 +168,6 @@ class PrefixTree:
             block_of_hash[key] = block
             own_hashes[block] = key
             contents[block] = content
-            roots[block] = root = root if root >= 0 else block
             serials[block] = clock
             parents[block] = before
             num_children[before] += 1
@@ -414,8 +413,6 @@ class PrefixTree:
             )
         for block in registered:
             parent = self.parents[block]
-            root = block if parent == self._origin else self._roots[parent]
-            assert self._roots[block] == root, "a block is in another family than its parent"
             older = parent == self._origin or self._serials[parent] <= self._serials[block]
             assert older, "a block is older than its parent"
             assert self._serials[block] <= self.clock, "a block is newer than the clock"
