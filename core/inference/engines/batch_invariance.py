@@ -54,7 +54,6 @@ class BatchInvariance:
         self.products: tuple[str, ...] = ()
         self.replaced: dict[tuple[Any, ...], str] = {}
         self._served: WithReplacedProducts | None = None  # the model that `served` was asked for last
-        self._replays = config.replays
         width = power_of_two(1 + config.num_speculative_tokens)
         self._most_tokens = rung(config.max_requests * width + config.max_tokens)
         self._release = BLAS_SWITCHES.hold(self)
@@ -93,8 +92,8 @@ class BatchInvariance:
         ranks = f", {size} tensor ranks, whose sums are added in rank order" if size > 1 else ""
         return (
             f"batch invariance: {len(self.products)} shapes of products have the same bits in all of "
-            f"{len(rungs(self._most_tokens))} numbers of rows, and prefills in parts, beside others, and "
-            f"decodes{'' if self._replays else ', which do not replay, not,'} the same logits",
+            f"{len(rungs(self._most_tokens))} numbers of rows, and prefills in parts, prefills beside "
+            "others and decodes the same logits",
             *(
                 f"product replaced by one that adds over K in order: {name}"
                 for name in self.replaced.values()
@@ -147,7 +146,7 @@ class BatchInvariance:
         """Where the model is split, this is a collective; all ranks see the same logits."""
         chunk, most = self._spec.chunk_tokens(config.block_size_tokens), self._most_tokens
         steps = DummySteps(self.served(model), self._spec, config, checked_length(chunk), most)
-        case = first_difference(steps, chunk, most, decodes=self._replays)
+        case = first_difference(steps, chunk, most)
         if case:
             raise BatchVarianceError(
                 f"{SETTING}, and the model's logits have other bits {case} than in one prefill, though its "
@@ -330,13 +329,12 @@ def checked_length(chunk_tokens: int) -> int:
     return 2 * chunk_tokens + TAIL
 
 
-def first_difference(steps: DummySteps, chunk_tokens: int, most_tokens: int, decodes: bool) -> str:
+def first_difference(steps: DummySteps, chunk_tokens: int, most_tokens: int) -> str:
     """Where logits have other bits than in one prefill of the whole sequence; empty where nowhere."""
-    cases = _cases(steps, chunk_tokens, most_tokens, decodes)
-    return next((text for text, differs in cases if bool(differs)), "")
+    return next((text for text, differs in _cases(steps, chunk_tokens, most_tokens) if bool(differs)), "")
 
 
-def _cases(steps: DummySteps, chunk: int, most_tokens: int, decodes: bool) -> Iterator[tuple[str, Tensor]]:
+def _cases(steps: DummySteps, chunk: int, most_tokens: int) -> Iterator[tuple[str, Tensor]]:
     """Parts of one sequence in steps of all kinds, and whether their logits differ."""
     tokens = steps.tokens(checked_length(chunk))
 
@@ -364,8 +362,6 @@ def _cases(steps: DummySteps, chunk: int, most_tokens: int, decodes: bool) -> It
     yield "in the last part of a prefill, beside another", differs(logits, chunk)
     steps.release(request)
     steps.release(other)
-    if not decodes:
-        return
 
     start = max(1, 2 * chunk - 2)
     request = steps.request(tokens[:start])
