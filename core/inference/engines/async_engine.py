@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread
+from threading import Thread
 from time import thread_time
 from types import TracebackType
 from typing import Any, TypeVar
@@ -311,14 +311,12 @@ class AsyncEngine:
 
 
 _running_threads: set["EngineThread"] = set()
-_starting = Lock()
 
 
 class EngineThread(Thread):
     """Makes the calls that the event loop posts, and step after step while there are requests.
 
-    Calls are made between two steps. Where many wait, they share the time with the steps: checking and
-    hashing a crowd of long prompts delays running answers by some milliseconds a step. Without requests the
+    Calls are made between two steps, where many wait for `_LONGEST_CALLS_S` a step. Without requests the
     thread sleeps until a call comes. New tokens and results of calls go to the loop with one wake-up after a
     step, and one after the calls before a step.
 
@@ -353,12 +351,9 @@ class EngineThread(Thread):
 
     def start(self) -> None:
         """Start the thread; ValueError where another one serves the engine."""
-        with _starting:
-            if any(thread._engine is self._engine for thread in _running_threads):
-                raise ValueError(
-                    "engine is served by another AsyncEngine; accepted: an engine that none serves"
-                )
-            _running_threads.add(self)
+        if any(thread._engine is self._engine for thread in list(_running_threads)):
+            raise ValueError("engine is served by another AsyncEngine; accepted: an engine that none serves")
+        _running_threads.add(self)
         try:
             super().start()
         except BaseException:
