@@ -6,8 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -84,7 +83,13 @@ def serve_split(options: argparse.Namespace, settings: ServerSettings) -> int:
     from ..replay.recorder import TraceRecorder
     from ..serve import serve
 
-    with _joined_group(options) as groups, ExitStack() as stack:
+    with ExitStack() as stack:
+        on_gpus = chosen_device(options).type == "cuda"
+        if on_gpus:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if on_gpus else "gloo")
+        stack.callback(dist.destroy_process_group)
+        groups = ParallelGroups(tensor=dist.group.WORLD)
         rank, size = groups.rank, groups.size
         if rank:  # torchrun's agent sends these to all ranks; rank 0 drains, and then ends the others
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -110,16 +115,3 @@ def serve_split(options: argparse.Namespace, settings: ServerSettings) -> int:
         except RankDiedError as error:
             print(f"mambaslots serve: {error}", file=sys.stderr)
             return 1
-
-
-@contextmanager
-def _joined_group(options: argparse.Namespace) -> Iterator[ParallelGroups]:
-    """The ranks that torchrun has started, as the tensor group of one model."""
-    on_gpus = chosen_device(options).type == "cuda"
-    if on_gpus:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if on_gpus else "gloo")
-    try:
-        yield ParallelGroups(tensor=dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()

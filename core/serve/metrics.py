@@ -1,8 +1,8 @@
 """A monitor's figures in Prometheus' text format."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -22,19 +22,10 @@ Row = tuple[str, str, float | Mapping[Any, float], str]
 """Name without "mambaslots_", what it means, value or values, and the label that tells values apart."""
 
 
-@dataclass(frozen=True)
-class _Collected:
-    """What `generate_latest` asks for its metrics."""
-
-    metrics: Iterable[Metric]
-
-    def collect(self) -> Iterable[Metric]:
-        return self.metrics
-
-
 def text_of(metrics: Iterable[Metric]) -> tuple[bytes, str]:
     """The body of a reply to Prometheus with these metrics, and its content type."""
-    return generate_latest(_Collected(metrics)), CONTENT_TYPE_LATEST
+    registry: Any = SimpleNamespace(collect=lambda: metrics)
+    return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
 def metrics_text(monitor: Monitor) -> tuple[bytes, str]:
