@@ -282,7 +282,7 @@ class StateFeed:
             return
         for _ in range(2):
             take = publisher.snapshot if self._may_have_missed else publisher.take
-            events = await self._engine.call(lambda engine: take())  # noqa: B023
+            events = await self._engine.call(lambda engine, take=take: take())
             self._may_have_missed = True
             sent = () if events is None else (encode_events(events),)
             orders: Orders = await self._actor.publish.remote(self._replica, sent)
