@@ -6,7 +6,7 @@ from contextlib import nullcontext, suppress
 from importlib import import_module
 from itertools import count
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Any, Literal
 
 import msgspec
 
@@ -14,13 +14,13 @@ from ...inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ...inference.contexts.cache.hashing import PrefixHashChain
 from ...inference.contexts.request import DynamicInferenceRequest
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...request import FinishReason, SamplingParams
+from ...request import SamplingParams
 from ...validation import instance, shown
 from ..all_ranks import attempt
 from ..channel import Address, Link, PeerLostError, host_name
 from ..heartbeat import Heartbeat, RankDiedError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """All ranks of a model have the same one."""
 _MEETING_S = 60.0
 _LOOK_S = 0.5
@@ -30,7 +30,7 @@ _LOOK_S = 0.5
 
 
 class _Call(msgspec.Struct, frozen=True, array_like=True):
-    """A call of `DynamicInferenceEngine._apply`; its tag is the call's name."""
+    """A call of `DynamicInferenceEngine._apply`."""
 
     def make(self, engine: DynamicInferenceEngine) -> None:
         """Make the call on a rank that follows.
@@ -38,15 +38,15 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
         Rank 0 has checked the arguments. No result has a reader here: each request has an owner, and no step
         is reported.
         """
-        name = type(self).__struct_config__.tag
+        name, *arguments = self._of(engine)
         if name != "reset":
-            engine.state.check_usable(str(name))
-        self._change(engine)
+            engine.state.check_usable(name)
+        getattr(engine.state, name)(*arguments)
         engine.state.notify_ended()
 
-    def _change(self, engine: DynamicInferenceEngine) -> None:
-        name = type(self).__struct_config__.tag
-        getattr(engine.state, str(name))(*msgspec.structs.astuple(self))
+    def _of(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
+        """The name of the method of `EngineState`, and its arguments."""
+        raise NotImplementedError
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
@@ -86,38 +86,29 @@ class Add(_Call, frozen=True, array_like=True, tag="add"):
             request.hashes.root, request.seed, request.next_token, request.given_tokens,
         )  # fmt: skip
 
-    def _change(self, engine: DynamicInferenceEngine) -> None:
+    def _of(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
         hashes = PrefixHashChain(engine.config.block_size_tokens, self.root)
         if engine.config.enable_prefix_caching:
             hashes.extend_to([*self.prompt_tokens, *self.given_tokens])
-        engine.state.add(
-            DynamicInferenceRequest(
-                request_id=self.request_id,
-                prompt_tokens=self.prompt_tokens,
-                sampling=self.sampling,
-                plan=self.plan.made(),
-                hashes=hashes,
-                arrival_s=time.perf_counter(),
-                seed=self.seed,
-                next_token=self.next_token,
-                given_tokens=self.given_tokens,
-                owned=True,
-            )
+        return "add", DynamicInferenceRequest(
+            request_id=self.request_id,
+            prompt_tokens=self.prompt_tokens,
+            sampling=self.sampling,
+            plan=self.plan.made(),
+            hashes=hashes,
+            arrival_s=time.perf_counter(),
+            seed=self.seed,
+            next_token=self.next_token,
+            given_tokens=self.given_tokens,
+            owned=True,
         )
-
-
-class End(_Call, frozen=True, array_like=True, tag="end"):
-    """A request ends between two steps."""
-
-    request_id: int
-    reason: FinishReason
 
 
 class Step(_Call, frozen=True, array_like=True, tag="step"):
     """A step is made."""
 
-    def _change(self, engine: DynamicInferenceEngine) -> None:
-        engine.state.step(engine.model)
+    def _of(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
+        return "step", engine.model
 
 
 class Pin(_Call, frozen=True, array_like=True, tag="pin"):
@@ -126,42 +117,23 @@ class Pin(_Call, frozen=True, array_like=True, tag="pin"):
     root: bytes
     blocks: list[bytes]
 
-    def _change(self, engine: DynamicInferenceEngine) -> None:
+    def _of(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
         chain = PrefixHashChain(engine.config.block_size_tokens, self.root)
         for content in self.blocks:
             chain.append(content)
-        engine.state.pin(chain)
+        return "pin", chain
 
 
-class Unpin(_Call, frozen=True, array_like=True, tag="unpin"):
-    """The prefix with this index in `pins` is unpinned."""
+class Change(_Call, frozen=True, array_like=True, tag="change"):
+    """A method of `EngineState` is called whose arguments are plain values."""
 
-    index: int
+    method: Literal[
+        "end", "unpin", "reset_prefix_cache", "set_weights_version", "suspend", "resume", "reset"
+    ]  # fmt: skip
+    arguments: list[Any]
 
-
-class ResetPrefixCache(_Call, frozen=True, array_like=True, tag="reset_prefix_cache"):
-    """Every cached prefix and pin is forgotten."""
-
-
-class SetWeightsVersion(_Call, frozen=True, array_like=True, tag="set_weights_version"):
-    """The weights get a name, and every cached prefix is forgotten."""
-
-    version: Any
-
-
-class Suspend(_Call, frozen=True, array_like=True, tag="suspend"):
-    """The memory of all pools is freed."""
-
-
-class Resume(_Call, frozen=True, array_like=True, tag="resume"):
-    """The pools are allocated again."""
-
-
-class Reset(_Call, frozen=True, array_like=True, tag="reset"):
-    """Everything is dropped, also where ranks differ; the fields are those of rank 0's engine."""
-
-    weights_version: Any
-    allocated: bool
+    def _of(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
+        return self.method, *self.arguments
 
 
 class Load(_Call, frozen=True, array_like=True, tag="load"):
@@ -194,11 +166,7 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """No call follows."""
 
 
-Call = (
-    Add | End | Step | Pin | Unpin | ResetPrefixCache | SetWeightsVersion | Suspend | Resume | Reset
-    | Load | Run
-)  # fmt: skip
-CALLS: dict[str, Any] = {str(kind.__struct_config__.tag): kind for kind in get_args(Call)}
+Call = Add | Step | Pin | Change | Load | Run
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -247,10 +215,9 @@ def call_of(name: str, arguments: tuple[Any, ...]) -> _Call:
         return Pin(arguments[0].root, arguments[0].tokens)
     if name == "add":
         return Add.of(arguments[0])
-    call: _Call = CALLS[name](*arguments)
     if name == "set_weights_version":
         check_plain("version", arguments)
-    return call
+    return Change(name, list(arguments))  # type: ignore[arg-type]
 
 
 def check_plain(name: str, values: tuple[Any, ...]) -> None:

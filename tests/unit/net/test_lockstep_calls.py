@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import fields
+from typing import get_args, get_type_hints
 
 import mambaslots as ms
 import mambaslots.net as msd
@@ -9,7 +10,7 @@ import msgspec
 import pytest
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
-from mambaslots.net.lockstep.following import CALLS, Add, Call, Plan, call_of, check_plain, named
+from mambaslots.net.lockstep.following import Add, Call, Change, Plan, call_of, check_plain, named
 from oracle.serving import small_engine
 
 # The calls that a public method sends to the other ranks; those that make steps send each request and step.
@@ -61,11 +62,12 @@ def sent(message: Call) -> Call:
 
 
 def test_every_call_that_is_sent_is_one_that_followers_make() -> None:
-    assert set(CALLS) == set().union(*MADE_ON_ALL_RANKS.values()) | {"load", "run"}
+    methods = get_args(get_type_hints(Change)["method"])
+    assert {"add", "step", "pin", *methods} == set().union(*MADE_ON_ALL_RANKS.values())
     arguments = {
         "end": (3, "stop"), "unpin": (1,), "set_weights_version": (b"v",), "reset": ("seed", True),
     }  # fmt: skip
-    for name in set(CALLS) - {"add", "pin", "load", "run"}:
+    for name in ("step", *methods):
         message = call_of(name, arguments.get(name, ()))
         assert sent(message) == message
 
