@@ -21,7 +21,7 @@ from ..channel import PeerLostError
 from .export import CacheAccess, PrefixName, chosen_states, forest_of
 from .format import Description, TransferError, shard_of
 from .import_ import CopyError, ImportReport, Incoming, Placement, import_received
-from .pipe import AbsentError, nccl_facts
+from .pipe import nccl_facts
 from .session import GRACE_S, Destination, Offered, Source
 
 logger = logging.getLogger(__name__)
@@ -259,8 +259,7 @@ class TransferChannel:
     def _fail(self, what: str, error: Exception, cause: BaseException) -> None:
         unforeseen = cause if not isinstance(cause, TransferError) else None
         logger.warning("mambaslots: hand-over %r %s: %s", self._name, what, error, exc_info=unforeseen)
-        if not isinstance(cause, AbsentError):
-            self._drop(described(error))
+        self._drop(described(error))
 
     def _drop(self, reason: str = "") -> None:
         """End the connections; the next call makes them anew."""

@@ -94,14 +94,9 @@ class Refusal(msgspec.Struct, tag=True, frozen=True):
     """The sender ends the hand-over."""
 
     reason: str
-    withdrawn: bool = False  # another rank did not come, and the connections are good
 
 
 Message = Offer | Want | Piece | Acknowledged | Sums | Arrived | Refusal
-
-
-class AbsentError(TransferError):
-    """A peer did not come; the connections are as good as before."""
 
 
 class Passage(Protocol):
@@ -198,8 +193,7 @@ class Peer:
     def check_not_refused(self) -> None:
         for message in self.inbox:
             if isinstance(message, Refusal):
-                error = AbsentError if message.withdrawn else TransferError
-                raise error(f"{self.name}: {message.reason[:MAX_REASON_LETTERS]}")
+                raise TransferError(f"{self.name}: {message.reason[:MAX_REASON_LETTERS]}")
 
     @contextmanager
     def named(self) -> Iterator[None]:

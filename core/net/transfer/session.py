@@ -32,7 +32,6 @@ from .pieces import PartCopies, PieceLayout, PoolGate, Staging, receive_pieces, 
 from .pipe import (
     MAX_REASON_LETTERS,
     PROTOCOL_VERSION,
-    AbsentError,
     Arrived,
     Message,
     NcclFacts,
@@ -82,7 +81,7 @@ class Session[Key](ABC):
             raise TransferError("the hand-over was given up")
         if self.remaining_s() <= 0:
             if absent:
-                raise AbsentError(f"{absent} did not come in {self.timeout_s:g} s")
+                raise TransferError(f"{absent} did not come in {self.timeout_s:g} s")
             raise RuntimeError(f"no piece came or went within {self.timeout_s:g} s")
 
     def wait(self, peer: Peer, want: Want, condition: Callable[[], bool]) -> None:
@@ -235,13 +234,7 @@ class Source(Session[Address]):
             The receivers, the bytes to all of them, and the seconds that sending took.
         """
         offer = Offer(access.rank, access.spec.groups.size, encode(offered.description), nccl)
-        try:
-            answers = self._answers(access, offer)
-        except AbsentError as error:
-            for peer in self.peers.values():
-                with suppress(PeerLostError):
-                    peer.send(Refusal(str(error), withdrawn=True))
-            raise
+        answers = self._answers(access, offer)
         wanted = [(peer, want) for peer, want in answers if want.part is not None]
         self.num_bytes, seconds = 0, 0.0
         for peer, want in wanted:

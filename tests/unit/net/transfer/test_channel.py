@@ -159,10 +159,9 @@ def pools_of(engine: ms.DynamicInferenceEngine) -> Any:
     return CacheAccess(engine, "test").pools
 
 
-def test_a_peer_that_is_late_costs_no_connection(pair: Pair) -> None:
+def test_a_peer_that_was_late_is_met_by_the_next_call(pair: Pair) -> None:
     serve(pair.source, PROMPTS[:1])
     pair.hand_over([(PROMPTS[0], None)])
-    kept = [end._session for end in pair.ends]
     for end, call in zip(pair.ends, ("send", "receive"), strict=True):
         begin = time.monotonic()
         report = getattr(end, call)(timeout_s=0.3)
@@ -170,7 +169,6 @@ def test_a_peer_that_is_late_costs_no_connection(pair: Pair) -> None:
         assert time.monotonic() - begin < 1.5
     sent, received = pair.hand_over()
     assert (sent.failure, received.failure) == ("", "")
-    assert kept == [end._session for end in pair.ends]
 
 
 @pytest.mark.parametrize("broken", [True, False])
