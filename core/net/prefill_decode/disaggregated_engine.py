@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -38,17 +39,12 @@ class PrefillCounts:
     bytes: int = 0
 
 
-class _Timeout:
-    """The seconds that two waits have together; None waits for ever."""
-
-    def __init__(self, timeout_s: float | None) -> None:
-        if timeout_s is not None:
-            timeout_s = time.monotonic() + real("timeout_s", timeout_s, 0.0, LONGEST_TIMEOUT_S)
-        self._end_s = timeout_s
-
-    @property
-    def left_s(self) -> float | None:
-        return None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
+def _limit(timeout_s: float | None) -> Callable[[], float | None]:
+    """The seconds that are left for two waits together; None waits for ever."""
+    if timeout_s is None:
+        return lambda: None
+    end_s = time.monotonic() + real("timeout_s", timeout_s, 0.0, LONGEST_TIMEOUT_S)
+    return lambda: max(0.0, end_s - time.monotonic())
 
 
 class DisaggregatedEngine(AsyncEngine):
@@ -139,27 +135,27 @@ class DisaggregatedEngine(AsyncEngine):
 
     async def close(self, timeout_s: float | None = None) -> bool:
         """As `AsyncEngine.close`."""
-        timeout = _Timeout(timeout_s)
+        left_s = _limit(timeout_s)
         if self._connecting is not None and not self._connecting.get_loop().is_closed():
             self._check_loop("close")
             self._connecting.cancel()
-            await asyncio.wait([self._connecting], timeout=timeout.left_s)
-        return await super().close(timeout.left_s)
+            await asyncio.wait([self._connecting], timeout=left_s())
+        return await super().close(left_s())
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """As `AsyncEngine.drain`. Prompts that wait for the worker are computed by the engine.
 
         Those that have not reached the engine within `timeout_s` are refused.
         """
-        timeout = _Timeout(timeout_s)
+        left_s = _limit(timeout_s)
         self._usable("drain")
         self._refusing = True
         for task in self._asking:
             task.cancel()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._none_on_their_way.wait(), timeout.left_s)
+            await asyncio.wait_for(self._none_on_their_way.wait(), left_s())
         all_came = self._none_on_their_way.is_set()
-        return await super().drain(timeout.left_s) and all_came
+        return await super().drain(left_s()) and all_came
 
     # ---- requests
 

@@ -84,13 +84,9 @@ class StateRouter:
         index: the states of all replicas.
     """
 
-    def __init__(self, seed: int = 0, *, index: StateIndex | None = None) -> None:
-        """
-        Args:
-            seed: of the order of equals.
-            index: None for a new one.
-        """
-        self.index = StateIndex() if index is None else index
+    def __init__(self, seed: int = 0) -> None:
+        """`seed`: of the order of equals."""
+        self.index = StateIndex()
         self._draws = random.Random(integer("seed", seed))
         self._expected = ExpectedStates()
         self._recent = RecentWork()

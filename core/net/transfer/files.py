@@ -241,16 +241,13 @@ def _read_part(folder: Path, own_format: PrefixFormat, own_shard: Shard) -> tupl
 
 
 def _folder(directory: object) -> Path:
-    if not isinstance(directory, (str, os.PathLike)):
-        raise ValueError(f"directory is {shown(directory)}; accepted: a path")
     try:
-        folder = Path(directory)
-        has_nul = b"\0" in os.fsencode(folder)
-    except (TypeError, UnicodeEncodeError) as error:
-        raise ValueError(f"directory is {shown(directory)}; accepted: a path") from error
-    if has_nul:
-        raise ValueError(f"directory is {shown(directory)}; accepted: a path without NUL")
-    return folder
+        folder = Path(directory)  # type: ignore[arg-type]
+        if b"\0" not in os.fsencode(folder):
+            return folder
+    except (TypeError, UnicodeEncodeError):
+        pass
+    raise ValueError(f"directory is {shown(directory)}; accepted: a path, without NUL")
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -84,21 +84,19 @@ class Session[Key](ABC):
                 raise TransferError(f"{absent} did not come in {self.timeout_s:g} s")
             raise RuntimeError(f"no piece came or went within {self.timeout_s:g} s")
 
-    def wait(self, peer: Peer, want: Want, condition: Callable[[], bool]) -> None:
-        """Wait for a condition as long as the peer and the clock let it."""
+    def wait(self, peer: Peer, condition: Callable[[], bool], over_nccl: bool = False) -> None:
+        """Wait for a condition as long as the peer and the clock let it; what NCCL does is polled."""
         began = time.monotonic()
         while not condition():
             self.check_time()
-            self.pump(peer, 0.0 if want.over_nccl else _LOOK_S)
-            if want.over_nccl:
+            self.pump(peer, 0.0 if over_nccl else min(_LOOK_S, max(0.0, self.remaining_s())))
+            if over_nccl:
                 time.sleep(1e-6 if time.monotonic() - began < _SPIN_S else 2e-4)
             peer.check_not_refused()
 
     def expect[T](self, peer: Peer, kind: type[T]) -> T:
         """The next message of a peer, which must be of this kind."""
-        while not peer.inbox:
-            self.check_time()
-            self.pump(peer, min(_LOOK_S, max(0.0, self.remaining_s())))
+        self.wait(peer, lambda: bool(peer.inbox))
         peer.check_not_refused()
         message = peer.inbox.popleft()
         if not isinstance(message, kind):
@@ -118,7 +116,8 @@ class Session[Key](ABC):
         layout = PieceLayout(access.format(), want.part or {}, len(rows[0]), len(rows[1]))
         with self.staging.on_stream():
             copies = PartCopies(access, want.part or {}, *rows)
-        return layout, move(pipe, layout, copies, self.staging, self.gate, partial(self.wait, peer, want))
+        wait = partial(self.wait, peer, over_nccl=want.over_nccl)
+        return layout, move(pipe, layout, copies, self.staging, self.gate, wait)
 
     def nccl_pipe(self, unique_id: bytes) -> NcclPipe:
         return NcclPipe(self.device, self.nccl_rank, unique_id, self.remaining_s)
@@ -282,7 +281,7 @@ class Source(Session[Address]):
         layout, (sums, under_way) = self.exchange(send_pieces, access, peer, want, rows)
         peer.send(Sums(sums))
         for passage in under_way:
-            self.wait(peer, want, passage.is_done)
+            self.wait(peer, passage.is_done, want.over_nccl)
         self.staging.scrub()
         self.expect(peer, Arrived)
         return layout.num_bytes
