@@ -199,12 +199,12 @@ class TransferChannel:
             session = self._begin(access, timeout_s)
             assert isinstance(session, Destination)
             began = True
-            form, forest = session.in_time(lambda: session.collect(access))
+            forest = session.in_time(lambda: session.collect(access))
 
             def fill(placement: Placement) -> None:
                 session.in_time(lambda: session.fill(access, placement, self._nccl))
 
-            return Incoming(form, forest, fill)
+            return Incoming(forest, fill)
 
         try:
             return import_received(access, received)

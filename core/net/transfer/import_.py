@@ -15,7 +15,7 @@ from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...validation import shown
 from ..all_ranks import Notes
 from .export import CacheAccess, rows_at_once
-from .format import KV, PrefixForest, PrefixFormat, TransferError, shard_of
+from .format import KV, PrefixForest, TransferError, shard_of
 from .shard import PrefixShard, decode_prefixes, join
 
 logger = logging.getLogger(__name__)
@@ -70,16 +70,15 @@ class ImportReport:
 
 
 class Incoming(NamedTuple):
-    """What a rank has received of an export."""
+    """What a rank has received of an export whose format fits this engine."""
 
-    format: PrefixFormat
     forest: PrefixForest
     fill: Callable[["Placement"], None]  # copies into the new blocks and slots
     source: str = ""  # distinguishes the export from others of the same prefixes, where something does
 
     @classmethod
     def of(cls, shard: PrefixShard, source: str = "") -> "Incoming":
-        return cls(shard.format, shard.forest, lambda placement: placement.write(shard.tensors), source)
+        return cls(shard.forest, lambda placement: placement.write(shard.tensors), source)
 
 
 def import_prefixes(engine: DynamicInferenceEngine, pieces: Piece | Sequence[Piece]) -> ImportReport:
@@ -155,8 +154,8 @@ def import_received(access: CacheAccess, receive: Callable[[], Incoming]) -> Imp
 
     def work(notes: Notes) -> Incoming:
         try:
-            own, incoming = access.format(), receive()
-            incoming.format.check_fits(own)
+            access.format()  # first: an engine without a weights version waits for nothing
+            incoming = receive()
         except ValueError as error:
             notes["argument"] = not isinstance(error, TransferError)
             raise

@@ -20,7 +20,6 @@ from .export import CacheAccess
 from .format import (
     Description,
     PrefixForest,
-    PrefixFormat,
     TransferError,
     check_shard,
     decode,
@@ -312,8 +311,8 @@ class Destination(Session[bytes]):
             point = Point(PROTOCOL_VERSION, self.listener.address, access.spec.groups.size)
             self.store.set(f"{access.rank}", msgspec.json.encode(point).decode())
 
-    def collect(self, access: CacheAccess) -> tuple[PrefixFormat, PrefixForest]:
-        """Wait for an offer of each rank of the source; the format and the forest of all."""
+    def collect(self, access: CacheAccess) -> PrefixForest:
+        """Wait for an offer of each rank of the source; the forest of all."""
         self.connect(access)
         while True:
             self._take_messages(0.0)
@@ -334,7 +333,7 @@ class Destination(Session[bytes]):
             self._taken.append((self.peers[connection], offer, found))
         if len({found.forest.digest for *_, found in self._taken}) > 1:
             raise TransferError("ranks of the source offer different prefixes; accepted: the same of all")
-        return found.format, found.forest
+        return found.forest
 
     def fill(self, access: CacheAccess, placement: Placement, nccl: NcclFacts | None) -> None:
         """Ask the source for the blocks and states of a placement, and copy them into the pools."""
