@@ -10,10 +10,10 @@ from typing import Any
 
 from ...errors import MambaSlotCapacityError
 from ...inference.contexts.cache.pins import PinnedPrefix
-from ...inference.contexts.request import DynamicInferenceRequest
+from ...inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...inference.engines.engine_observer import EngineObserver
+from ...inference.engines.engine_observer import NewTokens
 from ...inference.engines.streams import TokenStream
 from ...request import RequestResult, SamplingParams
 
@@ -40,7 +40,7 @@ class _Prefix:
     pin: PinnedPrefix | None = None
 
 
-class PrefixComputer(EngineObserver):
+class PrefixComputer:
     """Computes prefixes in the thread of an `AsyncEngine`, many at once. It observes the engine.
 
     A prefix is pinned as its request ends, so that no later step evicts it.
@@ -99,6 +99,15 @@ class PrefixComputer(EngineObserver):
             checkpoint_plan=replace(plan, marks=(*plan.marks, len(prefix.tokens))),
         )
         self._by_request[prefix.stream.request_id] = prefix
+
+    def request_added(self, request: DynamicInferenceRequest) -> None:
+        pass
+
+    def request_resumed(self, step: RequestStep) -> None:
+        pass
+
+    def step_made(self, steps: Sequence[RequestStep], tokens: NewTokens, duration_s: float) -> None:
+        pass
 
     def request_ended(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
         """Pin the prefix of a request that has ended, and wake the task that waits for it."""
