@@ -280,9 +280,12 @@ class StateFeed:
         publisher = self._publisher
         if self._actor is None or publisher is None:
             return
+
+        def take(_: object) -> StateEvents | None:
+            return publisher.snapshot() if self._may_have_missed else publisher.take()
+
         for _ in range(2):
-            take = publisher.snapshot if self._may_have_missed else publisher.take
-            events = await self._engine.call(lambda engine, take=take: take())
+            events = await self._engine.call(take)
             self._may_have_missed = True
             sent = () if events is None else (encode_events(events),)
             orders: Orders = await self._actor.publish.remote(self._replica, sent)
