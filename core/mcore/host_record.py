@@ -182,15 +182,11 @@ class HostStats:
     @classmethod
     def of(cls, record: HostRecord, slots: SlotCounts, num_dropped: int) -> "HostStats":
         """Put together what a context and its allocator count."""
-        ledger, retired = record.ledger, record.retired
+        retired = record.retired
         return cls(
             num_requests=record.requests,
             num_hits=record.hits,
-            num_prompt_tokens=ledger.num_prompt_tokens,
-            num_resumed_tokens=ledger.resumed,
-            num_computed_tokens=ledger.num_computed_tokens,
-            computed_by_reason=ledger.by_reason(),
-            num_recomputed_tokens=ledger.recomputed,
+            **record.ledger.counts(),
             num_free_slots=slots.free,
             num_reserved_slots=slots.reserved,
             num_committed_slots=slots.committed,

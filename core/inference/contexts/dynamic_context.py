@@ -404,14 +404,9 @@ class DynamicInferenceContext:
 
     def cache_stats(self) -> CacheStats:
         """What became of every prompt token, and how full the pools are."""
-        ledger = self._ledger
         return CacheStats(
             num_requests=self._num_requests_seen,
-            num_prompt_tokens=ledger.num_prompt_tokens,
-            num_resumed_tokens=ledger.resumed,
-            num_computed_tokens=ledger.num_computed_tokens,
-            computed_by_reason=ledger.by_reason(),
-            num_recomputed_tokens=ledger.recomputed,
+            **self._ledger.counts(),
             **vars(self.prefix_cache.stats()),
         )
 

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from .hashing import PrefixHashChain
 from .prefix_tree import PrefixTree
@@ -247,11 +247,17 @@ class TokenLedger:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return self.resumed + self.num_computed_tokens
+        return self.resumed + self.computed.total()
 
-    @property
-    def num_computed_tokens(self) -> int:
-        return self.computed.total()
+    def counts(self) -> dict[str, Any]:
+        """All counts, as `CacheStats` names them."""
+        return {
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_resumed_tokens": self.resumed,
+            "num_computed_tokens": self.computed.total(),
+            "computed_by_reason": self.by_reason(),
+            "num_recomputed_tokens": self.recomputed,
+        }
 
     def by_reason(self) -> dict[ComputeReason, int]:
         return {reason: self.computed[reason] for reason in COMPUTE_REASONS}
