@@ -51,7 +51,7 @@ def first_difference(sizes: AttentionSizes, device: torch.device) -> str:
 
     Returns: the case, in words.
     """
-    from ..kernels.attention_segments import SEGMENT_TOKENS
+    from mambaslots.inference.kernels.attention_segments import SEGMENT_TOKENS
 
     return first_case(_AttentionCheck(sizes, device, SEGMENT_TOKENS).cases())
 
