@@ -90,7 +90,7 @@ class MatchBasis:
     """What a match was asked for, and when it was right; `match_prefix` writes it, and judges by it.
 
     `last_key` is the hash of the last whole block; `num_held` counts the path's registered blocks, -1 where
-    nothing was looked up; `clock` is the tree's clock at that time.
+    nothing was looked up; `clock` and `num_lapses` are those of the tree and of its ghosts at that time.
     """
 
     num_tokens: int = -1
@@ -98,6 +98,7 @@ class MatchBasis:
     num_held: int = -1
     max_resume_tokens: int | None = None
     clock: int = -1
+    num_lapses: int = -1
 
 
 @dataclass(frozen=True)
@@ -141,20 +142,22 @@ def match_prefix(
     ghosts are known by their 63-bit hashes alone.
     """
     ghosts, keys, size = tree.ghosts, chain.keys, chain.block_size_tokens
-    blocks = tuple(path_blocks[:num_held])
+    blocks, num_seen = tuple(path_blocks[:num_held]), 0
     if known is not None and _is_of_beginning(known.basis, chain, num_tokens, num_held, max_resume_tokens):
         since = known.basis.clock
         if since == tree.clock and known.basis.num_tokens == num_tokens:
             return known
         # Only leaves are removed, and a block that was evicted and came back was registered later.
         blocks = known.blocks
+        if known.basis.num_lapses == ghosts.num_lapses:  # what was seen is there, or a ghost
+            num_seen = known.seen_tokens // size
         if blocks and not tree.stands(blocks[-1], since):
             blocks = blocks[: bisect_left(blocks, True, key=lambda block: not tree.stands(block, since))]
     whole, first = num_tokens // size, len(blocks)
     if first < whole and keys[first] in tree.block_of_hash:
         parent = blocks[-1] if blocks else chain.root
         blocks = (*blocks, *tree.match(parent, keys[first:whole], chain.tokens[first:whole]))
-    num_seen = len(blocks)
+    num_seen = max(num_seen, len(blocks))
     while num_seen < whole and ghosts.has(keys[num_seen], "block"):
         num_seen += 1
     limit = num_tokens - 1 if max_resume_tokens is None else max_resume_tokens
@@ -175,10 +178,12 @@ def match_prefix(
     if limited:
         spans = (*spans, Span(asked * size, num_tokens, "disabled"))
     slot = tree.slot_of(blocks[depth - 1]) if depth else -1
-    basis = MatchBasis(num_tokens, _last_key(chain, num_tokens), num_held, max_resume_tokens, tree.clock)
+    basis = MatchBasis(
+        num_tokens, _last_key(chain, num_tokens), num_held, max_resume_tokens, tree.clock, ghosts.num_lapses
+    )
     match = PrefixMatch(blocks, depth * size, slot, num_seen * size, spans, basis)
     if known == match and known.basis.num_tokens == num_tokens:
-        known.basis.clock = tree.clock
+        known.basis.clock, known.basis.num_lapses = tree.clock, ghosts.num_lapses
         return known
     return match
 

@@ -101,14 +101,16 @@ _STATES = _BITS["state"] | _BITS["refused state"]
 class GhostList:
     """A bounded map from the hashes of prefixes to what is gone under them; O(1) a hash.
 
-    Two generations: once the younger one has `capacity` hashes, the older one is forgotten at once. What is
-    there again (a block that is registered, a state of a host that is not named yet) may still be listed.
+    Two generations: once the younger one has `capacity` hashes, the older one is forgotten at once;
+    `num_lapses` counts that. What is there again (a block that is registered, a state of a host that is not
+    named yet) may still be listed.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._young: dict[int, int] = {}  # hash -> bits
         self._old: dict[int, int] = {}
+        self.num_lapses = 0
 
     def add_all(self, keys: Iterable[int], fact: GoneFact) -> None:
         young, old, bit = self._young, self._old, _BITS[fact]
@@ -116,6 +118,7 @@ class GhostList:
         for key in keys:
             young[key] = (young.get(key) or old.get(key, 0)) & others | bit
         if len(young) >= self.capacity:
+            self.num_lapses += bool(self._old)
             self._old, self._young = (young if self.capacity else {}), {}
 
     def has(self, key: int, fact: GoneFact) -> bool:
@@ -140,6 +143,7 @@ class GhostList:
         return next((stop - i for i, bits in enumerate(gone) if bits), start)
 
     def clear(self) -> None:
+        self.num_lapses += 1
         self._young, self._old = {}, {}
 
     def __len__(self) -> int:
