@@ -90,7 +90,7 @@ class MatchBasis:
     """What a match was asked for, and when it was right; `match_prefix` writes it, and judges by it.
 
     `last_key` is the hash of the last whole block; `num_held` counts the path's registered blocks, -1 where
-    nothing was looked up; `clock` and `num_lapses` are those of the tree and of its ghosts at that time.
+    nothing was looked up; the last three are those of the tree and of its ghosts at that time.
     """
 
     num_tokens: int = -1
@@ -98,6 +98,7 @@ class MatchBasis:
     num_held: int = -1
     max_resume_tokens: int | None = None
     clock: int = -1
+    state_clock: int = -1
     num_lapses: int = -1
 
 
@@ -137,23 +138,29 @@ def match_prefix(
 ) -> PrefixMatch:
     """See `PrefixCache.match`; `num_held` of `path_blocks` are registered, states within do not count.
 
-    An earlier match of the same sequence is right as long as the tree's clock stands still: O(1). Afterwards
-    its blocks are not looked up again as far as they stand. Tokens are compared wherever blocks are matched;
-    ghosts are known by their 63-bit hashes alone.
+    An earlier match of the same sequence is right as long as its blocks stand, no state has changed and none
+    of its further blocks is registered or evicted now: O(1). Otherwise its blocks are not looked up again as
+    far as they stand: only leaves are removed, and what was evicted and came back was registered later.
+    Tokens are compared wherever blocks are matched; ghosts are known by their 63-bit hashes alone.
     """
     ghosts, keys, size = tree.ghosts, chain.keys, chain.block_size_tokens
-    blocks, num_seen = tuple(path_blocks[:num_held]), 0
+    blocks, num_seen, whole = tuple(path_blocks[:num_held]), 0, num_tokens // size
     if known is not None and _is_of_beginning(known.basis, chain, num_tokens, num_held, max_resume_tokens):
-        since = known.basis.clock
-        if since == tree.clock and known.basis.num_tokens == num_tokens:
-            return known
-        # Only leaves are removed, and a block that was evicted and came back was registered later.
-        blocks = known.blocks
-        if known.basis.num_lapses == ghosts.num_lapses:  # what was seen is there, or a ghost
+        since, blocks = known.basis.clock, known.blocks
+        no_lapse = known.basis.num_lapses == ghosts.num_lapses
+        if no_lapse:  # what was seen is there, or a ghost
             num_seen = known.seen_tokens // size
         if blocks and not tree.stands(blocks[-1], since):
             blocks = blocks[: bisect_left(blocks, True, key=lambda block: not tree.stands(block, since))]
-    whole, first = num_tokens // size, len(blocks)
+        elif (
+            no_lapse
+            and num_tokens == known.basis.num_tokens
+            and known.basis.state_clock == tree.state_clock
+            and not (len(blocks) < whole and keys[len(blocks)] in tree.block_of_hash)
+            and not (num_seen < whole and ghosts.has(keys[num_seen], "block"))
+        ):
+            return known
+    first = len(blocks)
     if first < whole and keys[first] in tree.block_of_hash:
         parent = blocks[-1] if blocks else chain.root
         blocks = (*blocks, *tree.match(parent, keys[first:whole], chain.tokens[first:whole]))
@@ -183,7 +190,8 @@ def match_prefix(
     )
     match = PrefixMatch(blocks, depth * size, slot, num_seen * size, spans, basis)
     if known == match and known.basis.num_tokens == num_tokens:
-        known.basis.clock, known.basis.num_lapses = tree.clock, ghosts.num_lapses
+        known.basis.clock, known.basis.state_clock = tree.clock, tree.state_clock
+        known.basis.num_lapses = ghosts.num_lapses
         return known
     return match
 

@@ -43,7 +43,8 @@ class PrefixTree:
         leaves: the order in which cached blocks are evicted.
         turnover, state_turnover: how many blocks, and states, entered and were removed, by cause and age.
         watchers: called before hashes begin or cease to find a state, also a copy of it in a tier.
-        clock: grows with every change of a registered block, a state or a ghost. It is never set back.
+        clock, state_clock: grow with every change of a registered block, and of a state or a state's ghost.
+            They are never set back.
     """
 
     def __init__(self, num_blocks: int, hash_of: Callable[[int], int] | None = None) -> None:
@@ -63,7 +64,7 @@ class PrefixTree:
         self.leaves = LeafOrder([0] * num_blocks, self.holds_state)
         self.turnover = Turnover[KVRemovalCause](KV_REMOVAL_CAUSES)
         self.state_turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES, remembers=True)
-        self.clock = 0
+        self.clock = self.state_clock = 0
         self._serials = [0] * num_blocks  # for each block the clock at its registration
         self.references = [0] * num_blocks + [1]
         self.parents = [-1] * num_blocks
@@ -329,7 +330,7 @@ class PrefixTree:
                     del block_named[former]
                 key_by_slot[slot] = key
         self.ghosts.discard_states(keys)
-        self.clock += 1
+        self.state_clock += 1
 
     def note_state_used(self, slot: int, now_ns: int) -> None:
         """A request resumed from this slot."""
@@ -342,7 +343,7 @@ class PrefixTree:
         if keys:
             self.state_turnover.num_refused += len(keys)
             self.ghosts.add_all(keys, "refused state")
-            self.clock += 1
+            self.state_clock += 1
 
     def note_copies_lost(self, keys: Iterable[int]) -> None:
         """The tier has no copy under these hashes any more."""
@@ -383,7 +384,7 @@ class PrefixTree:
         self._last_used_ns.clear()
         self.used.clear()
         self.ghosts.clear()
-        self.clock += 1
+        self.state_clock += 1
         self.state_turnover.by_cause["reset"] += num_removed
 
     def _notify(self, keys: Iterable[int] | None) -> None:
@@ -392,7 +393,7 @@ class PrefixTree:
 
     def _note_states_changed(self, blocks: Iterable[int]) -> None:
         """Note that states of these blocks were added or removed."""
-        self.clock += 1
+        self.state_clock += 1
         self.leaves.note_states_changed(blocks)
 
     # ---- the whole

@@ -118,7 +118,7 @@ class GhostList:
         for key in keys:
             young[key] = (young.get(key) or old.get(key, 0)) & others | bit
         if len(young) >= self.capacity:
-            self.num_lapses += bool(self._old)
+            self.num_lapses += bool(self._old) or not self.capacity
             self._old, self._young = (young if self.capacity else {}), {}
 
     def has(self, key: int, fact: GoneFact) -> bool:
