@@ -17,6 +17,9 @@ if not torch.cuda.is_available():  # read by triton, and by megatron-core's kern
     os.environ["MAMBA_DETERMINISTIC"] = "1"  # one autotuning configuration: nothing is timed
     accept_masks_of_any_integer()
 
+# torch's TCPStore looks up names: at each connection a name server that does not answer costs 1 s, not 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # Several threads help none of these small shapes, and make every test crawl on a busy machine.
 torch.set_num_threads(1)
 
