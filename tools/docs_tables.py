@@ -18,7 +18,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / "benchmarks" / name for name in ("README.md", "results/README.md")),
+]
 TABLE = re.compile(r"(<!-- table: (.+?) \(tools/docs_tables\.py\) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -130,6 +134,42 @@ def routers() -> str:
         and row["router"] != "one cache"
     ]
     return markdown(["router", "resumed", "of one cache with all memory", "busiest replica / mean"], rows)
+
+
+def all_routers() -> str:
+    """% resumed; % of one cache with all memory; the busiest replica's computed tokens over the mean."""
+    cells: dict[tuple[str, int], dict[str, str]] = defaultdict(dict)
+    names: dict[str, None] = {}
+    for row in results("replay_routed")["results"]:
+        if row["num_replicas"] > 1 and row["state_gb"] == 2.0:
+            names[row["router"]] = None
+            cells[row["trace"].partition(",")[0], row["num_replicas"]][row["router"]] = (
+                f"{100 * row['share']:.1f}; {100 * row['share_of_one_cache']:.1f}; {row['token_imbalance']:.2f}"
+            )
+    rows = ([trace, str(count), *(found[name] for name in names)] for (trace, count), found in cells.items())
+    return markdown(["trace", "replicas", *names], rows)
+
+
+def _economy(name: str, budget: str, rows: Iterable[str]) -> str:
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in sorted(results(name)["results"], key=lambda row: row[budget] or 0):
+        if row[budget] is not None:
+            found[row["row"], row["trace"].partition(",")[0]].append(f"{100 * row['share']:.1f}")
+    traces = ("chat", "agent", "documents", "fork")
+    return markdown(
+        ["", *traces], ([row, *(" / ".join(found[row, trace]) for trace in traces)] for row in rows)
+    )
+
+
+def economy() -> str:
+    """% of prompt tokens resumed, by GB for states."""
+    peers = ("megatron-core", "used-node-cap-3", "tail-branch", "marconi", "sglang", "sglang-cap-3")
+    return _economy("replay_seed5", "state_gb", ("ours", "ours-lru", *peers, "belady-density", "planned"))
+
+
+def economy_total() -> str:
+    """% of prompt tokens resumed, by GB for states and KV together."""
+    return _economy("replay_total", "total_gb", ("ours", "ours-lru", "sglang", "sglang-cap-3", "vllm"))
 
 
 def shares() -> str:
@@ -251,6 +291,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "hand over": hand_over,
     "prefill apart": prefill_apart,
     "routers": routers,
+    "all routers": all_routers,
+    "economy": economy,
+    "economy total": economy_total,
     "shares": shares,
     "megatron": megatron,
     "vllm": vllm,
