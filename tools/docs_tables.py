@@ -143,9 +143,9 @@ def all_routers() -> str:
     for row in results("replay_routed")["results"]:
         if row["num_replicas"] > 1 and row["state_gb"] == 2.0:
             names[row["router"]] = None
-            cells[row["trace"].partition(",")[0], row["num_replicas"]][row["router"]] = (
-                f"{100 * row['share']:.1f}; {100 * row['share_of_one_cache']:.1f}; {row['token_imbalance']:.2f}"
-            )
+            share, of_one = 100 * row["share"], 100 * row["share_of_one_cache"]
+            cell = f"{share:.1f}; {of_one:.1f}; {row['token_imbalance']:.2f}"
+            cells[row["trace"].partition(",")[0], row["num_replicas"]][row["router"]] = cell
     rows = ([trace, str(count), *(found[name] for name in names)] for (trace, count), found in cells.items())
     return markdown(["trace", "replicas", *names], rows)
 
