@@ -218,8 +218,10 @@ def vllm() -> str:
             row(f"first token of {int(n):,} tokens, ms", "first_token_ms", n)
             for n in ("512", "4096", "16384")
         ),
+        *(row(f"decode step of 1 at {int(n):,} tokens, ms", "decode_of_1_ms", n) for n in ("512", "4096")),
         *(row(f"decode step of {n} at 3,000 tokens, ms", "decode_at_3000_ms", n) for n in ("8", "32", "128")),
         row("conversations: first token, ms", "conversations", "first_token_ms"),
+        row("conversations: resumed of 100,608 tokens", "conversations", "resumed_tokens"),
         row("conversations: tokens a second", "conversations", "tokens_per_s"),
         row("256 requests: tokens a second", "throughput", "nothing shared"),
         row("the same, 768 tokens shared", "throughput", "768 shared"),
