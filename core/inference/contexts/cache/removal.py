@@ -1,7 +1,7 @@
 """Which cached KV block is removed next, and what was removed under which hash."""
 
 import heapq
-from collections.abc import Callable, Iterable, KeysView, Sequence
+from collections.abc import Callable, Collection, Iterable, KeysView, Sequence
 from typing import Literal
 
 LeafEntry = tuple[bool, int, int]
@@ -112,11 +112,14 @@ class GhostList:
         self._old: dict[int, int] = {}
         self.num_lapses = 0
 
-    def add_all(self, keys: Iterable[int], fact: GoneFact) -> None:
+    def add_all(self, keys: Collection[int], fact: GoneFact) -> None:
         young, old, bit = self._young, self._old, _BITS[fact]
         others = ~_STATES if bit & _STATES else -1
-        for key in keys:
-            young[key] = (young.get(key) or old.get(key, 0)) & others | bit
+        if young.keys().isdisjoint(keys) and old.keys().isdisjoint(keys):
+            young.update(dict.fromkeys(keys, bit))
+        else:
+            for key in keys:
+                young[key] = (young.get(key) or old.get(key, 0)) & others | bit
         if len(young) >= self.capacity:
             self.num_lapses += bool(self._old) or not self.capacity
             self._old, self._young = (young if self.capacity else {}), {}
