@@ -130,7 +130,7 @@ class GhostList:
     def discard_states(self, keys: Iterable[int]) -> None:
         """Note that the states under these hashes are there."""
         for generation in (self._young, self._old):
-            if generation:
+            if generation and not generation.keys().isdisjoint(keys):
                 for key in generation.keys() & keys:
                     generation[key] &= ~_STATES
                     if not generation[key]:

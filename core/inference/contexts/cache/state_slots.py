@@ -387,6 +387,8 @@ class StateSlots:
     ) -> list[int]:
         num_free = min(num_slots, len(self.free))
         evicted = self._evict(num_slots - num_free, keep, num_free, cause)
+        if not num_free:
+            return evicted
         cut = len(self.free) - num_free
         taken = self.free[cut:]
         self._dirty.clean(taken)
