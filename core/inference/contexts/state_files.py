@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import IO
 
 from torch import Tensor
 
@@ -35,7 +36,8 @@ class StateFiles:
     """A directory of files with a state each. Only the engine that wrote a file reads it.
 
     The files lie in a locked directory below `path`, which is removed with this object; that of a process
-    that died is removed by the next engine with the same `path`. Files have the rights 0600.
+    that died is removed by the next engine with the same `path`. Engines may share `path`, and start at one
+    moment: each has a directory of its own. Files have the rights 0600.
 
     A file is written under another name first, and begins with the copy's serial number, checksum, size and
     model, and a checksum of these: a file is whole, or is refused.
@@ -55,10 +57,10 @@ class StateFiles:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         remove = _overwrite_and_unlink if scrubs else Path.unlink
         _remove_leftovers(root, remove)
-        self.directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        self.directory, lock = _locked_directory(root)
         self._state_bytes = state_bytes
         self._model = hashlib.sha256(model.encode()).digest()
-        self._writer = _Writer(self.directory, remove)
+        self._writer = _Writer(self.directory, lock, remove)
         self.close = weakref.finalize(self, self._writer.close)
 
     def _name(self, file: int) -> Path:
@@ -121,11 +123,9 @@ class StateFiles:
 class _Writer:
     """Writes and removes files of a locked directory, on a thread of its own that does the queued `work`."""
 
-    def __init__(self, directory: Path, remove: Remove) -> None:
+    def __init__(self, directory: Path, lock: IO[str], remove: Remove) -> None:
         self.work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._directory, self._remove = directory, remove
-        self._lock = (directory / _LOCK).open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._directory, self._lock, self._remove = directory, lock, remove
         self._closed = self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="mambaslots-files", daemon=True)
         self._thread.start()
@@ -205,6 +205,18 @@ def _open_no_link(name: str, flags: int) -> int:
 def _remove_all(directory: Path, remove: Remove) -> None:
     _remove_files((*directory.glob("*.state"), *directory.glob("*.part")), remove)
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def _locked_directory(root: Path) -> tuple[Path, IO[str]]:
+    """A new directory and its lock; another one where an engine that starts now has taken it."""
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        lock = (directory / _LOCK).open("w")
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (directory / _LOCK).exists():
+                return directory, lock
+        lock.close()
 
 
 def _remove_leftovers(root: Path, remove: Remove) -> None:

@@ -1,6 +1,8 @@
 """An evicted state comes back from host memory or a file, or its tokens are computed; never other tokens."""
 
 import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
@@ -14,6 +16,7 @@ from mambaslots.inference.contexts.state_files import StateFiles
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from oracle.budget import costly
 from oracle.faulty_copies import make_faulty
+from oracle.file_starts import start_in_threads
 from oracle.scrubbed import assert_scrubbed
 from oracle.toy_answers import Ask, answer
 from oracle.toy_engine import BLOCK, ask, resumed, tier_of, toy_engine
@@ -185,6 +188,13 @@ def test_a_pipe_in_place_of_a_file_is_a_miss(tmp_path: Path) -> None:
     files.wait()
     assert files.load(0, 1, row) == 5
     files.close()
+
+
+def test_engines_that_start_together_on_one_path_keep_their_files(tmp_path: Path) -> None:
+    """Each removes what dead engines have left, and no directory that another one is about to lock."""
+    with ProcessPoolExecutor(3, mp_context=get_context("forkserver")) as processes:
+        assert list(processes.map(start_in_threads, [str(tmp_path)] * 3, [40] * 3)) == [0] * 3
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("scrubs", [False, True])
