@@ -138,6 +138,8 @@ class AsyncEngine:
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Take no more requests, and wait for those that wait or run. `call` still works.
 
+        Afterwards `num_waiting` and `num_running` are 0, unless a step hangs or calls have added requests.
+
         Args:
             timeout_s: after so many seconds the requests are cancelled, and end after the step under way.
 
@@ -148,17 +150,26 @@ class AsyncEngine:
             timeout_s = real("timeout_s", timeout_s, 0.0, LONGEST_TIMEOUT_S)
         thread = self._usable("drain")
         self._draining = True
-        if self._none_open.is_set():
-            return True
-        try:
-            await asyncio.wait_for(self._none_open.wait(), timeout_s)
-            return True
-        except TimeoutError:
-            for answer in self._open:
-                thread.post_cancel(answer)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._none_open.wait(), _LONGEST_STEP_S)
-            return False
+        in_time = True
+        if not self._none_open.is_set():
+            try:
+                await asyncio.wait_for(self._none_open.wait(), timeout_s)
+            except TimeoutError:
+                in_time = False
+                for answer in self._open:
+                    thread.post_cancel(answer)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._none_left(thread), None if timeout_s is None else _LONGEST_STEP_S)
+        return in_time
+
+    async def _none_left(self, thread: "EngineThread") -> None:
+        """Wait until no answer is open, and the engine has got and cancelled those whose tasks have gone."""
+        await self._none_open.wait()
+        if not thread.ended.done():
+            reply: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            thread.post(self._engine.has_unfinished_requests, reply)
+            with suppress(Exception):  # of an engine that no step is made of any more
+                await reply
 
     async def __aenter__(self) -> "AsyncEngine":
         self.start()

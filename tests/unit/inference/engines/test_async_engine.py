@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -584,6 +585,39 @@ def test_drain_waits_for_all_and_takes_no_more() -> None:
 
     engine = small_engine(max_requests=1)
     gate = GatedModel(engine)
+    serve(body, engine)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 10.0])
+def test_drain_waits_for_requests_whose_tasks_were_cancelled(timeout_s: float | None) -> None:
+    """The engine gets such a request after the call under way, and cancels it then."""
+
+    async def body(server: ms.AsyncEngine) -> None:
+        holding = asyncio.create_task(server.call(lambda engine: held.wait(PATIENCE_S)))
+        task = asyncio.create_task(server.generate(PROMPTS[0], PARAMS))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        asyncio.get_running_loop().call_later(0.05, held.set)
+        assert await server.drain(timeout_s)
+        assert server.num_waiting == server.num_running == 0
+        await holding
+
+    held = threading.Event()
+    serve(body, small_engine())
+
+
+def test_no_request_is_counted_after_drain_however_slow_the_loop_is() -> None:
+    async def body(server: ms.AsyncEngine) -> None:
+        tasks = [asyncio.create_task(server.generate(prompt, PARAMS)) for prompt in PROMPTS * 4]
+        draining = asyncio.create_task(server.drain())
+        while not draining.done():
+            await asyncio.sleep(0)
+            time.sleep(0.002)
+        assert server.num_waiting == server.num_running == 0
+        await asyncio.wait(tasks)
+
+    engine = small_engine(max_requests=2)
     serve(body, engine)
 
 
