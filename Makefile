@@ -8,12 +8,15 @@ OTHER_MEGATRONS := 0.19.0
 PYTEST := pytest -p no:cacheprovider
 # A worker runs the tests of one module, as long as the other has some of its own: fixtures are made once.
 TWO_AT_A_TIME := -n 2 --dist worksteal
+# A test that hangs prints all stacks (pyproject.toml says after how long); here it ends its process as well.
+HANGS_END := -o faulthandler_exit_on_timeout=true
+# Workers, ranks and the processes of tests compile the package, and pytest rewrites tests, once for all of them.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests on $$ranks ranks. Rank 0 speaks; what the others say goes to files, of which the ends are shown where the
-# run fails. OMP_NUM_THREADS spares torchrun a warning. A test that hangs prints all stacks and ends its process.
-RANK_LIMITS := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+# run fails. OMP_NUM_THREADS spares torchrun a warning.
 define on_ranks
 said=$$(mktemp -d) && { OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone \
-  --log-dir $$said --redirects 1:3,2:3,3:3 --nproc-per-node $$ranks -m $(PYTEST) $(RANK_LIMITS) $(1) && rm -r $$said || \
+  --log-dir $$said --redirects 1:3,2:3,3:3 --nproc-per-node $$ranks -m $(PYTEST) $(HANGS_END) $(1) && rm -r $$said || \
   { tail -n 60 $$said/*/*/[1-9]/std*.log; exit 1; }; }
 endef
 QUICK := not gpu and not long
@@ -31,7 +34,7 @@ serve: $(FOR_SERVER)
 
 test: $(FOR_DEV)
 	$(if $(ARGS),,$(MAKE) test-ranks)
-	$(BIN)/python -m $(PYTEST) $(TWO_AT_A_TIME) -m "$(QUICK)" --durations 30 $(ARGS)
+	$(BIN)/python -m $(PYTEST) $(TWO_AT_A_TIME) $(HANGS_END) -m "$(QUICK)" --durations 30 $(ARGS)
 
 test-ranks: $(FOR_DEV)
 	for ranks in 2 4; do \

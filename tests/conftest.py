@@ -64,6 +64,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _start_poison(item.config, item.nodeid)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Tests are thousands of objects that all stay: looking for garbage among them takes seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where there is no GPU, tests marked `gpu` deselect themselves."""

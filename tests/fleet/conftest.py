@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent
+FOLDER = f"{Path(__file__).parent}/"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if FOLDER in item.path.parents:
+        if str(item.path).startswith(FOLDER):
             item.add_marker(pytest.mark.long)
 
 

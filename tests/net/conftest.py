@@ -43,7 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    folder = f"{Path(__file__).parent}/"
+    here = [item for item in items if str(item.path).startswith(folder)]
     others = [item for item in here if not RANKS or not _is_for(item, RANKS)]
     config.hook.pytest_deselected(items=others)
     deselected = set(others)
