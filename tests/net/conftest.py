@@ -2,7 +2,7 @@
 
 Every rank runs the same tests in the same order. A setup, test or teardown that fails on one rank fails on
 all of them, and ends the run: after it, the ranks' collectives would no longer meet. Rank 0 shows what failed
-where. A collective fails after TIMEOUT; a test that hangs otherwise prints all stacks (see the Makefile).
+where. A collective fails after TIMEOUT; a test that hangs otherwise prints all stacks.
 Each rank has a temporary folder of its own. On 4 ranks, what 2 ranks show as well is marked `long`. Without
 torchrun these tests deselect themselves. On a machine with a GPU for each rank the same tests are marked
 `gpu`, and run on those, over nccl.
