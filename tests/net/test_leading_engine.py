@@ -437,6 +437,21 @@ def test_no_second_engine_is_built_over_groups_that_another_thread_uses() -> Non
         assert second.generate(PROMPTS[:1], EIGHT)[0].tokens == answer(tuple(PROMPTS[0]))[0][:8]
 
 
+@on_leader
+def test_no_second_engine_is_built_or_served_over_groups_that_an_async_engine_serves() -> None:
+    """Also before the first request: the ranks' collectives of two threads would cross, and wait for ever."""
+
+    async def main() -> None:
+        async with ms.AsyncEngine(engine):
+            with pytest.raises(RuntimeError, match="close that engine first"):
+                msd.LeadingEngine(present().model, engine.config)
+            with pytest.raises(ValueError, match="accepted: an engine that none serves"):
+                ms.AsyncEngine(second).start()
+
+    engine, second = small_engine(), small_engine()
+    asyncio.run(main())
+
+
 def test_who_leads_and_who_follows_is_checked(world: World) -> None:
     model = present().model
     config = ms.InferenceConfig(block_size_tokens=8, num_kv_blocks=32, num_mamba_slots=8)

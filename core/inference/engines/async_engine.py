@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from ...errors import EngineDeadError, KVBlockCapacityError, QueueFullError
+from ...parallel_groups import ParallelGroups
 from ...request import EarlyEnd, RequestResult, SamplingParams
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
@@ -93,7 +94,7 @@ class AsyncEngine:
 
         Raises:
             RuntimeError: no event loop runs, or the thread was started before.
-            ValueError: another AsyncEngine serves the engine.
+            ValueError: another AsyncEngine serves the engine, or one over its process groups.
         """
         loop = asyncio.get_running_loop()
         if self._thread is not None or self._closed:
@@ -324,6 +325,12 @@ class AsyncEngine:
 _running_threads: set["EngineThread"] = set()
 
 
+def thread_over(groups: ParallelGroups) -> Thread | None:
+    """The running thread of an AsyncEngine whose engine uses one of these process groups."""
+    threads = (one for one in list(_running_threads) if groups.overlap(one._engine.context.spec.groups))
+    return next(threads, None)
+
+
 class EngineThread(Thread):
     """Makes the calls that the event loop posts, and step after step while there are requests.
 
@@ -361,8 +368,9 @@ class EngineThread(Thread):
     # ---- from other threads
 
     def start(self) -> None:
-        """Start the thread; ValueError where another one serves the engine."""
-        if any(thread._engine is self._engine for thread in list(_running_threads)):
+        """Start the thread; ValueError where another one serves the engine, or one over its groups."""
+        is_served = any(thread._engine is self._engine for thread in list(_running_threads))
+        if is_served or thread_over(self._engine.context.spec.groups) is not None:
             raise ValueError("engine is served by another AsyncEngine; accepted: an engine that none serves")
         _running_threads.add(self)
         try:

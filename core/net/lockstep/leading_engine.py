@@ -15,6 +15,7 @@ import msgspec
 
 from ...config import InferenceConfig
 from ...errors import KVBlockCapacityError, MambaSlotCapacityError
+from ...inference.engines.async_engine import thread_over
 from ...inference.engines.drafter import Drafter
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...inference.engines.engine_state import signals_held
@@ -107,11 +108,10 @@ class LeadingEngine(DynamicInferenceEngine):
     @staticmethod
     def _check_unused(groups: ParallelGroups) -> None:
         """RuntimeError where another thread uses these groups: collectives of two threads would cross."""
-        here = {group for group in (groups.tensor, groups.pipeline) if group is not None}
-        for engine in list(_open):
-            caller, used = engine._caller, engine.context.spec.groups
-            other = caller is not threading.current_thread() and caller.is_alive()
-            if other and not engine._closed.is_set() and here & {used.tensor, used.pipeline}:
+        engines = [one for one in list(_open) if groups.overlap(one.context.spec.groups)]
+        callers = [one._caller for one in engines if not one._closed.is_set()]
+        for caller in (thread_over(groups), *callers):
+            if caller is not None and caller is not threading.current_thread() and caller.is_alive():
                 raise RuntimeError(
                     f"thread {caller.name!r} calls an open LeadingEngine over the process groups of this "
                     "model; close that engine first"
