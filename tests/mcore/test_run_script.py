@@ -227,6 +227,7 @@ def test_a_relative_path_of_statistics_is_that_of_the_start(
     assert (tmp_path / "stats.json").is_file()
 
 
+@pytest.mark.long  # test_runner.py reads our lines of such a process
 def test_our_lines_stand_together_whatever_megatron_core_says_at_its_import(tmp_path: Path) -> None:
     """In a process of its own: this one has imported megatron-core."""
     path = script(tmp_path, "import warnings; warnings.warn('the script says so')")

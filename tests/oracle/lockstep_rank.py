@@ -8,17 +8,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import mambaslots as ms
 import mambaslots.net as msd
 import torch.distributed as dist
+from mambaslots.net.lockstep import followers, following
 from mambaslots.parallel_groups import ParallelGroups
 from oracle.heartbeat_rank import RankProcess
 from oracle.serving import random_tokens, small_config, small_engine
 
-GROUP_TIMEOUT_S = 5.0
-IDLE_S = 6.5
+GROUP_TIMEOUT_S = 3.0
+IDLE_S = 4.0
+SILENCE_S = 2.5
+"""A peer that stands still for so long is lost; the channel's own limit is longer."""
 SERVED = "served"
 ONE = ms.SamplingParams(num_tokens_to_generate=1)
 
@@ -46,6 +50,8 @@ def _work(rank: int, port: int, role: str) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
     group = dist.new_group([0, 1], timeout=timedelta(seconds=GROUP_TIMEOUT_S if role == "idles" else 30))
+    followers.Listener = partial(followers.Listener, silence_s=SILENCE_S)  # type: ignore[assignment,misc]
+    following.Link = partial(following.Link, silence_s=SILENCE_S)  # type: ignore[assignment,misc]
     model = ms.models.HybridLM(small_config(), groups=ParallelGroups(tensor=group))
     if rank:
         msd.follow(small_engine(model=model))

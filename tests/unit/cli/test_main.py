@@ -138,6 +138,7 @@ def test_the_policy_and_the_plan_of_a_cache_are_options(tmp_path: Path) -> None:
         config_of(*sizes, "--disk", "2")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("pattern", ["M-M*-M-", "MM", "**", "G*"])
 @pytest.mark.parametrize(
     "options",

@@ -16,6 +16,7 @@ from mambaslots.net import Heartbeat
 from mambaslots.net.heartbeat import RankDiedError
 from oracle.heartbeat_rank import SERVED, TIMEOUT_S, RankProcess, rank_processes, store_process
 
+BRISK_S = 1.2
 SLACK_S = 8.0  # to notice and to end where others keep the machine busy
 STUCK = 70
 
@@ -85,7 +86,7 @@ def test_a_rank_that_raises_is_named_with_its_error(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_has_finished_is_not_dead(tmp_path: Path) -> None:
-    with rank_processes(tmp_path, "leaves", "stays") as ranks:
+    with rank_processes(tmp_path, "leaves", "stays", timeout_s=BRISK_S) as ranks:
         for process in ranks:
             assert process.status() == 0, process.said
             assert process.said.endswith("ended well\n")
@@ -94,18 +95,16 @@ def test_a_rank_that_has_finished_is_not_dead(tmp_path: Path) -> None:
 def test_ranks_serve_on_without_the_store(tmp_path: Path) -> None:
     with (
         store_process(tmp_path) as (host, port),
-        rank_processes(tmp_path, *["serves"] * 2, port=port) as ranks,
+        rank_processes(tmp_path, *["serves"] * 2, port=port, timeout_s=BRISK_S) as ranks,
     ):
         host.end()
-        time.sleep(2 * TIMEOUT_S)
+        time.sleep(2 * BRISK_S)
         killed = ranks.pop(1)
         killed.signal(signal.SIGKILL)
         assert_all_say(ranks, "RankDiedError: rank 1 died, or stands still")
 
 
 # ---- by itself
-
-BRISK_S = 1.2
 
 
 @contextmanager

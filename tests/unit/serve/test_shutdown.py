@@ -219,20 +219,20 @@ def test_a_server_that_everybody_reaches_warns(
     assert ("sees" in caplog.text) == (warns is not None and "sees" in warns)
 
 
-@pytest.mark.parametrize("start", [b"GET /health HTTP/1.1\r\nx-long: ", b"GET /health?"])
-def test_headers_and_paths_without_end_are_refused(start: bytes) -> None:
+def test_headers_and_paths_without_end_are_refused() -> None:
     with process() as served:
-        with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
-            client.sendall(start)
-            sent = 0
-            try:
-                while sent < 4 << 20:
-                    sent += client.send(b"x" * 65536)
-                answer = client.recv(4096)
-            except OSError:  # the server has closed the connection
-                answer = b""
-            assert sent < 4 << 20 or answer.startswith(b"HTTP/1.1 400 ")
-        assert served.ask("/health")[0] == 200
+        for start in (b"GET /health HTTP/1.1\r\nx-long: ", b"GET /health?"):
+            with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
+                client.sendall(start)
+                sent = 0
+                try:
+                    while sent < 4 << 20:
+                        sent += client.send(b"x" * 65536)
+                    answer = client.recv(4096)
+                except OSError:  # the server has closed the connection
+                    answer = b""
+                assert sent < 4 << 20 or answer.startswith(b"HTTP/1.1 400 "), start
+            assert served.ask("/health")[0] == 200
 
 
 @pytest.mark.parametrize("streams", [pytest.param(False, marks=pytest.mark.long), True])

@@ -57,6 +57,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
 FEW = settings(max_examples=5, deadline=None)
 
 
+@pytest.mark.sampled(name=(*(name for name in RIGHT if name not in KINDS), MIX))
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_model_passes(name: str) -> None:
     model = RIGHT[name]()

@@ -270,6 +270,7 @@ def test_a_side_that_comes_first_after_a_refusal_waits_for_the_other_one(pair: P
         assert early.result().failure == ""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("first", ["source", "destination"])
 @pytest.mark.parametrize("before", ["connected", "failed", "restarted", "source alone", "destination alone"])
 def test_weights_of_both_sides_change_before_the_next_hand_over(

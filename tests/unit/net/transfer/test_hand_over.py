@@ -286,7 +286,7 @@ def test_a_source_that_ends_half_way(
             session, "send_pieces" if after == "all" else "PieceLayout", ending(monkeypatch, after)
         )
     begin = time.monotonic()
-    failures = missed(host, source, engine_of(), timeout_s=4.0)
+    failures = missed(host, source, engine_of(), timeout_s=1.5 if after == "nothing" else 4.0)
     assert "killed" in failures[0]
     assert "killed" in failures[1] or "rank 0 of the source" in failures[1]
     assert time.monotonic() - begin < 10
@@ -325,7 +325,7 @@ def test_a_receiver_that_ends_half_way(
 def test_a_source_that_is_silent(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MessagePipe, "send", lambda *_: time.sleep(3.0))
+    monkeypatch.setattr(MessagePipe, "send", lambda *_: time.sleep(2.0))
     target, stores = engine_of(), (client(host), client(host))
     begin = time.monotonic()
     with ThreadPoolExecutor(2) as threads:

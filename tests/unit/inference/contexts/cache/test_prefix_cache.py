@@ -277,6 +277,7 @@ LEAVING = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("policy", ["lru", "value"])
 @pytest.mark.parametrize("leaving", LEAVING)
 def test_an_interrupt_at_any_line_leaves_no_state_of_a_free_block(leaving, policy):
