@@ -15,6 +15,7 @@ from .validation import (
     optional_integer,
     real,
     set_field,
+    shown,
 )
 
 TopLogProbs = tuple[tuple[int, float], ...]
@@ -34,6 +35,16 @@ class SamplingParams:
         top_k: keep the k most likely tokens; None or 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches p; None keeps all. Of
             equally likely tokens, top_k and top_p keep those with the lowest ids.
+        min_p: keep tokens that are at least min_p times as likely as the most likely one, after the
+            temperature; 0 keeps all.
+        repetition_penalty: divides the positive logits of tokens that the prompt or the answer has, and
+            multiplies the negative ones, from 0.01 to 100; 1 changes none.
+        frequency_penalty, presence_penalty: lower a token's logit by so much for each time that the answer
+            has it, and once if it has it; from -2 to 2. Example: 0.5 and 0.2, a token that the answer has
+            three times: 1.7.
+        logit_bias: token id -> what is added to its logit, from -100 to 100; kept as ascending pairs.
+        min_tokens: no stop token ends the answer before it has so many tokens.
+        ignore_eos: no stop token ends the answer.
         seed: seed of this request's random numbers. Token i depends on the seed, on i and on the distribution
             only; the batch, pauses and restarts change nothing. None makes a seed of the engine's seed and
             the request id, so requests without a seed differ from one another.
@@ -60,6 +71,13 @@ class SamplingParams:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
     seed: int | None = None
     termination_id: int | None = None
     stop_token_ids: tuple[int, ...] = ()
@@ -81,6 +99,7 @@ class SamplingParams:
             set_field(self, "top_p", real("top_p", self.top_p, 0.0, 1.0))
             if self.top_p == 0.0:
                 raise ValueError(f"top_p is {self.top_p!r}; accepted: greater than 0, at most 1")
+        self._check_changes_of_logits(length)
         set_field(self, "seed", optional_integer("seed", self.seed, 0, INT64_MAX))
         set_field(self, "termination_id", optional_integer("termination_id", self.termination_id, -1))
         set_field(self, "stop_token_ids", tuple(integers("stop_token_ids", self.stop_token_ids, 0)))
@@ -95,7 +114,44 @@ class SamplingParams:
         if self.temperature is None:
             greedy = not self.top_k and self.top_p is None
         set_field(self, "greedy", greedy)
-        set_field(self, "stops", (self.termination_id, *self.stop_token_ids))
+        set_field(self, "stops", () if self.ignore_eos else (self.termination_id, *self.stop_token_ids))
+
+    def _check_changes_of_logits(self, length: int) -> None:
+        set_field(self, "min_p", real("min_p", self.min_p, 0.0, 1.0))
+        for name in ("frequency_penalty", "presence_penalty"):
+            set_field(self, name, real(name, getattr(self, name), -2.0, 2.0))
+        set_field(
+            self, "repetition_penalty", real("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        )
+        set_field(self, "min_tokens", integer("min_tokens", self.min_tokens, 0, length))
+        boolean("ignore_eos", self.ignore_eos)
+        try:
+            pairs = sorted(dict(self.logit_bias).items())
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"logit_bias is {shown(self.logit_bias)}; accepted: token ids -> numbers from -100 to 100"
+            ) from None
+        tokens = integers("logit_bias", [token for token, _ in pairs], 0)
+        biases = [real("logit_bias", bias, -100.0, 100.0) for _, bias in pairs]
+        set_field(self, "logit_bias", tuple(zip(tokens, biases, strict=True)))
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as pairs, in ascending order of tokens."""
+        assert isinstance(self.logit_bias, tuple)
+        return self.logit_bias
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens before."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether tokens are drawn from other logits than the model's."""
+        return bool(
+            self.has_penalties or self.logit_bias or self.min_tokens or (self.min_p and not self.greedy)
+        )
 
 
 @dataclass(frozen=True, slots=True)

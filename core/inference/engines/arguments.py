@@ -39,6 +39,7 @@ def checked_request(
     instance("sampling_params", sampling, SamplingParams)
     optional_integer("termination_id", sampling.termination_id, -1, vocab_size - 1)
     integers("stop_token_ids", sampling.stop_token_ids, 0, vocab_size - 1)
+    integers("logit_bias", [token for token, _ in sampling.biases], 0, vocab_size - 1)
     integer("num_top_log_probs", sampling.num_top_log_probs, 0, vocab_size)
     given = sampling.num_generated
     if given and given >= len(tokens):

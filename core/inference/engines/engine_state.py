@@ -28,6 +28,7 @@ from ..contexts.request import DynamicInferenceRequest, RequestStep
 from ..contexts.step_inputs import StepInputs, StepShape, padded_to_ladder
 from .drafter import Drafter
 from .engine_observer import EngineObserver, NewTokens, StepReport
+from .logits_changes import LogitsChanges
 from .memory_poison import MemoryPoison
 from .runner import GraphRunner, Model
 from .sampling import SampledStep, sample_step
@@ -121,6 +122,7 @@ class EngineState:
         self.weights_version: object = None
         self.invariance = invariance
         self.graphs = GraphRunner.of(context)
+        self._logits_changes = LogitsChanges(context.spec.device)
         self._context = context
         self._drafter = drafter
         self._poison = MemoryPoison(context) if context.config.free_memory == "nan" else None
@@ -375,7 +377,7 @@ class EngineState:
             self.invariance.check_switches()
         inputs = self._context.begin_step(scheduled, self.padded, sampled_tokens)  # reserve, publish
         logits = self.run(forward, inputs)
-        sampled = sample_step(self._context.steps, logits)  # launched; nothing waits yet
+        sampled = sample_step(self._context.steps, logits, self._logits_changes)  # launched; nothing waits yet
         # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
         self._context.end_step(sampled.num_accepted, sampled.is_valid)
         return sampled

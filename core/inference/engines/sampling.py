@@ -13,6 +13,7 @@ from ...request import SamplingParams, TopLogProbs
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
 from ..kernels import token_draws
 from ..kernels.token_draws import WHOLE, TokenDraw
+from .logits_changes import LogitsChanges, on_device
 
 
 class SampledStep:
@@ -129,7 +130,7 @@ class SampledStep:
         return tops
 
 
-def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
+def sample_step(steps: Sequence[RequestStep], logits: Tensor, changes: LogitsChanges) -> SampledStep:
     """Choose the next tokens of the requests whose known tokens are all computed. Does not synchronise."""
     scored = [step for step in steps if step.scored_positions]
     sampled = [step for step in steps if step.completes]
@@ -155,7 +156,8 @@ def sample_step(steps: Sequence[RequestStep], logits: Tensor) -> SampledStep:
         if rows != list(range(len(logits))):
             chosen = logits.index_select(0, on_device(torch.tensor(rows, device="cpu"), logits.device))
         seeds = [step.request.seed for step in sampled for _ in range(1 + len(step.drafts))]
-        drawn, largest = sample(chosen, params, positions, seeds)
+        drawn, largest = sample(changes.changed(sampled, chosen), params, positions, seeds)
+        changes.count(sampled, drawn)
         columns += [drawn, largest]
         if any(step.request.sampling.return_log_probs for step in sampled):
             columns.append(log_probs_of(chosen, drawn))
@@ -223,11 +225,6 @@ def _uniform(seed: int, position: int) -> float:
     """The random number in [0, 1) of a request's token at `position`; exact in float64."""
     digest = hashlib.sha256(f"{seed} {position}".encode()).digest()
     return (int.from_bytes(digest[:8], "big") >> 11) / WHOLE
-
-
-def on_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a small CPU tensor to the device, without synchronising."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 class Results:

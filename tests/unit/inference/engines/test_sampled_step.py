@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
-from mambaslots.inference.engines.sampling import accepted_tokens, request_seed, sample_step
+from mambaslots.inference.engines import sampling
+from mambaslots.inference.engines.logits_changes import LogitsChanges
+from mambaslots.inference.engines.sampling import SampledStep, accepted_tokens, request_seed
 from oracle.sampled_rows import sample_rows
 from oracle.serving import random_tokens, small_engine
 
@@ -44,6 +46,10 @@ def request(number: int, prompt: Sequence[int] = (1, 2, 3), **settings: Any) -> 
 def step(of: DynamicInferenceRequest, start: int, stop: int, drafts: tuple[int, ...] = ()) -> RequestStep:
     nothing: Any = SimpleNamespace(path=None)
     return RequestStep.of(of, nothing, start, stop, decoding=bool(drafts), drafts=drafts)
+
+
+def sample_step(steps: Sequence[RequestStep], logits: torch.Tensor) -> SampledStep:
+    return sampling.sample_step(steps, logits, LogitsChanges(logits.device))
 
 
 def fields(of: DynamicInferenceRequest) -> tuple[Any, ...]:

@@ -1,0 +1,172 @@
+"""What requests change in their logits before a token is drawn: penalties, biases, min_p, min_tokens."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from ..contexts.request import DynamicInferenceRequest, RequestStep
+from ..kernels import penalties
+
+
+@dataclass
+class _Counted:
+    """A request's row of the counts, and how many of its generated tokens are counted there."""
+
+    row: int
+    num_generated: int
+
+
+class LogitsChanges:
+    """Changes logits as their requests' sampling parameters say; counts tokens on the device.
+
+    Memory is allocated with the first request that has a penalty: 4 bytes for each token of the vocabulary
+    and each such request. Example: 128 requests, a vocabulary of 248,320: 127 MB.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._counted: dict[DynamicInferenceRequest, _Counted] = {}
+        self._counts = torch.empty(0, 0, dtype=torch.int32, device=device)
+
+    def changed(self, steps: Sequence[RequestStep], logits: Tensor) -> Tensor:
+        """The logits to draw from: `logits` where no request changes them, else a copy in float32 or float64.
+
+        `logits`: the rows of `steps`, 1 + drafts each; a draft is counted in the rows after it.
+        """
+        if not any(step.request.sampling.changes_logits for step in steps):
+            return logits
+        self._free_ended()
+        out = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        self._penalize(steps, out)
+        self._add_biases(steps, out)
+        self._cut_to_min_p(steps, out)
+        return out
+
+    def count(self, steps: Sequence[RequestStep], drawn: Tensor) -> None:
+        """Count the drawn tokens of requests without drafts, which `drawn` has in the order of `steps`.
+
+        Of drafts it is not known yet which are right: the next step counts their tokens.
+        """
+        rows, places, first = [], [], 0
+        for step in steps:
+            counted = self._counted.get(step.request)
+            if counted is not None and not step.drafts and counted.num_generated == step.num_generated:
+                counted.num_generated += 1
+                rows.append(counted.row)
+                places.append(first)
+            first += 1 + len(step.drafts)
+        if rows:
+            tokens = drawn if len(rows) == len(drawn) else drawn.index_select(0, self._sent(places))
+            self._add(self._sent(rows), tokens)
+
+    def _penalize(self, steps: Sequence[RequestStep], out: Tensor) -> None:
+        rows: list[int] = []
+        count_rows: list[int] = []
+        drafted: list[tuple[int, int]] = []
+        settings: list[tuple[float, float, float]] = []
+        first = 0
+        for step in steps:
+            sampling, num_rows = step.request.sampling, 1 + len(step.drafts)
+            if sampling.has_penalties:
+                counted = self._up_to_date(step, out)
+                for number in range(num_rows):
+                    drafted += [(len(rows) + number, draft) for draft in step.drafts[:number]]
+                rows += range(first, first + num_rows)
+                count_rows += [counted.row] * num_rows
+                one = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+                settings += [one] * num_rows
+            first += num_rows
+        if not rows:
+            return
+        counts, found = self._counts, self._sent(count_rows)
+        if drafted:
+            counts, found = counts.index_select(0, found), self._sent(range(len(rows)))
+            where, tokens = (self._sent(column) for column in zip(*drafted, strict=True))
+            twos = torch.full_like(tokens, 2, dtype=torch.int32)
+            counts.view(-1).index_add_(0, where * counts.shape[1] + tokens, twos)
+        numbers = on_device(torch.tensor(settings, dtype=out.dtype, device="cpu").T.contiguous(), out.device)
+        penalize = penalties.penalize
+        if out.device.type == "cuda" and find_spec("triton") is not None:
+            from ..kernels.penalties_gpu import penalize
+        penalize(out, counts, self._sent(rows), found, numbers)
+
+    def _up_to_date(self, step: RequestStep, out: Tensor) -> _Counted:
+        """The request's counts of its prompt and of all tokens before this step."""
+        request, known = step.request, step.num_generated
+        counted = self._counted.get(request)
+        if counted is None or counted.num_generated > known:  # new, or a step of it was undone
+            if counted is None:
+                counted = self._counted[request] = _Counted(self._free_row(out), 0)
+            counted.num_generated = 0
+            self._counts[counted.row].zero_()
+            if request.sampling.repetition_penalty != 1.0:
+                self._counts[counted.row].index_fill_(0, self._sent(request.prompt_tokens), 1)
+        new = request.tokens[len(request.prompt_tokens) + counted.num_generated :]
+        new = new[: known - counted.num_generated]
+        if new:
+            self._add(self._sent([counted.row] * len(new)), self._sent(new))
+            counted.num_generated += len(new)
+        assert counted.num_generated == known, "a token that was drawn ahead is counted when it is drawn"
+        return counted
+
+    def _add(self, rows: Tensor, tokens: Tensor) -> None:
+        twos = torch.full_like(tokens, 2, dtype=torch.int32)
+        self._counts.view(-1).index_add_(0, rows * self._counts.shape[1] + tokens, twos)
+
+    def _free_row(self, out: Tensor) -> int:
+        taken = {counted.row for counted in self._counted.values()}
+        row = next(row for row in range(len(taken) + 1) if row not in taken)
+        if row >= len(self._counts):
+            size = max(4, 2 * len(self._counts))
+            larger = torch.zeros(size, out.shape[1], dtype=torch.int32, device=out.device)
+            if len(self._counts):
+                larger[: len(self._counts)] = self._counts
+            self._counts = larger
+        return row
+
+    def _free_ended(self) -> None:
+        for request in [request for request in self._counted if request.result is not None]:
+            del self._counted[request]
+
+    def _add_biases(self, steps: Sequence[RequestStep], out: Tensor) -> None:
+        """Add `logit_bias`, and -inf to what would end an answer before `min_tokens`."""
+        listed: list[tuple[int, int, float]] = []
+        first = 0
+        for step in steps:
+            sampling = step.request.sampling
+            for row in range(first, first + 1 + len(step.drafts)):
+                listed += [(row, token, bias) for token, bias in sampling.biases]
+                if step.num_generated + row - first < sampling.min_tokens:
+                    ends = {token for token in sampling.stops if token is not None and token >= 0}
+                    listed += [(row, token, -math.inf) for token in sorted(ends)]
+            first += 1 + len(step.drafts)
+        if listed:
+            rows, tokens, biases = zip(*listed, strict=True)
+            added = on_device(torch.tensor(biases, dtype=out.dtype, device="cpu"), out.device)
+            # A token that is biased and forbidden is listed twice: sums with -inf depend on no order.
+            out.index_put_((self._sent(rows), self._sent(tokens)), added, accumulate=True)
+
+    def _cut_to_min_p(self, steps: Sequence[RequestStep], out: Tensor) -> None:
+        """Forbid what is less likely than min_p times the most likely token, after the temperature."""
+        limits: list[float] = []
+        for step in steps:
+            sampling = step.request.sampling
+            least = -math.inf
+            if sampling.min_p and not sampling.greedy:
+                temperature = 1.0 if sampling.temperature is None else sampling.temperature
+                least = temperature * math.log(sampling.min_p)
+            limits += [least] * (1 + len(step.drafts))
+        if max(limits) > -math.inf:
+            numbers = on_device(torch.tensor(limits, dtype=out.dtype, device="cpu"), out.device)
+            out.masked_fill_(out < (out.amax(dim=-1) + numbers)[:, None], -math.inf)
+
+    def _sent(self, values: Sequence[int]) -> Tensor:
+        return on_device(torch.tensor(list(values), dtype=torch.int64, device="cpu"), self._counts.device)
+
+
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a small CPU tensor to the device, without synchronising."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

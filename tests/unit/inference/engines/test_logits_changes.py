@@ -1,0 +1,197 @@
+"""Penalties, biases, min_p and min_tokens, against plain Python on the logits of the recurrence."""
+
+import math
+from typing import Any
+
+import mambaslots as ms
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from mambaslots.inference.kernels import penalties
+from oracle.budget import costly
+from oracle.drafters import RightDrafter, WrongDrafter
+from oracle.sampled_rows import sample_rows
+from oracle.serving import oracle_of, random_tokens, run_checked, small_engine, small_model
+
+LENGTH = 14
+PROMPT = random_tokens(29, 3)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.7},
+    "presence": {"presence_penalty": -2.0},  # below 0: this model seldom repeats itself
+    "frequency": {"frequency_penalty": -1.0, "presence_penalty": -1.5},
+    "all": {
+        "repetition_penalty": 0.8, "presence_penalty": -1.0, "frequency_penalty": 0.4, "min_p": 0.2,
+        "temperature": 0.7, "top_p": 0.9, "seed": 5, "logit_bias": {3: 2.0, 9: -100.0},
+    },
+    "min_p": {"min_p": 0.3, "temperature": 1.5, "seed": 1},
+    "bias": {"logit_bias": {7: 100.0}, "temperature": 1.0, "seed": 2},
+}  # fmt: skip
+
+
+def changed_row(
+    row: torch.Tensor, prompt: list[int], answer: list[int], params: ms.SamplingParams
+) -> torch.Tensor:
+    """One row of logits after all changes, by their definitions."""
+    values = row.double().tolist()
+    for token in range(len(values)):
+        count = answer.count(token)
+        if token in prompt or count:
+            factor = params.repetition_penalty
+            values[token] = values[token] / factor if values[token] > 0 else values[token] * factor
+        values[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
+        values[token] += dict(params.biases).get(token, 0.0)
+        if len(answer) < params.min_tokens and token in params.stops:
+            values[token] = -math.inf
+    if params.min_p and not params.greedy:
+        temperature = 1.0 if params.temperature is None else params.temperature
+        likelihoods = [math.exp((value - max(values)) / temperature) for value in values]
+        values = [
+            value if likely >= params.min_p else -math.inf
+            for value, likely in zip(values, likelihoods, strict=True)
+        ]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def expected(prompt: list[int], params: ms.SamplingParams, given: int = 0) -> list[int]:
+    lm = oracle_of(small_model())
+    first = len(prompt) - given
+    tokens = list(prompt)
+    while len(tokens) - first < params.num_tokens_to_generate:
+        row = lm.logits(tokens)[-1]
+        row = changed_row(row, tokens[:first], tokens[first:], params)
+        (token,) = sample_rows(row[None], [params], [len(tokens) - first])
+        tokens.append(token)
+        if token in params.stops:
+            break
+    return tokens[len(prompt) :]
+
+
+def params_of(name: str, **more: Any) -> ms.SamplingParams:
+    return ms.SamplingParams(num_tokens_to_generate=LENGTH, **SETTINGS[name] | more)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_tokens_are_those_of_the_definitions(name: str) -> None:
+    params = params_of(name)
+    wanted = expected(PROMPT, params)
+    plain = expected(PROMPT, ms.SamplingParams(num_tokens_to_generate=LENGTH))
+    assert wanted != plain, "the setting changes something here"
+    engine = small_engine()
+    ids = [
+        engine.add_request(PROMPT, one) for one in (params, ms.SamplingParams(num_tokens_to_generate=LENGTH))
+    ]
+    results = run_checked(engine)
+    assert [results[one].tokens for one in ids] == [wanted, plain], "and nothing of its neighbour"
+    (again,) = engine.generate([PROMPT], params)
+    assert again.tokens == wanted
+    assert again.num_resumed_tokens > 0
+
+
+@pytest.mark.parametrize("drafter", [RightDrafter, WrongDrafter])
+@pytest.mark.parametrize("name", ["repetition", "all"])
+def test_a_draft_counts_at_its_position(name: str, drafter: Any) -> None:
+    params = params_of(name)
+    engine = small_engine(num_speculative_tokens=3, make_drafter=drafter)
+    results = engine.generate([PROMPT, PROMPT[:11]], params)
+    assert [result.tokens for result in results] == [expected(PROMPT, params), expected(PROMPT[:11], params)]
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"num_kv_blocks": 14}, {"async_scheduling": True}, {"max_tokens": 9}], ids=str
+)
+def test_counts_survive_pauses_cuts_and_steps_launched_ahead(overrides: dict[str, Any]) -> None:
+    params = params_of("all", return_log_probs=True)
+    engine = small_engine(**{"max_sequence_length": 64, **overrides})
+    prompts = [PROMPT, PROMPT[:9], PROMPT[3:20], PROMPT[::-1]]
+    for result, prompt in zip(engine.generate(prompts, params), prompts, strict=True):
+        assert result.tokens == expected(prompt, params)
+
+
+def test_a_failed_step_counts_no_token_twice() -> None:
+    params = params_of("frequency")
+    engine = small_engine()
+    stream = engine.stream(PROMPT, params)
+    tokens = [next(stream).token for _ in range(3)]
+    model, calls = engine.model, []
+
+    def failing(inputs: ms.StepInputs) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 1:
+            raise MemoryError
+        return model(inputs)
+
+    engine.model = failing  # type: ignore[assignment]
+    with pytest.raises(MemoryError):
+        next(stream)
+    tokens += [generated.token for generated in stream]
+    assert tokens == expected(PROMPT, params)
+
+
+def test_the_beginning_of_an_answer_counts_as_answer() -> None:
+    params = params_of("frequency")
+    whole = expected(PROMPT, params)
+    more = params_of("frequency", num_generated=5)
+    (rest,) = small_engine().generate([PROMPT + whole[:5]], more)
+    assert rest.tokens == whole[5:]
+
+
+def test_no_stop_token_ends_an_answer_before_min_tokens_or_with_ignore_eos() -> None:
+    (free,) = small_engine().generate([PROMPT], ms.SamplingParams(num_tokens_to_generate=LENGTH))
+    stop = free.tokens[2]
+    stops = {"num_tokens_to_generate": LENGTH, "stop_token_ids": (stop,)}
+    engine = small_engine()
+    (ended,) = engine.generate([PROMPT], ms.SamplingParams(**stops))
+    assert ended.tokens == free.tokens[: free.tokens.index(stop) + 1]
+    (ignoring,) = engine.generate([PROMPT], ms.SamplingParams(**stops, ignore_eos=True))
+    assert ignoring.tokens == free.tokens
+    params = ms.SamplingParams(**stops, min_tokens=8)
+    (longer,) = engine.generate([PROMPT], params)
+    assert longer.tokens == expected(PROMPT, params)
+    assert stop not in longer.tokens[:8]
+
+
+@costly()
+@given(data=st.data())
+def test_kernels_agree_with_the_definition(data: st.DataObject) -> None:
+    vocabulary, generator = data.draw(st.sampled_from([5, 4096, 5000])), torch.Generator().manual_seed(0)
+    logits = torch.randn(4, vocabulary, generator=generator)
+    counts = torch.randint(0, 6, (3, vocabulary), generator=generator, dtype=torch.int32)
+    rows, count_rows = torch.tensor([2, 0]), torch.tensor([1, 2])
+    numbers = data.draw(st.tuples(st.floats(0.5, 2.0), st.floats(-2, 2), st.floats(-2, 2)))
+    settings = torch.tensor([[one, 1.3] for one in numbers])
+    wanted = logits.clone().double()
+    for row, count_row, (r, f, p) in zip((2, 0), (1, 2), settings.T.double().tolist(), strict=True):
+        for token in range(vocabulary):
+            value, found = wanted[row, token], int(counts[count_row, token])
+            if found:
+                value = value / r if value > 0 else value * r
+            wanted[row, token] = value - f * (found // 2) - p * (found > 1)
+    ours = logits.clone()
+    penalties.penalize(ours, counts, rows, count_rows, settings)
+    torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=1e-5)
+    pytest.importorskip("triton")
+    from mambaslots.inference.kernels import penalties_gpu
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    compiled = logits.clone().to(device)
+    penalties_gpu.penalize(compiled, *(one.to(device) for one in (counts, rows, count_rows, settings)))
+    torch.testing.assert_close(compiled.cpu(), ours, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("min_p", 1.5), ("frequency_penalty", 2.5), ("presence_penalty", -3), ("repetition_penalty", 0),
+        ("min_tokens", 99), ("logit_bias", {3: 200.0}), ("logit_bias", {-1: 1.0}), ("logit_bias", 5),
+        ("logit_bias", {"a": 1.0}), ("ignore_eos", 1), ("min_p", math.nan),
+    ],
+)  # fmt: skip
+def test_what_is_no_setting_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        ms.SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+def test_a_bias_outside_the_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match="logit_bias"):
+        small_engine().add_request(PROMPT, ms.SamplingParams(logit_bias={10**6: 1.0}))
