@@ -11,7 +11,15 @@ from typing import Any, Literal
 
 import torch
 from launches.specialisation import Specialisation
-from mambaslots.inference.kernels import conv, conv_replay, ssd, state_move, token_draws_gpu, write_kv
+from mambaslots.inference.kernels import (
+    conv,
+    conv_replay,
+    penalties_gpu,
+    ssd,
+    state_move,
+    token_draws_gpu,
+    write_kv,
+)
 from mambaslots.inference.kernels.state_move import StateMove
 from mambaslots.inference.kernels.state_tensors import StateTensors
 
@@ -258,6 +266,27 @@ def token_draws() -> list[Specialisation]:
     return found
 
 
+def penalties() -> list[Specialisation]:
+    sizes, strides = ("num_rows", "vocabulary"), ("logits_row_stride", "counts_row_stride")
+    pointers = {
+        "logits": "*fp32",
+        "counts": "*i32",
+        "rows": "*i64",
+        "count_rows": "*i64",
+        "settings": "*fp32",
+    }
+    return [
+        Specialisation(
+            name="penalize fp32",
+            kernel=penalties_gpu.penalize_kernel,
+            signature=pointers | dict.fromkeys((*sizes, *strides), "i32"),
+            constexprs={"BLOCK": penalties_gpu.BLOCK},
+            divisible_by_16=(*pointers, "vocabulary", *strides),
+            wide=("load", "store"),
+        )
+    ]
+
+
 SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
     "state_move": (state_copies,),
     "conv": (convolutions,),
@@ -265,5 +294,6 @@ SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
     "ssd": (state_updates,),
     "write_kv": (kv_writes,),
     "token_draws_gpu": (token_draws,),
+    "penalties_gpu": (penalties,),
 }
 """Each file of `mambaslots.inference.kernels` that has kernels -> its launches."""
