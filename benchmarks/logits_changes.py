@@ -1,7 +1,7 @@
 """What do penalties cost a step of 128 decodes at a vocabulary of 248,320?
 
-Draws tokens from the same logits without and with penalties, min_p and biases, in turns, and prints the time of
-the whole draw, host and device, beside a decode step of Qwen3.5-4B's size (--step-ms; measured on an H200).
+Draws tokens from the same logits without and with penalties, min_p and biases, in turns; prints the time of
+the draw, host and device, compared with a decode step of Qwen3.5-4B's size (--step-ms; of an H200).
 
     python benchmarks/logits_changes.py --device cuda
     python benchmarks/logits_changes.py --rows 4 --vocabulary 5000          (that it runs, on a CPU)
