@@ -171,6 +171,8 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     """Routing's error: a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
     message = _ROUTING_MESSAGES.get(error.detail, error.detail)
+    if error.detail == "Not Found":
+        message += "; accepted: " + ", ".join(dict.fromkeys(route.path for route in router.routes))
     return RequestError(error.status_code, message, headers=error.headers).response
 
 

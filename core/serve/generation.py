@@ -243,7 +243,8 @@ class GeneratedAnswer(Response):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._num_cached = self._num_answer_tokens = 0
+        self._num_cached = 0
+        self._num_tokens: dict[int, int] = {}  # of each answer, so far
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -265,7 +266,7 @@ class GeneratedAnswer(Response):
     @property
     def _usage(self) -> dict[str, Any]:
         """Complete after `_generate`. Of several answers to a prompt, the first counts its cached tokens."""
-        return usage(self.job.num_prompt_tokens, self._num_cached, self._num_answer_tokens)
+        return usage(self.job.num_prompt_tokens, self._num_cached, sum(self._num_tokens.values()))
 
     async def _generate(self, emit: Emit) -> None:
         """Give each piece of all answers to `emit`; RequestError where that fails."""
@@ -308,6 +309,7 @@ class GeneratedAnswer(Response):
                 if text.stopped:
                     continue  # until the request has ended and its result is there
                 piece = text.push(tokens)
+                self._num_tokens[choice.index] = text.num_tokens
                 if text.stopped:
                     stream.finish()
                 if piece.text or piece.tokens:
@@ -320,7 +322,7 @@ class GeneratedAnswer(Response):
         piece.finish_reason = "stop" if text.stopped else _finish_reason(result)
         if choice.index == choice.prompt * request.n:
             self._num_cached += result.num_resumed_tokens
-        self._num_answer_tokens += text.num_tokens
+        self._num_tokens[choice.index] = text.num_tokens
         await emit(choice.index, piece)
 
 
@@ -353,7 +355,11 @@ class StreamedAnswer(GeneratedAnswer):
                 opened.add(index)
                 if opening is not None:
                     await self._send(send, opening)
-                await self._send(send, self.form.chunk(index, piece))
+                chunk = self.form.chunk(index, piece)
+                if self.form.request.counts_in_chunks:
+                    # What was cached is known when the answers have ended: the last event says it.
+                    chunk["usage"] = self._usage | {"prompt_tokens_details": None}
+                await self._send(send, chunk)
 
         await self._generate(emit)
         if self.form.request.includes_usage:

@@ -21,6 +21,7 @@ from ..validation import INT32_MAX, INT64_MAX, ints_within
 from .gate import RequestError, bad_field, short
 
 MAX_CHOICES = 128
+MAX_BIASES = 1024
 NOT_VARIABLES = frozenset((
     "self", "messages", "conversation", "add_generation_prompt", "marked_messages", "max_prompt_tokens",
     "tools", "tool_choice",
@@ -34,13 +35,11 @@ _OFF: tuple[tuple[Any, str], ...] = (
      "prompt_logprobs reasoning_effort regex structured_outputs truncate_prompt_tokens verbosity "
      "web_search_options"),
     (False, "continue_final_message echo include_stop_str_in_output use_beam_search"),
-    (True, "add_generation_prompt add_special_tokens parallel_tool_calls skip_special_tokens "
-     "spaces_between_special_tokens"),
-    (0, "dry_multiplier frequency_penalty min_p min_tokens no_repeat_ngram_size presence_penalty"),
-    (1, "best_of length_penalty repetition_penalty typical_p"),
+    (True, "add_generation_prompt add_special_tokens skip_special_tokens spaces_between_special_tokens"),
+    (0, "dry_multiplier no_repeat_ngram_size"),
+    (1, "best_of length_penalty typical_p"),
     ("", "grammar suffix"),
     ([], "allowed_token_ids bad_words documents functions logits_processors"),
-    ({}, "logit_bias"),
     ("none", "function_call"),
     (["text"], "modalities"),
     ({"type": "text"}, "response_format"),
@@ -48,8 +47,8 @@ _OFF: tuple[tuple[Any, str], ...] = (
 _NEUTRAL = {name: value for value, names in _OFF for name in names.split()}
 """Fields of other servers that change answers, with the value of each that changes none, besides null."""
 _IGNORED = frozenset((
-    "metadata", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention", "request_id",
-    "safety_identifier", "service_tier", "store", "user",
+    "metadata", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key",
+    "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "store", "user",
 ))  # fmt: skip
 """Fields that change no answer."""
 
@@ -96,6 +95,19 @@ def _checked_ids(name: str, value: Any, highest: int) -> list[int]:
     raise bad_field(name, f"{name}[{i}] is {short(wrong)}; accepted: an integer from 0 to {highest}")
 
 
+def _biases(biases: dict[str, Any], info: ValidationInfo) -> dict[int, float]:
+    """OpenAI's form: token ids as strings."""
+    context: Any = info.context
+    highest = context.vocab_size - 1
+    if len(biases) > MAX_BIASES:
+        raise ValueError(f"at most {MAX_BIASES} tokens")
+    for token, bias in biases.items():
+        is_number = type(bias) in (int, float) and -100 <= bias <= 100
+        if not is_number or not token.isdecimal() or int(token) > highest:
+            raise ValueError(f"token ids up to {highest}, as strings, with numbers from -100 to 100")
+    return {int(token): float(bias) for token, bias in biases.items()}
+
+
 Integer = Annotated[int, BeforeValidator(_number)]
 Size = Annotated[Integer, Field(ge=1, le=INT32_MAX)]
 TopLogProbs = Annotated[Integer, Field(ge=0, le=20)]
@@ -119,6 +131,7 @@ class StreamOptions(Fields):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 
@@ -148,6 +161,12 @@ class AnswerRequest(Fields):
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Integer, Field(ge=-1, le=INT32_MAX), AfterValidator(_top_k)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[str, Any], AfterValidator(_biases)] | None = None
+    min_tokens: Annotated[Integer, Field(ge=0, le=INT32_MAX)] | None = None
     max_tokens: Size | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     return_token_ids: bool = False
@@ -181,10 +200,29 @@ class AnswerRequest(Fields):
                 continue
             if name not in _NEUTRAL:
                 message = f"the field {name!r} is unknown; accepted: {', '.join(sorted(known))}"
+                if "chat_template_kwargs" in known:
+                    message += "; a variable of the chat template goes into chat_template_kwargs"
                 raise bad_field(name[:60], message, "unknown_parameter")
             off = _NEUTRAL[name]
             if value is not None and (value != off or isinstance(value, bool) != isinstance(off, bool)):
                 raise bad_field(name, f"{name} is not supported; leave it out", "unsupported_parameter")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The arguments of `SamplingParams` that the body names."""
+        names = (
+            "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
+            "presence_penalty", "logit_bias", "min_tokens",
+        )  # fmt: skip
+        given = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def counts_in_chunks(self) -> bool:
+        """Whether each chunk of a stream has the counts so far."""
+        return self.includes_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
 
     @property
     def includes_usage(self) -> bool:
@@ -348,6 +386,9 @@ class ChatRequest(AnswerRequest):
                 raise bad_field(param, f"{param} is {short(name)}; accepted: the name of one of the tools")
         elif choice not in ("none", "auto", "required") or (choice == "required" and not names):
             raise ValueError("'none', 'auto', 'required' (with tools) or one of the tools")
+        if choice not in ("none", "auto"):
+            message = "a call cannot be forced; accepted: tool_choice 'auto' or 'none'"
+            raise bad_field("tool_choice", message, "unsupported_parameter")
         return choice
 
     @field_validator("chat_template_kwargs")

@@ -149,10 +149,9 @@ class Preparation:
         """The parameters of answer `number` to a prompt, which has a seed of its own."""
         stops = () if request.ignore_eos else self._loaded.generation.stop_token_ids
         seed = None if request.seed is None else (request.seed + number) & INT64_MAX
-        given = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
         try:
             return self._loaded.sampling_params(
-                **{name: value for name, value in given.items() if value is not None},
+                **request.sampling,
                 num_tokens_to_generate=most,
                 stop_token_ids=(*stops, *request.stop_token_ids),
                 seed=seed,

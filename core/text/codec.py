@@ -8,17 +8,17 @@ from typing import Any, Protocol, runtime_checkable
 
 from ..files import CONFIG, CheckpointError, read_optional_object, section
 from ..request import SamplingParams
-from ..validation import boolean, brief_repr, instance, integers
+from ..validation import INT32_MAX, boolean, brief_repr, instance, integers
 from .chat import ChatBranches, Cut, branch_tokens
 
 logger = logging.getLogger(__name__)
 
 _DEFAULTS = "generation_config.json"
 _NOT_APPLIED = {
-    "repetition_penalty": 1, "encoder_repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0,
-    "no_repeat_ngram_size": 0, "min_p": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0,
+    "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0, "typical_p": 1, "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
     "suppress_tokens": [], "begin_suppress_tokens": [], "bad_words_ids": [], "sequence_bias": {},
-    "forced_bos_token_id": None, "forced_eos_token_id": None, "min_length": 0, "min_new_tokens": 0,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "min_length": 0,
     "stop_strings": [], "num_beams": 1, "penalty_alpha": None,
 }  # fmt: skip
 """Fields of other libraries that change answers, and the value of each that changes none."""
@@ -311,6 +311,7 @@ class GenerationDefaults:
     Attributes:
         stop_token_ids: tokens that end an answer.
         temperature, top_k, top_p: None for greedy decoding, or for no limit.
+        min_p, min_tokens, repetition_penalty, frequency_penalty, presence_penalty: as in `SamplingParams`.
         num_tokens_to_generate: None where the checkpoint names no number.
     """
 
@@ -318,6 +319,11 @@ class GenerationDefaults:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float = 0.0
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     num_tokens_to_generate: int | None = None
 
     @classmethod
@@ -336,15 +342,17 @@ class GenerationDefaults:
         ignored = [name for name, none in _NOT_APPLIED.items() if said.get(name) not in (None, none)]
         if ignored:
             logger.info("%s: not applied: %s", folder / _DEFAULTS, ", ".join(ignored))
-        drawn: dict[str, Any] = (
-            {name: said.get(name) for name in ("top_k", "top_p")} if said.get("do_sample") else {}
-        )
+        names = ["repetition_penalty", "frequency_penalty", "presence_penalty"]
+        if said.get("do_sample"):
+            names += ["top_k", "top_p", "min_p"]
+        drawn = {name: said[name] for name in names if said.get(name) is not None}
         if said.get("do_sample"):
             drawn["temperature"] = _first(said.get("temperature"), 1.0)
         try:
             params = SamplingParams(
                 stop_token_ids=tuple(stops) if isinstance(stops, list) else () if stops is None else (stops,),
-                num_tokens_to_generate=_first(said.get("max_new_tokens"), 1),
+                num_tokens_to_generate=_first(said.get("max_new_tokens"), INT32_MAX),
+                min_tokens=_first(said.get("min_new_tokens"), 0),
                 **drawn,
             )
         except ValueError as error:
@@ -357,9 +365,10 @@ class GenerationDefaults:
     def sampling_params(self, **overrides: Any) -> SamplingParams:
         """`SamplingParams` with these defaults and `overrides`, which are arguments of `SamplingParams`."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return SamplingParams(
-            **{name: value for name, value in values.items() if value is not None} | overrides
-        )
+        values = {name: value for name, value in values.items() if value is not None} | overrides
+        if "min_tokens" not in overrides:  # the request's length comes first
+            values["min_tokens"] = min(self.min_tokens, values.get("num_tokens_to_generate", self.min_tokens))
+        return SamplingParams(**values)
 
 
 def _first(*values: Any) -> Any:

@@ -295,13 +295,22 @@ def test_what_a_checkpoint_says_and_is_not_applied_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "mambaslots.text"):
-        defaults(tmp_path, repetition_penalty=1.0, min_p=None, suppress_tokens=[], num_beams=1)
+        defaults(tmp_path, typical_p=1.0, min_length=None, suppress_tokens=[], num_beams=1)
         assert not caplog.records
-        defaults(tmp_path, repetition_penalty=1.5, min_p=0.15, suppress_tokens=[3])
+        defaults(tmp_path, typical_p=0.5, min_length=2, suppress_tokens=[3])
     (record,) = caplog.records
     assert record.getMessage().endswith(
-        "generation_config.json: not applied: repetition_penalty, min_p, suppress_tokens"
+        "generation_config.json: not applied: typical_p, suppress_tokens, min_length"
     )
+
+
+def test_penalties_of_a_checkpoint_are_defaults(tmp_path: Path) -> None:
+    said = {"repetition_penalty": 1.5, "min_p": 0.15, "min_new_tokens": 7, "presence_penalty": 0.5}
+    params = defaults(tmp_path, do_sample=True, **said).sampling_params(num_tokens_to_generate=20)
+    assert (params.repetition_penalty, params.min_p, params.min_tokens) == (1.5, 0.15, 7)
+    assert params.presence_penalty == 0.5
+    greedy = defaults(tmp_path, **said).sampling_params(num_tokens_to_generate=3)
+    assert (greedy.repetition_penalty, greedy.min_p, greedy.min_tokens) == (1.5, 0.0, 3)
 
 
 def test_stop_tokens_may_stand_in_the_config(tmp_path: Path) -> None:

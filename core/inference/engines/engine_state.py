@@ -377,7 +377,7 @@ class EngineState:
             self.invariance.check_switches()
         inputs = self._context.begin_step(scheduled, self.padded, sampled_tokens)  # reserve, publish
         logits = self.run(forward, inputs)
-        sampled = sample_step(self._context.steps, logits, self._logits_changes)  # launched; nothing waits yet
+        sampled = sample_step(self._context.steps, logits, self._logits_changes)  # launched
         # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
         self._context.end_step(sampled.num_accepted, sampled.is_valid)
         return sampled

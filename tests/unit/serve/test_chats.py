@@ -72,13 +72,6 @@ def test_the_template_gets_the_chat(served: Served, messages: Any, fields: Any, 
     assert answer["choices"][0]["token_ids"] == result.tokens
 
 
-def test_the_chosen_tool_reaches_the_template(served: Served) -> None:
-    choice = {"type": "function", "function": {"name": "weather"}}
-    plain = ask(served, [USER], tools=[TOOL])["usage"]["prompt_tokens"]
-    chosen = ask(served, [USER], tools=[TOOL], tool_choice=choice)["usage"]["prompt_tokens"]
-    assert chosen - plain == len("choice ") + len(json.dumps(choice))
-
-
 def test_arguments_that_are_no_json_stay_what_the_model_wrote(served: Served) -> None:
     broken = {**CALL, "function": {"name": "weather", "arguments": '{"town": '}}
     answer = ask(served, [USER, {"role": "assistant", "tool_calls": [broken]}, USER])

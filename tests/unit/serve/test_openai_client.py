@@ -1,7 +1,10 @@
 """The official client against the demo's model over loopback: answers are those of the engine itself."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import mambaslots as ms
 import openai
@@ -189,6 +192,83 @@ def test_a_stop_string(served: Served, client: openai.OpenAI, streams: bool) -> 
     assert "".join(names) == before
 
 
+TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {}}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "penalties": {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+    "min_p": {"temperature": 1.5, "min_p": 0.2, "seed": 3},
+    "bias": {"logit_bias": {"32": -100, "65": 5}},
+    "min_tokens": {"min_tokens": 12, "stop_token_ids": [32, 10]},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_model_cards_recommend_are_those_of_the_engine(
+    served: Served, client: openai.OpenAI, name: str
+) -> None:
+    settings = {"temperature": 0} | SETTINGS[name]
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=LENGTH, extra_body=settings)
+    biases = {int(token): bias for token, bias in settings.get("logit_bias", {}).items()}
+    sampling = settings | {"logit_bias": biases}
+    stops = served.loaded.generation.stop_token_ids
+    sampling["stop_token_ids"] = (*stops, *settings.get("stop_token_ids", ()))
+    prompts = [served.loaded.encode(PROMPT)]
+    (result,) = expected(served, prompts, **sampling)
+    (plain,) = expected(served, prompts, temperature=0)
+    assert answer.choices[0].text == served.loaded.decode(result.tokens)
+    assert result.tokens != plain.tokens, "the settings change something here"
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "guidellm 0.8": {
+        "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "max_completion_tokens": 9, "ignore_eos": True, "stop": None,
+    },
+    "aiperf": {
+        "stream": True, "stream_options": {"include_usage": True}, "max_completion_tokens": 9,
+        "min_tokens": 9, "ignore_eos": True,
+    },
+    "vllm bench serve": {
+        "stream": True, "stream_options": {"include_usage": True}, "max_completion_tokens": 9,
+        "temperature": 0.0, "repetition_penalty": 1.0, "logprobs": None, "ignore_eos": True,
+    },
+    "LangChain": {
+        "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 9, "store": False, "n": 1,
+        "parallel_tool_calls": False, "user": "u", "metadata": {"a": "b"}, "service_tier": "auto",
+        "tools": [TOOL], "tool_choice": "auto", "presence_penalty": 0, "ignore_eos": True,
+    },
+}  # fmt: skip
+
+
+def posted(url: str, body: dict[str, Any]) -> Request:
+    return Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_of_benchmarks_and_agents_are_answered(served: Served, name: str) -> None:
+    body = {"model": MODEL, "messages": CHAT, **BODIES[name]}
+    with urlopen(posted(f"{served.url}/chat/completions", body), timeout=60) as answer:
+        lines = [line[6:].strip().decode() for line in answer if line.strip()]
+    assert lines[-1] == "[DONE]"
+    chunks = [json.loads(line) for line in lines[:-1]]
+    assert chunks[-1]["usage"]["completion_tokens"] == 9
+    assert chunks[-1]["usage"]["prompt_tokens_details"] is not None
+    if "continuous_usage_stats" in BODIES[name]["stream_options"]:
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["usage"]]
+        assert counts == sorted(counts)
+        assert counts[0] < 9
+    else:
+        assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+
+
+def test_a_path_that_is_not_there_names_those_that_are(served: Served) -> None:
+    with pytest.raises(HTTPError) as refused:
+        urlopen(posted(f"{served.url}/responses", {}), timeout=60)
+    with refused.value as answer:
+        message = json.load(answer)["error"]["message"]
+    assert answer.code == 404
+    assert message.startswith("there is no such path; accepted: /v1/completions, /v1/chat/completions")
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "mambaslots"
@@ -199,9 +279,11 @@ def test_models(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"presence_penalty": 1}, "presence_penalty is not supported"),
+        ({"presence_penalty": 3}, "presence_penalty is 3; accepted: less than or equal to 2"),
         ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
-        ({"logit_bias": {"3": 1}}, "logit_bias is not supported"),
+        ({"logit_bias": {"a": 1}}, "logit_bias is .*; accepted: token ids up to"),
+        ({"logit_bias": {"99999999": 1}}, "logit_bias is .*; accepted: token ids up to"),
+        ({"tool_choice": "required", "tools": [TOOL]}, "a call cannot be forced; accepted: tool_choice"),
         ({"extra_body": {"temprature": 1}}, "the field 'temprature' is unknown; accepted: cache_salt"),
         ({"temperature": -1}, "temperature is -1; accepted: greater than or equal to 0"),
         ({"max_tokens": 5000}, r"max_sequence_length \(2048\) and the KV pool \(16384\)"),
