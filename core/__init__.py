@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .inference.engines.streams import TokenStream
     from .inference.kernels.kernel_set import kernel_set
     from .inference.kernels.reference.attention import AttentionRows
+    from .llm import LLM, Completion
     from .loaded_model import LoadedModel, load
     from .parallel_groups import ParallelGroups
     from .request import RequestResult, SamplingParams
@@ -54,9 +55,10 @@ __version__ = VERSION
 
 __all__ = [
     # serving
-    "DynamicInferenceEngine", "AsyncEngine", "InferenceConfig", "SamplingParams", "CheckpointPlan",
-    "RequestResult", "TokenStream", "StepReport", "EngineObserver", "Drafter", "NgramDrafter",
-    "EngineStats", "SpeculationStats", "COMPUTE_REASONS", "load", "LoadedModel", "TextCodec", "text",
+    "LLM", "Completion", "DynamicInferenceEngine", "AsyncEngine", "InferenceConfig", "SamplingParams",
+    "CheckpointPlan", "RequestResult", "TokenStream", "StepReport", "EngineObserver", "Drafter",
+    "NgramDrafter", "EngineStats", "SpeculationStats", "COMPUTE_REASONS", "load", "LoadedModel", "TextCodec",
+    "text",
     # the cache, in an engine of your own
     "PrefixCache", "PathStep", "PrefixHashChain", "EvictionPolicy", "KVBlockAllocator", "MambaSlotAllocator",
     "DynamicInferenceContext",
@@ -91,6 +93,7 @@ _NAMES_OF_MODULES = {
     f"{_ENGINES}.streams": "TokenStream",
     "inference.kernels.kernel_set": "kernel_set",
     "inference.kernels.reference.attention": "AttentionRows",
+    "llm": "Completion LLM",
     "loaded_model": "LoadedModel load",
     "parallel_groups": "ParallelGroups",
     "request": "RequestResult SamplingParams",

@@ -1,0 +1,274 @@
+"""A model with its text and an engine of a size for this machine."""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import InferenceConfig
+from .files import CONFIG, read_object
+from .inference.contexts.pool_sizes import GIGABYTE, PoolSizes
+from .inference.engines.dynamic_engine import DynamicInferenceEngine
+from .loaded_model import load, stored_dtype
+from .request import RequestResult, SamplingParams
+from .state_spec import HybridStateSpec
+from .validation import shown
+
+logger = logging.getLogger(__name__)
+
+SMALLEST_BLOCK = {"cpu": 16, "cuda": 64}  # small blocks resume more, large ones are faster to attend to
+MOST_REQUESTS = {"cpu": 32, "cuda": 128}
+SHARE_OF_FREE_GPU = 0.85  # the rest is for activations, graphs and the libraries' workspaces
+SHARE_OF_FREE_RAM = 0.5
+MOST_GB_ON_CPU = 16.0
+CUDA_GRAPHS = 64
+SHORTEST_CONTEXT = 8192
+"""Contexts are not lowered below it before rows are."""
+SHARE_OF_ROWS = 0.5
+"""What running requests and one sequence of the whole context may take of the memory; the rest caches."""
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer: its text, and the engine's result (tokens, resumed tokens, finish reason)."""
+
+    text: str
+    result: RequestResult
+
+
+class LLM:
+    """Answers text with a model, resuming prompts from the prefix cache.
+
+    Example: `LLM("models/tiny-code").chat([{"role": "user", "content": "Write a class."}]).text`.
+
+    Attributes:
+        loaded: the model with its tokenizer, chat template and defaults.
+        engine: the `DynamicInferenceEngine` behind all calls, which may be called as well.
+    """
+
+    def __init__(
+        self,
+        folder_or_name: str | Path,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        memory_gb: float | None = None,
+        **settings: Any,
+    ) -> None:
+        """Load a checkpoint and allocate the pools.
+
+        Args:
+            folder_or_name: a folder with `config.json`, or a name on the hub.
+            device: None for the GPU where torch sees one, else the CPU.
+            dtype: of the weights; None for the checkpoint's, and float32 for 16-bit weights on a CPU.
+            memory_gb: of all pools, in 2**30 bytes; None for 85 % of what is free on the GPU, on a CPU for
+                half of what is free, at most 16.
+            settings: fields of `InferenceConfig`. Those that are left out are chosen by `serving_config`.
+
+        Raises:
+            ValueError: as of `load` and `serving_config`.
+        """
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.loaded = load(folder_or_name, place, dtype or served_dtype(folder_or_name, place))
+        spec = self.loaded.model.state_spec()
+        settings.setdefault("total_gb", memory_gb)
+        config = serving_config(spec, context_length(self.loaded.folder), **settings)
+        self.engine = DynamicInferenceEngine(self.loaded.model, config)
+
+    def __repr__(self) -> str:
+        """One line: model, device, and how full the pools are."""
+        return f"<LLM: {self.loaded!r}, {self.engine!r}>"
+
+    def generate(self, prompts: Any, sampling_params: SamplingParams | None = None, **params: Any) -> Any:
+        """Answer one prompt, or several at once.
+
+        Args:
+            prompts: a text, or a list of token ids, or a list of texts and lists of token ids.
+            sampling_params: how tokens are chosen; None for the checkpoint's defaults with `params`, which
+                are arguments of `SamplingParams`. Example: `generate("def", max_tokens=64)`.
+
+        Returns:
+            A `Completion`, or a list of them where `prompts` is a list of prompts.
+
+        Raises:
+            ValueError: a prompt is neither text nor token ids, or can never run.
+        """
+        chosen = self._params(sampling_params, params)
+        if isinstance(prompts, str) or (isinstance(prompts, Sequence) and _is_ids(prompts)):
+            return self._answers([self._tokens(prompts)], chosen)[0]
+        if not isinstance(prompts, Sequence):
+            raise ValueError(f"prompts is {shown(prompts)}; accepted: text, token ids, or a list of them")
+        return self._answers([self._tokens(prompt) for prompt in prompts], chosen)
+
+    def chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None, **params: Any
+    ) -> Completion:
+        """Answer a conversation, rendered with the model's chat template; arguments as of `generate`.
+
+        Example: `chat([{"role": "user", "content": "Write a class."}], max_tokens=64).text`.
+        """
+        with self._stream(messages, self._params(sampling_params, params)) as stream:
+            tokens = [generated.token for generated in stream]
+        assert stream.result is not None  # a stream that was read to its end
+        return Completion(self.loaded.decode(tokens), stream.result)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int] | Messages,
+        sampling_params: SamplingParams | None = None,
+        **params: Any,
+    ) -> Iterator[str]:
+        """The pieces of an answer's text as they are generated; `prompt` is text, token ids or messages.
+
+        The request is cancelled where the iterator is closed. Example:
+        `for piece in llm.stream("def add(", max_tokens=64): print(piece, end="")`.
+        """
+        detokenizer = self.loaded.detokenizer()
+        with self._stream(prompt, self._params(sampling_params, params)) as stream:
+            for generated in stream:
+                if piece := detokenizer.push(generated.token):
+                    yield piece
+        if piece := detokenizer.finish():
+            yield piece
+
+    def _stream(self, prompt: Any, params: SamplingParams) -> Any:
+        if isinstance(prompt, str) or _is_ids(prompt):
+            return self.engine.stream(self._tokens(prompt), params)
+        marked = self.loaded.encode_chat_marked(prompt)
+        plan = replace(self.engine.config.checkpoint_plan, marks=marked.marks)
+        return self.engine.stream(marked.tokens, params, checkpoint_plan=plan)
+
+    def _answers(self, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
+        return [
+            Completion(self.loaded.decode(result.tokens), result)
+            for result in self.engine.generate(prompts, params)
+        ]
+
+    def _params(self, given: SamplingParams | None, params: dict[str, Any]) -> SamplingParams:
+        if given is None:
+            return self.loaded.sampling_params(**params)
+        if params:
+            raise ValueError(f"sampling_params and {sorted(params)} are given; accepted: one of the two")
+        return given
+
+    def _tokens(self, prompt: Any) -> Any:
+        return self.loaded.encode(prompt) if isinstance(prompt, str) else prompt
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, torch.Tensor) or (len(prompt) > 0 and isinstance(prompt[0], int))
+
+
+def served_dtype(folder_or_name: str | Path, device: torch.device) -> torch.dtype | None:
+    """None for the checkpoint's own dtype; float32 for 16-bit weights on a CPU."""
+    if device.type == "cpu" and stored_dtype(folder_or_name).itemsize == 2:
+        return torch.float32
+    return None
+
+
+def context_length(folder: Path) -> int | None:
+    """The longest sequence that a checkpoint's config names; None where it names none."""
+    config = read_object(folder / CONFIG)
+    text = config.get("text_config")
+    found = (text if isinstance(text, dict) else config).get("max_position_embeddings")
+    return found if isinstance(found, int) and found > 1 else None
+
+
+def serving_config(
+    spec: HybridStateSpec,
+    context: int | None,
+    *,
+    total_gb: float | None = None,
+    max_requests: int | None = None,
+    max_sequence_length: int | None = None,
+    block_size_tokens: int | None = None,
+    **settings: Any,
+) -> InferenceConfig:
+    """The `InferenceConfig` that serves a model on its device: sizes that are None are chosen.
+
+    Rows (32 on a CPU, 128 on a GPU) and the context (the model's own, `context`) are halved until running
+    requests and one sequence of the whole context take at most half of the memory: the context to no less
+    than 8,192, then the rows, then the context again. What was lowered is logged in one line.
+
+    Example: 2 GB, 51.5 MB a state, a context of 262,144 with 32 KB of KV a token: 8 requests of 16,384.
+
+    Raises:
+        ValueError: not even one request fits, or a setting is none that `InferenceConfig` accepts.
+    """
+    kind = spec.device.type
+    block = block_size_tokens or -(-SMALLEST_BLOCK[kind] // spec.grid) * spec.grid
+    pools_are_given = settings.get("num_kv_blocks") is not None
+    if not pools_are_given and total_gb is None:
+        total_gb = free_gb(spec.device)
+    settings.setdefault("num_cuda_graphs", CUDA_GRAPHS if kind == "cuda" else None)
+    steps = settings.pop("max_tokens", None) or 2048
+
+    def config(rows: int, length: int, gb: float | None) -> InferenceConfig:
+        return InferenceConfig(
+            block_size_tokens=block, max_requests=rows, max_sequence_length=length, total_gb=gb,
+            max_tokens=max(steps, rows, block), **settings,
+        )  # fmt: skip
+
+    rows = max_requests or MOST_REQUESTS[kind]
+    length = max_sequence_length or context or SHORTEST_CONTEXT
+    if pools_are_given or total_gb is None:
+        return config(rows, length, None)
+    fewest = rows if max_requests else 1
+    shortest = length if max_sequence_length else min(length, SHORTEST_CONTEXT)
+    sizes = [(rows, each) for each in _halved(length, shortest)]
+    sizes += [(each, shortest) for each in _halved(rows, fewest)][1:]
+    sizes += [(fewest, each) for each in _halved(shortest, length if max_sequence_length else 512)][1:]
+    error: ValueError | None = None
+    for share in (SHARE_OF_ROWS, 1.0):
+        for chosen in sizes:
+            try:
+                PoolSizes.of(config(*chosen, total_gb * share), spec)
+            except ValueError as refused:
+                error = refused
+                continue
+            if chosen != (rows, length):
+                logger.info(
+                    "%.3g GB hold %d requests at once (of %d) and a context of %s tokens (of %s)",
+                    total_gb, chosen[0], rows, f"{chosen[1]:,}", f"{length:,}",
+                )  # fmt: skip
+            return config(*chosen, total_gb)
+    assert error is not None  # `sizes` is not empty
+    raise error
+
+
+def _halved(start: int, end: int) -> Iterator[int]:
+    """`start`, its halves above `end`, and `end`."""
+    while start > end:
+        yield start
+        start //= 2
+    yield end
+
+
+def free_gb(device: torch.device) -> float:
+    """The memory that pools get where no size is given, in 2**30 bytes."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return SHARE_OF_FREE_GPU * torch.cuda.mem_get_info(device)[0] / GIGABYTE
+    return min(MOST_GB_ON_CPU, SHARE_OF_FREE_RAM * _available_ram() / GIGABYTE)
+
+
+def _available_ram() -> int:
+    """Bytes of RAM that this process may still use: of the machine, and of its control group."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    try:
+        with open("/proc/meminfo") as lines:
+            named = dict(line.split(":", 1) for line in lines)
+        available = int(named["MemAvailable"].split()[0]) * 1024
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            available = min(available, int(limit) - int((group / "memory.current").read_text()))
+    except (OSError, KeyError, ValueError):
+        pass  # no Linux, or no control groups: what is known by now
+    return max(available, 0)

@@ -1,0 +1,103 @@
+"""`LLM`: text in and text out over an engine whose sizes fit the memory."""
+
+import json
+from pathlib import Path
+
+import mambaslots as ms
+import pytest
+import torch
+from mambaslots import llm as module
+from mambaslots.inference.contexts.pool_sizes import PoolSizes
+from mambaslots.llm import context_length, serving_config
+
+MODEL = Path(__file__).parents[2] / "models" / "tiny-code"
+
+
+@pytest.fixture(scope="module")
+def llm() -> ms.LLM:
+    return ms.LLM(MODEL, memory_gb=0.1, max_sequence_length=1024)
+
+
+def test_text_and_token_ids_and_lists_of_them(llm: ms.LLM) -> None:
+    ids = llm.loaded.encode("class Stack:")
+    params = llm.loaded.sampling_params(num_tokens_to_generate=12, temperature=0.0)
+    (wanted,) = llm.engine.generate([ids], params)
+    one = llm.generate("class Stack:", params)
+    assert one.text == llm.loaded.decode(wanted.tokens)
+    assert llm.generate(ids, num_tokens_to_generate=12, temperature=0.0).text == one.text
+    assert [each.text for each in llm.generate(["class Stack:", ids], params)] == [one.text] * 2
+    assert llm.generate([]) == []
+    assert "".join(llm.stream("class Stack:", params)) == one.text
+
+
+def test_a_second_turn_resumes(llm: ms.LLM) -> None:
+    messages = [{"role": "user", "content": "Write a class for a stack with push, pop and peek."}]
+    first = llm.chat(messages, num_tokens_to_generate=40, temperature=0.0)
+    assert "".join(llm.stream(messages, num_tokens_to_generate=40, temperature=0.0)) == first.text
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And a queue."}]
+    second = llm.chat(messages, num_tokens_to_generate=4)
+    assert second.result.num_resumed_tokens > 0
+
+
+def test_a_dropped_stream_ends_its_request(llm: ms.LLM) -> None:
+    pieces = llm.stream("class Stack:", num_tokens_to_generate=500)
+    next(pieces)
+    pieces.close()  # type: ignore[attr-defined]
+    assert llm.engine.stats().num_running == 0
+    llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("prompts", [7, [[]], [3.5], {"a": 1}, [None]])
+def test_what_is_no_prompt_is_refused(llm: ms.LLM, prompts: object) -> None:
+    with pytest.raises(ValueError, match="accepted"):
+        llm.generate(prompts)
+
+
+def test_parameters_are_given_in_one_way(llm: ms.LLM) -> None:
+    with pytest.raises(ValueError, match=r"sampling_params and .*accepted: one of the two"):
+        llm.generate("a", ms.SamplingParams(), temperature=1.0)
+
+
+@pytest.mark.parametrize("gb", [0.01, 0.05, 0.2, 1.0, 8.0])
+@pytest.mark.parametrize("context", [None, 600, 262_144])
+def test_chosen_sizes_fit_the_memory_and_half_of_it_caches(gb: float, context: int | None) -> None:
+    spec = ms.load(MODEL).model.state_spec()
+    config = serving_config(spec, context, total_gb=gb)
+    assert PoolSizes.of(config, spec).num_kv_blocks >= -(
+        -config.max_sequence_length // config.block_size_tokens
+    )
+    asked = context or 8192
+    assert config.max_sequence_length <= asked
+    assert 1 <= config.max_requests <= 32
+    if gb >= 8.0:  # 262,144 tokens of KV and 32 states of this model take less than 4 GB
+        assert (config.max_requests, config.max_sequence_length) == (32, asked)
+    if config.max_requests < 32:
+        assert config.max_sequence_length <= min(asked, 8192)
+
+
+def test_sizes_that_are_given_are_kept_or_refused() -> None:
+    spec = ms.load(MODEL).model.state_spec()
+    kept = serving_config(spec, 4096, total_gb=1.0, max_requests=5, max_sequence_length=777)
+    assert (kept.max_requests, kept.max_sequence_length) == (5, 777)
+    with pytest.raises(ValueError, match=r"total_gb is 0.001; accepted: at least"):
+        serving_config(spec, 4096, total_gb=0.001, max_requests=64, max_sequence_length=4096)
+
+
+def test_memory_of_a_cpu_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_available_ram", lambda: 6 << 30)
+    assert module.free_gb(torch.device("cpu")) == 3.0
+    monkeypatch.setattr(module, "_available_ram", lambda: 200 << 30)
+    assert module.free_gb(torch.device("cpu")) == 16.0
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"text_config": {"max_position_embeddings": 9}}, 9),
+        ({}, None),
+    ],
+)
+def test_the_context_of_a_checkpoint(tmp_path: Path, config: dict[str, object], length: int | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert context_length(tmp_path) == length
