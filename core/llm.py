@@ -237,9 +237,26 @@ def serving_config(
                     "%.3g GB hold %d requests at once (of %d) and a context of %s tokens (of %s)",
                     total_gb, chosen[0], rows, f"{chosen[1]:,}", f"{length:,}",
                 )  # fmt: skip
-            return config(*chosen, total_gb)
+            found = config(*chosen, total_gb)
+            log_room(found, spec)
+            return found
     assert error is not None  # `sizes` is not empty
     raise error
+
+
+def log_room(config: InferenceConfig, spec: HybridStateSpec) -> None:
+    """Say how many conversations the memory holds beside the running requests: KV and two states each."""
+    if config.total_gb is None or not config.enable_prefix_caching:
+        return
+    tokens = min(4096, config.max_sequence_length)
+    blocks = -(-tokens // config.block_size_tokens) * spec.kv_block_bytes(config.block_size_tokens)
+    each = blocks + 2 * spec.durable_slot_bytes(config.durable_state_dtype)
+    free = config.total_gb * GIGABYTE - config.max_requests * spec.slot_bytes
+    logger.info(
+        "%.3g GB: %d requests at once, a context of %s tokens, room for about %s conversations of %s tokens",
+        config.total_gb, config.max_requests, f"{config.max_sequence_length:,}",
+        f"{max(0, int(free / each)):,}" if each else "any number of", f"{tokens:,}",
+    )  # fmt: skip
 
 
 def _halved(start: int, end: int) -> Iterator[int]:
@@ -255,7 +272,8 @@ def free_gb(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return SHARE_OF_FREE_GPU * torch.cuda.mem_get_info(device)[0] / GIGABYTE
-    return min(MOST_GB_ON_CPU, SHARE_OF_FREE_RAM * _available_ram() / GIGABYTE)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of torchrun on this machine
+    return min(MOST_GB_ON_CPU, SHARE_OF_FREE_RAM * _available_ram() / GIGABYTE) / ranks
 
 
 def _available_ram() -> int:

@@ -149,16 +149,19 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def add_engine(parser: argparse.ArgumentParser, *, max_requests: int) -> None:
+def add_engine(parser: argparse.ArgumentParser, *, max_requests: int | None = None) -> None:
     """The sizes and switches of an engine, under the names of `InferenceConfig`."""
     group = add_group(parser, "engine", "fields of InferenceConfig, by their names; lengths in tokens", (
         ("--memory-gb", positive, None, "GB",
-         "for all pools together, where no pool has a size of its own (default: on a GPU 85 %% of what is "
-         "free once the model is loaded, on a CPU 1)"),
+         "for all pools together, where no pool has a size of its own (default: once the model is loaded, "
+         "85 %% of what is free on the GPU, or half of what is free on a CPU, at most 16)"),
         ("--num-mamba-slots", count(), None, "N", "states in the cache"),
         ("--num-kv-blocks", count(), None, "N", "blocks of the KV pool"),
-        ("--max-sequence-length", count(2), 8192, "N", "longest prompt and answer together"),
-        ("--max-requests", count(), max_requests, "N", "requests that run at once"),
+        ("--max-sequence-length", count(2), None, "N",
+         "longest prompt and answer together (default: the model's own, or less where memory is short)"),
+        ("--max-requests", count(), max_requests, "N",
+         "requests that run at once" + ("" if max_requests else
+         " (default: 32 on a CPU, 128 on a GPU, or fewer where memory is short)")),
         ("--max-tokens-per-step", count(), 2048, "N", "tokens computed in one step, `max_tokens`"),
         ("--block-size-tokens", count(), None, "N",
          "tokens of a KV block (default: the model's grid, but at least 16, on a GPU 64)"),

@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -28,7 +29,7 @@ ADMIN_KEY = "MAMBASLOTS_ADMIN_KEY"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    add_engine(parser, max_requests=32)
+    add_engine(parser)
     group = add_group(parser, "server", None, (
         ("--host", str, "127.0.0.1", "HOST", "address to listen on"),
         ("--port", count(0, 65535), 8000, "PORT", "0 for any free one"),
@@ -68,6 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    _check_early(options)
     from ..replay.recorder import TraceRecorder
     from ..serve import ServerSettings, check_installed, serve
     from .processes import is_under_torchrun, serve_split
@@ -91,6 +93,19 @@ def run(options: argparse.Namespace) -> int:
         return serve(engine, loaded, settings)
 
 
+def _check_early(options: argparse.Namespace) -> None:
+    """Refuse a missing folder and a port in use before seconds of imports and of loading."""
+    if options.model.startswith(("/", "./", "../", "~")) and not Path(options.model).is_dir():
+        raise ValueError(
+            f"{options.model} is no folder; accepted: a folder with config.json, or a name on the hub"
+        )
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        socket.create_server((options.host, options.port), family=family).close()
+    except OSError as error:
+        raise OSError(f"cannot listen at {options.host}:{options.port}: {error}") from error
+
+
 def _run_replicas(options: argparse.Namespace, settings: "ServerSettings") -> int:
     from ..fleet import FleetSettings, check_installed
 
@@ -110,9 +125,10 @@ def _run_replicas(options: argparse.Namespace, settings: "ServerSettings") -> in
         min_replicas=fewest,
         max_replicas=most,
         ranks=options.tp or 1,
-        max_requests=options.max_requests,
+        max_requests=options.max_requests or 32,
         drain_timeout_s=options.drain_timeout_s,
     )
+    options.max_requests = fleet.max_requests
     salt_key = os.environ.get(ENVIRONMENT_NAME) or secrets.token_hex(32)
     text = partial(load_text, options.model)
     text()  # a faulty checkpoint is refused here

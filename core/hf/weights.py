@@ -2,6 +2,7 @@
 
 import logging
 import re
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -250,6 +251,10 @@ def listed(names: Collection[str]) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
+_PROGRESS_S = 2.0
+"""Seconds between two log lines of a load."""
+
+
 def load_weights(
     model: PreTrainedModel, folder: Path, blocks: tuple[int, int] | None, device: torch.device,
     parts: Parts | None = None,
@@ -272,7 +277,11 @@ def load_weights(
             scales = listed(checkpoint.activation_scales)
             logger.info("%s: not used, activations are not quantised: %s", folder, scales)
         dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        for source in sources.sources:
+        begun_s = time.monotonic()
+        for number, source in enumerate(sources.sources):
+            if time.monotonic() > begun_s + _PROGRESS_S:
+                begun_s = time.monotonic()
+                logger.info("%s: %d of %d weights", folder.name, number, len(sources.sources))
             weights = source.weights(model, checkpoint, device, dtypes[source.target], parts or {})
             for name in tuple(weights):
                 _place(model, name, weights.pop(name))

@@ -101,6 +101,7 @@ class _Server(uvicorn.Server):
         settings: ServerSettings = self._app.state.settings
         address = url(settings.host, self._listener.getsockname()[1])
         print(f"mambaslots serves {settings.model_name} at {address}", flush=True)
+        print(f"API {address}/v1   page {address}/   metrics {address}/metrics", flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is None:  # not started

@@ -21,7 +21,8 @@ MODEL = str(Path(__file__).parents[3] / "models/tiny-code")
 
 def config_of(*options: str, memory_gb: float = 1.0, **model: Any) -> ms.InferenceConfig:
     spec = ms.models.HybridLM(ms.models.HybridConfig.tiny(**model), seed=0).state_spec()
-    return inference_config(spec, make_parser().parse_args(["serve", MODEL, *options]), memory_gb)
+    words = ["serve", MODEL, "--memory-gb", str(memory_gb), *options]
+    return inference_config(spec, make_parser().parse_args(words), 8192)
 
 
 def test_python_m_runs_the_command() -> None:
