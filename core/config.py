@@ -44,7 +44,8 @@ class InferenceConfig:
         total_gb: bytes of all pools together, in place of `num_kv_blocks` and `num_mamba_slots`. Live states
             and inputs of running requests are allocated first. Cached states and KV share the rest, and move
             the border between them while the engine runs; encoded states have a fixed half. Ranks of a split
-            model may have different budgets.
+            model may have different budgets. Where no pool has a size, 85 % of what is free on the GPU when
+            the engine is made, or half of what is free on a CPU, at most 16.
 
     Cache:
         enable_prefix_caching: match prompts with cached prefixes, and cache what is computed.
@@ -135,6 +136,7 @@ class InferenceConfig:
     def _check_pools(self) -> None:
         if self.total_gb is not None:
             set_field(self, "total_gb", real("total_gb", self.total_gb, 0.0, _MOST_GB))
+        by_memory = self.total_gb is not None or self.num_kv_blocks is self.num_mamba_slots is None
         for name, hint, needed in (
             ("num_kv_blocks", "", True),
             ("num_mamba_slots", _WITHOUT_SLOTS, self.enable_prefix_caching),
@@ -145,7 +147,7 @@ class InferenceConfig:
                     f"total_gb is {self.total_gb} and {name} is {shown(count)}; accepted: total_gb alone, or "
                     "a size for each pool"
                 )
-            if needed and self.total_gb is None and (count is None or (type(count) is int and count == 0)):
+            if needed and not by_memory and (count is None or (type(count) is int and count == 0)):
                 raise ValueError(f"{name} is {count}; accepted: an integer from 1 on, or total_gb{hint}")
             set_field(self, name, optional_integer(name, count, int(needed), INT32_MAX))
         if self.max_tokens < self.max_requests:

@@ -1,7 +1,6 @@
 """A model with its text and an engine of a size for this machine."""
 
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 
 from .config import InferenceConfig
 from .files import CONFIG, read_object
-from .inference.contexts.pool_sizes import GIGABYTE, PoolSizes
+from .inference.contexts.pool_sizes import GIGABYTE, PoolSizes, free_gb
 from .inference.engines.dynamic_engine import DynamicInferenceEngine
 from .loaded_model import load, stored_dtype
 from .request import RequestResult, SamplingParams
@@ -22,9 +21,6 @@ logger = logging.getLogger(__name__)
 
 SMALLEST_BLOCK = {"cpu": 16, "cuda": 64}  # small blocks resume more, large ones are faster to attend to
 MOST_REQUESTS = {"cpu": 32, "cuda": 128}
-SHARE_OF_FREE_GPU = 0.85  # the rest is for activations, graphs and the libraries' workspaces
-SHARE_OF_FREE_RAM = 0.5
-MOST_GB_ON_CPU = 16.0
 CUDA_GRAPHS = 64
 SHORTEST_CONTEXT = 8192
 """Contexts are not lowered below it before rows are."""
@@ -265,28 +261,3 @@ def _halved(start: int, end: int) -> Iterator[int]:
         yield start
         start //= 2
     yield end
-
-
-def free_gb(device: torch.device) -> float:
-    """The memory that pools get where no size is given, in 2**30 bytes."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        return SHARE_OF_FREE_GPU * torch.cuda.mem_get_info(device)[0] / GIGABYTE
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of torchrun on this machine
-    return min(MOST_GB_ON_CPU, SHARE_OF_FREE_RAM * _available_ram() / GIGABYTE) / ranks
-
-
-def _available_ram() -> int:
-    """Bytes of RAM that this process may still use: of the machine, and of its control group."""
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    try:
-        with open("/proc/meminfo") as lines:
-            named = dict(line.split(":", 1) for line in lines)
-        available = int(named["MemAvailable"].split()[0]) * 1024
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            available = min(available, int(limit) - int((group / "memory.current").read_text()))
-    except (OSError, KeyError, ValueError):
-        pass  # no Linux, or no control groups: what is known by now
-    return max(available, 0)

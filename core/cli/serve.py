@@ -97,7 +97,7 @@ def _check_early(options: argparse.Namespace) -> None:
     """Refuse a missing folder and a port in use before seconds of imports and of loading."""
     if options.model.startswith(("/", "./", "../", "~")) and not Path(options.model).is_dir():
         raise ValueError(
-            f"{options.model} is no folder; accepted: a folder with config.json, or a name on the hub"
+            f"{options.model!r} is no folder; accepted: a folder with config.json, or a name on the hub"
         )
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:

@@ -13,7 +13,7 @@ from ...validation import addressable
 from ..kernels.state_tensors import device_indices
 from .cache.memory import DirtyEntries, MemoryCleaner, UnitSizes
 from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes, input_bytes, input_shapes, num_live_slots
-from .states import StatePool
+from .states import StatePool, zeroed
 
 MEBIBYTE = 1 << 20
 
@@ -140,10 +140,10 @@ class DeviceMemory:
         )  # fmt: skip
         addressable("num_kv_blocks", num_blocks, shape, spec.kv_dtype)
         if division is None:
-            return torch.zeros(shape, dtype=spec.kv_dtype, device=spec.device), None
+            return zeroed(shape, spec.kv_dtype, spec.device), None
         num_bytes = division.total_bytes(sizes)
         addressable("total_gb", num_bytes, (num_bytes,), torch.uint8)
-        memory = torch.zeros(num_bytes, dtype=torch.uint8, device=spec.device)
+        memory = zeroed((num_bytes,), torch.uint8, spec.device)
         stride = division.shape.slot_stride(sizes)
         slots = memory.view(self._num_slots, stride)[:, : sizes.slot]
         shared = memory[division.num_fixed_slots * stride :]

@@ -16,7 +16,7 @@ from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
 from .cache.prefix_match import PrefixMatch, TokenLedger
 from .device_memory import DeviceMemory
-from .pool_sizes import PoolSizes
+from .pool_sizes import PoolSizes, sized
 from .request import DynamicInferenceRequest, RequestStep
 from .states import RequestStates
 from .step_builder import Padding, StepBuffer, StepBuilder
@@ -47,7 +47,7 @@ class DynamicInferenceContext:
         `clock`: nanoseconds, for the ages of what is evicted.
         """
         self.spec = instance("spec", spec, HybridStateSpec)
-        self.config = instance("config", config, InferenceConfig)
+        self.config = config = sized(instance("config", config, InferenceConfig), spec.device)
         if config.enable_prefix_caching and config.block_size_tokens % spec.grid:
             raise ValueError(
                 f"block_size_tokens is {config.block_size_tokens}; accepted: a multiple of {spec.grid}, "

@@ -1,8 +1,10 @@
 """How many KV blocks and durable slots a configuration buys, on one rank and on all ranks of a model."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,6 +18,10 @@ GIGABYTE = 1 << 30
 InputShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _UNLIMITED = INT32_MAX + 2
 """What a rank affords where a unit has no bytes. The minimum over the ranks counts."""
+
+SHARE_OF_FREE_GPU = 0.85  # the rest is for activations, graphs and the libraries' workspaces
+SHARE_OF_FREE_RAM = 0.5
+MOST_GB_ON_CPU = 16.0
 
 NUM_STAGING_SLOTS = 2
 """Slots for states inside prefills until they are encoded: the default plan's tail and branch point."""
@@ -181,3 +187,35 @@ def input_shapes(config: InferenceConfig, spec: HybridStateSpec) -> InputShapes:
 
 def input_bytes(shapes: InputShapes) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
+
+
+def sized(config: InferenceConfig, device: torch.device) -> InferenceConfig:
+    """`config`, with `total_gb` where no pool has a size."""
+    if config.total_gb is None and config.num_kv_blocks is None:
+        return replace(config, total_gb=free_gb(device))
+    return config
+
+
+def free_gb(device: torch.device) -> float:
+    """The memory that pools get where no size is given, in 2**30 bytes."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return SHARE_OF_FREE_GPU * torch.cuda.mem_get_info(device)[0] / GIGABYTE
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of torchrun on this machine
+    return min(MOST_GB_ON_CPU, SHARE_OF_FREE_RAM * _available_ram() / GIGABYTE) / ranks
+
+
+def _available_ram() -> int:
+    """Bytes of RAM that this process may still use: of the machine, and of its control group."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    try:
+        with open("/proc/meminfo") as lines:
+            named = dict(line.split(":", 1) for line in lines)
+        available = int(named["MemAvailable"].split()[0]) * 1024
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            available = min(available, int(limit) - int((group / "memory.current").read_text()))
+    except (OSError, KeyError, ValueError):
+        pass  # no Linux, or no control groups: what is known by now
+    return max(available, 0)

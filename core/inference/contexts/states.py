@@ -1,7 +1,9 @@
 """The slots of states, and where the state of each running request is."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +19,13 @@ from .request import Holding, RequestStep
 
 IdleSlots = Callable[[], Sequence[int]]
 """Returns the live slots that no request owns now, in a pool without durable states."""
+
+
+def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A pool of zeros; on a CPU its pages are allocated when they are first written."""
+    if device.type != "cpu" or 0 in shape:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 class StatePool:
@@ -86,7 +95,7 @@ class StatePool:
 
     @torch.inference_mode(False)  # others than inference tensors can be written anywhere
     def _zeros(self, num_slots: int) -> Tensor:
-        return torch.zeros(num_slots, self.slot_bytes, dtype=torch.uint8, device=self._device)
+        return zeroed((num_slots, self.slot_bytes), torch.uint8, self._device)
 
     @staticmethod
     @torch.inference_mode(False)

@@ -14,6 +14,7 @@ from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.hashing import PrefixHashChain, salt_bytes
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
+from ..contexts.pool_sizes import sized
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken
 from .arguments import (
     Prompt,
@@ -69,10 +70,11 @@ class DynamicInferenceEngine:
         if not callable(model) or isinstance(model, type) or not callable(getattr(model, "state_spec", None)):
             raise ValueError(f"model is {shown(model)}; accepted: a callable that has `state_spec()`")
         self.model = model
-        self.config = instance("config", config, InferenceConfig)
+        instance("config", config, InferenceConfig)
         self._seed = integer("seed", seed, 0, INT64_MAX)
         drafter = checked_drafter(drafter, config.num_speculative_tokens)
         spec, invariance, forward = model.state_spec(), None, model
+        self.config = config = sized(config, spec.device)
         if config.batch_invariant:
             from . import batch_invariance  # here, because it imports triton by way of torch
 
