@@ -23,7 +23,8 @@ class FleetSettings:
         max_requests: requests that run at once in a replica; as many more wait there.
         warm_timeout_s: seconds in which a new replica may receive states of another one; 0: none.
         drain_timeout_s: seconds that running requests have when a replica is to end.
-        health_period_s: seconds between two looks at a replica's health.
+        health_period_s, health_timeout_s: seconds between two looks at a replica's health, and of a look.
+            Ray replaces a replica, or the ingress, after three looks without an answer.
     """
 
     name: str = "mambaslots"
@@ -38,6 +39,12 @@ class FleetSettings:
     warm_timeout_s: float = 20.0
     drain_timeout_s: float = 30.0
     health_period_s: float = 5.0
+    health_timeout_s: float = 8.0
+
+    @property
+    def still_s(self) -> float:
+        """A process that runs nothing for so long is killed."""
+        return 3 * self.health_timeout_s
 
     @property
     def channel(self) -> str:

@@ -26,6 +26,7 @@ from ..serve.generation import EngineFacts, LocalEngine
 from . import FleetSettings
 from .answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
 from .figures import ReplicaReport, replica_report
+from .guard import kill_when_still
 from .state_channel import StateFeed
 from .warming import serve_hand_over, take_over
 
@@ -48,6 +49,9 @@ class ReplicaStatus:
 
 class FollowingRank:
     """A process of a replica but its first; a Ray actor."""
+
+    def __init__(self, still_s: float) -> None:
+        kill_when_still(still_s)
 
     def run(self, make_engine: MakeEngine, host: str, port: int, rank: int, num_ranks: int) -> None:
         """Follow rank 0 until it closes its engine; RankDiedError where rank 0 is lost."""
@@ -80,7 +84,7 @@ class Ranks:
                 scheduling_strategy=place,
                 max_concurrency=2,
             )
-            self._actors.append(actor.remote())
+            self._actors.append(actor.remote(settings.still_s))
         self._runs = [
             actor.run.remote(make_engine, host, store.port, rank, settings.ranks)
             for rank, actor in enumerate(self._actors, 1)
@@ -136,6 +140,7 @@ class EngineReplica:
         self, make_engine: MakeEngine, settings: FleetSettings
     ) -> None:
         """`make_engine` makes the engine of each rank."""
+        kill_when_still(settings.still_s)
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._ranks = Ranks(make_engine, settings)
         self._processes = os.getpid(), *await self._ranks.processes()
@@ -178,6 +183,8 @@ class EngineReplica:
         return self._engine.facts
 
     async def status(self) -> ReplicaStatus:
+        """Says that the event loops of all ranks run, also while a step takes long."""
+        await self._ranks.processes()
         return ReplicaStatus(self._name, self._processes, self._engine.num_running)
 
     async def report(self) -> ReplicaReport:
@@ -188,6 +195,7 @@ class EngineReplica:
         failure = self._engine.failure
         if failure is not None:
             raise RuntimeError(f"the engine of replica {self._name} has given up") from failure
+        await self._ranks.processes()  # late where one is stopped
 
     async def _end_when_lost(self) -> None:
         """End this process where the engine has failed, or a rank is lost."""

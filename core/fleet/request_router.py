@@ -18,6 +18,7 @@ from ray.serve.request_router import (
 
 from ..net.routing.state_router import ReplicaLoad, RouteRequest, StateRouter
 from .answers import EngineRequest
+from .pulses import pulses_of
 from .state_channel import ChannelReader
 
 _LONGEST_SENDING_S = 30.0
@@ -87,7 +88,7 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
 
     An `EngineRequest` has the hashes of its blocks. Ray tries the replicas in the order that this class
     returns: a replica whose queue is full gets no request. It is not first in first out: what is chosen for
-    one request must not go to another.
+    one request must not go to another. A replica that is silent gets none while another one answers.
     """
 
     def initialize_state(self, *, channel: str, seed: int = 0) -> None:
@@ -95,13 +96,15 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
         self._router = StateRouter(seed)
         self._loads = ReplicaLoads()
         self._channel = channel
+        self._pulses = pulses_of(channel)
         self._reading: asyncio.Task[None] | None = None
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """The replicas, each a rank of its own, best first."""
-        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        names = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        replicas = {name: one for name, one in names.items() if not self._pulses.is_silent(name)} or names
         if not replicas:
             return []
         if pending_request is not None:
@@ -124,6 +127,16 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
         self._loads.note_chosen(_request_id(pending_request), order)
         return [[replicas[name]] for name in order]
 
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, **options: Any
+    ) -> RunningReplica:
+        """Ray sends the request to what this returns, and waits until the replica has confirmed it."""
+        replica: RunningReplica = await super()._choose_replica_for_request(pending_request, **options)
+        first = pending_request.args[0] if pending_request.args else None
+        if isinstance(first, EngineRequest):
+            self._pulses.note_sent(first.request_id, replica.replica_id.unique_id)
+        return replica
+
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         if self._loads.note_routed(_request_id(pending_request), replica_id.unique_id):
             request = _route_request(pending_request)
@@ -135,6 +148,7 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
+        self._pulses.forget(replica_id.unique_id)
         self._router.forget(replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -143,6 +157,7 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
             self._reading = self._event_loop.create_task(ChannelReader(self._channel, self._router).run())
         gone = set(self.curr_replicas) - {replica.replica_id for replica in replicas}
         super().update_replicas(replicas)
+        self._pulses.expect(replica.replica_id.unique_id for replica in replicas)
         for replica_id in gone:
             self._router.forget(replica_id.unique_id)
 

@@ -32,9 +32,11 @@ ADDRESS = "RAY_ADDRESS"
 """The environment variable that names the cluster to join."""
 _OBJECT_STORE_BYTES = 200 * 2**20
 """Answers are too small for Ray's object store."""
-_OWN_DEFAULTS = {
+OWN_DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent
     "RAY_worker_niceness": "0",  # Ray's is 15: any other process of the machine would go first
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # a process that is silent does not drain
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mambaslots.fleet.cut_answers.middlewares",
 }
 _LOGGERS = ("ray", "ray.serve")
 
@@ -47,7 +49,7 @@ def cluster() -> Iterator[bool]:
     all that runs in it. It sends no usage statistics.
     """
     address = os.environ.get(ADDRESS)
-    for name, value in _OWN_DEFAULTS.items():
+    for name, value in OWN_DEFAULTS.items():
         os.environ.setdefault(name, value)
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": True}
     if address:
@@ -130,6 +132,8 @@ def fleet_application(
         max_ongoing_requests=2 * most + _CONTROL_CALLS,  # the server itself refuses what is too much
         graceful_shutdown_timeout_s=server.drain_timeout_s + 5.0,
         graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=settings.health_period_s,
+        health_check_timeout_s=settings.health_timeout_s,
         max_constructor_retry_count=3,
         logging_config=QUIET,
     )
@@ -149,6 +153,7 @@ def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serv
         "graceful_shutdown_timeout_s": settings.drain_timeout_s,
         "graceful_shutdown_wait_loop_s": 0.2,
         "health_check_period_s": settings.health_period_s,
+        "health_check_timeout_s": settings.health_timeout_s,
         "max_constructor_retry_count": 3,
         "logging_config": QUIET,
     }

@@ -17,6 +17,7 @@ from ..net.routing.state_index import StateIndex
 from ..net.routing.state_publisher import StatePublisher
 from ..net.routing.state_router import StateRouter
 from ..validation import shown
+from .guard import kill_when_still
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ _FORGET_AFTER_S = 30.0
 _LIVE_S = 3.0
 """Replicas send a heartbeat every second."""
 _READ_S = 10.0
+_STILL_S = 15.0
+"""The process of a channel is killed when it ran nothing for so long."""
 _RETRY_S = 0.5
 _MAX_READERS = 1000
 _BUSY_S = 0.03
@@ -70,7 +73,10 @@ class StateChannel:
     can be lost at any time: a new one asks every replica for a snapshot. Stale knowledge costs a miss.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, still_s: float = 0.0) -> None:
+        """`still_s`: has this process killed when it ran nothing for so long; 0: not."""
+        if still_s:
+            kill_when_still(still_s)
         self._instance = secrets.token_hex(8)
         self._version = 0
         self._log: deque[bytes] = deque()
@@ -175,7 +181,7 @@ def open_channel(name: str) -> Any:
         max_restarts=-1,  # it begins empty, and asks all replicas for snapshots
         max_concurrency=_MAX_READERS,
     )
-    return actor.remote()
+    return actor.remote(_STILL_S)
 
 
 def find_channel(name: str) -> Any | None:

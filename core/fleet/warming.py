@@ -43,7 +43,8 @@ async def take_over(replica: str, channel: str, engine: AsyncEngine, timeout_s: 
     )
     num_states, order = 0, HandOver(f"{replica}-{secrets.token_hex(4)}", host, store.port)
     try:
-        donor = await actor.order_hand_over.remote(replica, order)
+        async with asyncio.timeout(_MEETING_S):  # the channel may have stopped
+            donor = await actor.order_hand_over.remote(replica, order)
         if donor is None:
             return 0
         announced = await _read(store, order.name, min(deadline, time.monotonic() + _MEETING_S))

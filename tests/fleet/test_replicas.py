@@ -1,5 +1,8 @@
 """Two replicas behind one address: right answers, second turns where their states are, lost replicas."""
 
+import json
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -148,6 +151,44 @@ def test_a_replica_that_joins_takes_over_states_and_resumes_from_them(two: "Flee
         assert answer == expected(tokens, **GREEDY)
         resumed.append(number)
     assert sum(map(bool, resumed)) >= 2, resumed
+
+
+def test_a_replica_that_stands_still_costs_its_streams_a_retry_and_others_nothing(two: "Fleet") -> None:
+    """SIGSTOP in the middle of a stream: no 503, the stream continues elsewhere, Ray replaces the replica."""
+    two.wait_for_replicas(2)
+    wanted = SAMPLED | {"max_tokens": 150}
+    prompt, tokens, pauses, stopped, last_s = prompt_of(90), [], [], None, time.monotonic()
+    for part in two.stream(prompt, **wanted):
+        pauses.append(time.monotonic() - last_s)
+        last_s = time.monotonic()
+        tokens += part
+        if stopped is None and len(tokens) >= 10:
+            stopped = two.holder()
+            two.kill(stopped, signal=signal.SIGSTOP)
+    stopped_s = last_s - max(pauses)
+    assert tokens == expected(prompt, **wanted)
+    assert max(pauses) < 10
+    assert stopped is not None
+    number = 91
+    while time.monotonic() - stopped_s < 60:
+        begun_s = time.monotonic()
+        assert two.get("/health") == {"status": "ok"}
+        assert two.complete(prompt_of(number), **GREEDY)[0] == expected(prompt_of(number), **GREEDY)
+        assert time.monotonic() - begun_s < 10, number
+        number += 1
+        if len(replicas_in(two.metrics()) - {stopped.replica}) == 2:
+            break
+        time.sleep(0.5)
+    two.wait_until(lambda: replaced(two, stopped), "Ray has started another replica", 1)
+    two.wait_until(
+        lambda: not two.is_alive(stopped), "the process is killed", stopped_s + 60 - time.monotonic()
+    )
+
+
+def replicas_in(metrics: dict[str, float]) -> set[str]:
+    """Names of the replicas whose figures are there."""
+    labels = (name.partition(" ")[2] for name in metrics)
+    return {json.loads(label)["replica"] for label in labels if '"replica"' in label}
 
 
 def test_replicas_that_are_replaced_end_what_they_run(two: "Fleet") -> None:

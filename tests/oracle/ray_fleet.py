@@ -18,7 +18,7 @@ import openai
 import ray
 from mambaslots.fleet import FleetSettings
 from mambaslots.fleet.replica import ReplicaStatus
-from mambaslots.fleet.server import QUIET, check_address, fleet_application
+from mambaslots.fleet.server import OWN_DEFAULTS, QUIET, check_address, fleet_application
 from mambaslots.loaded_model import LoadedText
 from mambaslots.serve import ServerSettings
 from mambaslots.text import GenerationDefaults
@@ -72,7 +72,7 @@ def expected_tokens(prompt: Sequence[int], **sampling: Any) -> list[int]:
 def ray_cluster(num_cpus: float = 8) -> Iterator[None]:
     """Ray on this machine, which it takes to have `num_cpus`; workers find this tree."""
     paths = os.pathsep.join([str(ROOT / "stubs"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    os.environ |= OWN_DEFAULTS
     ray.init(
         address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=100 * 2**20,
         log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
@@ -144,8 +144,13 @@ class Fleet:
         answers = self.replicas.broadcast("status").results(timeout_s=30, return_exceptions=True)
         return [answer for answer in answers if isinstance(answer, ReplicaStatus)]
 
-    def kill(self, status: ReplicaStatus, rank: int = 0) -> None:
-        os.kill(status.processes[rank], signal.SIGKILL)
+    def kill(self, status: ReplicaStatus, rank: int = 0, signal: int = signal.SIGKILL) -> None:
+        os.kill(status.processes[rank], signal)
+
+    def is_alive(self, status: ReplicaStatus) -> bool:
+        """Whether the leading process is there, stopped or not."""
+        stat = Path(f"/proc/{status.processes[0]}/stat")
+        return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
     def holder(self) -> ReplicaStatus:
         """The replica that runs something now."""
@@ -161,10 +166,18 @@ class Fleet:
     def wait_for_replicas(self, number: int) -> None:
         self.wait_until(lambda: len(self.statuses()) == number, f"{number} replicas")
 
+    def get(self, path: str) -> Any:
+        """The JSON at a path."""
+        return json.loads(self._read(path))
+
+    def _read(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as reply:
+            content: bytes = reply.read()
+        return content.decode()
+
     def metrics(self) -> dict[str, float]:
         """Metrics by name and labels, and, by name alone, those of all labels added up."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as reply:
-            text = reply.read().decode()
+        text = self._read("/metrics")
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:

@@ -109,6 +109,30 @@ def test_a_dead_replica_is_forgotten_and_a_full_one_is_passed_over(monkeypatch: 
     asyncio.run(scenario())
 
 
+def test_a_silent_replica_gets_nothing_while_another_one_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mambaslots.fleet.pulses import Pulses
+
+    now = [0.0]
+
+    async def scenario() -> None:
+        rig = Rig(monkeypatch)
+        rig.router._pulses = pulses = Pulses(lambda: now[0])
+        rig.router.update_replicas(rig.replicas)
+        rig.holds("a", 1, 2, 3)
+        now[0] = 6.0
+        assert (await rig.order(rig.request((1, 2, 3, 4))))[0] == "a"  # none answers: all are busy
+        for name in "bc":
+            pulses.note_answer(name)
+        pending = rig.request((1, 2, 3, 4))
+        assert sorted(await rig.order(pending)) == ["b", "c"]
+        chosen = await asyncio.wait_for(rig.router._choose_replica_for_request(pending), 10)
+        assert pulses.replica_of(pending.args[0].request_id) == chosen.replica_id.unique_id != "a"
+        pulses.note_answer("a")
+        assert sorted(await rig.order(rig.request((1, 2, 3, 4)))) == ["a", "b", "c"]
+
+    asyncio.run(scenario())
+
+
 def test_each_request_gets_the_replica_that_was_chosen_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the one that was chosen for the request in front of it."""
 
