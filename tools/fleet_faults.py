@@ -56,7 +56,7 @@ class Faults:
     def run(self, seconds: float) -> None:
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
-            pause_s = self._random.uniform(1.0, 8.0)
+            pause_s = self._random.uniform(4.0, 14.0)
             kind = self._random.choices(list(VICTIMS), [often for often, _ in VICTIMS.values()])[0]
             stops, stop_s = self._random.random() < 0.5, self._random.uniform(1.0, VICTIMS[kind][1])
             place = self._random.random()
