@@ -16,6 +16,9 @@ from ..validation import (
     shown,
 )
 
+_LABELS = ("default", "other")
+"""The metrics' tenants of requests without a key, and of those beyond the first 64 tenants."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
@@ -25,8 +28,8 @@ class ServerSettings:
         model_name: the name of the model for clients.
         host: the address to listen at. The default is reached from this machine only.
         port: the port; 0 picks a free one.
-        api_keys: the key of each tenant. Tenants share no cached state. Empty: every client is served, as the
-            tenant "default". Never shown.
+        api_keys: the key of each tenant. Tenants share no cached state, and none is named "default" or
+            "other". Empty: every client is served, as the tenant "default". Never shown.
         admin_key: the operator's key, for the page's data and the metrics. Never shown.
         max_waiting_requests: how many requests may wait, besides those that run, before others get status
             429. With 8 rows and max_waiting_requests=2, the 11th request gets it.
@@ -94,6 +97,11 @@ class ServerSettings:
         for tenant in self.api_keys:
             if not isinstance(tenant, str) or not tenant:
                 raise ValueError(f"api_keys has the tenant {shown(tenant)}; accepted: a string, not empty")
+            if tenant in _LABELS:
+                raise ValueError(
+                    f"api_keys has the tenant {tenant!r}; accepted: a name that is not 'default' or 'other', "
+                    "which are labels of the metrics"
+                )
         if self.admin_key is not None:
             keys["admin_key"] = self.admin_key
         for name, key in keys.items():  # clients can send it; the message shows no key

@@ -18,6 +18,8 @@ from mambaslots.serve import ServerSettings
         ({"port": "80"}, "port is '80'"),
         ({"api_keys": ["k"]}, "api_keys is a list; accepted: a mapping of tenant to key"),
         ({"api_keys": {"": "k"}}, "api_keys has the tenant ''"),
+        ({"api_keys": {"other": "k"}}, "api_keys has the tenant 'other'; accepted: a name that is not"),
+        ({"api_keys": {"default": "k"}}, "api_keys has the tenant 'default'; accepted: a name that is not"),
         ({"api_keys": {"ann": ""}}, "api_keys: the key of tenant 'ann' is not accepted; accepted: visible"),
         ({"api_keys": {"ann": "clandestine key"}}, "the key of tenant 'ann' is not accepted"),
         ({"api_keys": {"ann": "k", "bob": "k"}}, "name a key twice"),
