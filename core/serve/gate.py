@@ -5,6 +5,7 @@ import hmac
 import ipaddress
 import json
 import logging
+import re
 import reprlib
 import secrets
 import time
@@ -154,6 +155,7 @@ class Gate:
 
         try:
             scope["state"] = {**scope.get("state", {}), "request_id": request_id}
+            _check_lengths(scope["headers"])
             scope["state"]["tenant"] = self._keys.admit(_path_in_app(scope), scope["headers"])
             await self._app(scope, receive, send_with_id)
         except RequestError as error:
@@ -181,6 +183,13 @@ class Gate:
         if route is None:
             route = next((each for each in self._routes if each.matches(scope)[0] is not Match.NONE), None)
         return getattr(route, "path", "-")
+
+
+def _check_lengths(headers: _Headers) -> None:
+    """RequestError 400 where a body has two lengths: proxies may disagree where the next request begins."""
+    if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
+        message = "the request has Content-Length and Transfer-Encoding; accepted: one of them"
+        raise RequestError(400, message, headers={"connection": "close"})
 
 
 def _path_in_app(scope: Scope) -> str:
@@ -283,7 +292,9 @@ class HostCheck:
                     "the header Host names another machine; accepted: localhost, and the names in "
                     "allowed_hosts"
                 )
-                await RequestError(403, message, code="wrong_host").response(scope, receive, send)
+                headers = {"connection": "close"}  # `Gate` has not seen how long the body is
+                refused = RequestError(403, message, code="wrong_host", headers=headers)
+                await refused.response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -311,6 +322,5 @@ def _is_loopback(host: str) -> bool:
 
 def _without_port(value: bytes) -> str:
     host = value.decode("latin-1").strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if host.count(":") == 1 else host
+    parts = re.fullmatch(r"(?:\[([^]]*)\]|([^:]*))(?::\d*)?", host)
+    return (parts[1] or parts[2] or "") if parts else host

@@ -201,7 +201,9 @@ def _calling(function: Callable[[], None]) -> Callable[[], Any]:
 def serving_app(app: Any, loaded: ms.LoadedModel, config: ms.InferenceConfig) -> Iterator[Served]:
     """A server of `app` in a thread."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", ws="none"))
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", http="h11", ws="none")
+    )
     logging.getLogger("uvicorn.access").disabled = True
     served = Served(loaded, config, listener.getsockname()[1], app, server)
     thread = threading.Thread(target=_run, args=(served, listener), daemon=True)

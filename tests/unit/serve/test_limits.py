@@ -261,6 +261,23 @@ def test_a_long_body_that_is_prepared_holds_up_no_short_one() -> None:
             assert long.result().status == 400
 
 
+@pytest.mark.parametrize("key", ["key-of-ann", "wrong"])
+def test_what_follows_a_body_of_two_lengths_is_no_request(served: Served, key: str) -> None:
+    """A proxy that goes by the other length has not seen it: it may be another client's, under this key."""
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {key}\r\nContent-Length: 100\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as raw:
+        raw.sendall(head.encode() + b"2\r\n{}\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = b""
+        while part := raw.recv(10_000):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"Content-Length and Transfer-Encoding" in answer
+    assert answer.count(b"HTTP/1.1") == answer.count(b"connection: close") == 1
+
+
 def test_a_body_must_come_in_time() -> None:
     limits: dict[str, Any] = {"max_waiting_requests": 1, "body_timeout_s": 0.3}
     with serving(tiny_loaded(), small_config(num_kv_blocks=64, max_requests=1), **limits) as open_server:

@@ -178,6 +178,8 @@ def test_a_step_that_hangs_holds_no_process(num_signals: int, reason: str) -> No
         ("localhost", 200), ("LOCALHOST:80", 200), ("127.0.0.1:80", 200), ("127.0.0.2", 200),
         ("[::1]:80", 200), ("chat.example", 200), ("chat.example:80", 200), ("evil.example", 403),
         ("10.0.0.1", 403), ("", 403), ("localhost.evil.example:80", 403), ("evil.example:localhost", 403),
+        ("[localhost]evil", 403), ("[::1]evil.example", 403), ("[::1]", 200), ("::1", 200),
+        ("localhost:evil", 403),
     ],
 )  # fmt: skip
 def test_a_page_with_a_name_of_its_own_is_refused(host: str, status: int) -> None:
