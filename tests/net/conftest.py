@@ -56,12 +56,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("long")
 
 
+# Of the tests of a leading engine, which all run on 2 ranks, those where a pipeline matters.
+_LED_ON_4_RANKS = {
+    "test_any_calls_of_rank_0_leave_equal_caches_on_all_ranks",
+    "test_functions_run_on_all_ranks",
+    "test_a_step_that_fails_on_some_ranks_breaks_the_engine_until_reset",
+}
+
+
 def _is_like_on_2_ranks(item: pytest.Item) -> bool:
-    """Whether a test runs on 2 ranks as well, or splits a model by tensors alone, as on 2 ranks."""
+    """Whether a test runs on 2 ranks as well, or splits a model by tensors alone, as on 2 ranks.
+
+    A scenario whose parameters are more than a kind and a split runs with other values of them on 2 ranks.
+    """
     marked = item.get_closest_marker("ranks")
     if marked is None or 2 in marked.args:
         return True
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    if item.path.name == "test_leading_engine.py" and item.originalname not in _LED_ON_4_RANKS:
+        return True
+    if item.path.name == "test_split_scenarios.py" and len(values) > 2:
+        return True
     return "tp 4" in values and item.path.name != "test_split_transformers.py"
 
 

@@ -147,7 +147,7 @@ def _ids(case: Any, without: Iterable[str]) -> set[tuple[int, str]]:
 def _wanted(cases: list[Any]) -> list[Any]:
     """The cases of a test that are not `long` by themselves, and have the values that `sampled` names.
 
-    A name that no case has restricts nothing: a test is never left out because one of its values was renamed.
+    A name or a value that no case has restricts nothing: a test is never left out because one was renamed.
     """
     wanted = [case for case in cases if not case.get_closest_marker("long")]
     for name, values in cases[0].get_closest_marker("sampled").kwargs.items():
@@ -156,6 +156,6 @@ def _wanted(cases: list[Any]) -> list[Any]:
             first = list(known)[:values]
             named = [case for case in wanted if id(case.callspec.params[name]) in first]
         else:
-            named = [case for case in wanted if case.callspec.params[name] in values]
+            named = [case for case in wanted if case.callspec.params.get(name) in values]
         wanted = named or wanted
     return wanted

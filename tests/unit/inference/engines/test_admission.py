@@ -96,7 +96,7 @@ def test_at_most_so_many_later_requests_overtake_one_that_waits_for_memory(
         client.ask(Asked(tuple(random_tokens(31, seed)), 24))  # 4 blocks, later 7
     client.step()
     large = client.ask(Asked(tuple(random_tokens(96, 3)), 2))  # 12 blocks
-    later = [client.ask(Asked(tuple(random_tokens(9, seed)), 2)) for seed in range(10, 150)]
+    later = [client.ask(Asked(tuple(random_tokens(9, seed)), 2)) for seed in range(10, 22 + 2 * limit)]
     admitted: list[int] = []
     while large not in admitted:
         admitted += client.step().admitted

@@ -276,6 +276,7 @@ def test_preempted_sequences_are_scored_rightly(start: int) -> None:
     assert_idle(engine)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("after", [False, True])
 def test_a_failing_step_fails_the_call_and_nothing_else(point: str, after: bool) -> None:
