@@ -1,6 +1,6 @@
 """A process that serves a tiny model with `serve`; its argument is the settings as JSON.
 
-With "hangs" its first step does not end.
+With "hangs" its first step does not end; "max_requests" run at once, 2 without it.
 """
 
 import json
@@ -18,7 +18,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO)
     loaded = tiny_loaded()
-    engine = ms.DynamicInferenceEngine(loaded.model, small_config(max_requests=2))
+    engine = ms.DynamicInferenceEngine(
+        loaded.model, small_config(max_requests=settings.pop("max_requests", 2))
+    )
     if settings.pop("hangs", False):
         engine.step = lambda **_: sleep(1000)  # type: ignore[method-assign,assignment,return-value]
     sys.exit(serve(engine, loaded, ServerSettings(model_name="tiny", **settings)))

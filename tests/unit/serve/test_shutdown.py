@@ -172,6 +172,31 @@ def test_a_step_that_hangs_holds_no_process(num_signals: int, reason: str) -> No
     assert f"mambaslots: {reason}; the process ends" in errors
 
 
+def _stop(server: Process) -> tuple[int, float]:
+    """The exit code of a server that gets SIGTERM, and the seconds that it takes to end."""
+    begin = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    code, _ = server.end()
+    return code, time.monotonic() - begin
+
+
+def test_streams_that_nobody_reads_hold_no_process() -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1900, "temperature": 0, "stream": True, "logprobs": 20}
+    sent = json.dumps(body | {"return_token_ids": True})
+    with process(drain_timeout_s=2.0, max_requests=30) as server:
+        connections = [http.client.HTTPConnection("127.0.0.1", server.port) for _ in range(30)]
+        for connection in connections:
+            connection.request("POST", "/v1/completions", sent, {"content-type": "application/json"})
+        time.sleep(8)  # their writers wait for room in the sockets
+        code, took = _stop(server)
+        for connection in connections:
+            connection.close()
+    with process() as idle:
+        _, least = _stop(idle)
+    assert code == 0
+    assert took < 2.0 + 2.0 + least
+
+
 @pytest.mark.parametrize(
     ("host", "status"),
     [
