@@ -4,12 +4,13 @@
     python tools/fleet_faults.py --minutes 4 --seed 17       (other faults, at other moments)
 
 Victims are three replicas, the ingress, the channel of states and Ray Serve's controller. SIGKILL hits all of
-them; SIGSTOP lasts up to 40 s for replicas (their guard kills them after 24 s), up to 10 s for the others.
+them; SIGSTOP lasts up to 40 s for replicas and ingress (a guard kills them after 24 s), 10 s for the others.
 Clients send prompts whose tokens are known, half of them as streams. An answer must have the right tokens. A
 refusal is an error status, or an error event after right tokens, with a sentence. Both come within 90 s.
 
 A line every 15 s says how far it is. The last line has the counts. The exit status is 1 where a token is
-wrong, an answer is cut or late, none was right, or fewer than three replicas serve 90 s after the last fault.
+wrong, an answer is cut or late, status 503 came though a replica and the ingress were well for 30 s, none was
+right, or fewer than three replicas serve 90 s after the last fault.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +38,10 @@ NUM_CLIENTS = 3
 TIMEOUT_S = 90.0
 RECOVERY_S = 90.0
 LINE_S = 15.0
+WELL_S = 30.0
 VICTIMS = {  # a word of the title of their processes: how often, the longest stop in seconds
     "EngineReplica": (6, 40.0),
-    "Ingress": (1, 10.0),
+    "Ingress": (2, 40.0),
     "StateChannel": (2, 10.0),
     "ServeController": (2, 10.0),
 }
@@ -48,10 +51,20 @@ NUM_PROMPTS = 24
 class Faults:
     """Draws victims and signals; all stopped processes are continued at the end."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, workers: Callable[[str], list[int]]) -> None:
+        """`workers`: the processes whose title has a word."""
         self.counts: Counter[str] = Counter()
         self._random = random.Random(seed)
+        self._workers = workers
         self._stopped: dict[int, tuple[float, str]] = {}
+        self._well_since_s: dict[int, float] = {}
+        self._ingress_s = 0.0
+
+    def has_well_replica(self) -> bool:
+        """Whether a replica has run undisturbed for 30 s, and the ingress, too."""
+        horizon = time.monotonic() - WELL_S
+        well = any(since_s < horizon for since_s in list(self._well_since_s.values()))
+        return well and self._ingress_s < horizon
 
     def run(self, seconds: float) -> None:
         end_s = time.monotonic() + seconds
@@ -61,10 +74,17 @@ class Faults:
             stops, stop_s = self._random.random() < 0.5, self._random.uniform(1.0, VICTIMS[kind][1])
             place = self._random.random()
             self._continue(pause_s)
-            running = [pid for pid in processes(kind) if pid not in self._stopped]
+            now, replicas = time.monotonic(), self._workers("EngineReplica")
+            self._well_since_s = {
+                pid: self._well_since_s.get(pid, now) for pid in replicas if pid not in self._stopped
+            }
+            running = [pid for pid in self._workers(kind) if pid not in self._stopped]
             if not running:
                 continue
             pid = running[int(place * len(running))]
+            self._well_since_s.pop(pid, None)
+            if kind == "Ingress":
+                self._ingress_s = now
             if not sent(pid, signal.SIGSTOP if stops else signal.SIGKILL):
                 continue
             self.counts[f"{'SIGSTOP' if stops else 'SIGKILL'} {kind}"] += 1
@@ -79,7 +99,9 @@ class Faults:
             for pid, (until_s, kind) in list(self._stopped.items()):
                 if all_of_them or time.monotonic() >= until_s:
                     del self._stopped[pid]
-                    if pid in processes(kind) and sent(pid, signal.SIGCONT):
+                    if kind == "Ingress":
+                        self._ingress_s = time.monotonic()
+                    if pid in self._workers(kind) and sent(pid, signal.SIGCONT):
                         self.counts[f"SIGCONT {kind}"] += 1
             if time.monotonic() >= end_s:
                 return
@@ -94,39 +116,18 @@ def sent(pid: int, number: int) -> bool:
     return True
 
 
-def processes(word: str) -> list[int]:
-    """This script's Ray workers whose title has this word."""
-    parents, found = {}, []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            title = (folder / "cmdline").read_text()
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        parents[int(folder.name)] = int(parent)
-        if title.startswith("ray::") and word in title and state != "Z":
-            found.append(int(folder.name))
-    return sorted(pid for pid in found if os.getpid() in ancestors(pid, parents))
-
-
-def ancestors(pid: int, parents: dict[int, int]) -> list[int]:
-    found = []
-    while (pid := parents.get(pid, 0)) > 1:
-        found.append(pid)
-    return found
-
-
 class Clients:
     """Send requests whose answers are known until they are stopped, and count how each ends."""
 
-    def __init__(self, port: int, seed: int) -> None:
+    def __init__(self, port: int, seed: int, must_answer: Callable[[], bool]) -> None:
+        """`must_answer`: whether a refusal now is a failure."""
         from oracle.ray_fleet import expected_tokens
 
         self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
         self.longest_s = 0.0
         self.is_over = threading.Event()
-        self._port, self._seed = port, seed
+        self._port, self._seed, self._must_answer = port, seed, must_answer
         self._known = []
         for number in range(NUM_PROMPTS):
             prompt = [(7 * number + 3 + i * (number + 1)) % 250 for i in range(60 + 5 * number)]
@@ -157,6 +158,8 @@ class Clients:
         self.longest_s = max(self.longest_s, seconds)
         if seconds > TIMEOUT_S:
             end = f"failed: late, {end}"
+        if end.startswith("refused 503") and seconds < 10 and self._must_answer():
+            end = f"failed: {end}, though a replica was well"
         self.counts[end.partition(":")[0]] += 1
         if end.startswith("failed"):
             self.faults.append(
@@ -195,7 +198,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=_minutes, default=4.0, help="how long (default: %(default)s)")
     add_count(parser, "--seed", 0, "of the faults and the requests", at_least=0)
     args = parser.parse_args()
-    from oracle.ray_fleet import fleet, ray_cluster
+    from oracle.ray_fleet import fleet, ray_cluster, workers
 
     with (
         ray_cluster(),
@@ -204,7 +207,8 @@ def main() -> int:
             request_timeout_s=TIMEOUT_S - 10.0,
         ) as served,
     ):
-        clients, faults = Clients(served.port, args.seed), Faults(args.seed)
+        faults = Faults(args.seed, workers)
+        clients = Clients(served.port, args.seed, faults.has_well_replica)
         threads = [threading.Thread(target=clients.run, args=(number,)) for number in range(NUM_CLIENTS)]
         harm = threading.Thread(target=faults.run, args=(60 * args.minutes,))
         begun_s = time.monotonic()

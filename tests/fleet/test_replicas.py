@@ -1,6 +1,7 @@
 """Two replicas behind one address: right answers, second turns where their states are, lost replicas."""
 
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -189,6 +190,25 @@ def replicas_in(metrics: dict[str, float]) -> set[str]:
     """Names of the replicas whose figures are there."""
     labels = (name.partition(" ")[2] for name in metrics)
     return {json.loads(label)["replica"] for label in labels if '"replica"' in label}
+
+
+def test_a_stream_that_loses_its_ingress_ends_with_an_error_event(two: "Fleet") -> None:
+    from oracle.ray_fleet import workers
+
+    two.wait_for_replicas(2)
+    wanted, tokens = SAMPLED | {"max_tokens": 150}, list[int]()
+
+    def read() -> None:
+        for part in two.stream(prompt_of(200), **wanted):
+            tokens.extend(part)
+            if len(tokens) >= 10:
+                for process in workers("Ingress"):
+                    os.kill(process, signal.SIGKILL)
+
+    with pytest.raises(openai.APIError, match="was lost; send the request again"):
+        read()
+    assert tokens == expected(prompt_of(200), **wanted)[: len(tokens)]
+    assert two.complete(prompt_of(200), **wanted)[0] == expected(prompt_of(200), **wanted)
 
 
 def test_replicas_that_are_replaced_end_what_they_run(two: "Fleet") -> None:

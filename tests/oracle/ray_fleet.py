@@ -87,6 +87,28 @@ def ray_cluster(num_cpus: float = 8) -> Iterator[None]:
         ray.shutdown()
 
 
+def workers(word: str) -> list[int]:
+    """Ray's workers of this process whose title has this word."""
+    parents, found = {}, []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            title = (folder / "cmdline").read_text()
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        parents[int(folder.name)] = int(parent)
+        if title.startswith("ray::") and word in title and state != "Z":
+            found.append(int(folder.name))
+    return sorted(pid for pid in found if os.getpid() in _ancestors(pid, parents))
+
+
+def _ancestors(pid: int, parents: dict[int, int]) -> list[int]:
+    found = []
+    while (pid := parents.get(pid, 0)) > 1:
+        found.append(pid)
+    return found
+
+
 @dataclass
 class Fleet:
     """Replicas that serve over loopback."""
