@@ -172,7 +172,9 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = _ROUTING_MESSAGES.get(error.detail, error.detail)
     if error.detail == "Not Found":
-        message += "; accepted: " + ", ".join(dict.fromkeys(route.path for route in router.routes))
+        message += "; accepted: " + ", ".join(
+            dict.fromkeys(str(getattr(route, "path", "")) for route in router.routes)
+        )
     return RequestError(error.status_code, message, headers=error.headers).response
 
 
