@@ -264,7 +264,7 @@ ROOM = ContextSizes(
     block_size_tokens=64,
     ssd_chunk_size=16,
     max_requests=96,
-    max_tokens=4096,
+    max_tokens_per_step=4096,
     max_sequence_length=4096,
     num_kv_blocks=32768,
     num_mamba_slots=16384,
@@ -413,7 +413,7 @@ class OurSteps(Steps):
         config = ms.InferenceConfig(
             block_size_tokens=sizes.block_size_tokens,
             max_requests=sizes.max_requests,
-            max_tokens=sizes.max_tokens,
+            max_tokens_per_step=sizes.max_tokens_per_step,
             max_sequence_length=sizes.max_sequence_length,
             num_kv_blocks=sizes.num_kv_blocks,
             num_mamba_slots=sizes.num_mamba_slots,
@@ -423,14 +423,14 @@ class OurSteps(Steps):
 
     def _request(self, request_id: int, tokens: list[int]) -> Any:
         config = self._context.config
-        sampling = ms.SamplingParams(num_tokens_to_generate=config.max_sequence_length)
+        sampling = ms.SamplingParams(max_tokens=config.max_sequence_length)
         chain = PrefixHashChain(config.block_size_tokens)
         chain.extend_to(tokens)
         return DynamicInferenceRequest(request_id, tokens, sampling, config.checkpoint_plan, chain, 0.0)
 
     def _admit(self) -> None:
         self._running |= {request.request_id: request for request in self._new}
-        budget = self._context.config.max_tokens
+        budget = self._context.config.max_tokens_per_step
         self._chunks = []
         for request in self._running.values():
             chunk = self._context.schedule(request, budget)

@@ -117,7 +117,7 @@ def resumed(served: list[tuple[MarkedPrompt, list[int]]], block: int, with_marks
     vocab_size = 1 + max(max(*prompt.tokens, *answer, 255) for prompt, answer in served)
     model = ScriptedModel(vocab_size)
     config = ms.InferenceConfig(
-        block_size_tokens=block, max_requests=1, max_tokens=4096, max_sequence_length=2**16,
+        block_size_tokens=block, max_requests=1, max_tokens_per_step=4096, max_sequence_length=2**16,
         num_kv_blocks=2**14, num_mamba_slots=256, num_speculative_tokens=31,
     )  # fmt: skip
     engine, plan = ms.DynamicInferenceEngine(model, config, drafter=model), ms.CheckpointPlan()
@@ -125,7 +125,7 @@ def resumed(served: list[tuple[MarkedPrompt, list[int]]], block: int, with_marks
     for prompt, answer in served:
         model.script = [*prompt.tokens, *answer]
         taken = replace(plan, marks=prompt.marks) if with_marks else plan
-        params = ms.SamplingParams(num_tokens_to_generate=len(answer))
+        params = ms.SamplingParams(max_tokens=len(answer))
         (result,) = engine.generate([prompt.tokens], params, checkpoint_plan=taken)
         num_resumed = result.num_resumed_tokens
     return num_resumed, engine.stats().cache.num_states_committed

@@ -75,7 +75,7 @@ class Side:
         config = ms.InferenceConfig(
             block_size_tokens=block,
             max_requests=rows,
-            max_tokens=max(tokens_per_step, rows, block),
+            max_tokens_per_step=max(tokens_per_step, rows, block),
             max_sequence_length=longest,
             num_kv_blocks=10 * -(-longest // block) + rows * 4,
             num_mamba_slots=48,
@@ -161,7 +161,7 @@ class Side:
         """Decode once with each number of rows, so that no graph is captured while times are taken."""
         if self.args.device == "cpu":
             return
-        params = ms.SamplingParams(num_tokens_to_generate=8)
+        params = ms.SamplingParams(max_tokens=8)
         for rows in range(1, self.args.streams + ROWS_BESIDE + 1):
             prompts = [torch.randint(self.vocabulary, (8,)).tolist() for _ in range(rows)]
             await asyncio.gather(*(server.generate(prompt, params) for prompt in prompts))

@@ -133,7 +133,7 @@ def engine_of(model: Recorder, dtype: str | None, caching: bool) -> ms.DynamicIn
     config = ms.InferenceConfig(
         block_size_tokens=BLOCK,
         max_requests=2,
-        max_tokens=2048,
+        max_tokens_per_step=2048,
         max_sequence_length=longest,
         num_kv_blocks=4 * -(-longest // BLOCK),
         num_mamba_slots=64 if caching else None,

@@ -38,7 +38,7 @@ class SmallEngine:
         model = ms.models.HybridLM(ms.models.HybridConfig.tiny(vocab_size=259), seed=0)
         config = ms.InferenceConfig(
             block_size_tokens=BLOCK,
-            max_tokens=512,
+            max_tokens_per_step=512,
             max_requests=self.max_requests,
             max_sequence_length=4096,
             num_kv_blocks=self.num_kv_blocks,

@@ -70,7 +70,7 @@ class Side:
         settings = ms.InferenceConfig(
             block_size_tokens=self.block,
             max_requests=1,
-            max_tokens=min(4096, longest),
+            max_tokens_per_step=min(4096, longest),
             max_sequence_length=longest + self.block,
             num_kv_blocks=longest // self.block + 2,
             num_mamba_slots=8,

@@ -47,7 +47,7 @@ LIES = {
     "destination": ("blocks", "states", "huge", "garbage", "short piece"),
 }
 KINDS = ("killed", "frozen", "lies", "absent")
-GREEDY = ms.SamplingParams(num_tokens_to_generate=8)
+GREEDY = ms.SamplingParams(max_tokens=8)
 
 
 def tokens(length: int, seed: int) -> list[int]:
@@ -61,7 +61,8 @@ PROMPTS = [tokens(400, 1), tokens(300, 2)]
 def engine_on(device: torch.device) -> ms.DynamicInferenceEngine:
     config = ms.models.HybridConfig(pattern="M*M-M*M-", dtype=torch.float32, **HYBRID_SHAPES["tiny"])
     settings = ms.InferenceConfig(
-        block_size_tokens=32, max_requests=2, max_tokens=256, max_sequence_length=512, num_kv_blocks=64,
+        block_size_tokens=32, max_requests=2, max_tokens_per_step=256, max_sequence_length=512,
+        num_kv_blocks=64,
         num_mamba_slots=16,
     )  # fmt: skip
     engine = ms.DynamicInferenceEngine(ms.models.HybridLM(config, seed=0, device=device), settings)

@@ -57,7 +57,7 @@ def main() -> None:
 def resumed(device: torch.device, num_talks: int, num_turns: int) -> dict[str, dict[str, float]]:
     model = ms.models.HybridLM(ms.models.HybridConfig.tiny(torch.float64), seed=1).to(device)
     base = ms.InferenceConfig(
-        block_size_tokens=64, max_requests=4, max_tokens=512, max_sequence_length=2048,
+        block_size_tokens=64, max_requests=4, max_tokens_per_step=512, max_sequence_length=2048,
         num_kv_blocks=num_talks * 32, num_mamba_slots=num_talks * num_turns * 4,
     )  # fmt: skip
     unlimited = serve(model, base, num_talks, num_turns)
@@ -94,7 +94,7 @@ def serve(
     engine = ms.DynamicInferenceEngine(model, config)
     draw = random.Random(5)
     texts = [[draw.randrange(256) for _ in range(draw.randint(70, 200))] for _ in range(num_talks)]
-    params = ms.SamplingParams(num_tokens_to_generate=24)
+    params = ms.SamplingParams(max_tokens=24)
     answers = []
     for _ in range(num_turns):
         for start in range(0, num_talks, 4):

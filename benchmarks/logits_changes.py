@@ -84,7 +84,7 @@ def _steps(rows: int, settings: dict[str, Any]) -> "Sequence[RequestStep]":
     from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
     from mambaslots.inference.contexts.request import DynamicInferenceRequest
 
-    params = ms.SamplingParams(num_tokens_to_generate=4096, temperature=0.7, top_p=0.95, **settings)
+    params = ms.SamplingParams(max_tokens=4096, temperature=0.7, top_p=0.95, **settings)
     prompts = [[(7 * i + row) % 4000 for i in range(1000)] for row in range(rows)]
     requests = [
         DynamicInferenceRequest(row, prompt, params, ms.CheckpointPlan(), PrefixHashChain(64), 0.0, seed=row)

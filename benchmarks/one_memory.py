@@ -37,7 +37,7 @@ class Scale:
 
     block: int
     max_requests: int
-    max_tokens: int
+    max_tokens_per_step: int
     longest: int
     answer: int
     num_units: int
@@ -131,7 +131,8 @@ def engines_on(
     num_units = division.num_kv_units + scale.num_units
     total = division.least_bytes(sizes) + scale.num_units * division.shape.unit_bytes(sizes)
     settings: dict[str, Any] = {
-        "block_size_tokens": scale.block, "max_requests": scale.max_requests, "max_tokens": scale.max_tokens,
+        "block_size_tokens": scale.block, "max_requests": scale.max_requests,
+        "max_tokens_per_step": scale.max_tokens_per_step,
         "max_sequence_length": scale.longest, "batch_invariant": device == "cuda",
         "num_cuda_graphs": 16 if device == "cuda" else None,
     }  # fmt: skip
@@ -168,7 +169,7 @@ def compare(device: str, scale: Scale, report: Report) -> None:
     import mambaslots as ms
 
     fixed, shared = engines_on(model_on(device), scale, device)
-    params = ms.SamplingParams(num_tokens_to_generate=scale.answer, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=scale.answer, return_log_probs=True)
     for engine in (fixed, shared):
         engine.generate(prompts_of(scale, 0), params)  # captures graphs
     before = _addresses(shared), shared.describe()
@@ -267,7 +268,7 @@ def _decode_step_us(engine: "ms.DynamicInferenceEngine", scale: Scale) -> float:
     """The median time of a step in which all rows decode, sampling and bookkeeping included."""
     import mambaslots as ms
 
-    params = ms.SamplingParams(num_tokens_to_generate=scale.answer)
+    params = ms.SamplingParams(max_tokens=scale.answer)
     for row in range(scale.max_requests):
         engine.add_request(prompts_of(scale, 0)[row % 6][: 3 * scale.block], params)
     times = []

@@ -107,7 +107,7 @@ class Bench:
         config = ms.InferenceConfig(
             block_size_tokens=BLOCK,
             max_requests=rows,
-            max_tokens=max(self.length, rows),
+            max_tokens_per_step=max(self.length, rows),
             max_sequence_length=length,
             num_kv_blocks=rows * -(-length // BLOCK) + 4,
             num_mamba_slots=max(2 * rows, self.length // BLOCK + 4),
@@ -129,7 +129,7 @@ class Bench:
 
         engine = self.engine(1, self.length + BLOCK, None)
         noting = ms.DynamicInferenceEngine(Noted(), engine.config)
-        noting.generate([self.probe], ms.SamplingParams(num_tokens_to_generate=1))
+        noting.generate([self.probe], ms.SamplingParams(max_tokens=1))
         difference = (logits[-1][0].float() - self._theirs).abs().max() / self._theirs.abs().max()
         return float(difference)
 
@@ -139,7 +139,7 @@ class Bench:
         engine = self.engine(1, self.length + 4 * BLOCK, None)
         every = ms.CheckpointPlan(prefill_interval=BLOCK)
         none = ms.CheckpointPlan(tail=False, branch=False, chunk_ends=False, decode="off")
-        one = ms.SamplingParams(num_tokens_to_generate=1)
+        one = ms.SamplingParams(max_tokens=1)
         for what, plan in (
             ("whole prompt", every), ("the same, without states", none), ("resumed", every)
         ):  # fmt: skip
@@ -172,7 +172,7 @@ class Bench:
             if graphs is not None and self.device.type != "cuda":
                 continue
             engine = self.engine(num_requests, prompt + 2 * steps + BLOCK, graphs)
-            sampling = ms.SamplingParams(num_tokens_to_generate=2 * steps)
+            sampling = ms.SamplingParams(max_tokens=2 * steps)
             for _ in range(num_requests):
                 engine.add_request(self.tokens(prompt), sampling)
             while any(len(request.tokens) == prompt for request in engine.context.requests) or (

@@ -35,7 +35,7 @@ def main() -> None:
         scrub: ms.DynamicInferenceEngine(
             model,
             ms.InferenceConfig(
-                block_size_tokens=64, max_requests=8, max_tokens=1024, max_sequence_length=1024,
+                block_size_tokens=64, max_requests=8, max_tokens_per_step=1024, max_sequence_length=1024,
                 num_kv_blocks=64, num_mamba_slots=16, num_cuda_graphs=graphs,
                 free_memory="zero" if scrub else "keep",
             ),
@@ -66,7 +66,7 @@ def _seconds(engine: "ms.DynamicInferenceEngine", number: int) -> float:
     clock = time.process_time if engine.context.spec.device.type == "cpu" else time.perf_counter
     prompts = [[(91 * number + 7 * talk + i) % 251 for i in range(300)] for talk in range(12)]
     begin = clock()
-    engine.generate(prompts, ms.SamplingParams(num_tokens_to_generate=24))
+    engine.generate(prompts, ms.SamplingParams(max_tokens=24))
     return clock() - begin
 
 

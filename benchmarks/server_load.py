@@ -105,7 +105,7 @@ def check(answers: list[list[Turn]], loaded: ms.LoadedModel, config: ms.Inferenc
         prompts = [loaded.encode_chat(turn.messages) for turn in turns]
         params = [
             loaded.sampling_params(
-                num_tokens_to_generate=turn.max_tokens,
+                max_tokens=turn.max_tokens,
                 **({"temperature": 0.0} if turn.seed is None else {"temperature": 0.8, "seed": turn.seed}),
             )
             for turn in turns
@@ -274,7 +274,7 @@ def main() -> int:
     finally:
         exit_code = server.stop()
     loaded = ms.load(options.model, dtype=getattr(torch, options.dtype))
-    config = ms.InferenceConfig(max_tokens=2048, **sizes)  # type: ignore[arg-type]
+    config = ms.InferenceConfig(max_tokens_per_step=2048, **sizes)  # type: ignore[arg-type]
     figures |= {
         "clients": options.clients,
         "wrong": check(load.answers, loaded, config),

@@ -34,8 +34,8 @@ class InferenceConfig:
     Sizes:
         block_size_tokens: tokens of one KV block; with prefix caching a multiple of the model's grid.
         max_requests: requests that run at once.
-        max_tokens: tokens computed in one step; at least `max_requests`, and at least one block. With
-            `decode_by_replay` at least one chunk.
+        max_tokens_per_step: tokens computed in one step; at least `max_requests`, and at least one block.
+            With `decode_by_replay` at least one chunk.
         max_sequence_length: longest prompt plus answer.
         num_kv_blocks: blocks of the KV pool.
         num_mamba_slots: cached states, in addition to the live states of `max_requests` requests (times
@@ -91,7 +91,7 @@ class InferenceConfig:
 
     block_size_tokens: int = 256
     max_requests: int = 32
-    max_tokens: int = 2048
+    max_tokens_per_step: int = 2048
     max_sequence_length: int = 4096
     num_kv_blocks: int | None = None
     num_mamba_slots: int | None = None
@@ -150,10 +150,10 @@ class InferenceConfig:
             if needed and not by_memory and (count is None or (type(count) is int and count == 0)):
                 raise ValueError(f"{name} is {count}; accepted: an integer from 1 on, or total_gb{hint}")
             set_field(self, name, optional_integer(name, count, int(needed), INT32_MAX))
-        if self.max_tokens < self.max_requests:
+        if self.max_tokens_per_step < self.max_requests:
             raise ValueError(
-                f"max_tokens is {self.max_tokens}; accepted: at least max_requests ({self.max_requests}), "
-                "because every running request decodes one token a step"
+                f"max_tokens_per_step is {self.max_tokens_per_step}; accepted: at least max_requests "
+                f"({self.max_requests}), because every running request decodes one token a step"
             )
         if self.enable_prefix_caching:
             if self.block_size_tokens >= self.max_sequence_length:
@@ -161,10 +161,10 @@ class InferenceConfig:
                     f"block_size_tokens is {self.block_size_tokens}; accepted: less than max_sequence_length "
                     f"({self.max_sequence_length}), or no prompt ever holds a whole block to share"
                 )
-            if self.max_tokens < self.block_size_tokens:
+            if self.max_tokens_per_step < self.block_size_tokens:
                 raise ValueError(
-                    f"max_tokens is {self.max_tokens}; accepted: at least block_size_tokens "
-                    f"({self.block_size_tokens})"
+                    f"max_tokens_per_step is {self.max_tokens_per_step}; accepted: at least "
+                    f"block_size_tokens ({self.block_size_tokens})"
                 )
             self.checkpoint_plan.check_useful()
             self.checkpoint_plan.check_block_size(self.block_size_tokens)
@@ -222,7 +222,7 @@ class InferenceConfig:
 
 
 _LOWEST = {
-    "block_size_tokens": 1, "max_requests": 1, "max_tokens": 1, "max_sequence_length": 2,
+    "block_size_tokens": 1, "max_requests": 1, "max_tokens_per_step": 1, "max_sequence_length": 2,
     "num_speculative_tokens": 0,
 }  # fmt: skip
 _MOST_GB = 2.0**33  # 2**63 bytes

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -28,6 +28,7 @@ SHARE_OF_ROWS = 0.5
 """What running requests and one sequence of the whole context may take of the memory; the rest caches."""
 
 Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,6 @@ class LLM:
         *,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
-        memory_gb: float | None = None,
         **settings: Any,
     ) -> None:
         """Load a checkpoint and allocate the pools.
@@ -63,9 +63,8 @@ class LLM:
             folder_or_name: a folder with `config.json`, or a name on the hub.
             device: None for the GPU where torch sees one, else the CPU.
             dtype: of the weights; None for the checkpoint's, and float32 for 16-bit weights on a CPU.
-            memory_gb: of all pools, in 2**30 bytes; None for 85 % of what is free on the GPU, on a CPU for
-                half of what is free, at most 16.
             settings: fields of `InferenceConfig`. Those that are left out are chosen by `serving_config`.
+                Example: `LLM("models/tiny-code", total_gb=0.5, max_requests=4)`.
 
         Raises:
             ValueError: as of `load` and `serving_config`.
@@ -73,7 +72,6 @@ class LLM:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.loaded = load(folder_or_name, place, dtype or served_dtype(folder_or_name, place))
         spec = self.loaded.model.state_spec()
-        settings.setdefault("total_gb", memory_gb)
         config = serving_config(spec, context_length(self.loaded.folder), **settings)
         self.engine = DynamicInferenceEngine(self.loaded.model, config)
 
@@ -81,7 +79,22 @@ class LLM:
         """One line: model, device, and how full the pools are."""
         return f"<LLM: {self.loaded!r}, {self.engine!r}>"
 
-    def generate(self, prompts: Any, sampling_params: SamplingParams | None = None, **params: Any) -> Any:
+    @overload
+    def generate(
+        self, prompts: Prompt, sampling_params: SamplingParams | None = None, **params: Any
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None, **params: Any
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        **params: Any,
+    ) -> Completion | list[Completion]:
         """Answer one prompt, or several at once.
 
         Args:
@@ -96,7 +109,7 @@ class LLM:
             ValueError: a prompt is neither text nor token ids, or can never run.
         """
         chosen = self._params(sampling_params, params)
-        if isinstance(prompts, str) or (isinstance(prompts, Sequence) and _is_ids(prompts)):
+        if _is_one(prompts):
             return self._answers([self._tokens(prompts)], chosen)[0]
         if not isinstance(prompts, Sequence):
             raise ValueError(f"prompts is {shown(prompts)}; accepted: text, token ids, or a list of them")
@@ -116,7 +129,7 @@ class LLM:
 
     def stream(
         self,
-        prompt: str | Sequence[int] | Messages,
+        prompt: Prompt | Messages,
         sampling_params: SamplingParams | None = None,
         **params: Any,
     ) -> Iterator[str]:
@@ -134,7 +147,7 @@ class LLM:
             yield piece
 
     def _stream(self, prompt: Any, params: SamplingParams) -> Any:
-        if isinstance(prompt, str) or _is_ids(prompt):
+        if _is_one(prompt) or not isinstance(prompt, Sequence) or not prompt:
             return self.engine.stream(self._tokens(prompt), params)
         marked = self.loaded.encode_chat_marked(prompt)
         plan = replace(self.engine.config.checkpoint_plan, marks=marked.marks)
@@ -157,8 +170,11 @@ class LLM:
         return self.loaded.encode(prompt) if isinstance(prompt, str) else prompt
 
 
-def _is_ids(prompt: Any) -> bool:
-    return isinstance(prompt, torch.Tensor) or (len(prompt) > 0 and isinstance(prompt[0], int))
+def _is_one(prompt: object) -> bool:
+    """Whether `prompt` is a text or token ids, no list of prompts and no messages."""
+    if isinstance(prompt, str | torch.Tensor):
+        return True
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], int)
 
 
 def served_dtype(folder_or_name: str | Path, device: torch.device) -> torch.dtype | None:
@@ -190,7 +206,8 @@ def serving_config(
 
     Rows (32 on a CPU, 128 on a GPU) and the context (the model's own, `context`) are halved until running
     requests and one sequence of the whole context take at most half of the memory: the context to no less
-    than 8,192, then the rows, then the context again. What was lowered is logged in one line.
+    than 8,192, then the rows, then the context again to 512. Where that is not enough, they may take all of
+    the memory. What was lowered is logged as a warning.
 
     Example: 2 GB, 51.5 MB a state, a context of 262,144 with 32 KB of KV a token: 8 requests of 16,384.
 
@@ -203,18 +220,18 @@ def serving_config(
     if not pools_are_given and total_gb is None:
         total_gb = free_gb(spec.device)
     settings.setdefault("num_cuda_graphs", CUDA_GRAPHS if kind == "cuda" else None)
-    steps = settings.pop("max_tokens", None) or 2048
+    steps = settings.pop("max_tokens_per_step", None)
 
     def config(rows: int, length: int, gb: float | None) -> InferenceConfig:
         return InferenceConfig(
             block_size_tokens=block, max_requests=rows, max_sequence_length=length, total_gb=gb,
-            max_tokens=max(steps, rows, block), **settings,
+            max_tokens_per_step=max(2048, rows, block) if steps is None else steps, **settings,
         )  # fmt: skip
 
     rows = max_requests or MOST_REQUESTS[kind]
     length = max_sequence_length or context or SHORTEST_CONTEXT
     if pools_are_given or total_gb is None:
-        return config(rows, length, None)
+        return config(rows, length, total_gb)
     fewest = rows if max_requests else 1
     shortest = length if max_sequence_length else min(length, SHORTEST_CONTEXT)
     sizes = [(rows, each) for each in _halved(length, shortest)]
@@ -229,7 +246,7 @@ def serving_config(
                 error = refused
                 continue
             if chosen != (rows, length):
-                logger.info(
+                logger.warning(
                     "%.3g GB hold %d requests at once (of %d) and a context of %s tokens (of %s)",
                     total_gb, chosen[0], rows, f"{chosen[1]:,}", f"{length:,}",
                 )  # fmt: skip

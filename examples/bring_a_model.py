@@ -84,14 +84,15 @@ class MovingAverageLM:
 def serve(model: MovingAverageLM, caching: bool, drafts: int = 0) -> list[ms.RequestResult]:
     """A prompt, then the same again, an extension and two forks of it."""
     config = ms.InferenceConfig(
-        block_size_tokens=BLOCK, max_requests=4, max_tokens=128, max_sequence_length=256, num_kv_blocks=64,
+        block_size_tokens=BLOCK, max_requests=4, max_tokens_per_step=128, max_sequence_length=256,
+        num_kv_blocks=64,
         num_mamba_slots=16 if caching else None, enable_prefix_caching=caching, num_speculative_tokens=drafts,
     )  # fmt: skip
     engine = ms.DynamicInferenceEngine(model, config)
     prompt = [(7 * i + i // 5) % VOCABULARY for i in range(70)]
     forks = [prompt[:40] + prompt[first : first + 20] for first in (0, 9)]
     prompts = [prompt, prompt, prompt + prompt[:20], *forks]
-    params = ms.SamplingParams(num_tokens_to_generate=24, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=24, return_log_probs=True)
     return [engine.generate([each], params)[0] for each in prompts]
 
 

@@ -30,7 +30,7 @@ BLOCK = 32
 LENGTHS = (700, 520, 333, 600, 40)
 SHARED = 256  # leading tokens that the long prompts share
 MIN_PREFILL_TOKENS = 64
-SAMPLING = ms.SamplingParams(num_tokens_to_generate=24)
+SAMPLING = ms.SamplingParams(max_tokens=24)
 
 
 @dataclass
@@ -44,7 +44,8 @@ class Answer:
 def new_engine(device: torch.device, caching: bool = True) -> ms.DynamicInferenceEngine:
     model = ms.models.HybridLM(ms.models.HybridConfig.tiny(torch.float64), seed=0, device=device)
     config = ms.InferenceConfig(
-        block_size_tokens=BLOCK, max_requests=8, max_tokens=256, max_sequence_length=1024, num_kv_blocks=256,
+        block_size_tokens=BLOCK, max_requests=8, max_tokens_per_step=256, max_sequence_length=1024,
+        num_kv_blocks=256,
         num_mamba_slots=32 if caching else None, enable_prefix_caching=caching,
     )  # fmt: skip
     engine = ms.DynamicInferenceEngine(model, config)

@@ -78,7 +78,7 @@ def make_engine(device: str) -> tuple[ms.DynamicInferenceEngine, ms.models.Hybri
     config = ms.InferenceConfig(
         block_size_tokens=64 if device == "cuda" else 32,
         max_requests=GROUP * len(PROMPTS),
-        max_tokens=1024,
+        max_tokens_per_step=1024,
         max_sequence_length=1024,
         num_kv_blocks=1024,
         num_mamba_slots=256,
@@ -91,9 +91,7 @@ def roll_out(engine: ms.DynamicInferenceEngine, tokens: int, seed: int) -> list[
     """`GROUP` answers to each prompt; answers to one prompt follow one another."""
     prompts = [list(prompt) for prompt in PROMPTS for _ in range(GROUP)]
     params = [
-        ms.SamplingParams(
-            num_tokens_to_generate=tokens, temperature=1.0, seed=seed + number, return_log_probs=True
-        )
+        ms.SamplingParams(max_tokens=tokens, temperature=1.0, seed=seed + number, return_log_probs=True)
         for number in range(len(prompts))
     ]
     return engine.generate(prompts, params)

@@ -82,7 +82,7 @@ class Server:
         turn, transcript = self.users[conversation].turns[number], self.transcripts[conversation]
         transcript.extend(said(turn))
         sampling = ms.SamplingParams(
-            num_tokens_to_generate=turn.answer_tokens,
+            max_tokens=turn.answer_tokens,
             temperature=turn.temperature,
             seed=turn.seed,
             return_log_probs=True,
@@ -152,7 +152,7 @@ def make_engine(
     config = ms.InferenceConfig(
         block_size_tokens=BLOCK,
         max_requests=8,
-        max_tokens=256,
+        max_tokens_per_step=256,
         max_sequence_length=longest,
         num_kv_blocks=blocks,
         num_mamba_slots=blocks,
@@ -230,7 +230,7 @@ def gap_at_first_difference(
 ) -> float:
     """By how much the engine's model prefers the right token: at least its two best logits' difference."""
     first = next(i for i, (a, b) in enumerate(zip(right, got, strict=True)) if a != b)
-    ask = ms.SamplingParams(num_tokens_to_generate=1, skip_prompt_log_probs=False)
+    ask = ms.SamplingParams(max_tokens=1, skip_prompt_log_probs=False)
     both = [[*prompt, *right[:first], token] for token in (right[first], got[first])]
     log_probs = [result.prompt_log_probs or [] for result in engine.generate(both, ask)]
     return log_probs[0][-1] - log_probs[1][-1]

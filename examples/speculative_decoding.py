@@ -65,7 +65,7 @@ def serve(model: ms.models.HybridLM, params: ms.SamplingParams, tokens: int, cac
     config = ms.InferenceConfig(
         block_size_tokens=BLOCK,
         max_requests=len(OPENINGS),
-        max_tokens=256,
+        max_tokens_per_step=256,
         max_sequence_length=2048,
         num_kv_blocks=512,
         num_mamba_slots=64 if cache else None,
@@ -79,7 +79,7 @@ def serve(model: ms.models.HybridLM, params: ms.SamplingParams, tokens: int, cac
     for turn in range(1 + len(FOLLOW_UPS)):
         asked = [
             ms.SamplingParams(
-                num_tokens_to_generate=tokens,
+                max_tokens=tokens,
                 temperature=params.temperature,
                 return_log_probs=True,
                 seed=100 * turn + number,

@@ -29,7 +29,8 @@ FOREVER = timedelta(days=1)
 def settings(**overrides: Any) -> ms.InferenceConfig:
     return ms.InferenceConfig(
         **{
-            "block_size_tokens": 32, "max_requests": 8, "max_tokens": 512, "max_sequence_length": 2048,
+            "block_size_tokens": 32, "max_requests": 8, "max_tokens_per_step": 512,
+            "max_sequence_length": 2048,
             "num_kv_blocks": 512, "num_mamba_slots": 128,
         }
         | overrides
@@ -48,7 +49,7 @@ class Replica:
 
     def serve(self, prompts: list[list[int]], length: int) -> list[dict[str, Any]]:
         """Greedy answers of `length` tokens."""
-        sampling = ms.SamplingParams(num_tokens_to_generate=length)
+        sampling = ms.SamplingParams(max_tokens=length)
         return [
             {
                 "tokens": result.tokens,

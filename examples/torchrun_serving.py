@@ -162,7 +162,7 @@ def expected_answers(prompts: list[list[int]]) -> list[list[int]]:
     """The answers of the whole model, in this process, without a cache."""
     uncached = settings(enable_prefix_caching=False, num_mamba_slots=None)
     engine = ms.DynamicInferenceEngine(ms.models.HybridLM(CONFIG, seed=0), uncached)
-    sampling = ms.SamplingParams(num_tokens_to_generate=ANSWER)
+    sampling = ms.SamplingParams(max_tokens=ANSWER)
     return [result.tokens for result in engine.generate(prompts, sampling)]
 
 

@@ -98,9 +98,11 @@ def walk() -> str:
     """Files and functions of core/ that one prompt and its extension run, without models and kernels."""
     import mambaslots as ms
 
-    config = ms.InferenceConfig(block_size_tokens=32, max_tokens=512, num_kv_blocks=64, num_mamba_slots=16)
+    config = ms.InferenceConfig(
+        block_size_tokens=32, max_tokens_per_step=512, num_kv_blocks=64, num_mamba_slots=16
+    )
     engine = ms.DynamicInferenceEngine(ms.models.HybridLM(ms.models.HybridConfig.tiny(), seed=0), config)
-    params, prompt = ms.SamplingParams(num_tokens_to_generate=4), list(range(1, 100))
+    params, prompt = ms.SamplingParams(max_tokens=4), list(range(1, 100))
     ran: set[CodeType] = set()
     watch, tool = sys.monitoring, sys.monitoring.PROFILER_ID
     watch.use_tool_id(tool, "house")

@@ -104,7 +104,7 @@ def main() -> int:
     torch.set_num_threads(1)
     loaded = ms.load(MODEL, dtype=torch.float32)
     config = ms.InferenceConfig(
-        block_size_tokens=32, max_requests=8, max_tokens=512, num_kv_blocks=512, num_mamba_slots=64,
+        block_size_tokens=32, max_requests=8, max_tokens_per_step=512, num_kv_blocks=512, num_mamba_slots=64,
         max_sequence_length=2048,
     )  # fmt: skip
     engine = ms.DynamicInferenceEngine(loaded.model, config)

@@ -111,7 +111,7 @@ def burst(bench: Bench) -> Iterator[Row]:
 def length(bench: Bench) -> Iterator[Row]:
     def decodes(max_length: int) -> ms.DynamicInferenceEngine:
         engine = new_engine(
-            max_requests=256, max_tokens=8192, max_sequence_length=max_length, num_kv_blocks=40960
+            max_requests=256, max_tokens_per_step=8192, max_sequence_length=max_length, num_kv_blocks=40960
         )
         start_decodes(engine, random_prompts(256, 20))
         return engine
@@ -128,7 +128,7 @@ def drafts(bench: Bench) -> Iterator[Row]:
     def decodes(context: int, random_answers: bool) -> Sample:
         blocks = 32 * (context + ANSWER + BLOCK) // BLOCK
         engine = new_engine(
-            StubModel(vocab_size, random_answers), num_speculative_tokens=4, max_tokens=32 * context,
+            StubModel(vocab_size, random_answers), num_speculative_tokens=4, max_tokens_per_step=32 * context,
             max_sequence_length=context + ANSWER, num_kv_blocks=blocks + 32,
         )  # fmt: skip
         start_decodes(engine, random_prompts(32, context, vocab_size))
@@ -219,7 +219,7 @@ def long_head(bench: Bench) -> Iterator[Row]:
     prompt = random_prompts(1, num_tokens)[0]
     # The pool holds the long prompt, or the decodes with their answers. The decodes leave too few blocks.
     num_blocks = max(32 * (ANSWER + 512), num_tokens) // BLOCK + 512
-    settings = {"max_requests": 64, "max_tokens": 32 * 512, "num_kv_blocks": num_blocks}
+    settings = {"max_requests": 64, "max_tokens_per_step": 32 * 512, "num_kv_blocks": num_blocks}
     engines = [new_engine(max_sequence_length=num_tokens + ANSWER, **settings) for _ in range(2)]
     for engine in engines:
         engine.generate([prompt[: num_tokens // 2]], answer(1))

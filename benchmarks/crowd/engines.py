@@ -57,7 +57,7 @@ class StubModel:
 
 def new_engine(model: StubModel | None = None, **settings: Any) -> ms.DynamicInferenceEngine:
     defaults = {
-        "block_size_tokens": BLOCK, "max_requests": 32, "max_tokens": 2048, "num_kv_blocks": 8192,
+        "block_size_tokens": BLOCK, "max_requests": 32, "max_tokens_per_step": 2048, "num_kv_blocks": 8192,
         "num_mamba_slots": 1024,
     }  # fmt: skip
     return ms.DynamicInferenceEngine(model or StubModel(), ms.InferenceConfig(**(defaults | settings)))
@@ -69,7 +69,7 @@ def random_prompts(num: int, length: int, vocab_size: int = VOCABULARY, seed: in
 
 
 def answer(num_tokens: int) -> ms.SamplingParams:
-    return ms.SamplingParams(num_tokens_to_generate=num_tokens)
+    return ms.SamplingParams(max_tokens=num_tokens)
 
 
 def start_decodes(
@@ -111,7 +111,7 @@ class FullPool:
         self._engine = new_engine(
             self._model,
             block_size_tokens=block,
-            max_tokens=64 * block * blocks_each,
+            max_tokens_per_step=64 * block * blocks_each,
             num_kv_blocks=num_blocks,
         )
         prompts = random_prompts(num_blocks // blocks_each, block * blocks_each)

@@ -74,7 +74,7 @@ class BitsBench:
         settings: dict[str, Any] = {
             "block_size_tokens": sizes.block,
             "max_requests": sizes.rows,
-            "max_tokens": sizes.step,
+            "max_tokens_per_step": sizes.step,
             "max_sequence_length": sizes.max_length,
             "num_kv_blocks": sizes.rows * sizes.max_length // sizes.block // 2,
             "enable_prefix_caching": False,

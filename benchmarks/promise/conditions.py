@@ -69,15 +69,15 @@ def cached(bench: BitsBench) -> None:
 
 def cut(bench: BitsBench) -> None:
     """Prompts that steps cut at grid points, with the log-probs of all prompt tokens."""
-    for max_tokens in bench.sizes.cuts:
-        if max_tokens % bench.grid == 0 and not bench.late:
-            _cut(bench, max_tokens)
+    for max_tokens_per_step in bench.sizes.cuts:
+        if max_tokens_per_step % bench.grid == 0 and not bench.late:
+            _cut(bench, max_tokens_per_step)
             bench.free()
 
 
-def _cut(bench: BitsBench, max_tokens: int) -> None:
+def _cut(bench: BitsBench, max_tokens_per_step: int) -> None:
     requests = [request.with_prompt_log_probs(ANSWER_BESIDE_PROMPT) for request in bench.requests]
-    engine = bench.engine(max_tokens=max_tokens, num_cuda_graphs=None)
+    engine = bench.engine(max_tokens_per_step=max_tokens_per_step, num_cuda_graphs=None)
     cuts: set[int] = set()
 
     def note_cuts(finished: set[int]) -> None:
@@ -87,7 +87,7 @@ def _cut(bench: BitsBench, max_tokens: int) -> None:
         bench.cuts |= cuts
 
     bench.compare(
-        f"prompts in steps of {max_tokens}",
+        f"prompts in steps of {max_tokens_per_step}",
         lambda: serve(engine, requests, between=note_cuts),
         evidence=lambda results: {
             "points cut at": len(cuts),
@@ -194,7 +194,7 @@ def all_at_once(bench: BitsBench) -> None:
         KnowingDrafter(bench.requests, bench.expected),
         enable_prefix_caching=True,
         num_speculative_tokens=NUM_DRAFTS,
-        max_tokens=next(tokens for tokens in sizes.cuts[1:] if tokens % bench.grid == 0),
+        max_tokens_per_step=next(tokens for tokens in sizes.cuts[1:] if tokens % bench.grid == 0),
         num_kv_blocks=2 * sizes.max_length // sizes.block,
         num_cuda_graphs=8,
     )

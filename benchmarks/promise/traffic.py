@@ -34,7 +34,7 @@ class Sizes:
         max_length: longest prompt plus answer.
         step: tokens of a step that takes the longest prompt whole.
         slots: durable state slots of an engine with cache.
-        cuts: for each engine that cuts prompts, its `max_tokens`.
+        cuts: for each engine that cuts prompts, its `max_tokens_per_step`.
         users, turns, turn: conversations: how many, their turns, tokens of a user's turn.
     """
 
@@ -71,14 +71,14 @@ class BitsRequest:
 
     def num_blocks(self, block: int) -> int:
         """KV blocks of `block` tokens that prompt and answer take."""
-        return -(-(len(self.prompt) + self.sampling.num_tokens_to_generate) // block)
+        return -(-(len(self.prompt) + self.sampling.max_tokens) // block)
 
     def with_prompt_log_probs(self, answer: int | None = None) -> "BitsRequest":
         """The request that also returns its prompt's log-probs; `answer`: at most this many tokens."""
-        length = self.sampling.num_tokens_to_generate
+        length = self.sampling.max_tokens
         length = length if answer is None else min(length, answer)
         return BitsRequest(
-            self.prompt, replace(self.sampling, skip_prompt_log_probs=False, num_tokens_to_generate=length)
+            self.prompt, replace(self.sampling, skip_prompt_log_probs=False, max_tokens=length)
         )
 
 
@@ -111,7 +111,7 @@ class Traffic:
         """A request for `answer` tokens, greedy or not."""
         kinds = ({}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.0, "top_k": 40})
         sampling = ms.SamplingParams(
-            num_tokens_to_generate=answer,
+            max_tokens=answer,
             return_log_probs=True,
             seed=self._draw.randrange(1 << 40),
             **self._draw.choice(kinds),  # type: ignore[arg-type]

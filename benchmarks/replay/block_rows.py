@@ -95,7 +95,7 @@ class StockStates:
 
 def num_scratch_slots(setting: ReplaySetting) -> int:
     """States that a step may put aside; stock takes their memory from the same budget."""
-    of_tokens = -(-setting.max_tokens // setting.block_size_tokens)
+    of_tokens = -(-setting.max_tokens_per_step // setting.block_size_tokens)
     return min(of_tokens, OFFSETS_PER_REQUEST * setting.max_requests)
 
 

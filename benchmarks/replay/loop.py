@@ -79,7 +79,8 @@ class RequestLoop:
     """Serves one trace with one cache.
 
     Each step computes one token of every decoding request, then prefills with what is left of
-    `max_tokens`: first requests that run, then waiting ones in order of arrival, while rows and memory
+    `max_tokens_per_step`: first requests that run, then waiting ones in order of arrival,
+    while rows and memory
     last. Steps in which requests only decode are taken together up to the next boundary, end or arrival.
     A decode without memory preempts the request admitted last.
     """
@@ -130,7 +131,7 @@ class RequestLoop:
 
     def _step(self) -> None:
         decodes = self._decodes()
-        budget = self._setting.max_tokens - len(decodes)
+        budget = self._setting.max_tokens_per_step - len(decodes)
         prefills = self._prefills(max(budget, 1))
         if not decodes and not prefills:
             if self._running or self._waiting:
@@ -232,8 +233,8 @@ class RequestLoop:
             self._cache.release(request, False)
         else:
             request = self._waiting.popleft()
-        num_steps = -(-request.num_prompt // self._setting.max_tokens)
-        self._now_ns += num_steps * self._step_ns(self._setting.max_tokens, 0)
+        num_steps = -(-request.num_prompt // self._setting.max_tokens_per_step)
+        self._now_ns += num_steps * self._step_ns(self._setting.max_tokens_per_step, 0)
         self._finish(request)
 
     def _end(self, request: RunningRequest) -> None:

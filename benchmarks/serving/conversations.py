@@ -37,7 +37,7 @@ def measure_conversations(served: ServingModel) -> dict[str, dict[str, float]]:
 
 def _converse(served: ServingModel, engine: ms.DynamicInferenceEngine) -> dict[str, float]:
     lengths = served.lengths
-    sampling = ms.SamplingParams(num_tokens_to_generate=lengths.answer)
+    sampling = ms.SamplingParams(max_tokens=lengths.answer)
     shared = served.tokens(lengths.shared)
     said = [list(shared) for _ in range(lengths.users)]
     first_ms: list[float] = []

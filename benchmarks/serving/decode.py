@@ -41,7 +41,7 @@ class DecodeBench:
     def add(self, count: int) -> None:
         """Add requests with prompts of their own, and wait until all of them decode."""
         context = self._served.lengths.context
-        sampling = ms.SamplingParams(num_tokens_to_generate=self._length - context - 1)
+        sampling = ms.SamplingParams(max_tokens=self._length - context - 1)
         new = {self._engine.add_request(self._served.tokens(context), sampling) for _ in range(count)}
         self._contexts |= dict.fromkeys(new, context)
         started: set[int] = set()
@@ -108,7 +108,7 @@ def measure_rolling(served: ServingModel) -> dict[str, float]:
     engine = served.engine(
         rows=rows, length=8 * BLOCK, tokens_per_step=served.lengths.compared, slots=3 * rows, graphs=16
     )
-    sampling = ms.SamplingParams(num_tokens_to_generate=4 * BLOCK)
+    sampling = ms.SamplingParams(max_tokens=4 * BLOCK)
     times: dict[str, list[float]] = {"rolling": [], "off": []}
     for _ in range(rounds):
         for name, values in times.items():

@@ -127,7 +127,7 @@ class ServingModel:
         config = ms.InferenceConfig(
             block_size_tokens=BLOCK,
             max_requests=rows,
-            max_tokens=max(tokens_per_step, rows, BLOCK),
+            max_tokens_per_step=max(tokens_per_step, rows, BLOCK),
             max_sequence_length=length,
             num_kv_blocks=rows * -(-length // BLOCK) + 8,
             num_mamba_slots=slots if caching else None,

@@ -10,7 +10,7 @@ import torch
 from serving.limits import Products, time_ms
 from serving.models import BLOCK, ServingModel
 
-ONE = ms.SamplingParams(num_tokens_to_generate=1)
+ONE = ms.SamplingParams(max_tokens=1)
 NO_STATES = ms.CheckpointPlan(tail=False, branch=False, chunk_ends=False, decode="off")
 PAUSE_S = 0.1
 EVERY_BLOCK = ms.CheckpointPlan(prefill_interval=BLOCK)
@@ -139,7 +139,7 @@ def measure_cold(served: ServingModel, repeats: int) -> dict[str, float]:
     """Seconds to serve prompts that share nothing, with the cache on and with caching switched off."""
     lengths = served.lengths
     prompt = lengths.shared + lengths.turns * lengths.turn
-    sampling = ms.SamplingParams(num_tokens_to_generate=lengths.answer)
+    sampling = ms.SamplingParams(max_tokens=lengths.answer)
     engines = {
         name: served.engine(
             rows=lengths.users,

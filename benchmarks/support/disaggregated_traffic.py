@@ -147,7 +147,7 @@ class Traffic:
             await self._stream(prompt, self._row.short_answer)
 
     async def _stream(self, prompt: list[int], length: int, arrival_s: float | None = None) -> None:
-        params = ms.SamplingParams(num_tokens_to_generate=length)
+        params = ms.SamplingParams(max_tokens=length)
         before_s = None
         async with await self._server.stream(prompt, params) as stream:
             async for tokens in stream:

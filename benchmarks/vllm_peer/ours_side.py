@@ -60,7 +60,7 @@ class Ours(common.Side):
         config = ms.InferenceConfig(
             block_size_tokens=BLOCK,
             max_requests=size["max_seqs"],
-            max_tokens=size["max_tokens"],
+            max_tokens_per_step=size["max_tokens"],
             max_sequence_length=size["max_len"],
             num_kv_blocks=args.blocks,
             num_mamba_slots=args.slots if caching else None,
@@ -76,7 +76,7 @@ class Ours(common.Side):
         self.results = {}
 
     def add(self, tokens, count, logprobs=False):
-        sampling = self.ms.SamplingParams(num_tokens_to_generate=count, return_log_probs=logprobs)
+        sampling = self.ms.SamplingParams(max_tokens=count, return_log_probs=logprobs)
         return self.engine.add_request(tokens, sampling)
 
     def step(self):

@@ -77,7 +77,7 @@ class Chat:
     def __init__(self, loaded: "LoadedModel", engine: "DynamicInferenceEngine", max_tokens: int) -> None:
         self._loaded = loaded
         self._engine = engine
-        self._params = loaded.sampling_params(num_tokens_to_generate=max_tokens)
+        self._params = loaded.sampling_params(max_tokens=max_tokens)
         self._messages: list[dict[str, str]] = []
 
     def ask(self, question: str) -> Turn:

@@ -166,7 +166,7 @@ def small_model(device: torch.device, dtype: torch.dtype, like: HybridLM | None 
 def small_engine(model: HybridLM, *, caching: bool) -> DynamicInferenceEngine:
     """An engine with room for the self-test."""
     sizes = InferenceConfig(
-        block_size_tokens=BLOCK, max_requests=2, max_tokens=2 * BLOCK, max_sequence_length=8 * BLOCK,
+        block_size_tokens=BLOCK, max_requests=2, max_tokens_per_step=2 * BLOCK, max_sequence_length=8 * BLOCK,
         num_kv_blocks=32, num_mamba_slots=16 if caching else None, enable_prefix_caching=caching,
     )  # fmt: skip
     return DynamicInferenceEngine(model, sizes)
@@ -181,7 +181,7 @@ def self_test(device: torch.device) -> Iterator[Check]:
     started = time.perf_counter()
     drawn = torch.Generator().manual_seed(0)
     prompt = torch.randint(256, (PROMPT,), generator=drawn).tolist()
-    params = SamplingParams(num_tokens_to_generate=ANSWER, return_log_probs=True)
+    params = SamplingParams(max_tokens=ANSWER, return_log_probs=True)
     model = small_model(device, dtype)
     engine = small_engine(model, caching=True)
     (first,) = engine.generate([prompt], params)

@@ -162,7 +162,7 @@ def add_engine(parser: argparse.ArgumentParser, *, max_requests: int | None = No
         ("--max-requests", count(), max_requests, "N",
          "requests that run at once" + ("" if max_requests else
          " (default: 32 on a CPU, 128 on a GPU, or fewer where memory is short)")),
-        ("--max-tokens-per-step", count(), 2048, "N", "tokens computed in one step, `max_tokens`"),
+        ("--max-tokens-per-step", count(), None, "N", "tokens computed in one step (default: 2048)"),
         ("--block-size-tokens", count(), None, "N",
          "tokens of a KV block (default: the model's grid, but at least 16, on a GPU 64)"),
         ("--num-speculative-tokens", count(0), 0, "N", "drafts a step"),

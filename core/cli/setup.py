@@ -78,7 +78,7 @@ def inference_config(
             context,
             block_size_tokens=options.block_size_tokens,
             max_requests=options.max_requests,
-            max_tokens=options.max_tokens_per_step,
+            max_tokens_per_step=options.max_tokens_per_step,
             max_sequence_length=options.max_sequence_length,
             enable_prefix_caching=not options.no_prefix_caching,
             num_speculative_tokens=options.num_speculative_tokens,

@@ -51,7 +51,7 @@ class EngineRequest:
     @property
     def route(self) -> RouteRequest:
         """What a router sees of it; its answer has at most the tokens that are still to be generated."""
-        most = self.sampling.num_tokens_to_generate - self.num_generated
+        most = self.sampling.max_tokens - self.num_generated
         return RouteRequest(self.keys, len(self.prompt), self.block_size_tokens, most)
 
 
@@ -185,7 +185,7 @@ class FleetAnswer(Answer):
         """End an answer whose last token has come, though its end has not. Returns whether it has ended."""
         if self.tokens and self.tokens[-1].token in self._request.sampling.stops:
             self.end_as("stop")
-        elif len(self.tokens) >= self._request.sampling.num_tokens_to_generate:
+        elif len(self.tokens) >= self._request.sampling.max_tokens:
             self.end_as("length")
         self.wake()
         return self.ended

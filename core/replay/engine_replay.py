@@ -300,4 +300,4 @@ class EngineReplay:
 
 @lru_cache(maxsize=4096)
 def _sampling(num_tokens: int) -> SamplingParams:
-    return SamplingParams(num_tokens_to_generate=num_tokens)
+    return SamplingParams(max_tokens=num_tokens)

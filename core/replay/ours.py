@@ -89,7 +89,7 @@ def _config(
     sizes: dict[str, Any] = {
         "block_size_tokens": setting.block_size_tokens,
         "max_requests": setting.max_requests,
-        "max_tokens": setting.max_tokens,
+        "max_tokens_per_step": setting.max_tokens_per_step,
         "max_sequence_length": max(trace.longest, setting.block_size_tokens + 1),
     }
     if counts is not None:

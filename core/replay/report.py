@@ -196,7 +196,7 @@ def plain_setting(setting: ReplaySetting) -> dict[str, Any]:
     values = asdict(setting)
     return {
         name: values[name]
-        for name in ("shape", "max_requests", "max_tokens", "block_size_tokens", "cost", "host_gb")
+        for name in ("shape", "max_requests", "max_tokens_per_step", "block_size_tokens", "cost", "host_gb")
     }
 
 

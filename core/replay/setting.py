@@ -81,7 +81,7 @@ class ReplaySetting:
         state_gb, kv_gb: memory for cached states and for KV (2**30 bytes), where they are given apart.
         total_gb: memory for live states, cached states and KV; then the other two are None.
         max_requests: requests that run at once; 1 replays one after another.
-        max_tokens: tokens of one step.
+        max_tokens_per_step: tokens of one step.
         block_size_tokens: of a KV block.
         cost: how long a step takes.
         host_gb: memory of the host tier; 0 for none.
@@ -92,7 +92,7 @@ class ReplaySetting:
     kv_gb: float | None = None
     total_gb: float | None = None
     max_requests: int = 32
-    max_tokens: int = 2048
+    max_tokens_per_step: int = 2048
     block_size_tokens: int = 256
     cost: StepCost = field(default_factory=StepCost)
     host_gb: float = 0.0

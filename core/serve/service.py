@@ -98,7 +98,7 @@ class Preparation:
             raise self._too_long(error.num_tokens, request.max_tokens, error.is_exact) from None
         except ValueError as error:
             raise bad_field("messages", str(error)) from None
-        default = self._loaded.generation.num_tokens_to_generate
+        default = self._loaded.generation.max_tokens
         job = self._job("messages", [(prompt.tokens, prompt.marks)], request, default)
         if "tools" in variables and not self._has_seen_tools:
             self._has_seen_tools = True
@@ -152,7 +152,7 @@ class Preparation:
         try:
             return self._loaded.sampling_params(
                 **request.sampling,
-                num_tokens_to_generate=most,
+                max_tokens=most,
                 stop_token_ids=(*stops, *request.stop_token_ids),
                 seed=seed,
                 return_log_probs=request.num_top_log_probs is not None,

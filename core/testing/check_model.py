@@ -208,7 +208,7 @@ class _Trial:
         rows, longest = settings.setdefault("max_requests", 1), len(self.texts[0]) + 1
         sizes: dict[str, Any] = {
             "block_size_tokens": self.block,
-            "max_tokens": 4 * self.block,
+            "max_tokens_per_step": 4 * self.block,
             "max_sequence_length": longest,
             "num_kv_blocks": (3 + rows) * -(-longest // min(self.block, 8)),
             "num_mamba_slots": 24 if settings.get("enable_prefix_caching", True) else None,
@@ -227,7 +227,7 @@ class _Trial:
         for wave in waves:
             for text, prompt, stop in wave:
                 params = SamplingParams(
-                    num_tokens_to_generate=max(1, stop - prompt),
+                    max_tokens=max(1, stop - prompt),
                     skip_prompt_log_probs=shares or prompt % 2 == 0,
                 )
                 salt = None if shares else str(len(self._text_of))
@@ -402,14 +402,14 @@ def _serve_in_all_ways(trial: _Trial, num_drafts: int, padded_shapes: bool) -> N
     whole += [(x, length, 0) for length in (1, 2, block, 2 * block + 1)]
     trial.serve(Rule.CUTS_DIFFER, [[span] for span in whole])
     for span, budget in (((x, 7, 0), 1), ((y, 9, 0), 2), ((x, 3 * block + 1, 0), max(2, block // 3))):
-        trial.serve(Rule.CUTS_DIFFER, [[span]], max_tokens=budget, enable_prefix_caching=False)
-    trial.serve(Rule.CUTS_DIFFER, [[(x, 4 * block, 0)]], max_tokens=block)
+        trial.serve(Rule.CUTS_DIFFER, [[span]], max_tokens_per_step=budget, enable_prefix_caching=False)
+    trial.serve(Rule.CUTS_DIFFER, [[(x, 4 * block, 0)]], max_tokens_per_step=block)
     spans = [(1, min(2 * block + 4, 48)), (block - 2, block + 5), (4 * block - 4, 4 * block)]
     trial.serve(Rule.DECODE_DIFFERS, [[(x, prompt, stop)] for prompt, stop in spans])
 
     first = [(x, block + 3, block + 9), (y, 1, 8), (z, block, block + 3)]
     waves = [first, [], [(y, 2 * block + 1, 0), (x, 3, 6)], [(z, block - 1, block + 2)]]
-    together: dict[str, Any] = {"max_tokens": 8 * block, "max_requests": 5}
+    together: dict[str, Any] = {"max_tokens_per_step": 8 * block, "max_requests": 5}
     trial.serve(Rule.BATCH_DIFFERS, waves, **together)
 
     fork, late_fork = (x[: block + 1] + other[: block + 4] for other in (y, z))

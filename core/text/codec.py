@@ -312,7 +312,7 @@ class GenerationDefaults:
         stop_token_ids: tokens that end an answer.
         temperature, top_k, top_p: None for greedy decoding, or for no limit.
         min_p, min_tokens, repetition_penalty, frequency_penalty, presence_penalty: as in `SamplingParams`.
-        num_tokens_to_generate: None where the checkpoint names no number.
+        max_tokens: None where the checkpoint names no number.
     """
 
     stop_token_ids: tuple[int, ...] = ()
@@ -324,7 +324,7 @@ class GenerationDefaults:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    num_tokens_to_generate: int | None = None
+    max_tokens: int | None = None
 
     @classmethod
     def read(cls, folder: Path, config: Mapping[str, Any]) -> "GenerationDefaults":
@@ -351,7 +351,7 @@ class GenerationDefaults:
         try:
             params = SamplingParams(
                 stop_token_ids=tuple(stops) if isinstance(stops, list) else () if stops is None else (stops,),
-                num_tokens_to_generate=_first(said.get("max_new_tokens"), INT32_MAX),
+                max_tokens=_first(said.get("max_new_tokens"), INT32_MAX),
                 min_tokens=_first(said.get("min_new_tokens"), 0),
                 **drawn,
             )
@@ -359,7 +359,7 @@ class GenerationDefaults:
             raise CheckpointError(f"{folder / _DEFAULTS}: {error}") from error
         values = {each.name: getattr(params, each.name) for each in fields(cls)}
         if said.get("max_new_tokens") is None:
-            values["num_tokens_to_generate"] = None
+            values["max_tokens"] = None
         return cls(**values)
 
     def sampling_params(self, **overrides: Any) -> SamplingParams:
@@ -367,7 +367,7 @@ class GenerationDefaults:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         values = {name: value for name, value in values.items() if value is not None} | overrides
         if "min_tokens" not in overrides:  # the request's length comes first
-            values["min_tokens"] = min(self.min_tokens, values.get("num_tokens_to_generate", self.min_tokens))
+            values["min_tokens"] = min(self.min_tokens, values.get("max_tokens", self.min_tokens))
         return SamplingParams(**values)
 
 

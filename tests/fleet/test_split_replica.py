@@ -10,7 +10,7 @@ def test_a_replica_of_two_ranks_answers_resumes_and_survives_the_loss_of_a_rank(
     from oracle.ray_fleet import expected_tokens, fleet
 
     prompt = [(5 * i + 2) % 250 for i in range(100)]
-    answer = expected_tokens(prompt, num_tokens_to_generate=60, temperature=0)
+    answer = expected_tokens(prompt, max_tokens=60, temperature=0)
     with fleet({"ranks": 2, "cpus_per_rank": 0.2}) as split:
         made: Fleet = split
         tokens, resumed = made.complete(prompt, temperature=0, max_tokens=60)

@@ -18,7 +18,8 @@ from oracle.workload import FORKS, HEADS
 
 Engine = ms.DynamicInferenceEngine
 TIGHT: dict[str, object] = {
-    "max_requests": 3, "max_tokens": 13, "max_sequence_length": 96, "num_kv_blocks": 16, "num_mamba_slots": 3,
+    "max_requests": 3, "max_tokens_per_step": 13, "max_sequence_length": 96, "num_kv_blocks": 16,
+    "num_mamba_slots": 3,
 }  # fmt: skip
 
 
@@ -48,9 +49,7 @@ def test_a_busy_cache_decides_alike_on_all_ranks(world: World, split: str, mode:
                 prompt = (HEADS + FORKS)[random.integers(len(HEADS + FORKS))]
                 length = int(random.integers(1, 16))
                 temperature = random.choice([0.0, 0.8])
-                params = ms.SamplingParams(
-                    num_tokens_to_generate=length, temperature=temperature, top_k=5, seed=turn
-                )
+                params = ms.SamplingParams(max_tokens=length, temperature=temperature, top_k=5, seed=turn)
                 asked.append(engine.add_request(prompt, params))
             if turn % 13 == 12 and asked[-1] in engine.state.requests:
                 engine.cancel(asked[-1])
@@ -78,7 +77,7 @@ def test_a_busy_cache_decides_alike_on_all_ranks(world: World, split: str, mode:
 
 
 def serve(engine: Engine, seeds: range) -> list[list[int]]:
-    params = ms.SamplingParams(num_tokens_to_generate=4)
+    params = ms.SamplingParams(max_tokens=4)
     return [result.tokens for result in engine.generate([random_tokens(21, seed) for seed in seeds], params)]
 
 
@@ -99,7 +98,7 @@ def another_victim(engine: Engine) -> None:
 
 
 def another_token(engine: Engine) -> None:
-    request_id = engine.add_request(random_tokens(5, 0), ms.SamplingParams(num_tokens_to_generate=5))
+    request_id = engine.add_request(random_tokens(5, 0), ms.SamplingParams(max_tokens=5))
     engine.step()
     request = engine.state.requests[request_id]
     request.tokens[-1] = (request.tokens[-1] + 1) % 256
@@ -156,7 +155,7 @@ def nothing_but(engine: Engine) -> None:
 
 
 def nothing_but_one_step_of_two(engine: Engine) -> None:
-    engine.add_request(random_tokens(5, 0), ms.SamplingParams(num_tokens_to_generate=5))
+    engine.add_request(random_tokens(5, 0), ms.SamplingParams(max_tokens=5))
     engine.step()
     engine.step()
 
@@ -239,7 +238,7 @@ OTHER_SETTINGS = {
     "another plan": ({"checkpoint_plan": ms.CheckpointPlan(marks=(8,))}, "built with checkpoint_plan "),
     "more requests": ({"max_requests": 5}, "built with max_requests "),
     "another policy": ({"eviction_policy": "lru"}, "built with eviction_policy"),
-    "longer chunks": ({"max_tokens": 72}, "built with max_tokens "),
+    "longer chunks": ({"max_tokens_per_step": 72}, "built with max_tokens_per_step "),
 }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from oracle.workload import (
 )
 
 PROMPTS = [random_tokens(length, seed=length) for length in (20, 37, 5)]
-EIGHT = ms.SamplingParams(num_tokens_to_generate=8)
+EIGHT = ms.SamplingParams(max_tokens=8)
 traffic = engine_tests("test_async_engine_traffic")
 
 
@@ -74,9 +74,7 @@ class Caller:
             assert result.finish_reason == "cancelled" or len(result.tokens) == asked.length
 
     def add(self, asked: Asked, plan: ms.CheckpointPlan) -> None:
-        params = ms.SamplingParams(
-            num_tokens_to_generate=asked.length, skip_prompt_log_probs=not asked.prompt_log_probs
-        )
+        params = ms.SamplingParams(max_tokens=asked.length, skip_prompt_log_probs=not asked.prompt_log_probs)
         number = self.engine.add_request(asked.prompt, params, cache_salt=asked.salt, checkpoint_plan=plan)
         self.asked[number] = asked
 

@@ -53,7 +53,8 @@ def test_what_one_rank_refuses_all_refuse(world: World, split: str, monkeypatch:
     groups = ms.ParallelGroups(own.tensor, own.pipeline, ordered_sums=True)
     model = ms.models.HybridLM(small_config(16, torch.bfloat16, "M-*-"), 3, groups=groups)
     config = ms.InferenceConfig(
-        block_size_tokens=16, max_requests=4, max_tokens=64, max_sequence_length=256, num_kv_blocks=64,
+        block_size_tokens=16, max_requests=4, max_tokens_per_step=64, max_sequence_length=256,
+        num_kv_blocks=64,
         num_mamba_slots=8,
     )  # fmt: skip
     invariance = BatchInvariance(model, model.state_spec(), config)

@@ -78,7 +78,7 @@ class Traffic:
         )
         greedy = self.random.random() < 0.7
         params = ms.SamplingParams(
-            num_tokens_to_generate=int(self.random.integers(1, 20)),
+            max_tokens=int(self.random.integers(1, 20)),
             temperature=None if greedy else 1.2,
             seed=int(self.random.integers(100)),
             return_log_probs=True,
@@ -106,7 +106,7 @@ class Traffic:
     "pools",
     [
         {},
-        {"num_mamba_slots": 3, "num_kv_blocks": 16, "max_tokens": 13, "max_requests": 3},
+        {"num_mamba_slots": 3, "num_kv_blocks": 16, "max_tokens_per_step": 13, "max_requests": 3},
         {"num_mamba_slots": 20, "eviction_policy": "lru"},
         {"enable_prefix_caching": False},
     ],
@@ -129,7 +129,9 @@ def test_random_traffic(world: World, split: str, pools: dict[str, object], mode
 def test_scores_are_those_of_the_whole_model(world: World, split: str) -> None:
     context = random_tokens(26, seed=1)
     sequences = [context + random_tokens(length, seed=length) for length in (1, 9, 20)]
-    engines = [small_engine(model=model, max_tokens=13) for model in (world.model(split), world.model(None))]
+    engines = [
+        small_engine(model=model, max_tokens_per_step=13) for model in (world.model(split), world.model(None))
+    ]
     scored = [[*engine.score(sequences, 26), *engine.score(sequences)] for engine in engines]
     for one, other in zip(*scored, strict=True):
         np.testing.assert_allclose(one.log_probs, other.log_probs, rtol=0, atol=TOLERANCE)
@@ -205,7 +207,7 @@ def budget(world: World, pattern: str, **overrides: object) -> ms.DynamicInferen
     spec = world.model("pp 2", pattern).state_spec()
     settings = {"num_mamba_slots": None, "num_kv_blocks": None} | overrides
     config = ms.InferenceConfig(
-        block_size_tokens=8, max_requests=4, max_tokens=64, max_sequence_length=112, **settings
+        block_size_tokens=8, max_requests=4, max_tokens_per_step=64, max_sequence_length=112, **settings
     )  # type: ignore[arg-type]
     return ms.DynamicInferenceContext(spec, config)
 
@@ -308,13 +310,13 @@ def test_a_capture_that_fails_on_one_rank_ends_graphs_on_all(world: World, monke
 @pytest.mark.ranks(2)
 def test_a_stream_let_go_of_on_one_rank_alone_cancels_nothing(world: World) -> None:
     engine, prompts = small_engine(model=world.model("tp 2")), [random_tokens(20, seed) for seed in range(2)]
-    kept = engine.stream(prompts[0], ms.SamplingParams(num_tokens_to_generate=8))
-    let_go = engine.stream(prompts[1], ms.SamplingParams(num_tokens_to_generate=8))
+    kept = engine.stream(prompts[0], ms.SamplingParams(max_tokens=8))
+    let_go = engine.stream(prompts[1], ms.SamplingParams(max_tokens=8))
     next(let_go)
     if world.rank == 1:
         del let_go
     assert [token.token for token in kept] == expected_answer(tuple(prompts[0]), 8)[0]
-    closed = engine.stream(prompts[1], ms.SamplingParams(num_tokens_to_generate=8))
+    closed = engine.stream(prompts[1], ms.SamplingParams(max_tokens=8))
     next(closed)
     closed.close()
     assert not engine.has_unfinished_requests()

@@ -11,7 +11,7 @@ from oracle.float32_rule import Comparison
 from oracle.serving import random_tokens
 
 pytestmark = pytest.mark.gpu
-GREEDY = ms.SamplingParams(num_tokens_to_generate=40, return_log_probs=True)
+GREEDY = ms.SamplingParams(max_tokens=40, return_log_probs=True)
 SHARED = random_tokens(70, 1)
 PROMPTS = [
     *([*SHARED, *tail] for tail in ([1], [2, 3], random_tokens(90, 2))),
@@ -31,7 +31,7 @@ def engine_of(
     model: Model, graphs: int | None = None, block_size_tokens: int = 32
 ) -> ms.DynamicInferenceEngine:
     config = ms.InferenceConfig(
-        block_size_tokens=block_size_tokens, max_requests=6, max_tokens=192, max_sequence_length=400,
+        block_size_tokens=block_size_tokens, max_requests=6, max_tokens_per_step=192, max_sequence_length=400,
         num_kv_blocks=100, num_mamba_slots=50, num_cuda_graphs=graphs,
     )  # fmt: skip
     return ms.DynamicInferenceEngine(model, config)
@@ -62,7 +62,7 @@ def test_ranks_generate_the_same_tokens_in_bfloat16_with_graphs(world: World, sp
 def check_ranks(world: World, engine: ms.DynamicInferenceEngine, prompts: list[list[int]]) -> None:
     """All ranks give the same greedy and sampled answers, through captured graphs."""
     params = [
-        ms.SamplingParams(num_tokens_to_generate=40, temperature=None if seed % 2 else 1.0, seed=seed)
+        ms.SamplingParams(max_tokens=40, temperature=None if seed % 2 else 1.0, seed=seed)
         for seed in range(len(prompts))
     ]
     answers = [[result.tokens for result in engine.generate(prompts, params)] for _ in range(2)]

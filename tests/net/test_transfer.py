@@ -47,7 +47,7 @@ def engine_at(world: World, split: Split, **overrides: Any) -> ms.DynamicInferen
 
 def serve(engine: ms.DynamicInferenceEngine) -> tuple[list[int], float]:
     """Resumed tokens of each prompt, and the largest log-prob error against the recurrence."""
-    params = ms.SamplingParams(num_tokens_to_generate=ANSWER, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=ANSWER, return_log_probs=True)
     resumed, error = [], 0.0
     for prompt in PROMPTS:
         result = engine.generate([prompt], params)[0]
@@ -211,7 +211,7 @@ def test_where_there_is_room_for_some_the_ranks_choose_alike(world: World, folde
     serve(giver)
     saved = save_prefixes(giver, folder)
     taker = engine_at(world, split, num_kv_blocks=9, num_mamba_slots=3)
-    taker.generate([random_tokens(33, 9)], ms.SamplingParams(num_tokens_to_generate=2))
+    taker.generate([random_tokens(33, 9)], ms.SamplingParams(max_tokens=2))
     report = load_prefixes(taker, folder)
     taker.context.check_integrity()
     assert 0 < report.imported.blocks < saved.blocks

@@ -17,7 +17,7 @@ def make_context(**overrides: object) -> DynamicInferenceContext:
     settings: dict[str, object] = {
         "block_size_tokens": BLOCK,
         "max_requests": 3,
-        "max_tokens": 64,
+        "max_tokens_per_step": 64,
         "max_sequence_length": 128,
         "num_kv_blocks": 40,
         "num_mamba_slots": 20,

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 PATIENCE_S = 60.0
 MIN_TOKENS = 16
-ASKED = ms.SamplingParams(num_tokens_to_generate=5, return_log_probs=True)
+ASKED = ms.SamplingParams(max_tokens=5, return_log_probs=True)
 ADDRESS = "mambaslots/prefill/prefill"
 
 
@@ -120,7 +120,7 @@ async def answers(
     )
     results = await asyncio.gather(*asking)
     for prompt, result in zip(prompts, results, strict=True):
-        assert len(result.tokens) == ASKED.num_tokens_to_generate
+        assert len(result.tokens) == ASKED.max_tokens
         assert_answers(prompt, result)
     return list(results)
 

@@ -67,7 +67,7 @@ class Entry:
     def params(self) -> ms.SamplingParams:
         ask = self.ask
         return ms.SamplingParams(
-            num_tokens_to_generate=ask.length, temperature=ask.temperature, top_k=ask.top_k, top_p=ask.top_p,
+            max_tokens=ask.length, temperature=ask.temperature, top_k=ask.top_k, top_p=ask.top_p,
             seed=ask.seed, stop_token_ids=ask.stops, return_log_probs=True,
             skip_prompt_log_probs=not self.prompt_log_probs,
         )  # fmt: skip

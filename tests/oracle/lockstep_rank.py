@@ -24,7 +24,7 @@ IDLE_S = 4.0
 SILENCE_S = 2.5
 """A peer that stands still for so long is lost; the channel's own limit is longer."""
 SERVED = "served"
-ONE = ms.SamplingParams(num_tokens_to_generate=1)
+ONE = ms.SamplingParams(max_tokens=1)
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def random_engine(random: Random) -> tuple[ms.DynamicInferenceEngine, ToyLM, Kno
     config = ms.InferenceConfig(
         block_size_tokens=block,
         max_requests=random.randint(1, 5),
-        max_tokens=max(block, random.choice([8, 13, 32, 64])) if chunked else LONGEST + 5,
+        max_tokens_per_step=max(block, random.choice([8, 13, 32, 64])) if chunked else LONGEST + 5,
         max_sequence_length=LONGEST,
         num_kv_blocks=fewest + random.choice([0, 0, 2, 6, fewest, 4 * fewest]),
         num_mamba_slots=random.choice([1, 2, 3, 6, 15, 40]),

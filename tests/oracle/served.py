@@ -58,7 +58,7 @@ def small_config(**overrides: Any) -> ms.InferenceConfig:
     sizes: dict[str, Any] = {
         "block_size_tokens": 32,
         "max_requests": 8,
-        "max_tokens": 256,
+        "max_tokens_per_step": 256,
         "max_sequence_length": 2048,
         "num_kv_blocks": 512,
         "num_mamba_slots": 64,

@@ -92,7 +92,7 @@ def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
         {
             "block_size_tokens": 8,
             "max_requests": 4,
-            "max_tokens": 64,
+            "max_tokens_per_step": 64,
             "max_sequence_length": 256,
             "num_kv_blocks": 128,
             "num_mamba_slots": 64,
@@ -157,7 +157,7 @@ def serve_checked(
     engine: ms.DynamicInferenceEngine, prompts: Sequence[Sequence[int]], length: int = 5
 ) -> list[ms.RequestResult]:
     """Serve prompts at once and hold every answer against the recurrence."""
-    params = ms.SamplingParams(num_tokens_to_generate=length, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=length, return_log_probs=True)
     ids = [engine.add_request(prompt, params) for prompt in prompts]
     results = run_checked(engine)
     for prompt, request_id in zip(prompts, ids, strict=True):

@@ -20,7 +20,8 @@ def toy_engine(
     drafter = settings.pop("drafter", None)
     config = ms.InferenceConfig(
         **{
-            "block_size_tokens": BLOCK, "max_requests": 2, "max_tokens": 32, "max_sequence_length": 96,
+            "block_size_tokens": BLOCK, "max_requests": 2, "max_tokens_per_step": 32,
+            "max_sequence_length": 96,
             "num_kv_blocks": 200, "num_mamba_slots": num_slots,
             "host_cache_gb": num_host_slots * model.state_spec().slot_bytes / (1 << 30),
         } | settings
@@ -37,7 +38,7 @@ def ask(
     engine: ms.DynamicInferenceEngine, prompt: Sequence[int], length: int, version: int = 0
 ) -> ms.RequestResult:
     """Serve a prompt; its answer is that of the toy's weights of this version."""
-    (result,) = engine.generate([prompt], ms.SamplingParams(num_tokens_to_generate=length))
+    (result,) = engine.generate([prompt], ms.SamplingParams(max_tokens=length))
     kind = engine.model.kind if isinstance(engine.model, ToyLM) else ToyLM().kind
     assert tuple(result.tokens) == answer(Ask(tuple(prompt), length, version, kind=kind)).tokens
     return result

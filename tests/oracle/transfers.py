@@ -28,7 +28,7 @@ def engine_of(model: Any = None, **overrides: Any) -> ms.DynamicInferenceEngine:
     """Of `small_model`, or another, with room for everything and a weights version."""
     version = overrides.pop("weights_version", VERSION)
     settings: dict[str, Any] = {
-        "block_size_tokens": 8, "max_requests": 4, "max_tokens": 64, "max_sequence_length": 256,
+        "block_size_tokens": 8, "max_requests": 4, "max_tokens_per_step": 64, "max_sequence_length": 256,
         "num_kv_blocks": 128, "num_mamba_slots": 64, "salt_key": b"the key of tests",
     }  # fmt: skip
     config = ms.InferenceConfig(**(settings | overrides))

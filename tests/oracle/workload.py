@@ -38,7 +38,7 @@ engine_settings = st.fixed_dictionaries(
     {
         "num_mamba_slots": st.sampled_from([1, 2, 3, 40]),
         "num_kv_blocks": st.sampled_from([12, 16, 24, 100]),
-        "max_tokens": st.sampled_from([8, 13, 32]),
+        "max_tokens_per_step": st.sampled_from([8, 13, 32]),
         "max_requests": st.just(3),
         "max_sequence_length": st.just(96),
         "eviction_policy": st.sampled_from(["value", "lru"]),
@@ -82,7 +82,7 @@ class Client:
 
     def ask(self, asked: Asked, plan: ms.CheckpointPlan | None = None) -> int:
         params = ms.SamplingParams(
-            num_tokens_to_generate=asked.length,
+            max_tokens=asked.length,
             return_log_probs=True,
             skip_prompt_log_probs=not asked.prompt_log_probs,
         )
@@ -146,7 +146,7 @@ def pressed_engine(**overrides: object) -> ms.DynamicInferenceEngine:
     settings: dict[str, object] = {
         "num_kv_blocks": 12,
         "num_mamba_slots": 3,
-        "max_tokens": 13,
+        "max_tokens_per_step": 13,
         "max_requests": 3,
         "max_sequence_length": 96,
     }

@@ -355,9 +355,11 @@ def test_histories_under_real_templates(name: str) -> None:
 def test_a_real_model_answers_the_same_and_resumes() -> None:
     codec = TextCodec(ByteTokenizer({}), ChatTemplate(TEMPLATES["ChatML, earlier thinking dropped"]))
     model = ms.models.HybridLM(ms.models.HybridConfig.tiny(), seed=0)
-    config = ms.InferenceConfig(block_size_tokens=32, max_tokens=512, num_kv_blocks=256, num_mamba_slots=32)
+    config = ms.InferenceConfig(
+        block_size_tokens=32, max_tokens_per_step=512, num_kv_blocks=256, num_mamba_slots=32
+    )
     history = chat_histories.turns(2, chat_histories.SYSTEM)
-    params = ms.SamplingParams(num_tokens_to_generate=8)
+    params = ms.SamplingParams(max_tokens=8)
     requests = [*history, chat_histories.edited(history[1], 3), chat_histories.edited(history[1], 1)]
     prompts = [codec.encode_chat_marked(request.messages) for request in requests]
     cached = ms.DynamicInferenceEngine(model, config)

@@ -24,7 +24,7 @@ def test_a_configuration_has_at_most_twenty_fields() -> None:
         ({"block_size_tokens": 0}, "block_size_tokens is 0; accepted: an integer from 1"),
         ({"block_size_tokens": 8.0}, "block_size_tokens is 8.0"),
         ({"max_requests": True}, "max_requests is True"),
-        ({"max_requests": 5000}, "max_tokens is 2048; accepted: at least max_requests"),
+        ({"max_requests": 5000}, "max_tokens_per_step is 2048; accepted: at least max_requests"),
         ({"num_kv_blocks": None}, "num_kv_blocks is None; accepted: an integer from 1 on, or total_gb"),
         ({"num_mamba_slots": None}, "num_mamba_slots is None; accepted: an integer from 1 on, or"),
         ({"total_gb": 1.0}, "total_gb is 1.0 and num_kv_blocks is 16; accepted: total_gb alone"),
@@ -36,10 +36,10 @@ def test_a_configuration_has_at_most_twenty_fields() -> None:
         ({"free_memory": True}, "free_memory is True; accepted: one of 'keep', 'zero', 'nan'"),
         ({"salt_key": "short"}, "salt_key is 5 bytes; accepted: bytes or a str of at least 16 bytes"),
         ({"eviction_policy": "fifo"}, "'fifo'; accepted: one of 'value', 'lru'"),
-        ({"block_size_tokens": 4096, "max_tokens": 8192}, "no prompt ever holds a whole block"),
+        ({"block_size_tokens": 4096, "max_tokens_per_step": 8192}, "no prompt ever holds a whole block"),
         (
-            {"max_tokens": 40, "block_size_tokens": 64},
-            "max_tokens is 40; accepted: at least block_size_tokens",
+            {"max_tokens_per_step": 40, "block_size_tokens": 64},
+            "max_tokens_per_step is 40; accepted: at least block_size_tokens",
         ),
         ({"checkpoint_plan": "tail"}, "checkpoint_plan is 'tail'"),
         ({"checkpoint_plan": ms.CheckpointPlan(prefill_interval=12)}, "prefill_interval is 12"),
@@ -58,7 +58,7 @@ def test_a_bad_configuration_is_refused(overrides: dict[str, object], message: s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_tokens_to_generate": 0}, "num_tokens_to_generate is 0"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": math.nan}, "temperature is nan"),
         ({"top_p": 0.0}, "top_p is 0.0; accepted: greater than 0, at most 1"),

@@ -24,7 +24,9 @@ def save_hybrid_lm(folder: Path) -> ms.models.HybridLM:
 
 
 def config() -> ms.InferenceConfig:
-    return ms.InferenceConfig(block_size_tokens=16, max_tokens=64, num_kv_blocks=64, num_mamba_slots=16)
+    return ms.InferenceConfig(
+        block_size_tokens=16, max_tokens_per_step=64, num_kv_blocks=64, num_mamba_slots=16
+    )
 
 
 def test_a_hybrid_lm_with_its_text(tmp_path: Path) -> None:
@@ -35,8 +37,8 @@ def test_a_hybrid_lm_with_its_text(tmp_path: Path) -> None:
     assert loaded.encode_chat([{"role": "user", "content": "é"}]) == [0xC3, 0xA9, 256]
     assert loaded.decode(loaded.encode("é<|begin|>")) == "é"
     assert loaded.detokenizer().push(0x41) == "A"
-    params = loaded.sampling_params(num_tokens_to_generate=4)
-    assert params == ms.SamplingParams(num_tokens_to_generate=4, stop_token_ids=(256,))
+    params = loaded.sampling_params(max_tokens=4)
+    assert params == ms.SamplingParams(max_tokens=4, stop_token_ids=(256,))
     prompts = [loaded.encode("What a day.")]
     expected = ms.DynamicInferenceEngine(saved, config()).generate(prompts, params)[0].tokens
     assert ms.DynamicInferenceEngine(loaded.model, config()).generate(prompts, params)[0].tokens == expected

@@ -18,11 +18,11 @@ def printed() -> dict[str, str]:
     """Names to what was printed while one request ran, one waited, and two had ended."""
     model = ms.models.HybridLM(ms.models.HybridConfig.tiny(), seed=0)
     config = ms.InferenceConfig(
-        block_size_tokens=32, max_requests=1, max_tokens=2048, num_kv_blocks=256, num_mamba_slots=8,
+        block_size_tokens=32, max_requests=1, max_tokens_per_step=2048, num_kv_blocks=256, num_mamba_slots=8,
         salt_key="a key that must not be read",
     )  # fmt: skip
     engine = ms.DynamicInferenceEngine(model, config)
-    params = ms.SamplingParams(num_tokens_to_generate=20, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=20, return_log_probs=True)
     (result,) = engine.generate([PROMPT], params)
     (scored,) = engine.score([PROMPT])
     engine.add_request(PROMPT, params, cache_salt=SALT)

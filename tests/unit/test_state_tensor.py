@@ -83,7 +83,8 @@ def test_bad_declarations_are_refused(fields: dict[str, object], message: str) -
 def test_a_setting_that_changes_nothing_keeps_one_pool() -> None:
     model = ms.models.HybridLM(ms.models.HybridConfig.tiny(pattern="C-", dtype=BF16))
     config = ms.InferenceConfig(
-        block_size_tokens=16, max_sequence_length=64, max_tokens=64, num_kv_blocks=8, num_mamba_slots=4,
+        block_size_tokens=16, max_sequence_length=64, max_tokens_per_step=64, num_kv_blocks=8,
+        num_mamba_slots=4,
         durable_state_dtype="int8",
     )  # fmt: skip
     memory = ms.DynamicInferenceEngine(model, config).context.memory

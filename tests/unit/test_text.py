@@ -278,15 +278,15 @@ def test_defaults_of_a_checkpoint_that_draws(tmp_path: Path) -> None:
     assert found.sampling_params() == ms.SamplingParams(
         temperature=0.6, top_k=20, top_p=0.95, stop_token_ids=(7, 9)
     )
-    changed = found.sampling_params(temperature=0, num_tokens_to_generate=5, stop_token_ids=())
+    changed = found.sampling_params(temperature=0, max_tokens=5, stop_token_ids=())
     assert changed.greedy
-    assert (changed.num_tokens_to_generate, changed.stop_token_ids) == (5, ())
+    assert (changed.max_tokens, changed.stop_token_ids) == (5, ())
 
 
 def test_defaults_of_a_checkpoint_that_does_not_draw(tmp_path: Path) -> None:
     for said in ({"do_sample": False}, {}):
         found = defaults(tmp_path, temperature=0.6, top_k=20, top_p=0.9, max_new_tokens=64, **said)
-        assert found.sampling_params() == ms.SamplingParams(num_tokens_to_generate=64)
+        assert found.sampling_params() == ms.SamplingParams(max_tokens=64)
         assert found.sampling_params().greedy
     assert defaults(tmp_path, do_sample=True).sampling_params() == ms.SamplingParams(temperature=1.0)
 
@@ -306,10 +306,10 @@ def test_what_a_checkpoint_says_and_is_not_applied_is_named(
 
 def test_penalties_of_a_checkpoint_are_defaults(tmp_path: Path) -> None:
     said = {"repetition_penalty": 1.5, "min_p": 0.15, "min_new_tokens": 7, "presence_penalty": 0.5}
-    params = defaults(tmp_path, do_sample=True, **said).sampling_params(num_tokens_to_generate=20)
+    params = defaults(tmp_path, do_sample=True, **said).sampling_params(max_tokens=20)
     assert (params.repetition_penalty, params.min_p, params.min_tokens) == (1.5, 0.15, 7)
     assert params.presence_penalty == 0.5
-    greedy = defaults(tmp_path, **said).sampling_params(num_tokens_to_generate=3)
+    greedy = defaults(tmp_path, **said).sampling_params(max_tokens=3)
     assert (greedy.repetition_penalty, greedy.min_p, greedy.min_tokens) == (1.5, 0.0, 3)
 
 
@@ -330,7 +330,7 @@ def test_stop_tokens_may_stand_in_the_config(tmp_path: Path) -> None:
         ({"do_sample": True, "temperature": "hot"}, "temperature is 'hot'"),
         ({"eos_token_id": "</s>"}, "stop_token_ids"),
         ({"eos_token_id": [-1]}, "stop_token_ids"),
-        ({"max_new_tokens": 0}, "num_tokens_to_generate is 0"),
+        ({"max_new_tokens": 0}, "max_tokens is 0"),
     ],
 )
 def test_defaults_that_no_model_accepts_are_refused_at_once(

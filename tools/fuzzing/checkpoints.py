@@ -215,12 +215,13 @@ def logits_are_computed(model: Any) -> None:
     if size > 64:
         return
     config = ms.InferenceConfig(
-        block_size_tokens=size, max_requests=1, max_tokens=max(16, size), max_sequence_length=2 * size + 16,
+        block_size_tokens=size, max_requests=1, max_tokens_per_step=max(16, size),
+        max_sequence_length=2 * size + 16,
         num_kv_blocks=8, num_mamba_slots=2,
     )  # fmt: skip
     try:
         result = ms.DynamicInferenceEngine(model, config).generate(
-            [[1, 2, 3]], ms.SamplingParams(num_tokens_to_generate=1)
+            [[1, 2, 3]], ms.SamplingParams(max_tokens=1)
         )[0]
     except RuntimeError as error:
         if "NaN" in str(error) or "nan" in str(error):

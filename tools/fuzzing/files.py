@@ -245,7 +245,7 @@ class Recordings:
         with TraceRecorder(engine, path):
             for length in (3, 17, 40, 64, 33):
                 prompt = [random.randrange(2) for _ in range(length)]
-                engine.generate([prompt], ms.SamplingParams(num_tokens_to_generate=length % 9 + 1))
+                engine.generate([prompt], ms.SamplingParams(max_tokens=length % 9 + 1))
         self.content = path.read_bytes()
         assert len(read_trace(path).requests) == 5
 

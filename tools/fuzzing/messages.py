@@ -244,7 +244,7 @@ class FleetRequests:
     def draw(self, random: Random) -> dict[str, Any]:
         fields: dict[str, Any] = {
             "request_id": "r", "prompt": tuple(SENT[0]), "num_generated": 0,
-            "sampling": SamplingParams(num_tokens_to_generate=2, seed=1), "cache_salt": None, "plan": None,
+            "sampling": SamplingParams(max_tokens=2, seed=1), "cache_salt": None, "plan": None,
             "tenant": None,
         }  # fmt: skip
         for _ in range(random.choice((0, 1, 1, 2))):

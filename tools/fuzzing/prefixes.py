@@ -386,7 +386,8 @@ class Tiers:
         model = ToyLM()
         host_slots = 40 if where == "rows" else 1
         config = ms.InferenceConfig(
-            block_size_tokens=_BLOCK, max_requests=2, max_tokens=32, max_sequence_length=48, num_kv_blocks=60,
+            block_size_tokens=_BLOCK, max_requests=2, max_tokens_per_step=32, max_sequence_length=48,
+            num_kv_blocks=60,
             num_mamba_slots=1,
             disk_cache=(str(folder / where), 1e-4),
             host_cache_gb=(host_slots + 0.5) * model.state_spec().slot_bytes / (1 << 30),
@@ -446,7 +447,7 @@ class Tiers:
 
     def _ask_all(self) -> None:
         for prompt in self._prompts:
-            (result,) = self._engine.generate([prompt], ms.SamplingParams(num_tokens_to_generate=_LENGTH))
+            (result,) = self._engine.generate([prompt], ms.SamplingParams(max_tokens=_LENGTH))
             right = answer(Ask(tuple(prompt), _LENGTH)).tokens
             assert tuple(result.tokens) == right, f"{prompt} is answered with {result.tokens}, not {right}"
 

@@ -126,7 +126,8 @@ def small_engine() -> ms.DynamicInferenceEngine:
 def make_engine() -> ms.DynamicInferenceEngine:
     """A small engine."""
     config = ms.InferenceConfig(
-        block_size_tokens=8, max_requests=2, max_tokens=32, max_sequence_length=128, num_kv_blocks=24,
+        block_size_tokens=8, max_requests=2, max_tokens_per_step=32, max_sequence_length=128,
+        num_kv_blocks=24,
         num_mamba_slots=6,
     )  # fmt: skip
     return ms.DynamicInferenceEngine(tiny_model(), config)
@@ -191,7 +192,7 @@ class Calls:
             self._engine.unpin(found)
 
 
-_ONE = ms.SamplingParams(num_tokens_to_generate=2)
+_ONE = ms.SamplingParams(max_tokens=2)
 _GOOD_CALLS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "add_request": ([[1, 2, 3], _ONE], {"cache_salt": b"salt", "checkpoint_plan": ms.CheckpointPlan()}),
     "generate": (
@@ -219,7 +220,7 @@ def _other(random: Random, good: Any) -> Any:
         range(5), (1, 2), {1: 2}, [[1, 2], None], [[1], [2], [3]], [[1] * 200], iter([1, 2]),
     )  # fmt: skip
     others: tuple[Any, ...] = (
-        ms.SamplingParams(num_tokens_to_generate=2**31 - 1), ms.SamplingParams(num_generated=1),
+        ms.SamplingParams(max_tokens=2**31 - 1), ms.SamplingParams(num_generated=1),
         [_ONE], [_ONE, None],
         ms.CheckpointPlan(prefill_interval=3), ms.CheckpointPlan(marks=(2**31 - 1,)), [ms.CheckpointPlan()],
         b"", "", "\ud800", [b"a", "b"], ["a"], -1, 2**63, good, None,

@@ -398,7 +398,7 @@ class FleetOperator:
         prompt = [random.randrange(256) for _ in range(random.choice([40, 70, 120]))]
         size = self._replicas.engines[0].config.block_size_tokens
         plan = ms.CheckpointPlan(decode="off", prefill_interval=size)
-        params = ms.SamplingParams(num_tokens_to_generate=3, return_log_probs=True)
+        params = ms.SamplingParams(max_tokens=3, return_log_probs=True)
         first = await local[source].generate(prompt, params, cache_salt=salt, checkpoint_plan=plan)
         self._note(prompt, first, begun, version)
         report = await self._places.hand_over(source, 1 - source, [(prompt, salt)], fault, random)

@@ -213,7 +213,7 @@ def random_config(random: Random, model: ms.models.HybridLM, folder: str) -> ms.
     config = ms.InferenceConfig(
         block_size_tokens=block,
         max_requests=random.randint(2, 5),
-        max_tokens=random.choice([16, 32, 64, 128]),
+        max_tokens_per_step=random.choice([16, 32, 64, 128]),
         max_sequence_length=LONGEST,
         num_kv_blocks=fewest + random.choice([0, 3, fewest, 4 * fewest]),
         num_mamba_slots=random.choice([1, 2, 4, 12, 40]),

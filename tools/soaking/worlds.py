@@ -235,7 +235,7 @@ def small_world(random: Random, turn: int, folder: Path) -> World:
     settings: dict[str, Any] = {
         "block_size_tokens": block,
         "max_requests": random.randint(1, 5),
-        "max_tokens": random.choice([8, 13, 32, 64]) if chunked else longest + 5,
+        "max_tokens_per_step": random.choice([8, 13, 32, 64]) if chunked else longest + 5,
         "max_sequence_length": longest,
         "eviction_policy": random.choice(["value", "value", "lru"]),
         "checkpoint_plan": random_plan(random, block, SMALL.longest_prompt),
@@ -260,7 +260,7 @@ def small_world(random: Random, turn: int, folder: Path) -> World:
     engine = ms.DynamicInferenceEngine(model, ms.InferenceConfig(**settings), drafter=drafter)
     copies = _make_faulty(engine, random, FaultyCopies)
     uncached = ms.InferenceConfig(
-        block_size_tokens=block, max_requests=8, max_tokens=256, max_sequence_length=longest,
+        block_size_tokens=block, max_requests=8, max_tokens_per_step=256, max_sequence_length=longest,
         num_kv_blocks=8 * fewest, enable_prefix_caching=False,
     )  # fmt: skip
     remembers = drafter if isinstance(drafter, RememberingDrafter) else None
@@ -270,8 +270,8 @@ def small_world(random: Random, turn: int, folder: Path) -> World:
 BITS_SHAPES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("M-G*C-M", {"num_mamba_slots": 3, "num_kv_blocks": 48, "num_cuda_graphs": 8}),
     ("M-*-M-", {"num_mamba_slots": 5, "num_kv_blocks": 32, "num_speculative_tokens": 3}),
-    ("G-*-G-", {"num_mamba_slots": 2, "num_kv_blocks": 16, "max_tokens": 384}),
-    ("M-G*C-M", {"total_gb": 1.5, "num_speculative_tokens": 3, "max_tokens": 256}),
+    ("G-*-G-", {"num_mamba_slots": 2, "num_kv_blocks": 16, "max_tokens_per_step": 384}),
+    ("M-G*C-M", {"total_gb": 1.5, "num_speculative_tokens": 3, "max_tokens_per_step": 256}),
 )
 """Models, and settings of engines for the bits of answers. `total_gb` is a multiple of the least."""
 
@@ -293,14 +293,14 @@ def bits_world(random: Random, turn: int, device: str) -> World:
         "block_size_tokens": block,
         "max_sequence_length": longest,
         "max_requests": 8,
-        "max_tokens": longest,
+        "max_tokens_per_step": longest,
         "num_cuda_graphs": 16,
         "free_memory": "zero" if turn // len(BITS_SHAPES) % 2 == 1 else "keep",
     }
     common |= {"batch_invariant": True} if on_gpu else {"decode_by_replay": True}
     settings = common | {"eviction_policy": "value", "salt_key": random.randbytes(16)} | shape
     if not on_gpu:  # its lengths are shorter
-        settings["max_tokens"] = shape.get("max_tokens", 1024) * longest // 1024
+        settings["max_tokens_per_step"] = shape.get("max_tokens_per_step", 1024) * longest // 1024
         if "num_kv_blocks" in shape:
             settings["num_kv_blocks"] = shape["num_kv_blocks"] + 8
     if "total_gb" in shape:

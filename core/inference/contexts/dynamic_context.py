@@ -79,7 +79,7 @@ class DynamicInferenceContext:
         )
         self._empty_rows()
         largest = StepShape.largest(
-            config.max_requests, config.max_tokens, 1 + config.num_speculative_tokens,
+            config.max_requests, config.max_tokens_per_step, 1 + config.num_speculative_tokens,
             self.block_table.shape[1], self._chunk_size, config.batch_invariant,
         )  # fmt: skip
         self._buffer = StepBuffer(largest, spec.device)
@@ -111,10 +111,10 @@ class DynamicInferenceContext:
                 f"{setting} is True, and the model {because}; accepted: a model whose state_spec() has "
                 "`replays`"
             )
-        if config.max_tokens < self._chunk_size:
+        if config.max_tokens_per_step < self._chunk_size:
             raise ValueError(
-                f"max_tokens is {config.max_tokens}; accepted with {setting}: at least {self._chunk_size}, "
-                "one chunk, because a prompt is cut at multiples of it"
+                f"max_tokens_per_step is {config.max_tokens_per_step}; accepted with {setting}: at least "
+                f"{self._chunk_size}, one chunk, because a prompt is cut at multiples of it"
             )
 
     def _empty_rows(self) -> None:

@@ -173,7 +173,7 @@ class DynamicInferenceRequest:
 
     @property
     def max_length(self) -> int:
-        return len(self.prompt_tokens) + self.sampling.num_tokens_to_generate
+        return len(self.prompt_tokens) + self.sampling.max_tokens
 
     @property
     def scored_positions(self) -> range:

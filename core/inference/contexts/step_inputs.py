@@ -29,25 +29,26 @@ class StepShape(NamedTuple):
 
     @classmethod
     def largest(
-        cls, max_requests: int, max_tokens: int, decode_tokens: int, table_blocks: int, chunk_size: int,
+        cls, max_requests: int, max_tokens_per_step: int, decode_tokens: int, table_blocks: int,
+        chunk_size: int,
         on_ladder: bool = False,
     ) -> "StepShape":  # fmt: skip
         """Upper bounds of all sizes of a context's steps; `on_ladder`: of those of `padded_to_ladder`."""
         if on_ladder:
-            max_requests, max_tokens = rung(max_requests), max_tokens + MOST_PADDING
+            max_requests, max_tokens_per_step = rung(max_requests), max_tokens_per_step + MOST_PADDING
             decode_tokens = power_of_two(decode_tokens)
         num_decode_tokens = max_requests * decode_tokens
-        num_chunks = -(-max_tokens // chunk_size)
+        num_chunks = -(-max_tokens_per_step // chunk_size)
         return cls(
             decodes=max_requests,
             prefills=max_requests,
-            prefill_tokens=max_tokens,
-            max_query_tokens=max_tokens,
+            prefill_tokens=max_tokens_per_step,
+            max_query_tokens=max_tokens_per_step,
             table_blocks=table_blocks,
-            kv_writes=num_decode_tokens + max_tokens,
+            kv_writes=num_decode_tokens + max_tokens_per_step,
             chunks=num_chunks + 2 * max_requests,
             checkpoints=num_chunks + max_requests,
-            logits=num_decode_tokens + max_tokens,
+            logits=num_decode_tokens + max_tokens_per_step,
             decode_tokens=decode_tokens,
         )
 

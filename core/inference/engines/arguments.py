@@ -49,7 +49,7 @@ def checked_request(
         )
     if given and tokens[-1] in sampling.stops:
         raise ValueError("the last token that was generated ends the answer; accepted: a token that does not")
-    num_prompt_tokens, most = len(tokens) - given, sampling.num_tokens_to_generate
+    num_prompt_tokens, most = len(tokens) - given, sampling.max_tokens
     text = f"prompt and answer have {num_prompt_tokens} + {most} tokens; accepted: together at most"
     _check_length(text, num_prompt_tokens + most, context)
     return _request(tokens, num_prompt_tokens, sampling, cache_salt, checkpoint_plan, context, salt_key)
@@ -73,9 +73,7 @@ def checked_sequence(
     if plan is None:  # other sequences may share the context
         plan = context.config.checkpoint_plan
         plan = replace(plan, marks=(*plan.marks, start - 1))
-    sampling = SamplingParams(
-        num_tokens_to_generate=1, skip_prompt_log_probs=False, prompt_log_probs_start=start
-    )
+    sampling = SamplingParams(max_tokens=1, skip_prompt_log_probs=False, prompt_log_probs_start=start)
     request = _request(tokens[:-1], len(tokens) - 1, sampling, cache_salt, plan, context, salt_key)
     request.next_token = tokens[-1]
     return request

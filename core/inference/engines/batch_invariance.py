@@ -55,7 +55,7 @@ class BatchInvariance:
         self.replaced: dict[tuple[Any, ...], str] = {}
         self._served: WithReplacedProducts | None = None  # the model that `served` was asked for last
         width = power_of_two(1 + config.num_speculative_tokens)
-        self._most_tokens = rung(config.max_requests * width + config.max_tokens)
+        self._most_tokens = rung(config.max_requests * width + config.max_tokens_per_step)
         self._release = BLAS_SWITCHES.hold(self)
         try:
             if spec.device.type == "cuda":

@@ -51,7 +51,7 @@ class DummySteps:
         small = replace(
             config,
             max_requests=ROOM,
-            max_tokens=max(rung(ROOM * longest), most_tokens) + MOST_PADDING,
+            max_tokens_per_step=max(rung(ROOM * longest), most_tokens) + MOST_PADDING,
             max_sequence_length=longest,
             num_kv_blocks=ROOM * -(-longest // self._block_size),
             num_mamba_slots=None,
@@ -68,7 +68,7 @@ class DummySteps:
         """A request with this prompt, which wants the log-probs of all its tokens."""
         self._num_requests += 1
         params = SamplingParams(
-            num_tokens_to_generate=max(1, self.longest - len(tokens)),
+            max_tokens=max(1, self.longest - len(tokens)),
             return_log_probs=True,
             skip_prompt_log_probs=False,
         )

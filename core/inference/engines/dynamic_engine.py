@@ -447,7 +447,7 @@ class DynamicInferenceEngine:
         cache, size = self.context.prefix_cache, self.config.block_size_tokens
         whole = len(prefix) // size * size
         if cache.resumable_tokens(chain) < whole:
-            once, plan = SamplingParams(num_tokens_to_generate=1), CheckpointPlan(marks=(whole,))
+            once, plan = SamplingParams(max_tokens=1), CheckpointPlan(marks=(whole,))
             request = self._checked(prefix[:whole], once, cache_salt, plan)
             self._serve([request], self.ids_without_seed)
         return cache.resumable_tokens(chain)

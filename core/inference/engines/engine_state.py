@@ -280,6 +280,7 @@ class EngineState:
         with self._forgetting():
             self.scheduler.restart(self.scheduler.running)
             self.unread = None  # its requests are queued again, and compute its tokens again
+            self._logits_changes.clear()
             self._drop_graphs()
             self._context.suspend()
 
@@ -316,9 +317,11 @@ class EngineState:
             self.unclaimed[request.request_id] = result
         self._note_end(request, result)  # first: a repair restores what is still in `requests`
         del self.requests[request.request_id]
+        self._logits_changes.free(request)
         self.scheduler.remove(request, discard=reason == "invalid_logits")
         if not self.requests:
             self.unread = None  # an idle engine keeps nothing of the requests that it has served
+            self._logits_changes.clear()
         return result
 
     def _note_end(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
@@ -434,6 +437,7 @@ class EngineState:
     ) -> None:
         """Queue the requests of a step again, with the tokens that they had before it."""
         self.speculation, self.unread = speculation, None
+        self._logits_changes.clear()
         while len(self.reports) > num_reports:
             self.reports.pop()
         requests = num_tokens | self.scheduler.admitted
@@ -463,6 +467,7 @@ class EngineState:
         """Forget every cached prefix and pin, and queue all requests again."""
         self._drop_graphs()
         self.unread = None
+        self._logits_changes.clear()
         self._context.reset(keep_counts=True)
         self.scheduler.rebuild(self.requests.values())
         self.num_rebuilds += 1
@@ -479,6 +484,7 @@ class EngineState:
         for collection in (self.requests, self.unclaimed, self.reports, self.abandoned):
             collection.clear()
         self.unread = None
+        self._logits_changes.clear()
         self.scheduler = Scheduler(self._context, self._drafter)
         self.speculation = SpeculationStats()
         self.num_rebuilds = 0

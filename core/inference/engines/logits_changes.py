@@ -11,6 +11,9 @@ from torch import Tensor
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from ..kernels import penalties
 
+Settings = tuple[float, float, float]
+"""A row's repetition, frequency and presence penalty."""
+
 
 @dataclass
 class _Counted:
@@ -23,8 +26,9 @@ class _Counted:
 class LogitsChanges:
     """Changes logits as their requests' sampling parameters say; counts tokens on the device.
 
-    Memory is allocated with the first request that has a penalty: 4 bytes for each token of the vocabulary
-    and each such request. Example: 128 requests, a vocabulary of 248,320: 127 MB.
+    Memory is allocated with the first request that has a penalty, outside the pools: 4 bytes for each token
+    of the vocabulary and each such request (128 requests, a vocabulary of 248,320: 127 MB), and in a step as
+    much for each row after a draft. Where a step fails, all counts are made anew.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,7 +42,6 @@ class LogitsChanges:
         """
         if not any(step.request.sampling.changes_logits for step in steps):
             return logits
-        self._free_ended()
         out = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         self._penalize(steps, out)
         self._add_biases(steps, out)
@@ -60,61 +63,76 @@ class LogitsChanges:
             first += 1 + len(step.drafts)
         if rows:
             tokens = drawn if len(rows) == len(drawn) else drawn.index_select(0, self._sent(places))
-            self._add(self._sent(rows), tokens)
+            _add(self._counts, self._sent(rows), tokens)
+
+    def free(self, request: DynamicInferenceRequest) -> None:
+        """Give the row of a request that has ended to the next one."""
+        self._counted.pop(request, None)
+
+    def clear(self) -> None:
+        """Forget all counts, and free their memory: the next step counts what requests then have."""
+        self._counted.clear()
+        self._counts = self._counts.new_empty(0, 0)
 
     def _penalize(self, steps: Sequence[RequestStep], out: Tensor) -> None:
-        rows: list[int] = []
-        count_rows: list[int] = []
-        drafted: list[tuple[int, int]] = []
-        settings: list[tuple[float, float, float]] = []
+        plain: list[tuple[int, int, Settings]] = []  # rows of logits and of counts
+        after_drafts: list[tuple[int, int, Settings]] = []
+        drafted: list[
+            tuple[int, int]
+        ] = []  # what counts in addition: a number in `after_drafts`, and a token
         first = 0
         for step in steps:
-            sampling, num_rows = step.request.sampling, 1 + len(step.drafts)
+            sampling = step.request.sampling
             if sampling.has_penalties:
-                counted = self._up_to_date(step, out)
-                for number in range(num_rows):
-                    drafted += [(len(rows) + number, draft) for draft in step.drafts[:number]]
-                rows += range(first, first + num_rows)
-                count_rows += [counted.row] * num_rows
+                row = self._up_to_date(step, out).row
                 one = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-                settings += [one] * num_rows
-            first += num_rows
-        if not rows:
-            return
-        counts, found = self._counts, self._sent(count_rows)
-        if drafted:
-            counts, found = counts.index_select(0, found), self._sent(range(len(rows)))
-            where, tokens = (self._sent(column) for column in zip(*drafted, strict=True))
-            twos = torch.full_like(tokens, 2, dtype=torch.int32)
-            counts.view(-1).index_add_(0, where * counts.shape[1] + tokens, twos)
-        numbers = on_device(torch.tensor(settings, dtype=out.dtype, device="cpu").T.contiguous(), out.device)
+                plain.append((first, row, one))
+                for number in range(1, 1 + len(step.drafts)):
+                    drafted += [(len(after_drafts), draft) for draft in step.drafts[:number]]
+                    after_drafts.append((first + number, row, one))
+            first += 1 + len(step.drafts)
+        if plain:
+            rows, count_rows, settings = zip(*plain, strict=True)
+            self._apply(out, self._counts, rows, self._sent(count_rows), settings)
+        if after_drafts:
+            rows, count_rows, settings = zip(*after_drafts, strict=True)
+            counts = self._counts.index_select(0, self._sent(count_rows))
+            _add(counts, *(self._sent(column) for column in zip(*drafted, strict=True)))
+            self._apply(out, counts, rows, self._sent(range(len(rows))), settings)
+
+    def _apply(
+        self,
+        out: Tensor,
+        counts: Tensor,
+        rows: Sequence[int],
+        count_rows: Tensor,
+        settings: Sequence[Settings],
+    ) -> None:
+        numbers = torch.tensor(settings, dtype=out.dtype, device="cpu").T.contiguous()
         penalize = penalties.penalize
         if out.device.type == "cuda" and find_spec("triton") is not None:
             from ..kernels.penalties_gpu import penalize
-        penalize(out, counts, self._sent(rows), found, numbers)
+        penalize(out, counts, self._sent(rows), count_rows, on_device(numbers, out.device))
 
     def _up_to_date(self, step: RequestStep, out: Tensor) -> _Counted:
         """The request's counts of its prompt and of all tokens before this step."""
         request, known = step.request, step.num_generated
         counted = self._counted.get(request)
-        if counted is None or counted.num_generated > known:  # new, or a step of it was undone
-            if counted is None:
-                counted = self._counted[request] = _Counted(self._free_row(out), 0)
-            counted.num_generated = 0
-            self._counts[counted.row].zero_()
+        if (
+            counted is None or counted.num_generated > known
+        ):  # new, or a token that was drawn ahead is dropped
+            row = self._free_row(out) if counted is None else counted.row
+            self._counts[row].zero_()
             if request.sampling.repetition_penalty != 1.0:
-                self._counts[counted.row].index_fill_(0, self._sent(request.prompt_tokens), 1)
+                self._counts[row].index_fill_(0, self._sent(request.prompt_tokens), 1)
+            counted = self._counted[request] = _Counted(row, 0)
         new = request.tokens[len(request.prompt_tokens) + counted.num_generated :]
         new = new[: known - counted.num_generated]
         if new:
-            self._add(self._sent([counted.row] * len(new)), self._sent(new))
+            _add(self._counts, self._sent([counted.row] * len(new)), self._sent(new))
             counted.num_generated += len(new)
         assert counted.num_generated == known, "a token that was drawn ahead is counted when it is drawn"
         return counted
-
-    def _add(self, rows: Tensor, tokens: Tensor) -> None:
-        twos = torch.full_like(tokens, 2, dtype=torch.int32)
-        self._counts.view(-1).index_add_(0, rows * self._counts.shape[1] + tokens, twos)
 
     def _free_row(self, out: Tensor) -> int:
         taken = {counted.row for counted in self._counted.values()}
@@ -126,10 +144,6 @@ class LogitsChanges:
                 larger[: len(self._counts)] = self._counts
             self._counts = larger
         return row
-
-    def _free_ended(self) -> None:
-        for request in [request for request in self._counted if request.result is not None]:
-            del self._counted[request]
 
     def _add_biases(self, steps: Sequence[RequestStep], out: Tensor) -> None:
         """Add `logit_bias`, and -inf to what would end an answer before `min_tokens`."""
@@ -165,6 +179,12 @@ class LogitsChanges:
 
     def _sent(self, values: Sequence[int]) -> Tensor:
         return on_device(torch.tensor(list(values), dtype=torch.int64, device="cpu"), self._counts.device)
+
+
+def _add(counts: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """Count each token once more in its row of `counts`."""
+    twos = torch.full_like(tokens, 2, dtype=torch.int32)
+    counts.view(-1).index_add_(0, rows * counts.shape[1] + tokens, twos)
 
 
 def on_device(values: Tensor, device: torch.device) -> Tensor:

@@ -71,7 +71,7 @@ class GraphBuckets:
         return cls(
             max_requests=config.max_requests,
             table_blocks=context.block_table.shape[1],
-            max_prefill_tokens=min(MOST_PREFILL_TOKENS, config.max_tokens),
+            max_prefill_tokens=min(MOST_PREFILL_TOKENS, config.max_tokens_per_step),
             chunk_size=context.spec.chunk_tokens(config.block_size_tokens),
             block_size=config.block_size_tokens,
             decode_tokens=1 + config.num_speculative_tokens,

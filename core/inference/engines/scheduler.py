@@ -146,7 +146,7 @@ class Scheduler:
     def _advance_running(self) -> list[RequestStep]:
         steps: list[RequestStep] = []
         self.num_paused = 0
-        budget = self._config.max_tokens
+        budget = self._config.max_tokens_per_step
         for request in self._in_turn():
             if budget == 0:
                 break
@@ -166,7 +166,7 @@ class Scheduler:
         decodes = sum(not _is_prefill(request) for request in ordered)
         if decodes < len(ordered):
             first = ordered[decodes]
-            if not self._fits_a_cut(_num_missing(first), self._config.max_tokens - decodes):
+            if not self._fits_a_cut(_num_missing(first), self._config.max_tokens_per_step - decodes):
                 return [first, *ordered[:decodes], *ordered[decodes + 1 :]]
         return ordered
 
@@ -176,7 +176,7 @@ class Scheduler:
 
     def _admit(self, steps: list[RequestStep]) -> None:
         """Add steps of waiting requests, as far as tokens, rows and blocks go."""
-        budget = self._config.max_tokens - sum(step.length for step in steps)
+        budget = self._config.max_tokens_per_step - sum(step.length for step in steps)
         num_free_rows = self._config.max_requests - len(self._context.requests)
         if not self.waiting or budget <= 0 or num_free_rows <= 0:
             return
@@ -237,7 +237,7 @@ class Scheduler:
         return num_blocks <= cache.pins.num_within_reach(match.blocks)
 
     def _with_drafts(self, steps: list[RequestStep], drafter: Drafter) -> list[RequestStep]:
-        budget = self._config.max_tokens - sum(step.length for step in steps)
+        budget = self._config.max_tokens_per_step - sum(step.length for step in steps)
         drafted = []
         for step in steps:
             max_drafts = min(budget, step.max_drafts(self._config.num_speculative_tokens))

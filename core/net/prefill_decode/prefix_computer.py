@@ -91,7 +91,7 @@ class PrefixComputer:
                 return
             engine.unpin(prefix.pin)
             prefix.pin = None
-        once, plan = SamplingParams(num_tokens_to_generate=1), engine.config.checkpoint_plan
+        once, plan = SamplingParams(max_tokens=1), engine.config.checkpoint_plan
         prefix.stream = engine.stream(
             prefix.tokens,
             once,

@@ -19,7 +19,7 @@ SPEC: dict[str, Any] = {
     "vocab_size": 256, "device": torch.device("cpu"),
 }  # fmt: skip
 CONFIG: dict[str, Any] = {
-    "block_size_tokens": 8, "max_requests": 4, "max_tokens": 64, "max_sequence_length": 256,
+    "block_size_tokens": 8, "max_requests": 4, "max_tokens_per_step": 64, "max_sequence_length": 256,
     "num_kv_blocks": 16, "num_mamba_slots": 4,
 }  # fmt: skip
 HYBRID: dict[str, Any] = {
@@ -49,7 +49,7 @@ TENSOR_ARGUMENTS: dict[str, Bad] = {
 CONFIG_ARGUMENTS: dict[str, Bad] = {
     "block_size_tokens": _length,
     "max_requests": _count,
-    "max_tokens": _length,
+    "max_tokens_per_step": _length,
     "max_sequence_length": bad.integer(2, INT32_MAX),
     "num_kv_blocks": bad.integer(1, INT32_MAX, optional=True),
     "num_mamba_slots": bad.integer(1, INT32_MAX, optional=True),
@@ -61,7 +61,7 @@ CONFIG_ARGUMENTS: dict[str, Bad] = {
     "checkpoint_plan": bad.anything(ms.CheckpointPlan).also(ms.CheckpointPlan, "rolling"),
 }
 SAMPLING_ARGUMENTS: dict[str, Bad] = {
-    "num_tokens_to_generate": _count,
+    "max_tokens": _count,
     "temperature": bad.real(0, optional=True),
     "top_k": bad.integer(0, optional=True),
     "top_p": bad.real(0, 1, optional=True).also(0, 0.0, -0.0),
@@ -72,7 +72,7 @@ SAMPLING_ARGUMENTS: dict[str, Bad] = {
     "num_top_log_probs": bad.integer(0, 20),
     "skip_prompt_log_probs": bad.boolean(),
     "prompt_log_probs_start": _count,
-    "num_generated": bad.integer(0, 15),  # less than the default of `num_tokens_to_generate`
+    "num_generated": bad.integer(0, 15),  # less than the default of `max_tokens`
 }
 PLAN_ARGUMENTS: dict[str, Bad] = {
     "tail": bad.boolean(),
@@ -148,8 +148,8 @@ def test_a_spec_keeps_shapes_as_tuples_of_ints() -> None:
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        ({"max_tokens": 3}, "max_tokens"),
-        ({"max_tokens": 7}, "max_tokens"),
+        ({"max_tokens_per_step": 3}, "max_tokens_per_step"),
+        ({"max_tokens_per_step": 7}, "max_tokens_per_step"),
         ({"max_sequence_length": 8}, "block_size_tokens"),
         ({"num_kv_blocks": None}, "num_kv_blocks"),
         ({"num_kv_blocks": 0}, "num_kv_blocks"),

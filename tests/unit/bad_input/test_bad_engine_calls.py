@@ -18,7 +18,7 @@ from oracle.serving import random_tokens, run_checked, small_engine
 
 PREFIX = random_tokens(24, seed=1)
 PROMPTS = ([*PREFIX, 1, 2, 3], random_tokens(40, seed=2), random_tokens(9, seed=3))
-ONE = ms.SamplingParams(num_tokens_to_generate=1)
+ONE = ms.SamplingParams(max_tokens=1)
 _engine_target, _context_target = "DynamicInferenceEngine", "DynamicInferenceContext"
 
 
@@ -28,7 +28,7 @@ class Served:
     def __init__(self, **overrides: Any) -> None:
         self.engine = small_engine(
             max_requests=2,
-            max_tokens=24,
+            max_tokens_per_step=24,
             num_kv_blocks=24,
             num_mamba_slots=6,
             max_sequence_length=96,
@@ -37,7 +37,7 @@ class Served:
         self.context = self.engine.context
         assert self.engine.warm(PREFIX) == 24
         self.prefix = self.engine.pin(PREFIX)
-        sampling = ms.SamplingParams(num_tokens_to_generate=20, return_log_probs=True)
+        sampling = ms.SamplingParams(max_tokens=20, return_log_probs=True)
         self.ids = [self.engine.add_request(prompt, sampling) for prompt in PROMPTS]
         for _ in range(3):
             self.engine.step()
@@ -54,7 +54,7 @@ class Served:
     def serves_on(self) -> None:
         """All three requests end, and answer as a new engine does."""
         results = run_checked(self.engine)
-        sampling = ms.SamplingParams(num_tokens_to_generate=20)
+        sampling = ms.SamplingParams(max_tokens=20)
         expected = small_engine().generate(PROMPTS, sampling)
         assert [results[i].tokens for i in self.ids] == [result.tokens for result in expected]
 
@@ -104,7 +104,7 @@ def test_bad_arguments_of_a_request(served: Served, name: str) -> None:
 
 @pytest.mark.parametrize("answer", [96, 95, 2**31 - 1])
 def test_answers_that_can_never_end(served: Served, answer: int) -> None:
-    sampling = ms.SamplingParams(num_tokens_to_generate=answer)
+    sampling = ms.SamplingParams(max_tokens=answer)
     for add in each_way_in(served.engine):
         refuse(_engine_target, lambda a=add: a([1, 2], sampling), "prompt and answer")  # type: ignore[misc]
         served.unchanged()
@@ -114,7 +114,7 @@ def test_answers_beyond_the_kv_pool() -> None:
     small = small_engine(num_kv_blocks=4)
     refuse(
         _engine_target,
-        lambda: small.add_request([1] * 30, ms.SamplingParams(num_tokens_to_generate=3)),
+        lambda: small.add_request([1] * 30, ms.SamplingParams(max_tokens=3)),
         "prompt and answer",
     )
     assert not small.has_unfinished_requests()

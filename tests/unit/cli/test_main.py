@@ -115,7 +115,7 @@ def test_options_are_fields_of_the_configuration() -> None:
         "--durable-state-dtype", "int8", "--free-memory", "zero",
     )  # fmt: skip
     assert config == ms.InferenceConfig(
-        num_mamba_slots=7, num_kv_blocks=99, max_requests=3, block_size_tokens=32, max_tokens=96,
+        num_mamba_slots=7, num_kv_blocks=99, max_requests=3, block_size_tokens=32, max_tokens_per_step=96,
         max_sequence_length=500, num_speculative_tokens=2, durable_state_dtype="int8",
         free_memory="zero",
     )  # fmt: skip
@@ -184,7 +184,7 @@ def test_options_of_the_server_are_its_settings() -> None:
 
 def test_traffic_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def serve_once(engine: ms.DynamicInferenceEngine, *others: object) -> int:
-        engine.generate([[1, 2, 3]], ms.SamplingParams(num_tokens_to_generate=2))
+        engine.generate([[1, 2, 3]], ms.SamplingParams(max_tokens=2))
         return 7
 
     monkeypatch.setattr("mambaslots.serve.serve", serve_once)

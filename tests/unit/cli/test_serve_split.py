@@ -44,7 +44,7 @@ def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
     engine = ms.DynamicInferenceEngine(
         loaded.model, ms.InferenceConfig(block_size_tokens=32, num_kv_blocks=32, num_mamba_slots=8)
     )
-    params = ms.SamplingParams(num_tokens_to_generate=24)
+    params = ms.SamplingParams(max_tokens=24)
     (expected,) = engine.generate([loaded.encode("class Tree:")], params)
     assert text == loaded.decode(expected.tokens)
 

@@ -122,7 +122,7 @@ def recorded() -> dict[str, dict[str, Any]]:
         patch.setattr(hybrid_lm, "kernel_set", lambda device, dtype: recording)
         for settings in (drafting, {"decode_by_replay": True}):
             engine = small_engine(model=model, block_size_tokens=16, checkpoint_plan=plan, **settings)
-            stem, params = random_tokens(35, seed=170), ms.SamplingParams(num_tokens_to_generate=9)
+            stem, params = random_tokens(35, seed=170), ms.SamplingParams(max_tokens=9)
             for _ in range(2):
                 engine.generate([[*stem, *random_tokens(n, seed=n)] for n in (3, 20)], params)
         _plain_write_kv(recording)

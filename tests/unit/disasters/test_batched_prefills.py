@@ -35,7 +35,7 @@ class Batch:
         self._kernels, self.chunk = kernels, chunk
         self.model = ms.models.HybridLM(small_config(chunk, dtype), seed=3).to(device)
         settings: dict[str, Any] = {
-            "block_size_tokens": chunk, "max_requests": 6, "max_tokens": 24 * chunk,
+            "block_size_tokens": chunk, "max_requests": 6, "max_tokens_per_step": 24 * chunk,
             "max_sequence_length": 8 * chunk, "num_kv_blocks": 60, "num_mamba_slots": 40,
         }  # fmt: skip
         self.context = DynamicInferenceContext(self.model.state_spec(), ms.InferenceConfig(**settings))

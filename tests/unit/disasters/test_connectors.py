@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("kind")
 HEAD = random_tokens(40, 1)
 TEXTS = [HEAD, HEAD[:24] + random_tokens(14, 2), random_tokens(30, 3)]
 Engine = ms.DynamicInferenceEngine
-LONG = ms.SamplingParams(num_tokens_to_generate=60)
+LONG = ms.SamplingParams(max_tokens=60)
 
 
 def warm(**settings: Any) -> Engine:
@@ -148,7 +148,7 @@ def test_a_state_that_finds_no_room_takes_its_kv_along(slots: int) -> None:
     for other in others:
         target.warm(other)
         target.pin(other)
-    target.add_request(random_tokens(9, 60), ms.SamplingParams(num_tokens_to_generate=9))
+    target.add_request(random_tokens(9, 60), ms.SamplingParams(max_tokens=9))
     target.step()
     report = by_bytes(source, target, Path())
     assert (report.imported.states, report.imported.blocks) == (0, 0)

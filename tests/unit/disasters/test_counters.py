@@ -25,7 +25,7 @@ from oracle.served import Served, serving, serving_replicas, small_config, tiny_
 from prometheus_client.parser import text_string_to_metric_families
 
 HEAD = random_tokens(40, 1)
-PARAMS = ms.SamplingParams(num_tokens_to_generate=6, return_log_probs=True)
+PARAMS = ms.SamplingParams(max_tokens=6, return_log_probs=True)
 
 
 def counters(monitor: Monitor) -> dict[Any, float]:
@@ -115,7 +115,7 @@ def test_a_request_that_waits_many_steps_for_memory_is_counted_once() -> None:
     assert again[0].num_resumed_tokens > 0
 
 
-LONG = ms.SamplingParams(num_tokens_to_generate=30)
+LONG = ms.SamplingParams(max_tokens=30)
 
 
 @pytest.mark.disaster(number=23)
@@ -214,7 +214,7 @@ def test_temperature_zero_is_greedy_in_the_engine(temperature: float) -> None:
     engine = small_engine()
     for seed in range(3):
         params = ms.SamplingParams(
-            num_tokens_to_generate=12, temperature=temperature, top_p=0.9, seed=seed, return_log_probs=True
+            max_tokens=12, temperature=temperature, top_p=0.9, seed=seed, return_log_probs=True
         )
         (result,) = engine.generate([HEAD], params)
         assert_answers(HEAD, result)
@@ -259,7 +259,7 @@ def test_temperature_zero_is_greedy_through_a_server(through: str) -> None:
 
 
 def test_a_generate_that_is_refused_changes_no_later_id_or_seed() -> None:
-    sampled = ms.SamplingParams(num_tokens_to_generate=8, temperature=3.0)
+    sampled = ms.SamplingParams(max_tokens=8, temperature=3.0)
     one, other = small_engine(), small_engine()
     with pytest.raises(ValueError, match="is empty"):
         one.generate([HEAD, []], sampled)

@@ -27,7 +27,7 @@ from oracle.workload import Asked, Client, engine_settings, requests
 
 BLOCK = 8
 LONG = random_tokens(70, seed=50)
-GREEDY = ms.SamplingParams(num_tokens_to_generate=5, return_log_probs=True)
+GREEDY = ms.SamplingParams(max_tokens=5, return_log_probs=True)
 
 
 # ---- a state carries the prefix that it is reserved for
@@ -57,7 +57,7 @@ class Confused:
 @pytest.mark.usefixtures("kind")
 def test_a_state_of_one_depth_is_not_committed_under_a_key_of_another() -> None:
     """The cache is damaged between reserve and commit: the step fails and is made again, rightly."""
-    engine = small_engine(checkpoint_plan=ms.CheckpointPlan.every_block(BLOCK), max_tokens=24)
+    engine = small_engine(checkpoint_plan=ms.CheckpointPlan.every_block(BLOCK), max_tokens_per_step=24)
     confused = Confused(engine)
     request = engine.add_request(LONG, GREEDY)
     with pytest.raises(
@@ -133,11 +133,11 @@ def test_no_state_is_ever_found_under_a_prefix_of_another_length(
 def serve_on_every_boundary(model: ms.models.HybridLM, block: int, budget: int, **settings: Any) -> None:
     """Repeat, extend and fork a prompt of four blocks; all states and answers are the recurrence's."""
     engine = small_engine(
-        model=model, block_size_tokens=block, max_tokens=budget, max_requests=2,
+        model=model, block_size_tokens=block, max_tokens_per_step=budget, max_requests=2,
         checkpoint_plan=ms.CheckpointPlan.every_block(block), **settings,
     )  # fmt: skip
     text = random_tokens(4 * block + 3, seed=51)
-    lm, params = RecurrentLM(model), ms.SamplingParams(num_tokens_to_generate=3, return_log_probs=True)
+    lm, params = RecurrentLM(model), ms.SamplingParams(max_tokens=3, return_log_probs=True)
     asked = [text, text, text[: 2 * block + 1] + random_tokens(5, seed=52), text[: 3 * block], text[:-2]]
     resumed = []
     for prompt in asked:

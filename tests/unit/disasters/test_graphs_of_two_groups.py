@@ -17,7 +17,7 @@ from torch import Tensor
 TWO_GROUPS = ["mix of all", "no attention"]
 """Kinds of models with two kinds of states, on grids of their own."""
 PROMPTS = [random_tokens(length, seed=90 + length) for length in (20, 21, 44)]
-PARAMS = ms.SamplingParams(num_tokens_to_generate=20, return_log_probs=True)
+PARAMS = ms.SamplingParams(max_tokens=20, return_log_probs=True)
 
 
 def index_tensors(inputs: StepInputs) -> dict[str, Tensor]:
@@ -99,7 +99,8 @@ def test_so_it_is_on_a_gpu(kind: str, settings: dict[str, Any]) -> None:
     prompts = [random_tokens(length, seed=95 + length) for length in (80, 81, 170)]
     with kind_of_model(kind):
         config: dict[str, Any] = {
-            "block_size_tokens": 32, "max_requests": 4, "max_tokens": 192, "max_sequence_length": 400,
+            "block_size_tokens": 32, "max_requests": 4, "max_tokens_per_step": 192,
+            "max_sequence_length": 400,
             "num_kv_blocks": 100, "num_mamba_slots": 50,
         }  # fmt: skip
         model, cpu = tiny_model(torch.float32, "cuda"), tiny_model(torch.float32)

@@ -30,8 +30,8 @@ from oracle.toy_engine import ask, resumed, tier_of, toy_engine
 from oracle.workload import assert_idle
 
 HEAD = random_tokens(40, 1)
-ONE = ms.SamplingParams(num_tokens_to_generate=1)
-TEN = ms.SamplingParams(num_tokens_to_generate=10, return_log_probs=True)
+ONE = ms.SamplingParams(max_tokens=1)
+TEN = ms.SamplingParams(max_tokens=10, return_log_probs=True)
 BETWEEN = [
     "matching", "admission", "admitted", "row", "block table", "KV references", "KV allocation", "resume",
     "slot pin", "planned slots", "slot reservation", "inputs", "begin", "scheduling",

@@ -29,12 +29,13 @@ def test_copies_that_sleep_in_both_directions_change_no_state(monkeypatch: pytes
     found = []
     for num_slots, num_host in ((64, 0), (2, 60)):
         config = ms.InferenceConfig(
-            block_size_tokens=64, max_requests=2, max_tokens=256, max_sequence_length=512, num_kv_blocks=64,
+            block_size_tokens=64, max_requests=2, max_tokens_per_step=256, max_sequence_length=512,
+            num_kv_blocks=64,
             num_mamba_slots=num_slots,
             host_cache_gb=num_host * model.state_spec().slot_bytes / (1 << 30),
         )  # fmt: skip
         engine = fetch_always(ms.DynamicInferenceEngine(model, config))
-        params = ms.SamplingParams(num_tokens_to_generate=4, return_log_probs=True)
+        params = ms.SamplingParams(max_tokens=4, return_log_probs=True)
         results = [engine.generate([[*text, turn]], params)[0] for turn in range(3) for text in texts]
         engine.check_integrity()
         found.append([(result.tokens, result.num_resumed_tokens) for result in results])

@@ -33,7 +33,8 @@ from oracle.workload import assert_idle
 TEXTS = [[(7 * i * i + 3 * i + 5 * seed) % 29 for i in range(24)] for seed in range(5)]
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {}, "ahead": {"async_scheduling": True}, "drafts": {"num_speculative_tokens": 3},
-    "short steps": {"max_tokens": 8}, "one slot": {"num_slots": 1}, "few blocks": {"num_kv_blocks": 26},
+    "short steps": {"max_tokens_per_step": 8}, "one slot": {"num_slots": 1},
+    "few blocks": {"num_kv_blocks": 26},
 }  # fmt: skip
 
 
@@ -72,7 +73,7 @@ def test_weights_that_change_while_requests_run(setting: str, toy: str) -> None:
         publisher, index = msd.StatePublisher(engine, "a"), StateIndex()
         ask_all(engine, 0, 1)
         for text in TEXTS[:4]:
-            engine.add_request([*text, 2, 3], ms.SamplingParams(num_tokens_to_generate=14))
+            engine.add_request([*text, 2, 3], ms.SamplingParams(max_tokens=14))
         late = [publisher.take()]
         for _ in range(moment):
             engine.step()
@@ -81,7 +82,7 @@ def test_weights_that_change_while_requests_run(setting: str, toy: str) -> None:
         assert resumable_keys(engine.context.prefix_cache) == set()
         assert all(resumable(engine.context, text) == 0 for text in TEXTS)
         late.append(publisher.take())
-        running = engine.add_request(TEXTS[4], ms.SamplingParams(num_tokens_to_generate=5))
+        running = engine.add_request(TEXTS[4], ms.SamplingParams(max_tokens=5))
         while engine.has_unfinished_requests():
             for result in engine.step().finished:
                 if result.request_id == running:
@@ -124,7 +125,7 @@ def test_copies_of_old_states_in_host_memory_and_files_never_come_back(
             assert hits > 0
             if running:
                 for text in TEXTS[:3]:
-                    engine.add_request([*text, 9], ms.SamplingParams(num_tokens_to_generate=9))
+                    engine.add_request([*text, 9], ms.SamplingParams(max_tokens=9))
                 engine.step()
             if not is_late:
                 for stream in streams:
@@ -158,7 +159,7 @@ def test_an_export_of_old_weights_that_arrives_behind_the_change(
     elif way == "files":
         msd.save_prefixes(source, tmp_path)
     for engine in (source, target):
-        engine.add_request([*TEXTS[0], 8], ms.SamplingParams(num_tokens_to_generate=20))
+        engine.add_request([*TEXTS[0], 8], ms.SamplingParams(max_tokens=20))
         engine.step()
     if whose != "importer":
         bump(source, 1)

@@ -31,8 +31,8 @@ PLANS: dict[str, Any] = {
     "each block": BLOCK,
     "each second block": 2 * BLOCK,
 }
-PARAMS = ms.SamplingParams(num_tokens_to_generate=LENGTH, return_log_probs=True)
-SHORT = ms.SamplingParams(num_tokens_to_generate=3, return_log_probs=True)
+PARAMS = ms.SamplingParams(max_tokens=LENGTH, return_log_probs=True)
+SHORT = ms.SamplingParams(max_tokens=3, return_log_probs=True)
 
 
 def deepest(plan: str, num_computed: int) -> int:

@@ -53,7 +53,7 @@ def test_so_it_is_with_models_that_have_experts(case: str) -> None:
     """Few tokens go to few experts; transformers computes the whole text without a cache."""
     engine, oracle = small_engine(model=whole_model(case)), TransformersOracle(case)
     stem = random_tokens(2 * BLOCK, seed=140)
-    params = ms.SamplingParams(num_tokens_to_generate=2, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=2, return_log_probs=True)
     engine.generate([stem], params)
     for prompt in tails_of(stem, seed=141):
         (result,) = engine.generate([prompt], params)
@@ -101,10 +101,10 @@ def test_every_attention_provider_of_a_gpu_computes_short_tails(
 @pytest.mark.parametrize("graphs", [None, 64], ids=["eager", "graphs"])
 def test_on_a_gpu_short_tails_are_the_cpus(graphs: int | None) -> None:
     settings: dict[str, Any] = {
-        "block_size_tokens": 32, "max_requests": 6, "max_tokens": 192, "max_sequence_length": 400,
+        "block_size_tokens": 32, "max_requests": 6, "max_tokens_per_step": 192, "max_sequence_length": 400,
         "num_kv_blocks": 100, "num_mamba_slots": 50,
     }  # fmt: skip
-    params = ms.SamplingParams(num_tokens_to_generate=6, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=6, return_log_probs=True)
     stem, model, cpu = (
         random_tokens(96, seed=150),
         tiny_model(torch.float32, "cuda"),
@@ -129,10 +129,10 @@ def test_on_a_gpu_short_tails_are_the_cpus(graphs: int | None) -> None:
 def test_on_a_gpu_experts_of_few_tokens_give_numbers(case: str) -> None:
     """Bfloat16 experts, which multiply by groups: a cached answer is near the uncached one."""
     settings: dict[str, Any] = {
-        "block_size_tokens": 64, "max_requests": 4, "max_tokens": 256, "max_sequence_length": 512,
+        "block_size_tokens": 64, "max_requests": 4, "max_tokens_per_step": 256, "max_sequence_length": 512,
         "num_kv_blocks": 40, "num_mamba_slots": 20,
     }  # fmt: skip
-    params = ms.SamplingParams(num_tokens_to_generate=1, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=1, return_log_probs=True)
     model = ServedModel(copy.deepcopy(reference_model(case, torch.bfloat16)).to("cuda"))
     plain = ms.InferenceConfig(**settings | {"enable_prefix_caching": False, "num_mamba_slots": None})
     cached, uncached = (

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("kind")
 
 TEXTS = [random_tokens(40, seed) for seed in range(3)]
 FORKS = [TEXTS[0][:24] + random_tokens(9, seed=7), TEXTS[1][:8] + random_tokens(9, seed=8)]
-ONE = ms.SamplingParams(num_tokens_to_generate=1)
+ONE = ms.SamplingParams(max_tokens=1)
 
 
 def state_bytes() -> int:
@@ -160,7 +160,7 @@ def test_a_state_that_is_copied_for_a_request_is_copied_whole() -> None:
     """Kernels that update states in place get copies of the durable slot."""
     engine = engine_of(in_place=True)
     serve_checked(engine, TEXTS)
-    params = ms.SamplingParams(num_tokens_to_generate=9, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=9, return_log_probs=True)
     for _ in range(2):
         for prompt, result in zip(FORKS, engine.generate(FORKS, params), strict=True):
             assert_answers(prompt, result)

@@ -71,7 +71,7 @@ def _fill_others(memory: Tensor, axis: int, kept: Sequence[int]) -> None:
 @pytest.mark.parametrize("mode", ["", *SERVED])
 def test_slots_are_reused_full_of_nan_and_no_answer_changes(mode: str) -> None:
     """Repeats, extensions and forks in a few slots and blocks: many are evicted, and written again."""
-    engine = small_engine(num_kv_blocks=14, num_mamba_slots=3, max_tokens=24, **MODES.get(mode, {}))
+    engine = small_engine(num_kv_blocks=14, num_mamba_slots=3, max_tokens_per_step=24, **MODES.get(mode, {}))
     FreedBytesAreOnes(engine)
     for _ in range(2):
         serve_checked(engine, PROMPTS, length=9)

@@ -82,12 +82,13 @@ def test_a_cached_state_of_a_16_bit_model_is_the_float32_accumulator(
     inputs = Inputs(KernelSet(), layers)
     monkeypatch.setattr(hybrid_lm, "kernel_set", lambda device, of: inputs)
     config = ms.InferenceConfig(
-        block_size_tokens=BLOCK, max_requests=1, max_tokens=16, max_sequence_length=64, num_kv_blocks=16,
+        block_size_tokens=BLOCK, max_requests=1, max_tokens_per_step=16, max_sequence_length=64,
+        num_kv_blocks=16,
         num_mamba_slots=8, checkpoint_plan=ms.CheckpointPlan.every_block(BLOCK),
     )  # fmt: skip
     engine = ms.DynamicInferenceEngine(model, config)
     prompt = random_tokens(35, seed=100)
-    (result,) = engine.generate([prompt], ms.SamplingParams(num_tokens_to_generate=10))
+    (result,) = engine.generate([prompt], ms.SamplingParams(max_tokens=10))
     lengths = []
     for slot, tokens in cached_prefixes(engine.context).items():
         assert list(tokens) == [*prompt, *result.tokens][: len(tokens)]
@@ -120,11 +121,11 @@ def test_a_hit_reads_the_bits_that_a_miss_has_in_its_live_slot(kind: str) -> Non
                 return model(inputs)
 
         config = ms.InferenceConfig(
-            block_size_tokens=BLOCK, max_requests=1, max_tokens=2 * BLOCK, max_sequence_length=64,
+            block_size_tokens=BLOCK, max_requests=1, max_tokens_per_step=2 * BLOCK, max_sequence_length=64,
             num_kv_blocks=16, num_mamba_slots=8,
         )  # fmt: skip
         engine = ms.DynamicInferenceEngine(Reading(), config)
-        params = ms.SamplingParams(num_tokens_to_generate=3, return_log_probs=True)
+        params = ms.SamplingParams(max_tokens=3, return_log_probs=True)
         first, second = (engine.generate([random_tokens(20, seed=101)], params)[0] for _ in range(2))
         assert second.num_resumed_tokens == 2 * BLOCK
         assert len(read) == 2

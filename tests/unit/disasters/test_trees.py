@@ -166,7 +166,7 @@ def test_what_a_partial_block_holds_is_not_found_before_the_block_is_full(mode: 
     engine = small_engine(**MODES[mode])
     head = random_tokens(19, seed=1)
     prompts = [head, [*head, 7], [*head, 7, 8, 9], head[:13]]
-    params = ms.SamplingParams(num_tokens_to_generate=20, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=20, return_log_probs=True)
     ids = {engine.add_request(prompt, params): prompt for prompt in prompts}
     wholes = [tuple(prompt + expected_answer(tuple(prompt), 20)[0]) for prompt in prompts]
     index, retired = set[int](), set[int]()
@@ -216,7 +216,7 @@ def test_a_block_that_becomes_full_is_found_under_its_one_hash() -> None:
     engine = small_engine()
     text = random_tokens(21, seed=2)
     answer = expected_answer(tuple(text), 12)[0]
-    params = ms.SamplingParams(num_tokens_to_generate=12, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=12, return_log_probs=True)
     running = engine.add_request(text, params)
     found: list[int] = []
     while engine.has_unfinished_requests():

@@ -25,7 +25,7 @@ PROMPT = random_tokens(61, seed=20)
 """Prefilled in four steps: three of 16 tokens, the most whole blocks of a budget, with a boundary inside."""
 NUM_CHUNKS = 4
 LENGTH = 6
-PARAMS = ms.SamplingParams(num_tokens_to_generate=LENGTH, return_log_probs=True)
+PARAMS = ms.SamplingParams(max_tokens=LENGTH, return_log_probs=True)
 ASKED = ("", "ahead", "mixed", "in place", "encoded", "encoded, ahead", "replay", "replay, ahead")
 """Ways to serve; see `oracle.drafters`."""
 
@@ -57,7 +57,9 @@ class UnwrittenIsNaN:
 
 def engine_of(mode: str = "") -> ms.DynamicInferenceEngine:
     engine = small_engine(
-        max_tokens=BUDGET, checkpoint_plan=ms.CheckpointPlan.every_block(BLOCK), **MODES.get(mode, {})
+        max_tokens_per_step=BUDGET,
+        checkpoint_plan=ms.CheckpointPlan.every_block(BLOCK),
+        **MODES.get(mode, {}),
     )
     engine.watch = UnwrittenIsNaN(engine)  # type: ignore[attr-defined]
     return engine
@@ -199,10 +201,10 @@ def test_on_a_gpu_a_prefill_cancelled_in_flight_leaves_no_unwritten_state(graphs
     """Steps are launched ahead; the client goes after some of them, the device behind, and asks again."""
     model, block, prompt = tiny_model(torch.float32, "cuda"), 32, random_tokens(400, seed=21)
     settings: dict[str, Any] = {
-        "block_size_tokens": block, "max_requests": 4, "max_tokens": 64, "max_sequence_length": 512,
+        "block_size_tokens": block, "max_requests": 4, "max_tokens_per_step": 64, "max_sequence_length": 512,
         "num_kv_blocks": 100, "num_mamba_slots": 40,
     }  # fmt: skip
-    params = ms.SamplingParams(num_tokens_to_generate=12, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=12, return_log_probs=True)
     plain = ms.InferenceConfig(**settings | {"enable_prefix_caching": False, "num_mamba_slots": None})
     (expected,) = ms.DynamicInferenceEngine(tiny_model(torch.float32), plain).generate([prompt], params)
     plan = ms.CheckpointPlan.every_block(block)

@@ -166,14 +166,14 @@ def test_the_oracle_agrees_with_the_engine() -> None:
     config = ms.InferenceConfig(
         block_size_tokens=32,
         max_requests=2,
-        max_tokens=64,
+        max_tokens_per_step=64,
         max_sequence_length=256,
         num_kv_blocks=16,
         num_mamba_slots=16,
     )
     engine, oracle = ms.DynamicInferenceEngine(model, config), IdealResume(32)
     prompt = list(range(150))
-    answer = engine.generate([prompt], ms.SamplingParams(num_tokens_to_generate=20))[0].tokens
+    answer = engine.generate([prompt], ms.SamplingParams(max_tokens=20))[0].tokens
     oracle.computed(0, [*prompt, *answer[:-1]])
     for longer in (prompt, [*prompt, *answer], [*prompt, *answer, 1, 2, 3]):
         assert engine.generate([longer])[0].num_resumed_tokens == oracle.ideal(longer) > 0

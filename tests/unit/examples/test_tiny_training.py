@@ -122,10 +122,10 @@ def test_training_computes_what_is_served(pattern: str, weights: str) -> None:
     logits = ParallelForward(config, chunk=16)(dict(model.named_parameters()), tokens[None])[0]
     torch.testing.assert_close(logits, RecurrentLM(model).logits(tokens.tolist()), rtol=0, atol=1e-9)
     settings = ms.InferenceConfig(
-        block_size_tokens=16, max_requests=1, max_tokens=32, max_sequence_length=96, num_kv_blocks=8,
+        block_size_tokens=16, max_requests=1, max_tokens_per_step=32, max_sequence_length=96, num_kv_blocks=8,
         num_mamba_slots=8,
     )  # fmt: skip
-    ask = ms.SamplingParams(num_tokens_to_generate=1, skip_prompt_log_probs=False)
+    ask = ms.SamplingParams(max_tokens=1, skip_prompt_log_probs=False)
     served = ms.DynamicInferenceEngine(model, settings).generate([tokens.tolist()], ask)[0]
     expected = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
     torch.testing.assert_close(

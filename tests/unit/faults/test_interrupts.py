@@ -18,7 +18,7 @@ from oracle.serving import serve_checked, small_engine
 from oracle.workload import HEADS, assert_idle
 
 LENGTH = 6
-PARAMS = ms.SamplingParams(num_tokens_to_generate=LENGTH)
+PARAMS = ms.SamplingParams(max_tokens=LENGTH)
 Engine = ms.DynamicInferenceEngine
 
 

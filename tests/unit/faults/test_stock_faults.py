@@ -401,7 +401,7 @@ def test_fault_21_the_drop_in_commits_in_one_launch_and_restores_in_one(device: 
 
 def test_fault_22_a_steps_metadata_needs_no_synchronisation_and_the_same_operations_for_any_batch() -> None:
     def ops(requests: int, interval: int | None) -> Counter[str]:
-        context = make_context(num_kv_blocks=100, max_requests=8, max_tokens=400)
+        context = make_context(num_kv_blocks=100, max_requests=8, max_tokens_per_step=400)
         plan = ms.CheckpointPlan(prefill_interval=interval)
         chunks = [
             schedule(context, make_request(random_tokens(41, seed), plan), 400) for seed in range(requests)

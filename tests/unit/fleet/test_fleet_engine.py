@@ -19,13 +19,11 @@ from oracle.serving import TOLERANCE, random_tokens, small_engine
 PROMPT = random_tokens(37, 1)
 LENGTH = 11
 PARAMS = {
-    "greedy": ms.SamplingParams(num_tokens_to_generate=LENGTH, return_log_probs=True, num_top_log_probs=2),
+    "greedy": ms.SamplingParams(max_tokens=LENGTH, return_log_probs=True, num_top_log_probs=2),
     "sampled": ms.SamplingParams(
-        num_tokens_to_generate=LENGTH, temperature=1.5, top_p=0.98, seed=5, return_log_probs=True
+        max_tokens=LENGTH, temperature=1.5, top_p=0.98, seed=5, return_log_probs=True
     ),
-    "prompt": ms.SamplingParams(
-        num_tokens_to_generate=LENGTH, temperature=2.0, seed=6, skip_prompt_log_probs=False
-    ),
+    "prompt": ms.SamplingParams(max_tokens=LENGTH, temperature=2.0, seed=6, skip_prompt_log_probs=False),
 }
 
 
@@ -110,7 +108,7 @@ def test_answers_that_lose_replicas_are_those_of_one_engine(data: st.DataObject)
     for seed in range(data.draw(st.integers(1, 4))):
         prompt = random_tokens(data.draw(st.integers(1, 40)), data.draw(st.integers(0, 1)))
         params = ms.SamplingParams(
-            num_tokens_to_generate=data.draw(st.integers(1, 10)),
+            max_tokens=data.draw(st.integers(1, 10)),
             temperature=data.draw(st.sampled_from([None, 1.0, 3.0])),
             seed=seed,
             stop_token_ids=tuple(data.draw(st.lists(st.integers(0, 255), max_size=60))),
@@ -142,7 +140,7 @@ def test_answers_that_lose_replicas_are_those_of_one_engine(data: st.DataObject)
 
 def test_without_a_seed_the_fleet_draws_one() -> None:
     group = replicas()
-    params = ms.SamplingParams(num_tokens_to_generate=LENGTH, temperature=2.0)
+    params = ms.SamplingParams(max_tokens=LENGTH, temperature=2.0)
 
     async def main(fleet: FleetEngine) -> list[ms.RequestResult]:
         group.losses[:] = [4]
@@ -231,7 +229,7 @@ def _fails(engine: ms.DynamicInferenceEngine) -> None:
 
 def test_a_client_that_leaves_ends_its_request_at_the_replica() -> None:
     group = replicas(1)
-    long = ms.SamplingParams(num_tokens_to_generate=180)
+    long = ms.SamplingParams(max_tokens=180)
 
     async def main(fleet: FleetEngine) -> None:
         for reason in ("cancelled", "stop"):
@@ -259,7 +257,7 @@ def test_a_drain_cancels_what_is_late_and_takes_nothing() -> None:
     group = replicas(1)
 
     async def main(fleet: FleetEngine) -> None:
-        stream = await fleet.stream(PROMPT, ms.SamplingParams(num_tokens_to_generate=200))
+        stream = await fleet.stream(PROMPT, ms.SamplingParams(max_tokens=200))
         assert not await fleet.drain(0.0)
         with pytest.raises(RuntimeError, match="accepts no more requests"):
             await fleet.stream(PROMPT, PARAMS["greedy"])
@@ -276,7 +274,7 @@ def test_refusals_are_raised_and_a_full_queue_stops_no_answer_that_has_begun() -
 
     async def main(fleet: FleetEngine) -> None:
         with pytest.raises(ValueError, match="max_sequence_length"):
-            await fleet.stream(PROMPT, ms.SamplingParams(num_tokens_to_generate=9999))
+            await fleet.stream(PROMPT, ms.SamplingParams(max_tokens=9999))
         for error in (QueueFullError(5, 4), ms.KVBlockCapacityError(3, 2)):
             group.refusals[:] = [error]
             with pytest.raises(type(error)):
@@ -301,7 +299,7 @@ def test_limits_follow_the_number_of_replicas() -> None:
 
     async def main(fleet: FleetEngine) -> None:
         assert (fleet.max_running, fleet.failure) == (8, None)
-        calls = [fleet.stream(PROMPT, ms.SamplingParams(num_tokens_to_generate=20)) for _ in range(10)]
+        calls = [fleet.stream(PROMPT, ms.SamplingParams(max_tokens=20)) for _ in range(10)]
         streams = await asyncio.gather(*calls)
         with pytest.raises(QueueFullError, match="2 requests wait, 2 may"):
             await fleet.stream(PROMPT, PARAMS["greedy"])

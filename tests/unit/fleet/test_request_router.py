@@ -60,7 +60,7 @@ class Rig:
         from ray.serve.request_router import PendingRequest
 
         self._num_requests += 1
-        sampling = ms.SamplingParams(num_tokens_to_generate=10)
+        sampling = ms.SamplingParams(max_tokens=10)
         asked = EngineRequest(
             f"r{self._num_requests}", (1,) * num_tokens, 0, sampling, keys=keys, block_size_tokens=BLOCK
         )

@@ -39,7 +39,9 @@ def test_a_checkpoint_with_its_text_answers_as_transformers(tmp_path: Path) -> N
     save_with_text(tmp_path)
     loaded = ms.load(tmp_path)
     assert isinstance(loaded.model, hf.ServedModel)
-    config = ms.InferenceConfig(block_size_tokens=16, max_tokens=64, num_kv_blocks=64, num_mamba_slots=16)
+    config = ms.InferenceConfig(
+        block_size_tokens=16, max_tokens_per_step=64, num_kv_blocks=64, num_mamba_slots=16
+    )
     engine = ms.DynamicInferenceEngine(loaded.model, config)
     prompt = list(range(3, 40))
     (result,) = engine.generate([prompt], loaded.sampling_params(stop_token_ids=()))
@@ -183,7 +185,7 @@ def test_a_wrong_text_is_refused_before_weights_are_read(tmp_path: Path) -> None
     save_with_text(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 0}')
-    with pytest.raises(hf.CheckpointError, match="num_tokens_to_generate is 0"):
+    with pytest.raises(hf.CheckpointError, match="max_tokens is 0"):
         ms.load(tmp_path)
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "tokenizer.json").write_text("{}")

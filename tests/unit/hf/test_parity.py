@@ -132,7 +132,7 @@ def _check_engine(case: str, dtype: torch.dtype, mode: Mode, tolerance: float) -
     config = ms.InferenceConfig(
         block_size_tokens=block if block > 1 else 8,
         max_requests=3,
-        max_tokens=64,
+        max_tokens_per_step=64,
         max_sequence_length=320,
         num_kv_blocks=64,
         num_mamba_slots=24,
@@ -143,7 +143,7 @@ def _check_engine(case: str, dtype: torch.dtype, mode: Mode, tolerance: float) -
     prompts = [list(long), [*long[:70], *short], list(short)]
     errors = []
     for turn, length in enumerate((64, 16)):
-        params = ms.SamplingParams(num_tokens_to_generate=length, return_log_probs=True)
+        params = ms.SamplingParams(max_tokens=length, return_log_probs=True)
         results = engine.generate(prompts, params)
         for prompt, result in zip(prompts, results, strict=True):
             errors.append(_answer_error(case, dtype, mode, prompt, result))

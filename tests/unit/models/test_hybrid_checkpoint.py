@@ -29,10 +29,11 @@ def change_config(folder: Path, **values: object) -> None:
 
 def answer(model: HybridLM) -> list[int]:
     config = ms.InferenceConfig(
-        block_size_tokens=16, max_requests=2, max_tokens=64, max_sequence_length=128, num_kv_blocks=16,
+        block_size_tokens=16, max_requests=2, max_tokens_per_step=64, max_sequence_length=128,
+        num_kv_blocks=16,
         num_mamba_slots=8,
     )  # fmt: skip
-    params = ms.SamplingParams(num_tokens_to_generate=8)
+    params = ms.SamplingParams(max_tokens=8)
     return ms.DynamicInferenceEngine(model, config).generate([PROMPT], params)[0].tokens
 
 
@@ -145,7 +146,7 @@ class TestTheShippedModel:
         asked = loaded.encode_chat(self.MESSAGES)
         assert asked == [256, 257, *b"You write Python.", 260, 258, *"Grüße 😀".encode(), 260, 259]
         assert loaded.decode(asked) == "You write Python.Grüße 😀"
-        params = loaded.sampling_params(num_tokens_to_generate=5)
+        params = loaded.sampling_params(max_tokens=5)
         assert params.stop_token_ids == (260, 256)
         assert params.temperature == 0.7
 

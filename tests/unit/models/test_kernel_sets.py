@@ -141,7 +141,7 @@ class Scenario:
         self._kernels = kernels
         self.model = ms.models.HybridLM(small_config(16, dtype), seed=3).to(device)
         settings = ms.InferenceConfig(
-            block_size_tokens=16, max_requests=6, max_tokens=128, max_sequence_length=160,
+            block_size_tokens=16, max_requests=6, max_tokens_per_step=128, max_sequence_length=160,
             num_kv_blocks=60, num_mamba_slots=20,
         )  # fmt: skip
         self.context = DynamicInferenceContext(self.model.state_spec(), settings)

@@ -8,7 +8,7 @@ import pytest
 from mambaslots.monitor import Monitor
 from oracle.serving import random_tokens, small_engine
 
-PARAMS = ms.SamplingParams(num_tokens_to_generate=1)
+PARAMS = ms.SamplingParams(max_tokens=1)
 TEXTS = [random_tokens(40, seed) for seed in range(24)]
 
 
@@ -75,7 +75,7 @@ def test_branches_that_are_seen_first_again_and_again_ask_for_marks() -> None:
 
 
 def test_log_probs_of_prompts_are_named_where_they_cost_hits() -> None:
-    params = ms.SamplingParams(num_tokens_to_generate=1, skip_prompt_log_probs=False)
+    params = ms.SamplingParams(max_tokens=1, skip_prompt_log_probs=False)
     (warning,) = warned(TEXTS[:1], params, repeats=40)
     assert "skip_prompt_log_probs" in warning
 

@@ -16,7 +16,7 @@ from oracle.faults import InjectedError, failing
 from oracle.observed import Recorder
 from oracle.serving import random_tokens, small_engine
 
-PARAMS = ms.SamplingParams(num_tokens_to_generate=5)
+PARAMS = ms.SamplingParams(max_tokens=5)
 DOCUMENT = random_tokens(40, 1)
 
 KEYS = {
@@ -265,7 +265,7 @@ def test_why_a_request_did_not_resume_deeper(spans: list[list[Any]], resume_poin
 
 def test_an_answer_that_is_restarted_does_not_say_that_nothing_was_computed() -> None:
     engine, monitor = watched()
-    request_id = engine.add_request(DOCUMENT, ms.SamplingParams(num_tokens_to_generate=12))
+    request_id = engine.add_request(DOCUMENT, ms.SamplingParams(max_tokens=12))
     for _ in range(7):
         engine.step()
     with failing(engine, "forward"), pytest.raises(InjectedError):
@@ -307,7 +307,9 @@ def test_a_trace_that_raises_ends_and_the_monitor_goes_on() -> None:
 
 
 def test_another_thread_reads_while_steps_are_made() -> None:
-    engine, monitor = watched(num_mamba_slots=3, num_kv_blocks=16, max_tokens=16, max_sequence_length=96)
+    engine, monitor = watched(
+        num_mamba_slots=3, num_kv_blocks=16, max_tokens_per_step=16, max_sequence_length=96
+    )
     failures: list[BaseException] = []
     ended = threading.Event()
 

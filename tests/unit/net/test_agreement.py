@@ -39,7 +39,7 @@ def run_ranks(
 
 def serve(engine: ms.DynamicInferenceEngine, agreement: Agreement) -> None:
     for seed in range(3):
-        engine.add_request(random_tokens(21, seed % 2), ms.SamplingParams(num_tokens_to_generate=6))
+        engine.add_request(random_tokens(21, seed % 2), ms.SamplingParams(max_tokens=6))
     run_checked(engine)
     agreement.compare()
 
@@ -221,7 +221,7 @@ def test_after_a_disagreement_every_step_says_so_again_until_both_begin_anew() -
     def stubborn(count: int) -> Work:
         def work(engine: ms.DynamicInferenceEngine, agreement: Agreement) -> None:
             for seed in range(count):
-                engine.add_request(random_tokens(12, seed), ms.SamplingParams(num_tokens_to_generate=2))
+                engine.add_request(random_tokens(12, seed), ms.SamplingParams(max_tokens=2))
             first = None
             for _ in range(3):
                 with pytest.raises(DisagreementError) as caught:
@@ -242,7 +242,7 @@ def test_the_tokens_of_the_very_last_step_are_compared_when_asked_to() -> None:
     def answer(added: int) -> Work:
         def work(engine: ms.DynamicInferenceEngine, agreement: Agreement) -> None:
             # A prompt without a whole block: its token is read after the step is registered.
-            request_id = engine.add_request(random_tokens(5, 0), ms.SamplingParams(num_tokens_to_generate=1))
+            request_id = engine.add_request(random_tokens(5, 0), ms.SamplingParams(max_tokens=1))
             request = engine.state.requests[request_id]
             engine.step()
             request.tokens[-1] = 100 + added
@@ -275,7 +275,7 @@ def test_an_observer_is_called_at_each_step_and_fails_it_by_raising() -> None:
 
     engine, observer = small_engine(), Observer()
     engine.context.observe(observer)
-    engine.add_request(random_tokens(9, 0), ms.SamplingParams(num_tokens_to_generate=3))
+    engine.add_request(random_tokens(9, 0), ms.SamplingParams(max_tokens=3))
     engine.step()
     with pytest.raises(LookupError, match="not this step"):
         engine.step()

@@ -20,7 +20,7 @@ SHAPE = ModelShape("small", 1024, 1024, 64, 4, 64, 4, 1, 1, 16)
 def replay_of(trace: Trace, cost: StepCost | None = None, **settings: Any) -> EngineReplay:
     token_by_token = settings.pop("token_by_token", False)
     sizes: dict[str, Any] = {
-        "block_size_tokens": 4, "max_requests": 3, "max_tokens": 16, "max_sequence_length": 4096,
+        "block_size_tokens": 4, "max_requests": 3, "max_tokens_per_step": 16, "max_sequence_length": 4096,
         "num_kv_blocks": 400, "num_mamba_slots": 8,
     }  # fmt: skip
     config = ms.InferenceConfig(**(sizes | settings))

@@ -79,7 +79,7 @@ def serve(
         while coming and coming[0][0] <= reader.now_s + 1e-9:
             at_s, number = coming.pop(0)
             came[number] = at_s
-            asked = ms.SamplingParams(num_tokens_to_generate=len(trace.requests[number].answer))
+            asked = ms.SamplingParams(max_tokens=len(trace.requests[number].answer))
             reader.numbers[engine.add_request(trace.requests[number].prompt.tolist(), asked)] = number
         for result in engine.step().finished:
             number = reader.numbers[result.request_id]
@@ -106,7 +106,7 @@ def test_a_replay_decides_as_a_real_engine(
 ) -> None:
     trace = small_trace(seed, num_sessions=6, vocab_size=VOCABULARY)
     sizes: dict[str, Any] = {
-        "block_size_tokens": BLOCK, "max_requests": max_requests, "max_tokens": 16,
+        "block_size_tokens": BLOCK, "max_requests": max_requests, "max_tokens_per_step": 16,
         "max_sequence_length": 4096, "num_kv_blocks": num_blocks, "num_mamba_slots": num_slots,
         "eviction_policy": policy,
     }  # fmt: skip

@@ -15,7 +15,12 @@ ENCODED = replace(SHAPE, durable_state_bytes=288)
 def setting(shape: ModelShape) -> ReplaySetting:
     gigabytes = 8192 / (1 << 30)
     return ReplaySetting(
-        shape, state_gb=gigabytes, kv_gb=gigabytes * 16, max_requests=3, max_tokens=64, block_size_tokens=4
+        shape,
+        state_gb=gigabytes,
+        kv_gb=gigabytes * 16,
+        max_requests=3,
+        max_tokens_per_step=64,
+        block_size_tokens=4,
     )
 
 

@@ -21,7 +21,7 @@ from mambaslots.replay.setting import StepCost
 from oracle.budget import dear
 from oracle.serving import random_tokens, small_engine
 
-PARAMS = ms.SamplingParams(num_tokens_to_generate=9)
+PARAMS = ms.SamplingParams(max_tokens=9)
 
 
 def common(left: np.ndarray, right: np.ndarray) -> int:

@@ -119,6 +119,6 @@ def test_others_go_on(served: Served) -> None:
         if b"usage" in received:
             break
     answer = json.loads(received.partition(b"\r\n\r\n")[2])
-    (result,) = served.reference.generate([PROMPT], ms.SamplingParams(num_tokens_to_generate=40))
+    (result,) = served.reference.generate([PROMPT], ms.SamplingParams(max_tokens=40))
     assert answer["choices"][0]["token_ids"] == result.tokens
     other.close()

@@ -66,7 +66,7 @@ def refusal(served: Served, messages: Any, **fields: Any) -> str:
 def test_the_template_gets_the_chat(served: Served, messages: Any, fields: Any, text: str) -> None:
     answer = ask(served, messages, **fields)
     prompt = served.loaded.encode("<|begin|>" + text + "assistant:")
-    params = ms.SamplingParams(num_tokens_to_generate=6)
+    params = ms.SamplingParams(max_tokens=6)
     (result,) = served.reference.generate([prompt], params)
     assert answer["usage"]["prompt_tokens"] == len(prompt)
     assert answer["choices"][0]["token_ids"] == result.tokens
@@ -158,7 +158,7 @@ def test_models_without_text_or_template() -> None:
         assert "no tokenizer; accepted: /v1/completions with token ids" in text.error["message"]
         body = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0, "return_token_ids": True}
         choice = bare.post("/v1/completions", body).json["choices"][0]
-        (result,) = bare.reference.generate([[1, 2, 3]], ms.SamplingParams(num_tokens_to_generate=5))
+        (result,) = bare.reference.generate([[1, 2, 3]], ms.SamplingParams(max_tokens=5))
         assert (choice["text"], choice["token_ids"]) == ("", result.tokens)
         stops = bare.post("/v1/completions", {"prompt": [1], "stop": "a"})
         assert stops.error["param"] == "stop"

@@ -29,7 +29,7 @@ def labels_of() -> dict[str, set[str]]:
     """Sample name -> its labels."""
     engine = small_engine()
     monitor = Monitor(engine, model_name="small")
-    engine.generate([[1, 2, 3]], ms.SamplingParams(num_tokens_to_generate=2))
+    engine.generate([[1, 2, 3]], ms.SamplingParams(max_tokens=2))
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(metrics_text(monitor)[0].decode()):
         for sample in family.samples:

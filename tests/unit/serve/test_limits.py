@@ -45,7 +45,7 @@ def ask(served: Served, key: str | None, **fields: Any) -> Reply:
 
 def occupy(served: Served, num_requests: int) -> Callable[[], None]:
     """Give the engine requests without end; returns what ends them."""
-    engine, params = served.app.state.engine, ms.SamplingParams(num_tokens_to_generate=1900)
+    engine, params = served.app.state.engine, ms.SamplingParams(max_tokens=1900)
     streams = [served.do(lambda: engine.stream(PROMPT, params)) for _ in range(num_requests)]
 
     def free() -> None:

@@ -15,7 +15,7 @@ from mambaslots.monitor import Monitor
 from mambaslots.serve.metrics import metrics_text
 from prometheus_client.parser import text_string_to_metric_families
 
-PARAMS = ms.SamplingParams(num_tokens_to_generate=5)
+PARAMS = ms.SamplingParams(max_tokens=5)
 DOCUMENT = random_tokens(40, 1)
 
 Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]

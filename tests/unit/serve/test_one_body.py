@@ -47,14 +47,14 @@ def test_all_answers_of_a_body_enter_before_the_next_step(served: Served) -> Non
     alone = Recorder()
     served.reference.observe(alone)
     prompts = [prompt for prompt in (PROMPT, PROMPT[:60]) for _ in range(6)]
-    served.reference.generate(prompts, ms.SamplingParams(num_tokens_to_generate=4))
+    served.reference.generate(prompts, ms.SamplingParams(max_tokens=4))
     assert recorder.num_steps <= alone.num_steps + 1  # the last call of the crowd may come after a step
 
 
 @pytest.mark.parametrize("fields", [{"stream": True}, {}], ids=str)
 def test_where_one_answer_finds_no_room_none_is_generated(served: Served, fields: dict[str, Any]) -> None:
     engine = served.app.state.engine
-    params = ms.SamplingParams(num_tokens_to_generate=1900)
+    params = ms.SamplingParams(max_tokens=1900)
     others = [served.do(lambda: engine.stream(PROMPT, params)) for _ in range(20)]
     reply = served.post("/v1/completions", {"prompt": PROMPT, "n": 12, "max_tokens": 4} | fields)
     assert (reply.status, reply.error["code"]) == (429, "queue_full")
@@ -68,7 +68,7 @@ def test_where_one_answer_finds_no_room_none_is_generated(served: Served, fields
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_stop_string_ends_its_request_with_the_reason_stop(served: Served, streams: bool) -> None:
-    (whole,) = served.reference.generate([PROMPT], ms.SamplingParams(num_tokens_to_generate=8))
+    (whole,) = served.reference.generate([PROMPT], ms.SamplingParams(max_tokens=8))
     text = served.loaded.decode(whole.tokens)
     recorder = Recorder()
     served.call(lambda engine: engine.observe(recorder))

@@ -46,7 +46,7 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
 
 def expected(served: Served, prompts: list[list[int]], **sampling: Any) -> list[ms.RequestResult]:
     """What the engine itself answers."""
-    params = served.loaded.sampling_params(**({"num_tokens_to_generate": LENGTH} | sampling))
+    params = served.loaded.sampling_params(**({"max_tokens": LENGTH} | sampling))
     return served.reference.generate(prompts, params)
 
 
@@ -109,7 +109,7 @@ def test_the_likeliest_tokens(served: Served, client: openai.OpenAI, streams: bo
     choices = [chunk.choices[0] for chunk in answer] if streams else answer.choices
     tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
     prompt = served.loaded.encode_chat(CHAT)
-    sampling = {"num_tokens_to_generate": 8, "return_log_probs": True, "num_top_log_probs": 3}
+    sampling = {"max_tokens": 8, "return_log_probs": True, "num_top_log_probs": 3}
     (result,) = expected(served, [prompt], seed=2, **sampling)
     assert result.top_log_probs is not None
     assert [token.logprob for token in tokens] == pytest.approx(result.log_probs, abs=1e-9)
@@ -144,9 +144,7 @@ def test_several_prompts_and_several_answers(served: Served, client: openai.Open
         model=MODEL, prompt=prompts if as_tokens else texts, max_tokens=8, n=2, seed=11
     )
     results = [
-        expected(served, [prompt], num_tokens_to_generate=8, seed=seed)[0]
-        for prompt in prompts
-        for seed in (11, 12)
+        expected(served, [prompt], max_tokens=8, seed=seed)[0] for prompt in prompts for seed in (11, 12)
     ]
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert [choice.text for choice in answer.choices] == [served.loaded.decode(r.tokens) for r in results]
@@ -168,7 +166,7 @@ def test_several_answers_in_one_stream(served: Served, client: openai.OpenAI) ->
         if choice.finish_reason is not None:
             reasons[choice.index] = choice.finish_reason
     for number, text in texts.items():
-        (result,) = expected(served, [prompt], num_tokens_to_generate=8, seed=3 + number)
+        (result,) = expected(served, [prompt], max_tokens=8, seed=3 + number)
         assert text == served.loaded.decode(result.tokens)
     assert set(reasons) == {0, 1}
 

@@ -338,7 +338,7 @@ def test_a_conversation_that_was_just_held_is_shown_with_the_figures_of_the_api(
     openai = pytest.importorskip("openai")
     loaded = ms.load(TINY_CODE, dtype=torch.float32)
     config = ms.InferenceConfig(
-        block_size_tokens=32, max_requests=4, max_tokens=512, max_sequence_length=2048,
+        block_size_tokens=32, max_requests=4, max_tokens_per_step=512, max_sequence_length=2048,
         num_kv_blocks=64, num_mamba_slots=8,
     )  # fmt: skip
     settings = ServerSettings(

@@ -116,7 +116,7 @@ def test_sigterm_lets_answers_end_and_takes_no_new_ones() -> None:
     assert code == 0, errors
     tokens = [token for event in received[:-1] for token in event["choices"][0]["token_ids"]]
     engine = ms.DynamicInferenceEngine(tiny_loaded().model, small_config(max_requests=2))
-    params = ms.SamplingParams(num_tokens_to_generate=num_tokens)
+    params = ms.SamplingParams(max_tokens=num_tokens)
     (result,) = engine.generate([PROMPT], params)
     assert tokens == result.tokens
     assert "Traceback" not in errors

@@ -16,7 +16,7 @@ from vllm_row import VLLMCache
 
 Requests = list[tuple[list[int], list[int]]]
 MOST_BLOCKS = 16
-ONE_BY_ONE = ReplaySetting(SMALL, max_requests=1, max_tokens=100)
+ONE_BY_ONE = ReplaySetting(SMALL, max_requests=1, max_tokens_per_step=100)
 
 
 def quiet(served: int, requests: int) -> None:
@@ -101,7 +101,7 @@ class CheckedLoop(RequestLoop):
     num_slots=st.integers(0, 5),
     num_kv=st.integers(1, 2 * MOST_BLOCKS),
     max_requests=st.integers(1, 4),
-    max_tokens=st.integers(4, 12),
+    max_tokens_per_step=st.integers(4, 12),
     sessions=st.integers(0, 3),
     gap_s=st.sampled_from([0.0, 0.01, 1.0]),
 )
@@ -111,7 +111,7 @@ def test_integrity_holds_after_every_step(
     num_slots: int,
     num_kv: int,
     max_requests: int,
-    max_tokens: int,
+    max_tokens_per_step: int,
     sessions: int,
     gap_s: float,
 ) -> None:
@@ -119,7 +119,7 @@ def test_integrity_holds_after_every_step(
     index = BlockIndex(served.requests, BLOCK)
     cache = CACHES[name](index, num_kv, num_slots)
     num_blocks = cache.num_blocks if isinstance(cache, VLLMCache) else 0
-    setting = ReplaySetting(SMALL, max_requests=max_requests, max_tokens=max_tokens)
+    setting = ReplaySetting(SMALL, max_requests=max_requests, max_tokens_per_step=max_tokens_per_step)
     result = CheckedLoop(served, index.paths, cache, setting, quiet).run()
     assert result.num_requests == len(requests)
     assert 0 <= result.resumed_tokens <= result.prompt_tokens == sum(len(prompt) for prompt, _ in requests)

@@ -20,7 +20,7 @@ def quiet(served: int, requests: int) -> None:
 
 def setting(num_slots: int, **changes: int) -> ReplaySetting:
     """One request after another, KV for everything, prompts in one step."""
-    limits = {"max_requests": 1, "max_tokens": 200} | changes
+    limits = {"max_requests": 1, "max_tokens_per_step": 200} | changes
     return ReplaySetting(SMALL, state_gb=4.0 * num_slots, kv_gb=1000.0, block_size_tokens=BLOCK, **limits)
 
 

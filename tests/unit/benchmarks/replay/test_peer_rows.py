@@ -33,10 +33,10 @@ def test_vllm_raises_the_attention_block_to_the_page_of_a_state() -> None:
 
 
 def test_stock_takes_scratch_out_of_the_budget() -> None:
-    setting = ReplaySetting(NEMOTRON_H_8B, state_gb=2.0, kv_gb=20.0, max_tokens=8192)
+    setting = ReplaySetting(NEMOTRON_H_8B, state_gb=2.0, kv_gb=20.0, max_tokens_per_step=8192)
     assert num_scratch_slots(setting) == 32
     assert num_scratch_slots(replace(setting, max_requests=4)) == 12
-    assert num_scratch_slots(replace(setting, max_tokens=2048)) == 8
+    assert num_scratch_slots(replace(setting, max_tokens_per_step=2048)) == 8
     requests = [([1] * 600, [0]), ([1] * 600, [0])]
     result = StockRow().replay(trace(requests), setting, quiet)
     assert result.state_capacity == result.resumed_tokens == 0

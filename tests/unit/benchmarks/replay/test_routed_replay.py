@@ -85,7 +85,7 @@ class ByFirstBlock:
 
 def config_of(**settings: Any) -> ms.InferenceConfig:
     sizes: dict[str, Any] = {
-        "block_size_tokens": BLOCK, "max_requests": 3, "max_tokens": 16, "max_sequence_length": 4096,
+        "block_size_tokens": BLOCK, "max_requests": 3, "max_tokens_per_step": 16, "max_sequence_length": 4096,
         "num_kv_blocks": 400, "num_mamba_slots": 8,
     }  # fmt: skip
     return ms.InferenceConfig(**(sizes | settings))
@@ -264,7 +264,7 @@ def test_a_router_sees_what_has_ended_and_learns_states_later() -> None:
     asked = [(0, 5, 2), (14, 9, 1), (15, 9, 1), (54, 9, 1), (55, 9, 1)]
     trace = Trace("by hand", [request(at / 1000, i, *sizes) for i, (at, *sizes) in enumerate(asked)])
     router = Noted(ByFirstBlock([1]))
-    replay = routed(trace, router, 2, event_delay_ms=40, max_tokens=64, num_mamba_slots=64)
+    replay = routed(trace, router, 2, event_delay_ms=40, max_tokens_per_step=64, num_mamba_slots=64)
     replay.run()
     assert replay.replica_of == [1] * 5
     assert all(loads[0] == ReplicaLoad("replica-0", 0, 0) for loads in router.loads)
@@ -313,7 +313,10 @@ def test_one_cache_has_what_all_replicas_have() -> None:
     setting = ReplaySetting(model_shape("nemotron-h-8b"), state_gb=2.0, kv_gb=20.0, host_gb=3.0)
     whole = sum_of(setting, 4)
     assert (whole.state_gb, whole.kv_gb, whole.total_gb, whole.host_gb) == (8, 80, None, 12)
-    assert (whole.max_requests, whole.max_tokens) == (4 * setting.max_requests, setting.max_tokens)
+    assert (whole.max_requests, whole.max_tokens_per_step) == (
+        4 * setting.max_requests,
+        setting.max_tokens_per_step,
+    )
     assert 4 * whole.cost.seconds(100, 7) == pytest.approx(setting.cost.seconds(100, 7))
 
 

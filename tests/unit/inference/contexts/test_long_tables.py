@@ -12,13 +12,13 @@ from oracle.serving import assert_answers, random_tokens, small_engine
 
 BLOCK = 8
 PROMPTS = [random_tokens(13, seed=seed) for seed in range(16)]
-PARAMS = ms.SamplingParams(num_tokens_to_generate=12, return_log_probs=True)
+PARAMS = ms.SamplingParams(max_tokens=12, return_log_probs=True)
 
 
 def bytes_of_a_step(max_sequence_length: int) -> int:
     """The most memory that a decode step of 16 requests takes at once, for a while."""
     engine = small_engine(
-        max_sequence_length=max_sequence_length, max_requests=16, max_tokens=256, num_kv_blocks=2**15
+        max_sequence_length=max_sequence_length, max_requests=16, max_tokens_per_step=256, num_kv_blocks=2**15
     )
     requests = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
     results = {}

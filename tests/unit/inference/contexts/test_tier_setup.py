@@ -36,7 +36,7 @@ def test_a_stage_without_states_takes_the_slots_of_the_others(num_slots: int) ->
     without = replace(whole, states=nothing)
     gb = (num_slots + 0.5) * whole.slot_bytes / (1 << 30) if num_slots else 0.0
     config = ms.InferenceConfig(
-        block_size_tokens=8, max_requests=2, max_tokens=16, max_sequence_length=64, num_kv_blocks=20,
+        block_size_tokens=8, max_requests=2, max_tokens_per_step=16, max_sequence_length=64, num_kv_blocks=20,
         num_mamba_slots=3, host_cache_gb=gb,
     )  # fmt: skip
     tiers: dict[int, HostTier | None] = {}

@@ -11,7 +11,7 @@ from oracle.workload import TEXTS, Asked, Client, assert_idle
 pytestmark = pytest.mark.usefixtures("kind")
 
 LONG = TEXTS[0]  # 56 tokens, 7 blocks of 8
-SHORT = ms.SamplingParams(num_tokens_to_generate=2)
+SHORT = ms.SamplingParams(max_tokens=2)
 
 
 def pinned_engine(num_kv_blocks: int = 16, **settings: object) -> ms.DynamicInferenceEngine:
@@ -118,7 +118,11 @@ def sharing(count: int) -> list[list[int]]:
 def test_where_pins_keep_all_other_slots_the_promised_state_is_in_the_slot_of_an_idle_row() -> None:
     """The last request to get a row takes that slot over, and resumes."""
     engine = small_engine(
-        num_mamba_slots=1, num_kv_blocks=1200, max_requests=64, max_tokens=8192, max_sequence_length=128
+        num_mamba_slots=1,
+        num_kv_blocks=1200,
+        max_requests=64,
+        max_tokens_per_step=8192,
+        max_sequence_length=128,
     )
     engine.warm(LONG[:8])
     engine.pin(LONG[:8])
@@ -135,7 +139,9 @@ def test_where_pins_keep_all_other_slots_the_promised_state_is_in_the_slot_of_an
 
 
 def test_with_slots_they_wait_one_step_and_share() -> None:
-    client = Client(small_engine(num_kv_blocks=1200, max_requests=64, max_tokens=8192, num_mamba_slots=70))
+    client = Client(
+        small_engine(num_kv_blocks=1200, max_requests=64, max_tokens_per_step=8192, num_mamba_slots=70)
+    )
     for prompt in sharing(64):
         client.ask(Asked(tuple(prompt), 2))
     assert len(client.step().admitted) == 1
@@ -146,17 +152,19 @@ def test_with_slots_they_wait_one_step_and_share() -> None:
 
 def test_a_request_waits_in_vain_once() -> None:
     """The slot that was promised goes to a state of more worth."""
-    engine = small_engine(num_mamba_slots=2, num_kv_blocks=200, max_requests=8, max_tokens=64)
+    engine = small_engine(num_mamba_slots=2, num_kv_blocks=200, max_requests=8, max_tokens_per_step=64)
     prompts = sharing(6)
     for prompt in prompts:
-        engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=1))
+        engine.add_request(prompt, ms.SamplingParams(max_tokens=1))
     num_steps = 0
     while engine.has_unfinished_requests():
         engine.step()
         num_steps += 1
-    without = small_engine(enable_prefix_caching=False, num_kv_blocks=200, max_requests=8, max_tokens=64)
+    without = small_engine(
+        enable_prefix_caching=False, num_kv_blocks=200, max_requests=8, max_tokens_per_step=64
+    )
     for prompt in prompts:
-        without.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=1))
+        without.add_request(prompt, ms.SamplingParams(max_tokens=1))
     num_without = 0
     while without.has_unfinished_requests():
         without.step()
@@ -176,11 +184,11 @@ class Guesses(Drafter):
 
 def test_drafts_evict_no_prefix() -> None:
     engine = small_engine(num_kv_blocks=9, num_speculative_tokens=4, make_drafter=Guesses)
-    (result,) = engine.generate([random_tokens(24, 1)], ms.SamplingParams(num_tokens_to_generate=1))
+    (result,) = engine.generate([random_tokens(24, 1)], ms.SamplingParams(max_tokens=1))
     assert result.finish_reason == "length"
     resumable = engine.warm(random_tokens(24, 1))
     assert resumable == 24
-    engine.add_request(random_tokens(46, 2), ms.SamplingParams(num_tokens_to_generate=10))  # 6 blocks
+    engine.add_request(random_tokens(46, 2), ms.SamplingParams(max_tokens=10))  # 6 blocks
     for _ in range(2):  # the prompt, and a decode whose drafts reach into a seventh block
         engine.step()
         engine.check_integrity()

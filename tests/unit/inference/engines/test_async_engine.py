@@ -26,7 +26,7 @@ from oracle.workload import answer, assert_idle
 
 PROMPTS = [random_tokens(20, seed=1), random_tokens(33, seed=2), random_tokens(9, seed=3)]
 LENGTH = 6
-PARAMS = ms.SamplingParams(num_tokens_to_generate=LENGTH)
+PARAMS = ms.SamplingParams(max_tokens=LENGTH)
 
 
 def expected(prompt: list[int], length: int = LENGTH) -> list[int]:
@@ -164,7 +164,7 @@ def test_a_thread_without_work_sleeps() -> None:
         (([],), "prompt is empty"),
         (("text",), "tokenize text first"),
         (([1, 2, 10**6],), "prompt"),
-        (([1], ms.SamplingParams(num_tokens_to_generate=10**6)), "max_sequence_length"),
+        (([1], ms.SamplingParams(max_tokens=10**6)), "max_sequence_length"),
         (([1], "greedy"), "sampling_params"),
     ],
 )
@@ -274,7 +274,7 @@ def test_requests_without_a_stream_count_against_the_limit() -> None:
 
 def test_a_crowd_of_requests_holds_up_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(server: ms.AsyncEngine) -> None:
-        first = await server.stream(PROMPTS[0], ms.SamplingParams(num_tokens_to_generate=40))
+        first = await server.stream(PROMPTS[0], ms.SamplingParams(max_tokens=40))
         await entered(gate)
         crowd = [asyncio.create_task(server.generate(prompt, PARAMS)) for prompt in PROMPTS]
         stamped = [asyncio.create_task(server.call(lambda engine: gate.num_forwards)) for _ in range(3)]
@@ -422,7 +422,7 @@ def test_a_call_that_makes_steps_or_ends_requests_loses_no_token() -> None:
         gate.open()
         await server.call(lambda engine: engine.generate([PROMPTS[1]], PARAMS))
         assert await tokens_of(stream) == expected(PROMPTS[0])
-        long = ms.SamplingParams(num_tokens_to_generate=100)
+        long = ms.SamplingParams(max_tokens=100)
         cancelled, reset = await streams_at_once(server, PROMPTS[:2], long)
         await server.call(lambda engine: engine.cancel(cancelled.request_id))
         await server.call(lambda engine: engine.reset())
@@ -539,7 +539,7 @@ def test_a_thread_whose_work_exits_gives_up() -> None:
 
 def test_a_call_that_exits_ends_the_thread_and_raises_at_its_caller() -> None:
     async def body(server: ms.AsyncEngine) -> None:
-        stream = await server.stream(PROMPTS[0], ms.SamplingParams(num_tokens_to_generate=100))
+        stream = await server.stream(PROMPTS[0], ms.SamplingParams(max_tokens=100))
         with pytest.raises(ms.EngineDeadError):
             await server.call(lambda engine: raise_(KeyboardInterrupt()))
         await assert_dead(server, stream, KeyboardInterrupt)
@@ -736,7 +736,7 @@ def test_a_thread_whose_loop_is_closed_cancels_its_requests_and_ends() -> None:
     async def main() -> None:
         servers.append(ms.AsyncEngine(engine))
         servers[0].start()
-        await servers[0].stream(PROMPTS[0], ms.SamplingParams(num_tokens_to_generate=200))
+        await servers[0].stream(PROMPTS[0], ms.SamplingParams(max_tokens=200))
         await entered(gate)
 
     asyncio.run(main())
@@ -785,12 +785,13 @@ def test_a_program_that_forgets_to_close_ends() -> None:
     program = """
 import asyncio, mambaslots as ms
 model = ms.models.HybridLM(ms.models.HybridConfig.tiny(), seed=0)
-config = ms.InferenceConfig(block_size_tokens=32, max_tokens=512, num_kv_blocks=512, num_mamba_slots=64)
+config = ms.InferenceConfig(block_size_tokens=32, max_tokens_per_step=512, num_kv_blocks=512,
+num_mamba_slots=64)
 server = ms.AsyncEngine(ms.DynamicInferenceEngine(model, config))
 loop = asyncio.new_event_loop()
 async def main():
     server.start()
-    await server.stream([1, 2, 3], ms.SamplingParams(num_tokens_to_generate=4000))
+    await server.stream([1, 2, 3], ms.SamplingParams(max_tokens=4000))
 loop.run_until_complete(main())
 print("end")
 """

@@ -44,7 +44,7 @@ class Visit(NamedTuple):
     @property
     def params(self) -> ms.SamplingParams:
         random = {} if self.seed is None else {"temperature": 1.0, "seed": self.seed}
-        return ms.SamplingParams(num_tokens_to_generate=self.length, **random)  # type: ignore[arg-type]
+        return ms.SamplingParams(max_tokens=self.length, **random)  # type: ignore[arg-type]
 
 
 visits = st.builds(
@@ -76,7 +76,7 @@ ends = st.sampled_from(["is waited for", "drains", "drains in a hurry", "closes"
 def drawn_answer(kind: str, prompt: tuple[int, ...], seed: int) -> list[int]:
     """The longest answer with random tokens, of the prompt alone in an engine without a cache."""
     engine = small_engine(enable_prefix_caching=False)
-    params = ms.SamplingParams(num_tokens_to_generate=24, temperature=1.0, seed=seed)
+    params = ms.SamplingParams(max_tokens=24, temperature=1.0, seed=seed)
     return engine.generate([prompt], params)[0].tokens
 
 
@@ -218,5 +218,5 @@ def test_any_traffic_gets_its_answers_and_leaves_nothing(
         engine.check_integrity()
         assert_idle(engine)
         engine.model.errors.clear()  # type: ignore[attr-defined]
-        last = engine.generate([HEADS[5]], ms.SamplingParams(num_tokens_to_generate=5))[0]
+        last = engine.generate([HEADS[5]], ms.SamplingParams(max_tokens=5))[0]
         assert last.tokens == answer(tuple(HEADS[5]))[0][:5]

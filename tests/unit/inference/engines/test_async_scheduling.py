@@ -44,7 +44,7 @@ def ahead(**overrides: Any) -> ms.DynamicInferenceEngine:
 
 
 def greedy(length: int = LENGTH, **settings: Any) -> ms.SamplingParams:
-    return ms.SamplingParams(num_tokens_to_generate=length, return_log_probs=True, **settings)
+    return ms.SamplingParams(max_tokens=length, return_log_probs=True, **settings)
 
 
 @pytest.fixture(autouse=True)
@@ -205,8 +205,8 @@ def test_logits_that_are_no_numbers_end_a_request_whose_next_step_runs(
 @pytest.mark.parametrize("seed", range(3))
 def test_sampled_tokens_are_those_of_an_engine_that_waits(seed: int) -> None:
     params = [
-        ms.SamplingParams(num_tokens_to_generate=17, temperature=1.0, top_k=20, seed=seed),
-        ms.SamplingParams(num_tokens_to_generate=9, top_p=0.9, temperature=0.7),
+        ms.SamplingParams(max_tokens=17, temperature=1.0, top_k=20, seed=seed),
+        ms.SamplingParams(max_tokens=9, top_p=0.9, temperature=0.7),
         greedy(13),
     ]
     prompts = [random_tokens(length, seed=length) for length in (7, 12, 20)]

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 CONFIG = ms.InferenceConfig(
-    block_size_tokens=16, max_requests=4, max_tokens=64, max_sequence_length=256, num_kv_blocks=64,
+    block_size_tokens=16, max_requests=4, max_tokens_per_step=64, max_sequence_length=256, num_kv_blocks=64,
     num_mamba_slots=8,
 )  # fmt: skip
 
@@ -561,7 +561,7 @@ class TestReplacedProducts:
         results = []
         for served in (invariance.served(model), model):
             engine = ms.DynamicInferenceEngine(served, CONFIG)
-            params = ms.SamplingParams(num_tokens_to_generate=3, return_log_probs=True)
+            params = ms.SamplingParams(max_tokens=3, return_log_probs=True)
             results.append(engine.generate([list(range(20))], params)[0])
         assert calls == [20, 1, 1]
         assert results[0].tokens == results[1].tokens
@@ -572,7 +572,8 @@ def wide_config() -> ms.InferenceConfig:
     """Of an engine with batch invariance."""
     setting = {"batch_invariant"} & {field.name for field in fields(ms.InferenceConfig)}
     return ms.InferenceConfig(
-        block_size_tokens=256, max_requests=32, max_tokens=4096, max_sequence_length=8192, num_kv_blocks=64,
+        block_size_tokens=256, max_requests=32, max_tokens_per_step=4096, max_sequence_length=8192,
+        num_kv_blocks=64,
         num_mamba_slots=8, **dict.fromkeys(setting, True),
     )  # fmt: skip
 

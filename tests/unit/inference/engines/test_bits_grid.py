@@ -71,7 +71,7 @@ class GridWatch:
 @costly()
 @given(
     kind=kinds,
-    max_tokens=st.integers(8, 40),
+    max_tokens_per_step=st.integers(8, 40),
     slots=st.integers(1, 20),
     drafts=st.integers(0, 9),
     lengths=st.lists(
@@ -82,7 +82,7 @@ class GridWatch:
 )
 def test_every_cut_lies_on_the_grid(
     kind: str,
-    max_tokens: int,
+    max_tokens_per_step: int,
     slots: int,
     drafts: int,
     lengths: list[tuple[int, int, bool]],
@@ -92,7 +92,7 @@ def test_every_cut_lies_on_the_grid(
     with kind_of_model(kind):
         settings: dict[str, Any] = {"make_drafter": MixedDrafter} if drafts else {}
         engine = small_engine(
-            decode_by_replay=True, max_tokens=max_tokens, num_mamba_slots=slots,
+            decode_by_replay=True, max_tokens_per_step=max_tokens_per_step, num_mamba_slots=slots,
             num_kv_blocks=24 if caching else 96, num_speculative_tokens=drafts,
             enable_prefix_caching=caching, block_size_tokens=8 if caching else block, **settings,
         )  # fmt: skip
@@ -102,7 +102,7 @@ def test_every_cut_lies_on_the_grid(
         results: dict[int, ms.RequestResult] = {}
         for index, (prompt_length, answer, shares) in enumerate(lengths):
             prompt = stem[:prompt_length] if shares else random_tokens(prompt_length, seed=2 + index)
-            params = ms.SamplingParams(num_tokens_to_generate=answer, return_log_probs=True)
+            params = ms.SamplingParams(max_tokens=answer, return_log_probs=True)
             asked[engine.add_request(prompt, params)] = prompt
             results |= {result.request_id: result for result in engine.step().finished}
             engine.check_integrity()
@@ -118,9 +118,9 @@ def test_a_decode_evicts_no_other_requests_state() -> None:
     """Its own older state goes first, as without replay, though it has just continued from that state."""
     engine = small_engine(decode_by_replay=True, block_size_tokens=4, num_mamba_slots=2, num_kv_blocks=96)
     nothing: dict[str, Any] = {"tail": False, "branch": False, "chunk_ends": False}
-    prompt, params = random_tokens(17, seed=5), ms.SamplingParams(num_tokens_to_generate=60)
+    prompt, params = random_tokens(17, seed=5), ms.SamplingParams(max_tokens=60)
     marked = ms.CheckpointPlan(marks=(16,), decode="off", **nothing)
-    engine.generate([prompt], ms.SamplingParams(num_tokens_to_generate=1), checkpoint_plan=marked)
+    engine.generate([prompt], ms.SamplingParams(max_tokens=1), checkpoint_plan=marked)
     engine.add_request(
         random_tokens(4, seed=1), params, checkpoint_plan=ms.CheckpointPlan(decode="rolling", **nothing)
     )
@@ -132,12 +132,12 @@ def test_a_decode_evicts_no_other_requests_state() -> None:
 
 
 def test_decodes_leave_a_prefill_its_cuts() -> None:
-    engine = small_engine(decode_by_replay=True, max_tokens=8, num_kv_blocks=96)
+    engine = small_engine(decode_by_replay=True, max_tokens_per_step=8, num_kv_blocks=96)
     chunk = engine.context.spec.chunk_tokens(8)
     prompts = [random_tokens(length, seed=length) for length in (2, 3, 4 * chunk)]
     asked = {}
     for prompt, length in zip(prompts, (40, 40, 3), strict=True):
-        params = ms.SamplingParams(num_tokens_to_generate=length, return_log_probs=True)
+        params = ms.SamplingParams(max_tokens=length, return_log_probs=True)
         asked[engine.add_request(prompt, params)] = prompt
     finished = []
     while engine.has_unfinished_requests():

@@ -37,7 +37,7 @@ def test_an_answer_in_parts_is_the_answer(kind: str, data: st.DataObject) -> Non
     prompt = random_tokens(data.draw(st.integers(1, 40)), 1)
     length = data.draw(st.integers(2, 20))
     params = ms.SamplingParams(
-        num_tokens_to_generate=length,
+        max_tokens=length,
         temperature=data.draw(st.sampled_from([None, 1.0, 3.0])),
         seed=data.draw(st.integers(0, 3)),
         stop_token_ids=tuple(data.draw(st.lists(st.integers(0, 255), max_size=40))),
@@ -73,7 +73,7 @@ def test_an_answer_in_parts_is_the_answer(kind: str, data: st.DataObject) -> Non
 def test_a_part_resumes_from_states_in_the_answer() -> None:
     """The tokens of the answer are cached as those of a prompt are."""
     engine, prompt = small_engine(), random_tokens(16, 1)
-    params = ms.SamplingParams(num_tokens_to_generate=30)
+    params = ms.SamplingParams(max_tokens=30)
     (whole,) = engine.generate([prompt], params)
     sequence = prompt + whole.tokens[:20]
     (rest,) = engine.generate([sequence], replace(params, num_generated=20))
@@ -86,7 +86,7 @@ def test_a_part_resumes_from_states_in_the_answer() -> None:
 @pytest.mark.parametrize("fails_at", [1, 3])
 def test_a_failed_step_costs_a_part_no_token(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, prompt = small_engine(), random_tokens(20, 2)
-    params = ms.SamplingParams(num_tokens_to_generate=9, temperature=2.0, seed=4, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=9, temperature=2.0, seed=4, return_log_probs=True)
     (whole,) = small_engine().generate([prompt], params)
     request_id = engine.add_request(prompt + whole.tokens[:4], replace(params, num_generated=4))
     run, num_steps = type(engine.state).run, 0
@@ -116,12 +116,12 @@ def test_a_failed_step_costs_a_part_no_token(fails_at: int, monkeypatch: pytest.
         (3, {}, "num_generated is 3 and the prompt has 3 tokens"),
         (2, {"stop_token_ids": (7,)}, "the last token that was generated ends the answer"),
         (2, {"termination_id": 7}, "the last token that was generated ends the answer"),
-        (1, {"num_tokens_to_generate": 255}, "2 \\+ 255 tokens; accepted: together at most"),
+        (1, {"max_tokens": 255}, "2 \\+ 255 tokens; accepted: together at most"),
     ],
 )
 def test_what_cannot_go_on_is_refused(num_generated: int, changes: dict[str, Any], message: str) -> None:
     engine = small_engine()
-    params = ms.SamplingParams(**({"num_tokens_to_generate": 5} | changes), num_generated=num_generated)
+    params = ms.SamplingParams(**({"max_tokens": 5} | changes), num_generated=num_generated)
     with pytest.raises(ValueError, match=message):
         engine.add_request([5, 6, 7], params)
     assert not engine.has_unfinished_requests()
@@ -129,4 +129,4 @@ def test_what_cannot_go_on_is_refused(num_generated: int, changes: dict[str, Any
 
 def test_no_answer_goes_on_behind_its_length() -> None:
     with pytest.raises(ValueError, match="num_generated is 5; accepted: an integer from 0 to 4"):
-        ms.SamplingParams(num_tokens_to_generate=5, num_generated=5)
+        ms.SamplingParams(max_tokens=5, num_generated=5)

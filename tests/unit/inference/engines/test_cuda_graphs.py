@@ -11,7 +11,7 @@ from oracle.serving import random_tokens, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kind", "one_fla_configuration")]
 BLOCK = 32
-GREEDY = ms.SamplingParams(num_tokens_to_generate=40, return_log_probs=True)
+GREEDY = ms.SamplingParams(max_tokens=40, return_log_probs=True)
 SHARED = random_tokens(70, 1)
 PROMPTS = [
     *([*SHARED, *tail] for tail in ([1], [2, 3], random_tokens(90, 2))),
@@ -25,7 +25,7 @@ def model_on(device: str, dtype: torch.dtype = torch.float32) -> ms.models.Hybri
 
 def engine_of(model: ms.models.HybridLM, **overrides: object) -> ms.DynamicInferenceEngine:
     settings: dict[str, object] = {
-        "block_size_tokens": BLOCK, "max_requests": 6, "max_tokens": 192, "max_sequence_length": 400,
+        "block_size_tokens": BLOCK, "max_requests": 6, "max_tokens_per_step": 192, "max_sequence_length": 400,
         "num_kv_blocks": 100, "num_mamba_slots": 50,
     }  # fmt: skip
     settings |= overrides
@@ -112,7 +112,7 @@ class TestTokens:
         record_property("cases", {"answers compared with the CPU's": comparison.same + comparison.ties})
 
     def test_float64_is_exact(self):
-        params = ms.SamplingParams(num_tokens_to_generate=12, return_log_probs=True)
+        params = ms.SamplingParams(max_tokens=12, return_log_probs=True)
         cpu = engine_of(model_on("cpu", torch.float64)).generate(PROMPTS[:4], params)
         gpu_engine = engine_of(model_on("cuda", torch.float64), num_cuda_graphs=8)
         assert gpu_engine.state.graphs is None

@@ -73,9 +73,9 @@ def _request_like(engine: ms.DynamicInferenceEngine, prompt: list[int]) -> objec
     return request
 
 
-@pytest.mark.parametrize("max_tokens", [8, 9, 12, 20, 33])
-def test_chunks_of_any_size_compute_the_same(max_tokens: int) -> None:
-    engine = small_engine(max_tokens=max_tokens, max_requests=3)
+@pytest.mark.parametrize("max_tokens_per_step", [8, 9, 12, 20, 33])
+def test_chunks_of_any_size_compute_the_same(max_tokens_per_step: int) -> None:
+    engine = small_engine(max_tokens_per_step=max_tokens_per_step, max_requests=3)
     prompts = [random_tokens(n, seed=5) for n in (70, 41, 64, 16, 9, 1)]
     serve_checked(engine, prompts)
     again = serve_checked(engine, prompts)
@@ -86,7 +86,7 @@ def test_chunks_of_any_size_compute_the_same(max_tokens: int) -> None:
 @pytest.mark.parametrize("policy", ["lru", "value"])
 def test_any_state_pool_serves_many_at_once(slots: int, policy: str) -> None:
     engine = small_engine(
-        num_mamba_slots=slots, eviction_policy=policy, max_tokens=24,
+        num_mamba_slots=slots, eviction_policy=policy, max_tokens_per_step=24,
         checkpoint_plan=ms.CheckpointPlan.every_block(BLOCK),
     )  # fmt: skip
     base = random_tokens(60, seed=8)
@@ -110,7 +110,7 @@ def test_a_prefix_shared_in_flight_is_computed_once() -> None:
 def test_requests_pause_when_kv_runs_out_and_all_finish() -> None:
     engine = small_engine(num_kv_blocks=12, max_requests=4)
     prompts = [random_tokens(20, seed) for seed in range(4)]
-    params = ms.SamplingParams(num_tokens_to_generate=40, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=40, return_log_probs=True)
     ids = [engine.add_request(prompt, params) for prompt in prompts]
     paused = 0
     results = {}
@@ -127,9 +127,7 @@ def test_requests_pause_when_kv_runs_out_and_all_finish() -> None:
 
 def test_an_evicted_request_restarts_from_its_last_checkpoint() -> None:
     engine, prompt = small_engine(), random_tokens(20, seed=1)
-    request_id = engine.add_request(
-        prompt, ms.SamplingParams(num_tokens_to_generate=30, return_log_probs=True)
-    )
+    request_id = engine.add_request(prompt, ms.SamplingParams(max_tokens=30, return_log_probs=True))
     for _ in range(16):
         engine.step()
     engine.state.scheduler.preempt(engine.state.requests[request_id])
@@ -148,7 +146,7 @@ def test_a_paused_request_keeps_a_state_that_only_a_durable_slot_holds() -> None
 
 def test_salts_separate_and_equal_salts_share() -> None:
     engine, prompt = small_engine(), random_tokens(40, seed=1)
-    params = ms.SamplingParams(num_tokens_to_generate=1, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=1, return_log_probs=True)
     salts = [None, b"a", b"b", b"a", "a", None]
     resumed = []
     for salt in salts:
@@ -159,9 +157,9 @@ def test_salts_separate_and_equal_salts_share() -> None:
 
 
 def test_prompt_log_probs_turn_resuming_off_for_that_request() -> None:
-    engine, prompt = small_engine(max_tokens=16), random_tokens(41, seed=1)
+    engine, prompt = small_engine(max_tokens_per_step=16), random_tokens(41, seed=1)
     serve_checked(engine, [prompt])
-    params = ms.SamplingParams(num_tokens_to_generate=2, return_log_probs=True, skip_prompt_log_probs=False)
+    params = ms.SamplingParams(max_tokens=2, return_log_probs=True, skip_prompt_log_probs=False)
     (result,) = engine.generate([prompt], params)
     assert_answers(prompt, result)
     assert result.num_resumed_tokens == 0
@@ -181,7 +179,7 @@ def test_sampling_depends_on_the_seed_and_not_on_the_cache() -> None:
     cached, plain = small_engine(), small_engine(enable_prefix_caching=False)
     prompt = random_tokens(30, seed=1)
     params = [
-        ms.SamplingParams(num_tokens_to_generate=20, temperature=1.3, top_k=20, top_p=0.9, seed=seed)
+        ms.SamplingParams(max_tokens=20, temperature=1.3, top_k=20, top_p=0.9, seed=seed)
         for seed in (0, 1, 0)
     ]
     runs = [engine.generate([prompt] * 3, params) for engine in (cached, cached, plain)]
@@ -196,8 +194,8 @@ def test_an_answer_ends_at_a_stop_token_which_it_includes() -> None:
     stop = tokens[5]
     first = tokens.index(stop)
     for params in (
-        ms.SamplingParams(num_tokens_to_generate=12, termination_id=stop),
-        ms.SamplingParams(num_tokens_to_generate=12, stop_token_ids=(stop,)),
+        ms.SamplingParams(max_tokens=12, termination_id=stop),
+        ms.SamplingParams(max_tokens=12, stop_token_ids=(stop,)),
     ):
         (result,) = engine.generate([prompt], params)
         assert result.tokens == tokens[: first + 1]
@@ -207,7 +205,7 @@ def test_an_answer_ends_at_a_stop_token_which_it_includes() -> None:
 def test_streams_interleave_and_give_the_same_tokens() -> None:
     engine = small_engine()
     prompts = [random_tokens(20, seed=1), random_tokens(30, seed=2)]
-    params = ms.SamplingParams(num_tokens_to_generate=8, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=8, return_log_probs=True)
     streams = [engine.stream(prompt, params) for prompt in prompts]
     arrived = list(zip(*streams, strict=True))
     for i, prompt in enumerate(prompts):
@@ -228,7 +226,7 @@ def test_a_stream_closed_early_cancels_its_request() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
 def test_cancelling_frees_everything_and_keeps_what_was_computed(steps: int) -> None:
-    engine, prompt = small_engine(max_tokens=16), random_tokens(40, seed=1)
+    engine, prompt = small_engine(max_tokens_per_step=16), random_tokens(40, seed=1)
     request_id = engine.add_request(prompt)
     for _ in range(steps):
         engine.step()
@@ -259,7 +257,7 @@ def test_a_caller_may_say_that_an_answer_is_complete() -> None:
 
 @pytest.mark.parametrize("failing_call", [0, 1, 3, 6])
 def test_a_failing_forward_costs_time_and_no_tokens(failing_call: int) -> None:
-    engine = small_engine(max_tokens=16)
+    engine = small_engine(max_tokens_per_step=16)
     model, calls = engine.model, []
 
     def failing(inputs: ms.StepInputs) -> torch.Tensor:
@@ -272,7 +270,7 @@ def test_a_failing_forward_costs_time_and_no_tokens(failing_call: int) -> None:
     failing.state_spec = model.state_spec  # type: ignore[attr-defined]
     engine.model = failing  # type: ignore[assignment]
     prompts = [random_tokens(n, seed=n) for n in (40, 16, 9)]
-    params = ms.SamplingParams(num_tokens_to_generate=6, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=6, return_log_probs=True)
     ids = [engine.add_request(prompt, params) for prompt in prompts]
     results: dict[int, ms.RequestResult] = {}
     failures = 0
@@ -293,11 +291,11 @@ def test_every_block_resumes_what_is_ideal() -> None:
     engine = small_engine(
         num_mamba_slots=600,
         num_kv_blocks=800,
-        max_tokens=40,
+        max_tokens_per_step=40,
         checkpoint_plan=ms.CheckpointPlan.every_block(BLOCK),
     )
     known, oracle = [random_tokens(40, seed) for seed in range(3)], IdealResume(BLOCK)
-    params = ms.SamplingParams(num_tokens_to_generate=9, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=9, return_log_probs=True)
     prompts: dict[int, list[int]] = {}
     ideal: dict[int, int] = {}
     resumed = 0
@@ -335,14 +333,14 @@ def test_float32_is_equal_or_nearly_tied() -> None:
         ms.DynamicInferenceEngine(
             model,
             ms.InferenceConfig(
-                block_size_tokens=BLOCK, max_requests=4, max_tokens=32, max_sequence_length=256,
+                block_size_tokens=BLOCK, max_requests=4, max_tokens_per_step=32, max_sequence_length=256,
                 num_kv_blocks=128, num_mamba_slots=64 if caching else None, enable_prefix_caching=caching,
             ),
         )
         for caching in (True, False)
     ]  # fmt: skip
     prompts = [random_tokens(40, seed=1)[:n] for n in (40, 24, 17, 33)]
-    params = ms.SamplingParams(num_tokens_to_generate=30, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=30, return_log_probs=True)
     for _ in range(2):
         cached, plain = (engine.generate(prompts, params) for engine in engines)
     for prompt, a, b in zip(prompts, cached, plain, strict=True):
@@ -353,20 +351,20 @@ def test_float32_is_equal_or_nearly_tied() -> None:
         assert float(best[0] - best[1]) < 1e-4
 
 
-@pytest.mark.parametrize("max_tokens", [8, 13, 64])
-def test_why_tokens_are_computed_does_not_depend_on_the_chunks(max_tokens: int) -> None:
-    engine = small_engine(max_tokens=max_tokens)
+@pytest.mark.parametrize("max_tokens_per_step", [8, 13, 64])
+def test_why_tokens_are_computed_does_not_depend_on_the_chunks(max_tokens_per_step: int) -> None:
+    engine = small_engine(max_tokens_per_step=max_tokens_per_step)
     for prompt, reasons in (
         (random_tokens(20, seed=1), {"never_seen": 20}),
         (random_tokens(20, seed=1), {"partial_block": 4}),
     ):
-        (result,) = engine.generate([prompt], ms.SamplingParams(num_tokens_to_generate=1))
+        (result,) = engine.generate([prompt], ms.SamplingParams(max_tokens=1))
         assert {reason: n for reason, n in result.computed_by_reason.items() if n} == reasons
 
 
 def test_a_state_that_a_newer_one_of_the_answer_replaces_is_not_evicted() -> None:
     engine = small_engine(num_mamba_slots=3)
-    engine.generate([random_tokens(9, seed=1)], ms.SamplingParams(num_tokens_to_generate=60))
+    engine.generate([random_tokens(9, seed=1)], ms.SamplingParams(max_tokens=60))
     stats = engine.context.cache_stats()
     assert stats.num_states_evicted == 0
     assert stats.num_states_committed > 3
@@ -378,22 +376,23 @@ def test_a_state_that_a_newer_one_of_the_answer_replaces_is_not_evicted() -> Non
 def test_a_repeated_prompt_takes_no_second_slot_and_evicts_none() -> None:
     engine = small_engine(num_mamba_slots=3)
     other, repeated = random_tokens(9, seed=2), random_tokens(9, seed=1)
-    engine.generate([other], ms.SamplingParams(num_tokens_to_generate=1))
+    engine.generate([other], ms.SamplingParams(max_tokens=1))
     for _ in range(3):
-        engine.generate([repeated], ms.SamplingParams(num_tokens_to_generate=10))
+        engine.generate([repeated], ms.SamplingParams(max_tokens=10))
     assert engine.context.cache_stats().num_states_evicted == 0
     assert serve_checked(engine, [other])[0].num_resumed_tokens == 8
 
 
 def test_blocks_of_one_token_keep_one_state_of_the_answer() -> None:
     config = ms.InferenceConfig(
-        block_size_tokens=1, max_requests=2, max_tokens=8, max_sequence_length=100, num_kv_blocks=200,
+        block_size_tokens=1, max_requests=2, max_tokens_per_step=8, max_sequence_length=100,
+        num_kv_blocks=200,
         num_mamba_slots=64,
     )  # fmt: skip
     engine = ms.DynamicInferenceEngine(small_model(1), config)
-    (result,) = engine.generate([[1, 2, 3]], ms.SamplingParams(num_tokens_to_generate=30))
+    (result,) = engine.generate([[1, 2, 3]], ms.SamplingParams(max_tokens=30))
     engine.context.check_integrity()
     stats = engine.context.cache_stats()
     assert (stats.num_committed_slots, stats.num_states_evicted) == (3, 0)
-    (again,) = engine.generate([[1, 2, 3, *result.tokens]], ms.SamplingParams(num_tokens_to_generate=1))
+    (again,) = engine.generate([[1, 2, 3, *result.tokens]], ms.SamplingParams(max_tokens=1))
     assert again.num_resumed_tokens == 32

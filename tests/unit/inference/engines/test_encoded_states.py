@@ -21,7 +21,7 @@ prompts = st.sampled_from(PROMPTS)
 
 
 def params(length: int) -> ms.SamplingParams:
-    return ms.SamplingParams(num_tokens_to_generate=length, return_log_probs=True)
+    return ms.SamplingParams(max_tokens=length, return_log_probs=True)
 
 
 def serve(engine: ms.DynamicInferenceEngine, rounded: RoundedEngine, prompts: list[list[int]]) -> None:
@@ -34,7 +34,9 @@ def serve(engine: ms.DynamicInferenceEngine, rounded: RoundedEngine, prompts: li
 
 @pytest.mark.sampled
 @pytest.mark.usefixtures("kind")
-@pytest.mark.parametrize("settings", [{}, {"max_tokens": 8, "max_requests": 2}, {"num_mamba_slots": 2}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_tokens_per_step": 8, "max_requests": 2}, {"num_mamba_slots": 2}]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_answers_are_those_of_the_rounded_recurrence(dtype: str, settings: dict[str, Any]) -> None:
     engine = small_engine(durable_state_dtype=dtype, **settings)
@@ -89,8 +91,10 @@ def test_a_request_goes_on_from_its_exact_state(dtype: str) -> None:
     plan = ms.CheckpointPlan(prefill_interval=BLOCK, decode=BLOCK)
     exact = small_engine(enable_prefix_caching=False)
     (expected,) = exact.generate([prompt], params(20))
-    for max_tokens in (16, 64):
-        engine = small_engine(durable_state_dtype=dtype, checkpoint_plan=plan, max_tokens=max_tokens)
+    for max_tokens_per_step in (16, 64):
+        engine = small_engine(
+            durable_state_dtype=dtype, checkpoint_plan=plan, max_tokens_per_step=max_tokens_per_step
+        )
         (result,) = engine.generate([prompt], params(20))
         assert engine.context.prefix_cache.stats().num_states_committed >= 7
         assert result.tokens == expected.tokens

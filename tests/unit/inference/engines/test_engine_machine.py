@@ -23,17 +23,24 @@ class EngineMachine(RuleBasedStateMachine):
         kind=kinds,
         slots=st.sampled_from([1, 2, 3, 40]),
         kv_blocks=st.sampled_from([13, 20, 100]),
-        max_tokens=st.sampled_from([8, 13, 32]),
+        max_tokens_per_step=st.sampled_from([8, 13, 32]),
         policy=st.sampled_from(["value", "lru"]),
         plan=plans,
     )
     def start(
-        self, kind: str, slots: int, kv_blocks: int, max_tokens: int, policy: str, plan: ms.CheckpointPlan
+        self,
+        kind: str,
+        slots: int,
+        kv_blocks: int,
+        max_tokens_per_step: int,
+        policy: str,
+        plan: ms.CheckpointPlan,
     ) -> None:
         self.scope = ExitStack()
         self.scope.enter_context(kind_of_model(kind))
         self.engine = small_engine(
-            num_mamba_slots=slots, num_kv_blocks=kv_blocks, max_tokens=max_tokens, max_requests=3,
+            num_mamba_slots=slots, num_kv_blocks=kv_blocks, max_tokens_per_step=max_tokens_per_step,
+            max_requests=3,
             max_sequence_length=100, eviction_policy=policy, checkpoint_plan=plan,
         )  # fmt: skip
         self.prompts: dict[int, list[int]] = {}
@@ -64,7 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
     ) -> None:
         prompt = self.known[source % len(self.known)][:head] + tail
         params = ms.SamplingParams(
-            num_tokens_to_generate=answer,
+            max_tokens=answer,
             return_log_probs=True,
             skip_prompt_log_probs=not prompt_log_probs,
             prompt_log_probs_start=log_probs_start,

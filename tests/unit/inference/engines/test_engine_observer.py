@@ -14,7 +14,7 @@ from oracle.observed import Recorder
 from oracle.serving import random_tokens, small_engine
 
 PROMPTS = [random_tokens(40, 1), random_tokens(40, 1)[:24] + random_tokens(9, 2), random_tokens(3, 3)]
-PARAMS = ms.SamplingParams(num_tokens_to_generate=5)
+PARAMS = ms.SamplingParams(max_tokens=5)
 
 
 def observed(**settings: object) -> tuple[ms.DynamicInferenceEngine, Recorder]:
@@ -24,7 +24,7 @@ def observed(**settings: object) -> tuple[ms.DynamicInferenceEngine, Recorder]:
 
 
 def test_what_observers_receive_adds_up_to_the_engines_own_counts() -> None:
-    engine, recorder = observed(max_tokens=16)
+    engine, recorder = observed(max_tokens_per_step=16)
     results = [result for _ in range(2) for result in engine.generate(PROMPTS, PARAMS)]
     cache = engine.stats().cache
     assert recorder.requests == {}
@@ -60,7 +60,7 @@ def test_ends_are_reported_however_a_request_ends() -> None:
 @pytest.mark.parametrize("point", ["forward", "commit", "sampled"])
 def test_a_step_that_fails_is_not_reported(point: str) -> None:
     engine, recorder = observed()
-    engine.add_request(PROMPTS[0], ms.SamplingParams(num_tokens_to_generate=1))
+    engine.add_request(PROMPTS[0], ms.SamplingParams(max_tokens=1))
     with failing(engine, point, after=False, error=InjectedError), suppress(InjectedError):
         engine.step()
     assert (recorder.num_steps, recorder.ended, recorder.tokens) == (0, [], {})

@@ -31,7 +31,7 @@ load = st.lists(requests, min_size=1, max_size=4)
 
 # With these, every point is reached.
 AMPLE = {
-    "num_mamba_slots": 40, "num_kv_blocks": 40, "max_tokens": 13, "max_sequence_length": 96,
+    "num_mamba_slots": 40, "num_kv_blocks": 40, "max_tokens_per_step": 13, "max_sequence_length": 96,
     "checkpoint_plan": ms.CheckpointPlan(prefill_interval=8),
 }  # fmt: skip
 REPEATED, LONGER = Asked(tuple(HEADS[4]), 9), Asked(tuple(HEADS[6]), 3)
@@ -109,7 +109,7 @@ def test_every_nth_call_failing_is_survived(point: str, after: bool, policy: str
 
 
 def test_random_draws_are_the_same_over_failures() -> None:
-    params = ms.SamplingParams(num_tokens_to_generate=12, temperature=1.2, top_k=30, seed=5)
+    params = ms.SamplingParams(max_tokens=12, temperature=1.2, top_k=30, seed=5)
     (expected,) = small_engine().generate([HEADS[4]], params)
     for number in thinned(range(6), every=2):
         engine = small_engine()
@@ -388,7 +388,7 @@ def test_a_request_added_from_inside_a_step_is_served_also_if_the_step_fails() -
 @pytest.mark.parametrize("length", [1, 5])
 def test_a_stream_let_go_of_inside_a_step_is_cancelled_when_it_ends(length: int, fails: bool) -> None:
     engine = small_engine()
-    params = ms.SamplingParams(num_tokens_to_generate=length)
+    params = ms.SamplingParams(max_tokens=length)
     kept, abandoned = engine.stream(HEADS[4], params), [engine.stream(HEADS[12], params)]
 
     def let_go() -> None:
@@ -410,7 +410,7 @@ def test_a_stream_let_go_of_inside_a_step_is_cancelled_when_it_ends(length: int,
 @pytest.mark.parametrize("how", ["closed", "dropped", "dropped in a cycle"])
 def test_an_abandoned_stream_leaves_nothing(how: str, taken: int) -> None:
     client = Client(pressed_engine())
-    stream = client.engine.stream(HEADS[4], ms.SamplingParams(num_tokens_to_generate=9))
+    stream = client.engine.stream(HEADS[4], ms.SamplingParams(max_tokens=9))
     client.ask(Asked(tuple(HEADS[5]), 9))
     for _ in range(taken):
         next(stream)
@@ -435,9 +435,9 @@ def test_an_abandoned_stream_leaves_nothing(how: str, taken: int) -> None:
 def test_a_stream_goes_on_after_a_failed_step_and_repeats_nothing() -> None:
     for point in ("forward", "sampled", "leaving"):
         for number in range(8):
-            engine = small_engine(max_tokens=16)
-            stream = engine.stream(HEADS[5], ms.SamplingParams(num_tokens_to_generate=8))
-            (expected,) = small_engine().generate([HEADS[5]], ms.SamplingParams(num_tokens_to_generate=8))
+            engine = small_engine(max_tokens_per_step=16)
+            stream = engine.stream(HEADS[5], ms.SamplingParams(max_tokens=8))
+            (expected,) = small_engine().generate([HEADS[5]], ms.SamplingParams(max_tokens=8))
             tokens: list[int] = []
             with failing(engine, point, after=point == "sampled", calls={number}):
                 while True:
@@ -461,7 +461,7 @@ def test_a_stream_goes_on_after_a_failed_step_and_repeats_nothing() -> None:
 def test_a_generate_that_raises_leaves_no_orphan(point: str, after: bool, number: int) -> None:
     client = Client(pressed_engine())
     others = client.ask(Asked(tuple(HEADS[4]), 12))
-    params = ms.SamplingParams(num_tokens_to_generate=6)
+    params = ms.SamplingParams(max_tokens=6)
     with failing(client.engine, point, after=after, calls={number}) as seen:
         raised = False
         try:
@@ -519,9 +519,7 @@ def test_a_failure_costs_the_tokens_since_the_last_state_and_no_more() -> None:
     recomputed = []
     for length in (46, 47):  # the failing step computes token 47, or token 48, which ends on a boundary
         engine = small_engine()
-        request_id = engine.add_request(
-            prompt, ms.SamplingParams(num_tokens_to_generate=60, return_log_probs=True)
-        )
+        request_id = engine.add_request(prompt, ms.SamplingParams(max_tokens=60, return_log_probs=True))
         while len(engine.computed_prefix(request_id)) != length:
             engine.step()
         with failing(engine, "forward", after=True), pytest.raises(InjectedError):
@@ -555,7 +553,7 @@ def counts_since_the_beginning(engine: ms.DynamicInferenceEngine) -> dict[str, i
 def evicting_engine() -> ms.DynamicInferenceEngine:
     engine = small_engine(num_mamba_slots=3, num_kv_blocks=16)
     for seed in range(4):
-        engine.generate([random_tokens(60, seed)], ms.SamplingParams(num_tokens_to_generate=2))
+        engine.generate([random_tokens(60, seed)], ms.SamplingParams(max_tokens=2))
     return engine
 
 

@@ -109,8 +109,8 @@ class TestEngine:
     def test_prompt_log_probs_and_draws_go_along(self, recorded):
         engine, eager = graphed_engine(), small_engine()
         params = [
-            ms.SamplingParams(num_tokens_to_generate=6, return_log_probs=True, skip_prompt_log_probs=False),
-            ms.SamplingParams(num_tokens_to_generate=6, temperature=1.0, top_p=0.9, seed=3),
+            ms.SamplingParams(max_tokens=6, return_log_probs=True, skip_prompt_log_probs=False),
+            ms.SamplingParams(max_tokens=6, temperature=1.0, top_p=0.9, seed=3),
         ]
         results, expected = (e.generate(PROMPTS[:2], params) for e in (engine, eager))
         for result, other in zip(results, expected, strict=True):

@@ -16,7 +16,7 @@ LENGTH = 12
 
 def engine_of(model: Any, drafter: Any = None, **overrides: Any) -> ms.DynamicInferenceEngine:
     settings = {
-        "block_size_tokens": BLOCK, "max_requests": 2, "max_tokens": 96, "max_sequence_length": 384,
+        "block_size_tokens": BLOCK, "max_requests": 2, "max_tokens_per_step": 96, "max_sequence_length": 384,
         "num_kv_blocks": 96, "batch_invariant": True,
     }  # fmt: skip
     config = ms.InferenceConfig(**settings | overrides)  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ def test_conversations_answer_as_without_cache_and_graphs(
         model, drafter, num_mamba_slots=1, num_cuda_graphs=16, num_speculative_tokens=drafts,
         host_cache_gb=64 * slot_bytes / (1 << 30),
     )  # fmt: skip
-    params = ms.SamplingParams(num_tokens_to_generate=LENGTH, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=LENGTH, return_log_probs=True)
     texts = [random_tokens(70, seed) for seed in range(4)]
     for turn in range(3):
         answers = uncached.generate(texts, params)

@@ -137,7 +137,7 @@ def test_a_copy_dies_with_its_kv() -> None:
 def test_salts_share_no_copies() -> None:
     engine = toy_engine(1, 40)
     prompt = [1, 2, 3, 4] * 5
-    params = ms.SamplingParams(num_tokens_to_generate=1)
+    params = ms.SamplingParams(max_tokens=1)
     for salt in ("a", "b", "a"):
         (result,) = engine.generate([prompt], params, cache_salt=salt)
     assert result.num_resumed_tokens == 16
@@ -229,7 +229,8 @@ def test_links_in_a_dead_engines_folder_lead_to_no_file_of_others(
 def test_the_engine_measures_when_none_is_given() -> None:
     model = ToyLM()
     config = ms.InferenceConfig(
-        block_size_tokens=BLOCK, max_requests=2, max_tokens=32, max_sequence_length=96, num_kv_blocks=50,
+        block_size_tokens=BLOCK, max_requests=2, max_tokens_per_step=32, max_sequence_length=96,
+        num_kv_blocks=50,
         num_mamba_slots=2, host_cache_gb=1e-5,
     )  # fmt: skip
     engine = ms.DynamicInferenceEngine(model, config)
@@ -312,7 +313,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2), head=st.integers(1, 40), tail=st.integers(0, 5), length=st.integers(1, 9))
     def add(self, which: int, head: int, tail: int, length: int) -> None:
         prompt = self.texts[which][:head] + [self.random.randrange(29) for _ in range(tail)]
-        params = ms.SamplingParams(num_tokens_to_generate=length)
+        params = ms.SamplingParams(max_tokens=length)
         self.prompts[self.engine.add_request(prompt, params)] = prompt
 
     @rule(times=st.integers(1, 15))

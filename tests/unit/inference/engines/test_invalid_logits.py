@@ -58,7 +58,7 @@ def test_a_request_with_invalid_logits_ends_alone(spoil: Spoil, step: int) -> No
     for prompt in (HEADS[2], HEADS[12]):
         client.ask(Asked(tuple(prompt), 12))
     prompt = random_tokens(17, seed=3)
-    bad = engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=12))
+    bad = engine.add_request(prompt, ms.SamplingParams(max_tokens=12))
     ended = []
     with spoiling(engine, spoil, bad, step):
         while bad in engine.state.requests:
@@ -75,7 +75,7 @@ def test_a_request_with_invalid_logits_ends_alone(spoil: Spoil, step: int) -> No
 
 def test_forbidden_tokens_are_no_invalid_logits() -> None:
     engine = small_engine()
-    request_id = engine.add_request(HEADS[4], ms.SamplingParams(num_tokens_to_generate=1))
+    request_id = engine.add_request(HEADS[4], ms.SamplingParams(max_tokens=1))
     with spoiling(engine, lambda logits, row: logits[row, :200].fill_(float("-inf")), request_id, 0):
         (result,) = engine.step().finished
     assert result.finish_reason == "length"
@@ -86,9 +86,9 @@ def test_a_prefix_that_others_resumed_from_is_forgotten_with_the_request() -> No
     """What the request resumed from may be what was wrong."""
     engine = small_engine()
     prompt = random_tokens(24, seed=4)
-    engine.generate([prompt], ms.SamplingParams(num_tokens_to_generate=1))
+    engine.generate([prompt], ms.SamplingParams(max_tokens=1))
     assert resumable(engine, prompt) == 24
-    bad = engine.add_request([*prompt, 1], ms.SamplingParams(num_tokens_to_generate=4))
+    bad = engine.add_request([*prompt, 1], ms.SamplingParams(max_tokens=4))
     with spoiling(engine, SPOILS["NaN"], bad, 0):
         (result,) = engine.step().finished
     assert result.finish_reason == "invalid_logits"
@@ -103,9 +103,7 @@ def test_a_prefix_that_others_resumed_from_is_forgotten_with_the_request() -> No
 def test_a_block_that_another_request_computes_in_the_same_step_stays() -> None:
     client = Client(small_engine())
     prompt = tuple(random_tokens(16, seed=5))
-    bad = client.engine.add_request(
-        prompt, ms.SamplingParams(num_tokens_to_generate=4, skip_prompt_log_probs=False)
-    )
+    bad = client.engine.add_request(prompt, ms.SamplingParams(max_tokens=4, skip_prompt_log_probs=False))
     client.ask(Asked(prompt, 4, prompt_log_probs=True))
     with spoiling(client.engine, SPOILS["NaN"], bad, 0):
         (result,) = client.step().finished
@@ -117,12 +115,12 @@ def test_a_block_that_another_request_computes_in_the_same_step_stays() -> None:
 
 def test_streams_and_generate_say_so() -> None:
     engine = small_engine()
-    stream = engine.stream(HEADS[4], ms.SamplingParams(num_tokens_to_generate=4))
+    stream = engine.stream(HEADS[4], ms.SamplingParams(max_tokens=4))
     with spoiling(engine, SPOILS["NaN"], stream.request_id, 2):
         assert len(list(stream)) == 2
     assert stream.finish_reason == "invalid_logits"
     with spoiling(engine, SPOILS["NaN"], stream.request_id + 1, 0):
-        results = engine.generate([HEADS[4], HEADS[12]], ms.SamplingParams(num_tokens_to_generate=2))
+        results = engine.generate([HEADS[4], HEADS[12]], ms.SamplingParams(max_tokens=2))
     assert [result.finish_reason for result in results] == ["invalid_logits", "length"]
     assert_idle(engine)
 
@@ -131,7 +129,7 @@ def test_streams_and_generate_say_so() -> None:
 def test_drafts_of_a_request_with_invalid_logits_leave_nothing(step: int) -> None:
     client = Client(small_engine(num_speculative_tokens=4))
     prompt = [1, 2, 3, 4] * 5
-    bad = client.engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=20))
+    bad = client.engine.add_request(prompt, ms.SamplingParams(max_tokens=20))
     client.ask(Asked(tuple(HEADS[12]), 12))
     with spoiling(client.engine, SPOILS["NaN"], bad, step):
         while bad in client.engine.state.requests:

@@ -1,7 +1,10 @@
 """Penalties, biases, min_p and min_tokens, against plain Python on the logits of the recurrence."""
 
 import math
+from contextlib import suppress
+from functools import cache
 from typing import Any
+from unittest import mock
 
 import mambaslots as ms
 import pytest
@@ -53,11 +56,16 @@ def changed_row(
     return torch.tensor(values, dtype=torch.float64)
 
 
-def expected(prompt: list[int], params: ms.SamplingParams, given: int = 0) -> list[int]:
-    lm = oracle_of(small_model())
-    first = len(prompt) - given
+def expected(prompt: list[int], params: ms.SamplingParams) -> list[int]:
+    return _expected(tuple(prompt), params, small_model())
+
+
+@cache
+def _expected(prompt: tuple[int, ...], params: ms.SamplingParams, model: Any) -> list[int]:
+    lm = oracle_of(model)
+    first = len(prompt)
     tokens = list(prompt)
-    while len(tokens) - first < params.num_tokens_to_generate:
+    while len(tokens) - first < params.max_tokens:
         row = lm.logits(tokens)[-1]
         row = changed_row(row, tokens[:first], tokens[first:], params)
         (token,) = sample_rows(row[None], [params], [len(tokens) - first])
@@ -68,19 +76,17 @@ def expected(prompt: list[int], params: ms.SamplingParams, given: int = 0) -> li
 
 
 def params_of(name: str, **more: Any) -> ms.SamplingParams:
-    return ms.SamplingParams(num_tokens_to_generate=LENGTH, **SETTINGS[name] | more)
+    return ms.SamplingParams(max_tokens=LENGTH, **SETTINGS[name] | more)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_are_those_of_the_definitions(name: str) -> None:
     params = params_of(name)
     wanted = expected(PROMPT, params)
-    plain = expected(PROMPT, ms.SamplingParams(num_tokens_to_generate=LENGTH))
+    plain = expected(PROMPT, ms.SamplingParams(max_tokens=LENGTH))
     assert wanted != plain, "the setting changes something here"
     engine = small_engine()
-    ids = [
-        engine.add_request(PROMPT, one) for one in (params, ms.SamplingParams(num_tokens_to_generate=LENGTH))
-    ]
+    ids = [engine.add_request(PROMPT, one) for one in (params, ms.SamplingParams(max_tokens=LENGTH))]
     results = run_checked(engine)
     assert [results[one].tokens for one in ids] == [wanted, plain], "and nothing of its neighbour"
     (again,) = engine.generate([PROMPT], params)
@@ -98,7 +104,7 @@ def test_a_draft_counts_at_its_position(name: str, drafter: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides", [{"num_kv_blocks": 14}, {"async_scheduling": True}, {"max_tokens": 9}], ids=str
+    "overrides", [{"num_kv_blocks": 14}, {"async_scheduling": True}, {"max_tokens_per_step": 9}], ids=str
 )
 def test_counts_survive_pauses_cuts_and_steps_launched_ahead(overrides: dict[str, Any]) -> None:
     params = params_of("all", return_log_probs=True)
@@ -108,24 +114,42 @@ def test_counts_survive_pauses_cuts_and_steps_launched_ahead(overrides: dict[str
         assert result.tokens == expected(prompt, params)
 
 
-def test_a_failed_step_counts_no_token_twice() -> None:
-    params = params_of("frequency")
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("place", ["model", "_up_to_date", "_penalize", "_add_biases", "count", "_free_row"])
+def test_a_step_that_fails_anywhere_counts_no_token_twice(place: str, drafts: int) -> None:
+    params = params_of("all")
+    drafting: Any = {"num_speculative_tokens": drafts, "make_drafter": WrongDrafter} if drafts else {}
+    for good_calls in (1, 2):
+        engine = small_engine(**drafting)
+        owner = engine if place == "model" else engine.state._logits_changes
+        real, calls = getattr(owner, place), []
+
+        def failing(*arguments: Any, calls: Any = calls, real: Any = real, after: int = good_calls) -> Any:
+            calls.append(1)
+            if len(calls) == after + 1 and after % 2:
+                raise MemoryError
+            result = real(*arguments)
+            if len(calls) == after + 1:
+                raise MemoryError
+            return result
+
+        with mock.patch.object(owner, place, failing):
+            ids = [engine.add_request(prompt, params) for prompt in (PROMPT, PROMPT[:11])]
+            results: dict[int, ms.RequestResult] = {}
+            while engine.has_unfinished_requests():
+                with suppress(MemoryError):
+                    results |= {one.request_id: one for one in engine.step().finished}
+        assert [results[one].tokens for one in ids] == [
+            expected(PROMPT, params),
+            expected(PROMPT[:11], params),
+        ]
+
+
+def test_counts_are_freed_with_their_requests() -> None:
     engine = small_engine()
-    stream = engine.stream(PROMPT, params)
-    tokens = [next(stream).token for _ in range(3)]
-    model, calls = engine.model, []
-
-    def failing(inputs: ms.StepInputs) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 1:
-            raise MemoryError
-        return model(inputs)
-
-    engine.model = failing  # type: ignore[assignment]
-    with pytest.raises(MemoryError):
-        next(stream)
-    tokens += [generated.token for generated in stream]
-    assert tokens == expected(PROMPT, params)
+    engine.generate([PROMPT, PROMPT[:9]], params_of("all"))
+    assert not engine.state._logits_changes._counted
+    assert not engine.state._logits_changes._counts.numel()
 
 
 def test_the_beginning_of_an_answer_counts_as_answer() -> None:
@@ -137,9 +161,9 @@ def test_the_beginning_of_an_answer_counts_as_answer() -> None:
 
 
 def test_no_stop_token_ends_an_answer_before_min_tokens_or_with_ignore_eos() -> None:
-    (free,) = small_engine().generate([PROMPT], ms.SamplingParams(num_tokens_to_generate=LENGTH))
+    (free,) = small_engine().generate([PROMPT], ms.SamplingParams(max_tokens=LENGTH))
     stop = free.tokens[2]
-    stops = {"num_tokens_to_generate": LENGTH, "stop_token_ids": (stop,)}
+    stops = {"max_tokens": LENGTH, "stop_token_ids": (stop,)}
     engine = small_engine()
     (ended,) = engine.generate([PROMPT], ms.SamplingParams(**stops))
     assert ended.tokens == free.tokens[: free.tokens.index(stop) + 1]

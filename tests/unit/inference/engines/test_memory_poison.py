@@ -84,14 +84,16 @@ def test_everything_free_is_nan_and_nothing_else(kind: str) -> None:
 
 
 def _params() -> ms.SamplingParams:
-    return ms.SamplingParams(num_tokens_to_generate=5, return_log_probs=True)
+    return ms.SamplingParams(max_tokens=5, return_log_probs=True)
 
 
 @pytest.mark.parametrize("mode", ["", *drafters.MODES])
 def test_answers_do_not_depend_on_free_memory(mode: str) -> None:
     """Repeats, extensions and forks with few slots and blocks, so that many are evicted and paused."""
     settings: dict[str, object] = dict(drafters.MODES[mode]) if mode else {}
-    engine = small_engine(free_memory="nan", num_kv_blocks=14, num_mamba_slots=3, max_tokens=24, **settings)
+    engine = small_engine(
+        free_memory="nan", num_kv_blocks=14, num_mamba_slots=3, max_tokens_per_step=24, **settings
+    )
     stem = random_tokens(30, seed=1)
     prompts = [stem, stem[:17] + random_tokens(9, seed=2), stem + random_tokens(20, seed=3), stem]
     serve_checked(engine, prompts, length=9)
@@ -179,7 +181,7 @@ def test_on_a_gpu_it_precedes_the_forward_and_the_replay_of_a_graph(
         config = replace(small_config(16, dtype), head_dim=64)
         engine = small_engine(
             model=ms.models.HybridLM(config, seed=3).to("cuda"), block_size_tokens=block,
-            max_tokens=256, max_sequence_length=512, num_cuda_graphs=graphs,
+            max_tokens_per_step=256, max_sequence_length=512, num_cuda_graphs=graphs,
             free_memory="nan" if poison else "keep",
         )  # fmt: skip
         prompts = [random_tokens(length, seed=length) for length in (20, 40, 7)]

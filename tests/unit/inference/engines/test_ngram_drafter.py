@@ -148,7 +148,7 @@ def test_an_index_goes_with_its_request() -> None:
     drafter = engine.state._drafter
     assert isinstance(drafter, ms.NgramDrafter)
     prompts = [[i, 2, 3, 4] * 3 for i in range(3)]
-    params = ms.SamplingParams(num_tokens_to_generate=6)
+    params = ms.SamplingParams(max_tokens=6)
     gc.disable()  # references alone must do
     try:
         for prompt in prompts:
@@ -221,7 +221,7 @@ class Vandal:
 
 
 def test_a_drafter_cannot_change_a_request() -> None:
-    prompt, params = random_tokens(20, seed=1), ms.SamplingParams(num_tokens_to_generate=8)
+    prompt, params = random_tokens(20, seed=1), ms.SamplingParams(max_tokens=8)
     vandal = Vandal()
     engine = small_engine(num_speculative_tokens=2, make_drafter=lambda: vandal)
     (result,) = engine.generate([prompt], params)
@@ -246,7 +246,7 @@ def test_drafts_stay_right_where_steps_fail(point: str) -> None:
     drafter = Compared(3, 1, window=24)
     engine = small_engine(num_speculative_tokens=3, make_drafter=lambda: drafter)
     prompts = [[1, 2, 3, 1, 2] * 4, random_tokens(21, seed=2)]
-    params = ms.SamplingParams(num_tokens_to_generate=20)
+    params = ms.SamplingParams(max_tokens=20)
     requests = [engine.add_request(prompt, params) for prompt in prompts]
     results: dict[int, ms.RequestResult] = {}
     for number in range(200):

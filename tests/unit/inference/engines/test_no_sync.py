@@ -15,7 +15,7 @@ def cuda_engine(
 ) -> ms.DynamicInferenceEngine:
     model = tiny_model(dtype, "cuda")
     settings: dict[str, object] = {
-        "block_size_tokens": BLOCK, "max_requests": 6, "max_tokens": 192, "max_sequence_length": 400,
+        "block_size_tokens": BLOCK, "max_requests": 6, "max_tokens_per_step": 192, "max_sequence_length": 400,
         "num_kv_blocks": 100, "num_mamba_slots": 50, "num_cuda_graphs": graphs,
     }  # fmt: skip
     return ms.DynamicInferenceEngine(model, ms.InferenceConfig(**settings | overrides))  # type: ignore[arg-type]
@@ -23,17 +23,17 @@ def cuda_engine(
 
 SHARED = random_tokens(100, 1)
 REQUESTS = [
-    ([*SHARED, 1, 2, 3], ms.SamplingParams(num_tokens_to_generate=40, return_log_probs=True)),
+    ([*SHARED, 1, 2, 3], ms.SamplingParams(max_tokens=40, return_log_probs=True)),
     (
         [*SHARED, 7],
-        ms.SamplingParams(num_tokens_to_generate=30, temperature=0.9, top_p=0.8, top_k=50, seed=1),
+        ms.SamplingParams(max_tokens=30, temperature=0.9, top_p=0.8, top_k=50, seed=1),
     ),
     (
         random_tokens(250, 2),
-        ms.SamplingParams(num_tokens_to_generate=9, temperature=1.0, seed=2, return_log_probs=True),
+        ms.SamplingParams(max_tokens=9, temperature=1.0, seed=2, return_log_probs=True),
     ),
-    (random_tokens(33, 3), ms.SamplingParams(num_tokens_to_generate=40, num_top_log_probs=5)),
-    (random_tokens(40, 4), ms.SamplingParams(num_tokens_to_generate=3, skip_prompt_log_probs=False)),
+    (random_tokens(33, 3), ms.SamplingParams(max_tokens=40, num_top_log_probs=5)),
+    (random_tokens(40, 4), ms.SamplingParams(max_tokens=3, skip_prompt_log_probs=False)),
 ]
 
 
@@ -72,7 +72,7 @@ def test_whole_steps_of_every_kind(dtype, graphs):
 def test_one_copy_there_and_one_back(graphs):
     engine = cuda_engine(graphs)
     for seed in (5, 6):
-        engine.add_request(random_tokens(40, seed), ms.SamplingParams(num_tokens_to_generate=60))
+        engine.add_request(random_tokens(40, seed), ms.SamplingParams(max_tokens=60))
     for _ in range(12):
         engine.step()
     torch.cuda.synchronize()
@@ -89,11 +89,11 @@ def test_one_copy_there_and_one_back(graphs):
 @pytest.mark.usefixtures("kind")
 def test_a_step_that_samples_nothing_waits_for_nothing():
     """The chunks of a long prompt can all be launched while the device is still busy with the first."""
-    engine = cuda_engine(None, max_tokens=64, num_kv_blocks=40)
+    engine = cuda_engine(None, max_tokens_per_step=64, num_kv_blocks=40)
     prompt = random_tokens(300, 7)
-    engine.generate([prompt], ms.SamplingParams(num_tokens_to_generate=2))
+    engine.generate([prompt], ms.SamplingParams(max_tokens=2))
     engine.reset_prefix_cache()
-    engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=2))
+    engine.add_request(prompt, ms.SamplingParams(max_tokens=2))
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # about a second
     busy = torch.cuda.Event()

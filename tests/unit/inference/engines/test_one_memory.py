@@ -81,7 +81,7 @@ def test_an_import_leaves_out_the_states_whose_memory_its_blocks_take(num_units:
     for each in (exporter, engine):
         each.set_weights_version(0)
     prompts = [random_tokens(57, seed) for seed in range(8)]
-    exporter.generate(prompts, ms.SamplingParams(num_tokens_to_generate=1))
+    exporter.generate(prompts, ms.SamplingParams(max_tokens=1))
     report = import_prefixes(engine, export_prefixes(exporter))
     assert report.imported.states
     assert report.left_out.states
@@ -154,7 +154,7 @@ def test_suspend_reset_and_resume_keep_the_memory_in_order() -> None:
     engine.resume()
     engine.check_integrity()
     traffic(engine, rounds=2)
-    engine.add_request(random_tokens(40, 5), ms.SamplingParams(num_tokens_to_generate=9))
+    engine.add_request(random_tokens(40, 5), ms.SamplingParams(max_tokens=9))
     engine.step()
     engine.reset()
     engine.check_integrity()
@@ -219,7 +219,7 @@ def test_an_interrupt_at_any_line_of_a_move_leaves_nothing_wrong(first: int) -> 
     for number in range(1 + step * first, 1500, step):
         prompts = [random_tokens(50 - 30 * (number % 2), 10_000 + 10 * number + i) for i in range(3)]
         for prompt in prompts:
-            engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=3))
+            engine.add_request(prompt, ms.SamplingParams(max_tokens=3))
         with interrupted_at(number):
             try:
                 while engine.has_unfinished_requests():

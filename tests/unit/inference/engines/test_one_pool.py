@@ -5,7 +5,7 @@ import pytest
 from oracle.drafters import MODES
 from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_engine
 
-ONE = ms.SamplingParams(num_tokens_to_generate=1)
+ONE = ms.SamplingParams(max_tokens=1)
 TAIL = ms.CheckpointPlan(branch=False, chunk_ends=False, decode="off")
 
 
@@ -30,7 +30,7 @@ def test_idle_rows_hold_cached_states_and_running_requests_take_them_back(
         (result,) = serve_checked(engine, [[*prompt[:16], 1]], length=1)
         assert result.num_resumed_tokens == 16
     several = [[*prompt[:16], 2] for prompt in prompts[-rows:]]
-    params = ms.SamplingParams(num_tokens_to_generate=7, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=7, return_log_probs=True)
     for prompt in several:
         engine.add_request(prompt, params)
     assert len(engine.step().admitted) == rows
@@ -56,7 +56,7 @@ def test_a_request_takes_over_the_only_slot_left_and_resumes_from_it(mode: str) 
         engine.generate([prompt], ONE)
         if prompt is pinned:
             engine.pin(pinned)
-    params = ms.SamplingParams(num_tokens_to_generate=12, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=12, return_log_probs=True)
     engine.add_request([3, 4, 5], params)
     engine.step()
     slots_ = engine.context.prefix_cache.slots
@@ -115,7 +115,7 @@ def test_the_engine_says_what_is_live() -> None:
 def test_reset_and_suspend_free_live_slots_and_a_reset_of_the_cache_does_not() -> None:
     engine = small_engine(num_mamba_slots=1, max_requests=2)
     slots_ = engine.context.prefix_cache.slots
-    params = ms.SamplingParams(num_tokens_to_generate=30, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=30, return_log_probs=True)
     engine.add_request(random_tokens(16, seed=1), params)
     engine.step()
     engine.reset_prefix_cache()

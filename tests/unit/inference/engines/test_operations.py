@@ -30,7 +30,7 @@ from oracle.workload import (
 pytestmark = pytest.mark.usefixtures("kind")
 
 LONG = TEXTS[0]  # 56 tokens, 7 blocks
-ONE = ms.SamplingParams(num_tokens_to_generate=1)
+ONE = ms.SamplingParams(max_tokens=1)
 Operation = Callable[[ms.DynamicInferenceEngine], object]
 
 
@@ -111,7 +111,7 @@ def test_resetting_between_any_two_steps_changes_no_token(overrides: dict[str, o
 
 def test_resetting_in_the_middle_of_a_prompt_with_shared_blocks() -> None:
     for moment in thinned(range(1, 8), every=3):
-        client = Client(small_engine(max_tokens=13, num_kv_blocks=60))
+        client = Client(small_engine(max_tokens_per_step=13, num_kv_blocks=60))
         for prompt in (LONG[:40], LONG[:40] + LONG[:16], LONG):
             client.ask(Asked(tuple(prompt), 9))
         seen = set[str]()
@@ -132,7 +132,7 @@ def test_resetting_in_the_middle_of_a_prompt_with_shared_blocks() -> None:
 def test_what_began_before_a_reset_registers_and_commits_nothing() -> None:
     plan = ms.CheckpointPlan.every_block(BLOCK)
     for moment in thinned(range(1, 16, 2), every=3):
-        client = Client(small_engine(max_tokens=16, checkpoint_plan=plan))
+        client = Client(small_engine(max_tokens_per_step=16, checkpoint_plan=plan))
         for prompt in (LONG, LONG[:40], TEXTS[1][:9]):
             client.ask(Asked(tuple(prompt), 24))
         for _ in range(moment):
@@ -149,7 +149,7 @@ def test_what_began_before_a_reset_registers_and_commits_nothing() -> None:
 
 
 def test_requests_after_a_reset_start_clean_and_share_among_themselves() -> None:
-    client = Client(small_engine(max_tokens=16, max_requests=8))
+    client = Client(small_engine(max_tokens_per_step=16, max_requests=8))
     old = client.ask(Asked(tuple(LONG), 24))
     for _ in range(6):
         client.step()
@@ -226,7 +226,8 @@ class Versions:
     def __init__(self, **sizes: object) -> None:
         self.model = model_with_weights(0)
         base: dict[str, object] = {
-            "block_size_tokens": BLOCK, "max_requests": 3, "max_tokens": 13, "max_sequence_length": 96,
+            "block_size_tokens": BLOCK, "max_requests": 3, "max_tokens_per_step": 13,
+            "max_sequence_length": 96,
             "num_kv_blocks": 14, "num_mamba_slots": 3,
         }  # fmt: skip
         config = ms.InferenceConfig(**(base | sizes))  # type: ignore[arg-type]
@@ -242,7 +243,7 @@ class Versions:
         self.expected.clear()
 
     def ask(self, prompt: list[int], length: int) -> int:
-        params = ms.SamplingParams(num_tokens_to_generate=length, return_log_probs=True)
+        params = ms.SamplingParams(max_tokens=length, return_log_probs=True)
         request_id = self.engine.add_request(prompt, params)
         longest = answer_of_weights(self.seed, tuple(prompt), 16)
         self.expected[request_id] = longest[0][:length], longest[1][:length]
@@ -268,7 +269,9 @@ def test_the_two_models_answer_differently() -> None:
 
 @pytest.mark.sampled(moment=(6,), sizes=1)
 @pytest.mark.parametrize("moment", range(0, 24, 3))
-@pytest.mark.parametrize("sizes", [{}, {"num_kv_blocks": 60, "num_mamba_slots": 40, "max_tokens": 32}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"num_kv_blocks": 60, "num_mamba_slots": 40, "max_tokens_per_step": 32}]
+)
 def test_after_new_weights_nothing_of_the_old_is_reachable(moment: int, sizes: dict[str, object]) -> None:
     versions = Versions(**sizes)
     for prompt in (LONG[:40], LONG, LONG[:40] + LONG[:9]):
@@ -424,7 +427,7 @@ def test_warm_refuses_what_can_never_be_computed() -> None:
 @pytest.mark.parametrize("policy", ["lru", "value"])
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_a_pinned_prefix_survives_any_pressure(policy: str, slots: int) -> None:
-    client = Client(pressed_engine(eviction_policy=policy, num_mamba_slots=slots, max_tokens=24))
+    client = Client(pressed_engine(eviction_policy=policy, num_mamba_slots=slots, max_tokens_per_step=24))
     engine = client.engine
     running = client.ask(Asked(tuple(LONG[:17]), 24))
     client.step()
@@ -498,7 +501,7 @@ def test_a_reset_drops_pins(operation: Operation) -> None:
 
 def test_what_has_no_state_is_not_pinned() -> None:
     engine = small_engine()
-    engine.generate([LONG], ms.SamplingParams(num_tokens_to_generate=1))
+    engine.generate([LONG], ms.SamplingParams(max_tokens=1))
     for tokens in ([], LONG[:7], LONG[:40], TEXTS[1]):
         with pytest.raises(ValueError, match="accepted: one with a cached state"):
             engine.pin(tokens)
@@ -674,7 +677,7 @@ def test_a_reset_at_any_moment_leaves_a_new_engine() -> None:
 def test_a_reset_drops_results_that_were_not_taken() -> None:
     engine = small_engine()
     request_id = engine.add_request(LONG, ONE)
-    engine.generate([LONG], ms.SamplingParams(num_tokens_to_generate=9))
+    engine.generate([LONG], ms.SamplingParams(max_tokens=9))
     engine.reset()
     assert engine.take_result(request_id) is None
 

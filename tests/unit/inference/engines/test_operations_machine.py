@@ -92,7 +92,7 @@ class OperationsMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, length=st.integers(1, 12))
     def stream(self, prompt: list[int], length: int) -> None:
-        params = ms.SamplingParams(num_tokens_to_generate=length)
+        params = ms.SamplingParams(max_tokens=length)
         self.streams.append((self.engine.stream(prompt, params), answer(tuple(prompt))[0][:length], []))
 
     @precondition(lambda self: self.streams and self.running)
@@ -231,7 +231,7 @@ class FewSlotsMachine(OperationsMachine):
     ) -> None:
         sizes: dict[str, Any] = {
             "num_mamba_slots": slots, "max_requests": rows, "checkpoint_plan": plan, "num_kv_blocks": 400,
-            "max_tokens": 512, "max_sequence_length": 96, "num_speculative_tokens": drafts,
+            "max_tokens_per_step": 512, "max_sequence_length": 96, "num_speculative_tokens": drafts,
         }  # fmt: skip
         if mode:
             sizes[mode] = True

@@ -7,7 +7,7 @@ import pytest
 from mambaslots.inference.contexts.cache.eviction import LRUEviction
 from oracle.serving import expected_answer, random_tokens, run_checked, serve_checked, small_engine
 
-ONE = ms.SamplingParams(num_tokens_to_generate=1)
+ONE = ms.SamplingParams(max_tokens=1)
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ def serve(device: torch.device, **overrides: Any) -> list[list[int]]:
     """Tokens of two rounds, of which the second resumes."""
     with kind_of_model(MIX):
         model = small_model() if device.type == "cpu" else tiny_model(torch.bfloat16, device)
-    sizes = {"block_size_tokens": 32, "max_tokens": 160} if device.type == "cuda" else {}
+    sizes = {"block_size_tokens": 32, "max_tokens_per_step": 160} if device.type == "cuda" else {}
     engine = small_engine(model=model, **sizes | overrides)
-    params = ms.SamplingParams(num_tokens_to_generate=6)
+    params = ms.SamplingParams(max_tokens=6)
     tokens = [result.tokens for _ in range(2) for result in engine.generate(PROMPTS, params)]
     assert engine.stats().cache.num_resumed_tokens
     return tokens
@@ -148,7 +148,7 @@ def test_the_kernels_of_a_gpu_read_nothing_either(mode: str, monkeypatch: pytest
 
     def answers() -> list[list[int]]:
         engine = small_engine(model=model, block_size_tokens=16, **TRITON_MODES[mode])
-        params = ms.SamplingParams(num_tokens_to_generate=3)
+        params = ms.SamplingParams(max_tokens=3)
         prompts = [PROMPTS[0], PROMPTS[2]]
         return [result.tokens for _ in range(2) for result in engine.generate(prompts, params)]
 

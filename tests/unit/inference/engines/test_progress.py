@@ -27,11 +27,13 @@ class Terminal(io.StringIO):
 @pytest.fixture(scope="module")
 def engine() -> ms.DynamicInferenceEngine:
     model = ms.models.HybridLM(ms.models.HybridConfig.tiny(), seed=0)
-    config = ms.InferenceConfig(block_size_tokens=32, max_tokens=64, num_kv_blocks=64, num_mamba_slots=8)
+    config = ms.InferenceConfig(
+        block_size_tokens=32, max_tokens_per_step=64, num_kv_blocks=64, num_mamba_slots=8
+    )
     return ms.DynamicInferenceEngine(model, config)
 
 
-PARAMS = ms.SamplingParams(num_tokens_to_generate=3)
+PARAMS = ms.SamplingParams(max_tokens=3)
 
 
 def test_without_the_option_nothing_is_written(

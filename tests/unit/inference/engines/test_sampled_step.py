@@ -169,7 +169,7 @@ def test_a_seed_of_its_own_is_the_seed_of_the_request() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-PARAMS = {"num_tokens_to_generate": 12, "temperature": 1.5}
+PARAMS = {"max_tokens": 12, "temperature": 1.5}
 
 
 def answers(engine: ms.DynamicInferenceEngine, prompts: list[list[int]], **settings: Any) -> list[list[int]]:

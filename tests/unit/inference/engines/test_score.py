@@ -52,10 +52,10 @@ def score_checked(
 # ---- what a score is
 
 
-@pytest.mark.parametrize("max_tokens", [8, 13, 64])
+@pytest.mark.parametrize("max_tokens_per_step", [8, 13, 64])
 @pytest.mark.parametrize("start", [1, 2, 8, 9, 42])
-def test_scores_are_the_recurrence_s(start: int, max_tokens: int) -> None:
-    engine = small_engine(max_tokens=max_tokens)
+def test_scores_are_the_recurrence_s(start: int, max_tokens_per_step: int) -> None:
+    engine = small_engine(max_tokens_per_step=max_tokens_per_step)
     for _ in range(2):
         score_checked(engine, SEQUENCES, start)
     assert_idle(engine)
@@ -63,7 +63,7 @@ def test_scores_are_the_recurrence_s(start: int, max_tokens: int) -> None:
 
 @pytest.mark.parametrize("length", [2, 7, 8, 9, 16, 17, 41])
 def test_each_start_of_each_length(length: int) -> None:
-    engine, tokens = small_engine(max_tokens=16), random_tokens(length, seed=length)
+    engine, tokens = small_engine(max_tokens_per_step=16), random_tokens(length, seed=length)
     for start in (1, length // 2, length - 1):
         if start:
             score_checked(engine, [tokens], start)
@@ -83,7 +83,7 @@ def test_each_sequence_has_its_start() -> None:
 )
 def test_the_log_probs_of_an_answer_are_those_that_came_with_it(mode: dict[str, Any]) -> None:
     engine = small_engine(**mode)
-    params = ms.SamplingParams(num_tokens_to_generate=21, temperature=1.0, seed=4, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=21, temperature=1.0, seed=4, return_log_probs=True)
     generated = engine.generate([CONTEXT, CONTEXT[:17]], params)
     sequences = [CONTEXT + generated[0].tokens, CONTEXT[:17] + generated[1].tokens]
     scored = engine.score(sequences, [42, 17])
@@ -96,12 +96,10 @@ def test_the_log_probs_of_an_answer_are_those_that_came_with_it(mode: dict[str, 
 
 
 def test_prompt_log_probs_from_a_start_resume_what_goes_before() -> None:
-    engine = small_engine(max_tokens=13)
+    engine = small_engine(max_tokens_per_step=13)
     score_checked(engine, [CONTEXT], 1, checkpoint_plan=ms.CheckpointPlan.every_block(BLOCK))
     for start in (1, 9, 30, 41, 60):
-        params = ms.SamplingParams(
-            num_tokens_to_generate=3, skip_prompt_log_probs=False, prompt_log_probs_start=start
-        )
+        params = ms.SamplingParams(max_tokens=3, skip_prompt_log_probs=False, prompt_log_probs_start=start)
         (result,) = engine.generate([CONTEXT], params)
         expected = expected_log_probs(tuple(CONTEXT))[start - 1 :]
         np.testing.assert_allclose(result.prompt_log_probs or [], expected, rtol=0, atol=TOLERANCE)
@@ -137,7 +135,7 @@ def test_one_prefill_without_a_decode_and_logits_of_the_scored_tokens_alone() ->
 
 
 def test_a_context_that_many_share_is_computed_once() -> None:
-    engine = small_engine(max_requests=8, max_tokens=256)
+    engine = small_engine(max_requests=8, max_tokens_per_step=256)
     results = score_checked(engine, SEQUENCES, 42)
     assert [result.num_resumed_tokens for result in results] == [0] + [40] * 5
     assert engine.stats().cache.num_resumed_tokens == 5 * 40
@@ -155,7 +153,7 @@ def test_a_scored_sequence_is_cached_as_a_prompt_is() -> None:
     score_checked(engine, [SEQUENCES[5]])
     again = score_checked(engine, [SEQUENCES[5]])
     assert again[0].num_resumed_tokens == 0  # every token but the last has its log-prob to come
-    (result,) = engine.generate([SEQUENCES[5]], ms.SamplingParams(num_tokens_to_generate=1))
+    (result,) = engine.generate([SEQUENCES[5]], ms.SamplingParams(max_tokens=1))
     assert result.num_resumed_tokens == 64
     assert engine.stats().cache.num_computed_tokens == 71 + 71 + 8
 
@@ -201,7 +199,7 @@ def test_new_weights_score_anew() -> None:
 
 
 def test_no_seed_depends_on_what_was_scored() -> None:
-    params = ms.SamplingParams(num_tokens_to_generate=12, temperature=1.3)
+    params = ms.SamplingParams(max_tokens=12, temperature=1.3)
     expected = small_engine().generate([CONTEXT, CONTEXT], params)
     engine = small_engine()
     first = engine.generate([CONTEXT], params)
@@ -217,7 +215,7 @@ def test_no_seed_depends_on_what_was_scored() -> None:
     "mode", [{}, {"async_scheduling": True}, {"num_speculative_tokens": 3}, {"in_place": True}], ids=str
 )
 def test_beside_requests_that_run_and_wait(mode: dict[str, Any]) -> None:
-    client = Client(small_engine(max_tokens=24, max_requests=3, **mode))
+    client = Client(small_engine(max_tokens_per_step=24, max_requests=3, **mode))
     ids = [client.ask(Asked(tuple(HEADS[n]), 20, prompt_log_probs=n == 12)) for n in (4, 12, 6)]
     for _ in range(2):
         client.step()
@@ -235,9 +233,9 @@ def test_beside_requests_that_run_and_wait(mode: dict[str, Any]) -> None:
 
 def test_a_long_prefill_is_not_held_up_by_decodes_that_run_ahead() -> None:
     """A sequence in parts goes on in every step, although nothing is generated for it."""
-    engine = small_engine(async_scheduling=True, max_tokens=8)
+    engine = small_engine(async_scheduling=True, max_tokens_per_step=8)
     for prompt in (HEADS[0], HEADS[1], HEADS[8]):  # so that few tokens of a step are left for the sequence
-        engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=60))
+        engine.add_request(prompt, ms.SamplingParams(max_tokens=60))
     for _ in range(4):
         engine.step()
     steps: list[int] = []
@@ -256,7 +254,7 @@ def test_a_long_prefill_is_not_held_up_by_decodes_that_run_ahead() -> None:
 def test_preempted_sequences_are_scored_rightly(start: int) -> None:
     """After every other step the request that was admitted last is preempted, with the log-probs it has."""
     engine = pressed_engine()
-    engine.add_request(HEADS[4], ms.SamplingParams(num_tokens_to_generate=40))
+    engine.add_request(HEADS[4], ms.SamplingParams(max_tokens=40))
     advance, num_steps = engine._advance, 0
 
     def advance_and_preempt() -> None:
@@ -280,7 +278,7 @@ def test_preempted_sequences_are_scored_rightly(start: int) -> None:
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("after", [False, True])
 def test_a_failing_step_fails_the_call_and_nothing_else(point: str, after: bool) -> None:
-    engine = small_engine(max_tokens=13, num_kv_blocks=40)
+    engine = small_engine(max_tokens_per_step=13, num_kv_blocks=40)
     client = Client(engine)
     client.ask(Asked(tuple(HEADS[4]), 20))
     client.step()
@@ -301,7 +299,7 @@ def test_a_failing_step_fails_the_call_and_nothing_else(point: str, after: bool)
 
 
 def test_invalid_logits_end_the_score_of_one_sequence() -> None:
-    engine = small_engine(max_tokens=256, max_requests=8)
+    engine = small_engine(max_tokens_per_step=256, max_requests=8)
     model = engine.model
 
     def spoilt(inputs: ms.StepInputs) -> torch.Tensor:

@@ -22,13 +22,16 @@ pytestmark = pytest.mark.usefixtures("kind")
 def pressed(**settings: object) -> ms.DynamicInferenceEngine:
     """Few slots and blocks, so that memory changes its owner all the time."""
     return small_engine(
-        **({"free_memory": "zero", "num_kv_blocks": 14, "num_mamba_slots": 3, "max_tokens": 24} | settings)
+        **(
+            {"free_memory": "zero", "num_kv_blocks": 14, "num_mamba_slots": 3, "max_tokens_per_step": 24}
+            | settings
+        )
     )
 
 
 def serve(engine: ms.DynamicInferenceEngine, prompts: list[list[int]], length: int = 9) -> None:
     """Step to the end; after each step all that is free is zero."""
-    params = ms.SamplingParams(num_tokens_to_generate=length)
+    params = ms.SamplingParams(max_tokens=length)
     for prompt in prompts:
         engine.add_request(prompt, params)
     while engine.has_unfinished_requests():
@@ -233,13 +236,13 @@ def test_on_a_gpu_beside_graphs_and_a_tier(graphs: int | None) -> None:
     model = tiny_model(torch.bfloat16, "cuda")
     tier = {"host_cache_gb": 6.5 * model.state_spec().slot_bytes / (1 << 30)}
     engine = small_engine(
-        model=model, free_memory="zero", num_kv_blocks=24, num_mamba_slots=2, max_tokens=256,
+        model=model, free_memory="zero", num_kv_blocks=24, num_mamba_slots=2, max_tokens_per_step=256,
         block_size_tokens=32, max_sequence_length=512, num_cuda_graphs=graphs, **tier,
     )  # fmt: skip
     for turn in range(3):
         prompts = [random_tokens(70 + 40 * i, seed=i + 3 * (turn % 2)) for i in range(3)]
         for prompt in prompts:
-            engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=20))
+            engine.add_request(prompt, ms.SamplingParams(max_tokens=20))
         while engine.has_unfinished_requests():
             engine.step()
             torch.cuda.synchronize()

@@ -15,11 +15,12 @@ PROMPTS = [random_tokens(length, length) for length in (33, 100, 64, 5)]
 def test_drafted_steps_do_not_synchronise_and_repeat_themselves(graphs):
     memory = RememberingDrafter()
     config = ms.InferenceConfig(
-        block_size_tokens=32, max_requests=4, max_tokens=192, max_sequence_length=400, num_kv_blocks=100,
+        block_size_tokens=32, max_requests=4, max_tokens_per_step=192, max_sequence_length=400,
+        num_kv_blocks=100,
         num_mamba_slots=50, num_cuda_graphs=graphs, num_speculative_tokens=3,
     )  # fmt: skip
     engine = ms.DynamicInferenceEngine(tiny_model(torch.float32, "cuda"), config, drafter=memory)
-    params = ms.SamplingParams(num_tokens_to_generate=70)
+    params = ms.SamplingParams(max_tokens=70)
 
     def answers() -> list[list[int]]:
         engine.reset_prefix_cache()

@@ -40,7 +40,7 @@ class SpeculatingEngine(engine_machine.EngineMachine):
         kind=kinds,
         slots=st.sampled_from([1, 2, 3, 40]),
         kv_blocks=st.sampled_from([13, 20, 100]),
-        max_tokens=st.sampled_from([8, 13, 32]),
+        max_tokens_per_step=st.sampled_from([8, 13, 32]),
         policy=st.sampled_from(["value", "lru"]),
         plan=plans,
     )
@@ -103,7 +103,7 @@ def test_a_failed_step_leaves_no_hash_of_tokens_that_are_generated_anew() -> Non
     with speculating("right"):
         engine = small_engine()
     prompt = failing_steps.HEADS[3]
-    request_id = engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=20))
+    request_id = engine.add_request(prompt, ms.SamplingParams(max_tokens=20))
     request = engine.state.requests[request_id]
     while True:
         before = len(request.tokens)

@@ -134,9 +134,9 @@ class TestAcceptance:
     def test_draws_are_those_of_plain_decoding(self, drafter):
         prompts = [random_tokens(n, seed=n) for n in (12, 30, 41)]
         params = [
-            ms.SamplingParams(num_tokens_to_generate=25, temperature=0.2, seed=1, return_log_probs=True),
-            ms.SamplingParams(num_tokens_to_generate=25, temperature=1.0, top_k=2, seed=2),
-            ms.SamplingParams(num_tokens_to_generate=25, temperature=1.2, top_p=0.7, seed=2),
+            ms.SamplingParams(max_tokens=25, temperature=0.2, seed=1, return_log_probs=True),
+            ms.SamplingParams(max_tokens=25, temperature=1.0, top_k=2, seed=2),
+            ms.SamplingParams(max_tokens=25, temperature=1.2, top_p=0.7, seed=2),
         ]
         plain = small_engine().generate(prompts, params)
         engine = speculating(drafter)
@@ -154,7 +154,7 @@ class TestAnswers:
         prompt = random_tokens(20, seed=1)
         steps = []
         for served in (engine, plain):
-            served.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=22))
+            served.add_request(prompt, ms.SamplingParams(max_tokens=22))
             steps.append(0)
             while served.has_unfinished_requests():
                 served.step()
@@ -182,7 +182,7 @@ class TestAnswers:
         tokens, _ = expected_answer(tuple(prompt), 12)
         stop = tokens[at]
         engine = speculating(most=5)
-        params = ms.SamplingParams(num_tokens_to_generate=12, termination_id=stop, return_log_probs=True)
+        params = ms.SamplingParams(max_tokens=12, termination_id=stop, return_log_probs=True)
         (result,) = engine.generate([prompt], params)
         assert result.tokens == tokens[: tokens.index(stop) + 1]
         assert len(result.log_probs) == len(result.tokens)
@@ -203,7 +203,7 @@ class TestAnswers:
         engine = speculating()
         prompts = [random_tokens(20, seed=1), random_tokens(30, seed=2)]
         expected = [expected_answer(tuple(prompt), 10)[0] for prompt in prompts]
-        params = ms.SamplingParams(num_tokens_to_generate=10)
+        params = ms.SamplingParams(max_tokens=10)
         stream = engine.stream(prompts[0], params)
         request_id = engine.add_request(prompts[1], params)
         arrived: list[int] = []
@@ -217,9 +217,7 @@ class TestAnswers:
 
     def test_prompt_log_probs_go_along(self):
         prompt = random_tokens(21, seed=1)
-        params = ms.SamplingParams(
-            num_tokens_to_generate=9, return_log_probs=True, skip_prompt_log_probs=False
-        )
+        params = ms.SamplingParams(max_tokens=9, return_log_probs=True, skip_prompt_log_probs=False)
         plain, drafted = (e.generate([prompt], params)[0] for e in (small_engine(), speculating()))
         assert plain.tokens == drafted.tokens
         np.testing.assert_allclose(drafted.prompt_log_probs, plain.prompt_log_probs, rtol=0, atol=TOLERANCE)
@@ -285,7 +283,7 @@ class TestStates:
         plan = ms.CheckpointPlan.every_block(BLOCK)
         engine = speculating(drafter, most=11, in_place=in_place, checkpoint_plan=plan, num_mamba_slots=slots)
         prompt = random_tokens(13, seed=5)
-        request_id = engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=40))
+        request_id = engine.add_request(prompt, ms.SamplingParams(max_tokens=40))
         answer = expected_answer(tuple(prompt), 40)[0]
         sequence = prompt + answer
         compared = 0
@@ -319,11 +317,11 @@ class TestStates:
         for drafter in (WrongDrafter, RightDrafter):
             engine = speculating(drafter, most=7, num_mamba_slots=2, max_requests=1)
             for seed in (1, 2):
-                engine.generate([random_tokens(9, seed)], ms.SamplingParams(num_tokens_to_generate=1))
+                engine.generate([random_tokens(9, seed)], ms.SamplingParams(max_tokens=1))
             slots = engine.context.prefix_cache.slots
             assert len(slots.free) == 8  # the live slots of the row
             prompt = random_tokens(5, seed=3)
-            engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=5))
+            engine.add_request(prompt, ms.SamplingParams(max_tokens=5))
             evicted = []
             while engine.has_unfinished_requests():
                 engine.step()
@@ -354,7 +352,7 @@ class TestStates:
             engine = speculating(MixedDrafter, most=5, in_place=in_place)
             for _ in range(2):
                 for prompt in prompts:
-                    engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=20))
+                    engine.add_request(prompt, ms.SamplingParams(max_tokens=20))
                 while engine.has_unfinished_requests():
                     copies.clear()
                     engine.step()
@@ -364,7 +362,7 @@ class TestStates:
     @pytest.mark.parametrize("most", [2, 5, 9])
     def test_requests_that_say_the_same_take_one_slot_a_boundary(self, most):
         engine = speculating(RightDrafter, most=most, num_mamba_slots=3)
-        engine.generate([random_tokens(9, seed=9)], ms.SamplingParams(num_tokens_to_generate=1))
+        engine.generate([random_tokens(9, seed=9)], ms.SamplingParams(max_tokens=1))
         prompt = random_tokens(5, seed=4)
         serve_checked(engine, [prompt, prompt], length=40)
         slots = engine.context.prefix_cache.slots
@@ -374,7 +372,7 @@ class TestStates:
     def test_after_a_reset_of_the_cache_requests_go_on_from_their_own_states(self):
         engine = speculating(most=3)
         prompts = [random_tokens(n, seed=n) for n in (14, 21)]
-        params = ms.SamplingParams(num_tokens_to_generate=30, return_log_probs=True)
+        params = ms.SamplingParams(max_tokens=30, return_log_probs=True)
         ids = [engine.add_request(prompt, params) for prompt in prompts]
         results = {}
         while engine.has_unfinished_requests():
@@ -415,9 +413,7 @@ class TestStates:
 class TestOthers:
     def test_drafts_take_only_blocks_without_a_holder_and_give_back_what_was_wrong(self):
         engine = speculating(WrongDrafter, most=20, num_kv_blocks=4, max_sequence_length=32)
-        request_id = engine.add_request(
-            random_tokens(7, seed=1), ms.SamplingParams(num_tokens_to_generate=25)
-        )
+        request_id = engine.add_request(random_tokens(7, seed=1), ms.SamplingParams(max_tokens=25))
         kv = engine.context.prefix_cache.kv_blocks
         request = engine.state.requests[request_id]
         while engine.has_unfinished_requests():
@@ -436,7 +432,7 @@ class TestOthers:
             small_engine(**TIGHT),
         ):
             for seed in range(4):
-                engine.add_request(random_tokens(20, seed), ms.SamplingParams(num_tokens_to_generate=40))
+                engine.add_request(random_tokens(20, seed), ms.SamplingParams(max_tokens=40))
             story = []
             while engine.has_unfinished_requests():
                 report = engine.step()
@@ -447,7 +443,7 @@ class TestOthers:
         assert any(paused for _, _, paused in stories[0])
 
     def test_drafts_take_what_tokens_are_left(self):
-        engine = speculating(lambda: Noted([1] * 9), most=3, max_tokens=8, max_requests=2)
+        engine = speculating(lambda: Noted([1] * 9), most=3, max_tokens_per_step=8, max_requests=2)
         drafted = []
         model = engine.model
 
@@ -461,7 +457,7 @@ class TestOthers:
         engine.model = watching
         first, second = random_tokens(5, seed=1), random_tokens(13, seed=2)
         ids = [
-            engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=9, return_log_probs=True))
+            engine.add_request(prompt, ms.SamplingParams(max_tokens=9, return_log_probs=True))
             for prompt in (first, second)
         ]
         results = run_checked(engine)
@@ -470,14 +466,14 @@ class TestOthers:
         assert [3, 3] in drafted
 
 
-TIGHT = {"num_kv_blocks": 12, "max_requests": 4, "max_tokens": 24}
+TIGHT = {"num_kv_blocks": 12, "max_requests": 4, "max_tokens_per_step": 24}
 
 
 @pytest.mark.usefixtures("kind")
 class TestContext:
     def started(self) -> tuple[ms.DynamicInferenceEngine, RequestStep]:
         engine = speculating(lambda: Noted(), most=3)
-        engine.add_request(random_tokens(9, seed=1), ms.SamplingParams(num_tokens_to_generate=6))
+        engine.add_request(random_tokens(9, seed=1), ms.SamplingParams(max_tokens=6))
         engine.step()
         (request,) = engine.context.requests
         chunk = engine.context.schedule(request, 8)

@@ -13,7 +13,7 @@ from oracle.serving import random_tokens, small_engine
 
 PROMPTS = [random_tokens(20, seed=1), random_tokens(33, seed=2)]
 LENGTH = 6
-PARAMS = ms.SamplingParams(num_tokens_to_generate=LENGTH, return_log_probs=True)
+PARAMS = ms.SamplingParams(max_tokens=LENGTH, return_log_probs=True)
 
 
 def expected(prompts: list[list[int]] = PROMPTS) -> list[ms.RequestResult]:
@@ -59,7 +59,7 @@ def test_a_stream_has_its_result_and_its_reason_once_it_ends() -> None:
 def test_a_stream_says_that_a_stop_token_ended_it() -> None:
     (whole,) = expected(PROMPTS[:1])
     stop = whole.tokens[3]
-    params = ms.SamplingParams(num_tokens_to_generate=LENGTH, stop_token_ids=(stop,))
+    params = ms.SamplingParams(max_tokens=LENGTH, stop_token_ids=(stop,))
     engine = small_engine()
     stream = engine.stream(PROMPTS[0], params)
     tokens = [token.token for token in stream]
@@ -79,7 +79,7 @@ def test_a_result_of_a_stream_is_not_claimed_elsewhere() -> None:
 def test_steps_of_others_bring_a_stream_its_tokens() -> None:
     engine = small_engine()
     stream = engine.stream(PROMPTS[0], PARAMS)
-    engine.generate([PROMPTS[1]], ms.SamplingParams(num_tokens_to_generate=2 * LENGTH))
+    engine.generate([PROMPTS[1]], ms.SamplingParams(max_tokens=2 * LENGTH))
     assert stream.finish_reason == "length"
     assert_nothing_runs(engine)
     assert [token.token for token in stream] == expected()[0].tokens
@@ -204,7 +204,7 @@ def test_a_stream_ends_when_its_engine_is_reset() -> None:
 
 def test_a_stream_let_go_of_during_a_step_leaves_no_result() -> None:
     engine = small_engine()
-    streams = [engine.stream(PROMPTS[0], ms.SamplingParams(num_tokens_to_generate=1))]
+    streams = [engine.stream(PROMPTS[0], ms.SamplingParams(max_tokens=1))]
     model = engine.model
 
     def forgetting(inputs: ms.StepInputs) -> object:

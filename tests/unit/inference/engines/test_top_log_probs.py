@@ -19,12 +19,10 @@ from oracle.serving import TOLERANCE, random_tokens, small_engine, small_model
 
 PROMPTS = [random_tokens(20, seed=1), random_tokens(33, seed=2), random_tokens(9, seed=3), [5]]
 WANTED = [
-    ms.SamplingParams(num_tokens_to_generate=12, num_top_log_probs=3),
-    ms.SamplingParams(num_tokens_to_generate=9),
-    ms.SamplingParams(
-        num_tokens_to_generate=15, num_top_log_probs=20, return_log_probs=True, temperature=1.0, seed=4
-    ),
-    ms.SamplingParams(num_tokens_to_generate=1, num_top_log_probs=1, return_log_probs=True),
+    ms.SamplingParams(max_tokens=12, num_top_log_probs=3),
+    ms.SamplingParams(max_tokens=9),
+    ms.SamplingParams(max_tokens=15, num_top_log_probs=20, return_log_probs=True, temperature=1.0, seed=4),
+    ms.SamplingParams(max_tokens=1, num_top_log_probs=1, return_log_probs=True),
 ]
 
 

@@ -17,7 +17,7 @@ from oracle.serving import assert_answers, random_tokens, serve_checked, small_c
 
 BLOCK = 8
 LONG, SHORT, OTHER = random_tokens(61, seed=1), random_tokens(11, seed=2), random_tokens(32, seed=3)
-PARAMS = ms.SamplingParams(num_tokens_to_generate=12, return_log_probs=True)
+PARAMS = ms.SamplingParams(max_tokens=12, return_log_probs=True)
 Operation = Callable[[ms.DynamicInferenceEngine], object]
 
 
@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "drafts": {"num_speculative_tokens": 3, "make_drafter": RightDrafter},
     "n-grams": {"num_speculative_tokens": 3},
     "in place": {"in_place": True, "num_speculative_tokens": 2},
-    "few slots": {"num_mamba_slots": 2, "num_kv_blocks": 20, "max_tokens": 13},
+    "few slots": {"num_mamba_slots": 2, "num_kv_blocks": 20, "max_tokens_per_step": 13},
     "poisoned": {"free_memory": "nan"},
 }
 
@@ -128,7 +128,7 @@ def in_the_middle(num_steps: int, **settings: object) -> ms.DynamicInferenceEngi
     """An engine built in inference mode whose request, of `LONG`, has made some steps."""
     with torch.inference_mode():
         plan = ms.CheckpointPlan.every_block(BLOCK)
-        engine = small_engine(checkpoint_plan=plan, max_tokens=16, **settings)
+        engine = small_engine(checkpoint_plan=plan, max_tokens_per_step=16, **settings)
         engine.add_request(LONG, PARAMS)
         for _ in range(num_steps):
             engine.step()

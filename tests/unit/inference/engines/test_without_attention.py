@@ -72,7 +72,7 @@ def test_requests_of_the_greatest_length_run_together(kind: str, caching: bool) 
     engine = engine_of_gigabytes(
         num_mamba_slots=1, max_requests=3, max_sequence_length=40, enable_prefix_caching=caching
     )
-    params = ms.SamplingParams(num_tokens_to_generate=20)
+    params = ms.SamplingParams(max_tokens=20)
     for seed in range(3):
         engine.add_request(random_tokens(20, seed), params)
     num_paused = 0
@@ -87,7 +87,7 @@ def test_requests_of_the_greatest_length_run_together(kind: str, caching: bool) 
 
 def test_suspended_resumed_and_reset(kind: str) -> None:
     engine, prompt = engine_of_gigabytes(), random_tokens(41, seed=1)
-    request_id = engine.add_request(prompt, ms.SamplingParams(num_tokens_to_generate=9))
+    request_id = engine.add_request(prompt, ms.SamplingParams(max_tokens=9))
     engine.step()
     engine.suspend()
     engine.resume()

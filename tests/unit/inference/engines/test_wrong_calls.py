@@ -10,7 +10,7 @@ import pytest
 import torch
 from oracle.serving import random_tokens, small_engine
 
-ONE = ms.SamplingParams(num_tokens_to_generate=1)
+ONE = ms.SamplingParams(max_tokens=1)
 BLOCK = 8
 PROMPTS = [random_tokens(20, seed=1), random_tokens(20, seed=2)]
 EVERY_BLOCK = ms.CheckpointPlan.every_block(BLOCK)
@@ -155,7 +155,7 @@ def test_answers_may_end_at_the_last_token_of_the_vocabulary_or_at_none(
     engine: ms.DynamicInferenceEngine,
 ) -> None:
     for stops in ({"stop_token_ids": (255,)}, {"termination_id": 255}, {"termination_id": -1}):
-        engine.generate([[1, 2]], ms.SamplingParams(num_tokens_to_generate=1, **stops))  # type: ignore[arg-type]
+        engine.generate([[1, 2]], ms.SamplingParams(max_tokens=1, **stops))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("call", ["warm", "pin"])

@@ -117,7 +117,7 @@ def test_the_worker_resumes_prompts_that_begin_alike(place: Place) -> None:
 
 def test_prompt_log_probs_are_computed_here(place: Place) -> None:
     params = ms.SamplingParams(
-        num_tokens_to_generate=2,
+        max_tokens=2,
         return_log_probs=True,
         skip_prompt_log_probs=False,
         prompt_log_probs_start=31,

@@ -22,7 +22,7 @@ sizes = st.fixed_dictionaries(
         "num_kv_blocks": st.sampled_from([16, 20, 100]),
         "num_mamba_slots": st.sampled_from([1, 2, 40]),
         "max_requests": st.sampled_from([1, 3]),
-        "max_tokens": st.sampled_from([8, 32, 100]),
+        "max_tokens_per_step": st.sampled_from([8, 32, 100]),
         "eviction_policy": st.sampled_from(["value", "lru"]),
     }
 )

@@ -23,7 +23,8 @@ BLOCK = 4
 def toy_engine(**settings: object) -> ms.DynamicInferenceEngine:
     config = ms.InferenceConfig(
         **{
-            "block_size_tokens": BLOCK, "max_requests": 2, "max_tokens": 32, "max_sequence_length": 96,
+            "block_size_tokens": BLOCK, "max_requests": 2, "max_tokens_per_step": 32,
+            "max_sequence_length": 96,
             "num_kv_blocks": 100, "num_mamba_slots": 6,
         } | settings
     )  # type: ignore[arg-type]  # fmt: skip
@@ -35,7 +36,7 @@ def prompt(number: int, length: int = 18) -> list[int]:
 
 
 def serve(engine: ms.DynamicInferenceEngine, number: int, length: int = 18) -> None:
-    engine.generate([prompt(number, length)], ms.SamplingParams(num_tokens_to_generate=5))
+    engine.generate([prompt(number, length)], ms.SamplingParams(max_tokens=5))
 
 
 # ---- all that an engine goes through
@@ -239,7 +240,11 @@ def test_a_step_without_changes_takes_no_memory() -> None:
 
 def test_a_context_without_tensors_can_be_published() -> None:
     config = ms.InferenceConfig(
-        block_size_tokens=BLOCK, max_tokens=32, num_kv_blocks=20, num_mamba_slots=4, max_sequence_length=40
+        block_size_tokens=BLOCK,
+        max_tokens_per_step=32,
+        num_kv_blocks=20,
+        num_mamba_slots=4,
+        max_sequence_length=40,
     )
     events = msd.StatePublisher(ContextWithoutMemory(ToyLM().state_spec(), config), "a").take()
     assert events is not None

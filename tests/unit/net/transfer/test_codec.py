@@ -247,7 +247,7 @@ def test_forgeries_with_a_checksum_that_holds(changes: dict[str, object], text: 
 
 def test_an_export_that_never_was_bytes_holds_numbers_or_is_refused() -> None:
     source, target = engine_of(), engine_of()
-    source.generate([random_tokens(40, 1)], ms.SamplingParams(num_tokens_to_generate=1))
+    source.generate([random_tokens(40, 1)], ms.SamplingParams(max_tokens=1))
     export = export_prefixes(source)
     name = next(name for name in export.tensors if name != "kv")
     export.tensors[name].view(-1)[0] = math.nan

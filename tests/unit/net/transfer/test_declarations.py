@@ -40,7 +40,7 @@ def engine_with(spec: ms.HybridStateSpec) -> ms.DynamicInferenceEngine:
 def warm_engine(spec: ms.HybridStateSpec) -> ms.DynamicInferenceEngine:
     """With prefixes cached, and random numbers in all pools."""
     engine = engine_with(spec)
-    params = ms.SamplingParams(num_tokens_to_generate=1)
+    params = ms.SamplingParams(max_tokens=1)
     for length, seed in ((40, 1), (30, 1), (20, 2)):
         engine.generate([random_tokens(length, seed)], params)
     for tensor in (*engine.context.memory.state_pool.tensors, engine.context.memory.kv_cache):

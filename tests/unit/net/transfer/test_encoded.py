@@ -12,7 +12,7 @@ from oracle.transfers import engine_of
 pytestmark = pytest.mark.usefixtures("kind")
 
 PROMPT = random_tokens(40, 1)
-PARAMS = ms.SamplingParams(num_tokens_to_generate=6, return_log_probs=True)
+PARAMS = ms.SamplingParams(max_tokens=6, return_log_probs=True)
 
 
 def warm(dtype: str | None) -> ms.DynamicInferenceEngine:

@@ -41,7 +41,7 @@ NONE = PrefixCounts()
 def serve(engine: ms.DynamicInferenceEngine, prompts: Any = None, salts: Any = None) -> list[int]:
     """Resumed tokens of each; every answer is the recurrence's."""
     prompts, salts = prompts or PROMPTS, salts or SALTS
-    params = ms.SamplingParams(num_tokens_to_generate=5, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=5, return_log_probs=True)
     resumed = []
     for prompt, salt in zip(prompts, salts, strict=True):
         result = engine.generate([prompt], params, cache_salt=salt)[0]
@@ -265,7 +265,7 @@ def test_what_is_pinned_or_held_stays(source: ms.DynamicInferenceEngine) -> None
     kept = random_tokens(64, 30)
     target.warm(kept)
     pin = target.pin(kept)
-    running = target.add_request(random_tokens(20, 31), ms.SamplingParams(num_tokens_to_generate=20))
+    running = target.add_request(random_tokens(20, 31), ms.SamplingParams(max_tokens=20))
     target.step()
     target.context.check_integrity()
     report = moved(source, target)
@@ -290,7 +290,7 @@ def test_nothing_fits_beside_what_is_pinned(source: ms.DynamicInferenceEngine) -
     full = engine_of(num_kv_blocks=9, num_mamba_slots=3)
     full.warm(kept)
     full.pin(kept)
-    blocker = full.add_request([1, 2, 3], ms.SamplingParams(num_tokens_to_generate=3))
+    blocker = full.add_request([1, 2, 3], ms.SamplingParams(max_tokens=3))
     full.step()
     before = maps_of(full)
     assert moved(source, full) == ImportReport(left_out=expected_counts(source))
@@ -300,7 +300,7 @@ def test_nothing_fits_beside_what_is_pinned(source: ms.DynamicInferenceEngine) -
 
 def test_while_requests_run_in_both() -> None:
     source, target = warm_engine(), engine_of()
-    params = ms.SamplingParams(num_tokens_to_generate=30, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=30, return_log_probs=True)
     here = source.add_request(PROMPTS[0], params)
     there = target.add_request(PROMPTS[0], params)
     for engine in (source, target):
@@ -544,7 +544,7 @@ def test_exports_of_other_models(change: dict[str, Any]) -> None:
     with kind_of_model(MIX):
         other = engine_of(ms.models.HybridLM(replace(small_model().config, **change), seed=3))
         target = engine_of()
-    other.generate([[5] * 30], ms.SamplingParams(num_tokens_to_generate=1))
+    other.generate([[5] * 30], ms.SamplingParams(max_tokens=1))
     data = encode_prefixes(export_prefixes(other))
     assert "the export does not fit" in unchanged(
         target, lambda: import_prefixes(target, decode_prefixes(data))
