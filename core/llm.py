@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
@@ -10,8 +11,10 @@ import torch
 
 from .config import InferenceConfig
 from .files import CONFIG, read_object
-from .inference.contexts.pool_sizes import GIGABYTE, PoolSizes, free_gb
+from .inference.contexts.pool_sizes import PoolSizes, free_gb
+from .inference.contexts.request import GeneratedToken
 from .inference.engines.dynamic_engine import DynamicInferenceEngine
+from .inference.engines.streams import TokenStream
 from .loaded_model import load, stored_dtype
 from .request import RequestResult, SamplingParams
 from .state_spec import HybridStateSpec
@@ -122,7 +125,7 @@ class LLM:
 
         Example: `chat([{"role": "user", "content": "Write a class."}], max_tokens=64).text`.
         """
-        with self._stream(messages, self._params(sampling_params, params)) as stream:
+        with self._chat(messages, self._params(sampling_params, params)) as stream:
             tokens = [generated.token for generated in stream]
         assert stream.result is not None  # a stream that was read to its end
         return Completion(self.loaded.decode(tokens), stream.result)
@@ -146,10 +149,15 @@ class LLM:
         if piece := detokenizer.finish():
             yield piece
 
-    def _stream(self, prompt: Any, params: SamplingParams) -> Any:
+    def _stream(self, prompt: Any, params: SamplingParams) -> TokenStream[GeneratedToken]:
         if _is_one(prompt) or not isinstance(prompt, Sequence) or not prompt:
             return self.engine.stream(self._tokens(prompt), params)
-        marked = self.loaded.encode_chat_marked(prompt)
+        return self._chat(prompt, params)
+
+    def _chat(self, messages: Messages, params: SamplingParams) -> TokenStream[GeneratedToken]:
+        marked = self.loaded.encode_chat_marked(messages)
+        if not messages:
+            raise ValueError("messages is empty; accepted: one message or more")
         plan = replace(self.engine.config.checkpoint_plan, marks=marked.marks)
         return self.engine.stream(marked.tokens, params, checkpoint_plan=plan)
 
@@ -174,7 +182,7 @@ def _is_one(prompt: object) -> bool:
     """Whether `prompt` is a text or token ids, no list of prompts and no messages."""
     if isinstance(prompt, str | torch.Tensor):
         return True
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], int)
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Integral)
 
 
 def served_dtype(folder_or_name: str | Path, device: torch.device) -> torch.dtype | None:
@@ -228,15 +236,18 @@ def serving_config(
             max_tokens_per_step=max(2048, rows, block) if steps is None else steps, **settings,
         )  # fmt: skip
 
-    rows = max_requests or MOST_REQUESTS[kind]
-    length = max_sequence_length or context or SHORTEST_CONTEXT
+    rows = MOST_REQUESTS[kind] if max_requests is None else max_requests
+    length = (context or SHORTEST_CONTEXT) if max_sequence_length is None else max_sequence_length
     if pools_are_given or total_gb is None:
         return config(rows, length, total_gb)
-    fewest = rows if max_requests else 1
-    shortest = length if max_sequence_length else min(length, SHORTEST_CONTEXT)
+    config(rows, length, total_gb)  # wrong values are refused here
+    fewest = 1 if max_requests is None else rows
+    shortest = min(length, SHORTEST_CONTEXT) if max_sequence_length is None else length
     sizes = [(rows, each) for each in _halved(length, shortest)]
     sizes += [(each, shortest) for each in _halved(rows, fewest)][1:]
-    sizes += [(fewest, each) for each in _halved(shortest, length if max_sequence_length else 512)][1:]
+    sizes += [(fewest, each) for each in _halved(shortest, 512 if max_sequence_length is None else length)][
+        1:
+    ]
     error: ValueError | None = None
     for share in (SHARE_OF_ROWS, 1.0):
         for chosen in sizes:
@@ -258,17 +269,17 @@ def serving_config(
 
 
 def log_room(config: InferenceConfig, spec: HybridStateSpec) -> None:
-    """Say how many conversations the memory holds beside the running requests: KV and two states each."""
-    if config.total_gb is None or not config.enable_prefix_caching:
-        return
-    tokens = min(4096, config.max_sequence_length)
-    blocks = -(-tokens // config.block_size_tokens) * spec.kv_block_bytes(config.block_size_tokens)
-    each = blocks + 2 * spec.durable_slot_bytes(config.durable_state_dtype)
-    free = config.total_gb * GIGABYTE - config.max_requests * spec.slot_bytes
+    """Say how many conversations of 4,096 tokens the pools hold: KV and two states each."""
+    sizes, tokens = PoolSizes.of(config, spec), min(4096, config.max_sequence_length)
+    blocks = -(-tokens // config.block_size_tokens)
+    if sizes.division is not None:
+        units = sizes.division.num_units
+        room = units // (2 + -(-blocks // max(1, sizes.num_kv_blocks // units)))
+    else:
+        room = min(sizes.num_kv_blocks // blocks, max(1, sizes.num_mamba_slots // 2))
     logger.info(
-        "%.3g GB: %d requests at once, a context of %s tokens, room for about %s conversations of %s tokens",
-        config.total_gb, config.max_requests, f"{config.max_sequence_length:,}",
-        f"{max(0, int(free / each)):,}" if each else "any number of", f"{tokens:,}",
+        "%d requests at once, a context of %s tokens, room for about %s conversations of %s tokens",
+        config.max_requests, f"{config.max_sequence_length:,}", f"{room:,}", f"{tokens:,}",
     )  # fmt: skip
 
 

@@ -135,7 +135,7 @@ class Clients:
             sampling: dict[str, Any] = (
                 {"temperature": 0.9, "seed": number} if number % 2 else {"temperature": 0}
             )
-            tokens = expected_tokens(prompt, num_tokens_to_generate=length, **sampling)
+            tokens = expected_tokens(prompt, max_tokens=length, **sampling)
             self._known.append(({"prompt": prompt, "max_tokens": length, **sampling}, tokens))
 
     def run(self, number: int) -> None:

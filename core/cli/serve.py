@@ -95,10 +95,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_early(options: argparse.Namespace) -> None:
     """Refuse a missing folder and a port in use before seconds of imports and of loading."""
-    if options.model.startswith(("/", "./", "../", "~")) and not Path(options.model).is_dir():
-        raise ValueError(
-            f"{options.model!r} is no folder; accepted: a folder with config.json, or a name on the hub"
-        )
+    path, accepted = Path(options.model), "accepted: a folder with config.json, or a name on the hub"
+    if (options.model.startswith(("/", "./", "../", "~")) or path.exists()) and not path.is_dir():
+        raise ValueError(f"{options.model!r} is no folder; {accepted}")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"{options.model!r} has no config.json; {accepted}")
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
         socket.create_server((options.host, options.port), family=family).close()

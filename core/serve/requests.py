@@ -384,8 +384,8 @@ class ChatRequest(AnswerRequest):
             if name not in names:
                 param = "tool_choice.function.name"
                 raise bad_field(param, f"{param} is {short(name)}; accepted: the name of one of the tools")
-        elif choice not in ("none", "auto", "required") or (choice == "required" and not names):
-            raise ValueError("'none', 'auto', 'required' (with tools) or one of the tools")
+        elif choice not in ("none", "auto", "required"):
+            raise ValueError("'none' or 'auto'")
         if choice not in ("none", "auto"):
             message = "a call cannot be forced; accepted: tool_choice 'auto' or 'none'"
             raise bad_field("tool_choice", message, "unsupported_parameter")

@@ -366,8 +366,8 @@ class GenerationDefaults:
         """`SamplingParams` with these defaults and `overrides`, which are arguments of `SamplingParams`."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         values = {name: value for name, value in values.items() if value is not None} | overrides
-        if "min_tokens" not in overrides:  # the request's length comes first
-            values["min_tokens"] = min(self.min_tokens, values.get("max_tokens", self.min_tokens))
+        if "min_tokens" not in overrides and isinstance(length := values.get("max_tokens"), int):
+            values["min_tokens"] = min(self.min_tokens, length)  # the request's length comes first
         return SamplingParams(**values)
 
 

@@ -65,7 +65,6 @@ class MambaSlotAllocator:
         kernels without source/destination indices write.
         slots: which slots are free, reserved, committed or pinned, and which is evicted next; its `counts`,
             `pins` and `num_available`, and `slots.tree.ghosts`, why states are gone.
-        intermediate: plans and commits for hosts whose kernels write states to scratch.
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 dynamic_engine, arguments            the engine's calls, with their arguments checked here only
 engine_state                         the calls that change an engine; undo of a step that failed
 scheduler, sampling, drafter         which requests advance; their next tokens; guesses at more
+logits_changes                       penalties, biases, min_p: what requests change before a token is drawn
 runner, dummy_steps                  a step as launches or as one CUDA graph; steps without users
 async_engine, streams                an engine in a thread of its own; one stream type for all readers
 batch_invariance, product_check      the promise of bits: the mode, and its check at an engine's start

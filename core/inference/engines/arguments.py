@@ -40,6 +40,10 @@ def checked_request(
     optional_integer("termination_id", sampling.termination_id, -1, vocab_size - 1)
     integers("stop_token_ids", sampling.stop_token_ids, 0, vocab_size - 1)
     integers("logit_bias", [token for token, _ in sampling.biases], 0, vocab_size - 1)
+    if sampling.min_tokens and len({*sampling.stops} - {None, -1}) == vocab_size:
+        raise ValueError(
+            f"min_tokens is {sampling.min_tokens} and every token is a stop token; accepted: fewer of them"
+        )
     integer("num_top_log_probs", sampling.num_top_log_probs, 0, vocab_size)
     given = sampling.num_generated
     if given and given >= len(tokens):

@@ -12,9 +12,9 @@ attention, attention_segments, write_kv
 norms, gates, products               the rest of a layer
 state_move, state_copy, state_codec, state_tensors, row_checksum
                                      whole states: copied, encoded, checked
-token_draws                          tokens drawn from logits
-tiles, state_codec_gpu, token_draws_gpu
-                                     what programs share; the launches of the codec and of the draws
+penalties, token_draws               logits lowered by counts of tokens; tokens drawn from logits
+tiles, state_codec_gpu, penalties_gpu, token_draws_gpu
+                                     what programs share; the launches of the codec, the penalties, the draws
 
 May import torch and Triton, and declarations of states; no cache and no request.
 """

@@ -216,6 +216,13 @@ def test_what_is_no_setting_is_refused(field: str, value: object) -> None:
         ms.SamplingParams(**{field: value})  # type: ignore[arg-type]
 
 
+def test_where_every_token_is_a_stop_token_min_tokens_is_refused() -> None:
+    engine = small_engine()
+    every = tuple(range(engine.context.spec.vocab_size))
+    with pytest.raises(ValueError, match="min_tokens is 2 and every token is a stop token"):
+        engine.add_request(PROMPT, ms.SamplingParams(min_tokens=2, stop_token_ids=every))
+
+
 def test_a_bias_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="logit_bias"):
         small_engine().add_request(PROMPT, ms.SamplingParams(logit_bias={10**6: 1.0}))

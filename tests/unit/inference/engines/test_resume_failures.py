@@ -3,11 +3,13 @@
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import mambaslots as ms
 import pytest
 import torch
+from mambaslots.inference.contexts import device_memory, states
 from mambaslots.inference.contexts.device_memory import DeviceMemory, StatePool
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
 from oracle.fake_host import FakeHost
@@ -28,18 +30,29 @@ def on_each_kind(test: Callable[..., None]) -> Callable[..., None]:
 @contextmanager
 def allocations_fail(number: int) -> Iterator[list["weakref.ref[torch.Tensor]"]]:
     """The allocation of that number raises; what was allocated before it is noted."""
-    real, made = torch.zeros, list[weakref.ref[torch.Tensor]]()
+    made: list[weakref.ref[torch.Tensor]] = []
+    inside: list[bool] = []  # `zeroed` calls torch.zeros on a GPU
 
-    def zeros(*args: object, **kwargs: object) -> torch.Tensor:
-        tensor: torch.Tensor = real(*args, **kwargs)  # type: ignore[call-overload]
-        if tensor.nbytes == 0:
+    def counted(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocate(*args: Any, **kwargs: Any) -> torch.Tensor:
+            inside.append(True)
+            tensor = real(*args, **kwargs)
+            inside.pop()
+            if inside or tensor.nbytes == 0:
+                return tensor
+            if len(made) == number:
+                raise torch.OutOfMemoryError("no memory left")
+            made.append(weakref.ref(tensor))
             return tensor
-        if len(made) == number:
-            raise torch.OutOfMemoryError("no memory left")
-        made.append(weakref.ref(tensor))
-        return tensor
 
-    with patch.object(torch, "zeros", zeros):
+        return allocate
+
+    zeroed = counted(states.zeroed)
+    with (
+        patch.object(torch, "zeros", counted(torch.zeros)),
+        patch.object(states, "zeroed", zeroed),
+        patch.object(device_memory, "zeroed", zeroed),
+    ):
         yield made
 
 
