@@ -70,6 +70,7 @@ def test_an_example_runs_and_prints_what_the_text_says(
     if on_megatron:
         pytest.importorskip("megatron.core", exc_type=ImportError)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").symlink_to(ROOT / "models")  # a reader runs examples in the repository
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
