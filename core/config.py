@@ -1,6 +1,6 @@
 """Sizes and switches of an engine and its context, and plans as text."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, get_args
 
 from .inference.contexts.cache.checkpoint_plan import CheckpointPlan
@@ -14,6 +14,7 @@ from .validation import (
     one_of,
     optional_integer,
     real,
+    renamed,
     set_field,
     shown,
 )
@@ -85,6 +86,8 @@ class InferenceConfig:
             is freed. "nan", to debug a model: NaN before every forward (the largest finite number in unused
             rows of a block in use); a step with invalid logits raises RuntimeError.
 
+    `max_tokens` is the former name of `max_tokens_per_step`, with a DeprecationWarning.
+
     Example: `InferenceConfig(block_size_tokens=256, num_kv_blocks=1024, num_mamba_slots=64)` caches the KV of
     262,144 tokens and at least 64 states.
     """
@@ -113,7 +116,12 @@ class InferenceConfig:
 
     free_memory: FreeMemory = "keep"
 
-    def __post_init__(self) -> None:
+    max_tokens: InitVar[int | None] = None
+
+    def __post_init__(self, max_tokens: int | None = None) -> None:  # noqa: RUF033  msgspec gives none
+        if max_tokens is not None:
+            renamed("max_tokens", "max_tokens_per_step")
+            set_field(self, "max_tokens_per_step", max_tokens)
         for name, low in _LOWEST.items():
             high = MAX_SPECULATIVE_TOKENS if name == "num_speculative_tokens" else INT32_MAX
             set_field(self, name, integer(name, getattr(self, name), low, high))

@@ -1,7 +1,7 @@
 """What a request asks for, and what it returns."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
 from .inference.contexts.cache.prefix_match import ComputeReason
@@ -14,6 +14,7 @@ from .validation import (
     integers,
     optional_integer,
     real,
+    renamed,
     set_field,
     shown,
 )
@@ -63,6 +64,7 @@ class SamplingParams:
             another engine. They count towards `max_tokens`, and sampling continues with the next
             random number. Results have the new tokens only. max_tokens=100, num_generated=40:
             samples 60 tokens, with random numbers 40 to 99.
+        num_tokens_to_generate: the former name of `max_tokens`, with a DeprecationWarning.
         greedy: whether the most likely token is always chosen; follows from the others, as does `stops`.
         stops: the tokens that end the answer.
     """
@@ -86,10 +88,14 @@ class SamplingParams:
     skip_prompt_log_probs: bool = True
     prompt_log_probs_start: int = 1
     num_generated: int = 0
+    num_tokens_to_generate: InitVar[int | None] = None
     greedy: bool = field(init=False, repr=False)
     stops: tuple[int | None, ...] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, num_tokens_to_generate: int | None = None) -> None:  # noqa: RUF033  msgspec
+        if num_tokens_to_generate is not None:
+            renamed("num_tokens_to_generate", "max_tokens")
+            set_field(self, "max_tokens", num_tokens_to_generate)
         length = integer("max_tokens", self.max_tokens, 1, INT32_MAX)
         set_field(self, "max_tokens", length)
         if self.temperature is not None:

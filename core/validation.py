@@ -7,6 +7,7 @@ import torch when they are called; the others need no torch.
 import math
 import operator
 import sys
+import warnings
 from collections.abc import Mapping, MappingView, Sequence, Set
 from dataclasses import fields
 from operator import countOf
@@ -253,3 +254,8 @@ def _brief(item: Any) -> str:
         if len(item) > _LONGEST_SHOWN or not all(isinstance(entry, int) for entry in item.values()):
             return f"<{len(item)} {'entry' if len(item) == 1 else 'entries'}>"
     return f"{item:.4g}" if isinstance(item, float) else repr(item)
+
+
+def renamed(old: str, new: str) -> None:
+    """Warn of an argument under its former name, at the caller of the constructor."""
+    warnings.warn(f"{old} is called {new}", DeprecationWarning, stacklevel=4)

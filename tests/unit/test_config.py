@@ -1,7 +1,8 @@
 """Configurations that make no sense are refused, naming the argument, the value and what is accepted."""
 
 import math
-from dataclasses import fields
+import pickle
+from dataclasses import fields, replace
 
 import mambaslots as ms
 import pytest
@@ -116,3 +117,15 @@ def test_the_state_bytes_of_nemotron_h_8b_are_those_of_the_table() -> None:
 def test_a_key_is_not_shown() -> None:
     config = ms.InferenceConfig(num_kv_blocks=16, num_mamba_slots=1, salt_key="do not show me, please")
     assert "show" not in repr(config)
+
+
+def test_former_names_are_taken_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="max_tokens is called max_tokens_per_step"):
+        config = ms.InferenceConfig(total_gb=1.0, max_tokens=512)
+    assert replace(config, max_requests=3) == ms.InferenceConfig(
+        total_gb=1.0, max_tokens_per_step=512, max_requests=3
+    )
+    with pytest.warns(DeprecationWarning, match="num_tokens_to_generate is called max_tokens"):
+        params = ms.SamplingParams(num_tokens_to_generate=7)
+    assert params == ms.SamplingParams(max_tokens=7)
+    assert pickle.loads(pickle.dumps(params)) == params
