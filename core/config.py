@@ -1,6 +1,6 @@
 """Sizes and switches of an engine and its context, and plans as text."""
 
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, get_args
 
 from .inference.contexts.cache.checkpoint_plan import CheckpointPlan
@@ -9,12 +9,12 @@ from .inference.contexts.cache.hashing import key_bytes
 from .validation import (
     INT32_MAX,
     boolean,
+    former_names,
     instance,
     integer,
     one_of,
     optional_integer,
     real,
-    renamed,
     set_field,
     shown,
 )
@@ -28,6 +28,7 @@ DURABLE_DTYPES: tuple[DurableDtype, ...] = get_args(DurableDtype)
 FreeMemory = Literal["keep", "zero", "nan"]
 
 
+@former_names(max_tokens="max_tokens_per_step")
 @dataclass(frozen=True, kw_only=True)
 class InferenceConfig:
     """Sizes and switches of a `DynamicInferenceEngine`. Lengths are counted in tokens, GB are 2**30 bytes.
@@ -86,8 +87,6 @@ class InferenceConfig:
             is freed. "nan", to debug a model: NaN before every forward (the largest finite number in unused
             rows of a block in use); a step with invalid logits raises RuntimeError.
 
-    `max_tokens` is the former name of `max_tokens_per_step`, with a DeprecationWarning.
-
     Example: `InferenceConfig(block_size_tokens=256, num_kv_blocks=1024, num_mamba_slots=64)` caches the KV of
     262,144 tokens and at least 64 states.
     """
@@ -116,12 +115,7 @@ class InferenceConfig:
 
     free_memory: FreeMemory = "keep"
 
-    max_tokens: InitVar[int | None] = None
-
-    def __post_init__(self, max_tokens: int | None = None) -> None:  # noqa: RUF033  msgspec gives none
-        if max_tokens is not None:
-            renamed("max_tokens", "max_tokens_per_step")
-            set_field(self, "max_tokens_per_step", max_tokens)
+    def __post_init__(self) -> None:
         for name, low in _LOWEST.items():
             high = MAX_SPECULATIVE_TOKENS if name == "num_speculative_tokens" else INT32_MAX
             set_field(self, name, integer(name, getattr(self, name), low, high))

@@ -1,7 +1,7 @@
 """What a request asks for, and what it returns."""
 
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from .inference.contexts.cache.prefix_match import ComputeReason
@@ -10,11 +10,11 @@ from .validation import (
     INT64_MAX,
     boolean,
     brief_repr,
+    former_names,
     integer,
     integers,
     optional_integer,
     real,
-    renamed,
     set_field,
     shown,
 )
@@ -26,6 +26,7 @@ EarlyEnd = Literal["cancelled", "stop"]
 """The finish reasons that a caller may end a request with."""
 
 
+@former_names(num_tokens_to_generate="max_tokens")
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request's tokens are chosen. Without temperature, top_k and top_p decoding is greedy.
@@ -64,9 +65,10 @@ class SamplingParams:
             another engine. They count towards `max_tokens`, and sampling continues with the next
             random number. Results have the new tokens only. max_tokens=100, num_generated=40:
             samples 60 tokens, with random numbers 40 to 99.
-        num_tokens_to_generate: the former name of `max_tokens`, with a DeprecationWarning.
-        greedy: whether the most likely token is always chosen; follows from the others, as does `stops`.
+        greedy: whether the most likely token is always chosen; follows from the others, as do the next three.
         stops: the tokens that end the answer.
+        has_penalties: whether logits depend on the tokens before.
+        changes_logits: whether tokens are drawn from other logits than the model's.
     """
 
     max_tokens: int = 16
@@ -88,14 +90,12 @@ class SamplingParams:
     skip_prompt_log_probs: bool = True
     prompt_log_probs_start: int = 1
     num_generated: int = 0
-    num_tokens_to_generate: InitVar[int | None] = None
     greedy: bool = field(init=False, repr=False)
     stops: tuple[int | None, ...] = field(init=False, repr=False)
+    has_penalties: bool = field(init=False, repr=False)
+    changes_logits: bool = field(init=False, repr=False)
 
-    def __post_init__(self, num_tokens_to_generate: int | None = None) -> None:  # noqa: RUF033  msgspec
-        if num_tokens_to_generate is not None:
-            renamed("num_tokens_to_generate", "max_tokens")
-            set_field(self, "max_tokens", num_tokens_to_generate)
+    def __post_init__(self) -> None:
         length = integer("max_tokens", self.max_tokens, 1, INT32_MAX)
         set_field(self, "max_tokens", length)
         if self.temperature is not None:
@@ -121,6 +121,10 @@ class SamplingParams:
             greedy = not self.top_k and self.top_p is None
         set_field(self, "greedy", greedy)
         set_field(self, "stops", () if self.ignore_eos else (self.termination_id, *self.stop_token_ids))
+        penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+        set_field(self, "has_penalties", penalties != (1.0, 0.0, 0.0))
+        changes = self.has_penalties or self.logit_bias or self.min_tokens or (self.min_p and not greedy)
+        set_field(self, "changes_logits", bool(changes))
 
     def _check_changes_of_logits(self, length: int) -> None:
         set_field(self, "min_p", real("min_p", self.min_p, 0.0, 1.0))
@@ -146,18 +150,6 @@ class SamplingParams:
         """`logit_bias` as pairs, in ascending order of tokens."""
         assert isinstance(self.logit_bias, tuple)
         return self.logit_bias
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether logits depend on the tokens before."""
-        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether tokens are drawn from other logits than the model's."""
-        return bool(
-            self.has_penalties or self.logit_bias or self.min_tokens or (self.min_p and not self.greedy)
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ import math
 import operator
 import sys
 import warnings
-from collections.abc import Mapping, MappingView, Sequence, Set
+from collections.abc import Callable, Mapping, MappingView, Sequence, Set
 from dataclasses import fields
+from functools import wraps
 from operator import countOf
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -256,6 +257,21 @@ def _brief(item: Any) -> str:
     return f"{item:.4g}" if isinstance(item, float) else repr(item)
 
 
-def renamed(old: str, new: str) -> None:
-    """Warn of an argument under its former name, at the caller of the constructor."""
-    warnings.warn(f"{old} is called {new}", DeprecationWarning, stacklevel=4)
+def former_names[T](**names: str) -> Callable[[type[T]], type[T]]:
+    """Let a class take arguments under former names, {old: new}, with a DeprecationWarning."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        init = cls.__init__
+
+        @wraps(init)
+        def renaming(self: T, *args: Any, **values: Any) -> None:
+            for old, new in names.items():
+                if old in values:
+                    warnings.warn(f"{old} is called {new}", DeprecationWarning, stacklevel=2)
+                    values.setdefault(new, values.pop(old))
+            init(self, *args, **values)
+
+        cls.__init__ = renaming  # type: ignore[method-assign, assignment]
+        return cls
+
+    return decorate

@@ -39,7 +39,8 @@ def checked_request(
     instance("sampling_params", sampling, SamplingParams)
     optional_integer("termination_id", sampling.termination_id, -1, vocab_size - 1)
     integers("stop_token_ids", sampling.stop_token_ids, 0, vocab_size - 1)
-    integers("logit_bias", [token for token, _ in sampling.biases], 0, vocab_size - 1)
+    if sampling.logit_bias:
+        integers("logit_bias", [token for token, _ in sampling.biases], 0, vocab_size - 1)
     if sampling.min_tokens and len({*sampling.stops} - {None, -1}) == vocab_size:
         raise ValueError(
             f"min_tokens is {sampling.min_tokens} and every token is a stop token; accepted: fewer of them"

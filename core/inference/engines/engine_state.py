@@ -317,11 +317,11 @@ class EngineState:
             self.unclaimed[request.request_id] = result
         self._note_end(request, result)  # first: a repair restores what is still in `requests`
         del self.requests[request.request_id]
-        self._logits_changes.free(request)
+        if request.sampling.has_penalties:
+            self._logits_changes.free(request)
         self.scheduler.remove(request, discard=reason == "invalid_logits")
         if not self.requests:
             self.unread = None  # an idle engine keeps nothing of the requests that it has served
-            self._logits_changes.clear()
         return result
 
     def _note_end(self, request: DynamicInferenceRequest, result: RequestResult) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..contexts.request import DynamicInferenceRequest, RequestStep
+from ..contexts.step_inputs import on_device
 from ..kernels import penalties
 
 Settings = tuple[float, float, float]
@@ -36,12 +37,10 @@ class LogitsChanges:
         self._counts = torch.empty(0, 0, dtype=torch.int32, device=device)
 
     def changed(self, steps: Sequence[RequestStep], logits: Tensor) -> Tensor:
-        """The logits to draw from: `logits` where no request changes them, else a copy in float32 or float64.
+        """The logits to draw from, a copy in float32 or float64.
 
         `logits`: the rows of `steps`, 1 + drafts each; a draft is counted in the rows after it.
         """
-        if not any(step.request.sampling.changes_logits for step in steps):
-            return logits
         out = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         self._penalize(steps, out)
         self._add_biases(steps, out)
@@ -68,6 +67,8 @@ class LogitsChanges:
     def free(self, request: DynamicInferenceRequest) -> None:
         """Give the row of a request that has ended to the next one."""
         self._counted.pop(request, None)
+        if not self._counted:
+            self.clear()
 
     def clear(self) -> None:
         """Forget all counts, and free their memory: the next step counts what requests then have."""
@@ -185,8 +186,3 @@ def _add(counts: Tensor, rows: Tensor, tokens: Tensor) -> None:
     """Count each token once more in its row of `counts`."""
     twos = torch.full_like(tokens, 2, dtype=torch.int32)
     counts.view(-1).index_add_(0, rows * counts.shape[1] + tokens, twos)
-
-
-def on_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a small CPU tensor to the device, without synchronising."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

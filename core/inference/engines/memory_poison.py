@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.step_inputs import StepInputs
-from .logits_changes import on_device
+from ..contexts.step_inputs import StepInputs, on_device
 
 _NAN_BYTE = 0xFF
 """Floats of such bytes are NaN, in bfloat16 and every wider dtype; so are int8 numbers with such a scale."""

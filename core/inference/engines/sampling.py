@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ...request import SamplingParams, TopLogProbs
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
+from ..contexts.step_inputs import on_device
 from ..kernels import token_draws
 from ..kernels.token_draws import WHOLE, TokenDraw
-from .logits_changes import LogitsChanges, on_device
+from .logits_changes import LogitsChanges
 
 
 class SampledStep:
@@ -156,8 +157,11 @@ def sample_step(steps: Sequence[RequestStep], logits: Tensor, changes: LogitsCha
         if rows != list(range(len(logits))):
             chosen = logits.index_select(0, on_device(torch.tensor(rows, device="cpu"), logits.device))
         seeds = [step.request.seed for step in sampled for _ in range(1 + len(step.drafts))]
-        drawn, largest = sample(changes.changed(sampled, chosen), params, positions, seeds)
-        changes.count(sampled, drawn)
+        are_changed = any(one.changes_logits for one in params)
+        to_draw = changes.changed(sampled, chosen) if are_changed else chosen
+        drawn, largest = sample(to_draw, params, positions, seeds)
+        if are_changed:
+            changes.count(sampled, drawn)
         columns += [drawn, largest]
         if any(step.request.sampling.return_log_probs for step in sampled):
             columns.append(log_probs_of(chosen, drawn))
