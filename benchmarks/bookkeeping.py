@@ -264,7 +264,7 @@ ROOM = ContextSizes(
     block_size_tokens=64,
     ssd_chunk_size=16,
     max_requests=96,
-    max_tokens_per_step=4096,
+    max_tokens=4096,
     max_sequence_length=4096,
     num_kv_blocks=32768,
     num_mamba_slots=16384,
@@ -413,7 +413,7 @@ class OurSteps(Steps):
         config = ms.InferenceConfig(
             block_size_tokens=sizes.block_size_tokens,
             max_requests=sizes.max_requests,
-            max_tokens_per_step=sizes.max_tokens_per_step,
+            max_tokens_per_step=sizes.max_tokens,
             max_sequence_length=sizes.max_sequence_length,
             num_kv_blocks=sizes.num_kv_blocks,
             num_mamba_slots=sizes.num_mamba_slots,

@@ -201,5 +201,6 @@ class VLLMRow:
             -(-shape.num_attention_layers // layers),
             -(-shape.num_recurrent_layers // layers),
         )
-        setting = replace(setting, max_tokens=max(setting.max_tokens, block + setting.max_requests))
+        least = block + setting.max_requests
+        setting = replace(setting, max_tokens_per_step=max(setting.max_tokens_per_step, least))
         return RequestLoop(trace, index.paths, cache, setting, progress).run()
