@@ -361,13 +361,9 @@ def test_a_conversation_that_was_just_held_is_shown_with_the_figures_of_the_api(
         visit.page.keyboard.press("Enter")
         visit.wait_for("#requests tr")
         rows, tenants, reasons = visit.rows("requests"), visit.rows("tenants"), visit.rows("reasons")
-        visit.page.wait_for_function(
-            "fetch('status.json', {headers: {Authorization: 'Bearer open-sesame'}})"
-            ".then(a => a.json()).then(one => one.series.points.length > 0)"
-        )
-        status = visit.page.evaluate(
-            "fetch('status.json', {headers: {Authorization: 'Bearer open-sesame'}}).then(a => a.json())"
-        )
+        asked = "fetch('status.json', {headers: {Authorization: 'Bearer open-sesame'}}).then(a => a.json())"
+        while not (status := visit.page.evaluate(asked))["series"]["points"]:
+            visit.page.wait_for_timeout(100)  # until the first interval has ended
         prompt = "class Stack:\n" * 12
         for number, key in enumerate(("", "key-of-blue", "key-of-blue")):
             visit.page.fill("#prompt", prompt)
