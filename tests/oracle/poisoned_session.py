@@ -16,6 +16,7 @@ padding: every step is padded by odd amounts, where the engine does not pad it b
 torch's own `fill_uninitialized_memory` comes with deterministic algorithms, others than those that serve.
 """
 
+import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -89,8 +90,9 @@ def poisoned(without: Collection[Part] = ()) -> Iterator[None]:
             for owner, name, wrap in wraps if part not in without else ():
                 stack.enter_context(_wrapped(owner, name, wrap))
         if "memory" not in without:
-            defaults = (ms.InferenceConfig.__init__.__kwdefaults__ or {}) | {"free_memory": "nan"}
-            stack.enter_context(patch.object(ms.InferenceConfig.__init__, "__kwdefaults__", defaults))
+            init: Any = inspect.unwrap(ms.InferenceConfig.__init__)
+            defaults = (init.__kwdefaults__ or {}) | {"free_memory": "nan"}
+            stack.enter_context(patch.object(init, "__kwdefaults__", defaults))
         if "check" in without:
             stack.enter_context(patch.object(MemoryPoison, "check", lambda self, invalid: None))
         yield
