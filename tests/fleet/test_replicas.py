@@ -26,8 +26,7 @@ def prompt_of(number: int, length: int = 100) -> list[int]:
 def expected(prompt: list[int], **sampling: Any) -> list[int]:
     from oracle.ray_fleet import expected_tokens
 
-    names = {"max_tokens": "max_tokens"}
-    return expected_tokens(prompt, **{names.get(name, name): value for name, value in sampling.items()})
+    return expected_tokens(prompt, **sampling)
 
 
 @pytest.fixture(scope="module")
