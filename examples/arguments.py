@@ -35,6 +35,20 @@ def add_count(parser: argparse.ArgumentParser, name: str, default: int, text: st
     parser.add_argument(name, type=count, default=default, metavar="N", help=f"{text} (default: %(default)s)")
 
 
+def add_minutes(parser: argparse.ArgumentParser, default: float) -> None:
+    def minutes(value: str) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            number = 0.0
+        if not 0 < number < 1e6:
+            raise argparse.ArgumentTypeError(f"{value!r}; accepted: a number of minutes above 0")
+        return number
+
+    text = "how long (default: %(default)s)"
+    parser.add_argument("--minutes", type=minutes, default=default, help=text)
+
+
 def new_file(text: str) -> Path:
     if not (path := Path(text)).parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r}; accepted: a path in an existing directory")

@@ -13,7 +13,6 @@ wrong, an answer is cut or late, status 503 came though a replica and the ingres
 right, or fewer than three replicas serve 90 s after the last fault.
 """
 
-import argparse
 import http.client
 import json
 import os
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("tests", "examples"))
-from arguments import add_count, make_parser
+from arguments import add_count, add_minutes, make_parser
 
 if TYPE_CHECKING:
     from oracle.ray_fleet import Fleet
@@ -195,7 +194,7 @@ class Clients:
 
 def main() -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--minutes", type=_minutes, default=4.0, help="how long (default: %(default)s)")
+    add_minutes(parser, 4.0)
     add_count(parser, "--seed", 0, "of the faults and the requests", at_least=0)
     args = parser.parse_args()
     from oracle.ray_fleet import fleet, ray_cluster, workers
@@ -256,16 +255,6 @@ def num_serving(served: "Fleet") -> int:
 
 def shown(counts: Counter[str]) -> str:
     return ", ".join(f"{number} {what}" for what, number in sorted(counts.items()))
-
-
-def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = 0.0
-    if not 0 < minutes < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a number of minutes above 0")
-    return minutes
 
 
 if __name__ == "__main__":

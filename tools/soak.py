@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from arguments import add_count, add_device, check_device, make_parser
+from arguments import add_count, add_device, add_minutes, check_device, make_parser
 from soaking.rounds import (
     KINDS,
     MIB,
@@ -158,7 +158,7 @@ class Soak:
 
 def main() -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--minutes", type=_minutes, default=1.0, help="how long (default: %(default)s)")
+    add_minutes(parser, 1.0)
     add_count(parser, "--seed", 0, "another seed soaks with other settings and traffic", at_least=0)
     parser.add_argument("--rounds", type=_kinds, help=f"which, with commas (default: {','.join(KINDS)})")
     parser.add_argument("--repeat", nargs=2, metavar=("KIND", "SEED"), help="one round again")
@@ -184,16 +184,6 @@ def main() -> int:
     if args.json is not None:
         args.json.write_text(json.dumps(soak.figures(), indent=1) + "\n")
     return bool(soak.faults())
-
-
-def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = 0.0
-    if not 0 < minutes < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a number of minutes above 0")
-    return minutes
 
 
 def _kinds(text: str) -> list[str]:

@@ -4,7 +4,6 @@ import argparse
 import logging
 import os
 import secrets
-import socket
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
+from ..serve.settings import listen
 from ..version import untested
 from .options import add_engine, add_group, add_model, count, count_or_range, positive, text_file, unused_path
 
@@ -100,11 +100,8 @@ def _check_early(options: argparse.Namespace) -> None:
         raise ValueError(f"{options.model!r} is no folder; {accepted}")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"{options.model!r} has no config.json; {accepted}")
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    try:
-        socket.create_server((options.host, options.port), family=family).close()
-    except OSError as error:
-        raise OSError(f"cannot listen at {options.host}:{options.port}: {error}") from error
+    if os.environ.get("RANK", "0") == "0":  # of torchrun's ranks this one alone serves
+        listen(options.host, options.port).close()
 
 
 def _run_replicas(options: argparse.Namespace, settings: "ServerSettings") -> int:
@@ -120,16 +117,16 @@ def _run_replicas(options: argparse.Namespace, settings: "ServerSettings") -> in
             "--record and --replicas are both given; accepted: one of them, because a trace is of one engine"
         )
     fewest, most = options.replicas or (1, 1)
+    options.max_requests = options.max_requests or FleetSettings.max_requests
     fleet = FleetSettings(
         model_name=settings.model_name,
         trace=settings.trace,
         min_replicas=fewest,
         max_replicas=most,
         ranks=options.tp or 1,
-        max_requests=options.max_requests or 32,
+        max_requests=options.max_requests,
         drain_timeout_s=options.drain_timeout_s,
     )
-    options.max_requests = fleet.max_requests
     salt_key = os.environ.get(ENVIRONMENT_NAME) or secrets.token_hex(32)
     text = partial(load_text, options.model)
     text()  # a faulty checkpoint is refused here

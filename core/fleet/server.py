@@ -21,8 +21,8 @@ from ray.serve.schema import LoggingConfig
 
 from ..inference.contexts.cache.hashing import key_bytes
 from ..loaded_model import LoadedText
-from ..serve.server import listen, url
-from ..serve.settings import ServerSettings
+from ..serve.server import url
+from ..serve.settings import ServerSettings, listen
 from . import FleetSettings
 from .ingress import Ingress
 from .replica import EngineReplica, MakeEngine

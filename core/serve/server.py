@@ -18,7 +18,7 @@ from ..loaded_model import LoadedModel
 from .app import make_app
 from .gate import add_host_check
 from .service import Service
-from .settings import ServerSettings
+from .settings import ServerSettings, listen
 
 _KEEP_ALIVE_S = 75  # longer than proxies keep connections, so that they close first
 _LAST_BYTES_S = 0.5  # with what comes before and after it, the process ends 2 s after the drain's time
@@ -46,7 +46,7 @@ def serve(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: ServerS
     try:
         listener = listen(settings.host, settings.port)
     except OSError as error:
-        print(error, file=sys.stderr)
+        print(f"mambaslots {error}", file=sys.stderr)
         return 1
     with listener:
         server = _Server(app, listener)
@@ -55,15 +55,6 @@ def serve(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: ServerS
         finally:
             server.end_within(None)
     return 0 if server.started and app.state.engine.failure is None else 1
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at this address; an OSError says that it cannot be used."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise OSError(f"mambaslots cannot listen at {host}:{port}: {error}") from error
 
 
 def url(host: str, port: int) -> str:

@@ -1,6 +1,7 @@
 """Where a server listens, whom it serves and how much it accepts."""
 
 import re
+import socket
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -110,3 +111,12 @@ class ServerSettings:
         if len(set(keys.values())) != len(keys):
             raise ValueError("api_keys and admin_key name a key twice; accepted: different keys")
         set_field(self, "api_keys", dict(self.api_keys))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at this address; an OSError says that it cannot be used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(f"cannot listen at {host}:{port}: {error}") from error

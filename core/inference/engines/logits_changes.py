@@ -1,9 +1,8 @@
 """What requests change in their logits before a token is drawn: penalties, biases, min_p, min_tokens."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from ..contexts.step_inputs import on_device
 from ..kernels import penalties
+from ..kernels.kernel_set import runs_triton
 
 Settings = tuple[float, float, float]
 """A row's repetition, frequency and presence penalty."""
@@ -35,6 +35,11 @@ class LogitsChanges:
     def __init__(self, device: torch.device) -> None:
         self._counted: dict[DynamicInferenceRequest, _Counted] = {}
         self._counts = torch.empty(0, 0, dtype=torch.int32, device=device)
+        self._apply_penalties = penalties.penalize
+        if runs_triton(device):
+            from ..kernels import penalties_gpu
+
+            self._apply_penalties = penalties_gpu.penalize
 
     def changed(self, steps: Sequence[RequestStep], logits: Tensor) -> Tensor:
         """The logits to draw from, a copy in float32 or float64.
@@ -52,14 +57,13 @@ class LogitsChanges:
 
         Of drafts it is not known yet which are right: the next step counts their tokens.
         """
-        rows, places, first = [], [], 0
-        for step in steps:
+        rows, places = [], []
+        for first, step in _with_first_rows(steps):
             counted = self._counted.get(step.request)
             if counted is not None and not step.drafts and counted.num_generated == step.num_generated:
                 counted.num_generated += 1
                 rows.append(counted.row)
                 places.append(first)
-            first += 1 + len(step.drafts)
         if rows:
             tokens = drawn if len(rows) == len(drawn) else drawn.index_select(0, self._sent(places))
             _add(self._counts, self._sent(rows), tokens)
@@ -78,11 +82,8 @@ class LogitsChanges:
     def _penalize(self, steps: Sequence[RequestStep], out: Tensor) -> None:
         plain: list[tuple[int, int, Settings]] = []  # rows of logits and of counts
         after_drafts: list[tuple[int, int, Settings]] = []
-        drafted: list[
-            tuple[int, int]
-        ] = []  # what counts in addition: a number in `after_drafts`, and a token
-        first = 0
-        for step in steps:
+        drafted: list[tuple[int, int]] = []  # tokens that count too, each by a number in `after_drafts`
+        for first, step in _with_first_rows(steps):
             sampling = step.request.sampling
             if sampling.has_penalties:
                 row = self._up_to_date(step, out).row
@@ -91,7 +92,6 @@ class LogitsChanges:
                 for number in range(1, 1 + len(step.drafts)):
                     drafted += [(len(after_drafts), draft) for draft in step.drafts[:number]]
                     after_drafts.append((first + number, row, one))
-            first += 1 + len(step.drafts)
         if plain:
             rows, count_rows, settings = zip(*plain, strict=True)
             self._apply(out, self._counts, rows, self._sent(count_rows), settings)
@@ -110,18 +110,14 @@ class LogitsChanges:
         settings: Sequence[Settings],
     ) -> None:
         numbers = torch.tensor(settings, dtype=out.dtype, device="cpu").T.contiguous()
-        penalize = penalties.penalize
-        if out.device.type == "cuda" and find_spec("triton") is not None:
-            from ..kernels.penalties_gpu import penalize
-        penalize(out, counts, self._sent(rows), count_rows, on_device(numbers, out.device))
+        self._apply_penalties(out, counts, self._sent(rows), count_rows, on_device(numbers, out.device))
 
     def _up_to_date(self, step: RequestStep, out: Tensor) -> _Counted:
         """The request's counts of its prompt and of all tokens before this step."""
         request, known = step.request, step.num_generated
         counted = self._counted.get(request)
-        if (
-            counted is None or counted.num_generated > known
-        ):  # new, or a token that was drawn ahead is dropped
+        # A new request, or one of which a token that was drawn ahead was dropped, is counted from its start.
+        if counted is None or counted.num_generated > known:
             row = self._free_row(out) if counted is None else counted.row
             self._counts[row].zero_()
             if request.sampling.repetition_penalty != 1.0:
@@ -149,15 +145,13 @@ class LogitsChanges:
     def _add_biases(self, steps: Sequence[RequestStep], out: Tensor) -> None:
         """Add `logit_bias`, and -inf to what would end an answer before `min_tokens`."""
         listed: list[tuple[int, int, float]] = []
-        first = 0
-        for step in steps:
+        for first, step in _with_first_rows(steps):
             sampling = step.request.sampling
             for row in range(first, first + 1 + len(step.drafts)):
                 listed += [(row, token, bias) for token, bias in sampling.biases]
                 if step.num_generated + row - first < sampling.min_tokens:
                     ends = {token for token in sampling.stops if token is not None and token >= 0}
                     listed += [(row, token, -math.inf) for token in sorted(ends)]
-            first += 1 + len(step.drafts)
         if listed:
             rows, tokens, biases = zip(*listed, strict=True)
             added = on_device(torch.tensor(biases, dtype=out.dtype, device="cpu"), out.device)
@@ -180,6 +174,14 @@ class LogitsChanges:
 
     def _sent(self, values: Sequence[int]) -> Tensor:
         return on_device(torch.tensor(list(values), dtype=torch.int64, device="cpu"), self._counts.device)
+
+
+def _with_first_rows(steps: Sequence[RequestStep]) -> Iterator[tuple[int, RequestStep]]:
+    """Each step with the first of its rows of logits, which are 1 + drafts."""
+    first = 0
+    for step in steps:
+        yield first, step
+        first += 1 + len(step.drafts)
 
 
 def _add(counts: Tensor, rows: Tensor, tokens: Tensor) -> None:

@@ -4,7 +4,6 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from ...request import SamplingParams, TopLogProbs
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
 from ..contexts.step_inputs import on_device
 from ..kernels import token_draws
+from ..kernels.kernel_set import runs_triton
 from ..kernels.token_draws import WHOLE, TokenDraw
 from .logits_changes import LogitsChanges
 
@@ -209,8 +209,7 @@ def sample(
 
 
 def _draws_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Sequence[TokenDraw]], None]:
-    """What draws on `device`. Without triton torch draws on a GPU, too, and synchronises."""
-    if device.type == "cuda" and find_spec("triton") is not None:
+    if runs_triton(device):
         from ..kernels import token_draws_gpu
 
         return token_draws_gpu.draw_tokens

@@ -1,11 +1,20 @@
 """Which kernels a model runs."""
 
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 
 from ...validation import float_dtype, shown
 from .reference import KernelSet
 
 _REFERENCE = KernelSet()
+
+
+@cache
+def runs_triton(device: torch.device) -> bool:
+    """Whether kernels apart from a model's own run in Triton on `device`; else torch, which synchronises."""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def kernel_set(device: torch.device, dtype: torch.dtype) -> KernelSet:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
+from mambaslots.cli import serve
 from mambaslots.cli.main import main, make_parser
 from mambaslots.cli.serve import read_keys, server_settings
 from mambaslots.cli.setup import inference_config
@@ -180,6 +182,18 @@ def test_options_of_the_server_are_its_settings() -> None:
     assert (
         ServerSettings(**server_settings(make_parser().parse_args(["serve", MODEL]))).max_body_bytes is None
     )
+
+
+def test_a_port_in_use_is_refused_before_the_model_is_loaded_by_the_rank_that_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = ["serve", MODEL, "--port", str(taken.getsockname()[1])]
+        options = make_parser("serve").parse_args(words)
+        with pytest.raises(OSError, match=r"cannot listen at 127\.0\.0\.1:"):
+            serve._check_early(options)
+        monkeypatch.setenv("RANK", "1")
+        serve._check_early(options)
 
 
 def test_traffic_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
