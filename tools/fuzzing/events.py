@@ -7,7 +7,6 @@ import asyncio
 import struct
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
 
 from fuzzing.target import ACCEPTED, REFUSED, damaged_bytes
 from mambaslots.fleet.state_channel import StateChannel
@@ -188,7 +187,7 @@ class Channel:
             assert late.apply(decode_events(encoded))
         assert set(late.replicas) == set(whole.replicas)
         for name in late.replicas:
-            assert late.keys_of(name) == _held(channel)[name][2]
+            assert late.keys_of(name) == _held(channel)[name]
             assert late.keys_of(name) <= published.get(name, set()), (
                 f"{name} never published all that it holds"
             )
@@ -196,7 +195,7 @@ class Channel:
         return REFUSED if refused else ACCEPTED
 
 
-def _held(channel: StateChannel) -> dict[str, Any]:
-    return {
-        name: (held.epoch, held.next_sequence, frozenset(held.keys)) for name, held in channel._held.items()
-    }
+def _held(channel: StateChannel) -> dict[str, frozenset[int]]:
+    """The keys of each replica that the channel knows."""
+    index = channel._index
+    return {name: frozenset(index.keys_of(name)) for name in index.replicas}

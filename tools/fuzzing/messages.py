@@ -287,5 +287,5 @@ class FleetRequests:
         if last.error is not None:
             assert isinstance(last.error, self._REFUSALS), repr(last.error)
             return REFUSED
-        assert last.end is not None
+        assert last.finish_reason is not None
         return ACCEPTED

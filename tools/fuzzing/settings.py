@@ -59,7 +59,7 @@ class Settings:
 
     def draw(self, random: Random) -> dict[str, Any]:
         kind = getattr(self.make, "__self__", self.make)  # the class of a classmethod
-        names = [one.name for one in fields(kind)]
+        names = [one.name for one in fields(kind) if one.init]
         changed = random.sample(names, k=min(len(names), random.choice((0, 1, 1, 1, 2, 3))))
         return {name: _near(random, self.good.get(name)) for name in changed}
 
