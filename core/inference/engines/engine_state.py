@@ -133,6 +133,7 @@ class EngineState:
         self._on_device = on_device_of(context.spec.device)
         self._in_change = False
         self._repair: Callable[[], None] | None = None  # of the change under way, or of one that failed
+        self._in_model = False  # also after the model failed, until the step is undone
 
     # ---- changes
 
@@ -142,6 +143,7 @@ class EngineState:
     ) -> Iterator[None]:
         """Inside, requests and the cache may be changed; a change inside another is a part of it."""
         if self._in_change:
+            self._in_model = False  # if the model's call fails, this change may be half made
             yield
             return
         # Holding signals takes 10 us: worth it for steps, and for what forgets all prefixes.
@@ -395,7 +397,9 @@ class EngineState:
 
     def run(self, model: Model, inputs: StepInputs) -> Tensor:
         """The model's logits of a step. Does not synchronise."""
+        self._in_model = True
         logits = model(inputs) if self.graphs is None else self.graphs.run(model, inputs)
+        self._in_model = False
         expected = (len(inputs.logit_tokens), self._context.spec.vocab_size)
         shape = getattr(logits, "shape", None)
         if shape != expected:
@@ -449,13 +453,17 @@ class EngineState:
             self.scheduler.restart(requests)
         except Exception:
             self._rebuild()
-        self._check_or_rebuild()
+        in_model, self._in_model = self._in_model, False
+        self._check_or_rebuild(cut_off=not in_model)
 
-    def _check_or_rebuild(self) -> None:
+    def _check_or_rebuild(self, *, cut_off: bool = True) -> None:
+        """`cut_off`: whether a change may be half made; the check of the whole costs O(pool)."""
         for request in self.requests.values():
             request.result = None
             request.match = None  # a match that is being brought up to date may be half old
             self.unclaimed.pop(request.request_id, None)
+        if not cut_off:
+            return
         try:
             if not __debug__:
                 raise AssertionError("python -O leaves no checks")

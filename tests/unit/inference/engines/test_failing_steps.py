@@ -242,8 +242,8 @@ def test_the_log_has_the_contradiction_that_cost_the_cache(caplog: pytest.LogCap
     contradiction = AssertionError("block 3 is free and cached")
     with (
         patch.object(engine.context, "check_integrity", side_effect=contradiction),
-        failing(engine, "forward", calls={0}),
-        pytest.raises(InjectedError, match="forward"),
+        failing(engine, "block table", calls={0}),
+        pytest.raises(InjectedError, match="block table"),
     ):
         engine.step()
     assert "cached prefixes and pins are forgotten, 1 requests are queued again" in caplog.text
