@@ -85,10 +85,14 @@ class Checkpoint(ExitStack):
         try:
             if part is not None:
                 return _read_part(path, name, device, dtype, part)
-            tensor: torch.Tensor = file.get_tensor(name)
+            stored, elements = self._stored_dtype(name), torch.Size(self.shape(name)).numel()
+            target = dtype if stored.is_floating_point else None
+            if target in (None, stored) or elements < _STEP_ELEMENTS:
+                return file.get_tensor(name).to(device, target)  # type: ignore[no-any-return]
+            with safe_open(path, framework="pt") as mapped:  # what was read goes back to the system at once
+                return mapped.get_tensor(name).to(device, target)  # type: ignore[no-any-return]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
-        return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
     def _stored_dtype(self, name: str) -> torch.dtype:
         code = self._slice(name).get_dtype()
