@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
@@ -15,7 +15,7 @@ from .inference.contexts.pool_sizes import PoolSizes, free_gb
 from .inference.contexts.request import GeneratedToken
 from .inference.engines.dynamic_engine import DynamicInferenceEngine
 from .inference.engines.streams import TokenStream
-from .loaded_model import load, stored_dtype
+from .loaded_model import LoadedModel, load, stored_dtype
 from .request import RequestResult, SamplingParams
 from .state_spec import HybridStateSpec
 from .validation import shown
@@ -125,7 +125,7 @@ class LLM:
 
         Example: `chat([{"role": "user", "content": "Write a class."}], max_tokens=64).text`.
         """
-        with self._chat(messages, self._params(sampling_params, params)) as stream:
+        with chat_stream(self.loaded, self.engine, messages, self._params(sampling_params, params)) as stream:
             tokens = [generated.token for generated in stream]
         assert stream.result is not None  # a stream that was read to its end
         return Completion(self.loaded.decode(tokens), stream.result)
@@ -143,23 +143,12 @@ class LLM:
         """
         detokenizer = self.loaded.detokenizer()
         with self._stream(prompt, self._params(sampling_params, params)) as stream:
-            for generated in stream:
-                if piece := detokenizer.push(generated.token):
-                    yield piece
-        if piece := detokenizer.finish():
-            yield piece
+            yield from detokenizer.pieces(generated.token for generated in stream)
 
     def _stream(self, prompt: Any, params: SamplingParams) -> TokenStream[GeneratedToken]:
         if _is_one(prompt) or not isinstance(prompt, Sequence) or not prompt:
             return self.engine.stream(self._tokens(prompt), params)
-        return self._chat(prompt, params)
-
-    def _chat(self, messages: Messages, params: SamplingParams) -> TokenStream[GeneratedToken]:
-        marked = self.loaded.encode_chat_marked(messages)
-        if not messages:
-            raise ValueError("messages is empty; accepted: one message or more")
-        plan = replace(self.engine.config.checkpoint_plan, marks=marked.marks)
-        return self.engine.stream(marked.tokens, params, checkpoint_plan=plan)
+        return chat_stream(self.loaded, self.engine, prompt, params)
 
     def _answers(self, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
         return [
@@ -176,6 +165,17 @@ class LLM:
 
     def _tokens(self, prompt: Any) -> Any:
         return self.loaded.encode(prompt) if isinstance(prompt, str) else prompt
+
+
+def chat_stream(
+    loaded: LoadedModel, engine: DynamicInferenceEngine, messages: Messages, params: SamplingParams
+) -> TokenStream[GeneratedToken]:
+    """The stream of an answer to a conversation; also stores states where conversations branch."""
+    marked = loaded.encode_chat_marked(messages)
+    if not messages:
+        raise ValueError("messages is empty; accepted: one message or more")
+    plan = engine.config.checkpoint_plan.with_marks(marked.marks)
+    return engine.stream(marked.tokens, params, checkpoint_plan=plan)
 
 
 def _is_one(prompt: object) -> bool:

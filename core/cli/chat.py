@@ -3,15 +3,16 @@
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from .options import add_engine, add_json, add_model, count, text_file
 
 if TYPE_CHECKING:
+    from ..inference.contexts.request import GeneratedToken
     from ..inference.engines.dynamic_engine import DynamicInferenceEngine
+    from ..inference.engines.streams import TokenStream
     from ..loaded_model import LoadedModel
 
 TEXT = """\
@@ -83,20 +84,18 @@ class Chat:
     def ask(self, question: str) -> Turn:
         """Print the answer piece by piece, and remember both."""
         self._messages.append({"role": "user", "content": question})
-        prompt, plan = self._prompt()
         stored = self._num_states_stored()
         detokenizer = self._loaded.detokenizer()
         pieces = []
-        with self._engine.stream(prompt, self._params, checkpoint_plan=plan) as stream:
+        with self._stream() as stream:
             try:
-                for generated in stream:
-                    pieces.append(detokenizer.push(generated.token))
-                    print(pieces[-1], end="", flush=True)
+                for piece in detokenizer.pieces(generated.token for generated in stream):
+                    pieces.append(piece)
+                    print(piece, end="", flush=True)
             except KeyboardInterrupt:
                 stream.close()
-            pieces.append(detokenizer.finish())
-            print(pieces[-1], flush=True)
             result = stream.result
+        print(flush=True)
         if result is None:
             raise RuntimeError("the answer has ended without a result")
         answer = "".join(pieces)
@@ -111,13 +110,14 @@ class Chat:
             result.finish_reason,
         )
 
-    def _prompt(self) -> tuple[list[int], CheckpointPlan | None]:
-        """The conversation, and where states are taken."""
+    def _stream(self) -> "TokenStream[GeneratedToken]":
+        from ..llm import chat_stream
+
         text = self._loaded.text
-        if text is not None and text.chat_template is None:
-            return text.encode("\n".join(message["content"] for message in self._messages) + "\n"), None
-        marked = self._loaded.encode_chat_marked(self._messages)
-        return marked.tokens, replace(self._engine.config.checkpoint_plan, marks=marked.marks)
+        if text is None or text.chat_template is not None:
+            return chat_stream(self._loaded, self._engine, self._messages, self._params)
+        so_far = "".join(message["content"] + "\n" for message in self._messages)
+        return self._engine.stream(text.encode(so_far), self._params)
 
     def _num_states_stored(self) -> int:
         return self._engine.stats().cache.num_states_committed

@@ -18,7 +18,6 @@ SILENCE_S = 10.0
 MAX_BYTES = 1 << 30
 """A peer that sends a larger message is lost."""
 _LINGER_MS = 1000
-_POLL_S = 0.1
 _LAST_MESSAGES_MS = 50
 _SKIP_S = 0.1
 """So long beyond its timeout `Listener.receive` passes over invalid messages."""
@@ -97,13 +96,11 @@ class _End:
         frames: Frames = self._socket.recv_multipart(copy=False)
         return frames
 
-    async def _received_async(self, timeout_s: float) -> Frames | None:
+    async def arrival(self, timeout_s: float) -> None:
+        """Return once `receive` has something to do, or no message comes in time."""
         if self._async is None:
             self._async = zmq.asyncio.Socket(self._socket)
-        if not await self._async.poll(round(1000 * max(0.0, timeout_s))):
-            return None
-        frames: Frames = await self._async.recv_multipart(copy=False)
-        return frames
+        await self._async.poll(round(1000 * max(0.0, timeout_s)))
 
 
 class Listener(_End):
@@ -148,16 +145,6 @@ class Listener(_End):
         """(Peer, message, payload) of the next valid message; None if none comes in time."""
         deadline = time.monotonic() + timeout_s
         while (frames := self._received(deadline - time.monotonic())) is not None:
-            if (found := self._message(frames)) is not None:
-                return found
-            if time.monotonic() > deadline + _SKIP_S:
-                break
-        return None
-
-    async def receive_async(self, timeout_s: float) -> tuple[bytes, Any, memoryview | None] | None:
-        """As `receive`, in an event loop."""
-        deadline = time.monotonic() + timeout_s
-        while (frames := await self._received_async(deadline - time.monotonic())) is not None:
             if (found := self._message(frames)) is not None:
                 return found
             if time.monotonic() > deadline + _SKIP_S:
@@ -279,15 +266,6 @@ class Link(_End):
         """PeerLostError where the listener is gone and nothing is left to receive."""
         if not self.is_connected() and not self._socket.poll(_LAST_MESSAGES_MS):
             raise PeerLostError("its connection is closed")
-
-    async def receive_async(self) -> tuple[Any, memoryview | None]:
-        """As `receive`, in an event loop, without a limit."""
-        while True:
-            frames = await self._received_async(_POLL_S)
-            if frames is None:
-                self._check()
-            elif len(frames[0].buffer):
-                return self._decoded(frames)
 
     def send(self, message: msgspec.Struct, payload: Any = None) -> None:
         """Send a message, and bytes with it; PeerLostError where the listener is gone, or reads nothing."""

@@ -376,16 +376,7 @@ class ChatRequest(AnswerRequest):
 
     @field_validator("tool_choice")
     @classmethod
-    def _is_a_tool(cls, choice: Any, info: ValidationInfo) -> Any:
-        names = [tool.function.name for tool in info.data.get("tools", [])]
-        if isinstance(choice, dict):
-            function = choice.get("function")
-            name = function.get("name") if isinstance(function, dict) else None
-            if name not in names:
-                param = "tool_choice.function.name"
-                raise bad_field(param, f"{param} is {short(name)}; accepted: the name of one of the tools")
-        elif choice not in ("none", "auto", "required"):
-            raise ValueError("'none' or 'auto'")
+    def _forces_no_call(cls, choice: Any) -> Any:
         if choice not in ("none", "auto"):
             message = "a call cannot be forced; accepted: tool_choice 'auto' or 'none'"
             raise bad_field("tool_choice", message, "unsupported_parameter")

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -135,7 +134,7 @@ class Preparation:
         for number, (tokens, marks) in enumerate(prompts):
             if not tokens:
                 raise bad_field(field, f"{field} is empty; accepted: at least one token")
-            plan = replace(base, marks=(*base.marks, *marks))
+            plan = base.with_marks(marks)
             room = self.longest - len(tokens)
             most = request.max_tokens or max(1, min(room, default or room))
             if most > room:

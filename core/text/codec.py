@@ -1,7 +1,7 @@
 """Text to tokens and back, also while the tokens come, and how a checkpoint chooses them."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -127,6 +127,14 @@ class Detokenizer:
         piece = self._new(self._text)
         self._tokens, self._text, self._start, self._num_returned = [], "", 0, 0
         return piece
+
+    def pieces(self, token_ids: Iterable[int]) -> Iterator[str]:
+        """The pieces of the text of `token_ids` as these come, none of them empty."""
+        for token in token_ids:
+            if piece := self.push(token):
+                yield piece
+        if piece := self.finish():
+            yield piece
 
     def _push(self, token: int) -> str:
         text = self._decode([*self._tokens, token])

@@ -19,8 +19,7 @@ from mambaslots.net import (
     load_prefixes,
     save_prefixes,
 )
-from mambaslots.net.transfer import import_
-from mambaslots.net.transfer.files import Manifest
+from mambaslots.net.transfer import files, import_
 from mambaslots.net.transfer.format import TransferError, shard_of
 from mambaslots.net.transfer.hand_over import SendReport
 from mambaslots.net.transfer.import_ import CopyError, ImportReport, Placement
@@ -379,7 +378,7 @@ def test_a_manifest_that_cannot_be_made_fails_on_all(
         raise MemoryError("no room")
 
     if world.rank == 0:
-        monkeypatch.setattr(Manifest, "to_bytes", broken)
+        monkeypatch.setattr(files, "Manifest", broken)
     with pytest.raises(OSError, match=r"rank 0 of the replica: no room"):
         save_prefixes(giver, folder)
     world.gathered(None)

@@ -99,7 +99,8 @@ class Impostor:
     async def next(self, kind: Any) -> Any:
         """The next question of this kind."""
         while True:
-            received = await self.listener.receive_async(PATIENCE_S)
+            await self.listener.arrival(PATIENCE_S)
+            received = self.listener.receive(0.0)
             if received is not None and isinstance(received[1], kind):
                 self.peer = received[0]
                 return received[1]

@@ -24,7 +24,6 @@ from mambaslots.net.prefill_decode import messages
 from mambaslots.net.prefill_decode.messages import Answer, Cancel, Computed, Prefill, Question
 from mambaslots.net.prefill_decode.prefill_client import PrefillClient, RemotePrefill
 from mambaslots.net.prefill_decode.prefill_worker import PrefillSession, PromptRoom
-from mambaslots.net.prefill_decode.prefix_computer import PrefixComputer
 from mambaslots.net.transfer.hand_over import SendReport
 from mambaslots.net.transfer.import_ import ImportReport
 from mambaslots.request import SamplingParams
@@ -67,7 +66,7 @@ class _End:
     def __init__(self, messages: tuple[bytes, ...]) -> None:
         self._messages = iter(messages)
 
-    async def receive_async(self) -> tuple[Any, None]:
+    def receive(self, timeout_s: float) -> tuple[Any, None]:
         try:
             return msgspec.msgpack.decode(next(self._messages), type=Answer), None
         except (StopIteration, msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
@@ -114,16 +113,17 @@ class Sessions:
         link = Link(listener.address, Answer, _WAIT_S)
         try:
             async with AsyncEngine(engine) as server:
-                room = PromptRoom(engine.context.prefix_cache.kv_blocks.total_count, 4)
+                room = PromptRoom(
+                    engine.context.prefix_cache.kv_blocks.total_count, 4, engine.config.block_size_tokens
+                )
                 free = room._free_blocks, room._free_prompts
                 channel: Any = SimpleNamespace(send=lambda *_, **__: SendReport(states=1, bytes=1))
                 for message in drawn.messages:
                     link._socket.send(message)
-                computer = PrefixComputer(server, engine)
                 num_asked = 0
                 session = None
                 while (received := listener.receive(0.02)) is not None:
-                    session = session or PrefillSession(server, computer, room, None, listener, received[0])  # type: ignore[arg-type]
+                    session = session or PrefillSession(server, room, None, listener, received[0])  # type: ignore[arg-type]
                     session.questions.put_nowait(received[1])
                     num_asked += isinstance(received[1], Prefill)
                 if session is None:

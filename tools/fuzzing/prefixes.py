@@ -290,8 +290,8 @@ class LoadedFolders:
         if kind == "good" and random.random() < 0.6:
             kind = "manifest"
         if kind == "manifest":
-            content = damaged_json(random, json.loads(files[MANIFEST])["content"])
-            files[MANIFEST] = _signed(content)
+            content = damaged_json(random, json.loads(files[MANIFEST]))
+            files[MANIFEST] = json.dumps(content).encode()
         elif kind == "bytes":
             name = random.choice(sorted(files))
             files[name] = damaged_bytes(random, files[name])
@@ -300,9 +300,8 @@ class LoadedFolders:
             manifest = json.loads(files[MANIFEST])
             found = _SEAL.search(files[export])
             if found is not None:
-                manifest["content"]["files"][0]["sha256"] = found.group(2).decode()
-            content = manifest["content"]
-            files[MANIFEST] = _signed(content)
+                manifest["files"][0]["sha256"] = found.group(2).decode()
+            files[MANIFEST] = json.dumps(manifest).encode()
         elif kind == "sets":  # the manifest of one set over the files of another
             files = self._sets[0] | {MANIFEST: self._sets[1][MANIFEST]}
         elif kind == "odd":
@@ -337,11 +336,6 @@ class LoadedFolders:
         finally:
             warm.renew()
         return end
-
-
-def _signed(content: object) -> bytes:
-    text = json.dumps(content).encode()
-    return b'{"content":%s,"sha256":"%s"}' % (text, hashlib.sha256(text).hexdigest().encode())
 
 
 def place(path: Path, what: str) -> None:

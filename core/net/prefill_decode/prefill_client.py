@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 30.0
 """How long after a loss the worker is looked for again; each loss doubles the time, a hand-over ends that."""
 
+_POLL_S = 0.1
+"""Between two looks whether the worker's connection is there."""
+
 
 @dataclass(frozen=True)
 class RemotePrefill:
@@ -144,11 +147,12 @@ class PrefillClient:
 
     async def _next(self, link: Link) -> Answer:
         """The worker's next message, at most `silence_s` after the last one."""
-        try:
-            message, _ = await asyncio.wait_for(link.receive_async(), self._silence_s)
-        except TimeoutError as error:
-            raise PeerLostError(f"it sent nothing for {self._silence_s:g} s") from error
-        answer: Answer = message
+        deadline = time.monotonic() + self._silence_s
+        while (received := link.receive(0.0)) is None:
+            if time.monotonic() > deadline:
+                raise PeerLostError(f"it sent nothing for {self._silence_s:g} s")
+            await link.arrival(_POLL_S)
+        answer: Answer = received[0]
         return answer
 
     async def _listen(self, link: Link, channel: TransferChannel) -> None:

@@ -8,19 +8,27 @@ from contextlib import asynccontextmanager, suppress
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from ...errors import KVBlockCapacityError, MambaSlotCapacityError, QueueFullError
+from ...inference.contexts.cache.pins import PinnedPrefix
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
+from ...request import SamplingParams
 from ...validation import LONGEST_TIMEOUT_S, instance, real
 from ..channel import Listener, PeerLostError
 from ..transfer.hand_over import TransferChannel
 from . import messages
 from .messages import PROTOCOL_VERSION, Answer, Cancel, Computed, Hello, Prefill, Question
-from .prefix_computer import PrefixComputer, PrefixLostError
 
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 """How often a worker says that its engine makes steps."""
+_MOST_COMPUTATIONS = 3
+"""Of one prefix: its state may be evicted between its request's end and the pin."""
+
+
+class PrefixLostError(RuntimeError):
+    """A prefix was not computed, or its state was not cached."""
 
 
 class PrefillWorker:
@@ -64,7 +72,9 @@ class PrefillWorker:
         self._timeout_s = real("hand_over_timeout_s", hand_over_timeout_s, 1e-3, LONGEST_TIMEOUT_S)
         self._sessions: dict[bytes, PrefillSession] = {}
         cache = engine.context.prefix_cache
-        self._room = PromptRoom(cache.kv_blocks.total_count, max(1, cache.pins.max_slots))
+        self._room = PromptRoom(
+            cache.kv_blocks.total_count, max(1, cache.pins.max_slots), engine.config.block_size_tokens
+        )
 
     async def serve(self) -> None:
         """Serve until the task is cancelled.
@@ -75,11 +85,10 @@ class PrefillWorker:
             RuntimeError: the store was lost, as torch says it.
         """
         async with AsyncEngine(self._engine) as server:
-            computer = PrefixComputer(server, self._engine)
             listener = Listener(Question, hosts=(self._host,), max_bytes=messages.MAX_BYTES)
             try:
                 await asyncio.to_thread(self._store.set, self._key, listener.address.to_bytes().decode())
-                await self._serve_peers(server, computer, listener)
+                await self._serve_peers(server, listener)
             finally:
                 tasks = [session.task for session in self._sessions.values()]
                 for task in tasks:
@@ -90,15 +99,15 @@ class PrefillWorker:
                 finally:
                     listener.close()
 
-    async def _serve_peers(self, server: AsyncEngine, computer: PrefixComputer, listener: Listener) -> None:
+    async def _serve_peers(self, server: AsyncEngine, listener: Listener) -> None:
         loop = asyncio.get_running_loop()
         beat_s = loop.time()
         while True:
-            received = await listener.receive_async(max(0.0, beat_s - loop.time()))
-            if received is not None:
+            await listener.arrival(beat_s - loop.time())
+            if (received := listener.receive(0.0)) is not None:
                 peer, question, _ = received
                 if isinstance(question, Hello) and peer not in self._sessions:
-                    session = PrefillSession(server, computer, self._room, self._store, listener, peer)
+                    session = PrefillSession(server, self._room, self._store, listener, peer)
                     session.task = loop.create_task(session.serve(question, self._timeout_s))
                     session.task.add_done_callback(lambda _, name=peer: self._sessions.pop(name))  # type: ignore[misc]
                     self._sessions[peer] = session
@@ -118,21 +127,18 @@ class PromptRoom:
     prompts that do not fit together must not begin together. Blocks that prompts share are counted for each.
     """
 
-    def __init__(self, num_blocks: int, num_prompts: int) -> None:
-        """
-        Args:
-            num_blocks: KV blocks for all prompts together.
-            num_prompts: the most prompts under way.
-        """
-        self.num_blocks = num_blocks
+    def __init__(self, num_blocks: int, num_prompts: int, block_size_tokens: int) -> None:
+        """`num_blocks`: KV blocks for all prompts together; `num_prompts`: the most prompts under way."""
+        self._num_blocks, self._block_size_tokens = num_blocks, block_size_tokens
         self._free_blocks = num_blocks
         self._free_prompts = num_prompts
         self._head = asyncio.Lock()  # is given in the order in which it was asked for
         self._left = asyncio.Event()
 
     @asynccontextmanager
-    async def prompt(self, num_blocks: int) -> AsyncIterator[None]:
-        """Inside, a prompt of so many blocks, at most `num_blocks` of the room, is under way."""
+    async def prompt(self, num_tokens: int) -> AsyncIterator[None]:
+        """Inside, a prompt of so many tokens is under way."""
+        num_blocks = min(self._num_blocks, math.ceil(num_tokens / self._block_size_tokens) + 1)
         async with self._head:
             while self._free_blocks < num_blocks or not self._free_prompts:
                 self._left.clear()
@@ -145,6 +151,60 @@ class PromptRoom:
             self._free_blocks += num_blocks
             self._free_prompts += 1
             self._left.set()
+
+
+@asynccontextmanager
+async def computed_prefix(server: AsyncEngine, tokens: list[int], salt: bytes | None) -> AsyncIterator[None]:
+    """Compute a prefix of whole blocks; inside, it is pinned.
+
+    Raises:
+        ValueError: the prefix can never be computed.
+        PrefixLostError: the engine did not compute it, or cached no state.
+        RuntimeError: as `AsyncEngine.call`.
+    """
+    pins: list[PinnedPrefix] = []  # only the engine's thread touches it
+
+    def unpin(engine: DynamicInferenceEngine) -> None:
+        while pins:
+            with suppress(ValueError):  # a reset has unpinned it
+                engine.unpin(pins.pop())
+
+    def pin(engine: DynamicInferenceEngine) -> str:
+        """Why the whole prefix is not pinned; empty where it is."""
+        try:
+            pins.append(engine.pin(tokens, cache_salt=salt))
+        except (ValueError, MambaSlotCapacityError) as error:  # nothing is cached, or pins have all slots
+            return str(error)
+        if (num_tokens := pins[-1].num_tokens) < len(tokens):
+            unpin(engine)
+            return f"{num_tokens} of {len(tokens)} tokens are cached"
+        return ""
+
+    try:
+        missing = await server.call(pin)
+        for _ in range(_MOST_COMPUTATIONS):
+            if missing:
+                await _compute(server, tokens, salt)
+                missing = await server.call(pin)
+        if missing:
+            raise PrefixLostError(f"its state is not cached: {missing}")
+        yield
+    finally:
+        with suppress(RuntimeError):  # an engine that is dead or closed keeps nothing
+            await asyncio.shield(asyncio.ensure_future(server.call(unpin)))
+
+
+async def _compute(server: AsyncEngine, tokens: list[int], salt: bytes | None) -> None:
+    """Serve a request for one token, whose prefill stores the state after all `tokens`."""
+    plan = await server.call(lambda engine: engine.config.checkpoint_plan.with_marks([len(tokens)]))
+    try:
+        result = await server.generate(
+            tokens, SamplingParams(max_tokens=1), cache_salt=salt, checkpoint_plan=plan
+        )
+    except (KVBlockCapacityError, QueueFullError) as error:
+        raise PrefixLostError(str(error)) from error
+    if result.finish_reason not in ("length", "stop"):
+        raise PrefixLostError(f"its request ended with {result.finish_reason!r}")
 
 
 class PrefillSession:
@@ -160,14 +220,13 @@ class PrefillSession:
     def __init__(
         self,
         server: AsyncEngine,
-        computer: PrefixComputer,
         room: PromptRoom,
         store: Store,
         listener: Listener,
         peer: bytes,
     ) -> None:
         self.questions: asyncio.Queue[Question] = asyncio.Queue()
-        self._server, self._computer, self._room, self._store = server, computer, room, store
+        self._server, self._room, self._store = server, room, store
         self._listener, self._peer = listener, peer
         self._serves = False
         self._sending = asyncio.Lock()
@@ -220,12 +279,11 @@ class PrefillSession:
 
     async def _prefill(self, prefix: Prefill, channel: TransferChannel) -> None:
         """Compute a prefix and hand it over."""
-        number, size = prefix.number, self._computer.block_size_tokens
+        number = prefix.number
         try:
-            blocks = min(self._room.num_blocks, math.ceil(len(prefix.tokens) / size) + 1)
             async with (
-                self._room.prompt(blocks),
-                self._computer.computed(prefix.tokens, prefix.salt),
+                self._room.prompt(len(prefix.tokens)),
+                computed_prefix(self._server, prefix.tokens, prefix.salt),
                 self._sending,
             ):
                 del self._computing[number]  # it is not cancelled any more: the peer receives it

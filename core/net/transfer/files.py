@@ -44,38 +44,21 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The files of one export, a file a rank, in order of rank."""
+    """The files of one export, a file a rank, in order of rank. Each file's checksum is checked."""
 
     files: list[FileEntry]
     format_version: int = FORMAT_VERSION
 
-    def to_bytes(self) -> bytes:
-        """The manifest as JSON with a checksum; `from_bytes` reads it."""
-        content = msgspec.json.encode(self)
-        return msgspec.json.encode(_Signed(msgspec.Raw(content), hashlib.sha256(content).hexdigest()))
 
-    @classmethod
-    def from_bytes(cls, text: bytes) -> "Manifest":
-        """The manifest that `to_bytes` encoded.
-
-        Raises:
-            TransferError: `text` is truncated, altered, or of another format version.
-        """
-        try:
-            signed = msgspec.json.decode(text, type=_Signed)
-            check_version(msgspec.json.decode(signed.content, type=_Versioned).format_version)
-            if signed.sha256 != hashlib.sha256(signed.content).hexdigest():
-                raise TransferError(f"sha256 of {MANIFEST} is another: it was altered")
-            return msgspec.json.decode(signed.content, type=cls)
-        except TransferError:
-            raise
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise TransferError(f"{MANIFEST} is truncated or altered: {error}") from error
-
-
-class _Signed(msgspec.Struct, forbid_unknown_fields=True):
-    content: msgspec.Raw
-    sha256: str
+def _entries_of(text: bytes) -> list[FileEntry]:
+    """The files that a manifest names; TransferError where it is no manifest of this version."""
+    try:
+        check_version(msgspec.json.decode(text, type=_Versioned).format_version)
+        return msgspec.json.decode(text, type=Manifest).files
+    except TransferError:
+        raise
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise TransferError(f"{MANIFEST} is truncated or altered: {error}") from error
 
 
 class _Versioned(msgspec.Struct):
@@ -156,7 +139,7 @@ def save_prefixes(
                     f"{path.name}, which rank {rank} wrote, is not here; accepted: one directory for all "
                     "ranks"
                 )
-        _write(folder / MANIFEST, Manifest(entries).to_bytes())
+        _write(folder / MANIFEST, msgspec.json.encode(Manifest(entries)))
 
     try:
         written = access.attempt(write_own_file, same=("prefixes or weights",))
@@ -217,7 +200,7 @@ def _read_part(folder: Path, own_format: PrefixFormat, own_shard: Shard) -> tupl
         text = read_regular(folder / MANIFEST)
     except OSError as error:
         raise TransferError(f"directory is {str(folder)!r}: {error}; accepted: one that has a set") from error
-    entries = Manifest.from_bytes(text).files
+    entries = _entries_of(text)
     for entry in entries:
         check_shard(own_format, entry.shard)
     needed = sources_for([entry.shard for entry in entries], own_shard)

@@ -1,6 +1,5 @@
 """Messages between two ends: who may connect, what is refused, and how an end that is lost is known."""
 
-import asyncio
 import socket
 import time
 from collections.abc import Iterator
@@ -139,13 +138,8 @@ def test_a_peer_that_goes_on_sending_what_is_invalid_delays_no_reader(
         assert time.monotonic() < end
         return frames
 
-    async def received_async(timeout_s: float) -> list[zmq.Frame]:
-        return received(timeout_s)
-
     monkeypatch.setattr(listener, "_received", received)
-    monkeypatch.setattr(listener, "_received_async", received_async)
     assert listener.receive(0.1) is None
-    assert asyncio.run(listener.receive_async(0.1)) is None
 
 
 def test_a_reader_without_time_gets_what_arrived_after_invalid_messages(

@@ -74,6 +74,10 @@ class CheckpointPlan:
         every = integer("block_size_tokens", block_size_tokens, 1, INT32_MAX)
         return cls(decode=every, prefill_interval=every)
 
+    def with_marks(self, marks: Iterable[int]) -> Self:
+        """This plan, which also stores the states at these prompt positions."""
+        return replace(self, marks=(*self.marks, *marks))
+
     def check_useful(self) -> None:
         """Raise a ValueError if this plan stores no state."""
         switches = self.tail, self.branch, self.chunk_ends, self.decode != "off"
