@@ -7,7 +7,7 @@ from block_cache import BlockCache, KVRecencySlots, PathCapSlots, StatePlan, Sta
 from blocks import BlockIndex, block_index
 from loop import RequestLoop, RunningRequest
 from mambaslots.inference.contexts.pool_sizes import GIGABYTE
-from mambaslots.replay.setting import Progress, ReplayResult, ReplaySetting
+from mambaslots.replay.setting import ReplayResult, ReplaySetting
 from mambaslots.replay.trace import Trace
 
 MOST_BLOCKS = 1 << 40
@@ -58,12 +58,12 @@ class BlockRow:
     plan: StatePlan
     slots: StatesFactory = StateSlots
 
-    def replay(self, trace: Trace, setting: ReplaySetting, progress: Progress) -> ReplayResult:
+    def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
         """See `ReplayRow.replay`."""
         index = block_index(trace, setting.block_size_tokens)
         states = self.slots(index, num_state_slots(setting))
         cache = BlockCache(index, num_kv_blocks(setting, index.block_size), states, self.plan)
-        return RequestLoop(trace, index.paths, cache, setting, progress).run()
+        return RequestLoop(trace, index.paths, cache, setting).run()
 
 
 OFFSETS_PER_REQUEST = 3
@@ -113,10 +113,10 @@ class StockRow:
 
     name: str = "megatron-core"
 
-    def replay(self, trace: Trace, setting: ReplaySetting, progress: Progress) -> ReplayResult:
+    def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
         """See `ReplayRow.replay`."""
         index = block_index(trace, setting.block_size_tokens)
         slots = KVRecencySlots(index, max(0, num_state_slots(setting) - num_scratch_slots(setting)))
         kv_blocks = num_kv_blocks(setting, index.block_size)
         cache = BlockCache(index, kv_blocks, slots, StockStates(), answers=False, stateless_first=False)
-        return RequestLoop(trace, index.paths, cache, setting, progress).run()
+        return RequestLoop(trace, index.paths, cache, setting).run()

@@ -10,7 +10,7 @@ from block_cache import BlockCache, StateSlots, TakenStates
 from block_rows import num_kv_blocks, num_state_slots
 from blocks import ROOT, BlockIndex, block_index
 from loop import RequestLoop
-from mambaslots.replay.setting import Progress, ReplayResult, ReplayRow, ReplaySetting
+from mambaslots.replay.setting import ReplayResult, ReplayRow, ReplaySetting
 from mambaslots.replay.trace import Trace
 
 
@@ -234,7 +234,7 @@ class ClairvoyantRow:
     worth: Worth
     plans: bool = False
 
-    def replay(self, trace: Trace, setting: ReplaySetting, progress: Progress) -> ReplayResult:
+    def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
         """See `ReplayRow.replay`."""
         index = block_index(trace, setting.block_size_tokens)
         future = KnownFuture(trace, index)
@@ -247,7 +247,7 @@ class ClairvoyantRow:
             index, kv_blocks, slots, TakenStates(every=True),
             kv_rank=slots.next_kv_use, shares_live=num_lent > 0,
         )  # fmt: skip
-        return RequestLoop(trace, index.paths, cache, setting, progress).run()
+        return RequestLoop(trace, index.paths, cache, setting).run()
 
 
 CEILING: tuple[ReplayRow, ...] = (

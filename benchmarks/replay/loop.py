@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mambaslots.replay.engine_replay import Arrivals
-from mambaslots.replay.setting import Progress, ReplayResult, ReplaySetting
+from mambaslots.replay.setting import ReplayResult, ReplaySetting
 from mambaslots.replay.trace import Trace
 
 NANOSECONDS = 1_000_000_000
@@ -91,13 +91,11 @@ class RequestLoop:
         paths: Sequence[list[int]],
         cache: CacheModel,
         setting: ReplaySetting,
-        progress: Progress,
     ) -> None:
         self._trace = trace
         self._paths = paths
         self._cache = cache
         self._setting = setting
-        self._progress = progress
         self._arrivals = Arrivals(trace, one_after_another=setting.max_requests == 1)
         self._waiting: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []
@@ -245,4 +243,3 @@ class RequestLoop:
     def _finish(self, request: RunningRequest) -> None:
         self._num_ended += 1
         self._arrivals.note_end(request.index, self._now_ns)
-        self._progress(self._num_ended, len(self._trace.requests))

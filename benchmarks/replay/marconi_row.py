@@ -10,7 +10,7 @@ from block_cache import BlockCache, StateSlots, TakenStates
 from block_rows import num_kv_blocks, num_state_slots
 from blocks import ROOT, BlockIndex, block_index
 from loop import RequestLoop, RunningRequest
-from mambaslots.replay.setting import ModelShape, Progress, ReplayResult, ReplaySetting
+from mambaslots.replay.setting import ModelShape, ReplayResult, ReplaySetting
 from mambaslots.replay.trace import Trace
 
 WINDOW = 5
@@ -192,33 +192,26 @@ class MarconiRow:
 
     name: str = "marconi"
 
-    def replay(self, trace: Trace, setting: ReplaySetting, progress: Progress) -> ReplayResult:
+    def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
         """See `ReplayRow.replay`."""
         index = block_index(trace, setting.block_size_tokens)
         states = partial(MarconiSlots, index, num_state_slots(setting), setting.shape)
         kv_blocks = num_kv_blocks(setting, index.block_size)
 
-        def serve(
-            part: Trace, slots: MarconiSlots, limits: ReplaySetting, progress: Progress
-        ) -> ReplayResult:
+        def serve(part: Trace, slots: MarconiSlots, limits: ReplaySetting) -> ReplayResult:
             cache = MarconiCache(index, kv_blocks, slots, TakenStates())
-            return RequestLoop(part, index.paths, cache, limits, progress).run()
+            return RequestLoop(part, index.paths, cache, limits).run()
 
         one_by_one, weights = replace(setting, max_requests=1), []
         first = states((), True)
         try:
-            serve(trace, first, one_by_one, _silent)
+            serve(trace, first, one_by_one)
         except FirstEvictionError:
             seen = first.first_eviction
             window_end = min((1 + WINDOW) * seen, len(trace.requests))
             window = replace(trace, requests=trace.requests[:window_end])
             tried = [
-                serve(window, states(((seen, weight),)), one_by_one, _silent).resumed_tokens
-                for weight in WEIGHTS
+                serve(window, states(((seen, weight),)), one_by_one).resumed_tokens for weight in WEIGHTS
             ]
             weights.append((window_end, WEIGHTS[tried.index(max(tried))]))
-        return serve(trace, states(weights), setting, progress)
-
-
-def _silent(num_served: int, num_requests: int) -> None:
-    """The progress of a replay that only chooses the weight."""
+        return serve(trace, states(weights), setting)

@@ -7,11 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from functools import partial
-from typing import Protocol
 
 from mambaslots.cli.options import count
-from mambaslots.replay.setting import Progress, silent
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
@@ -20,49 +17,29 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class Labelled(Protocol):
-    """What is replayed on its own."""
-
-    @property
-    def label(self) -> str: ...
-
-
-def replay_cells[C: Labelled, R](
-    cells: Sequence[C], num_jobs: int, replay: Callable[[C, Progress], R]
-) -> Iterator[R]:
-    """Replay cells in `num_jobs` processes, here for 1, with progress on stderr; results in their order.
+def replay_cells[C, R](cells: Sequence[C], num_jobs: int, replay: Callable[[C], R]) -> Iterator[R]:
+    """Replay cells in `num_jobs` processes, here for 1, with a line each on stderr; results in their order.
 
     `replay` is a function that other processes can import.
     """
-    begun_s = shown_s = time.monotonic()
+    begun_s = time.monotonic()
 
-    def show(text: str) -> None:
-        """A line on stderr, at most one in 10 s."""
-        nonlocal shown_s
-        if time.monotonic() - shown_s >= 10.0:
-            shown_s = time.monotonic()
-            _write(text)
-
-    def show_requests(head: str, num_served: int, num_all: int) -> None:
-        show(f"{head}: {num_served:,} of {num_all:,} requests")
+    def show(number: int) -> None:
+        with suppress(OSError, ValueError, AttributeError):  # closed, a broken pipe, no stderr
+            took_s = time.monotonic() - begun_s
+            sys.stderr.write(f"replay: {number:,} of {len(cells):,} cells, {took_s:,.1f} s\n")
 
     if num_jobs == 1:
-        for index, cell in enumerate(cells):
-            head = f"{index:,} of {len(cells):,} cells; {cell.label}"
-            yield replay(cell, partial(show_requests, head))
-    else:
-        context = multiprocessing.get_context("spawn")  # a fork copies threads' locks
-        with ProcessPoolExecutor(min(num_jobs, len(cells)), mp_context=context) as pool:
-            futures = [pool.submit(replay, cell, silent) for cell in cells]
-            try:
-                for index, future in enumerate(futures):
-                    show(f"{index:,} of {len(cells):,} cells; {cells[index].label}")
-                    yield future.result()
-            finally:
-                pool.shutdown(cancel_futures=True)
-    _write(f"{len(cells):,} cells, {time.monotonic() - begun_s:,.1f} s")
-
-
-def _write(text: str) -> None:
-    with suppress(OSError, ValueError, AttributeError):  # closed, a broken pipe, no stderr
-        sys.stderr.write(f"replay: {text}\n")
+        for number, cell in enumerate(cells, 1):
+            yield replay(cell)
+            show(number)
+        return
+    context = multiprocessing.get_context("spawn")  # a fork copies threads' locks
+    with ProcessPoolExecutor(min(num_jobs, len(cells)), mp_context=context) as pool:
+        futures = [pool.submit(replay, cell) for cell in cells]
+        try:
+            for number, future in enumerate(futures, 1):
+                yield future.result()
+                show(number)
+        finally:
+            pool.shutdown(cancel_futures=True)

@@ -18,8 +18,8 @@ from mambaslots.cli.replay import add_options, asked_of, settings_of, sources_of
 from mambaslots.inference.contexts.cache.pool_stats import NANOSECONDS
 from mambaslots.replay.engine_replay import Arrivals, EngineReplay
 from mambaslots.replay.ours import config_of, spec_of
-from mambaslots.replay.report import TraceSource, budget_head, plain_setting
-from mambaslots.replay.setting import Progress, ReplaySetting, StepCost, model_shape, silent
+from mambaslots.replay.report import TraceSource, budget_head, load_trace, plain_setting
+from mambaslots.replay.setting import ReplaySetting, StepCost, model_shape
 from mambaslots.replay.trace import Trace
 from processes import add_jobs, replay_cells
 from routed_replay import EVENT_DELAY_MS, ONE_CACHE, ReplicaResult, RoutedReplay, RoutedResult, Routing
@@ -34,10 +34,6 @@ class RoutedCell:
     setting: ReplaySetting
     routing: Routing
 
-    @property
-    def label(self) -> str:
-        return f"{self.routing.num_replicas} x {self.routing.router}"
-
 
 @dataclass(frozen=True)
 class RoutedCellResult:
@@ -50,12 +46,12 @@ class RoutedCellResult:
     refusal: str = ""
 
 
-def replay_routed_cell(cell: RoutedCell, progress: Progress = silent) -> RoutedCellResult:
+def replay_routed_cell(cell: RoutedCell) -> RoutedCellResult:
     """Replay one cell. A setting that buys nothing makes a cell without a result."""
-    trace = cell.source.load()
+    trace = load_trace(cell.source)
     serve = one_cache_replay if cell.routing.is_one_cache else routed_replay
     try:
-        result = serve(trace, cell.setting, cell.routing, progress)
+        result = serve(trace, cell.setting, cell.routing)
     except ValueError as error:
         return RoutedCellResult(cell, trace.name, len(trace.requests), None, str(error))
     return RoutedCellResult(cell, trace.name, len(trace.requests), result)
@@ -65,7 +61,6 @@ def routed_replay(
     trace: Trace,
     setting: ReplaySetting,
     routing: Routing,
-    progress: Progress = silent,
 ) -> RoutedResult:
     """Serve the trace with replicas, each of which has the memory of `setting`.
 
@@ -77,14 +72,13 @@ def routed_replay(
         ROUTERS[routing.router](routing.seed), routing.num_replicas,
         event_delay_ms=routing.event_delay_ms,
     )  # fmt: skip
-    return replay.run(progress)
+    return replay.run()
 
 
 def one_cache_replay(
     trace: Trace,
     setting: ReplaySetting,
     routing: Routing,
-    progress: Progress = silent,
 ) -> RoutedResult:
     """Serve the trace with one engine that is as large as all replicas together; see `sum_of`.
 
@@ -96,7 +90,7 @@ def one_cache_replay(
     config = config_of(trace, whole, {})
     replay = EngineReplay(trace, spec_of(whole.shape), config, whole.cost)
     replay.arrivals = arrivals
-    served = replay.run(progress)
+    served = replay.run()
     waits = [wait_ns for wait_ns in replay.first_token_ns if wait_ns is not None]
     num_generated = sum(
         len(request.answer)

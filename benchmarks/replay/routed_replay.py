@@ -14,7 +14,7 @@ from mambaslots.net.routing.state_events import StateEvents, encode_events
 from mambaslots.net.routing.state_publisher import StatePublisher
 from mambaslots.net.routing.state_router import ReplicaLoad, RouteRequest
 from mambaslots.replay.engine_replay import Arrivals, EngineReplay, chains_of
-from mambaslots.replay.setting import Progress, ReplayResult, StepCost
+from mambaslots.replay.setting import ReplayResult, StepCost
 from mambaslots.replay.trace import Trace
 from mambaslots.state_spec import HybridStateSpec
 from routers import Router
@@ -220,12 +220,10 @@ class Replica:
         config: InferenceConfig,
         cost: StepCost,
         outside: "RoutedReplay",
-        *,
-        token_by_token: bool,
     ) -> None:
         """`outside`: what the replica asks and publishes; the others are `EngineReplay`'s arguments."""
         self.name = name
-        self.engine = _ReplicaEngine(trace, spec, config, cost, token_by_token=token_by_token)
+        self.engine = _ReplicaEngine(trace, spec, config, cost)
         self.engine.arrivals, self.engine.after_step = self, self._after_step  # type: ignore[assignment]
         self._trace = trace
         self._outside = outside
@@ -365,7 +363,6 @@ class RoutedReplay:
         num_replicas: int,
         *,
         event_delay_ms: float = 0.0,
-        token_by_token: bool = False,
     ) -> None:
         """
         Args:
@@ -376,11 +373,9 @@ class RoutedReplay:
             router: new; it receives nothing else.
             num_replicas: one or more.
             event_delay_ms: from the end of a step until the router knows of its states.
-            token_by_token: whether each decode is a step of its own.
         """
         self.replicas = [
-            Replica(f"replica-{index}", trace, spec, config, cost, self, token_by_token=token_by_token)
-            for index in range(num_replicas)
+            Replica(f"replica-{index}", trace, spec, config, cost, self) for index in range(num_replicas)
         ]
         self.channel = EventChannel(round(event_delay_ms * _NANOSECONDS_PER_MS))
         self.replica_of = [-1] * len(trace.requests)
@@ -399,10 +394,10 @@ class RoutedReplay:
         self._num_ended = 0
         self._last_end_ns = 0
 
-    def run(self, progress: Progress = lambda num_served, num_all: None) -> RoutedResult:
+    def run(self) -> RoutedResult:
         """Serve all requests that are left."""
         while self.step():
-            progress(self._num_ended, len(self._trace.requests))
+            pass
         return self.result()
 
     def step(self) -> bool:

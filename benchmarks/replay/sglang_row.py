@@ -8,7 +8,7 @@ from block_rows import num_kv_blocks, num_state_slots
 from blocks import ROOT, BlockIndex, block_index
 from loop import RequestLoop, RunningRequest
 from mambaslots.inference.contexts.pool_sizes import GIGABYTE
-from mambaslots.replay.setting import Progress, ReplayResult, ReplaySetting
+from mambaslots.replay.setting import ReplayResult, ReplaySetting
 from mambaslots.replay.trace import Trace
 
 MAMBA_FULL_MEMORY_RATIO = 0.9
@@ -155,7 +155,7 @@ class SGLangRow:
     max_states_per_path: int = -1
     thins: bool = False
 
-    def replay(self, trace: Trace, setting: ReplaySetting, progress: Progress) -> ReplayResult:
+    def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
         """See `ReplayRow.replay`."""
         index = block_index(trace, setting.shape.grid_tokens)
         per_request = 0
@@ -180,4 +180,4 @@ class SGLangRow:
         else:
             states = StateSlots(index, num_slots)
         cache = SGLangCache(index, kv_blocks, states, per_request)
-        return RequestLoop(trace, index.paths, cache, setting, progress).run()
+        return RequestLoop(trace, index.paths, cache, setting).run()

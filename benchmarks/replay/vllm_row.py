@@ -7,7 +7,7 @@ from block_rows import missing_memory
 from blocks import BlockIndex, block_index
 from loop import RequestLoop, RunningRequest
 from mambaslots.inference.contexts.pool_sizes import GIGABYTE
-from mambaslots.replay.setting import ModelShape, Progress, ReplayResult, ReplaySetting
+from mambaslots.replay.setting import ModelShape, ReplayResult, ReplaySetting
 from mambaslots.replay.trace import Trace
 
 KERNEL_TOKENS = 16
@@ -181,7 +181,7 @@ class VLLMRow:
 
     name: str = "vllm"
 
-    def replay(self, trace: Trace, setting: ReplaySetting, progress: Progress) -> ReplayResult:
+    def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
         """See `ReplayRow.replay`."""
         shape = setting.shape
         if not shape.kv_bytes_per_token:
@@ -203,4 +203,4 @@ class VLLMRow:
         )
         least = block + setting.max_requests
         setting = replace(setting, max_tokens_per_step=max(setting.max_tokens_per_step, least))
-        return RequestLoop(trace, index.paths, cache, setting, progress).run()
+        return RequestLoop(trace, index.paths, cache, setting).run()

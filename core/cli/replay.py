@@ -37,8 +37,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
          f"generated traces ({', '.join(KINDS)}), all of these by the name all, or files: JSON lines of your "
          "own traffic or in Mooncake's format; divided by commas"),
         ("--seed", count(0), 0, "N", "of generated traces"),
-        ("--shards", count(), 1, "N", "replay what one of so many replicas gets of a file's traffic"),
-        ("--shard", count(0), 0, "N", "which replica"),
         ("--requests", count(), None, "N", "the first requests of each trace only"),
         ("--speed", positive, 1.0, "N", "requests arrive N times as fast as in the trace"),
         ("--concurrency", count(), 32, "N", "requests that run at once; 1 replays one after another"),
@@ -65,8 +63,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.shard >= options.shards:
-        raise ValueError(f"--shard is {options.shard}; accepted: less than --shards ({options.shards})")
     shape = model_shape(options.model, options.state_dtype)
     settings, rows = settings_of(options, shape), [OursRow(one, options.plan) for one in options.policy]
     try:
@@ -99,20 +95,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _replayed(cells: Sequence[Cell]) -> list[CellResult]:
-    """The results of all cells, with a line on stderr each 10 s."""
+    """The results of all cells, with a line on stderr for each."""
     results: list[CellResult] = []
-    begun_s = shown_s = time.monotonic()
-
-    def show(num_served: int, num_all: int) -> None:
-        nonlocal shown_s
-        if time.monotonic() - shown_s >= 10.0:
-            shown_s = time.monotonic()
-            done = f"{len(results):,} of {len(cells):,} cells; {cells[len(results)].row.name}"
-            print(f"replay: {done}: {num_served:,} of {num_all:,} requests", file=sys.stderr)
-
+    begun_s = time.monotonic()
     for cell in cells:
-        results.append(replay_cell(cell, show))
-    print(f"replay: {len(cells):,} cells, {time.monotonic() - begun_s:,.1f} s", file=sys.stderr)
+        results.append(replay_cell(cell))
+        done = f"{len(results):,} of {len(cells):,} cells, {time.monotonic() - begun_s:,.1f} s"
+        print(f"replay: {done}", file=sys.stderr)
     return results
 
 
@@ -137,14 +126,14 @@ def settings_of(options: argparse.Namespace, shape: ModelShape) -> list[ReplaySe
 
 def sources_of(options: argparse.Namespace) -> list[TraceSource]:
     return [
-        TraceSource(origin, options.seed, options.shards, options.shard, options.requests, options.speed)
+        TraceSource(origin, options.seed, options.requests, options.speed)
         for origin in dict.fromkeys(options.trace)
     ]
 
 
 def asked_of(options: argparse.Namespace) -> dict[str, Any]:
     """The options as plain values."""
-    names = "trace seed shards shard requests speed policy plan model state_dtype"
+    names = "trace seed requests speed policy plan model state_dtype"
     return {name: getattr(options, name) for name in names.split() if hasattr(options, name)}
 
 

@@ -14,7 +14,7 @@ from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ..inference.engines.scheduler import Scheduler
 from ..request import SamplingParams
 from ..state_spec import HybridStateSpec
-from .setting import Progress, ReplayResult, StepCost, silent
+from .setting import ReplayResult, StepCost
 from .trace import Tokens, Trace
 
 TOO_LONG = "too_long"
@@ -138,24 +138,15 @@ class EngineReplay:
 
     Admission, matches, plans, slots, evictions and preemption are the engine's own; the tokens of answers are
     the trace's. Decodes that change only positions are made many at once, up to the next block boundary, end
-    or arrival, unless `token_by_token`.
+    or arrival.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        spec: HybridStateSpec,
-        config: InferenceConfig,
-        cost: StepCost,
-        *,
-        token_by_token: bool = False,
-    ) -> None:
+    def __init__(self, trace: Trace, spec: HybridStateSpec, config: InferenceConfig, cost: StepCost) -> None:
         self.now_ns = 0
         self.context = ContextWithoutMemory(spec, config, clock=lambda: self.now_ns)
         self.scheduler = Scheduler(self.context)
         self._trace = trace
         self._cost = cost
-        self._token_by_token = token_by_token
         self._chains = chains_of(trace, config.block_size_tokens)
         self.arrivals = Arrivals(trace, one_after_another=config.max_requests == 1)
         self._answers: dict[int, list[int]] = {}  # of unfinished requests
@@ -164,10 +155,10 @@ class EngineReplay:
         self._num_ended = 0
         self._num_refused_tokens = 0
 
-    def run(self, progress: Progress = silent) -> ReplayResult:
+    def run(self) -> ReplayResult:
         """Serve all requests that are left."""
         while self.step():
-            progress(self._num_ended, len(self._trace.requests))
+            pass
         return self.result()
 
     def step(self) -> bool:
@@ -183,7 +174,7 @@ class EngineReplay:
             steps = self.scheduler.schedule()
         wait_on = self._may_admit and self._changes_nothing(steps)
         self._make(steps)
-        if not self._token_by_token and (wait_on or not self._may_admit):
+        if wait_on or not self._may_admit:
             self._pass_quiet_decodes()
         return True
 

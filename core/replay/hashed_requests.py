@@ -21,24 +21,25 @@ class Lineage:
     partials: dict[int, int]  # hash of a partial block -> a request whose whole blocks have its tokens
 
 
-def infer_lineage(lines: Sequence[TraceLine], paths: Sequence[Numbers], size: int, head: int) -> Lineage:
+def infer_lineage(lines: Sequence[TraceLine], head: int) -> Lineage:
     """Infer sessions, and which prompts have the answers of earlier requests.
 
     A request continues an earlier one if it came later, has all whole blocks of the earlier one, and is
     longer than the earlier one's prompt and answer. Of several such requests the deepest counts, then the
     latest.
-    `paths`: the whole blocks of each prompt, and of its answer where known; the first `head` show no session.
+    The first `head` blocks show no session.
     """
     sessions, successors = list(range(len(lines))), [-1] * len(lines)
     partials: dict[int, int] = {}
     ends: dict[int, list[int]] = {}
     owners: dict[tuple[int, int], int] = {}
-    for index, (line, path) in enumerate(zip(lines, paths, strict=True)):
+    for index, line in enumerate(lines):
+        path, size = line.blocks, line.hash_tokens
         whole = line.num_prompt // size
         before = _before(index, lines, path[:whole], ends, head)
         if before is not None:
             sessions[index] = sessions[before]
-            earlier, depth = lines[before], len(paths[before])
+            earlier, depth = lines[before], len(lines[before].blocks)
             block = int(path[depth]) if depth < len(path) else line.partial
             covered = earlier.num_prompt - depth * size
             owner = owners.setdefault((block, covered), earlier.partial) if covered > 0 else earlier.partial

@@ -15,7 +15,7 @@ from ..inference.contexts.pool_sizes import GIGABYTE
 from ..state_spec import HybridStateSpec, StateTensor
 from ..validation import instance, one_of
 from .engine_replay import EngineReplay, chains_of
-from .setting import ModelShape, Progress, ReplayResult, ReplaySetting, silent
+from .setting import ModelShape, ReplayResult, ReplaySetting
 from .trace import Trace
 
 _MOST_NAMES = 1 << 20  # KV blocks of a model without attention, which are names of prefixes only
@@ -132,10 +132,10 @@ class OursRow:
             changes["checkpoint_plan"] = instance("plan", chosen, CheckpointPlan)
         return changes
 
-    def replay(self, trace: Trace, setting: ReplaySetting, progress: Progress = silent) -> ReplayResult:
+    def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
         """Serve the trace; ValueError for memory that buys no state."""
         config = config_of(trace, setting, self.changes())
-        return EngineReplay(trace, spec_of(setting.shape), config, setting.cost).run(progress)
+        return EngineReplay(trace, spec_of(setting.shape), config, setting.cost).run()
 
 
 def _own(what: str, text: str) -> object:
@@ -161,13 +161,13 @@ class UnlimitedRow:
 
     name: str = "unlimited"
 
-    def replay(self, trace: Trace, setting: ReplaySetting, progress: Progress = silent) -> ReplayResult:
+    def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
         """Serve the trace; the memory in `setting` is ignored."""
         size = setting.block_size_tokens
         num_prefixes = len(set().union(*(chain.keys for chain in chains_of(trace, size))))
         num_held = setting.max_requests * (trace.longest // size + 1)
         config = _config(trace, setting, (num_prefixes + 1, num_prefixes + num_held), {})
-        return EngineReplay(trace, spec_of(setting.shape), config, setting.cost).run(progress)
+        return EngineReplay(trace, spec_of(setting.shape), config, setting.cost).run()
 
 
 OURS, UNLIMITED = OursRow(), UnlimitedRow()

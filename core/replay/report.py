@@ -10,7 +10,7 @@ from typing import Any
 from .generate import KINDS, generate
 from .ours import UNLIMITED
 from .read_trace import read_trace
-from .setting import Progress, ReplayResult, ReplayRow, ReplaySetting, silent
+from .setting import ReplayResult, ReplayRow, ReplaySetting
 from .trace import Trace
 
 _UNLIMITED = "unlimited pool"
@@ -23,22 +23,15 @@ class TraceSource:
 
     origin: str
     seed: int = 0
-    shards: int = 1
-    shard: int = 0
     num_requests: int | None = None
     speed: float = 1.0
 
-    def load(self) -> Trace:
-        """Make or read the trace; the last two are kept."""
-        return _load(self)
-
 
 @lru_cache(maxsize=2)
-def _load(source: TraceSource) -> Trace:
-    if source.origin in KINDS:
-        trace = generate(source.origin, source.seed)
-    else:
-        trace = read_trace(source.origin, shards=source.shards, shard=source.shard)
+def load_trace(source: TraceSource) -> Trace:
+    """Make or read the trace; the last two are kept."""
+    generated = source.origin in KINDS
+    trace = generate(source.origin, source.seed) if generated else read_trace(source.origin)
     if source.num_requests is not None:
         trace = replace(trace, requests=list(islice(trace.requests, source.num_requests)))
     if source.speed != 1:
@@ -57,10 +50,6 @@ class Cell:
     row: ReplayRow
     setting: ReplaySetting
 
-    @property
-    def label(self) -> str:
-        return self.row.name
-
 
 @dataclass(frozen=True)
 class CellResult:
@@ -78,12 +67,12 @@ class CellResult:
         return None if self.result is None else self.result.share
 
 
-def replay_cell(cell: Cell, progress: Progress = silent) -> CellResult:
+def replay_cell(cell: Cell) -> CellResult:
     """Replay one cell. A ValueError of the row becomes the cell's refusal."""
-    trace = cell.source.load()
+    trace = load_trace(cell.source)
     number = len(trace.requests)
     try:
-        result = cell.row.replay(trace, cell.setting, progress)
+        result = cell.row.replay(trace, cell.setting)
     except ValueError as error:
         return CellResult(cell, trace.name, number, None, str(error))
     saved = None

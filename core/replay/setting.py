@@ -13,13 +13,6 @@ from .trace import Trace
 STATE_DTYPES = ("float32", "bfloat16", "int8")
 """How cached states may be stored. Live states are as the model has them."""
 
-Progress = Callable[[int, int], None]
-"""Called with the number of requests served, and of all requests."""
-
-
-def silent(num_served: int, num_all: int) -> None:
-    """No progress."""
-
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -122,7 +115,7 @@ class ReplayRow(Protocol):
     @property
     def name(self) -> str: ...
 
-    def replay(self, trace: Trace, setting: ReplaySetting, progress: Progress) -> ReplayResult:
+    def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
         """Serve the trace. Two calls give equal results; ValueError for memory that buys no state."""
 
 

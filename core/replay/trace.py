@@ -34,12 +34,10 @@ class Trace:
     Attributes:
         name: what tables call it.
         requests: earliest first.
-        grain_tokens: prompts are known to be equal in multiples of so many tokens; 1 where tokens are known.
     """
 
     name: str
     requests: Sequence[TraceRequest] = field(repr=False)
-    grain_tokens: int = 1
 
     @property
     def num_prompt_tokens(self) -> int:

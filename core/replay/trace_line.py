@@ -32,10 +32,6 @@ HashNumbers = dict[int | str, int]
 """Small integers that stand for the hashes of a file, in the order in which they are seen."""
 
 
-def number_of(known: int | str, numbers: HashNumbers) -> int:
-    return numbers.setdefault(known, len(numbers))
-
-
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TraceLine:
     """One request of a file, with tokens or with the numbers of its hashes."""
@@ -49,6 +45,12 @@ class TraceLine:
     blocks: Numbers = field(default_factory=lambda: np.empty(0, np.int64))  # of the prompt, then the answer
     partial: int = -1  # number of the hash of the prompt's last, partial block
     hash_tokens: int = 0  # tokens of a block; 0 where the line has tokens
+
+    @property
+    def known_prompt(self) -> list[int]:
+        """The numbers of the prompt's blocks, the partial one too where it is known."""
+        blocks: list[int] = self.blocks[: self.num_prompt // self.hash_tokens].tolist()
+        return blocks if self.partial < 0 else [*blocks, self.partial]
 
 
 def parse_line(text: bytes, numbers: HashNumbers, hash_tokens: int | None) -> TraceLine:
@@ -147,7 +149,7 @@ def _numbers(name: str, hashes: object, numbers: HashNumbers) -> Numbers:
     for one in hashes:
         if type(one) is not int and type(one) is not str:
             raise ValueError(f"{name} has {shown(one)[:80]}; accepted: integers or strings")
-    return np.fromiter((number_of(one, numbers) for one in hashes), np.int64, len(hashes))
+    return np.fromiter((numbers.setdefault(one, len(numbers)) for one in hashes), np.int64, len(hashes))
 
 
 def _tokens(name: str, tokens: object) -> Tokens:

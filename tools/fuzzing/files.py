@@ -64,18 +64,17 @@ class Traces:
     name: str = "traces"
     documented: tuple[type[BaseException], ...] = (ValueError,)
 
-    def draw(self, random: Random) -> tuple[bytes, int]:
-        return trace_file(random), random.choice((1, 1, 1, 2, 5))
+    def draw(self, random: Random) -> bytes:
+        return trace_file(random)
 
     def size_of(self, drawn: Any) -> int:
-        return len(drawn[0])
+        return len(drawn)
 
     def feed(self, drawn: Any) -> str:
-        content, shards = drawn
-        self.path.write_bytes(content)
+        self.path.write_bytes(drawn)
 
         def call() -> None:
-            trace = read_trace(self.path, shards=shards, shard=shards - 1)
+            trace = read_trace(self.path)
             arrivals = []
             for index in range(len(trace.requests)):
                 if index < _MOST_READ:

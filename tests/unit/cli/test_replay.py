@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from mambaslots.cli.main import main
 from mambaslots.replay.generate import KINDS
-from mambaslots.replay.report import TraceSource
+from mambaslots.replay.report import TraceSource, load_trace
 
 SMALL = ("--requests", "60", "--budget-gb", "1,4")
 FIELDS = {
@@ -43,7 +43,7 @@ def test_the_table_the_sentence_and_the_files(
     assert printed.out.count("% of the prompt tokens resumed") == 2
     assert "How much memory do I give it?" in printed.out
     assert results["answers"] == list(dict.fromkeys(printed.out.split("give it?\n")[1].splitlines()))
-    assert printed.err.splitlines()[-1].startswith("replay: 8 cells")
+    assert printed.err.splitlines()[-1].startswith("replay: 8 of 8 cells, ")
     assert results.keys() == {"settings", "unlimited", "results", "answers"}
     settings = results["settings"]
     assert settings["trace"] == ["chat", str(own_trace)]
@@ -62,7 +62,7 @@ def test_the_table_the_sentence_and_the_files(
 
 
 def test_requests_can_come_faster() -> None:
-    slow, fast = TraceSource("chat", num_requests=50).load(), TraceSource("chat", 0, 1, 0, 50, speed=8).load()
+    slow, fast = (load_trace(TraceSource("chat", 0, 50, speed)) for speed in (1, 8))
     assert fast.name == "chat, seed 0, 8 x as fast"
     for one, other in zip(slow.requests, fast.requests, strict=True):
         assert other.arrival_s == one.arrival_s / 8
@@ -134,7 +134,6 @@ def test_a_wrong_option_is_said_in_one_line(
     ("words", "said"),
     [
         (["--model", "gpt"], "model is 'gpt'; accepted: nemotron-h-8b, qwen3.5-35b, or the path"),
-        (["--shard", "2"], "--shard is 2; accepted: less than --shards (1)"),
         (
             ["--block-size-tokens", "100"],
             "--block-size-tokens is 100; accepted for nemotron-h-8b: a multiple",
