@@ -14,6 +14,9 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 
 logger = logging.getLogger("mambaslots.monitor")
 
+MAX_LOST_SHARE = 0.2
+WINDOW_TOKENS = 50_000
+"""A reason that costs more than this share of so many prompt tokens is warned of."""
 _NUM_PROMPTS = 64  # the median of so many prompts is a typical length
 _UNUSED = 0.8  # a larger share of evicted states without a use is warned of
 _SENTENCES: dict[ComputeReason, str] = {
@@ -70,10 +73,7 @@ _ADVISED: tuple[ComputeReason, ...] = ("state_not_taken", "branch_first_seen", "
 class MissWatch:
     """Looks for settings that cost hits. Each warning is given once."""
 
-    def __init__(
-        self, engine: DynamicInferenceEngine, max_lost_share: float, window_tokens: int, stats: EngineStats
-    ) -> None:
-        """A reason that costs more than `max_lost_share` of `window_tokens` prompt tokens is warned of."""
+    def __init__(self, engine: DynamicInferenceEngine, stats: EngineStats) -> None:
         spec, config = engine.context.spec, engine.config
         self.warnings: list[str] = []
         self._config = config
@@ -81,8 +81,6 @@ class MissWatch:
         self._slot_bytes = spec.slot_bytes
         self._kv_block_bytes = spec.kv_block_bytes(config.block_size_tokens)
         self._grid = spec.grid
-        self._max_lost_share = max_lost_share
-        self._window_tokens = window_tokens
         self._start = stats
         self._given: set[str] = set()
         self._lengths: deque[int] = deque(maxlen=_NUM_PROMPTS)
@@ -110,7 +108,7 @@ class MissWatch:
         before, now = self._start.cache, stats.cache
         if now.num_prompt_tokens < before.num_prompt_tokens:  # the engine was reset
             self._start = stats
-        elif now.num_prompt_tokens - before.num_prompt_tokens >= self._window_tokens:
+        elif now.num_prompt_tokens - before.num_prompt_tokens >= WINDOW_TOKENS:
             for key, sentence in self._losses(stats):
                 self._warn(key, sentence)
             self._start = stats
@@ -147,7 +145,7 @@ class MissWatch:
             return f"{share(*reasons):.0%} of {num_tokens} prompt tokens were computed because of {names}: "
 
         states: tuple[ComputeReason, ...] = ("state_evicted", "capacity")
-        if share(*states) > self._max_lost_share:
+        if share(*states) > MAX_LOST_SHARE:
             reasons = [reason for reason in states if lost[reason]]
             num_refused = max(0, now.num_states_refused - before.num_states_refused)
             number = left["new_state"] + left["live_state"] + num_refused
@@ -162,12 +160,12 @@ class MissWatch:
                     "missed: take fewer states by checkpoint_plan (a longer prefill_interval, "
                     "chunk_ends=False, decode='off')",
                 )
-        if share("kv_evicted") > self._max_lost_share:
+        if share("kv_evicted") > MAX_LOST_SHARE:
             number = kv_left["new_block"]
             more = self._more("num_kv_blocks", number, "KV blocks", self._kv_block_bytes)
             yield "kv_evicted", opening("kv_evicted") + more
         for reason in _ADVISED:
-            if share(reason) > self._max_lost_share:
+            if share(reason) > MAX_LOST_SHARE:
                 yield reason, opening(reason) + _SENTENCES[reason]
 
     def _more(self, setting: str, number: int, what: str, bytes_each: int) -> str:

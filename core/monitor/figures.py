@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 from ..cache_stats import EngineStats
 from ..inference.contexts.cache.hashing import PUBLIC_ROOT
-from ..inference.contexts.cache.prefix_cache import RootUse
 from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ..request import FinishReason, RequestResult
 from .advice import differences, why_not_deeper
@@ -61,14 +60,12 @@ class Latency:
 
 @dataclass
 class TenantFigures:
-    """What a tenant has asked for, and what the cache holds of it now."""
+    """What a tenant has asked for."""
 
     name: str
     num_requests: int = 0
     num_prompt_tokens: int = 0
     num_resumed_tokens: int = 0
-    num_states: int = 0
-    num_kv_blocks: int = 0
 
 
 @dataclass
@@ -143,15 +140,9 @@ class Tenants:
     def figures_of(self, name: str) -> TenantFigures:
         return self._figures.setdefault(name, TenantFigures(name))
 
-    def all_with(self, use: Mapping[bytes, RootUse]) -> tuple[TenantFigures, ...]:
-        """Copies of all figures, with what the cache holds for each root."""
-        for one in self._figures.values():
-            one.num_states = one.num_kv_blocks = 0
-        for root, held in use.items():
-            one = self.figures_of(self.of(root))
-            one.num_states += held.num_states
-            one.num_kv_blocks += held.num_kv_blocks
-        return tuple(replace(one) for one in self._figures.values())
+    def all(self) -> tuple[TenantFigures, ...]:
+        """Copies of all figures."""
+        return tuple(map(replace, self._figures.values()))
 
 
 class Series:

@@ -12,12 +12,11 @@ from typing import Any
 
 from ..cache_stats import EngineStats
 from ..inference.contexts.cache.hashing import salt_bytes
-from ..inference.contexts.cache.prefix_cache import RootUse
 from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.engine_observer import NewTokens
 from ..request import RequestResult
-from ..validation import instance, integer, real, shown
+from ..validation import instance, shown
 from ..version import VERSION
 from .advice import MissWatch
 from .figures import MonitorFigures, RequestRecord, Series, Tenants, percentiles
@@ -26,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 NUM_REQUESTS = 100
 _DESCRIBE_EVERY_S = 30.0
-_COUNT_EVERY_S = 1.0
 _LOOK_EVERY_S = 0.25
 
 
@@ -49,8 +47,6 @@ class Monitor:
         *,
         model_name: str,
         trace: Callable[[str], None] | None = None,
-        max_lost_share: float = 0.2,
-        window_tokens: int = 50_000,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """
@@ -59,8 +55,6 @@ class Monitor:
             model_name: how the model is called.
             trace: called with a line of JSON for each request that has ended: what `snapshot` says of it, and
                 `queued_s` and `recomputed_tokens`. A call that raises is the last one.
-            max_lost_share: a reason that costs a larger share of the prompt tokens of a window is warned of.
-            window_tokens: the prompt tokens of a window, at least 1.
             clock: seconds, on the clock of `DynamicInferenceRequest.arrival_s`.
 
         Raises:
@@ -80,8 +74,7 @@ class Monitor:
         self._grid = context.spec.grid
         self._state_bytes = context.spec.slot_bytes
         self._kv_block_bytes = context.spec.kv_block_bytes(config.block_size_tokens)
-        share = real("max_lost_share", max_lost_share, 0.0)
-        self._misses = MissWatch(engine, share, integer("window_tokens", window_tokens, 1), stats)
+        self._misses = MissWatch(engine, stats)
         self._series = Series(now, stats)
         self._tenants = Tenants()
         self._running: dict[int, RequestRecord] = {}
@@ -89,8 +82,6 @@ class Monitor:
         self._counts = MonitorFigures(stats)
         self._description = engine.describe().splitlines()
         self._described_s = now
-        self._use: dict[bytes, RootUse] = {}
-        self._counted_s = now - _COUNT_EVERY_S
         self._next_look_s = now
         engine.observe(self)
 
@@ -213,12 +204,11 @@ class Monitor:
 
     def figures(self) -> MonitorFigures:
         """All counts since the start of the monitor, and the engine's figures now. Any thread may call it."""
-        use = self._use_by_root()
         with self._lock:
             return replace(
                 deepcopy(self._counts),
                 stats=self._stats(),
-                tenants=self._tenants.all_with(use),
+                tenants=self._tenants.all(),
                 num_warnings=len(self._misses.warnings),
             )
 
@@ -230,7 +220,6 @@ class Monitor:
                 a series of the last 15 minutes and the last 100 requests, newest first. docs/operations.md
                 explains each.
         """
-        use = self._use_by_root()
         with self._lock:
             now = self._clock()
             stats = self._stats()
@@ -269,7 +258,7 @@ class Monitor:
                 },
                 "tenants": [
                     {name.removeprefix("num_"): value for name, value in vars(one).items()}
-                    for one in self._tenants.all_with(use)
+                    for one in self._tenants.all()
                 ],
                 "series": self._series.as_json(self._unix_offset_s),
                 "requests": self._requests(),
@@ -300,14 +289,6 @@ class Monitor:
                 "block_size_tokens": self.engine.config.block_size_tokens,
             },
         }
-
-    def _use_by_root(self) -> dict[bytes, RootUse]:
-        """What each root holds, counted at most once a second; outside the lock, because it may take long."""
-        now = self._clock()
-        if now - self._counted_s >= _COUNT_EVERY_S:
-            self._use = self.engine.context.prefix_cache.use_by_root()
-            self._counted_s = now
-        return self._use
 
     def _requests(self) -> list[dict[str, Any]]:
         """The last requests to arrive, of those that run and those that ended last."""

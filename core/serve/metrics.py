@@ -48,8 +48,6 @@ def monitor_metrics(monitor: Monitor) -> Iterator[Metric]:
     )
     from_disk = tiers.num_states_fetched_from_disk
     fetched = {"host": tiers.num_states_fetched - from_disk, "disk": from_disk}
-    removed = {"host": tiers.host_copies_removed_by_cause, "disk": tiers.disk_copies_removed_by_cause}
-    damaged = {tier: causes["damaged"] for tier, causes in removed.items()}
     slots = {
         "free": cache.num_free_slots, "reserved": cache.num_reserved_slots,
         "committed": cache.num_committed_slots, "live": cache.num_live_slots,
@@ -82,7 +80,7 @@ def monitor_metrics(monitor: Monitor) -> Iterator[Metric]:
         ("tier_states_fetched", "States copied back to the device, by the tier they were in.",
          fetched, "tier"),
         ("tier_copies_damaged", "Copies of states whose bytes were not those that were stored.",
-         damaged, "tier"),
+         tiers.num_copies_damaged, ""),
         ("kv_blocks_registered", "KV blocks that became findable.", cache.num_kv_blocks_registered, ""),
         ("kv_blocks_left", "Findable KV blocks removed from the cache, by cause.",
          cache.kv_blocks_removed_by_cause, "cause"),
@@ -102,15 +100,11 @@ def monitor_metrics(monitor: Monitor) -> Iterator[Metric]:
         ("tier_states", "Copies of states in host memory and on the disk.",
          {"host": tiers.num_host_states, "disk": tiers.num_disk_states}, "tier"),
         ("kv_blocks", "KV blocks by use; together the whole pool.", blocks, "use"),
-        ("tenant_states", "States of a tenant in the cache.", by_tenant("num_states"), "tenant"),
-        ("tenant_kv_blocks", "Findable KV blocks of a tenant, held and cached.",
-         by_tenant("num_kv_blocks"), "tenant"),
         ("warnings", "Warnings that the monitor has given.", figures.num_warnings, ""),
     ))  # fmt: skip
-    states, kv = cache.state_ages, cache.kv_block_ages
+    ages = cache.state_ages
     for name, help_text, bounds, counts, sum_s in (
-        ("state_eviction_age", "Last use to eviction of states.", AGE_BOUNDS_S, states.counts, states.sum_s),
-        ("kv_block_eviction_age", "Last use to eviction of KV blocks.", AGE_BOUNDS_S, kv.counts, kv.sum_s),
+        ("state_eviction_age", "Last use to eviction of states.", AGE_BOUNDS_S, ages.counts, ages.sum_s),
         ("time_to_first_token", "Arrival to first token.", *figures.first_token.classes),
         ("queue_time", "Arrival to first step.", *figures.queue.classes),
         ("inter_token", "Time between two tokens of an answer.", *figures.inter_token.classes),

@@ -96,7 +96,7 @@ def _tenants(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
             f"{what}_tokens": sum(request[f"{what}_tokens"] for request in own)
             for what in ("prompt", "resumed")
         }
-        found.append({"name": name, "requests": len(own), **tokens, "states": 13, "kv_blocks": 60})
+        found.append({"name": name, "requests": len(own), **tokens})
     return found
 
 

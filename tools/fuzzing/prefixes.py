@@ -466,8 +466,7 @@ class Tiers:
 
 
 def _lost(stats: Any) -> int:
-    causes = stats.host_copies_removed_by_cause, stats.disk_copies_removed_by_cause
-    return sum(each[cause] for each in causes for cause in ("damaged", "not_written"))
+    return int(stats.num_copies_damaged + stats.num_copies_not_written)
 
 
 def _harm_rows(rows: torch.Tensor, used: list[int], what: str, random: Random) -> None:

@@ -151,12 +151,11 @@ function showPools() {
 }
 
 function showTables() {
-  const { pools, evictions, latency } = snapshot;
-  const tenants = snapshot.tenants.filter((tenant) => tenant.requests || tenant.states || tenant.kv_blocks);
+  const { evictions, latency } = snapshot;
+  const tenants = snapshot.tenants.filter((tenant) => tenant.requests);
   fillTable("tenants", [
     text((tenant) => tenant.name), number((tenant) => tenant.requests),
     rate((tenant) => tenant.resumed_tokens, (tenant) => tenant.prompt_tokens),
-    part((tenant) => tenant.states, () => pools.states.total), part((tenant) => tenant.kv_blocks, () => pools.kv.total),
   ], tenants, (tenant) => tenant.name, "No tenant yet.");
   const times = [["To the first token", latency.ttft_s], ["Between tokens", latency.inter_token_s], ["One step", latency.step_s]];
   const quantiles = ["p50", "p90", "p99"].map((name) => number(([, values]) => values[name], duration));

@@ -195,7 +195,7 @@ def test_copies_that_are_as_late_as_they_may_be_change_no_state(
         assert tiers.num_states_fetched > 0
         assert resumed(engine) > 0
         assert sum(stream.num_late for stream in streams) > 0
-        assert tiers.host_copies_removed_by_cause["damaged"] == 0
+        assert tiers.num_copies_damaged == 0
         if in_files:
             assert tiers.num_states_fetched_from_disk > 0
 

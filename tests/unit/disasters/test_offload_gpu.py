@@ -41,4 +41,4 @@ def test_copies_that_sleep_in_both_directions_change_no_state(monkeypatch: pytes
         found.append([(result.tokens, result.num_resumed_tokens) for result in results])
     assert found[0] == found[1]
     assert engine.stats().cache.tiers.num_states_fetched > 0
-    assert engine.stats().cache.tiers.host_copies_removed_by_cause["damaged"] == 0
+    assert engine.stats().cache.tiers.num_copies_damaged == 0

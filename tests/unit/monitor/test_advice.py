@@ -5,11 +5,16 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
-from mambaslots.monitor import Monitor
+from mambaslots.monitor import Monitor, advice
 from oracle.serving import random_tokens, small_engine
 
 PARAMS = ms.SamplingParams(max_tokens=1)
 TEXTS = [random_tokens(40, seed) for seed in range(24)]
+
+
+@pytest.fixture(autouse=True)
+def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "WINDOW_TOKENS", 400)
 
 
 class Clock:
@@ -26,7 +31,7 @@ def warned(
 ) -> list[str]:
     """The warnings about an engine that serves these prompts, one after the other, again and again."""
     engine = small_engine(**settings)
-    monitor = Monitor(engine, model_name="small", window_tokens=400, clock=Clock())
+    monitor = Monitor(engine, model_name="small", clock=Clock())
     for _ in range(repeats):
         for prompt in prompts:
             engine.generate([prompt], params)
@@ -130,12 +135,12 @@ def test_states_of_prompts_that_never_come_again_are_no_alarm() -> None:
     assert warned(TEXTS, repeats=1, num_mamba_slots=2, num_kv_blocks=16, max_sequence_length=96) == []
 
 
-def test_the_share_and_the_window_are_settings() -> None:
+def test_a_reason_is_warned_of_by_its_share_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = small_engine(num_mamba_slots=4, eviction_policy="lru")
     for share, window, expected in ((0.99, 400, 0), (0.2, 10**9, 0), (0.2, 400, 2)):
-        monitor = Monitor(
-            engine, model_name="small", max_lost_share=share, window_tokens=window, clock=Clock()
-        )
+        monkeypatch.setattr(advice, "MAX_LOST_SHARE", share)
+        monkeypatch.setattr(advice, "WINDOW_TOKENS", window)
+        monitor = Monitor(engine, model_name="small", clock=Clock())
         for _ in range(3):
             for text in TEXTS[:6]:
                 engine.generate([text], PARAMS)

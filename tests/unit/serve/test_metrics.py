@@ -96,7 +96,6 @@ def test_histograms_are_cumulative_and_count_every_value() -> None:
         ("step", recorder.num_steps),
         ("queue_time", len(answers)),
         ("state_eviction_age", evicted),
-        ("kv_block_eviction_age", cache.kv_blocks_removed_by_cause["new_block"]),
     ):
         full = f"mambaslots_{name}_seconds"
         buckets = by_label(samples, f"{full}_bucket")
@@ -112,8 +111,6 @@ def test_tenants_add_up_to_the_whole_and_their_number_is_bounded() -> None:
     for name, total in (
         ("prompt_tokens_total", cache.num_prompt_tokens),
         ("resumed_prompt_tokens_total", cache.num_resumed_tokens),
-        ("states", cache.num_committed_slots),
-        ("kv_blocks", cache.num_cached_kv_blocks),
     ):
         tenants = by_label(samples, f"mambaslots_tenant_{name}")
         assert tenants.keys() == {"default", "alice"}
@@ -140,7 +137,7 @@ def test_tiers_are_counted() -> None:
     assert by_label(samples, "mambaslots_tier_states") == {"host": tiers.num_host_states, "disk": 0}
     fetched = by_label(samples, "mambaslots_tier_states_fetched_total")
     assert fetched == {"host": tiers.num_states_fetched, "disk": 0}
-    assert by_label(samples, "mambaslots_tier_copies_damaged_total") == {"host": 0, "disk": 0}
+    assert single(samples, "mambaslots_tier_copies_damaged_total") == 0
 
 
 def test_labels_are_few_and_known_and_no_prompt_is_disclosed() -> None:

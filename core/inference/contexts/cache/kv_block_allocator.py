@@ -305,7 +305,7 @@ class KVBlockAllocator:
         except BaseException:
             self.tree.put_back(blocks)
             raise
-        hashes = self.tree.deregister(blocks, cause, self._now())
+        hashes = self.tree.deregister(blocks, cause)
         self._num_cached -= len(blocks)
         self._add_free(blocks[::-1])
         self._notify(blocks, hashes)

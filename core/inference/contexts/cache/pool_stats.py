@@ -26,19 +26,8 @@ new_block: its memory was needed for another block.
 discarded: the model's results in it were no numbers.
 reset: all prefixes were forgotten.
 """
-TierRemovalCause = Literal["new_state", "forgotten", "damaged", "not_written", "reset"]
-"""Why a copy of a state was removed from host memory or the disk:
-
-new_state: its slot was needed for another state.
-forgotten: the KV of its prefix was evicted, or its content could not be trusted.
-damaged: its bytes were not those that were stored, or a copy failed.
-not_written: its file was not there when it was wanted, because states were evicted faster than the disk
-    writes, or because the file could not be written or read.
-reset: all prefixes were forgotten.
-"""
 STATE_REMOVAL_CAUSES: tuple[StateRemovalCause, ...] = get_args(StateRemovalCause)
 KV_REMOVAL_CAUSES: tuple[KVRemovalCause, ...] = get_args(KVRemovalCause)
-TIER_REMOVAL_CAUSES: tuple[TierRemovalCause, ...] = get_args(TierRemovalCause)
 EVICTIONS = frozenset({"new_state", "live_state", "kv_evicted", "new_block"})
 """The causes that are want of memory: the prefix may still be asked for."""
 
@@ -53,13 +42,13 @@ _NUM_RECENT = 256
 
 @dataclass(frozen=True)
 class AgeCounts:
-    """How long before their eviction units were last used.
+    """How long before their eviction states were last used.
 
     Attributes:
         counts: how many were at most as old as each bound of `AGE_BOUNDS_S` and older than the bound before
             it; the last count is of those older than all bounds.
         sum_s: the sum of all ages in seconds.
-        recent_s: the ages of the last 256 evicted states, oldest eviction first; empty for KV blocks.
+        recent_s: the ages of the last 256 evicted states, oldest eviction first.
     """
 
     counts: tuple[int, ...] = (0,) * (len(AGE_BOUNDS_S) + 1)
@@ -77,10 +66,9 @@ class Turnover[Cause: str]:
         num_refused: units that found no room; only states are counted so.
     """
 
-    def __init__(self, causes: Sequence[Cause], *, remembers: bool = False) -> None:
-        """`remembers`: whether the last ages are kept one by one, too."""
+    def __init__(self, causes: Sequence[Cause]) -> None:
         self._causes = causes
-        self._recent_ns = deque[int](maxlen=_NUM_RECENT if remembers else 0)
+        self._recent_ns = deque[int](maxlen=_NUM_RECENT)
         self.clear()
 
     def clear(self) -> None:
@@ -97,19 +85,15 @@ class Turnover[Cause: str]:
 
     @property
     def ages(self) -> AgeCounts:
-        """The ages of all units that were evicted. Any thread may read it."""
+        """The ages of the evicted states. Any thread may read it."""
         recent = tuple(age / NANOSECONDS for age in self._recent_ns.copy())
         return AgeCounts(tuple(self._age_counts), self._age_sum_ns / NANOSECONDS, recent)
 
     def note_ages(self, now_ns: int, last_used_ns: list[int]) -> None:
-        """Note the ages of evicted units."""
+        """Note the ages of evicted states."""
         ages = [now_ns - used for used in last_used_ns]
-        youngest, oldest = (bisect_left(_BOUNDS_NS, age) for age in (min(ages), max(ages)))
-        if youngest == oldest:  # most are: what is evicted together was used together
-            self._age_counts[youngest] += len(ages)
-        else:
-            for age in ages:
-                self._age_counts[bisect_left(_BOUNDS_NS, age)] += 1
+        for age in ages:
+            self._age_counts[bisect_left(_BOUNDS_NS, age)] += 1
         self._age_sum_ns += sum(ages)
         self._recent_ns.extend(ages)
 
@@ -129,35 +113,26 @@ class Turnover[Cause: str]:
         assert 0 <= self.num_unused <= evicted, f"more {what} were evicted unused than evicted"
 
 
-def _no_copies() -> Mapping[TierRemovalCause, int]:
-    return dict.fromkeys(TIER_REMOVAL_CAUSES, 0)
-
-
 @dataclass(frozen=True)
 class TierStats:
-    """How full host memory and the disk are, and how many states went there and came back.
+    """How full host memory and the disk are, and how many states came back.
 
     Attributes:
-        num_host_slots, num_host_states: states that host memory can hold, and holds.
-        num_states_spilled: states that were copied to host memory, or read from the disk, since the beginning
-            or `reset`; as are the counts that follow.
-        num_states_fetched: states that came back to the device, those from the disk included.
-        num_failed_stores: copies from the device, or to the disk, that raised an error.
-        host_copies_removed_by_cause: copies removed from host memory; see `TierRemovalCause`.
-        num_disk_slots, num_disk_states, num_states_fetched_from_disk, disk_copies_removed_by_cause: the same
-            of the disk.
+        num_host_states, num_disk_states: copies in host memory, and on the disk.
+        num_states_fetched: states that came back to the device since the beginning or `reset`, those from the
+            disk included; as are the counts that follow.
+        num_states_fetched_from_disk: of these, those from the disk.
+        num_copies_damaged: copies whose bytes were not those that were stored, or whose copy failed.
+        num_copies_not_written: files that were not there when they were wanted, because states were evicted
+            faster than the disk writes, or because they could not be written or read.
     """
 
-    num_host_slots: int = 0
     num_host_states: int = 0
-    num_states_spilled: int = 0
-    num_states_fetched: int = 0
-    num_failed_stores: int = 0
-    host_copies_removed_by_cause: Mapping[TierRemovalCause, int] = field(default_factory=_no_copies)
-    num_disk_slots: int = 0
     num_disk_states: int = 0
+    num_states_fetched: int = 0
     num_states_fetched_from_disk: int = 0
-    disk_copies_removed_by_cause: Mapping[TierRemovalCause, int] = field(default_factory=_no_copies)
+    num_copies_damaged: int = 0
+    num_copies_not_written: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +156,6 @@ class PoolStats:
         num_held_kv_blocks: blocks that requests or pins hold.
         num_kv_blocks_registered: blocks, since the beginning or `reset`.
         kv_blocks_removed_by_cause: registered blocks that were removed; `KVRemovalCause` explains each cause.
-        kv_block_ages: of blocks evicted for want of memory; times as well.
         tiers: copies of states in host memory and on the disk.
     """
 
@@ -201,7 +175,6 @@ class PoolStats:
     num_held_kv_blocks: int
     num_kv_blocks_registered: int
     kv_blocks_removed_by_cause: Mapping[KVRemovalCause, int]
-    kv_block_ages: AgeCounts = field(compare=False)
     tiers: TierStats = field(default_factory=TierStats)
 
     def __str__(self) -> str:

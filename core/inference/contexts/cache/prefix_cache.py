@@ -4,7 +4,6 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from ....validation import INT32_MAX, boolean, integer
 from .borrowing import Borrowing
@@ -19,14 +18,6 @@ from .prefix_match import PrefixMatch, Span, match_prefix
 from .prefix_tree import PrefixTree
 from .state_slots import StateSlots
 from .tier import HostTier
-
-
-class RootUse(NamedTuple):
-    """What is cached with one root digest (one salt): states, registered blocks, and held ones."""
-
-    num_states: int
-    num_kv_blocks: int
-    num_held_kv_blocks: int
 
 
 class PrefixCache:
@@ -404,20 +395,8 @@ class PrefixCache:
             num_held_kv_blocks=kv.held_count,
             num_kv_blocks_registered=blocks.num_entered,
             kv_blocks_removed_by_cause=blocks.by_cause.copy(),
-            kv_block_ages=blocks.ages,
             tiers=TierStats() if self.tier is None else self.tier.stats(),
         )
-
-    def use_by_root(self) -> dict[bytes, RootUse]:
-        """What is cached of sequences with each root digest; O(pools).
-
-        Reads only, and so may be called in another thread: the counts may be off by what changes meanwhile.
-        """
-        roots, references = self.tree.roots(), self.kv_blocks.references
-        blocks = Counter(roots.values())
-        held = Counter(root for block, root in roots.items() if block in references)
-        states = Counter(roots[block] for block in list(self.tree.slot_by_block) if block in roots)
-        return {root: RootUse(states[root], number, held[root]) for root, number in blocks.items()}
 
     def check_integrity(self, paths: Iterable[CachedPath], during_step: bool = False) -> None:
         """Raise AssertionError where the parts contradict each other or the paths; O(pools).

@@ -63,7 +63,7 @@ class PrefixTree:
         self.watchers: list[Watcher] = []
         self.leaves = LeafOrder([0] * num_blocks, self.holds_state)
         self.turnover = Turnover[KVRemovalCause](KV_REMOVAL_CAUSES)
-        self.state_turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES, remembers=True)
+        self.state_turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES)
         self.clock = self.state_clock = 0
         self._serials = [0] * num_blocks  # for each block the clock at its registration
         self.references = [0] * num_blocks + [1]
@@ -118,15 +118,6 @@ class PrefixTree:
     def stands(self, block: int, since: int) -> bool:
         """Whether a block registered at clock `since` still is. Then every ancestor is, too."""
         return self.parents[block] >= 0 and self._serials[block] <= since
-
-    def roots(self) -> dict[int, bytes]:
-        """The root digest of each registered block's prefix; O(blocks)."""
-        roots: dict[int, bytes] = {}
-        for block in list(self.block_of_hash.values()):  # parents first
-            parent = self.parents[block]
-            is_first = parent == self._origin
-            roots[block] = self._root_digests.get(block, b"") if is_first else roots.get(parent, b"")
-        return roots
 
     def was_continued(self, key: int) -> bool:
         """Whether a registered block continues the prefix with this hash, or one did that was evicted."""
@@ -256,7 +247,7 @@ class PrefixTree:
             if not self.num_children[block]:
                 self.leaves.offer(block)
 
-    def deregister(self, blocks: Sequence[int], cause: KVRemovalCause, now_ns: int) -> list[int]:
+    def deregister(self, blocks: Sequence[int], cause: KVRemovalCause) -> list[int]:
         """Forget blocks that were taken as leaves; returns their hashes."""
         own_hashes, parents, block_of_hash = self._hashes, self.parents, self.block_of_hash
         hashes = [own_hashes[block] for block in blocks]
@@ -270,8 +261,6 @@ class PrefixTree:
         for block in blocks:
             parents[block] = -1
         self.turnover.by_cause[cause] += len(hashes)
-        if cause in EVICTIONS:
-            self.turnover.note_ages(now_ns, list(map(self.leaves.timestamps.__getitem__, blocks)))
         return hashes
 
     # ---- states

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from .memory import DirtyEntries
-from .pool_stats import TIER_REMOVAL_CAUSES, TierRemovalCause, TierStats
+from .pool_stats import TierStats
 from .prefix_tree import Watcher
 
 logger = logging.getLogger(__name__)
@@ -24,8 +24,6 @@ class TierSlots:
         self, num_slots: int, dirty: DirtyEntries | None = None, watchers: Sequence[Watcher] = ()
     ) -> None:
         self.num_slots = num_slots
-        self.num_entered = 0
-        self.removed_by_cause: dict[TierRemovalCause, int] = dict.fromkeys(TIER_REMOVAL_CAUSES, 0)
         self.watchers = watchers
         self.dirty = dirty or DirtyEntries()
         self.copies: OrderedDict[int, tuple[int, int]] = OrderedDict()
@@ -60,7 +58,6 @@ class TierSlots:
             return -1, 0
         self._notify([victim])
         slot, _ = self.copies.pop(victim)
-        self.removed_by_cause["new_state"] += 1
         self.dirty.clean([slot])  # a copy that failed may be in it
         return slot, victim
 
@@ -68,27 +65,21 @@ class TierSlots:
         """Index the state in a slot from `allocate` under its hash; no other state ever had this `serial`."""
         self._notify([key])
         self.copies[key] = slot, serial
-        self.num_entered += 1
 
-    def forget(self, keys: Iterable[int], cause: TierRemovalCause) -> list[int]:
+    def forget(self, keys: Iterable[int]) -> list[int]:
         """Free the slots of these hashes, and return them."""
         keys = [key for key in keys if key in self.copies]
         self._notify(keys)
         slots = [self.copies.pop(key)[0] for key in keys]
-        self.removed_by_cause[cause] += len(slots)
         self.dirty.note(slots)
         self.free += slots
         return slots
 
-    def clear(self, totals: bool = False) -> None:
-        """Forget every copy; with `totals` also the counts."""
+    def clear(self) -> None:
+        """Forget every copy."""
         self._notify(None)
-        self.removed_by_cause["reset"] += len(self)
         self.copies.clear()
         self.mend()
-        if totals:
-            self.num_entered = 0
-            self.removed_by_cause = dict.fromkeys(TIER_REMOVAL_CAUSES, 0)
 
     def mend(self) -> None:
         """After an interrupted change: free what is not indexed; O(slots)."""
@@ -97,15 +88,12 @@ class TierSlots:
             self.dirty.note(set(range(self.num_slots)).difference(used, self.free))
         self.free = [slot for slot in range(self.num_slots) if slot not in used]
         self._pinned = None
-        self.num_entered = len(self) + sum(self.removed_by_cause.values())
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the index contradicts itself; O(slots)."""
         slots = [*(slot for slot, _ in self.copies.values()), *self.free]
         assert sorted(slots) == list(range(self.num_slots)), "a slot of a tier is nowhere, or twice"
         assert self._pinned is None, "a copy of a tier is pinned"
-        num_removed = sum(self.removed_by_cause.values())
-        assert self.num_entered == len(self) + num_removed, "the count of removed copies is off"
 
 
 class StateCopies:
@@ -172,9 +160,8 @@ class HostTier:
         self.copies = copies or StateCopies()
         self.host = TierSlots(num_slots, DirtyEntries(self.copies.zero if scrubs else None), self.watchers)
         self.min_tokens = self.min_tokens_from_file = 1
-        self.num_fetched = 0
-        self.num_fetched_from_files = 0
-        self.num_failed_stores = 0
+        self._clear_totals()
+        self._has_failed = False
         self._lost: list[int] = []  # hashes whose last copy is gone since `take_lost`
         self._agree = agree
         self._serial = 0
@@ -189,17 +176,16 @@ class HostTier:
 
     def stats(self) -> TierStats:
         return TierStats(
-            num_host_slots=self.host.num_slots,
             num_host_states=len(self.host),
-            num_states_spilled=self.host.num_entered,
-            num_states_fetched=self.num_fetched,
-            num_failed_stores=self.num_failed_stores,
-            host_copies_removed_by_cause=self.host.removed_by_cause.copy(),
-            num_disk_slots=self.files.num_slots,
             num_disk_states=len(self.files),
+            num_states_fetched=self.num_fetched,
             num_states_fetched_from_disk=self.num_fetched_from_files,
-            disk_copies_removed_by_cause=self.files.removed_by_cause.copy(),
+            num_copies_damaged=self.num_damaged,
+            num_copies_not_written=self.num_not_written,
         )
+
+    def _clear_totals(self) -> None:
+        self.num_fetched = self.num_fetched_from_files = self.num_damaged = self.num_not_written = 0
 
     # ---- out
 
@@ -251,9 +237,9 @@ class HostTier:
         return slot
 
     def _note_failure(self) -> None:
-        if not self.num_failed_stores:
+        if not self._has_failed:
             logger.warning("a state could not be copied from the device; the state is lost", exc_info=True)
-        self.num_failed_stores += 1
+        self._has_failed = True
 
     # ---- back
 
@@ -284,7 +270,9 @@ class HostTier:
             logger.warning("a state could not be copied back; its tokens are computed", exc_info=True)
         self.pin(None)
         if not self._agree(good):
-            self.forget([key], "damaged" if loaded else "not_written")
+            self.forget([key])
+            self.num_damaged += loaded
+            self.num_not_written += not loaded
             self._lost.append(key)
             return False
         self.num_fetched += 1
@@ -303,21 +291,21 @@ class HostTier:
 
     # ---- the whole
 
-    def forget(self, keys: Iterable[int], cause: TierRemovalCause = "forgotten") -> None:
+    def forget(self, keys: Iterable[int]) -> None:
         """Forget the copies under these hashes."""
         listed = list(keys)
-        self.host.forget(listed, cause)
-        gone = self.files.forget(listed, cause)
+        self.host.forget(listed)
+        gone = self.files.forget(listed)
         if gone:
             self.copies.delete(gone)
 
     def clear(self, totals: bool = False) -> None:
         """Forget every copy; with `totals` also the counts."""
         had_files = len(self.files) > 0
-        self.host.clear(totals)
-        self.files.clear(totals)
+        self.host.clear()
+        self.files.clear()
         if totals:
-            self.num_fetched = self.num_fetched_from_files = self.num_failed_stores = 0
+            self._clear_totals()
         if had_files:
             self.copies.delete(None)
 

@@ -19,16 +19,12 @@ MOST_BLOCKS = 16
 ONE_BY_ONE = ReplaySetting(SMALL, max_requests=1, max_tokens_per_step=100)
 
 
-def quiet(served: int, requests: int) -> None:
-    assert 0 < served <= requests
-
-
 def resumed_of_each(cache: BlockCache, index: BlockIndex, requests: Requests) -> list[int]:
     """Tokens that each request resumes, one after another."""
     resumed = []
     before = 0
     for count in range(1, len(requests) + 1):
-        fresh = RequestLoop(trace(requests[:count]), index.paths, cache, ONE_BY_ONE, quiet)
+        fresh = RequestLoop(trace(requests[:count]), index.paths, cache, ONE_BY_ONE)
         for number in range(count - 1):
             fresh._arrivals.due(1 << 60)
             fresh._arrivals.note_end(number, 0)
@@ -120,7 +116,7 @@ def test_integrity_holds_after_every_step(
     cache = CACHES[name](index, num_kv, num_slots)
     num_blocks = cache.num_blocks if isinstance(cache, VLLMCache) else 0
     setting = ReplaySetting(SMALL, max_requests=max_requests, max_tokens_per_step=max_tokens_per_step)
-    result = CheckedLoop(served, index.paths, cache, setting, quiet).run()
+    result = CheckedLoop(served, index.paths, cache, setting).run()
     assert result.num_requests == len(requests)
     assert 0 <= result.resumed_tokens <= result.prompt_tokens == sum(len(prompt) for prompt, _ in requests)
     if isinstance(cache, VLLMCache):

@@ -14,10 +14,6 @@ from rows import PEERS
 Requests = list[tuple[list[int], list[int]]]
 
 
-def quiet(served: int, requests: int) -> None:
-    assert 0 < served <= requests
-
-
 def setting(num_slots: int, **changes: int) -> ReplaySetting:
     """One request after another, KV for everything, prompts in one step."""
     limits = {"max_requests": 1, "max_tokens_per_step": 200} | changes
@@ -72,25 +68,25 @@ def test_no_row_beats_the_best_choice(requests: Requests, num_slots: int) -> Non
     assert optimum <= unlimited(requests)
     for row in (*CEILING, *PEERS):
         if row.name != "vllm":
-            assert row.replay(served, setting(num_slots), quiet).resumed_tokens <= optimum, row.name
+            assert row.replay(served, setting(num_slots)).resumed_tokens <= optimum, row.name
 
 
 @given(requests=request_lists())
 def test_all_is_resumed_where_all_states_fit(requests: Requests) -> None:
     served = trace(requests)
     for row in CEILING:
-        assert row.replay(served, setting(200), quiet).resumed_tokens == unlimited(requests)
+        assert row.replay(served, setting(200)).resumed_tokens == unlimited(requests)
     every = next(row for row in PEERS if row.name == "every-block")
-    assert every.replay(served, setting(200), quiet).resumed_tokens == unlimited(requests)
+    assert every.replay(served, setting(200)).resumed_tokens == unlimited(requests)
 
 
 def test_belady_keeps_what_comes_again() -> None:
     often, once = [1, 1, 1, 1, 1], [[0, 0, 0, 0, token] for token in (0, 1)]
     requests = [(often, [0]), (once[0], [0]), (often, [0]), (once[1], [0]), (often, [0])]
-    best = max(row.replay(trace(requests), setting(1), quiet).resumed_tokens for row in CEILING)
+    best = max(row.replay(trace(requests), setting(1)).resumed_tokens for row in CEILING)
     assert best == exact_optimum(trace(requests), BLOCK, 1) == 8
     tail = next(row for row in PEERS if row.name == "tail")
-    assert tail.replay(trace(requests), setting(1), quiet).resumed_tokens == 0
+    assert tail.replay(trace(requests), setting(1)).resumed_tokens == 0
 
 
 @given(requests=request_lists(), num_slots=st.integers(1, 4))

@@ -22,10 +22,6 @@ ROWS = {row.name: row for row in PEERS}
 Requests = list[tuple[list[int], list[int]]]
 
 
-def quiet(served: int, requests: int) -> None:
-    assert 0 < served <= requests
-
-
 def test_vllm_raises_the_attention_block_to_the_page_of_a_state() -> None:
     assert page_tokens(NEMOTRON_H_8B) == 1040
     assert group_layers(NEMOTRON_H_8B) == 4
@@ -38,9 +34,9 @@ def test_stock_takes_scratch_out_of_the_budget() -> None:
     assert num_scratch_slots(replace(setting, max_requests=4)) == 12
     assert num_scratch_slots(replace(setting, max_tokens_per_step=2048)) == 8
     requests = [([1] * 600, [0]), ([1] * 600, [0])]
-    result = StockRow().replay(trace(requests), setting, quiet)
+    result = StockRow().replay(trace(requests), setting)
     assert result.state_capacity == result.resumed_tokens == 0
-    result = StockRow().replay(trace(requests), replace(setting, state_gb=8.0), quiet)
+    result = StockRow().replay(trace(requests), replace(setting, state_gb=8.0))
     assert (result.state_capacity, result.resumed_tokens) == (52, 512)
 
 
@@ -90,8 +86,8 @@ def test_stock_takes_its_three_boundaries(
 def test_stock_caches_no_answers() -> None:
     turns = [([1, 1, 1], [0] * 6), ([1, 1, 1, *[0] * 6, 1], [0])]
     setting = ReplaySetting(SMALL, state_gb=100.0, kv_gb=100.0, block_size_tokens=BLOCK, max_requests=1)
-    assert StockRow().replay(trace(turns), setting, quiet).resumed_tokens == 2
-    assert ROWS["used-node"].replay(trace(turns), setting, quiet).resumed_tokens == 8
+    assert StockRow().replay(trace(turns), setting).resumed_tokens == 2
+    assert ROWS["used-node"].replay(trace(turns), setting).resumed_tokens == 8
 
 
 def test_a_branch_is_stored_by_the_second_and_used_by_the_third() -> None:
@@ -99,8 +95,8 @@ def test_a_branch_is_stored_by_the_second_and_used_by_the_third() -> None:
     prompts = [([*shared, *ends], [0]) for ends in ([0, 0, 0, 0, 0], [0, 1, 0, 0, 0], [1, 0, 0, 0, 0])]
     setting = ReplaySetting(SMALL, state_gb=100.0, kv_gb=100.0, block_size_tokens=BLOCK, max_requests=1)
     for name in ("used-node", "sglang", "megatron-core"):
-        assert ROWS[name].replay(trace(prompts), setting, quiet).resumed_tokens == 4, name
-    assert ROWS["tail"].replay(trace(prompts), setting, quiet).resumed_tokens == 0
+        assert ROWS[name].replay(trace(prompts), setting).resumed_tokens == 4, name
+    assert ROWS["tail"].replay(trace(prompts), setting).resumed_tokens == 0
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -116,7 +112,7 @@ def test_two_replays_are_equal_and_leave_their_arguments(
     apart = ReplaySetting(SMALL, state_gb, kv_gb, None, max_requests, 8, BLOCK)
     total = replace(apart, state_gb=None, kv_gb=None, total_gb=state_gb + kv_gb)
     for setting in (apart, total):
-        first, second = (ROWS[name].replay(trace(requests), setting, quiet) for _ in range(2))
+        first, second = (ROWS[name].replay(trace(requests), setting) for _ in range(2))
         assert first == second
         assert first.num_requests == len(requests)
         assert first.resumed_tokens <= first.prompt_tokens
@@ -129,12 +125,12 @@ def test_models_without_attention_have_states_only() -> None:
     for name, row in ROWS.items():
         if name == "vllm":
             with pytest.raises(ValueError, match="no attention"):
-                row.replay(served, setting, quiet)
+                row.replay(served, setting)
         else:
-            assert row.replay(served, setting, quiet).resumed_tokens == 2, name
+            assert row.replay(served, setting).resumed_tokens == 2, name
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_memory_is_given(name: str) -> None:
     with pytest.raises(ValueError, match="total_gb"):
-        ROWS[name].replay(trace([([1], [0])]), ReplaySetting(SMALL, block_size_tokens=BLOCK), quiet)
+        ROWS[name].replay(trace([([1], [0])]), ReplaySetting(SMALL, block_size_tokens=BLOCK))

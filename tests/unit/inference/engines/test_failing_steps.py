@@ -544,7 +544,6 @@ def counts_since_the_beginning(engine: ms.DynamicInferenceEngine) -> dict[str, i
         "unused": cache.num_states_evicted_unused,
         "registered": cache.num_kv_blocks_registered,
         "ages of states": sum(cache.state_ages.counts),
-        "ages of blocks": sum(cache.kv_block_ages.counts),
         **{f"state {cause}": number for cause, number in cache.states_removed_by_cause.items()},
         **{f"block {cause}": number for cause, number in cache.kv_blocks_removed_by_cause.items()},
     }

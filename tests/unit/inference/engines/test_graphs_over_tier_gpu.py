@@ -57,7 +57,7 @@ def test_conversations_answer_as_without_cache_and_graphs(
             assert (result.tokens, result.log_probs) == (answer.tokens, answer.log_probs)
             texts[index] = [*text, *result.tokens, *random_tokens(9, 10 * turn + index)]
     stats = tiered.stats()
-    assert stats.cache.tiers.num_states_spilled > 4
+    assert stats.cache.tiers.num_host_states > 4
     assert stats.cache.tiers.num_states_fetched > 2
     assert stats.cache.num_resumed_tokens > 0
     assert 0 < stats.speculation.num_accepted < stats.speculation.num_drafted or not drafts

@@ -247,7 +247,7 @@ def test_on_a_gpu_beside_graphs_and_a_tier(graphs: int | None) -> None:
             engine.step()
             torch.cuda.synchronize()
             assert_scrubbed(engine)
-    assert engine.stats().cache.tiers.num_states_spilled > 0
+    assert engine.stats().cache.tiers.num_host_states > 0
     with no_synchronisation():
         engine.context.memory.scrubber.blocks.note([1, 3])
         engine.context.memory.scrubber.scrub()

@@ -365,8 +365,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.num_evicted = self.num_refused = self.num_unused = 0
         self.left, self.kv_left = Counter(), Counter()  # causes of states and of blocks that left
         self.used_ns = {}  # block with a state -> when the state was committed, or last used
-        self.released_ns = {}  # cached block -> when its last holder left
-        self.ages_ns, self.kv_ages_ns = [], []
+        self.ages_ns = []
 
     # ---- the model
 
@@ -410,9 +409,6 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def leave(self, block, cause):
         self.kv_left[cause] += 1
-        released_ns = self.released_ns.pop(block, self.now_ns)
-        if cause == "new_block":
-            self.kv_ages_ns.append(self.now_ns - released_ns)
         del self.prefix_of[block]
         if block in self.states:
             of_state = {"new_block": "kv_evicted", "discarded": "discarded"}
@@ -476,8 +472,6 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def hold(self, sequence, match):
         shared = list(match.blocks[sequence.num_registered :])
         self.cache.hold(sequence.path, match)
-        for block in shared:
-            self.released_ns.pop(block, None)
         if shared:
             sequence.blocks = sequence.blocks[: sequence.num_registered] + shared
             sequence.num_registered = len(sequence.blocks)
@@ -734,7 +728,6 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.left["reset"] += len(self.states)
         self.kv_left["reset"] += len(self.prefix_of)
         self.used_ns.clear()
-        self.released_ns.clear()
         self.pins.clear()
         self.prefix_of.clear()
         self.states.clear()
@@ -777,8 +770,6 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert stats.num_cached_kv_blocks == len(self.cached())
         assert stats.num_held_kv_blocks == len(+self.refs())
         self.check_counts(stats)
-        self.check_roots()
-        self.released_ns = {block: self.released_ns.get(block, self.now_ns) for block in self.cached()}
         self.now_ns += self.TICK_NS
 
     def check_counts(self, stats):
@@ -792,25 +783,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert stats.num_pinned_slots == len(self.cache.slots.pins)
         recent_s = [age / 1e9 for age in self.ages_ns[-256:]]
         assert sorted(stats.state_ages.recent_s) == pytest.approx(sorted(recent_s))
-        for ages, expected_ns in ((stats.state_ages, self.ages_ns), (stats.kv_block_ages, self.kv_ages_ns)):
-            counts = [0] * (len(AGE_BOUNDS_S) + 1)
-            for age in expected_ns:
-                counts[sum(age / 1e9 > bound for bound in AGE_BOUNDS_S)] += 1
-            assert list(ages.counts) == counts
-            assert ages.sum_s == pytest.approx(sum(expected_ns) / 1e9, abs=1e-6)
-
-    def check_roots(self):
-        """What each salt holds, against a look at every prefix."""
-        refs = self.refs()
-        expected = {
-            root: (
-                sum(self.prefix_of[block][0] == root for block in self.states),
-                sum(salt == root for salt, _ in self.prefix_of.values()),
-                sum(salt == root and refs[block] > 0 for block, (salt, _) in self.prefix_of.items()),
-            )
-            for root in {salt for salt, _ in self.prefix_of.values()}
-        }
-        assert self.cache.use_by_root() == expected
+        counts = [0] * (len(AGE_BOUNDS_S) + 1)
+        for age in self.ages_ns:
+            counts[sum(age / 1e9 > bound for bound in AGE_BOUNDS_S)] += 1
+        assert list(stats.state_ages.counts) == counts
+        assert stats.state_ages.sum_s == pytest.approx(sum(self.ages_ns) / 1e9, abs=1e-6)
 
 
 TestPrefixCacheInAnyOrder = PrefixCacheMachine.TestCase
