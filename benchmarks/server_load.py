@@ -102,7 +102,7 @@ def check(answers: list[list[Turn]], loaded: ms.LoadedModel, config: ms.Inferenc
     wrong = []
     for number in range(max(map(len, answers), default=0)):
         turns = [turns[number] for turns in answers if number < len(turns) and turns[number].error is None]
-        prompts = [loaded.encode_chat(turn.messages) for turn in turns]
+        prompts = [loaded.codec.encode_chat(turn.messages) for turn in turns]
         params = [
             loaded.sampling_params(
                 max_tokens=turn.max_tokens,
@@ -117,8 +117,8 @@ def check(answers: list[list[Turn]], loaded: ms.LoadedModel, config: ms.Inferenc
                 wrong.append(f"{name}: {turn.num_prompt_tokens} prompt tokens in place of {len(prompt)}")
             if turn.tokens != result.tokens:
                 wrong.append(f"{name}: tokens {turn.tokens} in place of {result.tokens}")
-            elif turn.text != loaded.decode(result.tokens):
-                wrong.append(f"{name}: {turn.text!r} in place of {loaded.decode(result.tokens)!r}")
+            elif turn.text != loaded.codec.decode(result.tokens):
+                wrong.append(f"{name}: {turn.text!r} in place of {loaded.codec.decode(result.tokens)!r}")
     return wrong
 
 

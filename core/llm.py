@@ -128,7 +128,7 @@ class LLM:
         with chat_stream(self.loaded, self.engine, messages, self._params(sampling_params, params)) as stream:
             tokens = [generated.token for generated in stream]
         assert stream.result is not None  # a stream that was read to its end
-        return Completion(self.loaded.decode(tokens), stream.result)
+        return Completion(self.loaded.codec.decode(tokens), stream.result)
 
     def stream(
         self,
@@ -141,7 +141,7 @@ class LLM:
         The request is cancelled where the iterator is closed. Example:
         `for piece in llm.stream("def add(", max_tokens=64): print(piece, end="")`.
         """
-        detokenizer = self.loaded.detokenizer()
+        detokenizer = self.loaded.codec.detokenizer()
         with self._stream(prompt, self._params(sampling_params, params)) as stream:
             yield from detokenizer.pieces(generated.token for generated in stream)
 
@@ -152,7 +152,7 @@ class LLM:
 
     def _answers(self, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
         return [
-            Completion(self.loaded.decode(result.tokens), result)
+            Completion(self.loaded.codec.decode(result.tokens), result)
             for result in self.engine.generate(prompts, params)
         ]
 
@@ -164,14 +164,14 @@ class LLM:
         return given
 
     def _tokens(self, prompt: Any) -> Any:
-        return self.loaded.encode(prompt) if isinstance(prompt, str) else prompt
+        return self.loaded.codec.encode(prompt) if isinstance(prompt, str) else prompt
 
 
 def chat_stream(
     loaded: LoadedModel, engine: DynamicInferenceEngine, messages: Messages, params: SamplingParams
 ) -> TokenStream[GeneratedToken]:
     """The stream of an answer to a conversation; also stores states where conversations branch."""
-    marked = loaded.encode_chat_marked(messages)
+    marked = loaded.codec.encode_chat_marked(messages)
     if not messages:
         raise ValueError("messages is empty; accepted: one message or more")
     plan = engine.config.checkpoint_plan.with_marks(marked.marks)

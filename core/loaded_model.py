@@ -1,6 +1,5 @@
 """A model with its text and its defaults, from a folder or a name on the hub."""
 
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from .models.weights import MODEL_TYPE, read_config
 from .parallel_groups import ParallelGroups
 from .request import SamplingParams
 from .text import ByteTokenizer, ChatTemplate, GenerationDefaults, TextCodec
-from .text.codec import Detokenizer, MarkedPrompt
 
 _TEMPLATE = "chat_template.jinja"
 
@@ -43,6 +41,13 @@ class LoadedText:
             return "no tokenizer"
         return f"tokenizer, {'no chat template' if self.text.chat_template is None else 'chat template'}"
 
+    @property
+    def codec(self) -> TextCodec:
+        """`text`; ValueError where the checkpoint has no tokenizer."""
+        if self.text is None:
+            raise ValueError(f"{self.folder} has no tokenizer; accepted: token ids in place of text")
+        return self.text
+
     def sampling_params(self, **overrides: Any) -> SamplingParams:
         """The checkpoint's defaults, and `overrides`, which are arguments of `SamplingParams`."""
         return self.generation.sampling_params(**overrides)
@@ -50,48 +55,13 @@ class LoadedText:
 
 @dataclass(frozen=True)
 class LoadedModel(LoadedText):
-    """What a checkpoint holds: `LoadedText`, and `model` for a `DynamicInferenceEngine`.
-
-    `encode`, `decode`, `encode_chat`, `encode_chat_marked` and `detokenizer` are those of `TextCodec`; they
-    raise a ValueError where the checkpoint has no tokenizer.
-    """
+    """What a checkpoint holds: `LoadedText`, and `model` for a `DynamicInferenceEngine`."""
 
     model: Model
 
     def __repr__(self) -> str:
         """One line: what was loaded, from where, and whether it has text."""
         return f"<LoadedModel: {type(self.model).__name__} from {self.folder}, {self._described}>"
-
-    def encode(self, text: str) -> list[int]:
-        return self._codec().encode(text)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._codec().decode(token_ids)
-
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
-    ) -> list[int]:
-        return self._codec().encode_chat(messages, add_generation_prompt, **variables)
-
-    def encode_chat_marked(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        *,
-        marked_messages: Collection[int] = (),
-        **variables: Any,
-    ) -> MarkedPrompt:
-        return self._codec().encode_chat_marked(
-            messages, add_generation_prompt, marked_messages=marked_messages, **variables
-        )
-
-    def detokenizer(self) -> Detokenizer:
-        return self._codec().detokenizer()
-
-    def _codec(self) -> TextCodec:
-        if self.text is None:
-            raise ValueError(f"{self.folder} has no tokenizer; accepted: token ids in place of text")
-        return self.text
 
 
 def load(

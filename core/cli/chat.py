@@ -85,7 +85,7 @@ class Chat:
         """Print the answer piece by piece, and remember both."""
         self._messages.append({"role": "user", "content": question})
         stored = self._num_states_stored()
-        detokenizer = self._loaded.detokenizer()
+        detokenizer = self._loaded.codec.detokenizer()
         pieces = []
         with self._stream() as stream:
             try:

@@ -1,9 +1,7 @@
 """Why prompt tokens were computed, and the setting that would have saved them."""
 
 import logging
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
 from typing import Any
 
 from ..cache_stats import EngineStats
@@ -17,7 +15,6 @@ logger = logging.getLogger("mambaslots.monitor")
 MAX_LOST_SHARE = 0.2
 WINDOW_TOKENS = 50_000
 """A reason that costs more than this share of so many prompt tokens is warned of."""
-_NUM_PROMPTS = 64  # the median of so many prompts is a typical length
 _UNUSED = 0.8  # a larger share of evicted states without a use is warned of
 _SENTENCES: dict[ComputeReason, str] = {
     "never_seen": "no earlier request had these tokens at this place",
@@ -83,7 +80,6 @@ class MissWatch:
         self._grid = spec.grid
         self._start = stats
         self._given: set[str] = set()
-        self._lengths: deque[int] = deque(maxlen=_NUM_PROMPTS)
         if not config.enable_prefix_caching:
             self._warn(
                 "off",
@@ -91,14 +87,10 @@ class MissWatch:
                 "num_mamba_slots",
             )
 
-    def note_prompt(self, num_tokens: int) -> None:
-        self._lengths.append(num_tokens)
-
     def look(self, stats: EngineStats, num_slots_of_pins: int = 0) -> None:
         """Judge what has happened since the last look. `num_slots_of_pins`: slots of pinned prefixes."""
         if not self._config.enable_prefix_caching:
             return
-        self._look_at_lengths()
         if num_slots_of_pins >= self._num_slots:
             self._warn(
                 "pins",
@@ -112,23 +104,6 @@ class MissWatch:
             for key, sentence in self._losses(stats):
                 self._warn(key, sentence)
             self._start = stats
-
-    def _look_at_lengths(self) -> None:
-        size, grid = self._config.block_size_tokens, self._grid
-        if len(self._lengths) < _NUM_PROMPTS:
-            return
-        typical = int(median(self._lengths))
-        if typical >= size:
-            return
-        known = (
-            f"half of the last {_NUM_PROMPTS} prompts have at most {typical} tokens, and a block has {size}"
-        )
-        smaller = max(grid, typical // 4 // grid * grid)
-        if smaller < size and smaller <= typical:
-            advice = f"set block_size_tokens to {smaller} (accepted: a multiple of {grid})"
-        else:
-            advice = f"the model allows no block_size_tokens below {grid}, so longer prompts alone can hit"
-        self._warn("block", f"{known}: such prompts cannot resume anything; {advice}")
 
     def _losses(self, stats: EngineStats) -> Iterator[tuple[str, str]]:
         now, before = stats.cache, self._start.cache
@@ -164,6 +139,8 @@ class MissWatch:
             number = kv_left["new_block"]
             more = self._more("num_kv_blocks", number, "KV blocks", self._kv_block_bytes)
             yield "kv_evicted", opening("kv_evicted") + more
+        if share("partial_block") > MAX_LOST_SHARE and self._config.block_size_tokens > self._grid:
+            yield "block", opening("partial_block") + _SMALLER_BLOCK.format(grid=self._grid)
         for reason in _ADVISED:
             if share(reason) > MAX_LOST_SHARE:
                 yield reason, opening(reason) + _SENTENCES[reason]

@@ -107,8 +107,7 @@ class Monitor:
 
     def request_added(self, request: DynamicInferenceRequest) -> None:
         with self._lock:
-            if self._record_of(request) is not None:
-                self._misses.note_prompt(len(request.prompt_tokens))
+            self._record_of(request)
             self._look(self._clock())
 
     def request_resumed(self, step: RequestStep) -> None:

@@ -378,7 +378,7 @@ def test_a_real_model_answers_the_same_and_resumes() -> None:
 
 def test_a_loaded_model_has_marks() -> None:
     loaded = ms.LoadedModel(CHATML, GenerationDefaults(), Path("folder"), None)  # type: ignore[arg-type]
-    assert loaded.encode_chat_marked(CHAT, False, marked_messages=[0], tools=TOOLS) == (
+    assert loaded.codec.encode_chat_marked(CHAT, False, marked_messages=[0], tools=TOOLS) == (
         CHATML.encode_chat_marked(CHAT, False, marked_messages=[0], tools=TOOLS)
     )
     with pytest.raises(ValueError, match="folder has no tokenizer"):

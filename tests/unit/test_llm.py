@@ -19,11 +19,11 @@ def llm() -> ms.LLM:
 
 
 def test_text_and_token_ids_and_lists_of_them(llm: ms.LLM) -> None:
-    ids = llm.loaded.encode("class Stack:")
+    ids = llm.loaded.codec.encode("class Stack:")
     params = llm.loaded.sampling_params(max_tokens=12, temperature=0.0)
     (wanted,) = llm.engine.generate([ids], params)
     one = llm.generate("class Stack:", params)
-    assert one.text == llm.loaded.decode(wanted.tokens)
+    assert one.text == llm.loaded.codec.decode(wanted.tokens)
     assert llm.generate(ids, max_tokens=12, temperature=0.0).text == one.text
     assert [each.text for each in llm.generate(["class Stack:", ids], params)] == [one.text] * 2
     assert llm.generate([]) == []

@@ -45,8 +45,8 @@ def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
         loaded.model, ms.InferenceConfig(block_size_tokens=32, num_kv_blocks=32, num_mamba_slots=8)
     )
     params = ms.SamplingParams(max_tokens=24)
-    (expected,) = engine.generate([loaded.encode("class Tree:")], params)
-    assert text == loaded.decode(expected.tokens)
+    (expected,) = engine.generate([loaded.codec.encode("class Tree:")], params)
+    assert text == loaded.codec.decode(expected.tokens)
 
 
 def test_replicas_under_torchrun_are_refused(

@@ -51,7 +51,7 @@ def test_a_checkpoint_with_its_text_answers_as_transformers(tmp_path: Path) -> N
     assert result.tokens == expected[len(prompt) :]
     assert loaded.sampling_params().stop_token_ids == (95, 1)
     assert loaded.text is not None
-    assert loaded.decode(loaded.encode_chat(CHAT)) == "Hello"
+    assert loaded.codec.decode(loaded.codec.encode_chat(CHAT)) == "Hello"
 
 
 def test_a_checkpoint_without_text(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_checkpoint_without_text(tmp_path: Path) -> None:
     assert loaded.model.state_spec().kv_dtype == torch.bfloat16
     assert loaded.text is None
     with pytest.raises(ValueError, match=f"{tmp_path} has no tokenizer"):
-        loaded.encode("Hello")
+        loaded.codec.encode("Hello")
 
 
 def test_an_architecture_that_is_not_served_is_named(tmp_path: Path) -> None:

@@ -143,9 +143,9 @@ class TestTheShippedModel:
         assert isinstance(loaded.model, HybridLM)
         assert set(loaded.model.config.pattern) == set("MG*-")
         assert (SHIPPED / "model.safetensors").stat().st_size < 8e6
-        asked = loaded.encode_chat(self.MESSAGES)
+        asked = loaded.codec.encode_chat(self.MESSAGES)
         assert asked == [256, 257, *b"You write Python.", 260, 258, *"Grüße 😀".encode(), 260, 259]
-        assert loaded.decode(asked) == "You write Python.Grüße 😀"
+        assert loaded.codec.decode(asked) == "You write Python.Grüße 😀"
         params = loaded.sampling_params(max_tokens=5)
         assert params.stop_token_ids == (260, 256)
         assert params.temperature == 0.7

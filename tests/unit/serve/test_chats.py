@@ -65,7 +65,7 @@ def refusal(served: Served, messages: Any, **fields: Any) -> str:
 )
 def test_the_template_gets_the_chat(served: Served, messages: Any, fields: Any, text: str) -> None:
     answer = ask(served, messages, **fields)
-    prompt = served.loaded.encode("<|begin|>" + text + "assistant:")
+    prompt = served.loaded.codec.encode("<|begin|>" + text + "assistant:")
     params = ms.SamplingParams(max_tokens=6)
     (result,) = served.reference.generate([prompt], params)
     assert answer["usage"]["prompt_tokens"] == len(prompt)
@@ -76,7 +76,7 @@ def test_arguments_that_are_no_json_stay_what_the_model_wrote(served: Served) ->
     broken = {**CALL, "function": {"name": "weather", "arguments": '{"town": '}}
     answer = ask(served, [USER, {"role": "assistant", "tool_calls": [broken]}, USER])
     text = 'user:Hi<|end|>assistant:weather"{\\"town\\": "<|end|>user:Hi<|end|>assistant:'
-    assert answer["usage"]["prompt_tokens"] == len(served.loaded.encode("<|begin|>" + text))
+    assert answer["usage"]["prompt_tokens"] == len(served.loaded.codec.encode("<|begin|>" + text))
 
 
 @pytest.mark.parametrize(
@@ -128,14 +128,14 @@ def test_a_message_with_cache_control_is_where_others_resume(served: Served, whe
     assert cached(ask(served, [marked, *reversed(later)])) == 0
     holder.update(mark)
     ask(served, [marked, *later], cache_salt="own")
-    length = len(served.loaded.encode(f"<|begin|>user:{where[0] * 60}<|end|>"))
+    length = len(served.loaded.codec.encode(f"<|begin|>user:{where[0] * 60}<|end|>"))
     assert cached(ask(served, [marked, *reversed(later)], cache_salt="own")) == length // 32 * 32
 
 
 def test_a_regenerated_answer_resumes_at_the_end_of_the_chat(served: Served) -> None:
     messages = [{"role": "system", "content": "s" * 50}, {"role": "user", "content": "u" * 70}]
     ask(served, messages)
-    prompt = served.loaded.encode_chat(messages)
+    prompt = served.loaded.codec.encode_chat(messages)
     assert cached(ask(served, messages, seed=1)) == (len(prompt) - 1) // 32 * 32
     edited = [messages[0], {"role": "user", "content": "v" * 70}]
     assert cached(ask(served, edited)) == len("<begin>system:" + "s" * 50) // 32 * 32

@@ -69,7 +69,7 @@ def test_where_one_answer_finds_no_room_none_is_generated(served: Served, fields
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_stop_string_ends_its_request_with_the_reason_stop(served: Served, streams: bool) -> None:
     (whole,) = served.reference.generate([PROMPT], ms.SamplingParams(max_tokens=8))
-    text = served.loaded.decode(whole.tokens)
+    text = served.loaded.codec.decode(whole.tokens)
     recorder = Recorder()
     served.call(lambda engine: engine.observe(recorder))
     body = {"prompt": PROMPT, "max_tokens": 1900, "temperature": 0, "stop": text[2], "stream": streams}

@@ -54,11 +54,11 @@ def test_a_chat(served: Served, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=CHAT, max_completion_tokens=LENGTH, seed=5, logprobs=True
     )
-    prompt = served.loaded.encode_chat(CHAT)
+    prompt = served.loaded.codec.encode_chat(CHAT)
     (result,) = expected(served, [prompt], seed=5, return_log_probs=True)
     choice = answer.choices[0]
     assert choice.message.role == "assistant"
-    assert choice.message.content == served.loaded.decode(result.tokens)
+    assert choice.message.content == served.loaded.codec.decode(result.tokens)
     assert choice.finish_reason == "length"
     assert choice.logprobs is not None
     tokens = choice.logprobs.content or []
@@ -73,7 +73,7 @@ def test_a_chat(served: Served, client: openai.OpenAI) -> None:
 
 
 def test_a_chat_that_is_streamed_and_resumed(served: Served, client: openai.OpenAI) -> None:
-    prompt = served.loaded.encode_chat(CHAT)
+    prompt = served.loaded.codec.encode_chat(CHAT)
     (result,) = expected(served, [prompt], temperature=0)
     for turn in range(2):
         stream = client.chat.completions.create(
@@ -88,7 +88,7 @@ def test_a_chat_that_is_streamed_and_resumed(served: Served, client: openai.Open
         assert len({chunk.id for chunk in chunks}) == 1
         assert chunks[0].choices[0].delta.role == "assistant"
         deltas = [chunk.choices[0].delta.content or "" for chunk in chunks[:-1]]
-        assert "".join(deltas) == served.loaded.decode(result.tokens)
+        assert "".join(deltas) == served.loaded.codec.decode(result.tokens)
         reasons = [chunk.choices[0].finish_reason for chunk in chunks[:-1]]
         assert reasons == [None] * (len(chunks) - 2) + ["length"]
         assert all(chunk.usage is None for chunk in chunks[:-1])
@@ -108,13 +108,15 @@ def test_the_likeliest_tokens(served: Served, client: openai.OpenAI, streams: bo
     )
     choices = [chunk.choices[0] for chunk in answer] if streams else answer.choices
     tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
-    prompt = served.loaded.encode_chat(CHAT)
+    prompt = served.loaded.codec.encode_chat(CHAT)
     sampling = {"max_tokens": 8, "return_log_probs": True, "num_top_log_probs": 3}
     (result,) = expected(served, [prompt], seed=2, **sampling)
     assert result.top_log_probs is not None
     assert [token.logprob for token in tokens] == pytest.approx(result.log_probs, abs=1e-9)
     for token, tops in zip(tokens, result.top_log_probs, strict=True):
-        assert [top.token for top in token.top_logprobs] == [served.loaded.decode([top]) for top, _ in tops]
+        assert [top.token for top in token.top_logprobs] == [
+            served.loaded.codec.decode([top]) for top, _ in tops
+        ]
         assert [top.logprob for top in token.top_logprobs] == pytest.approx([p for _, p in tops], abs=1e-9)
     legacy = client.completions.create(model=MODEL, prompt=prompt, max_tokens=1, seed=2, logprobs=3)
     assert legacy.choices[0].logprobs is not None
@@ -126,9 +128,9 @@ def test_a_completion_of_text(served: Served, client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=LENGTH, temperature=0, logprobs=0, stop=None, user="a user"
     )
-    (result,) = expected(served, [served.loaded.encode(PROMPT)], temperature=0, return_log_probs=True)
+    (result,) = expected(served, [served.loaded.codec.encode(PROMPT)], temperature=0, return_log_probs=True)
     choice = answer.choices[0]
-    assert choice.text == served.loaded.decode(result.tokens)
+    assert choice.text == served.loaded.codec.decode(result.tokens)
     assert choice.logprobs is not None
     assert choice.logprobs.token_logprobs == pytest.approx(result.log_probs, abs=1e-9)
     tokens, offsets = choice.logprobs.tokens or [], choice.logprobs.text_offset or []
@@ -139,7 +141,7 @@ def test_a_completion_of_text(served: Served, client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("as_tokens", [pytest.param(False, marks=pytest.mark.long), True])
 def test_several_prompts_and_several_answers(served: Served, client: openai.OpenAI, as_tokens: bool) -> None:
     texts = [PROMPT, "import os\n"]
-    prompts = [served.loaded.encode(text) for text in texts]
+    prompts = [served.loaded.codec.encode(text) for text in texts]
     answer = client.completions.create(
         model=MODEL, prompt=prompts if as_tokens else texts, max_tokens=8, n=2, seed=11
     )
@@ -147,14 +149,16 @@ def test_several_prompts_and_several_answers(served: Served, client: openai.Open
         expected(served, [prompt], max_tokens=8, seed=seed)[0] for prompt in prompts for seed in (11, 12)
     ]
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert [choice.text for choice in answer.choices] == [served.loaded.decode(r.tokens) for r in results]
+    assert [choice.text for choice in answer.choices] == [
+        served.loaded.codec.decode(r.tokens) for r in results
+    ]
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == sum(map(len, prompts))
     assert answer.usage.completion_tokens == sum(len(result.tokens) for result in results)
 
 
 def test_several_answers_in_one_stream(served: Served, client: openai.OpenAI) -> None:
-    prompt = served.loaded.encode(PROMPT)
+    prompt = served.loaded.codec.encode(PROMPT)
     texts: dict[int, str] = {0: "", 1: ""}
     reasons = {}
     for chunk in client.completions.create(
@@ -167,14 +171,14 @@ def test_several_answers_in_one_stream(served: Served, client: openai.OpenAI) ->
             reasons[choice.index] = choice.finish_reason
     for number, text in texts.items():
         (result,) = expected(served, [prompt], max_tokens=8, seed=3 + number)
-        assert text == served.loaded.decode(result.tokens)
+        assert text == served.loaded.codec.decode(result.tokens)
     assert set(reasons) == {0, 1}
 
 
 @pytest.mark.parametrize("streams", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_stop_string(served: Served, client: openai.OpenAI, streams: bool) -> None:
-    (result,) = expected(served, [served.loaded.encode(PROMPT)], temperature=0)
-    whole = served.loaded.decode(result.tokens)
+    (result,) = expected(served, [served.loaded.codec.encode(PROMPT)], temperature=0)
+    whole = served.loaded.codec.decode(result.tokens)
     stop = whole[6:9]
     before = whole[: whole.index(stop)]
     answer = client.completions.create(
@@ -209,10 +213,10 @@ def test_settings_that_model_cards_recommend_are_those_of_the_engine(
     sampling = settings | {"logit_bias": biases}
     stops = served.loaded.generation.stop_token_ids
     sampling["stop_token_ids"] = (*stops, *settings.get("stop_token_ids", ()))
-    prompts = [served.loaded.encode(PROMPT)]
+    prompts = [served.loaded.codec.encode(PROMPT)]
     (result,) = expected(served, prompts, **sampling)
     (plain,) = expected(served, prompts, temperature=0)
-    assert answer.choices[0].text == served.loaded.decode(result.tokens)
+    assert answer.choices[0].text == served.loaded.codec.decode(result.tokens)
     assert result.tokens != plain.tokens, "the settings change something here"
 
 

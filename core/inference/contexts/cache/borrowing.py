@@ -142,7 +142,7 @@ class Borrowing:
         """
         kv, slots = self._kv_blocks, self._slots
         while kv.total_avail < num_blocks:
-            if kv.tree.leaves.first_is_stateless:
+            if (leaf := kv.tree.leaves.first) is not None and not leaf[0]:
                 kv.evict_lru_blocks(1)
             elif (unit := self._free_state_unit()) >= 0:
                 self._give_to_kv(unit)

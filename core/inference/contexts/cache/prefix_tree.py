@@ -220,15 +220,12 @@ class PrefixTree:
     # ---- eviction
 
     def take_leaves(self, num_blocks: int) -> list[int]:
-        """Remove the next blocks to evict from the order and from the counts of children."""
-        parents, num_children, references = self.parents, self.num_children, self.references
-
-        def leaf_parent(block: int) -> int:
-            parent = parents[block]
-            num_children[parent] = num_siblings = num_children[parent] - 1
-            return -1 if num_siblings or references[parent] else parent
-
-        return self.leaves.pop(num_blocks, leaf_parent)
+        """Take the next blocks to evict, which are there; parents follow their children."""
+        taken: list[int] = []
+        while len(taken) < num_blocks and (entry := self.leaves.first) is not None:
+            self.take_leaf(entry[2])
+            taken.append(entry[2])
+        return taken
 
     def take_leaf(self, block: int) -> None:
         """Remove this leaf from the order and from the counts of children."""

@@ -28,14 +28,14 @@ class LeafOrder:
         return self._entry_of.keys()
 
     @property
-    def first_is_stateless(self) -> bool:
-        """Whether the next leaf to go holds no state; False where there is none."""
+    def first(self) -> LeafEntry | None:
+        """The entry of the next leaf to go; None without a leaf."""
         while self._heap:
             entry = self._heap[0]
             if self._entry_of.get(entry[2]) is entry:
-                return not entry[0]
+                return entry
             heapq.heappop(self._heap)
-        return False
+        return None
 
     def offer(self, block: int) -> None:
         """Give a leaf its place in the order; an earlier place of the leaf is void."""
@@ -56,27 +56,6 @@ class LeafOrder:
             for block in blocks:
                 if block in entry_of:
                     self.offer(block)
-
-    def pop(self, num_blocks: int, leaf_parent: Callable[[int], int]) -> list[int]:
-        """Remove the next blocks; `leaf_parent(block)`: the parent that becomes a leaf then, or -1."""
-        taken: list[int] = []
-        entry_of, holds_state, timestamps = self._entry_of, self.holds_state, self.timestamps
-        newest: LeafEntry | None = None
-        while len(taken) < num_blocks:
-            entry = heapq.heappushpop(self._heap, newest) if newest else heapq.heappop(self._heap)
-            block = entry[2]
-            if entry is not newest and entry_of.get(block) is not entry:
-                newest = None
-                continue
-            del entry_of[block]
-            taken.append(block)
-            parent = leaf_parent(block)
-            newest = None
-            if parent >= 0:
-                newest = entry_of[parent] = (holds_state(parent), timestamps[parent], parent)
-        if newest:
-            heapq.heappush(self._heap, newest)
-        return taken
 
     def clear(self) -> None:
         self._heap.clear()

@@ -12,6 +12,7 @@ _WIDTHS = tuple(
     stop - start for start, stop in zip(AGE_BOUNDS, (*AGE_BOUNDS[1:], 2 * AGE_BOUNDS[-1]), strict=True)
 )
 _BUCKETS = tuple(zip(AGE_BOUNDS, _WIDTHS, strict=True))
+_PRIOR_STATES = 2.0
 UNIT = 1 << 40
 """Rates are integers in units of 1 / UNIT uses a request, so that sums of rates are exact on every rank."""
 
@@ -31,18 +32,13 @@ class UseRates:
             `refresh`.
     """
 
-    def __init__(self, prior_weights: Sequence[float], prior_states: float = 2.0) -> None:
-        self._priors = [
-            [(prior_states * width * weight / (start + 2), prior_states * width) for start, width in _BUCKETS]
+    def __init__(self, prior_weights: Sequence[float]) -> None:
+        self.uses = [
+            [_PRIOR_STATES * width * weight / (start + 2) for start, width in _BUCKETS]
             for weight in prior_weights
         ]
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what was learned."""
-        self.uses = [[uses for uses, _ in prior] for prior in self._priors]
-        self.waits = [[waited for _, waited in prior] for prior in self._priors]
-        self.rates = [[0] * NUM_BUCKETS for _ in self._priors]
+        self.waits = [[_PRIOR_STATES * width for width in _WIDTHS] for _ in prior_weights]
+        self.rates = [[0] * NUM_BUCKETS for _ in prior_weights]
         self.refresh()
 
     def refresh(self) -> None:

@@ -10,6 +10,18 @@ def no_parent(block):
     return -1
 
 
+def pop(leaves, num_blocks, leaf_parent):
+    """Remove the next blocks; `leaf_parent(block)`: the parent that becomes a leaf then, or -1."""
+    taken = []
+    for _ in range(num_blocks):
+        _, _, block = leaves.first
+        leaves.withdraw(block)
+        taken.append(block)
+        if (parent := leaf_parent(block)) >= 0:
+            leaves.offer(parent)
+    return taken
+
+
 def made(times, states=()):
     leaves = LeafOrder(times, set(states).__contains__)
     for block in range(len(times)):
@@ -18,11 +30,11 @@ def made(times, states=()):
 
 
 def test_leaves_without_a_state_go_first_then_those_used_longest_ago():
-    assert made([3, 1, 2, 0], states=[3]).pop(4, no_parent) == [1, 2, 0, 3]
+    assert pop(made([3, 1, 2, 0], states=[3]), 4, no_parent) == [1, 2, 0, 3]
 
 
 def test_blocks_used_at_one_time_go_by_number():
-    assert made([1, 1, 1]).pop(2, no_parent) == [0, 1]
+    assert pop(made([1, 1, 1]), 2, no_parent) == [0, 1]
 
 
 def test_a_parent_left_as_a_leaf_can_be_the_next_to_go():
@@ -30,7 +42,7 @@ def test_a_parent_left_as_a_leaf_can_be_the_next_to_go():
     leaves = LeafOrder([1, 2, 9, 9, 9, 1], set().__contains__)
     for block in (0, 1):
         leaves.offer(block)
-    assert leaves.pop(2, lambda block: parents.get(block, -1)) == [0, 5]
+    assert pop(leaves, 2, lambda block: parents.get(block, -1)) == [0, 5]
     assert list(leaves.blocks) == [1]
     leaves.check_integrity()
 
@@ -38,7 +50,7 @@ def test_a_parent_left_as_a_leaf_can_be_the_next_to_go():
 def test_a_parent_that_was_not_taken_stays_as_a_leaf():
     leaves = LeafOrder([1, 2], set().__contains__)
     leaves.offer(0)
-    assert leaves.pop(1, lambda block: 1) == [0]
+    assert pop(leaves, 1, lambda block: 1) == [0]
     assert list(leaves.blocks) == [1]
     leaves.check_integrity()
 
@@ -50,14 +62,14 @@ def test_a_state_that_goes_moves_its_leaf_to_the_front():
     states.remove(1)
     leaves.note_states_changed([1])
     leaves.check_integrity()
-    assert leaves.pop(1, no_parent) == [1]
+    assert pop(leaves, 1, no_parent) == [1]
 
 
 def test_a_withdrawn_block_does_not_go():
     leaves = made([1, 2, 3])
     leaves.withdraw(0)
     leaves.withdraw(0)
-    assert leaves.pop(2, no_parent) == [1, 2]
+    assert pop(leaves, 2, no_parent) == [1, 2]
     leaves.check_integrity()
 
 
@@ -137,7 +149,7 @@ class LeafMachine(RuleBasedStateMachine):
             parent = self.parent[block]
             return parent if parent >= 0 and not self.children(parent) else -1
 
-        assert self.leaves.pop(count, leaf_parent) == expected
+        assert pop(self.leaves, count, leaf_parent) == expected
         assert self.cached == remaining
 
     @rule()
