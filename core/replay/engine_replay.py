@@ -172,9 +172,8 @@ class EngineReplay:
             self.now_ns = max(self.now_ns, next_ns)
             self._add_requests()
             steps = self.scheduler.schedule()
-        wait_on = self._may_admit and self._changes_nothing(steps)
         self._make(steps)
-        if wait_on or not self._may_admit:
+        if not self._may_admit:
             self._pass_quiet_decodes()
         return True
 
@@ -256,13 +255,6 @@ class EngineReplay:
         """Whether a request waits and a row is free."""
         has_free_rows = len(self.scheduler.running) < self.context.config.max_requests
         return bool(self.scheduler.waiting) and has_free_rows
-
-    def _changes_nothing(self, steps: Sequence[RequestStep]) -> bool:
-        """Whether requests that cannot be admitted now cannot be admitted after the next decodes either."""
-        return not self.scheduler.admitted and all(
-            self.context.num_quiet_decodes(step.request) and step.stop + 1 < step.request.max_length
-            for step in steps
-        )
 
     def _pass_quiet_decodes(self) -> None:
         """Make all the steps that would only move the running requests' positions."""

@@ -382,4 +382,4 @@ def test_a_loaded_model_has_marks() -> None:
         CHATML.encode_chat_marked(CHAT, False, marked_messages=[0], tools=TOOLS)
     )
     with pytest.raises(ValueError, match="folder has no tokenizer"):
-        replace(loaded, text=None).encode_chat_marked(CHAT)
+        _ = replace(loaded, text=None).codec

@@ -53,7 +53,7 @@ def test_a_saved_tokenizer_is_the_same(tmp_path: Path) -> None:
     saved.save(tmp_path)
     loaded = ByteTokenizer.from_folder(tmp_path)
     text = "a\x00\x7f\xad é<|user|>\U0001f600"
-    assert loaded.codec.encode(text) == saved.encode(text)
+    assert loaded.encode(text) == saved.encode(text)
     assert loaded.special_tokens == SPECIALS
 
 

@@ -298,6 +298,6 @@ def test_a_small_training_is_saved_resumed_and_loaded(
     assert log["steps"] == 6
     assert log["data"]["digest"] == files.digest == SourceFiles.unpack(tmp_path / "pack.tar.xz").digest
     assert 0 < log["held_out_bits_per_byte"] < 9
-    assert ms.load(tmp_path / "parts").encode_chat([{"role": "user", "content": "x"}])[0] == DOCUMENT
+    assert ms.load(tmp_path / "parts").codec.encode_chat([{"role": "user", "content": "x"}])[0] == DOCUMENT
     assert (tmp_path / "parts/loss.png").is_file()
     assert "held-out files: " in capsys.readouterr().out

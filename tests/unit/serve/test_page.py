@@ -112,8 +112,6 @@ def test_every_figure_of_the_snapshot_is_on_the_page(visit: Any) -> None:
         [
             tenant["name"], cell(tenant["requests"]),
             share(tenant["resumed_tokens"], tenant["prompt_tokens"]),
-            f"{tenant['states']} · {share(tenant['states'], 64)}",
-            f"{tenant['kv_blocks']} · {share(tenant['kv_blocks'], 256)}",
         ]
         for tenant in shown["tenants"]
     ]  # fmt: skip
