@@ -47,7 +47,7 @@ with engine.stream([1, 2], ms.SamplingParams(temperature=0.5)) as stream:
         assert_type(generated.token, int)
 assert_type(engine.stats().cache.computed_by_reason.get("never_seen"), int | None)
 assert_type(engine.step().tokens, dict[int, tuple[GeneratedToken, ...]])
-assert_type(ms.load("folder").encode("text"), list[int])
+assert_type(ms.load("folder").codec.encode("text"), list[int])
 assert_type(engine.score([[1, 2]])[0].log_probs, list[float])
 engine.generate("text")  # type: ignore[arg-type]
 engine.generate([1, 2])  # type: ignore[list-item]
