@@ -14,8 +14,7 @@ from torch import Tensor
 
 WHOLE = 1 << 53
 """How many parts make up probability 1."""
-_PART_ELEMENTS = 1 << 20  # numbers of the rows that are computed at a time
-_NUM_CANDIDATES = 1024  # tokens of a row with top_p that are sorted; all are where these do not suffice
+_PART_ELEMENTS = 1 << 18  # numbers of the rows that are computed at a time, so that a cache holds them
 _MAX_PARTS = 64  # of each kind of row, so that the number of torch operations is bounded
 
 
@@ -71,15 +70,17 @@ def _draw_part(
     temperatures = _column([min(max(d.temperature, limits.tiny), limits.max) for d in draws], device, dtype)
     rows = _column([draw.row for draw in draws], device)[:, 0]
     maxima = largest.index_select(0, rows).to(dtype)[:, None]
-    scores = (logits.index_select(0, rows).to(dtype) - maxima).div_(temperatures)
+    scores = logits.index_select(0, rows).to(dtype).sub_(maxima).div_(temperatures)
     if cuts_k:
         _cut_to_top_k(scores, _column([draw.top_k for draw in draws], device))
-    probabilities = torch.softmax(scores, dim=-1)
-    if cuts_p:
-        head = _head(probabilities, _column([draw.needed_parts for draw in draws], device))
-        probabilities = head.div_(_sum(head))
+    probabilities = torch.softmax(scores, dim=-1, out=scores)
     uniforms = _column([draw.uniform for draw in draws], device, torch.float64)
-    tokens.index_copy_(0, rows, _draw(probabilities, uniforms))
+    if cuts_p:
+        ids, head = _head(probabilities, _column([draw.needed_parts for draw in draws], device))
+        drawn = ids.gather(1, _draw(head, uniforms)[:, None])[:, 0]
+    else:
+        drawn = _draw(probabilities, uniforms)
+    tokens.index_copy_(0, rows, drawn)
 
 
 def _column(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -100,37 +101,48 @@ def _cut_to_top_k(scores: Tensor, top_k: Tensor) -> None:
         scores[tied] = own.masked_fill_(ties & (ties.cumsum(dim=-1) > num_tied), -torch.inf)
 
 
-def _head(probabilities: Tensor, needed: Tensor) -> Tensor:
-    """The probabilities, 0 for each token before which others add up to `needed` [rows, 1] parts."""
-    descending, order = _most_likely(probabilities)
-    sums = (descending * WHOLE).long().cumsum(dim=-1)
-    # Do those reach `needed` that are likelier than the last candidate, which may have equals outside?
-    likelier = (descending > descending[:, -1:]).sum(dim=-1, keepdim=True)
-    if not (sums.gather(1, (likelier - 1).clamp_(min=0)).masked_fill_(likelier == 0, 0) >= needed).all():
-        descending, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
-        sums = (descending * WHOLE).long().cumsum(dim=-1)
+def _head(probabilities: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [rows, n] in the order of ids, and their probabilities: 0 for each token before which others add
+    up to `needed` [rows, 1] parts, and 1 in all.
+    """
+    tokens, likely = _likelier(probabilities, (1 - needed / WHOLE) / (2 * probabilities.shape[1]))
+    descending, order, sums = _sorted(likely)
+    if not (sums[:, -1:] >= needed).all():  # probabilities are rounded: they may add up to less than 1
+        tokens, likely = _likelier(probabilities, torch.full_like(needed, -1))
+        descending, order, sums = _sorted(likely)
     descending[:, 1:].masked_fill_(sums[:, :-1] >= needed, 0)
-    return torch.zeros_like(probabilities).scatter_(1, order, descending)
+    total = (descending * WHOLE).long().sum(dim=-1, keepdim=True)
+    return tokens, torch.zeros_like(likely).scatter_(
+        1, order, descending.div_(total.to(likely.dtype) / WHOLE)
+    )
 
 
-def _most_likely(probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest probabilities of each row and their tokens, of equal ones the lowest token first."""
-    tokens = probabilities.topk(min(_NUM_CANDIDATES, probabilities.shape[1]), sorted=False).indices
-    tokens = tokens.sort(dim=-1).values
-    descending, order = probabilities.gather(1, tokens).sort(dim=-1, descending=True, stable=True)
-    return descending, tokens.gather(1, order)
+def _likelier(probabilities: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens above `least` [rows, 1], ascending, and their probabilities, then 0; all tokens if many are."""
+    above = probabilities > least
+    counts = above.sum(dim=-1)
+    num_rows, vocabulary = probabilities.shape
+    width = max(1, int(counts.max()))
+    if width > vocabulary // 8:
+        return torch.arange(vocabulary, device=above.device).expand_as(probabilities), probabilities
+    rows, columns = above.nonzero(as_tuple=True)
+    places = torch.arange(len(rows), device=above.device) - (counts.cumsum(0) - counts)[rows]
+    tokens = rows.new_zeros(num_rows, width)
+    tokens[rows, places] = columns
+    likely = probabilities.new_zeros(num_rows, width)
+    likely[rows, places] = probabilities[rows, columns]
+    return tokens, likely
 
 
-def _sum(head: Tensor) -> Tensor:
-    """[rows, 1]: the sums of rows, with the same bits for one row and for several."""
-    if len(head) == 1:  # torch would split the sum of a single row between its threads, and round otherwise
-        return head.expand(2, -1).sum(dim=-1, keepdim=True)[:1]
-    return head.sum(dim=-1, keepdim=True)
+def _sorted(likely: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`likely` in descending order, of equal ones the first first; where each was; sums of their parts."""
+    descending, order = likely.sort(dim=-1, descending=True, stable=True)
+    return descending, order, (descending * WHOLE).long().cumsum_(dim=-1)
 
 
 def _draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """Draw from probabilities [rows, vocabulary] by uniforms [rows, 1]: tokens [rows]."""
-    cumulative = (probabilities * WHOLE).long().cumsum(dim=-1)
+    cumulative = (probabilities * WHOLE).long().cumsum_(dim=-1)
     total = cumulative[:, -1:]
     target = torch.minimum((total * uniforms).long(), total - 1)
     index = torch.searchsorted(cumulative, target, right=True)
