@@ -17,9 +17,9 @@ MAX_TOKEN_ID = (1 << 30) - 1
 MAX_REQUEST_TOKENS = 1 << 22
 """The longest prompt and the longest answer of a line: their tokens are made in memory when they are read."""
 _MAX_S = 1e9
-_OWN_FIELDS = {
-    "arrival_s", "session", "tokens", "answer_tokens", "answer_count",
-    "token_count", "prefix_hashes", "answer_hashes", "hash_tokens",
+_TOKEN_FIELDS = {"arrival_s", "session", "tokens", "answer_tokens", "answer_count"}
+_HASH_FIELDS = {
+    "arrival_s", "session", "token_count", "prefix_hashes", "answer_count", "answer_hashes", "hash_tokens"
 }  # fmt: skip
 _HASHED = ("arrival_s", "token_count", "answer_count", "prefix_hashes")
 _MOONCAKE = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -64,13 +64,10 @@ def parse_line(text: bytes, numbers: HashNumbers, hash_tokens: int | None) -> Tr
     if "hash_ids" in line:
         _check_fields(line, {*_MOONCAKE}, None)
         return _with_hashes(line, _MOONCAKE, MOONCAKE_HASH_TOKENS, numbers)
-    _check_fields(line, {"arrival_s"} if "tokens" in line else {*_HASHED}, _OWN_FIELDS)
     if "tokens" in line:
+        _check_fields(line, {"arrival_s"}, _TOKEN_FIELDS)
         return _with_tokens(line)
-    if "answer_tokens" in line:
-        raise ValueError(
-            "answer_tokens is given with prefix_hashes; accepted: answer_count and answer_hashes"
-        )
+    _check_fields(line, {*_HASHED}, _HASH_FIELDS)
     if "hash_tokens" not in line and not hash_tokens:
         raise ValueError("hash_tokens is missing; accepted: tokens that a hash covers, at least in line 1")
     size = integer("hash_tokens", line.get("hash_tokens", hash_tokens), 1, INT32_MAX)
@@ -85,9 +82,6 @@ def _check_fields(line: Mapping[str, Any], needed: set[str], known: set[str] | N
 
 
 def _with_tokens(line: Mapping[str, Any]) -> TraceLine:
-    for name in ("token_count", "prefix_hashes", "answer_hashes", "hash_tokens"):
-        if name in line:
-            raise ValueError(f"{name} is given with tokens; accepted: one of the two")
     tokens = _tokens("tokens", line["tokens"])
     answer = _tokens("answer_tokens", line["answer_tokens"]) if "answer_tokens" in line else None
     if answer is None and "answer_count" not in line:

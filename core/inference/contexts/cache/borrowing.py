@@ -1,7 +1,7 @@
 """Units of one memory change sides between states and KV blocks."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .kv_block_allocator import KVBlockAllocator
@@ -19,21 +19,6 @@ class KVUnit(NamedTuple):
     leaves: list[int]
     slots: list[int]
     last_use: int
-
-
-def kv_unit_for_states(
-    candidates: Iterable[KVUnit], slots_per_unit: int, next_victims: Callable[[int], Sequence[int]]
-) -> KVUnit | None:
-    """The unit of KV whose loss costs least, if it costs less than evicting states for the same slots.
-
-    A unit without states costs nothing. A unit with n states frees n slots and those of the unit: the n
-    states must be among the `next_victims(count)` for so many slots.
-    """
-    best = min(candidates, key=lambda c: (len(c.slots), c.last_use, c.unit), default=None)
-    if best is None or not best.slots:
-        return best
-    victims = next_victims(len(best.slots) + slots_per_unit)
-    return best if set(best.slots).issubset(victims) else None
 
 
 class Borrowing:
@@ -68,12 +53,20 @@ class Borrowing:
             if whole:
                 self._give_to_states(whole[0])
                 continue
-            slots_per_unit = self._units.slots_per_unit
-            found = kv_unit_for_states(self._candidates(), slots_per_unit, self._slots.next_victims)
-            if found is None:
+            best = min(self._candidates(), key=lambda c: (len(c.slots), c.last_use, c.unit), default=None)
+            if best is None or not self._is_worth_less(best.slots):
                 return
-            self._kv_blocks.evict_leaves(found.leaves)
-            self._give_to_states(found.unit)
+            self._kv_blocks.evict_leaves(best.leaves)
+            self._give_to_states(best.unit)
+
+    def _is_worth_less(self, slots: list[int]) -> bool:
+        """Whether a unit of KV with states in `slots` costs less than evicting states for the same slots.
+
+        A unit without states costs nothing. A unit with n states frees n slots and those of the unit: the n
+        states must be among the next victims for so many slots.
+        """
+        count = len(slots) + self._units.slots_per_unit
+        return not slots or set(slots).issubset(self._slots.next_victims(count))
 
     def _candidates(self) -> Iterator[KVUnit]:
         """Clock algorithm: units that could be emptied, from the hand on, up to the first without a state."""

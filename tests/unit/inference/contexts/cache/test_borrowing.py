@@ -1,6 +1,7 @@
 """States and KV in one memory: numbers keep their addresses, and no two that are in use share a byte."""
 
 import math
+from types import SimpleNamespace
 
 import mambaslots as ms
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.errors import MambaSlotCapacityError
-from mambaslots.inference.contexts.cache.borrowing import KVUnit, kv_unit_for_states
+from mambaslots.inference.contexts.cache.borrowing import Borrowing, KVUnit
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.memory import (
@@ -75,19 +76,39 @@ def test_a_division_fits_into_its_budget_and_holds_what_it_must(memory, num_live
 # ---- which unit
 
 
+class Units:
+    """What `lend_slots` asks of its parts; `left` are the units that it has emptied."""
+
+    def __init__(self, units, victims=()):
+        self.candidates, self.left = units, []
+        self.lending = Borrowing.__new__(Borrowing)
+        self.lending._units = SimpleNamespace(num_kv_units=0, slots_per_unit=1)
+        self.lending._free = SimpleNamespace(whole_units=[])
+        self.lending._slots = SimpleNamespace(free=[], next_victims=lambda count: list(victims[:count]))
+        self.lending._kv_blocks = SimpleNamespace(evict_leaves=lambda leaves: None)
+        self.lending._candidates = lambda: [one for one in units if one.unit not in self.left]
+        self.lending._give_to_states = self.give
+
+    def give(self, unit):
+        self.left.append(unit)
+        self.lending._slots.free.append(unit)
+
+
 def unit(number, slots, last_use):
     return KVUnit(number, [], slots, last_use)
 
 
-def test_a_unit_without_states_goes_first_and_the_one_used_longest_ago():
-    units = [unit(0, [5], 1), unit(1, [], 9), unit(2, [], 3)]
-    assert kv_unit_for_states(units, 1, lambda count: []).unit == 2
+def test_units_without_states_go_first_the_one_used_longest_ago_before_others():
+    units = Units([unit(0, [5], 1), unit(1, [], 9), unit(2, [], 3)])
+    units.lending.lend_slots(3)
+    assert units.left == [2, 1]
 
 
 @pytest.mark.parametrize(("victims", "taken"), [([5, 6, 7], True), ([6, 5], True), ([6, 7, 5], False)])
 def test_a_unit_with_states_goes_where_they_would_go_anyway(victims, taken):
-    found = kv_unit_for_states([unit(0, [5], 1)], 1, lambda count: victims[:count])
-    assert (found is not None) == taken
+    units = Units([unit(0, [5], 1)], victims)
+    units.lending.lend_slots(1)
+    assert units.left == [0] * taken
 
 
 # ---- the indices, against a map of bytes
