@@ -2,106 +2,24 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..inference.contexts.step_inputs import on_device
 from .overrides import override
-from .versions import DYNAMIC_CONTEXT, GPU_VIEW, MAMBA_METADATA, MAMBA_MIXER
+from .versions import MAMBA_METADATA, MAMBA_MIXER
 
 
-@dataclass(frozen=True)
-class CheckpointRows:
-    """Which states the mixer extracts: views of one of the two buffers of the coalesced transfer.
-
-    Attributes:
-        chunks [n] int64: the SSD chunk whose last state is extracted.
-        positions [n] int32: the packed token position where the convolution window ends.
-        count [1] int32: how many of the n entries are real.
-    """
-
-    chunks: Tensor
-    positions: Tensor
-    count: Tensor
-
-    @classmethod
-    def appended_to(cls, buffer: Tensor, rows: int) -> "CheckpointRows":
-        """Lengthen `buffer`, a whole [bytes] uint8 storage, in place; other views of it stay valid."""
-        start = -(-buffer.numel() // 8) * 8
-        stop = start + 12 * rows + 4
-        storage = buffer.untyped_storage()
-        storage.resize_(stop)
-        buffer.set_(storage, 0, (stop,), (1,))
-        buffer[start:].zero_()
-        ends = (start, start + 8 * rows, start + 12 * rows, stop)
-        chunks, positions, count = (buffer[a:b] for a, b in pairwise(ends))
-        return cls(chunks.view(torch.int64), positions.view(torch.int32), count.view(torch.int32))
-
-    def fill(self, chunks: list[int], positions: list[int], padding: int) -> None:
-        """Write the real rows, and harmless numbers into the others, which only a warm-up may read."""
-        real = len(chunks)
-        self.chunks[:real] = torch.tensor(chunks, dtype=torch.int64, device="cpu")
-        self.positions[:real] = torch.tensor(positions, dtype=torch.int32, device="cpu")
-        self.chunks[real:] = 0
-        self.positions[real:] = padding
-        self.count.fill_(real)
-
-
-@override(GPU_VIEW, "__init__", of_stock=True, faults=(22,))
-def gpu_view_init(
-    original: Callable[..., None], self: Any, max_requests: int, *args: Any, **kwargs: Any
-) -> None:
-    """Append the checkpoint rows to the device side of the coalesced transfer, for hybrid models."""
-    original(self, max_requests, *args, **kwargs)
-    if self.mamba_cu_seqlens is not None:
-        self._mambaslots_rows = CheckpointRows.appended_to(self._buf, _rows(max_requests))
-
-
-@override(DYNAMIC_CONTEXT, "_allocate_mamba_states", of_stock=True, faults=(22,))
-def allocate_mamba_states(original: Callable[..., None], self: Any) -> None:
-    """Append the checkpoint rows to the CPU side, and let the metadata use the device side as its buffers.
-
-    The host has just made both buffers, and no graph has captured their addresses.
-    """
-    original(self)
-    if not self.is_hybrid_model:
-        return
-    metadata, device = self.mamba_metadata, self.gpu_view._mambaslots_rows
-    metadata._mambaslots_rows = CheckpointRows.appended_to(
-        self._cpu_bookkeeping_buf, _rows(self.max_requests)
-    )
-    metadata._intermediate_chunk_indices_buffer = device.chunks
-    metadata._intermediate_abs_positions_buffer = device.positions
-    metadata._intermediate_real_count_buffer = device.count
-
-
-def _offsets_per_request() -> int:
-    host = importlib.import_module(MAMBA_METADATA.partition(":")[0])
-    return int(host.MAX_INTERMEDIATE_OFFSETS_PER_REQUEST)
-
-
-def _rows(max_requests: int) -> int:
-    return _offsets_per_request() * max_requests
-
-
-@override(MAMBA_METADATA, "compute_cpu_metadata", of_stock=True, faults=(22,))
+@override(MAMBA_METADATA, "compute_cpu_metadata", faults=(22,))
 def compute_cpu_metadata(
     original: Callable[..., dict[str, Any]], self: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """Also compute the checkpoint rows, from CPU numbers, before the step's transfer."""
+    """Also keep where the step's sequences start, as CPU numbers."""
     result = original(self, *args, **kwargs)
-    rows = getattr(self, "_mambaslots_rows", None)
-    if rows is None or "cu_seqlens_list" not in result:
-        return result
-    offsets, counts = result["intermediate_offsets_gpu"], result["intermediate_counts_gpu"]
-    per_request = [] if counts is None else counts.tolist()
-    table = [] if offsets is None else offsets.tolist()
-    chunks, positions = checkpoint_rows(result["cu_seqlens_list"], table, per_request, self.mamba_chunk_size)
-    rows.fill(chunks, positions, padding=self.d_conv)
-    self._mambaslots_counts = per_request
+    self._mambaslots_starts = result.get("cu_seqlens_list")
     return result
 
 
@@ -122,7 +40,7 @@ def checkpoint_rows(
     return chunks, positions
 
 
-@override(MAMBA_METADATA, "_update_intermediate_metadata", of_stock=True, faults=(22,))
+@override(MAMBA_METADATA, "_update_intermediate_metadata", faults=(22,))
 def update_intermediate_metadata(
     original: Callable[..., None],
     self: Any,
@@ -132,21 +50,34 @@ def update_intermediate_metadata(
     padded_prefill_count: int,
     cu_seqlens_gpu: Tensor | None = None,
 ) -> None:
-    """Use the rows that the coalesced transfer has filled: no kernel and no synchronisation.
+    """Compute the checkpoint rows from CPU numbers, and send them without waiting.
 
-    The stock method rebuilds the rows on the GPU with about 12 small kernels and two synchronisations.
+    The stock method computes the rows on the GPU with about 12 small kernels and two synchronisations.
     """
-    if cu_seqlens_gpu is None or getattr(self, "_mambaslots_rows", None) is None:
+    if cu_seqlens_gpu is None:
         return original(
-            self, intermediate_offsets_gpu, intermediate_counts_gpu,
-            real_prefill_count, padded_prefill_count, cu_seqlens_gpu,
-        )  # fmt: skip
-    rows = min(_rows(padded_prefill_count), self.max_intermediate_count)
-    self.intermediate_chunk_indices = self._intermediate_chunk_indices_buffer[:rows]
-    self.intermediate_abs_positions = self._intermediate_abs_positions_buffer[:rows]
-    self.intermediate_real_count = self._intermediate_real_count_buffer
-    self.per_request_intermediate_counts = self._mambaslots_counts
-    self.intermediate_count = sum(self._mambaslots_counts)
+            self, intermediate_offsets_gpu, intermediate_counts_gpu, real_prefill_count, padded_prefill_count
+        )
+    host = importlib.import_module(MAMBA_METADATA.partition(":")[0])
+    offsets, counts = (
+        [] if given is None else given.tolist()
+        for given in (intermediate_offsets_gpu, intermediate_counts_gpu)
+    )
+    chunks, positions = checkpoint_rows(self._mambaslots_starts, offsets, counts, self.mamba_chunk_size)
+    rows = min(host.MAX_INTERMEDIATE_OFFSETS_PER_REQUEST * padded_prefill_count, self.max_intermediate_count)
+    padding = rows - len(chunks)  # harmless numbers, which only a warm-up may read
+
+    def sent(buffer: Tensor, numbers: list[int]) -> Tensor:
+        part = buffer[: len(numbers)]
+        return part.copy_(on_device(torch.tensor(numbers, dtype=buffer.dtype, device="cpu"), buffer.device))
+
+    self.intermediate_chunk_indices = sent(self._intermediate_chunk_indices_buffer, chunks + [0] * padding)
+    self.intermediate_abs_positions = sent(
+        self._intermediate_abs_positions_buffer, positions + [self.d_conv] * padding
+    )
+    self.intermediate_real_count = sent(self._intermediate_real_count_buffer, [len(chunks)])
+    self.per_request_intermediate_counts = counts
+    self.intermediate_count = len(chunks)
 
 
 @override(MAMBA_MIXER, "_ssm_prefill", faults=(3,))

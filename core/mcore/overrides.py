@@ -30,14 +30,12 @@ class Override:
         method: the name of the replaced method.
         faults: the faults that the override helps to correct, as numbered in docs/megatron.md.
         replacement: the new method; the replacement's docstring says what changes and why.
-        of_stock: whether contexts with the host's own allocator, built before, use it, too.
     """
 
     owner: str
     method: str
     faults: tuple[int, ...]
     replacement: Replacement
-    of_stock: bool
 
     @property
     def name(self) -> str:
@@ -54,13 +52,11 @@ REGISTRY: list[Override] = []
 """Every override, in the order of definition."""
 
 
-def override(
-    owner: str, method: str, *, faults: tuple[int, ...], of_stock: bool = False
-) -> Callable[[Replacement], Replacement]:
+def override(owner: str, method: str, *, faults: tuple[int, ...]) -> Callable[[Replacement], Replacement]:
     """Register the decorated function as the replacement of `owner`'s method."""
 
     def register(replacement: Replacement) -> Replacement:
-        REGISTRY.append(Override(owner, method, faults, replacement, of_stock))
+        REGISTRY.append(Override(owner, method, faults, replacement))
         return replacement
 
     return register
@@ -99,7 +95,7 @@ def _bound(entry: Override, original: Any) -> Any:
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not entry.of_stock and _is_on_stock(self):
+        if _is_on_stock(self):
             return original(self, *args, **kwargs)
         return replacement(original, self, *args, **kwargs)
 

@@ -16,7 +16,6 @@ from typing import Any
 DYNAMIC_CONTEXT = "megatron.core.inference.contexts.dynamic_context:DynamicInferenceContext"
 STATE_CONFIG = "megatron.core.inference.config:MambaInferenceStateConfig"
 KV_ALLOCATOR = "megatron.core.inference.contexts.kv_block_allocator:KVBlockAllocator"
-GPU_VIEW = "megatron.core.inference.contexts.gpu_view:ContextGPUView"
 MHA_METADATA = "megatron.core.inference.contexts.attention_context.mha_metadata:MHAMetadata"
 MAMBA_METADATA = "megatron.core.inference.contexts.attention_context.mamba_metadata:MambaMetadata"
 MAMBA_MIXER = "megatron.core.ssm.mamba_mixer:MambaMixer"
@@ -26,10 +25,8 @@ TESTED_VERSIONS = ("0.19.0", "0.19.2")
 """The versions of megatron-core that the tests run on."""
 
 KNOWN_SOURCES: Mapping[str, tuple[str, ...]] = {
-    "ContextGPUView.__init__": ("e1bc5696d06a",),
     "DynamicInferenceContext.__init__": ("1b85f7fa6906",),
     "DynamicInferenceContext._allocate_mamba_cache": ("8de33f45a913",),
-    "DynamicInferenceContext._allocate_mamba_states": ("9c78e1cab79c",),
     "DynamicInferenceContext._compute_prefix_match": ("75443ab421ba",),
     "DynamicInferenceContext._execute_pending_mamba_ops": ("a2d4b745bb7b",),
     "DynamicInferenceContext.add_request": ("2972e743c72d",),

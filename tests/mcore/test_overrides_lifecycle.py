@@ -7,7 +7,7 @@ from typing import Any
 import mambaslots.mcore
 import pytest
 import torch
-from mambaslots.mcore.mixer import CheckpointRows, checkpoint_rows
+from mambaslots.mcore.mixer import checkpoint_rows
 from mcore.recurrent_host import BLOCK, MODES, STATE_BYTES, RecurrentHost, cpu_as_gpu, make_context, tokens
 from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaMetadata
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -230,14 +230,17 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("_ours")
-def test_fault_22_binding_the_checkpoint_rows_launches_nothing_and_waits_for_nothing() -> None:
+def test_fault_22_the_checkpoint_rows_are_sent_and_nothing_waits() -> None:
     host = RecurrentHost(make_context())
     host.add(PROMPT)
     host.context.initialize_attention_state()
-    metadata = host.context.mamba_metadata
+    metadata, planned = host.context.mamba_metadata, host.context.mamba_slot_allocator
     with Operations() as operations:
-        metadata._update_intermediate_metadata(None, None, 1, 1, cu_seqlens_gpu=metadata.cu_seqlens)
-    assert set(operations.names) <= {"aten.slice.Tensor"}
+        metadata._update_intermediate_metadata(
+            *planned.get_intermediate_cpu_data(), 1, 1, cu_seqlens_gpu=metadata.cu_seqlens
+        )
+    sent = {"aten._to_copy.default", "aten.copy_.default", "aten.lift_fresh.default", "aten.slice.Tensor"}
+    assert set(operations.names) <= sent
     assert metadata.intermediate_count == 1
 
 
@@ -252,39 +255,12 @@ def test_fault_22_the_rows_are_those_the_host_would_compute() -> None:
     offsets, counts = context.mamba_slot_allocator.get_intermediate_cpu_data()
     fields = ("intermediate_chunk_indices", "intermediate_abs_positions", "intermediate_real_count")
     ours = [getattr(metadata, name).clone() for name in fields]
-    context.gpu_view._mambaslots_rows.chunks.fill_(-1)
+    metadata._intermediate_chunk_indices_buffer.fill_(-1)
     stock(
         metadata, offsets, counts, 3, context.padded_batch_dimensions.prefill_req_count, metadata.cu_seqlens
     )
     for name, mine in zip(fields, ours, strict=True):
         torch.testing.assert_close(getattr(metadata, name), mine)
-
-
-@pytest.mark.usefixtures("_ours")
-def test_fault_22_the_rows_travel_in_the_hosts_one_transfer() -> None:
-    context = make_context()
-    rows, view = context.mamba_metadata._mambaslots_rows, context.gpu_view
-    assert context._cpu_bookkeeping_buf.numel() == view._buf.numel()
-    context._cpu_bookkeeping_buf.copy_(torch.arange(view._buf.numel()) % 251)
-    view._buf.copy_(context._cpu_bookkeeping_buf)
-    for name in ("chunks", "positions", "count"):
-        assert torch.equal(getattr(rows, name), getattr(view._mambaslots_rows, name))
-    assert torch.equal(context.token_to_input_ids, view.token_to_input_ids)
-    assert torch.equal(context._cpu_mamba_conv_seq_start, view.mamba_conv_seq_start)
-
-
-def test_a_lengthened_buffer_keeps_its_views() -> None:
-    buffer = torch.arange(21, dtype=torch.uint8)
-    view = buffer[4:12].view(torch.int32)
-    before = view.clone()
-    rows = CheckpointRows.appended_to(buffer, 3)
-    rows.fill([5, 6], [50, 60], padding=4)
-    assert torch.equal(view, before)
-    view.fill_(9)
-    assert buffer[4:12].view(torch.int32).tolist() == [9, 9]
-    assert rows.chunks.tolist() == [5, 6, 0]
-    assert rows.positions.tolist() == [50, 60, 4]
-    assert rows.count.tolist() == [2]
 
 
 def test_chunk_indices_start_anew_with_every_sequence() -> None:
