@@ -65,4 +65,3 @@ def test_what_one_rank_refuses_all_refuse(world: World, split: str, monkeypatch:
     monkeypatch.setattr(product_check, "first_difference", lambda *_: refused)
     with pytest.raises(ValueError, match="among 512 rows"):
         invariance._check(model, config)
-    invariance.close()

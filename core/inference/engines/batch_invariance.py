@@ -4,10 +4,8 @@
 """
 
 import os
-import weakref
-from collections.abc import Callable, Iterator
-from threading import RLock
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +34,7 @@ _PREFILL_ROWS, _DECODE_ROWS = 64, 32  # tokens of the recorded steps, and twice 
 
 
 class BatchInvariance:
-    """Holds torch's switches for one engine, and has checked the engine's model when it is built.
+    """Sets torch's switches for good, and checks an engine's model, when it is built.
 
     The promise: tokens and the bits of log-probs of a request depend on its own tokens, sampling parameters
     and seed alone, for one model, one kind of GPU, one set of library versions and one tensor-parallel size.
@@ -48,7 +46,7 @@ class BatchInvariance:
     """
 
     def __init__(self, model: Model, spec: HybridStateSpec, config: InferenceConfig) -> None:
-        """Refuse, set torch's switches, and check the model."""
+        """A refusal leaves the switches as they were."""
         check_settings(spec, config)
         self._spec = spec
         self.products: tuple[str, ...] = ()
@@ -56,24 +54,26 @@ class BatchInvariance:
         self._served: WithReplacedProducts | None = None  # the model that `served` was asked for last
         width = power_of_two(1 + config.num_speculative_tokens)
         self._most_tokens = rung(config.max_requests * width + config.max_tokens_per_step)
-        self._release = BLAS_SWITCHES.hold(self)
+        before = {name: read_switch(name) for name in SWITCHES}
         try:
+            write_switches(SWITCHES)
             if spec.device.type == "cuda":
                 _fix_orders_of_addition(spec)
                 with on_device_of(spec.device):
                     self._check(model, config)
                     torch.cuda.empty_cache()
         except BaseException:
-            self.close()
+            write_switches(before)
             raise
 
-    def close(self) -> None:
-        """Release torch's switches; calling twice is fine. A collected object is closed."""
-        self._release()
-
     def check_switches(self) -> None:
-        """Raise RuntimeError where a switch was changed; for every step, takes microseconds."""
-        BLAS_SWITCHES.check()
+        """Raise RuntimeError where a switch was changed; for every step, takes a few microseconds."""
+        for name, needed in SWITCHES.items():
+            if (value := read_switch(name)) != needed:
+                raise RuntimeError(
+                    f"torch.backends.cuda.{name} is {value}; accepted: {needed!r}, for an engine with "
+                    "batch_invariant, because bits of products depend on the number of rows otherwise"
+                )
 
     def served(self, model: Model) -> Model:
         """The model with its replaced products; `model` itself where no product is replaced."""
@@ -230,93 +230,32 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Switch(NamedTuple):
-    """One of torch's switches, and the value that products need to keep bits, as users write it."""
-
-    name: str
-    read: Callable[[], object]
-    write: Callable[[Any], object]
-    needed: object
-
-
-def _matmul_switch(name: str, needed: object, *parts: str) -> Switch:
-    """A switch of torch.backends.cuda.matmul, or one whose values are pairs, read from `parts`."""
-    matmul = torch.backends.cuda.matmul
-    return Switch(
-        f"torch.backends.cuda.matmul.{name}",
-        lambda: tuple(getattr(matmul, part) for part in parts) if parts else getattr(matmul, name),
-        lambda value: setattr(matmul, name, value),
-        needed,
-    )
+SWITCHES: dict[str, object] = {
+    "preferred_blas_library": "cublaslt",
+    "matmul.allow_bf16_reduced_precision_reduction": (False, False),
+    "matmul.allow_fp16_reduced_precision_reduction": (False, False),
+    "matmul.allow_fp16_accumulation": False,
+}
+"""Switches of torch.backends.cuda, and the values with which cuBLAS does not split K: the first entry of a
+pair is the reduction's precision, the second is whether K may be split."""
 
 
-_BLAS = torch.backends.cuda.preferred_blas_library
-_REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
-SWITCHES = (
-    Switch(
-        "torch.backends.cuda.preferred_blas_library",
-        lambda: str(_BLAS()).rpartition(".")[2].lower(),
-        _BLAS,
-        "cublaslt",
-    ),
-    *(_matmul_switch(name, (False, False), name, f"{name}_split_k") for name in _REDUCTIONS),
-    _matmul_switch("allow_fp16_accumulation", False),
-)
-"""With these, cuBLAS does not split K: the first entry of a pair is the reduction's precision, the second is
-whether K may be split."""
+def read_switch(name: str) -> object:
+    """The value of a switch, as it is written."""
+    if name == "preferred_blas_library":
+        return str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2].lower()
+    matmul, name = torch.backends.cuda.matmul, name.removeprefix("matmul.")
+    value = getattr(matmul, name)
+    return (value, getattr(matmul, f"{name}_split_k")) if name.endswith("reduction") else value
 
 
-class BlasSwitches:
-    """Holds torch's switches of the process while an engine needs them; thread-safe.
+def write_switches(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if name == "preferred_blas_library":
+            torch.backends.cuda.preferred_blas_library(value)
+        else:
+            setattr(torch.backends.cuda.matmul, name.removeprefix("matmul."), value)
 
-    The last release restores the values from before, except for a switch that was changed meanwhile.
-    """
-
-    def __init__(self, switches: tuple[Switch, ...] = SWITCHES) -> None:
-        self._switches = switches
-        self._lock = RLock()  # a finalizer may run in the thread that holds it
-        self._holders = 0
-        self._before: tuple[object, ...] = ()
-
-    def hold(self, owner: object) -> Callable[[], object]:
-        """Set the switches until the result is called, or `owner` is collected; calling twice is fine."""
-        with self._lock:
-            self._holders += 1  # first: a finalizer that runs now puts nothing back
-            try:
-                if self._holders == 1:
-                    self._before = tuple(switch.read() for switch in self._switches)
-                    for switch in self._switches:
-                        switch.write(switch.needed)
-                self.check()
-                release = weakref.finalize(owner, self._release)
-            except BaseException:
-                self._release()
-                raise
-            release.atexit = False
-            return release
-
-    def check(self) -> None:
-        """Raise RuntimeError where a held switch has another value; takes a few microseconds."""
-        for switch in self._switches:
-            if switch.read() != switch.needed:
-                raise RuntimeError(
-                    f"{switch.name} is {switch.read()}; accepted: {switch.needed!r}, while an engine with "
-                    "batch_invariant lives, because bits of products depend on the number of rows otherwise"
-                )
-
-    def _release(self) -> None:
-        with self._lock:
-            self._holders -= 1
-            if self._holders:
-                return
-            for switch, before in zip(self._switches, self._before, strict=False):
-                if switch.read() == switch.needed:
-                    switch.write(before)
-            self._before = ()
-
-
-BLAS_SWITCHES = BlasSwitches()
-"""The process's one."""
 
 TAIL = 19
 """Tokens after the last whole chunk."""

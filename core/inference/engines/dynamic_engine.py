@@ -80,12 +80,7 @@ class DynamicInferenceEngine:
 
             invariance = batch_invariance.BatchInvariance(model, spec, config)
             forward = invariance.served(model)
-        try:
-            self.context = DynamicInferenceContext(spec, config)
-        except BaseException:
-            if invariance is not None:
-                invariance.close()
-            raise
+        self.context = DynamicInferenceContext(spec, config)
         if self.context.prefix_cache.tier is not None:
             set_min_tokens(self.context.prefix_cache.tier, forward, spec, config)
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)

@@ -4,7 +4,7 @@ import gc
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import mambaslots as ms
 import pytest
@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from mambaslots.inference.contexts.step_inputs import rungs
 from mambaslots.inference.engines import batch_invariance, product_check
 from mambaslots.inference.engines.batch_invariance import (
-    BLAS_SWITCHES,
     SWITCHES,
     BatchInvariance,
-    BlasSwitches,
-    Switch,
     check_settings,
+    read_switch,
     record,
+    write_switches,
 )
 from mambaslots.inference.engines.dummy_steps import DummySteps
 from mambaslots.inference.engines.product_check import (
@@ -59,7 +58,7 @@ class TestRefusals:
         ):
             BatchInvariance(model_of("M"), model_of("M").state_spec(), CONFIG)
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        BatchInvariance(model_of("M"), model_of("M").state_spec(), CONFIG).close()
+        BatchInvariance(model_of("M"), model_of("M").state_spec(), CONFIG)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_wide_models(self, dtype):
@@ -92,116 +91,38 @@ class TestRefusals:
             ms.ParallelGroups(ordered_sums=1)  # type: ignore[arg-type]
 
 
-class Settings:
-    """Two switches of nothing."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, object] = {"library": "old", "split": True}
-        self.fails = False
-        self.switches = BlasSwitches(
-            tuple(
-                Switch(name, lambda name=name: self.values[name], self._writer(name), needed)
-                for name, needed in (("library", "new"), ("split", False))
-            )
-        )
-
-    def _writer(self, name: str) -> Any:
-        def write(value: object) -> None:
-            if self.fails and name == "split":
-                raise OSError("no such switch")
-            self.values[name] = value
-
-        return write
-
-
-class Owner:
-    pass
-
-
 class TestSwitches:
-    BEFORE: ClassVar = {"library": "old", "split": True}
-    HELD: ClassVar = {"library": "new", "split": False}
+    @pytest.fixture(autouse=True)
+    def as_before(self) -> Iterator[None]:
+        before = {name: read_switch(name) for name in SWITCHES}
+        yield
+        write_switches(before)
 
-    @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-    def test_the_last_to_let_go_puts_them_back(self, order):
-        settings = Settings()
-        owners = [Owner() for _ in order]
-        releases = [settings.switches.hold(owner) for owner in owners]
-        for index in order:
-            assert settings.values == self.HELD
-            settings.switches.check()
-            releases[index]()
-            releases[index]()  # again: nothing happens
-        assert settings.values == self.BEFORE
-
-    def test_owners_that_are_collected_let_go(self):
-        settings = Settings()
-        first, second = Owner(), Owner()
-        settings.switches.hold(first)
-        release = settings.switches.hold(second)
-        del first
-        gc.collect()
-        assert settings.values == self.HELD
-        release()
-        del second
-        gc.collect()
-        assert settings.values == self.BEFORE
-
-    def test_a_change_is_named_and_left_alone(self):
-        settings = Settings()
-        owner = Owner()
-        release = settings.switches.hold(owner)
-        settings.values["split"] = "mine"
-        with pytest.raises(
-            RuntimeError, match="split is mine; accepted: False, while an engine with batch_inv"
-        ):
-            settings.switches.check()
-        with pytest.raises(RuntimeError, match="split is mine"):
-            settings.switches.hold(Owner())
-        assert settings.values == {"library": "new", "split": "mine"}
-        release()
-        assert settings.values == {"library": "old", "split": "mine"}
-        later = settings.switches.hold(owner)
-        assert settings.values == self.HELD
-        later()
-        assert settings.values == {"library": "old", "split": "mine"}
-
-    def test_a_switch_that_cannot_be_set_puts_the_others_back(self):
-        settings = Settings()
-        settings.fails = True
-        with pytest.raises(OSError, match="no such switch"):
-            settings.switches.hold(Owner())
-        assert settings.values == self.BEFORE
-        settings.fails = False
-        settings.switches.hold(Owner())
-
-    def test_torch_has_them(self):
-        before = [switch.read() for switch in SWITCHES]
-        owner = Owner()
-        release = BLAS_SWITCHES.hold(owner)
-        assert [switch.read() for switch in SWITCHES] == [switch.needed for switch in SWITCHES]
+    def test_a_change_is_named(self):
+        model = model_of("M")
+        invariance = BatchInvariance(model, model.state_spec(), CONFIG)
+        assert {name: read_switch(name) for name in SWITCHES} == SWITCHES
         assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction_split_k is False
+        invariance.check_switches()
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
         with pytest.raises(RuntimeError, match=r"matmul\.allow_bf16_reduced_precision_reduction is"):
-            BLAS_SWITCHES.check()
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
-        release()
-        assert [switch.read() for switch in SWITCHES] == before
+            invariance.check_switches()
 
-    def test_a_failed_check_lets_go(self, monkeypatch):
-        before = [switch.read() for switch in SWITCHES]
+    def test_a_refusal_leaves_them_as_they_were(self, monkeypatch):
+        torch.backends.cuda.matmul.allow_fp16_accumulation = True
+        before = {name: read_switch(name) for name in SWITCHES}
         model = model_of("M-")
         spec = on("cuda", model)
 
         def fails(*_: object) -> None:
-            assert [switch.read() for switch in SWITCHES] == [switch.needed for switch in SWITCHES]
+            assert {name: read_switch(name) for name in SWITCHES} == SWITCHES
             raise BatchVarianceError("aten.mm of something")
 
         monkeypatch.setattr(BatchInvariance, "_check", fails)
         monkeypatch.setattr(batch_invariance, "on_device_of", lambda _: torch.cuda.device(-1))
         with pytest.raises(ValueError, match="of something"):
             BatchInvariance(model, spec, CONFIG)
-        assert [switch.read() for switch in SWITCHES] == before
+        assert {name: read_switch(name) for name in SWITCHES} == before
 
 
 def weights_of(found: list[Product]) -> set[tuple[int, ...]]:
@@ -610,7 +531,6 @@ class TestOnAGPU:
         print(*invariance.products, sep="\n  ")
         assert not invariance.replaced
         invariance.check_switches()
-        invariance.close()
         logits = (32 + 4096 + 255) * 131072 * 4 / 2**30  # of the largest step, in float32
         assert seconds < 5
         assert peak < 1 + logits
@@ -639,7 +559,6 @@ class TestOnAGPU:
         finally:
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
             torch.backends.cuda.preferred_blas_library("cublaslt")
-            invariance.close()
 
     @pytest.mark.parametrize("experts", [8, 64, 128, 512])
     def test_choices_among_equal_scores_keep_bits(self, experts):
@@ -661,8 +580,6 @@ class TestOnAGPU:
             return F.grouped_mm(rows, weight, offs=ends)
 
         x = torch.randn(1, 1024, device="cuda").bfloat16()
-        owner = Owner()
-        release = BLAS_SWITCHES.hold(owner)
+        write_switches(SWITCHES)
         product = TestProductCheck().product(x, weight, step=step)
         assert product_check.first_difference(product, 2048) == ""
-        release()
