@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from ..inference.contexts.cache.checkpoint_plan import (
     make_room_by_rolling,
 )
 from ..inference.contexts.cache.eviction import PolicyChoice
-from ..inference.contexts.host_settings import HostSettings
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator, StateSource
 from ..inference.kernels.state_copy import copy_states
 from ..inference.kernels.state_tensors import StateTensors
@@ -53,12 +52,9 @@ class HostSlotAllocator(MambaSlotAllocator):
         """Decode states in reserved slots, whose last token is not on the CPU yet."""
         self._backup: StateTensors | None = None
 
-    def _host_settings(self) -> HostSettings:
-        """What the host states, with what `install` was called with in place of it."""
-        settings = replace(HostSettings.of(self.context), plan=self.settings.plan)
-        if self.settings.eviction is not None:
-            settings = replace(settings, eviction_policy=self.settings.eviction)
-        return settings
+    def _choices(self) -> tuple[CheckpointPlan, PolicyChoice]:
+        """What `install` was called with; the policy of the host where it was called with none."""
+        return self.settings.plan, self.settings.eviction or super()._choices()[1]
 
     # ---- restores
 

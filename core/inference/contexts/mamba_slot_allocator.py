@@ -16,6 +16,7 @@ from ...validation import (
     described,
     float_dtype,
     holds_data,
+    instance,
     integer,
     integers,
     ints_within,
@@ -24,13 +25,14 @@ from ...validation import (
 )
 from ..kernels.state_copy import copy_states
 from ..kernels.state_tensors import StateTensors
-from .cache.checkpoint_plan import checked_boundaries
+from .cache.checkpoint_plan import CheckpointPlan, checked_boundaries
+from .cache.eviction import PolicyChoice, checked_policy
 from .cache.kv_block_allocator import MAX_HASH, KVBlockAllocator
 from .cache.prefix_tree import PrefixTree
 from .cache.state_slots import StateSlots
-from .host_settings import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST, HostSettings
 
-__all__ = ["MAX_INTERMEDIATE_OFFSETS_PER_REQUEST", "MambaSlotAllocator"]
+MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
+"""Offsets per request where the host does not state `max_intermediate_offsets_per_request`."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,22 @@ class MambaSlotAllocator:
     Where the KV allocator reports deregistered blocks (`observe_deregistration`, or megatron-core's
     `on_blocks_deregistered`), the constructor subscribes, so that a reused KV block never keeps the state of
     its former prefix. Also used where they exist: `mamba_metadata`, `request_to_kv_block_ids`, the step's
-    batch dimensions, and the settings that `HostSettings` lists.
+    batch dimensions, and these settings, of which sizes are 0 by default:
+
+        prefix_caching_eviction_policy           a name, an enumeration, an `EvictionPolicy`; by default "lru"
+        checkpoint_plan                          by default `CheckpointPlan()`
+        max_requests                             rows of requests
+        max_intermediate_offsets_per_request     states inside a prefill that a request can store in one step
+        max_mamba_intermediate_states_per_step   scratch rows for the states of one step
+        block_size_tokens                        tokens of a KV block
+        ssm_chunk_alignment, mamba_chunk_size    kernels store states inside a prefill at multiples of it only
 
     Example: `MambaSlotAllocator(context, 64, 24, (4096, 4), (64, 64, 128), torch.bfloat16, torch.float32)`
     keeps 64 states of 24 layers.
 
     Attributes (for hosts to read):
         block_to_slot [blocks] int32, slot_to_block [max_slots] int32, free_slots [max_slots] int32 (the
-        first `free_count` are free): CPU tensors. Reading one brings it up to date, in O(blocks + slots)
-        where something changed; a reference that a host keeps shows the last read.
+        first `free_count` are free): CPU tensors, made at each read.
         hash_to_block_id: dict from prefix hash to the block whose slot holds the state after that prefix.
         conv_states, ssm_states [layers, max_slots, ...]: the durable states.
         intermediate_conv_out, intermediate_ssm_out [layers, max_intermediate_count, ...]: scratch that
@@ -89,30 +98,29 @@ class MambaSlotAllocator:
         addressable("conv_states_shape", self._conv_shape, (*rows, *self._conv_shape), conv_states_dtype)
         addressable("ssm_states_shape", self._ssm_shape, (*rows, *self._ssm_shape), ssm_states_dtype)
         self._dtypes = conv_states_dtype, ssm_states_dtype
-        self._settings = settings = self._host_settings()
-        self._num_blocks = settings.num_blocks
+        self._num_blocks = _block_count(context)
+        self._plan, policy = self._choices()
+        self._block_size = block = _size(context, "block_size_tokens", minimum=1)
+        grid = _size(context, "ssm_chunk_alignment") or _size(context, "mamba_chunk_size") or 1
+        self._grid = grid
         self._durable = self._new_states(self.max_slots, _device_of_live_states(context))
         kv = context.kv_block_allocator
         tree = kv.tree if isinstance(kv, KVBlockAllocator) else PrefixTree(self._num_blocks, self._hash_of)
-        self.slots = StateSlots(self.max_slots, settings.eviction_policy, tree)
+        self.slots = StateSlots(self.max_slots, policy, tree)
         self.hash_to_block_id = tree.hash_to_block_id
-        self._block_to_slot = torch.full((self._num_blocks,), -1, dtype=torch.int32, device="cpu")
-        self._slot_to_block = torch.full((self.max_slots,), -1, dtype=torch.int32, device="cpu")
-        self._free_slots = torch.arange(self.max_slots, dtype=torch.int32, device="cpu")
-        self._mirrored_version = -1
         device = self.ssm_states.device
-        self._scratch = self._new_states(settings.max_intermediate_states, device)
-        self.max_intermediate_count = settings.max_intermediate_states
+        self.max_intermediate_count = _size(context, "max_mamba_intermediate_states_per_step")
+        self._scratch = self._new_states(self.max_intermediate_count, device)
         self._has_intermediates = False
         self.num_dropped = 0
-        block, grid = settings.block_size_tokens, settings.ssd_chunk_size
         if block and block % grid:
             warnings.warn(
                 f"block_size_tokens is {block}, no multiple of the SSD chunk ({grid}): most block boundaries "
                 "have no state inside a prefill, and few prompts will resume",
                 stacklevel=3,
             )
-        shape = settings.max_requests, settings.max_offsets_per_request
+        width = _size(context, "max_intermediate_offsets_per_request", MAX_INTERMEDIATE_OFFSETS_PER_REQUEST)
+        shape = _size(context, "max_requests"), width
         with torch.inference_mode(False):  # others than inference tensors can be written anywhere
             self._intermediate_offsets_cpu = torch.zeros(shape, dtype=torch.int32, device="cpu")
             self._intermediate_counts_cpu = torch.zeros(shape[0], dtype=torch.int32, device="cpu")
@@ -136,8 +144,19 @@ class MambaSlotAllocator:
         listed = torch.tensor(blocks, dtype=torch.int64, device="cpu")
         return kv.block_hashes[listed].tolist()  # type: ignore[no-any-return]
 
-    def _host_settings(self) -> HostSettings:
-        return HostSettings.of(self.context)
+    def _choices(self) -> tuple[CheckpointPlan, PolicyChoice]:
+        """The checkpoint plan and the eviction policy that the host states.
+
+        megatron-core's "ref_zero" is about KV blocks: the host frees them with their last request, and their
+        states with them. The states of blocks in use are evicted as under "lru".
+        """
+        plan = getattr(self.context, "checkpoint_plan", None)
+        plan = instance("context.checkpoint_plan", CheckpointPlan() if plan is None else plan, CheckpointPlan)
+        policy = getattr(self.context, "prefix_caching_eviction_policy", "lru")
+        policy = getattr(policy, "value", policy)
+        if isinstance(policy, str):
+            policy = "lru" if policy.lower() == "ref_zero" else policy.lower()
+        return plan, checked_policy("context.prefix_caching_eviction_policy", policy)
 
     @torch.inference_mode(False)  # inference tensors cannot be written outside of that mode
     def _new_states(self, num_slots: int, device: torch.device) -> StateTensors:
@@ -163,29 +182,21 @@ class MambaSlotAllocator:
 
     @property
     def block_to_slot(self) -> Tensor:
-        self._update_mirrors()
-        return self._block_to_slot
+        slots = torch.full((self._num_blocks,), -1, dtype=torch.int32, device="cpu")
+        by_block = self.slots.tree.slot_by_block
+        slots[list(by_block)] = torch.tensor(list(by_block.values()), dtype=torch.int32, device="cpu")
+        return slots
 
     @property
     def slot_to_block(self) -> Tensor:
-        self._update_mirrors()
-        return self._slot_to_block
+        blocks = [self.slots.tree.block_of(slot) for slot in range(self.max_slots)]
+        return torch.tensor(blocks, dtype=torch.int32, device="cpu")
 
     @property
     def free_slots(self) -> Tensor:
-        self._update_mirrors()
-        return self._free_slots
-
-    def _update_mirrors(self) -> None:
-        if self._mirrored_version == self.slots.version:
-            return
-        blocks, slots = self._block_to_slot.numpy(), self._slot_to_block.numpy()
-        slot_by_block = self.slots.tree.slot_by_block
-        blocks[:], slots[:] = -1, -1
-        blocks[list(slot_by_block)] = list(slot_by_block.values())
-        slots[list(slot_by_block.values())] = list(slot_by_block)
-        self._free_slots.numpy()[: self.free_count] = self.slots.free
-        self._mirrored_version = self.slots.version
+        slots = torch.arange(self.max_slots, dtype=torch.int32, device="cpu")
+        slots[: self.free_count] = torch.tensor(self.slots.free, dtype=torch.int32, device="cpu")
+        return slots
 
     @property
     def free_count(self) -> int:
@@ -359,9 +370,8 @@ class MambaSlotAllocator:
         allocated, `num_matched_blocks` were found in the KV cache. A request without block hashes
         (`req.precomputed_block_hashes` is empty) stores no state, because no request could find the state.
         """
-        context, settings = self.context, self._settings
+        context, block = self.context, self._block_size
         row = integer("current_id", current_id, 0, len(self._intermediate_counts_cpu) - 1)
-        block = settings.block_size_tokens
         try:
             finished, prompt = int(req.finished_chunk_token_count), len(req.prompt_tokens)
         except (AttributeError, TypeError, ValueError) as error:
@@ -376,10 +386,10 @@ class MambaSlotAllocator:
         if not getattr(req, "precomputed_block_hashes", True) or stop <= start:
             return
         seen = (-(-finished // block) + num_matched_blocks) * block if num_matched_blocks else 0
-        boundaries = checked_boundaries(settings.plan, start, stop, prompt, block, seen)
+        boundaries = checked_boundaries(self._plan, start, stop, prompt, block, seen)
         blocks = context.request_to_kv_block_ids[row]
         inside = [b.position for b in boundaries if b.position < stop]
-        on_grid = [position for position in inside if (position - start) % settings.ssd_chunk_size == 0]
+        on_grid = [position for position in inside if (position - start) % self._grid == 0]
         room = max(
             0,
             min(
@@ -544,13 +554,8 @@ class MambaSlotAllocator:
         self._reset_intermediates()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the maps contradict each other or the KV hashes; O(blocks + slots)."""
+        """Raise AssertionError where slots, blocks and KV hashes contradict each other; O(blocks + slots)."""
         self.slots.check_integrity()
-        if self._mirrored_version == self.slots.version:
-            by_block = {b: s for b, s in enumerate(self._block_to_slot.tolist()) if s >= 0}
-            by_slot = {b: s for s, b in enumerate(self._slot_to_block.tolist()) if b >= 0}
-            assert by_block == by_slot == self.slots.tree.slot_by_block, "a mirrored map differs"
-            assert self._free_slots[: self.free_count].tolist() == self.slots.free, "free_slots differs"
 
     def _checked_blocks(self, block_ids: Sequence[int], name: str = "block_ids") -> list[int]:
         return checked_integers(name, block_ids, 0, self._num_blocks - 1)
@@ -569,3 +574,23 @@ def _device_of_live_states(context: Any) -> torch.device:
             f"context.mamba_ssm_states {described(live)}; accepted: the live states, a tensor that holds data"
         )
     return live.device
+
+
+def _size(context: Any, name: str, default: int = 0, minimum: int = 0) -> int:
+    """The size that the host states, or `default`."""
+    value = getattr(context, name, None)
+    return default if value is None else integer(f"context.{name}", value, minimum, INT32_MAX)
+
+
+def _block_count(context: object) -> int:
+    """The number of KV blocks of a host; a ValueError for an object that is no host."""
+    kv = getattr(context, "kv_block_allocator", None)
+    if kv is None:
+        raise ValueError(f"context is {shown(context)}; accepted: a host that has a kv_block_allocator")
+    name = next((name for name in ("total_count", "pool_size") if hasattr(kv, name)), "")
+    if not name or not (isinstance(kv, KVBlockAllocator) or hasattr(kv, "block_hashes")):
+        raise ValueError(
+            f"context.kv_block_allocator is {shown(kv)}; accepted: what has block_hashes, and total_count or "
+            "pool_size"
+        )
+    return integer(f"context.kv_block_allocator.{name}", getattr(kv, name), 0, INT32_MAX)

@@ -49,7 +49,6 @@ class StateSlots:
         pins: pinned slot -> how often it is pinned.
         live: the live slots; empty where live states have a pool of their own.
         policy: names victims.
-        version: grows with every change of `free` or of the states in `tree`.
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class StateSlots:
             policy = ValueEviction(num_ghosts) if policy == "value" else LRUEviction()
         self.policy = policy() if isinstance(policy, type) else policy
         self._planned: dict[int, int] = {}  # reserved slot -> the hash that the policy expects there
-        self.version = 0
         self._clock = clock
         self._dirty = dirty or DirtyEntries()
 
@@ -362,7 +360,6 @@ class StateSlots:
         self._planned.clear()
         self.free = self._all_free()
         self._dirty.note(self.free)
-        self.version += 1
         if totals:
             self.tree.state_turnover.clear()
 
@@ -373,7 +370,6 @@ class StateSlots:
         gone = set(slots)
         self._dirty.withdraw(gone)
         self.free = [slot for slot in self.free if slot not in gone]
-        self.version += 1
 
     def enter(self, slots: Sequence[int]) -> None:
         """Add these slots to the free list, whose memory held KV and is zero where that is asked for."""
@@ -393,7 +389,6 @@ class StateSlots:
         taken = self.free[cut:]
         self._dirty.clean(taken)
         del self.free[cut:]
-        self.version += 1
         return taken + evicted
 
     def _evict(
@@ -438,19 +433,16 @@ class StateSlots:
 
     def _enter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         self.tree.enter_states(blocks, slots, self._clock())
-        self.version += 1
         self.policy.insert(slots)
 
     def _remove(self, blocks: Sequence[int], cause: StateRemovalCause) -> list[int]:
         slots = self.tree.remove_states(blocks, cause, self._clock())
-        self.version += 1
         self.policy.remove(slots, cause in EVICTIONS)
         return slots
 
     def _free_slots(self, slots: Sequence[int]) -> None:
         self._dirty.note(slots)
         self.free.extend(slots)
-        self.version += 1
 
     def _require_reserved(self, slots: Sequence[int]) -> None:
         reserved = all(slot in self.reserved and slot not in self.pins for slot in slots)
