@@ -190,7 +190,7 @@ class Pools:
             StateTensor("ssm", model.layers, model.ssm_shape, model.ssm_dtype),
         )
         pool = StatePool(states, model.slots, model.slots, device)
-        self.live = StateTensors(pool.live("conv"), pool.live("ssm"))
+        self.live = StateTensors(pool["conv"][:, : pool.num_live], pool["ssm"][:, : pool.num_live])
         self.durable = StateTensors(pool.durable("conv"), pool.durable("ssm"))
         self.stock_live = random_states(model, device, model.slots)
         self.stock_durable = random_states(model, device, model.slots)

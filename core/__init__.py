@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .inference.contexts.cache.hashing import PrefixHashChain
     from .inference.contexts.cache.kv_block_allocator import KVBlockAllocator
     from .inference.contexts.cache.prefix_cache import PrefixCache
-    from .inference.contexts.dynamic_context import DynamicInferenceContext
     from .inference.contexts.mamba_slot_allocator import MambaSlotAllocator
     from .inference.contexts.step_inputs import StepInputs
     from .inference.engines.async_engine import AsyncEngine
@@ -61,7 +60,6 @@ __all__ = [
     "text",
     # the cache, in an engine of your own
     "PrefixCache", "PathStep", "PrefixHashChain", "EvictionPolicy", "KVBlockAllocator", "MambaSlotAllocator",
-    "DynamicInferenceContext",
     # bringing a model
     "Model", "HybridStateSpec", "StateTensor", "mamba2_states", "gated_delta_net_states", "short_conv_states",
     "StepInputs", "kernel_set", "AttentionRows", "ParallelGroups", "models", "testing",
@@ -82,7 +80,6 @@ _NAMES_OF_MODULES = {
     f"{_CONTEXTS}.cache.hashing": "PrefixHashChain",
     f"{_CONTEXTS}.cache.kv_block_allocator": "KVBlockAllocator",
     f"{_CONTEXTS}.cache.prefix_cache": "PrefixCache",
-    f"{_CONTEXTS}.dynamic_context": "DynamicInferenceContext",
     f"{_CONTEXTS}.mamba_slot_allocator": "MambaSlotAllocator",
     f"{_CONTEXTS}.step_inputs": "StepInputs",
     f"{_ENGINES}.async_engine": "AsyncEngine",

@@ -109,7 +109,7 @@ class ContextWithoutMemory(DynamicInferenceContext):
 
     def reserve_step(self, steps: Sequence[RequestStep]) -> tuple[RequestStep, ...]:
         """As `begin_step`, without inputs for a model; returns the steps with their reserved slots."""
-        self._reserve(steps, None)
+        self._reserve(steps)
         return self._steps
 
     def num_quiet_decodes(self, request: DynamicInferenceRequest) -> int:

@@ -216,7 +216,7 @@ class _Trial:
         }
         drafter = self if "num_speculative_tokens" in settings else None
         engine = DynamicInferenceEngine(self, InferenceConfig(**(sizes | settings)), drafter=drafter)
-        engine.context.observe(self)
+        engine.context.observers.append(self)
         if rule is Rule.PADDING_DIFFERS:
             begin = engine.context.begin_step
             engine.context.begin_step = lambda steps, padding=None, sampled_tokens=None: begin(  # type: ignore[method-assign]

@@ -214,7 +214,7 @@ def test_requests_that_come_from_inside_a_step_join_the_next_one_on_all_ranks() 
         def step_ended(self, *arguments: object) -> None:
             pass
 
-    engine.context.observe(Adding())
+    engine.context.observers.append(Adding())
     engine.generate([PROMPTS[2]])
     caller = Caller(engine)
     while engine.has_unfinished_requests():

@@ -7,6 +7,7 @@ import mambaslots as ms
 import numpy as np
 import pytest
 import torch
+from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.engines import engine_state
 from mambaslots.inference.engines import runner as graph_runner
 from oracle.distributed_world import World, splits
@@ -143,7 +144,7 @@ def test_scores_are_those_of_the_whole_model(world: World, split: str) -> None:
     assert all(each == stats[0] for each in stats)
 
 
-def states_of(prompt: list[int], model: ms.models.HybridLM) -> ms.DynamicInferenceContext:
+def states_of(prompt: list[int], model: ms.models.HybridLM) -> DynamicInferenceContext:
     engine = small_engine(model=model)
     engine.generate([prompt])
     return engine.context
@@ -203,13 +204,13 @@ def test_a_stage_without_states_or_attention_layers_makes_the_same_skips(world: 
     Traffic(*engines, seed=5).run(requests=12)
 
 
-def budget(world: World, pattern: str, **overrides: object) -> ms.DynamicInferenceContext:
+def budget(world: World, pattern: str, **overrides: object) -> DynamicInferenceContext:
     spec = world.model("pp 2", pattern).state_spec()
     settings = {"num_mamba_slots": None, "num_kv_blocks": None} | overrides
     config = ms.InferenceConfig(
         block_size_tokens=8, max_requests=4, max_tokens_per_step=64, max_sequence_length=112, **settings
     )  # type: ignore[arg-type]
-    return ms.DynamicInferenceContext(spec, config)
+    return DynamicInferenceContext(spec, config)
 
 
 @pytest.mark.ranks(2)

@@ -151,7 +151,7 @@ class Agreement:
         for decision in _initial_decisions(context):
             self._note(decision)
         self._note_slots()
-        context.observe(self)
+        context.observers.append(self)
         context.prefix_cache.kv_blocks.observe_deregistration(self._blocks_deregistered)
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class Agreement:
         if self._closed:
             return
         self._closed = True
-        self._context.unobserve(self)
+        self._context.observers.remove(self)
         self._context.prefix_cache.kv_blocks._observers.remove(self._blocks_deregistered)
         self._decisions.clear()
         self._tracked.clear()

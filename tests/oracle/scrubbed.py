@@ -55,7 +55,7 @@ class NewOwners:
         self.num_checked = 0
         self._context = engine.context
         self._seen: dict[int, tuple[object, set[int]]] = {}  # row -> its holding, and its blocks
-        engine.context.observe(self)
+        engine.context.observers.append(self)
 
     def step_begun(self, steps: Sequence[RequestStep], inputs: object) -> None:
         memory = self._context.memory

@@ -9,6 +9,7 @@ import mambaslots as ms
 import numpy as np
 import torch
 from mambaslots.inference.contexts.cache.hashing import PUBLIC_ROOT, PrefixHashChain
+from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from oracle.model_kinds import KINDS, OF_TRANSFORMERS, PLAIN, kind_of_model, present_kind
 from oracle.recurrent_lm import RecurrentLM
 from oracle.stored_states import stored_apart
@@ -165,7 +166,7 @@ def serve_checked(
     return [results[request_id] for request_id in ids]
 
 
-def resumable(context: ms.DynamicInferenceContext, tokens: Sequence[int], root: bytes = PUBLIC_ROOT) -> int:
+def resumable(context: DynamicInferenceContext, tokens: Sequence[int], root: bytes = PUBLIC_ROOT) -> int:
     """How many of a prefix's tokens a longer prompt could resume now."""
     chain = PrefixHashChain(context.config.block_size_tokens, root)
     chain.extend_to(tokens)

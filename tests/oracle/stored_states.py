@@ -66,7 +66,7 @@ class RoundedEngine:
         self._kv: dict[int, tuple[list[Array], list[Array]]] = {}  # block * size + offset -> keys, values
         self._running: dict[Any, tuple[int, dict[str, Array]]] = {}  # holding -> position and state
         self._begun: dict[int, tuple[list[int], int]] = {}  # row -> blocks, and how many are registered
-        self._context.observe(self)
+        self._context.observers.append(self)
 
     def read_weights(self, model: ms.models.HybridLM) -> None:
         """The engine's model has the weights of `model` now; what is under way is not checked."""

@@ -71,10 +71,6 @@ class Admission:
     def holdings(self) -> list[Holding]:
         return [request.holding for request in self._requests.values() if request.holding is not None]
 
-    def has(self, request: DynamicInferenceRequest) -> bool:
-        """Whether the request holds one of these rows."""
-        return request.holding is not None and self._requests.get(request.holding.row) is request
-
     def idle_slots(self) -> list[int]:
         """The live slots of free rows, in a pool of their own."""
         return [slot for row in self._free for slot in self._own_slots(row)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...cache_stats import CacheStats
 from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec
-from ...validation import instance, integer, integers, shown
+from ...validation import integers
 from .admission import Admission
 from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
@@ -37,6 +37,7 @@ class DynamicInferenceContext:
         config: sizes and switches.
         prefix_cache: KV blocks, durable states, and the index over both.
         memory: the tensors: `memory.kv_cache` and `memory.state_pool`.
+        observers: are called with each step.
     """
 
     def __init__(
@@ -46,8 +47,8 @@ class DynamicInferenceContext:
 
         `clock`: nanoseconds, for the ages of what is evicted.
         """
-        self.spec = instance("spec", spec, HybridStateSpec)
-        self.config = config = sized(instance("config", config, InferenceConfig), spec.device)
+        self.spec = spec
+        self.config = config = sized(config, spec.device)
         if config.enable_prefix_caching and config.block_size_tokens % spec.grid:
             raise ValueError(
                 f"block_size_tokens is {config.block_size_tokens}; accepted: a multiple of {spec.grid}, "
@@ -85,7 +86,7 @@ class DynamicInferenceContext:
         self._buffer = StepBuffer(largest, spec.device)
         self._builder = StepBuilder(self._buffer, config, self._chunk_size, self._states, self.memory)
         self._steps: tuple[RequestStep, ...] = ()
-        self._observers: list[StepObserver] = []
+        self.observers: list[StepObserver] = []
         self._ledger = TokenLedger()
         self._num_requests_seen = 0
         logger.info(self.memory.summary())
@@ -143,7 +144,6 @@ class DynamicInferenceContext:
 
     def match(self, request: DynamicInferenceRequest) -> PrefixMatch:
         """What is cached of a request's tokens; changes only the request's hash chain."""
-        self._check_request(request)
         return self._admission.match(request)
 
     def schedule(self, request: DynamicInferenceRequest, token_budget: int) -> RequestStep | None:
@@ -164,26 +164,14 @@ class DynamicInferenceContext:
         Raises:
             RequestOverflowError: no row is free.
         """
-        self._check_between_steps("schedule")
-        self._check_request(request)
-        token_budget = integer("token_budget", token_budget, 0)
-        waits = request.holding is None
-        try:
-            return self._admission.schedule(request, token_budget)
-        except BaseException:
-            if waits and self._admission.has(request):
-                self.release(request)
-            raise
+        return self._admission.schedule(request, token_budget)
 
     def draft(self, step: RequestStep, tokens: Sequence[int]) -> RequestStep:
-        """The step with the first of `tokens` as drafts, up to `step.max_drafts(...)`, if blocks are free."""
-        self._check_between_steps("draft")
-        if not isinstance(step, RequestStep) or not self._admission.has(step.request):
-            raise ValueError(
-                f"step is {shown(step)}; accepted: a RequestStep of a request with a row of this context"
-            )
+        """The step with the first of `tokens`, at most `step.max_drafts(...)`, as drafts, if blocks are free.
+
+        ValueError for tokens that are no token ids.
+        """
         drafts = integers("tokens", tokens, 0, self.spec.vocab_size - 1)
-        drafts = drafts[: step.max_drafts(self.config.num_speculative_tokens)]
         return self._admission.draft(step, drafts) if drafts else step
 
     def release(self, request: DynamicInferenceRequest, *, discard: bool = False) -> None:
@@ -191,17 +179,9 @@ class DynamicInferenceContext:
 
         `discard`: also forget the KV and states along the request's prefix that no other request holds,
         because the model went wrong there.
-
-        Raises:
-            RuntimeError: a step under way computes the request.
         """
-        self._check_request(request)
         if request.holding is None:
             return
-        if any(step.request is request for step in self._steps):
-            raise RuntimeError(
-                f"request {request.request_id} is part of the step under way; end or abort it first"
-            )
         holding = self._admission.release(request)
         if discard:
             self.prefix_cache.discard(holding.path)
@@ -219,7 +199,8 @@ class DynamicInferenceContext:
         """Reserve slots for the planned states, and publish the model's inputs, decode rows first.
 
         Args:
-            steps: results of `schedule` and `draft`, each of another request. All of them follow, or none.
+            steps: results of `schedule` and `draft`, each of another request, to which nothing has happened
+                since. All of them follow, or none.
             padding: maps the step's shape to the shape to pad to, which must be at least as large.
             sampled_tokens: [steps] int64 on the device, for steps that follow: what each of them decodes.
 
@@ -229,30 +210,16 @@ class DynamicInferenceContext:
         """
         if self._scrubs:
             self.memory.scrubber.scrub()
-        self._reserve(steps, sampled_tokens)
+        self._reserve(steps)
         inputs = self._builder.build(
             self._steps, self.block_table.numpy(), padding or (lambda shape: shape), sampled_tokens
         )
-        for observer in self._observers:
+        for observer in self.observers:
             observer.step_begun(self._steps, inputs)
         return inputs
 
-    def _reserve(self, steps: Sequence[RequestStep], sampled_tokens: Tensor | None) -> None:
-        """Check the steps, reserve slots for their states, and gather their states."""
-        self._check_between_steps("begin_step")
-        if not isinstance(steps, Sequence):
-            raise ValueError(f"steps is {shown(steps)}; accepted: a list of scheduled steps")
-        ready = {step.holding.row for step in steps if self._is_ready(step)}
-        if not steps or len(ready) < len(steps):
-            raise ValueError(
-                f"steps has {len(steps)} entries, {len(ready)} of them ready; accepted: one or more, as "
-                "`schedule` gave them, each for another request, to which nothing has happened since"
-            )
-        if any(step.follows != (sampled_tokens is not None) for step in steps):
-            raise ValueError(
-                f"sampled_tokens is {shown(sampled_tokens)}, and {sum(step.follows for step in steps)} of "
-                f"{len(steps)} steps follow; accepted: tokens where all steps follow, None where none does"
-            )
+    def _reserve(self, steps: Sequence[RequestStep]) -> None:
+        """Reserve slots for the states of the steps, and gather the states that they start from."""
         in_row_order = sorted(steps, key=lambda step: not step.decoding)
         idle_slots = self._admission.idle_slots
         max_inner_states = self._states.max_inner_states(in_row_order, idle_slots)
@@ -261,7 +228,7 @@ class DynamicInferenceContext:
 
     def end_step(
         self,
-        num_accepted: Callable[[int], int | None] | None = None,
+        num_accepted: Callable[[int], int] | None = None,
         is_valid: Callable[[int], bool] | None = None,
     ) -> None:
         """Register KV, commit states and advance requests, once the forward is launched. No synchronisation.
@@ -275,7 +242,10 @@ class DynamicInferenceContext:
         """
         if is_valid is not None:
             self._drop_invalid(is_valid)
-        late = self._verify(num_accepted) if any(step.drafts for step in self._steps) else []
+        late: list[RequestStep] = []
+        if any(step.drafts for step in self._steps):
+            assert num_accepted is not None, "drafts are not verified"
+            late = self._verify(num_accepted)
         self._states.scatter(self._steps, late)
         for step in self._steps:
             self._states.release_source(step)
@@ -285,7 +255,7 @@ class DynamicInferenceContext:
             if step.decoding and self.config.num_speculative_tokens:
                 self._admission.trim(step.holding)
         ended, self._steps = self._steps, ()
-        for observer in self._observers:
+        for observer in self.observers:
             observer.step_ended(ended)
 
     def _drop_invalid(self, is_valid: Callable[[int], bool]) -> None:
@@ -301,9 +271,12 @@ class DynamicInferenceContext:
             rows = {step.holding.row for step in invalid}
             self._steps = tuple(step for step in self._steps if step.holding.row not in rows)
 
-    def _verify(self, num_accepted: Callable[[int], int | None] | None) -> list[RequestStep]:
+    def _verify(self, num_accepted: Callable[[int], int]) -> list[RequestStep]:
         """Cut the steps to their accepted tokens; returns steps with slots that are reserved only now."""
-        accepted = [self._accepted(step, num_accepted) if step.drafts else step for step in self._steps]
+        accepted = [
+            step.accepted(num_accepted(step.request.request_id)) if step.drafts else step
+            for step in self._steps
+        ]
         late = self.prefix_cache.after_verification(self._steps, accepted)
         added = {step.holding.row: step.destinations for step in late}
         self._steps = tuple(
@@ -313,13 +286,6 @@ class DynamicInferenceContext:
             for step in accepted
         )
         return late
-
-    def _accepted(self, step: RequestStep, num_accepted: Callable[[int], int | None] | None) -> RequestStep:
-        request = step.request
-        count = num_accepted(request.request_id) if num_accepted else None  # may append tokens to requests
-        num_known = min(step.length, len(request.tokens) - step.start)
-        name = f"num_accepted({request.request_id})"
-        return step.accepted(integer(name, count, 1, num_known))
 
     def _count(self, step: RequestStep) -> None:
         request = step.request
@@ -347,34 +313,16 @@ class DynamicInferenceContext:
         for step in aborted:
             self.release(step.request)
 
-    def observe(self, observer: StepObserver) -> None:
-        """Call `observer` at every step from now on, until `unobserve`."""
-        calls = (getattr(observer, name, None) for name in ("step_begun", "step_ended"))
-        if isinstance(observer, type) or not all(map(callable, calls)):
-            raise ValueError(
-                f"observer is {shown(observer)}; accepted: an object with `step_begun(steps, inputs)` and "
-                "`step_ended(steps)`"
-            )
-        self._observers.append(observer)
-
-    def unobserve(self, observer: StepObserver) -> None:
-        """Stop calling `observer`; ValueError for one that does not observe."""
-        if not any(observer is known for known in self._observers):
-            raise ValueError(f"observer is {shown(observer)}; accepted: one that observes this context")
-        self._observers = [known for known in self._observers if known is not observer]
-
     # ---- the whole
 
     def reset_prefix_cache(self) -> None:
         """Forget every prefix, state, pin and ghost. Running requests go on, but cache nothing any more."""
-        self._check_between_steps("reset_prefix_cache")
         for holding in self._admission.holdings:
             self._states.move_to_live(holding)
         self.prefix_cache.forget([holding.path for holding in self._admission.holdings])
 
     def suspend(self) -> None:
         """Free the tensors of all pools; every request is released and every prefix forgotten."""
-        self._check_between_steps("suspend")
         for request in self.requests:
             self.release(request)
         self.reset_prefix_cache()
@@ -419,29 +367,3 @@ class DynamicInferenceContext:
         for holding in holdings:
             size = self.config.block_size_tokens
             assert holding.num_computed <= len(holding.path.blocks) * size, "tokens without a KV block"
-
-    # ---- arguments
-
-    def _check_request(self, request: DynamicInferenceRequest) -> None:
-        if not isinstance(request, DynamicInferenceRequest):
-            raise ValueError(f"request is {shown(request)}; accepted: a DynamicInferenceRequest")
-        if request.holding is not None and not self._admission.has(request):
-            raise ValueError(
-                f"request has id {request.request_id} and row {request.holding.row}; accepted: one without a "
-                "row, or in a row of this context"
-            )
-
-    def _is_ready(self, step: RequestStep) -> bool:
-        return (
-            isinstance(step, RequestStep)
-            and self._admission.has(step.request)
-            and step.holding is step.request.holding
-            and step.start == step.holding.num_computed
-            and len(step.drafts) <= self.config.num_speculative_tokens
-        )
-
-    def _check_between_steps(self, call: str) -> None:
-        if self._steps:
-            raise RuntimeError(f"{call} is called during a step; end or abort it first")
-        if not self.memory.allocated:
-            raise RuntimeError(f"{call} is called on a suspended context; resume it first")

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ...state_spec import SCALES, SlotLayout, StateTensor
-from ...validation import INT32_MAX, addressable, instance, integer
-from ...validation import device as checked_device
+from ...validation import addressable
 from ..kernels.state_codec import decode_states, encode_states
 from ..kernels.state_copy import copy_states
 from ..kernels.state_tensors import CodedTensor, StateTensors
@@ -62,25 +61,19 @@ class StatePool:
         """`memory`: [slots, bytes of a slot] uint8, zeros, perhaps with gaps between slots; None: new."""
         self.is_shared = is_shared
         self.states = tuple(states)
-        for index, tensor in enumerate(self.states):
-            instance(f"states[{index}]", tensor, StateTensor)
-        self.num_live = integer("num_live", num_live, 0, INT32_MAX)
-        self.num_durable = integer("num_durable", num_durable, 0, INT32_MAX)
-        self.num_slots = self.num_live + self.num_durable
+        self.num_live, self.num_durable = num_live, num_durable
+        self.num_slots = num_live + num_durable
         self._first_durable = 0 if is_shared else self.num_live
         self._offsets, self.slot_bytes = SlotLayout.of(self.states)
-        self._device = checked_device("device", device)
+        self._device = torch.device(device)
         addressable("states", list(self.states), (self.num_slots, self.slot_bytes), torch.uint8)
         self.allocate(memory)
 
     def allocate(self, memory: Tensor | None = None) -> None:
         """Use `memory`, as the constructor does. A call that raises changes nothing."""
-        self.put(self.new_memory() if memory is None else memory)
+        self._put(self._zeros(self.num_slots) if memory is None else memory)
 
-    def new_memory(self) -> Tensor:
-        return self._zeros(self.num_slots)
-
-    def put(self, memory: Tensor) -> None:
+    def _put(self, memory: Tensor) -> None:
         views = {
             tensor.name: self._view(memory, tensor, offset)
             for tensor, offset in zip(self.states, self._offsets, strict=True)
@@ -90,7 +83,7 @@ class StatePool:
 
     def free(self) -> None:
         """Free the memory; tensors without slots remain."""
-        self.put(self._zeros(0))
+        self._put(self._zeros(0))
         self.allocated = False
 
     @torch.inference_mode(False)  # others than inference tensors can be written anywhere
@@ -115,19 +108,12 @@ class StatePool:
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(self._views.values())
 
-    def live(self, name: str) -> Tensor:
-        """[layers, num_live, *shape], a view; all slots of a shared pool."""
-        return self[name] if self.is_shared else self[name][:, : self.num_live]
-
     def durable(self, name: str) -> Tensor:
         """[layers, num_durable, *shape], a view; all slots of a shared pool."""
         return self[name][:, self._first_durable :]
 
     def durable_index(self, slot: int) -> int:
-        first = self._first_durable
-        if type(slot) is not int or not 0 <= slot < self.num_slots - first:
-            slot = integer("slot", slot, 0, self.num_slots - first - 1)
-        return first + slot
+        return self._first_durable + slot
 
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy whole slots, pair by pair, in one launch; no destination is a source or named twice."""

@@ -381,6 +381,8 @@ class EngineState:
         if self.invariance is not None:
             self.invariance.check_switches()
         inputs = self._context.begin_step(scheduled, self.padded, sampled_tokens)  # reserve, publish
+        if self._poison is not None:
+            self._poison.fill()
         logits = self.run(forward, inputs)
         sampled = sample_step(self._context.steps, logits, self._logits_changes)  # launched
         # Register, commit, advance; waits only for drafts, and where blocks or states become findable.

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.step_inputs import StepInputs, on_device
+from ..contexts.step_inputs import on_device
 
 _NAN_BYTE = 0xFF
 """Floats of such bytes are NaN, in bfloat16 and every wider dtype; so are int8 numbers with such a scale."""
 
 
 class MemoryPoison:
-    """Observes a context, and fills its free memory with NaN before every forward.
+    """Fills the free memory of a context with NaN.
 
     Free are state slots without a committed or live state (slots reserved by the step, too), KV blocks
     without reference and hash, inputs before a request's last grid point where decodes replay, and rows of
@@ -25,17 +25,8 @@ class MemoryPoison:
     """
 
     def __init__(self, context: DynamicInferenceContext) -> None:
-        """Fill what is free now, and observe `context` from now on."""
         self._context = context
         self.fill()
-        context.observe(self)
-
-    def step_begun(self, steps: Sequence[object], inputs: StepInputs) -> None:
-        """Fill what is free once all that the step needs is reserved."""
-        self.fill()
-
-    def step_ended(self, steps: Sequence[object]) -> None:
-        """Nothing is to be done."""
 
     def check(self, invalid: Sequence[int]) -> None:
         """Raise RuntimeError where requests have invalid logits."""

@@ -58,10 +58,9 @@ class SampledStep:
             return drawn
         return drawn.index_select(0, on_device(torch.tensor(wanted, device="cpu"), drawn.device))
 
-    def num_accepted(self, request_id: int) -> int | None:
-        """How many tokens of a request's step are right; None without a new token. Waits as `wait` does."""
-        tokens = self.wait().get(request_id)
-        return None if tokens is None else len(tokens)
+    def num_accepted(self, request_id: int) -> int:
+        """How many tokens of a valid request's step are right. Waits as `wait` does."""
+        return len(self.wait()[request_id])
 
     def is_valid(self, request_id: int) -> bool:
         """Whether a request has no invalid logits in this step."""

@@ -8,12 +8,10 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
-from mambaslots.inference.contexts.states import StatePool
 from oracle import bad_values as bad
 from oracle.bad_values import INT32_MAX, UNPRINTABLE, Bad, meta, refuse, refuse_all
 from oracle.fake_host import CONV_SHAPE, SSM_SHAPE, Chunk, FakeHost, FakeRequest
 from oracle.picture import picture
-from oracle.state_tensors import conv_and_ssm
 
 MAX_HASH = 2**63 - 1
 
@@ -325,28 +323,3 @@ def test_a_bad_prefix_cache(name: str, enabled: bool):
     """Whether the cache is on makes no difference."""
     good = CACHE | {"enabled": enabled}
     refuse_all("PrefixCache", CACHE_ARGUMENTS[name], lambda value: PrefixCache(**good | {name: value}), name)
-
-
-# ---- StatePool
-
-POOL = {
-    "states": conv_and_ssm(2, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float64),
-    "num_live": 3, "num_durable": 2,
-}  # fmt: skip
-POOL_ARGUMENTS = {
-    "num_live": bad.integer(0, INT32_MAX),
-    "num_durable": bad.integer(0, INT32_MAX),
-    "device": bad.device(),
-}
-
-
-@pytest.mark.parametrize("name", POOL_ARGUMENTS)
-def test_a_bad_pool_of_states(name: str):
-    refuse_all("StatePool", POOL_ARGUMENTS[name], lambda value: StatePool(**POOL | {name: value}), name)
-
-
-def test_the_index_of_a_slot_that_is_none():
-    pool = StatePool(**POOL)
-    before = picture(pool)
-    refuse_all("StatePool", bad.integer(0, 1), pool.durable_index, "slot")
-    assert picture(pool) == before

@@ -6,6 +6,7 @@ import mambaslots as ms
 import numpy as np
 import pytest
 import torch
+from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.parallel_groups import ModelShard, Part
 from mambaslots.state_spec import StateSplit
 from oracle import bad_values as bad
@@ -176,7 +177,7 @@ def test_settings_that_do_not_go_together_are_refused(overrides: dict[str, Any],
 )
 def test_sizes_that_no_context_can_have_are_refused(overrides: dict[str, Any], named: str) -> None:
     spec, config = ms.HybridStateSpec(**SPEC), ms.InferenceConfig(**CONFIG | overrides)
-    refuse("DynamicInferenceContext", lambda: ms.DynamicInferenceContext(spec, config), named)
+    refuse("DynamicInferenceContext", lambda: DynamicInferenceContext(spec, config), named)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_tensors_larger_than_any_memory_are_refused(
 ) -> None:
     spec = ms.HybridStateSpec(**SPEC | spec_overrides)
     config = ms.InferenceConfig(**CONFIG | config_overrides)
-    refuse("DynamicInferenceContext", lambda: ms.DynamicInferenceContext(spec, config), named)
+    refuse("DynamicInferenceContext", lambda: DynamicInferenceContext(spec, config), named)
 
 
 def test_grids_that_no_chunk_suits_are_refused() -> None:
@@ -200,13 +201,6 @@ def test_grids_that_no_chunk_suits_are_refused() -> None:
     refuse("HybridStateSpec", lambda: ms.HybridStateSpec(**SPEC | {"states": states}), "states")
     spec = ms.HybridStateSpec(**SPEC | {"states": [states[0], states[2]]})
     assert (spec.chunk_size, spec.grid) == (64, 64)
-
-
-def test_a_context_is_made_of_a_spec_and_a_config() -> None:
-    spec, config = ms.HybridStateSpec(**SPEC), ms.InferenceConfig(**CONFIG)
-    target = "DynamicInferenceContext"
-    refuse_all(target, bad.anything(), lambda value: ms.DynamicInferenceContext(value, config), "spec")
-    refuse_all(target, bad.anything(), lambda value: ms.DynamicInferenceContext(spec, value), "config")
 
 
 def test_an_engine_is_made_of_a_model_and_a_config() -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import mambaslots as ms
 import pytest
 import torch.distributed as dist
+from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.net import Heartbeat
 from oracle import bad_values as bad
 from oracle.agreement import Agreement
@@ -16,7 +16,7 @@ ENGINE = small_engine()
 STORE = dist.HashStore()
 
 AGREEMENT: dict[str, tuple[object, Bad]] = {
-    "context": (ENGINE.context, bad.anything(ms.DynamicInferenceContext)),
+    "context": (ENGINE.context, bad.anything(DynamicInferenceContext)),
     "store": (STORE, bad.anything(dist.Store)),
     "rank": (0, bad.integer(0, 1)),
     "world_size": (2, bad.integer(1)),
@@ -46,16 +46,6 @@ def test_a_bad_argument_is_refused_by_name(
 
     def unchanged() -> None:
         assert STORE.num_keys() == 0
-        assert not ENGINE.context._observers
+        assert not ENGINE.context.observers
 
     refuse_all(cls.__name__, arguments[name][1], lambda value: cls(**good | {name: value}), name, unchanged)
-
-
-def test_a_context_is_observed_by_what_has_the_methods() -> None:
-    class Half:
-        def step_begun(self, chunks: object) -> None: ...
-
-    context = ENGINE.context
-    no_observer = bad.anything().also(Half(), Agreement)
-    refuse_all("DynamicInferenceContext", no_observer, context.observe, "observer")
-    refuse_all("DynamicInferenceContext", no_observer, context.unobserve, "observer")

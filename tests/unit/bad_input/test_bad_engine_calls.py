@@ -1,7 +1,6 @@
-"""Bad calls of a serving engine and its context: refused, with requests, pools and pins as before."""
+"""Bad calls of a serving engine: refused, with requests, pools and pins as before."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import mambaslots as ms
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from mambaslots.inference.contexts.cache.pins import PinnedPrefix
-from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
 from oracle import bad_values as bad
 from oracle.bad_values import Bad, refuse, refuse_all
 from oracle.budget import dear
@@ -19,7 +17,7 @@ from oracle.serving import random_tokens, run_checked, small_engine
 PREFIX = random_tokens(24, seed=1)
 PROMPTS = ([*PREFIX, 1, 2, 3], random_tokens(40, seed=2), random_tokens(9, seed=3))
 ONE = ms.SamplingParams(max_tokens=1)
-_engine_target, _context_target = "DynamicInferenceEngine", "DynamicInferenceContext"
+_engine_target = "DynamicInferenceEngine"
 
 
 class Served:
@@ -292,101 +290,6 @@ def test_without_prefix_caching_nothing_can_be_pinned() -> None:
     assert picture(engine) == before
 
 
-# ---- the context
-
-
-def next_step(request: DynamicInferenceRequest, shift: int = 0, drafts: tuple[int, ...] = ()) -> RequestStep:
-    """One token of a request that has a row, and drafts; `shift` tokens away from where it is."""
-    holding = request.holding
-    assert holding is not None
-    start = holding.num_computed + shift
-    return RequestStep.of(request, holding, start, start + 1 + len(drafts), decoding=True, drafts=drafts)
-
-
-def test_the_context_is_given_requests(served: Served) -> None:
-    context = served.context
-    foreign = Served()
-    requests = bad.anything().also(*foreign.context.requests, next_step(context.requests[0]))
-    for call in (context.match, context.release, lambda v: context.schedule(v, 8)):
-        refuse_all(_context_target, requests, call, "request", served.unchanged, examples=dear())
-    foreign.unchanged()
-
-
-def test_the_context_is_given_a_budget(served: Served) -> None:
-    context, waiting = served.context, next(iter(served.engine.state.scheduler.waiting.values()))
-    refuse_all(
-        _context_target,
-        bad.integer(0),
-        lambda v: context.schedule(waiting, v),
-        "token_budget",
-        served.unchanged,
-    )
-
-
-def test_more_requests_than_rows(served: Served) -> None:
-    waiting = next(iter(served.engine.state.scheduler.waiting.values()))
-    refuse(_context_target, lambda: served.context.schedule(waiting, 8), "", ms.RequestOverflowError)
-    served.unchanged()
-
-
-def test_the_context_is_given_steps_that_are_ready(served: Served) -> None:
-    context = served.context
-    first, second = context.requests
-    good, foreign = next_step(first), next_step(Served().context.requests[0])
-    assert second.holding is not None
-    waiting = next(iter(served.engine.state.scheduler.waiting.values()))
-    not_ready = [
-        next_step(first, shift=-1),
-        replace(good, request=waiting),
-        replace(good, holding=second.holding),
-        foreign,
-        next_step(second, drafts=(1,)),
-    ]
-    steps = bad.anything().also([good, good], [good, None], *([good, step] for step in not_ready))
-    refuse_all(_context_target, steps, context.begin_step, "steps", served.unchanged)
-    step = bad.anything().also(first, foreign, replace(good, request=waiting))
-    refuse_all(_context_target, step, lambda v: context.draft(v, [1]), "step", served.unchanged)
-
-
-def test_drafts_are_token_ids(served: Served) -> None:
-    context = served.context
-    step = next_step(context.requests[0])
-    refuse_all(
-        _context_target,
-        bad.ids(0, 255, good=(5,)),
-        lambda v: context.draft(step, v),
-        "tokens",
-        served.unchanged,
-    )
-
-
-def test_observers_have_two_calls(served: Served) -> None:
-    for call in (served.context.observe, served.context.unobserve):
-        refuse_all(_context_target, bad.anything(), call, "observer", served.unchanged)
-
-
-def test_a_verification_says_how_many_tokens_are_right() -> None:
-    """None, one for a step without drafts, and more than the request has: all refused."""
-    served = Served(num_speculative_tokens=2)
-    context = served.context
-    request = next(request for request in context.requests if request.holding.decoding)  # type: ignore[union-attr]
-    step = context.schedule(request, 8)
-    assert step is not None
-    drafted = context.draft(step, [1, 2])
-    assert drafted.drafts
-    context.begin_step([drafted])
-    served.mark()
-    for count in (bad.integer(1, 1), bad.anything(int)):
-        refuse_all(
-            _context_target,
-            count,
-            lambda v: context.end_step(lambda request_id: v),
-            r"num_accepted\(\d+\)",
-            served.unchanged,
-        )
-    context.abort_step()
-
-
 # ---- the prefix cache
 
 
@@ -414,13 +317,10 @@ def test_more_than_is_cached_is_not_evicted(served: Served) -> None:
 
 def test_a_suspended_engine_computes_nothing() -> None:
     served = Served()
-    engine, context = served.engine, served.context
-    waiting = served.ids[0]
+    engine = served.engine
     stream = engine.stream([1, 2, 3])
-    step = next_step(context.requests[0])
     engine.suspend()
     served.mark()
-    request = engine.state.requests[waiting]
     for call in (
         engine.step,
         lambda: engine.generate([[1, 2]]),
@@ -428,10 +328,6 @@ def test_a_suspended_engine_computes_nothing() -> None:
         lambda: engine.warm(PREFIX),
         lambda: engine.pin(PREFIX),
         lambda: next(stream),
-        lambda: context.schedule(request, 8),
-        lambda: context.begin_step([step]),
-        context.reset_prefix_cache,
-        context.suspend,
     ):
         refuse(_engine_target, call, "", RuntimeError)
         served.unchanged()
@@ -439,31 +335,6 @@ def test_a_suspended_engine_computes_nothing() -> None:
     refuse_all(_engine_target, _ids, engine.add_request, "prompt", served.unchanged, examples=dear())
     stream.close()
     engine.resume()
-    served.serves_on()
-
-
-def test_nothing_else_is_called_during_a_step_of_the_context() -> None:
-    served = Served()
-    context = served.context
-    first, second = context.requests
-    step = context.schedule(first, 8)
-    assert step is not None
-    context.begin_step([step])
-    served.mark()
-    for call in (
-        lambda: context.begin_step([step]),
-        lambda: context.schedule(second, 8),
-        lambda: context.draft(step, [1]),
-        lambda: context.release(first),
-        context.reset_prefix_cache,
-        context.suspend,
-    ):
-        refuse(_context_target, call, "", RuntimeError)
-        served.unchanged()
-    context.abort_step()
-    served.engine.state.scheduler.running.remove(first)
-    served.engine.state.scheduler._put_first(first)
-    context.check_integrity()
     served.serves_on()
 
 

@@ -14,6 +14,7 @@ from mambaslots.cli import serve
 from mambaslots.cli.main import main, make_parser
 from mambaslots.cli.serve import read_keys, server_settings
 from mambaslots.cli.setup import inference_config
+from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.replay.read_trace import read_trace
 from mambaslots.serve import ServerSettings
 
@@ -160,7 +161,7 @@ def test_a_budget_is_kept_and_serves(pattern: str, options: tuple[str, ...], mem
     model = {"pattern": pattern} | (extra if "G" in pattern else {})
     config = config_of("--max-sequence-length", "512", *options, memory_gb=memory_gb, **model)
     spec = ms.models.HybridLM(ms.models.HybridConfig.tiny(**model), seed=0).state_spec()
-    context = ms.DynamicInferenceContext(spec, config)
+    context = DynamicInferenceContext(spec, config)
     blocks, slots = context.prefix_cache.kv_blocks.total_count, context.prefix_cache.slots.num_slots
     said = re.search(r"total ([\d.e+]+) MiB", context.memory.summary())
     assert said is not None

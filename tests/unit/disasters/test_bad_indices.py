@@ -261,7 +261,7 @@ class IndicesChecked:
     def __init__(self, engine: ms.DynamicInferenceEngine) -> None:
         self._context = engine.context
         self.num_steps = 0
-        self._context.observe(self)
+        self._context.observers.append(self)
 
     def step_begun(self, steps: Sequence[object], inputs: StepInputs) -> None:
         self.num_steps += 1

@@ -39,7 +39,7 @@ class Confused:
     def __init__(self, engine: ms.DynamicInferenceEngine) -> None:
         self._context = engine.context
         self.num_confused = 0
-        self._context.observe(self)
+        self._context.observers.append(self)
 
     def step_begun(self, steps: Sequence[RequestStep], inputs: object) -> None:
         for step in steps:

@@ -35,7 +35,7 @@ class LastInputs:
 
     def __init__(self, engine: ms.DynamicInferenceEngine) -> None:
         self.inputs: StepInputs | None = None
-        engine.context.observe(self)
+        engine.context.observers.append(self)
 
     def step_begun(self, steps: Sequence[object], inputs: StepInputs) -> None:
         self.inputs = inputs

@@ -27,7 +27,7 @@ class FreedBytesAreOnes:
     def __init__(self, engine: ms.DynamicInferenceEngine) -> None:
         self._context = engine.context
         self.fill()
-        self._context.observe(self)
+        self._context.observers.append(self)
 
     def step_begun(self, steps: Sequence[object], inputs: object) -> None:
         """Nothing is to be done."""

@@ -36,7 +36,7 @@ class UnwrittenIsNaN:
     def __init__(self, engine: ms.DynamicInferenceEngine) -> None:
         self._context = engine.context
         self.num_reserved = 0
-        self._context.observe(self)
+        self._context.observers.append(self)
 
     def step_begun(self, steps: Sequence[RequestStep], inputs: object) -> None:
         cache, pool = self._context.prefix_cache, self._context.memory.durable_pool

@@ -274,14 +274,14 @@ def test_an_observer_is_called_at_each_step_and_fails_it_by_raising() -> None:
             assert not engine.context.steps
 
     engine, observer = small_engine(), Observer()
-    engine.context.observe(observer)
+    engine.context.observers.append(observer)
     engine.add_request(random_tokens(9, 0), ms.SamplingParams(max_tokens=3))
     engine.step()
     with pytest.raises(LookupError, match="not this step"):
         engine.step()
     engine.context.check_integrity()
     engine.step()  # it restarts from the state at 8
-    engine.context.unobserve(observer)
+    engine.context.observers.remove(observer)
     engine.step()
     assert observer.chunks == [
         ("begun", 0, 9), ("ended", 0, 9), ("begun", 9, 10), ("begun", 8, 10), ("ended", 8, 10),
@@ -300,7 +300,7 @@ def test_a_closed_agreement_follows_nothing() -> None:
     engine.generate([random_tokens(9, 0)])
     engine.reset_prefix_cache()
     assert not agreement._decisions
-    assert not engine.context._observers
+    assert not engine.context.observers
     assert not engine.context.prefix_cache.kv_blocks._observers
 
 

@@ -64,7 +64,7 @@ def serve(
     """Serve the trace with a real engine; a session's request comes behind the answer before it."""
     reader = Reader(trace)
     engine = ms.DynamicInferenceEngine(reader, config)  # type: ignore[arg-type]
-    engine.context.observe(reader)
+    engine.context.observers.append(reader)
     coming = sorted((one.arrival_s, number) for number, one in enumerate(trace.requests))
     coming = [
         entry

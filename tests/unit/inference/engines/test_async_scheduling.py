@@ -28,7 +28,7 @@ class Launches:
 
     def __init__(self, engine: ms.DynamicInferenceEngine) -> None:
         self.steps: list[tuple[bool, int]] = []
-        engine.context.observe(self)
+        engine.context.observers.append(self)
 
     def step_begun(self, steps: Sequence[RequestStep], inputs: ms.StepInputs) -> None:
         follows = {step.follows for step in steps}

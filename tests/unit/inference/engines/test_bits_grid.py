@@ -21,7 +21,7 @@ class GridWatch:
         spec, config = engine.context.spec, engine.config
         self._chunk = spec.chunk_tokens(config.block_size_tokens)
         self._pool = engine.context.memory.state_pool
-        engine.context.observe(self)
+        engine.context.observers.append(self)
 
     def step_begun(self, steps: Sequence[RequestStep], inputs: ms.StepInputs) -> None:
         replay, chunk = inputs.replay, self._chunk

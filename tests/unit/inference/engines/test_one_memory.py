@@ -51,7 +51,7 @@ class Churn:
     def __init__(self, engine: ms.DynamicInferenceEngine) -> None:
         self._cache = engine.context.prefix_cache
         self._num_steps = 0
-        engine.context.observe(self)
+        engine.context.observers.append(self)
 
     def step_begun(self, steps: object, inputs: object) -> None: ...
 

@@ -117,7 +117,7 @@ def test_a_failed_resume_can_be_reset(number: int) -> None:
     ("owner", "name"),
     [
         (DeviceMemory, "_new_memory"), (DeviceMemory, "free"),
-        (StatePool, "new_memory"), (StatePool, "put"), (StatePool, "free"),
+        (StatePool, "_zeros"), (StatePool, "_put"), (StatePool, "free"),
     ],
 )  # fmt: skip
 def test_an_interrupted_resume_can_be_repeated(owner: type, name: str, after: bool) -> None:

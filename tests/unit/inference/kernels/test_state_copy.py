@@ -320,7 +320,7 @@ class TestWrapper:
         pool = StatePool(conv_and_ssm(2, (3, 4), (2, 3, 2), dtype, dtype), 3, 4)
         pool["conv"].copy_(random_bytes(2, 7, 3, 4, dtype=dtype, seed=1))
         pool["ssm"].copy_(random_bytes(2, 7, 2, 3, 2, dtype=dtype, seed=2))
-        live = StateTensors(pool.live("conv"), pool.live("ssm"))
+        live = StateTensors(pool["conv"][:, : pool.num_live], pool["ssm"][:, : pool.num_live])
         durable = StateTensors(pool.durable("conv"), pool.durable("ssm"))
         expected = bits([pool["conv"][:, 1], pool["ssm"][:, 1]])
         copy_states(live, [1], durable, [3])
