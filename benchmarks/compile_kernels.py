@@ -2,9 +2,8 @@
 
 `kernel_shapes.py` lists the launches of a step of Nemotron-H-8B, `delta_shapes.py` those of the gated
 delta rule in Qwen3.5-4B and models of its kind, `pointwise_shapes.py` those of norms and gates, and
-`product_shapes.py` and `segment_shapes.py` those of products in order and of attention in segments,
-`codec_shapes.py` those that encode and decode cached states. This
-script compiles every launch for sm_90 and prints what Triton's own `ptxas -v` and the PTX say:
+`segment_shapes.py` those of attention in segments, `codec_shapes.py` those that encode and decode cached
+states. This script compiles every launch for sm_90 and prints what Triton's own `ptxas -v` and the PTX say:
 
 registers   of a thread; 65,536 on a multiprocessor
 spilled     bytes of registers that went to local memory, stored and loaded
@@ -34,7 +33,6 @@ from launches.delta_shapes import DELTA_SHAPES
 from launches.gate_shapes import GATE_SHAPES
 from launches.kernel_shapes import SHAPES
 from launches.pointwise_shapes import POINTWISE_SHAPES
-from launches.product_shapes import PRODUCT_SHAPES
 from launches.segment_shapes import SEGMENT_SHAPES
 from launches.specialisation import Specialisation
 from launches.ssd_shapes import SSD_SHAPES
@@ -46,7 +44,7 @@ KERNELS: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {"align": (
 """Each file that has kernels -> its launches."""
 for table in (
     *(SHAPES, DELTA_SHAPES, GATE_SHAPES, SSD_SHAPES),
-    *(POINTWISE_SHAPES, PRODUCT_SHAPES, SEGMENT_SHAPES, CODEC_SHAPES),
+    *(POINTWISE_SHAPES, SEGMENT_SHAPES, CODEC_SHAPES),
 ):
     for file, launches in table.items():
         KERNELS[file] = (*KERNELS.get(file, ()), *launches)

@@ -25,9 +25,9 @@ class Interrupted(KeyboardInterrupt):
 POINTS: dict[str, tuple[Owner, str]] = {
     "scheduling": (lambda e: e.state.scheduler, "schedule"),
     "matching": (lambda e: e.context.prefix_cache, "match"),
-    "admission": (lambda e: e.context._admission, "schedule"),
+    "admission": (lambda e: e.context.admission, "schedule"),
     "admitted": (lambda e: e.context, "schedule"),
-    "row": (lambda e: e.context._admission, "admit"),
+    "row": (lambda e: e.context.admission, "admit"),
     "block table": (lambda e: CachedPath, "append"),
     "KV allocation": (lambda e: e.context.prefix_cache.kv_blocks, "allocate_memory_blocks"),
     "KV references": (lambda e: e.context.prefix_cache.kv_blocks, "add_references"),

@@ -151,7 +151,19 @@ class Admission:
         return request.match
 
     def schedule(self, request: DynamicInferenceRequest, token_budget: int) -> RequestStep | None:
-        """The request's next step of at most `token_budget` tokens; None where blocks or tokens are short."""
+        """Allocate what a request's next step of at most `token_budget` tokens needs.
+
+        A request without a row is admitted, and the state that it resumes from is pinned. Later parts of a
+        prefill are matched again, and may jump ahead to states that other requests have stored since.
+
+        A request whose known tokens are all computed gets a step that `follows`: the decode of the token that
+        the last step samples; `begin_step` then needs the sampled tokens. No step follows where it would
+        complete a KV block or store a state.
+
+        Returns:
+            The step; None, with nothing changed, where KV blocks or tokens are too few, or no step can
+                follow.
+        """
         holding = request.holding
         if holding is not None and holding.decoding:
             return self._schedule_decode(request, holding)

@@ -10,11 +10,10 @@ from torch import Tensor
 from ...cache_stats import CacheStats
 from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec
-from ...validation import integers
 from .admission import Admission
 from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
-from .cache.prefix_match import PrefixMatch, TokenLedger
+from .cache.prefix_match import TokenLedger
 from .device_memory import DeviceMemory
 from .pool_sizes import PoolSizes, sized
 from .request import DynamicInferenceRequest, RequestStep
@@ -29,14 +28,15 @@ logger = logging.getLogger(__name__)
 class DynamicInferenceContext:
     """Rows, live states and steps of the requests that run at once, over a `PrefixCache`.
 
-    One step consists of `schedule` for each request that shall advance, `begin_step`, the model's forward,
-    and `end_step` (or `abort_step`). `release` frees all that a request holds.
+    One step consists of `admission.schedule` for each request that shall advance, `begin_step`, the model's
+    forward, and `end_step` (or `abort_step`). `release` frees all that a request holds.
 
     Attributes:
         spec: what the model needs.
         config: sizes and switches.
         prefix_cache: KV blocks, durable states, and the index over both.
         memory: the tensors: `memory.kv_cache` and `memory.state_pool`.
+        admission: rows, and what requests get for their next steps.
         observers: are called with each step.
     """
 
@@ -81,7 +81,7 @@ class DynamicInferenceContext:
         self._empty_rows()
         largest = StepShape.largest(
             config.max_requests, config.max_tokens_per_step, 1 + config.num_speculative_tokens,
-            self.block_table.shape[1], self._chunk_size, config.batch_invariant,
+            self.admission.block_table.shape[1], self._chunk_size, config.batch_invariant,
         )  # fmt: skip
         self._buffer = StepBuffer(largest, spec.device)
         self._builder = StepBuilder(self._buffer, config, self._chunk_size, self._states, self.memory)
@@ -119,7 +119,7 @@ class DynamicInferenceContext:
             )
 
     def _empty_rows(self) -> None:
-        self._admission = Admission(
+        self.admission = Admission(
             self.config, self._chunk_size, self.prefix_cache, self._states, self.memory
         )
 
@@ -128,51 +128,14 @@ class DynamicInferenceContext:
     @property
     def requests(self) -> list[DynamicInferenceRequest]:
         """The requests that hold a row."""
-        return self._admission.requests
+        return self.admission.requests
 
     @property
     def steps(self) -> tuple[RequestStep, ...]:
         """What each request does in the step under way, in row order; empty between steps."""
         return self._steps
 
-    @property
-    def block_table(self) -> Tensor:
-        """[max_requests, blocks of the longest sequence] int32 on the CPU: each row's KV blocks, then -1."""
-        return self._admission.block_table
-
     # ---- requests
-
-    def match(self, request: DynamicInferenceRequest) -> PrefixMatch:
-        """What is cached of a request's tokens; changes only the request's hash chain."""
-        return self._admission.match(request)
-
-    def schedule(self, request: DynamicInferenceRequest, token_budget: int) -> RequestStep | None:
-        """Allocate what a request's next step of at most `token_budget` tokens needs.
-
-        A request without a row is admitted: it gets a row, live slots and references to the KV blocks that it
-        shares, and the state that it resumes from is pinned. Later parts of a prefill are matched again, and
-        may jump ahead to states that other requests have stored since.
-
-        A request whose known tokens are all computed gets a step that `follows`: the decode of the token that
-        the last step samples; `begin_step` then needs the sampled tokens. No step follows where it would
-        complete a KV block or store a state.
-
-        Returns:
-            The step; None, with nothing changed, where KV blocks or tokens are too few, or no step can
-                follow.
-
-        Raises:
-            RequestOverflowError: no row is free.
-        """
-        return self._admission.schedule(request, token_budget)
-
-    def draft(self, step: RequestStep, tokens: Sequence[int]) -> RequestStep:
-        """The step with the first of `tokens`, at most `step.max_drafts(...)`, as drafts, if blocks are free.
-
-        ValueError for tokens that are no token ids.
-        """
-        drafts = integers("tokens", tokens, 0, self.spec.vocab_size - 1)
-        return self._admission.draft(step, drafts) if drafts else step
 
     def release(self, request: DynamicInferenceRequest, *, discard: bool = False) -> None:
         """Free all that the request holds. A later `schedule` resumes from its deepest cached state.
@@ -182,7 +145,7 @@ class DynamicInferenceContext:
         """
         if request.holding is None:
             return
-        holding = self._admission.release(request)
+        holding = self.admission.release(request)
         if discard:
             self.prefix_cache.discard(holding.path)
         else:
@@ -199,8 +162,8 @@ class DynamicInferenceContext:
         """Reserve slots for the planned states, and publish the model's inputs, decode rows first.
 
         Args:
-            steps: results of `schedule` and `draft`, each of another request, to which nothing has happened
-                since. All of them follow, or none.
+            steps: as `Admission.schedule` and `Admission.draft` gave them, each of another request, to which
+                nothing has happened since. All of them follow, or none.
             padding: maps the step's shape to the shape to pad to, which must be at least as large.
             sampled_tokens: [steps] int64 on the device, for steps that follow: what each of them decodes.
 
@@ -212,7 +175,7 @@ class DynamicInferenceContext:
             self.memory.scrubber.scrub()
         self._reserve(steps)
         inputs = self._builder.build(
-            self._steps, self.block_table.numpy(), padding or (lambda shape: shape), sampled_tokens
+            self._steps, self.admission.block_table.numpy(), padding or (lambda shape: shape), sampled_tokens
         )
         for observer in self.observers:
             observer.step_begun(self._steps, inputs)
@@ -221,7 +184,7 @@ class DynamicInferenceContext:
     def _reserve(self, steps: Sequence[RequestStep]) -> None:
         """Reserve slots for the states of the steps, and gather the states that they start from."""
         in_row_order = sorted(steps, key=lambda step: not step.decoding)
-        idle_slots = self._admission.idle_slots
+        idle_slots = self.admission.idle_slots
         max_inner_states = self._states.max_inner_states(in_row_order, idle_slots)
         self._steps = tuple(self.prefix_cache.reserve(in_row_order, max_inner_states))
         self._states.gather(self._steps, idle_slots)
@@ -253,7 +216,7 @@ class DynamicInferenceContext:
             self.prefix_cache.register(step.holding.path, step.request.tokens, step.stop)
             self._states.advance(step, self.prefix_cache.commit(step))
             if step.decoding and self.config.num_speculative_tokens:
-                self._admission.trim(step.holding)
+                self.admission.trim(step.holding)
         ended, self._steps = self._steps, ()
         for observer in self.observers:
             observer.step_ended(ended)
@@ -317,9 +280,9 @@ class DynamicInferenceContext:
 
     def reset_prefix_cache(self) -> None:
         """Forget every prefix, state, pin and ghost. Running requests go on, but cache nothing any more."""
-        for holding in self._admission.holdings:
+        for holding in self.admission.holdings:
             self._states.move_to_live(holding)
-        self.prefix_cache.forget([holding.path for holding in self._admission.holdings])
+        self.prefix_cache.forget([holding.path for holding in self.admission.holdings])
 
     def suspend(self) -> None:
         """Free the tensors of all pools; every request is released and every prefix forgotten."""
@@ -341,7 +304,7 @@ class DynamicInferenceContext:
         `keep_counts`: keep the counts of prompt tokens, and of what was cached and evicted.
         """
         self._steps = ()
-        self._admission.abandon()
+        self.admission.abandon()
         self._empty_rows()
         if not keep_counts:
             self._ledger = TokenLedger()
@@ -360,8 +323,8 @@ class DynamicInferenceContext:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, pools and maps contradict each other; O(pools)."""
-        holdings, during_step = self._admission.holdings, bool(self._steps)
-        self._admission.check_integrity()
+        holdings, during_step = self.admission.holdings, bool(self._steps)
+        self.admission.check_integrity()
         self._states.check_integrity(holdings, during_step)
         self.prefix_cache.check_integrity([holding.path for holding in holdings], during_step)
         for holding in holdings:

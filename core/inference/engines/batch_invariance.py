@@ -18,15 +18,7 @@ from ..contexts.step_inputs import FEWEST_ROWS, StepShape, padded_to_ladder, pow
 from ..kernels import attention
 from . import product_check
 from .dummy_steps import DummySteps
-from .product_check import (
-    BatchVarianceError,
-    Product,
-    ProductRecorder,
-    WithReplacedProducts,
-    bits,
-    is_replaceable,
-    with_rows,
-)
+from .product_check import BatchVarianceError, Product, ProductRecorder, bits, with_rows
 from .runner import Model
 
 SETTING = "batch_invariant is True"
@@ -41,8 +33,6 @@ class BatchInvariance:
 
     Attributes:
         products: the operators, sizes and dtypes that were compared.
-        replaced: of those that `product_check.sequential` computes instead: weight key -> product. Holds no
-            weights.
     """
 
     def __init__(self, model: Model, spec: HybridStateSpec, config: InferenceConfig) -> None:
@@ -50,8 +40,6 @@ class BatchInvariance:
         check_settings(spec, config)
         self._spec = spec
         self.products: tuple[str, ...] = ()
-        self.replaced: dict[tuple[Any, ...], str] = {}
-        self._served: WithReplacedProducts | None = None  # the model that `served` was asked for last
         width = power_of_two(1 + config.num_speculative_tokens)
         self._most_tokens = rung(config.max_requests * width + config.max_tokens_per_step)
         before = {name: read_switch(name) for name in SWITCHES}
@@ -75,14 +63,6 @@ class BatchInvariance:
                     "batch_invariant, because bits of products depend on the number of rows otherwise"
                 )
 
-    def served(self, model: Model) -> Model:
-        """The model with its replaced products; `model` itself where no product is replaced."""
-        if not self.replaced:
-            return model
-        if self._served is None or self._served.model is not model:
-            self._served = WithReplacedProducts(model, self.replaced)
-        return self._served
-
     def describe(self) -> tuple[str, ...]:
         """What was chosen and checked, and what is not promised; a line each."""
         spec = self._spec
@@ -94,10 +74,6 @@ class BatchInvariance:
             f"batch invariance: {len(self.products)} shapes of products have the same bits in all of "
             f"{len(rungs(self._most_tokens))} numbers of rows, and prefills in parts, prefills beside "
             "others and decodes the same logits",
-            *(
-                f"product replaced by one that adds over K in order: {name}"
-                for name in self.replaced.values()
-            ),
             f"the promise holds for {torch.cuda.get_device_name(spec.device)}, torch {torch.__version__}"
             f"{ranks}; other GPUs, versions and tensor-parallel sizes may give other bits",
         )
@@ -123,29 +99,19 @@ class BatchInvariance:
 
     def _check_parts(self, model: Model, config: InferenceConfig) -> None:
         found = record(model, self._spec, config)
-        self.products, self.replaced = tuple(map(str, found)), {}
-        refused = [f"{product} {case}" for product in found if (case := self._unreplaced(product))]
+        self.products = tuple(map(str, found))
+        cases = [(product, product_check.first_difference(product, self._most_tokens)) for product in found]
+        refused = [f"{product} {case}" for product, case in cases if case]
         if refused:
             raise BatchVarianceError(
                 f"{SETTING}, and a row gets other bits than among {product_check.BASE_ROWS} rows by "
                 f"{'; '.join(refused)}; accepted: products whose rows do not depend on the number of rows"
             )
 
-    def _unreplaced(self, product: Product) -> str:
-        """Where the bits of a product differ, if it cannot be replaced; empty otherwise."""
-        case = product_check.first_difference(product, self._most_tokens)
-        if case and is_replaceable(product):
-            again = product_check.first_difference(product, self._most_tokens, product_check.sequential)
-            if again:
-                return f"{case}, and by the sequential product {again}"
-            self.replaced[product.weight_key] = str(product)
-            return ""
-        return case
-
     def _check_forwards(self, model: Model, config: InferenceConfig) -> None:
         """Where the model is split, this is a collective; all ranks see the same logits."""
         chunk, most = self._spec.chunk_tokens(config.block_size_tokens), self._most_tokens
-        steps = DummySteps(self.served(model), self._spec, config, checked_length(chunk), most)
+        steps = DummySteps(model, self._spec, config, checked_length(chunk), most)
         case = first_difference(steps, chunk, most)
         if case:
             raise BatchVarianceError(

@@ -94,11 +94,11 @@ class DummySteps:
         drafts: Sequence[int] = (),
     ) -> list[Tensor]:
         """One step."""
-        steps = [self._context.schedule(request, budget) for request, budget in work]
+        steps = [self._context.admission.schedule(request, budget) for request, budget in work]
         ready = [step for step in steps if step is not None]
         assert len(ready) == len(work), "the pools hold all requests"
         if drafts:
-            ready[0] = self._context.draft(ready[0], drafts)
+            ready[0] = self._context.admission.draft(ready[0], drafts)
         inputs = self._context.begin_step(ready, padding)
         try:
             logits = self._model(inputs)

@@ -73,16 +73,15 @@ class DynamicInferenceEngine:
         instance("config", config, InferenceConfig)
         self._seed = integer("seed", seed, 0, INT64_MAX)
         drafter = checked_drafter(drafter, config.num_speculative_tokens)
-        spec, invariance, forward = model.state_spec(), None, model
+        spec, invariance = model.state_spec(), None
         self.config = config = sized(config, spec.device)
         if config.batch_invariant:
             from . import batch_invariance  # here, because it imports triton by way of torch
 
             invariance = batch_invariance.BatchInvariance(model, spec, config)
-            forward = invariance.served(model)
         self.context = DynamicInferenceContext(spec, config)
         if self.context.prefix_cache.tier is not None:
-            set_min_tokens(self.context.prefix_cache.tier, forward, spec, config)
+            set_min_tokens(self.context.prefix_cache.tier, model, spec, config)
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
         self.state = EngineState(self.context, drafter, invariance)
         self.new_ids = count()

@@ -245,8 +245,7 @@ class EngineState:
             raise RuntimeError("step is called on a suspended engine; resume it first")
         begun_s = time.perf_counter()
         with self._in_step(), self._on_device:
-            forward = model if self.invariance is None else self.invariance.served(model)
-            steps, tokens, invalid = self._run_step(forward)
+            steps, tokens, invalid = self._run_step(model)
             report = self._end_step(steps, tokens, invalid)
             if reports:
                 for result in report.finished if claims_results else ():
@@ -355,27 +354,27 @@ class EngineState:
 
     # ---- a step
 
-    def _run_step(self, forward: Model) -> tuple[Sequence[RequestStep], NewTokens, Sequence[int]]:
+    def _run_step(self, model: Model) -> tuple[Sequence[RequestStep], NewTokens, Sequence[int]]:
         step, self.unread = self.unread, None  # what the last call launched ahead
         if step is None or all(one.request.result is not None for one in step.steps):
             scheduled = self.scheduler.schedule()  # match, plan, hold KV blocks
             if not scheduled:
                 return (), {}, ()
-            step = self._launch(forward, scheduled, None)
+            step = self._launch(model, scheduled, None)
         ahead = self._looks_ahead and not (self.graphs and self.graphs.captures_next)
         following = self.scheduler.following(step.steps) if ahead else []
         if following:
             tokens_there = step.tokens_of([one.request for one in following])
-            self.unread = self._launch(forward, following, tokens_there)
+            self.unread = self._launch(model, following, tokens_there)
         tokens = step.wait()
         if self._poison is not None:
             self._poison.check(step.invalid)
         if self.graphs is not None:
-            self.graphs.after_step(forward)
+            self.graphs.after_step(model)
         return step.steps, tokens, step.invalid
 
     def _launch(
-        self, forward: Model, scheduled: Sequence[RequestStep], sampled_tokens: Tensor | None
+        self, model: Model, scheduled: Sequence[RequestStep], sampled_tokens: Tensor | None
     ) -> SampledStep:
         """Launch a step. `sampled_tokens`: its tokens, where it follows a step whose tokens are not read."""
         if self.invariance is not None:
@@ -383,7 +382,7 @@ class EngineState:
         inputs = self._context.begin_step(scheduled, self.padded, sampled_tokens)  # reserve, publish
         if self._poison is not None:
             self._poison.fill()
-        logits = self.run(forward, inputs)
+        logits = self.run(model, inputs)
         sampled = sample_step(self._context.steps, logits, self._logits_changes)  # launched
         # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
         self._context.end_step(sampled.num_accepted, sampled.is_valid)

@@ -1,5 +1,4 @@
-"""The matrix products that a model makes, whether their rows keep their bits in any number of rows, and a
-product whose rows do."""
+"""The matrix products that a model makes, and whether their rows keep their bits in any number of rows."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,10 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..contexts.step_inputs import StepInputs, rungs
-from .runner import Model
+from ..contexts.step_inputs import rungs
 
 BASE_ROWS = 256
 """Different rows of the operands. Larger products repeat them, so that a row comes at several places."""
@@ -34,7 +32,6 @@ _CONTRACTED: dict[str, tuple[tuple[int, int], ...]] = {
     _CHOICE: (),  # see `_contracted`
 }
 """The dimensions that a product adds over, as (tensor, dimension)."""
-_REPLACEABLE = ("aten.mm", "aten.addmm")
 _ATTENTION = "flash_attn_3.fwd"
 _UNKNOWN = ("addbmm", "addr", "addmv", "mv", "dot", "vdot")
 _UNKNOWN_PARTS = (
@@ -46,20 +43,6 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 class BatchVarianceError(ValueError):
     """An operation of a model may give a row other bits where the number of rows differs."""
-
-
-class DecomposingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the operators that run, in place of those that torch makes of others, as `linear` of `mm`."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with self:
-            result = func.decompose(*args, **kwargs)
-        return self.run(func, args, kwargs) if result is NotImplemented else result
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run one operator."""
-        return func(*args, **kwargs)
 
 
 def operator_name(func: Any) -> str:
@@ -88,10 +71,6 @@ class Product(NamedTuple):
     rows: tuple[tuple[int, int, int], ...] = ()
 
     @property
-    def weight_key(self) -> tuple[Any, ...]:
-        return weight_key(self.name, self.arguments)
-
-    @property
     def key(self) -> tuple[Any, ...]:
         """Equal for products that run the same kernels."""
         layouts = tuple(tuple(_order(leaf)) for leaf in self.arguments if isinstance(leaf, Tensor))
@@ -117,15 +96,10 @@ class Product(NamedTuple):
         return f"{self.name} of {' x '.join(parts)}" + (f" to {others[0]}" if others else "")
 
 
-def weight_key(name: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Equal for calls of an operator whose results differ in their number of rows alone."""
-    tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
-    others = tuple(leaf for leaf in arguments if not isinstance(leaf, Tensor))
-    return name, len(tensors), tuple(tensors[-1].shape), tensors[-1].dtype, others
-
-
-class ProductRecorder(DecomposingMode):  # type: ignore[no-untyped-call]
+class ProductRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the products of a model while it is the current mode, and refuses what cannot be checked.
+
+    Sees the operators that run, in place of those that torch makes of others, as `linear` of `mm`.
 
     Attributes:
         products: in their order.
@@ -135,7 +109,12 @@ class ProductRecorder(DecomposingMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.products: list[Product] = []
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
         name = operator_name(func)
         if name == _ATTENTION:
             splits = _argument(func, args, kwargs, "num_splits")
@@ -341,47 +320,3 @@ def bits(values: Tensor) -> Tensor:
     """Floating-point numbers as integers, so that a NaN equals itself."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return values.contiguous().view(integers[values.element_size()])
-
-
-# ---- a product whose rows do
-
-
-def is_replaceable(product: Product) -> bool:
-    """Whether the product is x @ weight, or x @ weight + bias, of the rows x of a step."""
-    arguments = product.arguments
-    tensors = [index for index, leaf in enumerate(arguments) if isinstance(leaf, Tensor)]
-    scaled = any(isinstance(leaf, (int, float)) for leaf in arguments)  # alpha and beta
-    is_linear = [row[:2] for row in product.rows] == [(tensors[-2], 0)]
-    return product.name in _REPLACEABLE and is_linear and not scaled and arguments[tensors[0]].dim() < 3
-
-
-def sequential(arguments: Sequence[Any]) -> Tensor:
-    """A product from its arguments, by `kernels.sequential_product`."""
-    from ..kernels.products import matmul
-
-    tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
-    out_dtype = next((leaf for leaf in arguments if isinstance(leaf, torch.dtype)), None)
-    bias = tensors[0] if len(tensors) == 3 else None
-    result: Tensor = matmul(tensors[-2], tensors[-1], bias, out_dtype)
-    return result
-
-
-class WithReplacedProducts(DecomposingMode):  # type: ignore[no-untyped-call]
-    """A model whose products with these weight keys `sequential` computes; can be captured as the model."""
-
-    def __init__(self, model: Model, replaced: Iterable[tuple[Any, ...]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.model, self._replaced = model, frozenset(replaced)
-        self.state_spec = model.state_spec
-
-    def __call__(self, inputs: StepInputs) -> Tensor:
-        with self:
-            return self.model(inputs)
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name = operator_name(func)
-        if name in _REPLACEABLE:
-            arguments = tree_leaves((args, kwargs))
-            if weight_key(name, arguments) in self._replaced:
-                return sequential(arguments)
-        return func(*args, **kwargs)

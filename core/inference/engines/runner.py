@@ -70,7 +70,7 @@ class GraphBuckets:
         config = context.config
         return cls(
             max_requests=config.max_requests,
-            table_blocks=context.block_table.shape[1],
+            table_blocks=context.admission.block_table.shape[1],
             max_prefill_tokens=min(MOST_PREFILL_TOKENS, config.max_tokens_per_step),
             chunk_size=context.spec.chunk_tokens(config.block_size_tokens),
             block_size=config.block_size_tokens,

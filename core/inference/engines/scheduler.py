@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from ...errors import KVBlockCapacityError
+from ...validation import integers
 from ..contexts.cache.prefix_cache import PrefixCache
 from ..contexts.cache.prefix_match import PrefixMatch
 from ..contexts.dynamic_context import DynamicInferenceContext
@@ -137,7 +138,7 @@ class Scheduler:
                 return []
             if len(request.tokens) + 1 >= request.max_length:
                 continue
-            step = self._context.schedule(request, 1)
+            step = self._context.admission.schedule(request, 1)
             if step is None:
                 return []
             following.append(step)
@@ -152,7 +153,7 @@ class Scheduler:
                 break
             if not self._fits_a_cut(_num_missing(request), budget):
                 continue
-            step = self._context.schedule(request, budget)
+            step = self._context.admission.schedule(request, budget)
             if step is None:
                 self.num_paused += 1
             else:
@@ -185,12 +186,12 @@ class Scheduler:
         passed: list[DynamicInferenceRequest] = []
         new: list[RequestStep] = []
         for request in self._candidates(num_free_rows + limit + _MAX_PASSED):
-            match = self._context.match(request)
+            match = self._context.admission.match(request)
             if not self._fits_a_cut(len(request.tokens) - match.resume_tokens, budget):
                 break  # too few tokens are left in this step: that overtakes no request
             step = None
             if request.num_overtaken >= limit or not promised.is_awaited_by(request, match):
-                step = self._context.schedule(request, budget)
+                step = self._context.admission.schedule(request, budget)
             if step is None:
                 if not self._fits_beside_pins(request, match):
                     self._set_aside.add(request.request_id)
@@ -243,7 +244,8 @@ class Scheduler:
             max_drafts = min(budget, step.max_drafts(self._config.num_speculative_tokens))
             if max_drafts > 0:
                 drafts = list(drafter.draft(step.request.token_view, max_drafts))[:max_drafts]
-                step = self._context.draft(step, drafts)
+                drafts = integers("drafts", drafts, 0, self._context.spec.vocab_size - 1)
+                step = self._context.admission.draft(step, drafts)
                 budget -= len(step.drafts)
             drafted.append(step)
         return drafted
@@ -252,7 +254,7 @@ class Scheduler:
         """The error that says how many blocks a waiting request needs, and how many pins leave."""
         cache = self._context.prefix_cache
         num_unpinned = cache.pins.num_unpinned_blocks
-        num_shared = cache.pins.num_within_reach(self._context.match(request).blocks) - num_unpinned
+        num_shared = cache.pins.num_within_reach(self._context.admission.match(request).blocks) - num_unpinned
         return KVBlockCapacityError(self._num_blocks(request) - num_shared, num_unpinned, request.request_id)
 
 

@@ -119,8 +119,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "dynamic_context.py",
-                "        self._steps = ()\n        self._admission.abandon()\n",
-                "        self._admission.abandon()\n",
+                "        self._steps = ()\n        self.admission.abandon()\n",
+                "        self.admission.abandon()\n",
             ),
         ),
     ),

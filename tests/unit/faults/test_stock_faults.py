@@ -63,9 +63,9 @@ def test_fault_04_a_state_that_left_since_it_was_matched_is_not_resumed_from() -
     context, prompt = make_context(), random_tokens(41, seed=1)
     expected = prefill(context, make_request(prompt))
     request = make_request(prompt)
-    match = context.match(request)
+    match = context.admission.match(request)
     context.prefix_cache.slots.forget([match.blocks[4]])
-    chunk = context.schedule(request, 64)
+    chunk = context.admission.schedule(request, 64)
     assert chunk is not None
     assert chunk.start == 0
     torch.testing.assert_close(run(context, chunk), expected, rtol=0, atol=1e-9)
@@ -77,10 +77,10 @@ def test_fault_05_a_prefix_registered_twice_keeps_naming_the_block_that_has_the_
     first, twin = make_request(prompt), make_request(prompt)
     chunks = [schedule(context, first), schedule(context, twin)]
     run(context, *chunks)
-    assert context.match(make_request(prompt)).resume_tokens == 16
+    assert context.admission.match(make_request(prompt)).resume_tokens == 16
     context.release(twin)
     context.check_integrity()
-    assert context.match(make_request(prompt)).blocks == tuple(first.holding.path.blocks[:2])
+    assert context.admission.match(make_request(prompt)).blocks == tuple(first.holding.path.blocks[:2])
 
 
 @pytest.mark.usefixtures("kind")
@@ -91,7 +91,7 @@ def test_fault_06_forgetting_the_kv_prefixes_forgets_the_states() -> None:
     states = context.prefix_cache.tree
     assert states.hash_to_block_id == {}
     assert states.slot_by_block == {}
-    assert context.match(make_request(prompt)).resume_tokens == 0
+    assert context.admission.match(make_request(prompt)).resume_tokens == 0
 
 
 def test_fault_07_after_a_reset_nothing_that_was_pending_is_done() -> None:
@@ -236,7 +236,10 @@ def test_fault_13_an_admission_that_fails_leaves_no_reference_and_no_block_behin
     prefill(context, make_request(random_tokens(40, seed=2)))
     kv = context.prefix_cache.kv_blocks
     free, held = kv.total_avail, kv.held_count
-    assert context.schedule(make_request(finished.prompt_tokens + random_tokens(40, seed=3)), 64) is None
+    assert (
+        context.admission.schedule(make_request(finished.prompt_tokens + random_tokens(40, seed=3)), 64)
+        is None
+    )
     assert (kv.total_avail, kv.held_count) == (free, held)
     context.check_integrity()
 
@@ -265,7 +268,7 @@ def test_fault_14_a_suspended_context_holds_no_pool_and_a_resumed_one_holds_one(
 def test_fault_16_a_boundary_that_is_a_chunk_end_is_captured() -> None:
     context, prompt = make_context(), random_tokens(44, seed=1)
     prefill(context, make_request(prompt, ms.CheckpointPlan(tail=False, branch=False)), budget=16)
-    assert context.match(make_request([*prompt[:32], 1])).resume_tokens == 32
+    assert context.admission.match(make_request([*prompt[:32], 1])).resume_tokens == 32
     slots = host_allocator()
     slots.compute_and_store_offsets(host_request(14), 0, 0, 8, 0, [], 2)
     assert int(slots._eos_cache_block_id_cpu[0]) == 1
@@ -299,8 +302,10 @@ def test_fault_19_a_kv_match_refreshes_no_state_that_was_not_consumed() -> None:
     unresumed.sampling = ms.SamplingParams(skip_prompt_log_probs=False)
     prefill(context, unresumed)
     prefill(context, make_request(random_tokens(9, seed=3), plan))
-    assert context.match(make_request(shallow)).resume_tokens == 0  # the least recently used state went
-    assert context.match(make_request(other)).resume_tokens == 8
+    assert (
+        context.admission.match(make_request(shallow)).resume_tokens == 0
+    )  # the least recently used state went
+    assert context.admission.match(make_request(other)).resume_tokens == 8
 
 
 def test_fault_20_a_block_that_is_no_multiple_of_the_ssd_chunk_is_not_passed_over_in_silence() -> None:

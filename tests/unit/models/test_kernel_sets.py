@@ -162,7 +162,7 @@ class Scenario:
         return self.logits
 
     def _step(self, *work: tuple[object, int]) -> None:
-        chunks = [self.context.schedule(request, budget) for request, budget in work]
+        chunks = [self.context.admission.schedule(request, budget) for request, budget in work]
         inputs = self.context.begin_step(chunks, self._padding)
         logits = self._forward(inputs)
         assert logits.shape[0] == len(inputs.logit_tokens)
@@ -326,11 +326,12 @@ class DraftedScenario(Scenario):
         self._steps += 1
         chunks = []
         for request, budget in work:
-            chunk = context.schedule(request, budget)
+            chunk = context.admission.schedule(request, budget)
             wanted = [
                 (11 * len(request.tokens) + i) % 256 for i in range((self._steps + request.holding.row) % 4)
             ]
-            chunks.append(context.draft(chunk, wanted))
+            wanted = wanted[: chunk.max_drafts(context.config.num_speculative_tokens)]
+            chunks.append(context.admission.draft(chunk, wanted))
         inputs = context.begin_step(chunks, self._padding)
         if self._padding is None:
             assert inputs.shape.decode_tokens == max(1 + len(chunk.drafts) for chunk in chunks)

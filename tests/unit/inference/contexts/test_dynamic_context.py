@@ -39,7 +39,7 @@ def test_a_later_chunk_does_not_skip_on_a_kv_match_without_a_state() -> None:
     assert (first.start, first.stop) == (56, 57)
     context.begin_step([first])
     context.abort_step()
-    state_block = context.match(request).blocks[6]
+    state_block = context.admission.match(request).blocks[6]
     context.prefix_cache.slots.forget([state_block])
 
     first = schedule(context, request, budget=16)
@@ -80,7 +80,7 @@ def test_admission_without_enough_blocks_changes_nothing() -> None:
     stats, order = context.cache_stats(), sorted(context.prefix_cache.kv_blocks.tree.block_of_hash.items())
 
     sharing_and_too_long = make_request(finished.prompt_tokens + random_tokens(30, seed=3))
-    assert context.schedule(sharing_and_too_long, 64) is None
+    assert context.admission.schedule(sharing_and_too_long, 64) is None
 
     assert context.cache_stats() == stats
     assert sorted(context.prefix_cache.kv_blocks.tree.block_of_hash.items()) == order
@@ -92,7 +92,7 @@ def test_a_request_too_many_gets_the_documented_error() -> None:
     context = make_context(max_requests=1)
     prefill(context, make_request([1, 2, 3]))
     with pytest.raises(ms.RequestOverflowError) as raised:
-        context.schedule(make_request([4, 5]), 64)
+        context.admission.schedule(make_request([4, 5]), 64)
     assert (raised.value.required, raised.value.available) == (2, 1)
 
 

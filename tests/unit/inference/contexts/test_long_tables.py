@@ -31,7 +31,7 @@ def bytes_of_a_step(max_sequence_length: int) -> int:
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         results |= {result.request_id: result for result in report.finished}
-    assert engine.context.block_table.shape[1] == min(2**15, max_sequence_length // BLOCK)
+    assert engine.context.admission.block_table.shape[1] == min(2**15, max_sequence_length // BLOCK)
     for prompt, request in zip(PROMPTS, requests, strict=True):
         assert_answers(prompt, results[request])
     return max(peaks)

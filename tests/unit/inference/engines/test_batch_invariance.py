@@ -27,11 +27,9 @@ from mambaslots.inference.engines.product_check import (
     ProductRecorder,
     with_rows,
 )
-from oracle.dots_in_order import ProductsInOrder, dots_in_order
 from oracle.hf_models import served_model
 from oracle.serving import small_config
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 CONFIG = ms.InferenceConfig(
     block_size_tokens=16, max_requests=4, max_tokens_per_step=64, max_sequence_length=256, num_kv_blocks=64,
@@ -420,73 +418,20 @@ def wide_rows(x: Tensor) -> Tensor:
     return torch.cat([x, x, x], 1)[:, :16]
 
 
-class TestReplacedProducts:
-    """On the CPU, in Triton's interpreter."""
+def test_a_product_that_differs_is_refused_by_name(monkeypatch):
+    model = model_of("M-")
 
-    @pytest.fixture(autouse=True)
-    def in_order(self) -> Iterator[None]:
-        """The library's products have the bits of the sequential one, which replaces some of them."""
-        with dots_in_order(), ProductsInOrder():
-            yield
+    def difference(product: Product, most: int) -> str:
+        return "among 512 rows" if product.arguments[-1].shape == (32, 100) else ""
 
-    def test_a_product_that_differs_is_replaced_or_refused(self, monkeypatch):
-        model = model_of("M-")
-        spec = model.state_spec()
-        own = product_check.first_difference
-
-        def difference(product: Product, most: int, run: Any = None) -> str:
-            if run is None and product.arguments[-1].shape == (32, 100):
-                return "among 512 rows"
-            return own(product, 64, exact(product))
-
-        widths = []
-        own_product = product_check.sequential
-
-        def sequential(arguments: Any) -> Tensor:
-            widths.append(arguments[-1].shape[1])
-            return own_product(arguments)
-
-        monkeypatch.setattr(product_check, "sequential", sequential)
-        monkeypatch.setattr(product_check, "first_difference", difference)
-        invariance = BatchInvariance(model, spec, CONFIG)
+    monkeypatch.setattr(product_check, "first_difference", difference)
+    invariance = BatchInvariance(model, model.state_spec(), CONFIG)
+    message = (
+        r"bits than among 256 rows by "
+        r"aten.mm of \[rows, 32\] bfloat16 x \[32, 100\] bfloat16 among 512 rows; accepted"
+    )
+    with pytest.raises(BatchVarianceError, match=message):
         invariance._check(model, CONFIG)
-        assert [weight_key[2] for weight_key in invariance.replaced] == [(32, 100)]
-        kept = tree_leaves([*invariance.products, *invariance.replaced, *invariance.replaced.values()])
-        assert not any(isinstance(leaf, Tensor) for leaf in kept), "weights may be replaced by others"
-        assert widths.count(100) >= 3, "the whole model is checked with the product that replaces its own"
-
-        refusing = BatchInvariance(model, spec, CONFIG)
-        monkeypatch.setattr(batch_invariance, "is_replaceable", lambda _: False)
-        message = (
-            r"bits than among 256 rows by "
-            r"aten.mm of \[rows, 32\] bfloat16 x \[32, 100\] bfloat16 among 512 rows; accepted"
-        )
-        with pytest.raises(BatchVarianceError, match=message):
-            refusing._check(model, CONFIG)
-
-    def test_the_served_model_makes_the_other_product(self, monkeypatch):
-        model = model_of("M-", torch.float32)
-        invariance = BatchInvariance(model, model.state_spec(), CONFIG)
-        assert invariance.served(model) is model
-        found = record(model, model.state_spec(), CONFIG)
-        chosen = next(one for one in found if one.arguments[-1].shape == (32, 100))
-        invariance.replaced = {chosen.weight_key: str(chosen)}
-        calls = []
-        own = product_check.sequential
-
-        def sequential(arguments: Any) -> Tensor:
-            calls.append(len(arguments[0]))
-            return own(arguments)
-
-        monkeypatch.setattr(product_check, "sequential", sequential)
-        results = []
-        for served in (invariance.served(model), model):
-            engine = ms.DynamicInferenceEngine(served, CONFIG)
-            params = ms.SamplingParams(max_tokens=3, return_log_probs=True)
-            results.append(engine.generate([list(range(20))], params)[0])
-        assert calls == [20, 1, 1]
-        assert results[0].tokens == results[1].tokens
-        assert results[0].log_probs == pytest.approx(results[1].log_probs, abs=1e-4)
 
 
 def wide_config() -> ms.InferenceConfig:
@@ -529,7 +474,6 @@ class TestOnAGPU:
             print(f"\nself-check, {compiled}: {seconds:.2f} s, {peak:.2f} GiB at most")
         print(*invariance.describe(), sep="\n")
         print(*invariance.products, sep="\n  ")
-        assert not invariance.replaced
         invariance.check_switches()
         logits = (32 + 4096 + 255) * 131072 * 4 / 2**30  # of the largest step, in float32
         assert seconds < 5
@@ -539,7 +483,6 @@ class TestOnAGPU:
         needs_gpu_memory(16)
         model, spec = wide_model, wide_model.state_spec()
         invariance = BatchInvariance(model, spec, wide_config())
-        monkeypatch.setattr(batch_invariance, "is_replaceable", lambda _: False)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
         torch.backends.cuda.preferred_blas_library("default")
         try:
@@ -551,11 +494,6 @@ class TestOnAGPU:
             with pytest.raises(RuntimeError, match="accepted: 'cublaslt'") as named:
                 invariance.check_switches()
             print(f"refused: {named.value}")
-            monkeypatch.undo()
-            invariance._check_parts(model, wide_config())
-            invariance._check_forwards(model, wide_config())
-            assert any("[rows, 21504]" in name for name in invariance.replaced.values())
-            print(*invariance.replaced.values(), sep="\nreplaced: ")
         finally:
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
             torch.backends.cuda.preferred_blas_library("cublaslt")
