@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         KVBlockCapacityError,
         MambaSlotCapacityError,
         QueueFullError,
-        RequestOverflowError,
     )
     from .inference.contexts.cache.checkpoint_plan import CheckpointPlan, PathStep
     from .inference.contexts.cache.eviction import EvictionPolicy
@@ -64,7 +63,7 @@ __all__ = [
     "Model", "HybridStateSpec", "StateTensor", "mamba2_states", "gated_delta_net_states", "short_conv_states",
     "StepInputs", "kernel_set", "AttentionRows", "ParallelGroups", "models", "testing",
     # errors
-    "KVBlockCapacityError", "MambaSlotCapacityError", "RequestOverflowError", "QueueFullError",
+    "KVBlockCapacityError", "MambaSlotCapacityError", "QueueFullError",
     "EngineDeadError",
 ]  # fmt: skip
 
@@ -72,9 +71,7 @@ _CONTEXTS, _ENGINES = "inference.contexts", "inference.engines"
 _NAMES_OF_MODULES = {
     "cache_stats": "COMPUTE_REASONS EngineStats SpeculationStats",
     "config": "InferenceConfig",
-    "errors": (
-        "EngineDeadError KVBlockCapacityError MambaSlotCapacityError QueueFullError RequestOverflowError"
-    ),
+    "errors": ("EngineDeadError KVBlockCapacityError MambaSlotCapacityError QueueFullError"),
     f"{_CONTEXTS}.cache.checkpoint_plan": "CheckpointPlan PathStep",
     f"{_CONTEXTS}.cache.eviction": "EvictionPolicy",
     f"{_CONTEXTS}.cache.hashing": "PrefixHashChain",

@@ -41,12 +41,6 @@ class KVBlockCapacityError(_CapacityError):
         return message if self.request_id is None else f"{message} for request {self.request_id}"
 
 
-class RequestOverflowError(_CapacityError):
-    """More requests would run at once than there are rows."""
-
-    what = "request rows"
-
-
 class QueueFullError(RuntimeError):
     """An `AsyncEngine` accepts no further request now, because `limit` requests wait. Retry later.
 

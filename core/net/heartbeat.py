@@ -15,7 +15,7 @@ from typing import Any, Self
 import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ..errors import KVBlockCapacityError, MambaSlotCapacityError, RequestOverflowError
+from ..errors import KVBlockCapacityError, MambaSlotCapacityError
 from ..validation import LONGEST_TIMEOUT_S, boolean, instance, integer, real, shown
 from .channel import Address, Link, Listener, PeerLostError
 
@@ -26,7 +26,7 @@ STUCK = 70
 # of it until it begins, a look that finds it, and two until a survivor has raised or has ended its process.
 _LOOKS = 20
 _SILENCE = 0.64
-_CAPACITY = (KVBlockCapacityError, MambaSlotCapacityError, RequestOverflowError)
+_CAPACITY = (KVBlockCapacityError, MambaSlotCapacityError)
 
 
 class RankDiedError(RuntimeError):

@@ -26,7 +26,6 @@ POINTS: dict[str, tuple[Owner, str]] = {
     "scheduling": (lambda e: e.state.scheduler, "schedule"),
     "matching": (lambda e: e.context.prefix_cache, "match"),
     "admission": (lambda e: e.context.admission, "schedule"),
-    "admitted": (lambda e: e.context, "schedule"),
     "row": (lambda e: e.context.admission, "admit"),
     "block table": (lambda e: CachedPath, "append"),
     "KV allocation": (lambda e: e.context.prefix_cache.kv_blocks, "allocate_memory_blocks"),

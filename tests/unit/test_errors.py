@@ -11,7 +11,6 @@ ERRORS = [
     ms.KVBlockCapacityError(3, 2),
     ms.KVBlockCapacityError(3, 2, request_id=5),
     ms.MambaSlotCapacityError(4, 0),
-    ms.RequestOverflowError(9, 8),
     ms.QueueFullError(3, 2),
     ms.EngineDeadError("the engine's thread has given up: KeyError('a')"),
 ]

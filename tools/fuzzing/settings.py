@@ -142,7 +142,7 @@ class Calls:
 
     name: str = "calls of an engine"
     documented: tuple[type[BaseException], ...] = (
-        ValueError, ms.MambaSlotCapacityError, ms.KVBlockCapacityError, ms.RequestOverflowError,
+        ValueError, ms.MambaSlotCapacityError, ms.KVBlockCapacityError,
     )  # fmt: skip
     _engine: ms.DynamicInferenceEngine | None = field(default=None, repr=False)
 

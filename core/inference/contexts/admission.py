@@ -9,7 +9,6 @@ import numpy.typing as npt
 import torch
 
 from ...config import InferenceConfig
-from ...errors import RequestOverflowError
 from .cache.checkpoint_plan import Boundary, checked_boundaries
 from .cache.prefix_cache import PrefixCache
 from .cache.prefix_match import PrefixMatch
@@ -167,8 +166,7 @@ class Admission:
         holding = request.holding
         if holding is not None and holding.decoding:
             return self._schedule_decode(request, holding)
-        if holding is None and not self._free:
-            raise RequestOverflowError(len(self._table) + 1, len(self._table))
+        assert holding is not None or self._free, "more requests are scheduled than there are rows"
         match = self.match(request)
         num_computed = holding.num_computed if holding is not None else 0
         if self._fetch(request, match, num_computed, token_budget):

@@ -1,6 +1,7 @@
 """Builds the tensors that a model reads in a step, in the one buffer in which they cross to the device."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -55,34 +56,30 @@ class StepBuffer:
         if pinned:
             self._copied = [torch.cuda.Event() for _ in self._hosts]  # type: ignore[no-untyped-call]
         self._turn = 0
-        self._arrays: dict[tuple[int, StepShape], dict[str, Array]] = {}
-        self._tensors: dict[tuple[int, StepShape], dict[str, Tensor]] = {}
+        cached = lru_cache(_MAX_CACHED_VIEWS)
+        self._arrays = [
+            cached(lambda shape, host=host: {name: view.numpy() for name, view in _views(host, shape)})
+            for host in self._hosts
+        ]
+        buffers = self._hosts if self._device is None else [self._device]
+        self._tensors = [
+            cached(lambda shape, buffer=buffer: dict(_views(buffer, shape))) for buffer in buffers
+        ]
 
     def arrays(self, shape: StepShape) -> dict[str, Array]:
         """The host arrays of the next step, by name, for the caller to fill; their contents are stale."""
         self._turn ^= 1
         if self._copied:
             self._copied[self._turn].synchronize()
-        key = self._turn, shape
-        if key not in self._arrays:
-            _make_room(self._arrays)
-            self._arrays[key] = {name: view.numpy() for name, view in _views(self._hosts[self._turn], shape)}
-        return self._arrays[key]
+        return self._arrays[self._turn](shape)
 
     def send(self, shape: StepShape) -> dict[str, Tensor]:
         """Copy the arrays filled last to the device, without synchronising; returns the tensors by name."""
-        host = self._hosts[self._turn]
-        if self._device is None:
-            key, tensors = (self._turn, shape), host
-        else:
+        if self._device is not None:
             words = _total_words(shape)
-            self._device[:words].copy_(host[:words], non_blocking=True)
+            self._device[:words].copy_(self._hosts[self._turn][:words], non_blocking=True)
             self._copied[self._turn].record(torch.cuda.current_stream(self._device.device))
-            key, tensors = (0, shape), self._device
-        if key not in self._tensors:
-            _make_room(self._tensors)
-            self._tensors[key] = dict(_views(tensors, shape))
-        return self._tensors[key]
+        return self._tensors[self._turn % len(self._tensors)](shape)
 
 
 def _words(count: int, int32: bool) -> int:
@@ -105,11 +102,6 @@ def _views(buffer: Tensor, shape: StepShape) -> Iterator[tuple[str, Tensor]]:
         view = int32_buffer[2 * start : 2 * start + count] if field.int32 else buffer[start : start + count]
         yield field.key, view.view(shape.rows, shape.table_blocks) if field.name == "block_table" else view
         start += _words(count, field.int32)
-
-
-def _make_room(views: dict[tuple[int, StepShape], Any]) -> None:
-    if len(views) >= _MAX_CACHED_VIEWS:
-        views.clear()
 
 
 Padding = Callable[[StepShape], StepShape]

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import eq
 from types import FrameType
@@ -163,10 +163,6 @@ class EngineState:
             finally:
                 self._in_change = False
 
-    def _forgetting(self) -> AbstractContextManager[None]:
-        """Inside, all cached prefixes are forgotten; an error completes that."""
-        return self.changing(repair=self._rebuild)
-
     @contextmanager
     def _in_step(self) -> Iterator[None]:
         """Inside, a step is made; an error undoes it. Only requests may be added meanwhile."""
@@ -268,17 +264,17 @@ class EngineState:
             pins.unpin(list(pins.held)[index])
 
     def reset_prefix_cache(self) -> None:
-        with self._forgetting():
+        with self.changing(repair=self._rebuild):
             self._forget_prefixes()
 
     def set_weights_version(self, version: object) -> None:
-        with self._forgetting():
+        with self.changing(repair=self._rebuild):
             self._forget_prefixes()
             self._drop_graphs()
             self.weights_version = version
 
     def suspend(self) -> None:
-        with self._forgetting():
+        with self.changing(repair=self._rebuild):
             self.scheduler.restart(self.scheduler.running)
             self.unread = None  # its requests are queued again, and compute its tokens again
             self._logits_changes.clear()

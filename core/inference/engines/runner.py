@@ -164,9 +164,8 @@ class GraphRunner:
 
     The first step of a shape runs eagerly, on padded inputs, and so compiles and tunes all kernels at exactly
     this shape. `after_step` then captures the shape between steps, when nothing waits for tokens. Graphs hold
-    the addresses of the pools and of the step buffer; all graphs are dropped where a pool has moved. Padding
-    writes no state, because every index of padding is -1. A capture writes no state, because it executes
-    nothing.
+    the addresses of the pools and of the step buffer: a suspend drops all graphs. Padding writes no state,
+    because every index of padding is -1. A capture writes no state, because it executes nothing.
     """
 
     def __init__(self, spec: HybridStateSpec, buckets: GraphBuckets, max_graphs: int) -> None:
@@ -177,7 +176,6 @@ class GraphRunner:
         self._graphs: dict[StepShape, CapturedForward] = {}
         self._first: StepInputs | None = None
         self._failure = ""
-        self._addresses: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, context: DynamicInferenceContext) -> "GraphRunner | None":
@@ -215,12 +213,6 @@ class GraphRunner:
 
     def run(self, model: Model, inputs: StepInputs) -> Tensor:
         """The model's logits. Does not synchronise."""
-        pool = inputs.state_pool
-        replayed = inputs.replay.pool.values() if inputs.replay is not None else ()
-        addresses = tuple(memory.data_ptr() for memory in (pool.memory, inputs.kv_cache, *replayed))
-        if addresses != self._addresses:
-            self.drop_graphs()
-            self._addresses = addresses
         self._first = None
         graph = self._graphs.get(inputs.shape)
         if graph is not None:

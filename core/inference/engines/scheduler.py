@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 from ...errors import KVBlockCapacityError
 from ...validation import integers
@@ -14,7 +13,7 @@ from .drafter import Drafter
 
 MOST_OVERTAKING = 64
 """Requests that may be admitted while an earlier one waits for memory, before no further one passes."""
-_MAX_PASSED = 64  # so many requests more than can be admitted or overtaken are looked at in a step
+_MAX_PASSED = 128  # so many waiting requests are passed in a step, before no further one is looked at
 
 
 class Scheduler:
@@ -54,8 +53,6 @@ class Scheduler:
         self.running: list[DynamicInferenceRequest] = []
         self.admitted: dict[DynamicInferenceRequest, int] = {}
         self.num_paused = 0
-        self._set_aside: set[int] = set()  # waiting requests for which pins leave too few blocks
-        self._set_aside_for: tuple[int, ...] = ()  # these pins
 
     def add(self, request: DynamicInferenceRequest) -> None:
         self.waiting[request.request_id] = request
@@ -73,7 +70,6 @@ class Scheduler:
 
     def _leave(self, request: DynamicInferenceRequest) -> None:
         self.waiting.pop(request.request_id, None)
-        self._set_aside.discard(request.request_id)
         if request in self.running:
             self.running.remove(request)
 
@@ -98,7 +94,6 @@ class Scheduler:
             request.match = None
         ordered = [*self.running, *self.waiting.values(), *known.values()]
         self.waiting = OrderedDict((r.request_id, r) for r in ordered if known.get(r.request_id) is r)
-        self._set_aside = set()
         self.running = []
         self.num_paused = 0
 
@@ -115,13 +110,11 @@ class Scheduler:
         """What each request does in the next step; empty only where there is no request."""
         self.admitted = {}
         while True:
-            steps, num_aside = self._advance_running(), len(self._set_aside)
+            steps = self._advance_running()
             if not self.num_paused:
                 self._admit(steps)
             if steps or not (self.running or self.waiting):
                 return self._with_drafts(steps, self._drafter) if self._drafter else steps
-            if len(self._set_aside) != num_aside:
-                continue  # to the requests after those
             if not self.running:
                 raise self._capacity_error(next(iter(self.waiting.values())))
             self.preempt(self.running[-1])
@@ -185,7 +178,7 @@ class Scheduler:
         promised = PromisedStates(self._context.prefix_cache, steps)
         passed: list[DynamicInferenceRequest] = []
         new: list[RequestStep] = []
-        for request in self._candidates(num_free_rows + limit + _MAX_PASSED):
+        for request in self.waiting.values():
             match = self._context.admission.match(request)
             if not self._fits_a_cut(len(request.tokens) - match.resume_tokens, budget):
                 break  # too few tokens are left in this step: that overtakes no request
@@ -194,10 +187,9 @@ class Scheduler:
                 step = self._context.admission.schedule(request, budget)
             if step is None:
                 if not self._fits_beside_pins(request, match):
-                    self._set_aside.add(request.request_id)
                     continue
                 passed.append(request)
-                if request.num_overtaken >= limit:
+                if request.num_overtaken >= limit or len(passed) == _MAX_PASSED:
                     break
                 continue
             new.append(step)
@@ -217,25 +209,15 @@ class Scheduler:
             del self.waiting[request.request_id]
         steps += new
 
-    def _candidates(self, number: int) -> list[DynamicInferenceRequest]:
-        """The first waiting requests, without those for which pins leave too little until pins change."""
-        pins = tuple(pinned.pin_id for pinned in self._context.prefix_cache.pins.held)
-        if pins != self._set_aside_for:
-            self._set_aside, self._set_aside_for = set(), pins
-        waiting: Iterable[DynamicInferenceRequest] = self.waiting.values()
-        if self._set_aside:
-            waiting = (request for request in waiting if request.request_id not in self._set_aside)
-        return list(islice(waiting, number))
-
     def _num_blocks(self, request: DynamicInferenceRequest) -> int:
         return -(-len(request.tokens) // self._config.block_size_tokens)
 
     def _fits_beside_pins(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:
         """Whether the request fits into the blocks that pins leave and the pinned ones that it shares."""
-        cache, num_blocks = self._context.prefix_cache, self._num_blocks(request)
-        if num_blocks <= cache.pins.num_unpinned_blocks:
+        pins, num_blocks = self._context.prefix_cache.pins, self._num_blocks(request)
+        if num_blocks <= pins.num_unpinned_blocks:
             return True  # without a look at the match, which takes long for a long one
-        return num_blocks <= cache.pins.num_within_reach(match.blocks)
+        return num_blocks <= pins.num_within_reach(match.blocks)
 
     def _with_drafts(self, steps: list[RequestStep], drafter: Drafter) -> list[RequestStep]:
         budget = self._config.max_tokens_per_step - sum(step.length for step in steps)

@@ -33,7 +33,7 @@ HEAD = random_tokens(40, 1)
 ONE = ms.SamplingParams(max_tokens=1)
 TEN = ms.SamplingParams(max_tokens=10, return_log_probs=True)
 BETWEEN = [
-    "matching", "admission", "admitted", "row", "block table", "KV references", "KV allocation", "resume",
+    "matching", "admission", "row", "block table", "KV references", "KV allocation", "resume",
     "slot pin", "planned slots", "slot reservation", "inputs", "begin", "scheduling",
 ]  # fmt: skip
 """Where a request is, from its match to the end of its admission: calls of `oracle.faults.POINTS`."""
@@ -55,7 +55,7 @@ def conserved(engine: ms.DynamicInferenceEngine) -> tuple[int, int]:
 
 
 @pytest.mark.disaster(number=16)
-@pytest.mark.sampled(point=("matching", "admitted", "slot reservation", "begin"))
+@pytest.mark.sampled(point=("matching", "admission", "slot reservation", "begin"))
 @pytest.mark.usefixtures("kind")
 @pytest.mark.in_turn("from_tier", "after")
 @pytest.mark.parametrize("from_tier", [False, True], ids=["device", "tier"])

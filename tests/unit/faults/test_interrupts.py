@@ -62,7 +62,7 @@ CALLS: dict[str, Callable[[Engine], object]] = {
 PLACES: dict[str, Callable[[Engine], tuple[object, str]]] = {
     "queue": lambda engine: (engine.state.scheduler, "add"),
     "match": lambda engine: (engine.context.prefix_cache, "match"),
-    "admission": lambda engine: (engine.context, "schedule"),
+    "admission": lambda engine: (engine.context.admission, "schedule"),
     "build": lambda engine: (engine.context, "begin_step"),
     "forward": lambda engine: (engine, "model"),
     "register": lambda engine: (engine.context.prefix_cache.kv_blocks, "register_chain"),

@@ -310,8 +310,9 @@ FAULTS = {
         (
             (
                 CONTEXTS + "step_builder.py",
-                "        return self._tensors[key]\n",
-                '        int(self._tensors[key]["kv_lengths"][0])\n        return self._tensors[key]\n',
+                "        return self._tensors[self._turn % len(self._tensors)](shape)\n",
+                "        tensors = self._tensors[self._turn % len(self._tensors)](shape)\n"
+                '        int(tensors["kv_lengths"][0])\n        return tensors\n',
             ),
         ),
     ),

@@ -88,14 +88,6 @@ def test_admission_without_enough_blocks_changes_nothing() -> None:
     context.check_integrity()
 
 
-def test_a_request_too_many_gets_the_documented_error() -> None:
-    context = make_context(max_requests=1)
-    prefill(context, make_request([1, 2, 3]))
-    with pytest.raises(ms.RequestOverflowError) as raised:
-        context.admission.schedule(make_request([4, 5]), 64)
-    assert (raised.value.required, raised.value.available) == (2, 1)
-
-
 def test_a_step_that_ends_on_a_boundary_writes_the_durable_slot_and_is_read_from_there() -> None:
     context, prompt = make_context(), random_tokens(16, seed=1)
     request = make_request(prompt)

@@ -494,26 +494,6 @@ def test_a_bad_prompt_among_good_ones_leaves_no_orphan(bad: object) -> None:
 # ---- the context by itself
 
 
-def test_a_request_of_the_step_under_way_is_not_released() -> None:
-    engine = small_engine()
-    first, second = (engine.add_request(random_tokens(17, seed)) for seed in (1, 2))
-    context = engine.context
-    chunks = engine.state.scheduler.schedule()
-    inputs = context.begin_step(chunks)
-    for chunk in chunks:
-        with pytest.raises(RuntimeError, match="is part of the step under way"):
-            context.release(chunk.request)
-    for call in (context.reset_prefix_cache, context.suspend, lambda: context.begin_step(chunks)):
-        with pytest.raises(RuntimeError, match="is called during a step"):
-            call()
-    context.check_integrity()
-    with torch.inference_mode():
-        engine.model(inputs)
-    context.end_step()
-    context.check_integrity()
-    assert {chunk.request.request_id for chunk in chunks} == {first, second}
-
-
 def test_a_failure_costs_the_tokens_since_the_last_state_and_no_more() -> None:
     prompt = random_tokens(9, seed=1)
     recomputed = []
