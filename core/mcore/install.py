@@ -114,12 +114,13 @@ def install(
     if _applied:
         raise RuntimeError("mambaslots.mcore is installed already; uninstall() first to change its settings")
     version = _host_version()
+    built_contexts.clear()
     _applied.extend(apply(REGISTRY, version))
     number = len(_applied)
     for module in (_ALLOCATOR_MODULE, DYNAMIC_CONTEXT.partition(":")[0]):
         _replace(importlib.import_module(module), "MambaSlotAllocator", HostSlotAllocator)
     context = owner_class(DYNAMIC_CONTEXT)
-    _replace(context, "initialize_all_tensors", built_contexts.noting(context.initialize_all_tensors))
+    _replace(context, "initialize_all_tensors", _noting(context.initialize_all_tensors))
     HostSlotAllocator.settings = Settings(plan, eviction, cache_answers)
     name = version.partition("+")[0]
     if name not in TESTED_VERSIONS:
@@ -156,7 +157,9 @@ def uninstall() -> None:
     while _applied:
         setattr(*_applied.pop())
     HostSlotAllocator.settings = Settings()
-    built_contexts.retire()
+    for context in filter(None, (built.context for built in built_contexts)):
+        for name in _SERVING:  # megatron-core's own methods would read the context's cache wrongly
+            setattr(context, name, _refuse)
 
 
 @contextmanager
@@ -217,6 +220,10 @@ class BuiltContext:
         return HostStats.of(self._record, self._record.slots, self._record.dropped)
 
 
+built_contexts: list[BuiltContext] = []
+"""All contexts that were built since the last `install`, in their order."""
+
+
 def idle_reason(context: Any) -> str:
     """Why no state of this context is cached, with what to change, or "" where states are cached."""
     if not context.enable_prefix_caching:
@@ -232,56 +239,19 @@ def idle_reason(context: Any) -> str:
     return ""
 
 
-class BuiltContexts:
-    """All contexts that were built since `install`, in their order.
+def _noting(initialize_all_tensors: Callable[..., None]) -> Callable[..., None]:
+    """The host's method that ends the building of a context; a warning says why nothing is cached."""
 
-    Attributes:
-        remembers: whether those of before an `uninstall` stay.
-    """
+    @functools.wraps(initialize_all_tensors)
+    def initialize(context: Any, *args: Any, **kwargs: Any) -> None:
+        initialize_all_tensors(context, *args, **kwargs)
+        if all(each.context is not context for each in built_contexts):
+            built = BuiltContext(context, len(built_contexts) + 1)
+            built_contexts.append(built)
+            if built.idle_reason:
+                _logger.warning("context %d caches no states: %s", built.number, built.idle_reason)
 
-    def __init__(self) -> None:
-        self._built: list[BuiltContext] = []
-        self.remembers = False
-
-    @property
-    def all(self) -> tuple[BuiltContext, ...]:
-        return tuple(self._built)
-
-    def noting(self, initialize_all_tensors: Callable[[Any], None]) -> Callable[[Any], None]:
-        """The host's method that ends the building of a context, and notes the context."""
-
-        @functools.wraps(initialize_all_tensors)
-        def initialize(context: Any, *args: Any, **kwargs: Any) -> None:
-            initialize_all_tensors(context, *args, **kwargs)
-            self._note(context)
-
-        return initialize
-
-    def _note(self, context: Any) -> None:
-        """Count a new context; a warning says why nothing is cached."""
-        if any(each.context is context for each in self._built):
-            return
-        built = BuiltContext(context, len(self._built) + 1)
-        self._built.append(built)
-        if built.idle_reason:
-            _logger.warning("context %d caches no states: %s", built.number, built.idle_reason)
-
-    def retire(self) -> None:
-        """Let no context serve any more, and forget all of them unless they are to be remembered.
-
-        megatron-core's own methods would read the contexts' caches wrongly.
-        """
-        for built in self._built:
-            if (context := built.context) is not None:
-                for name in _SERVING:
-                    setattr(context, name, _refuse)
-        if not self.remembers:
-            self._built.clear()
-
-    def close(self) -> None:
-        """Forget all contexts, and remember none beyond an `uninstall` from now on."""
-        self.remembers = False
-        self._built.clear()
+    return initialize
 
 
 def _refuse(*args: Any, **kwargs: Any) -> None:
@@ -289,7 +259,3 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
         "this context was built while mambaslots.mcore was installed, and uninstall() has been called since: "
         "megatron-core's own methods would answer wrongly from its cache; build a new context and engine"
     )
-
-
-built_contexts = BuiltContexts()
-"""The contexts that were built since `install`."""

@@ -8,7 +8,7 @@ import runpy
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,18 +32,6 @@ WITHOUT_CUDA = {
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"mambaslots.mcore: {message}; usage: {self.prog} [OPTIONS] SCRIPT [ARGUMENTS...]\n")
-
-
-def make_parser(command: str = COMMAND) -> argparse.ArgumentParser:
-    """The parser of the command, whose errors are one line."""
-    parser = _Parser(
-        prog=command,
-        usage=f"{command} [OPTIONS] SCRIPT [ARGUMENTS...]",
-        description="Run a script of megatron-core with mambaslots as its cache of Mamba states.",
-        allow_abbrev=False,
-    )
-    add_options(parser)
-    return parser
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -109,10 +97,16 @@ def main(arguments: Sequence[str], command: str = COMMAND) -> int:
         SystemExit: --help, --version (0) and wrong options (2).
         BaseException: what the script raises, after the report.
     """
-    options = make_parser(command).parse_args(arguments)
+    parser = _Parser(
+        prog=command,
+        usage=f"{command} [OPTIONS] SCRIPT [ARGUMENTS...]",
+        description="Run a script of megatron-core with mambaslots as its cache of Mamba states.",
+        allow_abbrev=False,
+    )
+    add_options(parser)
+    options = parser.parse_args(arguments)
     rank = int(os.environ.get("RANK", "0"))
-    built_contexts.remembers = True
-    with _log_to_stderr(logging.ERROR if rank else logging.INFO), closing(built_contexts):
+    with _log_to_stderr(logging.ERROR if rank else logging.INFO):
         _interpret_without_cuda(speaks=not rank)
         installation = _install(options, speaks=not rank)
         if isinstance(installation, int):
@@ -147,13 +141,12 @@ def _install(options: argparse.Namespace, speaks: bool) -> Installation | int:
 
 
 def _report(options: argparse.Namespace, installation: Installation, rank: int, exit_code: int) -> None:
-    contexts = built_contexts.all
     if options.stats and (rank == 0 or exit_code):
-        for line in described(contexts):
+        for line in described(built_contexts):
             _say(line if rank == 0 else f"rank {rank}: {line}")
     if options.json is not None:
         try:
-            write_json(options.json, rank, as_dict(installation, contexts, rank, exit_code))
+            write_json(options.json, rank, as_dict(installation, built_contexts, rank, exit_code))
         except OSError as error:
             _say(f"error: {options.json} cannot be written: {error.strerror}")
 

@@ -40,7 +40,7 @@ def test_a_context_that_caches_no_state_is_warned_once_with_the_settings_to_chan
 ) -> None:
     with mambaslots.mcore.installed():
         context = make_context(**settings)
-        lines = described(built_contexts.all)
+        lines = described(built_contexts)
     (record,) = [record for record in caplog.records if record.name == "mambaslots.mcore"]
     assert record.levelname == "WARNING"
     assert record.getMessage().startswith(f"context 1 caches no states: {reason}")
@@ -57,7 +57,7 @@ def test_a_model_without_mamba_layers_is_left_to_the_host() -> None:
 def test_a_context_that_caches_states_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with mambaslots.mcore.installed():
         make_context()
-        assert [built.idle_reason for built in built_contexts.all] == [""]
+        assert [built.idle_reason for built in built_contexts] == [""]
     assert not [record for record in caplog.records if record.name == "mambaslots.mcore"]
 
 
@@ -67,7 +67,7 @@ def test_a_context_that_caches_states_is_not_warned_of(caplog: pytest.LogCapture
 def test_every_context_is_reported_and_one_that_is_gone_keeps_its_counts() -> None:
     prompt = tokens(3 * BLOCK + 1, seed=1)
     with mambaslots.mcore.installed() as installation:
-        assert described(built_contexts.all)[0].startswith("no DynamicInferenceContext was built")
+        assert described(built_contexts)[0].startswith("no DynamicInferenceContext was built")
         for number in (1, 2, 3):
             host = RecurrentHost(make_context())
             for _ in range(number - 1):
@@ -75,7 +75,7 @@ def test_every_context_is_reported_and_one_that_is_gone_keeps_its_counts() -> No
         before = mambaslots.mcore.stats(host.context)
         del host
         gc.collect()
-        contexts = built_contexts.all
+        contexts = built_contexts
         lines = described(contexts)
         written = as_dict(installation, contexts, rank=0, exit_code=0)
     assert [each.context for each in contexts] == [None] * 3
@@ -98,7 +98,7 @@ def test_a_context_that_resumes_is_counted_once() -> None:
         host.context.deallocate_inference_state_buffers()
         host.context.reinitialize_inference_state_buffers()
         host.serve(tokens(2 * BLOCK, seed=1))
-        (built,) = built_contexts.all
+        (built,) = built_contexts
         assert built.stats.num_requests == 2
         assert built.stats == mambaslots.mcore.stats(host.context)
 
@@ -138,7 +138,7 @@ def test_contexts_that_were_built_before_and_after_serve_on() -> None:
     after = RecurrentHost(make_context())
     for host in (before, after):
         assert host.serve(prompt)[0] in (0, BLOCK)
-    assert not built_contexts.all
+    assert not built_contexts
 
 
 # ---- versions that are not known

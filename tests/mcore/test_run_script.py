@@ -13,7 +13,7 @@ from pathlib import Path
 import mambaslots as ms
 import mambaslots.mcore
 import pytest
-from mambaslots.mcore.install import _applied, built_contexts
+from mambaslots.mcore.install import _applied
 from mambaslots.mcore.run_script import main
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
 from mcore.recurrent_host import cpu_as_gpu, make_context
@@ -191,8 +191,6 @@ with cpu_as_gpu():
     for _ in range(2):
         kept.serve(tokens(2 * BLOCK + 1, seed=1))
     RecurrentHost(make_context()).serve(tokens(BLOCK, seed=1))
-    mambaslots.mcore.uninstall()
-    mambaslots.mcore.install()
     last = make_context()
     mambaslots.mcore.uninstall()
 """
@@ -213,7 +211,6 @@ def test_contexts_that_were_built_before_an_uninstall_are_reported(
     contexts = json.loads(written.read_text())["contexts"]
     assert [(each["number"], each["num_requests"]) for each in contexts] == [(1, 2), (2, 1), (3, 0)]
     assert contexts[0]["num_resumed_tokens"] > 0
-    assert not built_contexts.all
     assert main([script(tmp_path, "")]) == 0
     assert said(capsys)[-1].startswith(NOTHING_BUILT)
 

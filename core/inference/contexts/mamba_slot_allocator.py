@@ -11,7 +11,6 @@ from torch import Tensor
 from ...validation import (
     INT32_MAX,
     addressable,
-    all_ints,
     checked_integers,
     described,
     float_dtype,
@@ -19,7 +18,6 @@ from ...validation import (
     instance,
     integer,
     integers,
-    ints_within,
     numbers,
     shown,
 )
@@ -274,19 +272,17 @@ class MambaSlotAllocator:
 
         A hash in use keeps finding its older state.
         """
-        blocks = block_ids if all_ints(block_ids) else self._checked_blocks(block_ids)
-        skips = not ints_within(hashes, 1, MAX_HASH)
-        keys = integers("hashes", hashes, -MAX_HASH - 1, MAX_HASH) if skips else hashes
+        blocks = self._checked_blocks(block_ids)
+        keys = checked_integers("hashes", hashes, -MAX_HASH - 1, MAX_HASH)
         if len(blocks) != len(keys):
             raise ValueError(f"hashes has {len(keys)} entries; accepted: {len(blocks)}, as block_ids")
-        if skips:
+        if min(keys, default=1) <= 0:
             named = [(block, key) for block, key in zip(blocks, keys, strict=True) if key > 0]
             blocks, keys = [block for block, _ in named], [key for _, key in named]
-        try:
-            slots = [self.slots.tree.slot_by_block[block] for block in blocks]
-        except KeyError:
-            listed = self._checked_blocks(block_ids)
-            raise ValueError(f"block_ids is {listed}; accepted: blocks with a slot") from None
+        slot_by_block = self.slots.tree.slot_by_block
+        if any(block not in slot_by_block for block in blocks):
+            raise ValueError(f"block_ids is {block_ids}; accepted: blocks with a slot")
+        slots = [slot_by_block[block] for block in blocks]
         self.slots.name(blocks, slots, keys)
 
     # ---- states

@@ -138,7 +138,7 @@ class DynamicInferenceEngine:
         name: str = "prompt",
     ) -> DynamicInferenceRequest:
         """A request that can run; a ValueError where it can never run. Possible during a step, too."""
-        if self.state.stepping is None:
+        if not self.state.stepping:
             self.check_usable("add_request")
         else:
             self.state.check_not_broken()
@@ -269,7 +269,7 @@ class DynamicInferenceEngine:
 
     def _repair_and_cancel(self) -> None:
         """As `check_usable`, but does nothing during a step, or where the engine is broken."""
-        if self.state.stepping is None and self.state.broken_by is None:
+        if not self.state.stepping and self.state.broken_by is None:
             self.check_usable("stats")
 
     def check_usable(self, call: str) -> None:
@@ -567,7 +567,7 @@ class DynamicInferenceEngine:
 
     def reset(self) -> None:
         """Drop all prefixes and counts, end all requests with "reset", and repair a broken engine."""
-        if self.state.stepping is not None:
+        if self.state.stepping:
             self.check_usable("reset")
         self._apply("reset", self.state.weights_version, self.context.memory.allocated)
         if self.context.spec.groups.is_split:  # ranks that failed at different requests get the same ids

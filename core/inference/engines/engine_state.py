@@ -95,7 +95,7 @@ class EngineState:
         speculation: what drafts were worth.
         num_rebuilds: how often a failed call cost all cached prefixes.
         observers: receive requests and steps. One that raises is logged, and dropped.
-        stepping: the thread that is in a step; None between steps.
+        stepping: whether a step runs.
         broken_by: the error after which the ranks of a split model may differ; None without one.
         weights_version: the name of the model's weights.
         invariance: of an engine whose bits depend on the request alone.
@@ -117,7 +117,7 @@ class EngineState:
         self.speculation = SpeculationStats()
         self.num_rebuilds = 0
         self.observers: tuple[EngineObserver, ...] = ()
-        self.stepping: int | None = None
+        self.stepping = False
         self.broken_by: BaseException | None = None
         self.weights_version: object = None
         self.invariance = invariance
@@ -170,11 +170,11 @@ class EngineState:
         num_tokens = {request: len(request.tokens) for request in self.scheduler.running}
         undo = partial(self._undo_step, num_tokens, self.speculation, len(self.reports))
         with self.changing(repair=undo):
-            self.stepping = threading.get_ident()
+            self.stepping = True
             try:
                 yield
             finally:
-                self.stepping = None
+                self.stepping = False
 
     def _complete(self) -> None:
         if self._context.config.free_memory == "zero":
@@ -194,15 +194,11 @@ class EngineState:
 
     def check_usable(self, call: str) -> None:
         """Repair what a failed call has left; RuntimeError where `call` cannot be made now."""
-        if self.stepping is not None:
-            if self.stepping == threading.get_ident():
-                where = "from inside a step of the same engine; call it between steps"
-            else:
-                where = (
-                    "from one thread while another thread is in a step of the same engine; one thread at a "
-                    "time calls an engine"
-                )
-            raise RuntimeError(f"{call} is called {where}")
+        if self.stepping:
+            raise RuntimeError(
+                f"{call} is called during a step of the same engine; call it between steps, from one thread "
+                "at a time"
+            )
         self.check_not_broken()
         if self._repair is not None and not self._in_change:
             self._run_repair()
@@ -507,6 +503,6 @@ class EngineState:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, rows and memory contradict each other."""
-        if self.stepping is None:
+        if not self.stepping:
             self.scheduler.check_integrity(self.requests)
         self._context.check_integrity()

@@ -349,7 +349,7 @@ def test_a_call_from_inside_a_step_is_refused_and_the_step_survives(call: str, c
     running = [client.ask(Asked(tuple(prompt), 12)) for prompt in (HEADS[4], HEADS[2])]
 
     def from_inside() -> None:
-        with pytest.raises(RuntimeError, match="from inside a step") as refusal:
+        with pytest.raises(RuntimeError, match="during a step") as refusal:
             CALLS_FROM_INSIDE[call](client.engine, running[0])
         if not caught:
             raise refusal.value
@@ -360,7 +360,7 @@ def test_a_call_from_inside_a_step_is_refused_and_the_step_survives(call: str, c
         if caught:
             client.step()
         else:
-            with pytest.raises(RuntimeError, match="from inside a step"):
+            with pytest.raises(RuntimeError, match="during a step"):
                 client.step()
         client.engine.context.check_integrity()
     client.finish()

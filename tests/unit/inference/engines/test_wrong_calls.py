@@ -286,8 +286,7 @@ def test_a_call_from_another_thread_during_a_step_says_so() -> None:
     engine.model = model_that_is_interrupted  # type: ignore[assignment]
     (result,) = engine.generate(PROMPTS[:1], ONE)
     assert errors == [
-        "cancel is called from one thread while another thread is in a step of the same engine; one thread "
-        "at a time calls an engine"
+        "cancel is called during a step of the same engine; call it between steps, from one thread at a time"
     ]
     assert result.finish_reason == "length"
 
@@ -299,7 +298,7 @@ def test_a_call_from_inside_a_step_says_so() -> None:
     def model_that_calls(inputs: ms.StepInputs) -> torch.Tensor:
         with pytest.raises(
             RuntimeError,
-            match=says("cancel is called from inside a step of the same engine; call it between steps"),
+            match=says("cancel is called during a step of the same engine; call it between steps, from one"),
         ):
             engine.cancel(0)
         return model(inputs)
