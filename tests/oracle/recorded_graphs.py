@@ -36,6 +36,7 @@ def graphed_engine(max_graphs: int = 100, **settings: object) -> ms.DynamicInfer
     """An engine on the CPU that runs as one on a GPU does: fixed addresses, padded steps, graphs."""
     engine = small_engine(**settings)
     buffer = engine.context._buffer
-    buffer._hosts[1] = buffer._hosts[0]
+    for of_both in (buffer._hosts, buffer._arrays, buffer._tensors):
+        of_both[1] = of_both[0]  # type: ignore[index]
     engine.state.graphs = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), max_graphs)
     return engine

@@ -8,7 +8,6 @@ is put back.
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -355,10 +354,7 @@ def test_fault_21_a_hosts_commit_is_the_same_few_copies_for_one_state_or_many() 
     def copies(states: int) -> Counter[str]:
         slots = host_allocator(slots=20, width=8)
         marks = tuple(4 * (i + 1) for i in range(states))
-        slots._settings = replace(
-            slots._settings,
-            plan=ms.CheckpointPlan(tail=False, chunk_ends=False, branch=False, marks=marks),
-        )
+        slots._plan = ms.CheckpointPlan(tail=False, chunk_ends=False, branch=False, marks=marks)
         slots.compute_and_store_offsets(host_request(40), 0, 0, 40, 0, [], 10)
         counts = slots._intermediate_counts_cpu[:1].tolist()
         slots.context.mamba_metadata.intermediate_count = sum(counts)

@@ -576,7 +576,7 @@ def test_suspending_frees_the_pools() -> None:
     assert [t() for t in tensors] == [None] * 2
     assert [owner() for owner in owners] == [None] * 2
     names = [state.name for state in pool.states]
-    states = [view(name) for view in (pool.__getitem__, pool.live, pool.durable) for name in names]
+    states = [view(name) for view in (pool.__getitem__, pool.durable) for name in names]
     assert {t.untyped_storage().nbytes() for t in (*states, context.memory.kv_cache)} == {0}
     assert cached(engine) == (0, 0)
     assert_idle(engine)
