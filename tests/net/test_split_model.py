@@ -13,6 +13,7 @@ from mambaslots.inference.engines import runner as graph_runner
 from oracle.distributed_world import World, splits
 from oracle.drafters import MODES
 from oracle.model_kinds import OF_TRANSFORMERS, present_kind
+from oracle.recorded_graphs import fix_addresses
 from oracle.serving import (
     SEED,
     TOLERANCE,
@@ -297,8 +298,7 @@ def test_a_capture_that_fails_on_one_rank_ends_graphs_on_all(world: World, monke
 
     monkeypatch.setattr(graph_runner, "CapturedForward", Captured)
     engine = small_engine(model=world.model("tp 2"))
-    buffer = engine.context._buffer
-    buffer._hosts[1] = buffer._hosts[0]  # fixed addresses, as on a GPU
+    fix_addresses(engine.context._buffer)
     buckets = graph_runner.GraphBuckets.of(engine.context)
     engine.state.graphs = graph_runner.GraphRunner(engine.context.spec, buckets, 100)
     prompts = [random_tokens(length, seed=length) for length in (20, 37, 5)]

@@ -4,6 +4,7 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
+from mambaslots.inference.contexts.step_builder import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepInputs
 from mambaslots.inference.engines import runner as graph_runner
 from mambaslots.inference.engines.runner import GraphBuckets, GraphRunner
@@ -32,11 +33,16 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> type[Recorded]:
     return fresh
 
 
+def fix_addresses(buffer: StepBuffer) -> None:
+    """Let every step of a CPU use one host buffer, as those of a GPU use one device buffer."""
+    lists: tuple[list[Any], ...] = (buffer._hosts, buffer._arrays, buffer._tensors)
+    for of_both in lists:
+        of_both[1] = of_both[0]
+
+
 def graphed_engine(max_graphs: int = 100, **settings: object) -> ms.DynamicInferenceEngine:
     """An engine on the CPU that runs as one on a GPU does: fixed addresses, padded steps, graphs."""
     engine = small_engine(**settings)
-    buffer = engine.context._buffer
-    for of_both in (buffer._hosts, buffer._arrays, buffer._tensors):
-        of_both[1] = of_both[0]  # type: ignore[index]
+    fix_addresses(engine.context._buffer)
     engine.state.graphs = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), max_graphs)
     return engine

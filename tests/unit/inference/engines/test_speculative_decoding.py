@@ -17,6 +17,7 @@ from mambaslots.inference.engines import runner as graph_runner
 from mambaslots.inference.engines.runner import GraphBuckets, GraphRunner
 from mambaslots.inference.engines.sampling import accepted_tokens
 from oracle.drafters import MixedDrafter, RightDrafter, WrongDrafter
+from oracle.recorded_graphs import fix_addresses
 from oracle.recurrent_lm import RecurrentLM
 from oracle.sampled_rows import sampled, token_distribution
 from oracle.serving import (
@@ -513,7 +514,7 @@ class TestGraphs:
     def test_drafted_steps_run_by_graph_padded_to_all_the_drafts_there_may_be(self, monkeypatch):
         monkeypatch.setattr(graph_runner, "CapturedForward", Recorded)
         engine = speculating(MixedDrafter, most=3)
-        engine.context._buffer._hosts[1] = engine.context._buffer._hosts[0]
+        fix_addresses(engine.context._buffer)
         engine.state.graphs = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), 100)
         prompts = [random_tokens(n, seed=n) for n in (37, 5, 64, 20)]
         for _ in range(3):

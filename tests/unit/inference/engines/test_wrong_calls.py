@@ -298,7 +298,7 @@ def test_a_call_from_inside_a_step_says_so() -> None:
     def model_that_calls(inputs: ms.StepInputs) -> torch.Tensor:
         with pytest.raises(
             RuntimeError,
-            match="^cancel is called during a step of the same engine; call it between steps",
+            match=r"^cancel is called during a step of the same engine; call it between steps",
         ):
             engine.cancel(0)
         return model(inputs)
