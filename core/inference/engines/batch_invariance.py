@@ -1,6 +1,6 @@
 """The mode in which the bits of an answer depend on its request alone, and its check when an engine starts.
 
-`tools/check_bits.py` compares at length: attention in many batches, and the speed of products.
+`tools/check_bits.py` compares attention in many batches, at length.
 """
 
 import os
