@@ -70,10 +70,6 @@ def _append(context: Any, first_row: int, tokens: Tensor) -> None:
         track = tracks.get(request_id)
         if track is not None and request_id != context.chunked_prefill_request_id:
             track.generated.append(token)
-    _settle(context)
-
-
-def _settle(context: Any) -> None:
     allocator = getattr(context, "mamba_slot_allocator", None)
     if allocator is not None:
         allocator.settle_answers()

@@ -28,7 +28,8 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
     """
     _warn_of_batch_invariance()
     host = importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])
-    slots, poorest_gb = _poorest_stage(self, _affordable_slots(self, mamba_gb), mamba_gb)
+    stages = ParallelGroups(pipeline=self.pipeline_parallel_group)  # a collective, so that all stages agree
+    slots, poorest_gb = min(stages.gather((_affordable_slots(self, mamba_gb), mamba_gb)))
     if slots < 1:
         raise ValueError(
             f"prefix_caching_mamba_gb is {poorest_gb}; accepted: enough prefix cache budget for the scratch "
@@ -74,13 +75,6 @@ def _affordable_slots(context: Any, mamba_gb: float) -> int:
         return INT32_MAX
     scratch = int(context.max_mamba_intermediate_states_per_step)
     return max(0, min(INT32_MAX, int(mamba_gb * 2**30) // state - scratch))
-
-
-def _poorest_stage(context: Any, slots: int, mamba_gb: float) -> tuple[int, float]:
-    """Slots and budget of the stage with the fewest slots. A collective, so that all stages agree."""
-    stages = ParallelGroups(pipeline=context.pipeline_parallel_group)
-    budgets: list[tuple[int, float]] = stages.gather((slots, mamba_gb))
-    return min(budgets)
 
 
 @override(DYNAMIC_CONTEXT, "reset_metadata", faults=(6, 7))

@@ -105,7 +105,7 @@ class GraphBuckets:
                 kv_writes=decodes * per_row + tokens,
                 chunks=tokens // self.chunk_size + 2 * prefills,
                 checkpoints=tokens // max(self.block_size, self.chunk_size) + prefills,
-                logits=self._rows(decodes * per_row + prefills),
+                logits=rung(decodes * per_row + prefills) if self.ladder else decodes * per_row + prefills,
                 decode_tokens=per_row,
             )
         fits = all(has >= needs for has, needs in zip(fitting, shape, strict=True))
@@ -130,9 +130,6 @@ class GraphBuckets:
         # The sizes between 32, 64, 128 and 256 are no rungs: `rung` takes the next one.
         most = rung(decoded + self.max_prefill_tokens)
         return min(rung(_size(decoded + needed, FEWEST_ROWS)), most) - decoded
-
-    def _rows(self, logits: int) -> int:
-        return rung(logits) if self.ladder else logits
 
 
 class CapturedForward:
