@@ -174,7 +174,7 @@ def checked_boundaries(
 class CachedPath:
     """The KV blocks of one sequence, in order, and the durable slot that its state is in.
 
-    Only `PrefixCache` changes a path; `drop_rolling` and `StepCheckpoints` write `rolling_block`.
+    Only `PrefixCache` changes a path; `drop_rolling` and `commit_states` write `rolling_block`.
 
     Attributes:
         chain: the hashes of the sequence's whole blocks.
@@ -300,96 +300,86 @@ def make_room_by_rolling(slots: StateSlots, owners: Iterable[RollingOwner], num_
         drop_rolling(slots, owner)
 
 
-class StepCheckpoints:
-    """Carries the planned boundaries of scheduled steps into slots."""
+def reserve_states[S: PathStep](
+    slots: StateSlots, steps: Sequence[S], max_inner_states: int | None = None
+) -> list[S]:
+    """Reserve a slot for each boundary that has no state yet, as far as slots go; may evict states."""
+    certain: dict[int, tuple[int, Boundary]] = {}  # hash -> number of the step, boundary
+    guessed: dict[int, tuple[int, Boundary]] = {}
+    for number, step in enumerate(steps):
+        for boundary in step.boundaries:
+            key = step.key_at(boundary.position)
+            if key not in slots.tree.hash_to_block_id:
+                known = boundary.position <= len(step.sequence)
+                (certain if known else guessed).setdefault(key, (number, boundary))
+    if not (certain or guessed):
+        return list(steps)
+    wanted = sorted(certain, key=lambda key: KINDS_BY_WORTH.index(certain[key][1].kind))
+    beyond: list[int] = []
+    if max_inner_states is not None:
+        inner = [key for key in wanted if _is_inner(steps[certain[key][0]], certain[key][1])]
+        beyond = inner[max_inner_states:]
+        wanted = [key for key in wanted if key not in set(beyond)]
+    if not slots.policy.refuses:
+        decoding = [steps[certain[key][0]].path for key in wanted if certain[key][1].kind == "decode"]
+        make_room_by_rolling(slots, decoding, len(wanted))
+    chosen = slots.make_room([_planned(steps[certain[key][0]], certain[key][1]) for key in wanted])
+    served = set(chosen)
+    slots.tree.note_refused([key for key in wanted if key not in served] + beyond)
+    # States of drafts evict nothing, because the drafts may be wrong.
+    num_free = len(slots.free) - len(chosen)
+    chosen += [key for key in guessed if key not in certain][:num_free]
+    places = [certain.get(key) or guessed[key] for key in chosen]
+    blocks = [steps[number].block_at(boundary.position) for number, boundary in places]
+    destinations: dict[int, dict[int, int]] = {}
+    for (number, boundary), slot in zip(places, slots.reserve(blocks, chosen), strict=True):
+        destinations.setdefault(number, {})[boundary.position] = slot
+    return [
+        replace(step, destinations=destinations[number]) if number in destinations else step
+        for number, step in enumerate(steps)
+    ]
 
-    def __init__(self, slots: StateSlots) -> None:
-        self._slots = slots
 
-    def reserve[S: PathStep](self, steps: Sequence[S], max_inner_states: int | None = None) -> list[S]:
-        """Reserve a slot for each boundary that has no state yet, as far as slots go; may evict states."""
-        certain: dict[int, tuple[int, Boundary]] = {}  # hash -> number of the step, boundary
-        guessed: dict[int, tuple[int, Boundary]] = {}
-        for number, step in enumerate(steps):
-            for boundary in step.boundaries:
-                key = step.key_at(boundary.position)
-                if key not in self._slots.tree.hash_to_block_id:
-                    known = boundary.position <= len(step.sequence)
-                    (certain if known else guessed).setdefault(key, (number, boundary))
-        if not (certain or guessed):
-            return list(steps)
-        wanted = sorted(certain, key=lambda key: KINDS_BY_WORTH.index(certain[key][1].kind))
-        beyond: list[int] = []
-        if max_inner_states is not None:
-            inner = [key for key in wanted if _is_inner(steps[certain[key][0]], certain[key][1])]
-            beyond = inner[max_inner_states:]
-            wanted = [key for key in wanted if key not in set(beyond)]
-        if not self._slots.policy.refuses:
-            decoding = [steps[certain[key][0]].path for key in wanted if certain[key][1].kind == "decode"]
-            make_room_by_rolling(self._slots, decoding, len(wanted))
-        chosen = self._slots.make_room([_planned(steps[certain[key][0]], certain[key][1]) for key in wanted])
-        served = set(chosen)
-        self._slots.tree.note_refused([key for key in wanted if key not in served] + beyond)
-        # States of drafts evict nothing, because the drafts may be wrong.
-        num_free = len(self._slots.free) - len(chosen)
-        chosen += [key for key in guessed if key not in certain][:num_free]
-        places = [certain.get(key) or guessed[key] for key in chosen]
-        blocks = [steps[number].block_at(boundary.position) for number, boundary in places]
-        destinations: dict[int, dict[int, int]] = {}
-        for (number, boundary), slot in zip(places, self._slots.reserve(blocks, chosen), strict=True):
-            destinations.setdefault(number, {})[boundary.position] = slot
-        return [
-            replace(step, destinations=destinations[number]) if number in destinations else step
-            for number, step in enumerate(steps)
-        ]
+def after_verification[S: PathStep](
+    slots: StateSlots, planned: Sequence[S], accepted: Sequence[S]
+) -> list[S]:
+    """Release the slots of boundaries that the `accepted` steps do not reach; reserve refused ones.
 
-    def after_verification[S: PathStep](self, planned: Sequence[S], accepted: Sequence[S]) -> list[S]:
-        """Release the slots of boundaries that the `accepted` steps do not reach; reserve refused ones.
+    Returns steps with the boundaries that were reached but got no slot while they were guesses: their
+    states must be copied to `destinations`, which are reserved only now.
+    """
+    reserved = {step.key_at(position) for step in accepted for position in step.destinations}
+    unserved = []
+    for before, after in zip(planned, accepted, strict=True):
+        if before.drafts:
+            unreached = before.destinations.keys() - after.destinations.keys()
+            slots.release([before.destinations[position] for position in unreached])
+            missing = tuple(b for b in after.boundaries if after.key_at(b.position) not in reserved)
+            if missing:
+                unserved.append(replace(after, boundaries=missing, destinations={}))
+    return reserve_states(slots, unserved)
 
-        Returns steps with the boundaries that were reached but got no slot while they were guesses: their
-        states must be copied to `destinations`, which are reserved only now.
-        """
-        unserved = []
-        for before, after in zip(planned, accepted, strict=True):
-            if before.drafts:
-                unreached = before.destinations.keys() - after.destinations.keys()
-                self._slots.release([before.destinations[position] for position in unreached])
-                missing = tuple(b for b in after.boundaries if b.position not in after.destinations)
-                if missing:
-                    unserved.append(replace(after, boundaries=missing, destinations={}))
-        if not unserved:
-            return []
-        reserved = {step.key_at(position) for step in accepted for position in step.destinations}
-        return self.reserve(
-            [
-                replace(
-                    step,
-                    boundaries=tuple(b for b in step.boundaries if step.key_at(b.position) not in reserved),
-                )
-                for step in unserved
-            ]
-        )
 
-    def commit(self, step: PathStep) -> dict[int, int]:
-        """See `PrefixCache.commit`."""
-        path = step.path
-        committed: dict[int, int] = {}
-        for position, slot in sorted(step.destinations.items()):
-            depth = position // path.chain.block_size_tokens
-            if depth > path.num_registered:
-                self._slots.release([slot])
-                committed[position] = -1
-                continue
-            block = path.blocks[depth - 1]
-            if step.decoding:  # a draft's state is planned only now that the draft is right
-                self._slots.policy.plan(path.chain.keys, depth, "decode", path.request)
-            (committed[position],) = self._slots.commit([slot], [block])
-            if step.decoding:
-                keeps = any(b.position == position and b.keeps for b in step.boundaries)
-                drop_rolling(self._slots, path)
-                if committed[position] == slot and not keeps:
-                    path.rolling_block = block
-        return committed
+def commit_states(slots: StateSlots, step: PathStep) -> dict[int, int]:
+    """See `PrefixCache.commit`."""
+    path = step.path
+    committed: dict[int, int] = {}
+    for position, slot in sorted(step.destinations.items()):
+        depth = position // path.chain.block_size_tokens
+        if depth > path.num_registered:
+            slots.release([slot])
+            committed[position] = -1
+            continue
+        block = path.blocks[depth - 1]
+        if step.decoding:  # a draft's state is planned only now that the draft is right
+            slots.policy.plan(path.chain.keys, depth, "decode", path.request)
+        (committed[position],) = slots.commit([slot], [block])
+        if step.decoding:
+            keeps = any(b.position == position and b.keeps for b in step.boundaries)
+            drop_rolling(slots, path)
+            if committed[position] == slot and not keeps:
+                path.rolling_block = block
+    return committed
 
 
 def _planned(step: PathStep, boundary: Boundary) -> PlannedState:

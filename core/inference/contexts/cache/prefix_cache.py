@@ -7,7 +7,15 @@ from collections.abc import Iterable, Sequence
 
 from ....validation import INT32_MAX, boolean, integer
 from .borrowing import Borrowing
-from .checkpoint_plan import CachedPath, CheckpointPlan, PathStep, StepCheckpoints, TableRow
+from .checkpoint_plan import (
+    CachedPath,
+    CheckpointPlan,
+    PathStep,
+    TableRow,
+    after_verification,
+    commit_states,
+    reserve_states,
+)
 from .eviction import PolicyChoice, checked_policy
 from .hashing import PrefixHashChain
 from .kv_block_allocator import KVBlockAllocator
@@ -98,7 +106,6 @@ class PrefixCache:
             num_blocks, self._enabled, slots=self.slots, clock=clock, dirty=cleaner.blocks, units=units
         )
         self._borrowing = Borrowing(units, self.kv_blocks, self.slots, cleaner) if units else None
-        self._checkpoints = StepCheckpoints(self.slots)
         self.pins = PinnedPrefixes(self.slots, self.kv_blocks, num_slots, units)
 
     # ---- what is cached
@@ -304,19 +311,19 @@ class PrefixCache:
             states = self.tree.hash_to_block_id
             wanted = {step.key_at(boundary.position) for step in steps for boundary in step.boundaries}
             self._borrowing.lend_slots(sum(key not in states for key in wanted))
-        return self._checkpoints.reserve(steps, max_inner_states)
+        return reserve_states(self.slots, steps, max_inner_states)
 
     def after_verification[S: PathStep](self, planned: Sequence[S], accepted: Sequence[S]) -> list[S]:
-        """Adapt the reservations once drafts are verified; see `StepCheckpoints.after_verification`."""
-        return self._checkpoints.after_verification(planned, accepted)
+        """Adapt the reservations once drafts are verified; see `checkpoint_plan.after_verification`."""
+        return after_verification(self.slots, planned, accepted)
 
     def commit(self, step: PathStep) -> dict[int, int]:
         """Make the states of a launched step findable; the step's blocks must be registered already.
 
         Returns:
-            boundary -> the committed slot that holds its state, or -1; see `StepCheckpoints.commit`.
+            boundary -> the committed slot that holds its state, or -1.
         """
-        return self._checkpoints.commit(step)
+        return commit_states(self.slots, step)
 
     def abort(self) -> None:
         """Free all slots that were reserved for a step that failed."""
