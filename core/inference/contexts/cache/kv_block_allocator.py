@@ -194,15 +194,20 @@ class KVBlockAllocator:
         blocks = self._checked(block_ids)
         refs, tree = self.tree.references, self.tree
         parents = tree.parents
-        counts = Counter(blocks)
-        blocks, remaining = list(counts), [refs[block] - count for block, count in counts.items()]
-        if remaining and min(remaining) < 0:
-            block = blocks[remaining.index(min(remaining))]
-            raise ValueError(
-                f"block_ids names {block} {counts[block]} times; accepted: at most as often as it has "
-                f"references ({refs[block]})"
-            )
-        unheld = [block for block, held in zip(blocks, remaining, strict=True) if not held]
+        if len(set(blocks)) == len(blocks):
+            remaining = [refs[block] - 1 for block in blocks]
+        else:
+            counts = Counter(blocks)
+            blocks, remaining = list(counts), [refs[block] - count for block, count in counts.items()]
+        unheld = blocks
+        if any(remaining):
+            if (least := min(remaining)) < 0:
+                block = blocks[remaining.index(least)]
+                raise ValueError(
+                    f"block_ids names {block} {refs[block] - least} times; accepted: at most as often as it "
+                    f"has references ({refs[block]})"
+                )
+            unheld = [block for block, held in zip(blocks, remaining, strict=True) if not held]
         cached = [block for block in unheld if parents[block] >= 0]
         cached.reverse()
         clock = max(self._clock + 1, self._now())

@@ -222,17 +222,19 @@ class PrefixTree:
     def take_leaves(self, num_blocks: int) -> list[int]:
         """Take the next blocks to evict, which are there; parents follow their children."""
         taken: list[int] = []
-        while len(taken) < num_blocks and (entry := self.leaves.first) is not None:
-            self.take_leaf(entry[2])
-            taken.append(entry[2])
+        for _ in range(num_blocks):
+            taken.append(block := self.leaves.take())
+            self._note_child_taken(self.parents[block])
         return taken
 
     def take_leaf(self, block: int) -> None:
         """Remove this leaf from the order and from the counts of children."""
-        parent = self.parents[block]
         self.leaves.withdraw(block)
-        self.num_children[parent] -= 1
-        if not self.references[parent] and not self.num_children[parent]:
+        self._note_child_taken(self.parents[block])
+
+    def _note_child_taken(self, parent: int) -> None:
+        self.num_children[parent] = num_children = self.num_children[parent] - 1
+        if not num_children and not self.references[parent]:
             self.leaves.offer(parent)
 
     def put_back(self, blocks: list[int]) -> None:

@@ -37,6 +37,14 @@ class LeafOrder:
             heapq.heappop(self._heap)
         return None
 
+    def take(self) -> int:
+        """Remove and return the next leaf to go; there is one."""
+        while True:
+            entry = heapq.heappop(self._heap)
+            if self._entry_of.get(entry[2]) is entry:
+                del self._entry_of[entry[2]]
+                return entry[2]
+
     def offer(self, block: int) -> None:
         """Give a leaf its place in the order; an earlier place of the leaf is void."""
         self._entry_of[block] = entry = (self.holds_state(block), self.timestamps[block], block)

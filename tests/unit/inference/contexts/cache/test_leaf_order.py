@@ -15,7 +15,7 @@ def pop(leaves, num_blocks, leaf_parent):
     taken = []
     for _ in range(num_blocks):
         _, _, block = leaves.first
-        leaves.withdraw(block)
+        assert leaves.take() == block
         taken.append(block)
         if (parent := leaf_parent(block)) >= 0:
             leaves.offer(parent)
