@@ -92,8 +92,12 @@ class Turnover[Cause: str]:
     def note_ages(self, now_ns: int, last_used_ns: list[int]) -> None:
         """Note the ages of evicted states."""
         ages = [now_ns - used for used in last_used_ns]
-        for age in ages:
-            self._age_counts[bisect_left(_BOUNDS_NS, age)] += 1
+        youngest, oldest = (bisect_left(_BOUNDS_NS, age) for age in (min(ages), max(ages)))
+        if youngest == oldest:  # most are: what is evicted together was used together
+            self._age_counts[youngest] += len(ages)
+        else:
+            for age in ages:
+                self._age_counts[bisect_left(_BOUNDS_NS, age)] += 1
         self._age_sum_ns += sum(ages)
         self._recent_ns.extend(ages)
 

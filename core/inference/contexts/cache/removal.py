@@ -59,9 +59,11 @@ class LeafOrder:
 
     def note_states_changed(self, blocks: Iterable[int]) -> None:
         """Give the leaves among these blocks new places: the blocks gained or lost a state."""
-        for block in blocks:
-            if block in self._entry_of:
-                self.offer(block)
+        entry_of = self._entry_of
+        if entry_of and not entry_of.keys().isdisjoint(blocks):
+            for block in blocks:
+                if block in entry_of:
+                    self.offer(block)
 
     def clear(self) -> None:
         self._heap.clear()
