@@ -3,7 +3,7 @@
     python tools/fleet_faults.py --minutes 4
     python tools/fleet_faults.py --minutes 4 --seed 17       (other faults, at other moments)
 
-Victims are three replicas, the ingress, the channel of states and Ray Serve's controller. SIGKILL hits all of
+Victims are three replicas, the ingress and Ray Serve's controller. SIGKILL hits all of
 them; SIGSTOP lasts up to 40 s for replicas and ingress (a guard kills them after 24 s), 10 s for the others.
 Clients send prompts whose tokens are known, half of them as streams. An answer must have the right tokens. A
 refusal is an error status, or an error event after right tokens, with a sentence. Both come within 90 s.
@@ -41,7 +41,6 @@ WELL_S = 30.0
 VICTIMS = {  # a word of the title of their processes: how often, the longest stop in seconds
     "EngineReplica": (6, 40.0),
     "Ingress": (2, 40.0),
-    "StateChannel": (2, 10.0),
     "ServeController": (2, 10.0),
 }
 NUM_PROMPTS = 24

@@ -46,11 +46,6 @@ class FleetSettings:
         """A process that runs nothing for so long is killed."""
         return 3 * self.health_timeout_s
 
-    @property
-    def channel(self) -> str:
-        """The name of the actor of the application's `StateChannel`."""
-        return f"{self.name}-states"
-
 
 def check_installed() -> None:
     """Raise an ImportError, which names the extra, unless what replicas need can be imported."""

@@ -3,11 +3,10 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import ray
@@ -18,8 +17,10 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..net.lockstep.following import follow
+from ..net.routing.state_events import StateEvents
 from ..net.routing.state_publisher import StatePublisher
 from ..parallel_groups import ParallelGroups
 from ..serve.generation import EngineFacts, LocalEngine
@@ -27,24 +28,49 @@ from . import FleetSettings
 from .answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
 from .figures import ReplicaReport, replica_report
 from .guard import kill_when_still
-from .state_channel import StateFeed
-from .warming import serve_hand_over, take_over
+from .warming import HandOver, serve_hand_over, take_over
 
 logger = logging.getLogger(__name__)
 
 MakeEngine = Callable[[ParallelGroups | None], DynamicInferenceEngine]
 """Makes a rank's engine in its process: for rank 0 of a split model a `LeadingEngine`. Can be pickled."""
+DEPLOYMENT = "EngineReplica"
+"""The name of the replicas in Ray Serve's application."""
 _MEETING_S = 600.0
 """Ranks load their weights before they meet."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """A replica: process ids of its ranks, the leading one first, and its running requests."""
+    """A replica: process ids of its ranks, the leading one first, its running requests, and its states.
+
+    `events`: the changes of its states, where the caller asked for them and a look at the cache has ended.
+    """
 
     replica: str
     processes: tuple[int, ...]
     num_running: int
+    num_states: int
+    events: StateEvents | None = None
+
+
+class StateLooks:
+    """An engine's states, look after look; a look waits for the end of a step, and no caller waits for it."""
+
+    def __init__(self, engine: AsyncEngine, publisher: StatePublisher) -> None:
+        self._engine, self._publisher = engine, publisher
+        self._look: asyncio.Future[StateEvents | None] | None = None
+
+    def next(self, wants_all: bool) -> StateEvents | None:
+        """What the look that ended has found; begins another one, at the changes or at all states."""
+        ended, events = self._look, None
+        if ended is not None:
+            if not ended.done():
+                return None
+            events = None if ended.exception() else ended.result()
+        take = self._publisher.snapshot if wants_all else self._publisher.take
+        self._look = asyncio.ensure_future(self._engine.call(lambda engine: take()))
+        return events
 
 
 class FollowingRank:
@@ -152,21 +178,18 @@ class EngineReplica:
             trace=settings.trace,
         )
         self._engine.start()
-        self._feed = StateFeed(
-            self._name,
-            settings.channel,
-            self._engine,
-            StatePublisher(engine, self._name) if engine.config.enable_prefix_caching else None,
-            partial(serve_hand_over, self._engine, timeout_s=settings.warm_timeout_s),
-        )
-        self._publishing = asyncio.create_task(self._feed.run())
+        self._warm_timeout_s = settings.warm_timeout_s
+        self._looks: StateLooks | None = None
+        self._hand_overs: set[asyncio.Task[None]] = set()
         self._watching = asyncio.create_task(self._end_when_lost())
-        if settings.warm_timeout_s and engine.config.enable_prefix_caching:
-            await take_over(self._name, settings.channel, self._engine, settings.warm_timeout_s)
+        if engine.config.enable_prefix_caching:
+            self._looks = StateLooks(self._engine, StatePublisher(engine, self._name))
+            if settings.warm_timeout_s:
+                replicas = serve.get_deployment_handle(DEPLOYMENT, settings.name)
+                await take_over(self._name, replicas, self._engine, settings.warm_timeout_s)
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[AnswerPart]:
         """Answer a request; a caller that closes the stream cancels it."""
-        self._feed.wake()
         try:
             answer: Any = answer_parts(self._engine, request, self._name)
             async with aclosing(answer) as parts:
@@ -176,16 +199,30 @@ class EngineReplica:
             if self._engine.failure is not None or (self._ranks.are_others and error.__cause__ is not None):
                 self._end_process(error)  # a split engine that failed is broken
             raise
-        finally:
-            self._feed.wake()
 
     async def facts(self) -> EngineFacts:
         return self._engine.facts
 
-    async def status(self) -> ReplicaStatus:
-        """Says that the event loops of all ranks run, also while a step takes long."""
+    async def status(self, wanting_all: Collection[str] | None = None) -> ReplicaStatus:
+        """Says that the event loops of all ranks run, also while a step takes long.
+
+        With `wanting_all` also which states were added and removed; those that it names say all that they
+        hold.
+        """
         await self._ranks.processes()
-        return ReplicaStatus(self._name, self._processes, self._engine.num_running)
+        events = None
+        if self._looks is not None and wanting_all is not None:
+            events = self._looks.next(self._name in wanting_all)
+        num_states = len(self._ranks.engine.context.prefix_cache.tree.hash_to_block_id)
+        return ReplicaStatus(self._name, self._processes, self._engine.num_running, num_states, events)
+
+    async def hand_over(self, donor: str, order: HandOver) -> None:
+        """Begin to hand states over, where this is the donor."""
+        if donor == self._name:
+            work = serve_hand_over(self._engine, order, timeout_s=self._warm_timeout_s)
+            task = asyncio.create_task(work)
+            self._hand_overs.add(task)
+            task.add_done_callback(self._hand_overs.discard)
 
     async def report(self) -> ReplicaReport:
         return await replica_report(self._engine, self._name)

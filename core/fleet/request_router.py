@@ -1,6 +1,5 @@
 """Ray Serve's request router that asks a `StateRouter` which replica holds a request's state."""
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,10 +15,9 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from ..net.routing.state_router import ReplicaLoad, RouteRequest, StateRouter
+from ..net.routing.state_router import ReplicaLoad, RouteRequest
 from .answers import EngineRequest
 from .pulses import pulses_of
-from .state_channel import ChannelReader
 
 _LONGEST_SENDING_S = 30.0
 
@@ -84,20 +82,17 @@ class ReplicaLoads:
 
 
 class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
-    """Ranks replicas as a `StateRouter` does; Ray calls it in one event loop.
+    """Ranks replicas as a `StateRouter` does, that of `Pulses`; Ray calls it in one event loop.
 
     An `EngineRequest` has the hashes of its blocks. Ray tries the replicas in the order that this class
     returns: a replica whose queue is full gets no request. It is not first in first out: what is chosen for
     one request must not go to another. A replica that is silent gets none while another one answers.
     """
 
-    def initialize_state(self, *, channel: str, seed: int = 0) -> None:
-        """Ray calls this with `request_router_kwargs`; `channel` names the actor of a `StateChannel`."""
-        self._router = StateRouter(seed)
+    def initialize_state(self, *, application: str) -> None:
+        """Ray calls this with `request_router_kwargs`."""
         self._loads = ReplicaLoads()
-        self._channel = channel
-        self._pulses = pulses_of(channel)
-        self._reading: asyncio.Task[None] | None = None
+        self._pulses = pulses_of(application)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -122,7 +117,7 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
             return [[replicas[load.replica]] for load in loads]
         lost = set(pending_request.args[0].lost)
         left = [load for load in loads if load.replica not in lost]
-        best = self._router.choose(request, left or loads)
+        best = self._pulses.choose(request, left or loads)
         order = (*best, *(lost & replicas.keys() if left else ()))
         self._loads.note_chosen(_request_id(pending_request), order)
         return [[replicas[name]] for name in order]
@@ -141,7 +136,7 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
         if self._loads.note_routed(_request_id(pending_request), replica_id.unique_id):
             request = _route_request(pending_request)
             if request is not None:
-                self._router.note_routed(request, replica_id.unique_id)
+                self._pulses.note_routed(request, replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self._loads.note_ended(internal_request_id, replica_id.unique_id)
@@ -149,17 +144,11 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._pulses.forget(replica_id.unique_id)
-        self._router.forget(replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Ray names the replicas that may be asked."""
-        if self._reading is None:
-            self._reading = self._event_loop.create_task(ChannelReader(self._channel, self._router).run())
-        gone = set(self.curr_replicas) - {replica.replica_id for replica in replicas}
         super().update_replicas(replicas)
-        self._pulses.expect(replica.replica_id.unique_id for replica in replicas)
-        for replica_id in gone:
-            self._router.forget(replica_id.unique_id)
+        self._pulses.expect([replica.replica_id.unique_id for replica in replicas])
 
 
 def _route_request(pending_request: PendingRequest | None) -> RouteRequest | None:

@@ -25,7 +25,7 @@ from ..serve.server import url
 from ..serve.settings import ServerSettings, listen
 from . import FleetSettings
 from .ingress import Ingress
-from .replica import EngineReplica, MakeEngine
+from .replica import DEPLOYMENT, EngineReplica, MakeEngine
 from .request_router import FleetRequestRouter
 
 ADDRESS = "RAY_ADDRESS"
@@ -144,11 +144,11 @@ def fleet_application(
 def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serve.Application:
     needs = {"num_cpus": settings.cpus_per_rank, "num_gpus": settings.gpus_per_rank}
     options: dict[str, Any] = {
-        "name": "EngineReplica",
+        "name": DEPLOYMENT,
         "ray_actor_options": needs,
         "max_ongoing_requests": 2 * settings.max_requests,
         "request_router_config": RequestRouterConfig(
-            request_router_class=FleetRequestRouter, request_router_kwargs={"channel": settings.channel}
+            request_router_class=FleetRequestRouter, request_router_kwargs={"application": settings.name}
         ),
         "graceful_shutdown_timeout_s": settings.drain_timeout_s,
         "graceful_shutdown_wait_loop_s": 0.2,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import batched
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
@@ -18,7 +18,7 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..net.lockstep.leading_engine import LeadingEngine
 from ..net.transfer.export import recent_states
 from ..net.transfer.hand_over import TransferChannel
-from .state_channel import HandOver, find_channel
+from .calls import replica_answers
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +26,28 @@ STATES_A_ROUND = 32
 """States of one hand-over: the source runs no step during a hand-over."""
 _MEETING_S = 5.0
 _LONGEST_ROUND_S = 10.0
+_LOOKS_FOR_DONORS = 3
+_LOOK_S = 0.5
+"""A new handle learns from Ray only after a moment which replicas there are."""
 
 
-async def take_over(replica: str, channel: str, engine: AsyncEngine, timeout_s: float) -> int:
+class HandOver(NamedTuple):
+    """An order to send prefixes to another replica; both meet at the store at `host` and `port`."""
+
+    name: str
+    host: str
+    port: int
+
+
+async def take_over(replica: str, replicas: Any, engine: AsyncEngine, timeout_s: float) -> int:
     """Let a replica that has states hand over those that were used last; returns how many were received.
 
-    A donor that does not come or dies costs at most `timeout_s`; the replica then starts with what it has.
+    `replicas` is a handle of those that serve. A donor that does not come or dies costs at most `timeout_s`;
+    the replica then starts with what it has.
     """
     begun_s, deadline = time.monotonic(), time.monotonic() + timeout_s
-    actor = find_channel(channel)
-    if actor is None:
+    donor = await _donor(replicas)
+    if donor is None:
         return 0
     host = ray.util.get_node_ip_address()
     store = await asyncio.to_thread(
@@ -43,10 +55,7 @@ async def take_over(replica: str, channel: str, engine: AsyncEngine, timeout_s: 
     )
     num_states, order = 0, HandOver(f"{replica}-{secrets.token_hex(4)}", host, store.port)
     try:
-        async with asyncio.timeout(_MEETING_S):  # the channel may have stopped
-            donor = await actor.order_hand_over.remote(replica, order)
-        if donor is None:
-            return 0
+        _ = [one async for one in replica_answers(replicas, "hand_over", _MEETING_S, donor, order)]
         announced = await _read(store, order.name, min(deadline, time.monotonic() + _MEETING_S))
         for number in range(int(announced or 0)):
             name = f"{order.name}-{number}"
@@ -63,6 +72,17 @@ async def take_over(replica: str, channel: str, engine: AsyncEngine, timeout_s: 
     except (RayError, RuntimeError, TimeoutError, OSError) as error:
         logger.warning("mambaslots: replica %s was not warmed to the end: %s", replica, error)
     return num_states
+
+
+async def _donor(replicas: Any) -> str | None:
+    """The replica that holds most states; None where none holds any."""
+    for _ in range(_LOOKS_FOR_DONORS):
+        statuses = [one async for one in replica_answers(replicas, "status", _MEETING_S)]
+        if statuses:
+            num_states, name = max((one.num_states, one.replica) for one in statuses)
+            return name if num_states else None
+        await asyncio.sleep(_LOOK_S)
+    return None
 
 
 async def serve_hand_over(engine: AsyncEngine, order: HandOver, timeout_s: float) -> None:

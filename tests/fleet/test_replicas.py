@@ -100,34 +100,6 @@ def test_a_replica_killed_in_mid_stream_costs_a_retry_and_no_token(
     two.wait_until(lambda: replaced(two, killed), "Ray has started another replica")
 
 
-def test_a_lost_channel_is_made_again_and_filled_by_the_replicas(two: "Fleet") -> None:
-    import ray
-    from mambaslots.fleet.state_channel import find_channel
-    from mambaslots.net.routing.state_events import decode_events
-    from ray.exceptions import RayError
-
-    def held() -> dict[str, int]:
-        try:
-            news = ray.get(find_channel(two.settings.channel).read.remote("", 0, 0.0), timeout=30)
-        except RayError:  # it is away
-            return {}
-        return {events.replica: len(events.inserted) for events in map(decode_events, news.events)}
-
-    tokens = prompt_of(60, 90)
-    answer, _ = two.complete(tokens, **GREEDY)
-    two.wait_for_replicas(2)
-    two.wait_until(
-        lambda: set(held()) == {status.replica for status in two.statuses()}, "both have published"
-    )
-    before = held()
-    ray.kill(find_channel(two.settings.channel), no_restart=False)
-    tokens += [*answer, 1, 2, 3, 4, 5]
-    answer, resumed = two.complete(tokens, **GREEDY)  # the router still knows what it knew
-    assert (answer, resumed) == (expected(tokens, **GREEDY), 96)
-    two.wait_until(lambda: set(held()) == set(before), "the channel is filled again", 30)
-    assert sum(held().values()) >= sum(before.values())
-
-
 def replaced(fleet: "Fleet", lost: "ReplicaStatus") -> bool:
     names = [status.replica for status in fleet.statuses()]
     return len(names) == 2 and lost.replica not in names

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from fuzzing.events import Channel, Events
+from fuzzing.events import Events
 from fuzzing.http import Http
 from fuzzing.messages import Answers, Clients, FleetRequests, Sessions
 from fuzzing.prefixes import ImportedBytes, LoadedFolders, Tiers
@@ -15,7 +15,6 @@ MAKERS: dict[str, Callable[[Path], Target]] = {
     "host memory rows": lambda folder: Tiers(folder, "rows"),
     "state files": lambda folder: Tiers(folder, "files"),
     "events of replicas": lambda folder: Events(),
-    "state channel": lambda folder: Channel(),
     "prefill questions": lambda folder: Sessions(),
     "prefill answers": lambda folder: Clients(),
     "lockstep connections": lambda folder: Answers(),

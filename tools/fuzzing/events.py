@@ -1,15 +1,13 @@
-"""What replicas publish of their states, to a router and to the channel: bytes of any kind, in any order.
+"""What replicas publish of their states, to a router: bytes of any kind, in any order.
 
 What an index holds is compared with a plain model: sets of keys by replica.
 """
 
-import asyncio
 import struct
 from dataclasses import dataclass, field
 from random import Random
 
 from fuzzing.target import ACCEPTED, REFUSED, damaged_bytes
-from mambaslots.fleet.state_channel import StateChannel
 from mambaslots.net.routing.state_events import StateEvents, decode_events, encode_events
 from mambaslots.net.routing.state_index import StateIndex
 
@@ -147,55 +145,3 @@ def _check(index: StateIndex) -> None:
     assert len(index) == len(by_key)
     for key, names in by_key.items():
         assert set(index.deepest([key])) == names
-
-
-class Channel:
-    """Messages for a `StateChannel`, and what a reader makes of its news."""
-
-    name = "state channel"
-    documented: tuple[type[BaseException], ...] = (ValueError,)
-    draw = staticmethod(draw_messages)
-    size_of = staticmethod(size_of)
-
-    def feed(self, drawn: object) -> str:
-        assert isinstance(drawn, Published)
-        return asyncio.run(self._fed(drawn))
-
-    async def _fed(self, drawn: Published) -> str:
-        channel, index = StateChannel(), StateIndex()
-        refused, instance, version = 0, "", 0
-        published: dict[str, set[int]] = {}
-        for number, (said, data) in enumerate(drawn.messages):
-            before = _held(channel)
-            try:
-                orders = await channel.publish(said, (data,))
-            except ValueError:
-                refused += 1
-                assert _held(channel) == before, "refused events changed what the channel holds"
-                continue
-            events = decode_events(data)
-            assert events.replica == said, f"{said!r} published the states of {events.replica!r}"
-            published.setdefault(said, set()).update(events.inserted)
-            assert isinstance(orders.wants_snapshot, bool)
-            if number % 3 == 0:
-                news = await channel.read(instance, version, 0.0)
-                instance, version = news.instance, news.version
-                for encoded in news.events:
-                    index.apply(decode_events(encoded))
-        late, whole = StateIndex(), await channel.read("", 0, 0.0)
-        for encoded in whole.events:
-            assert late.apply(decode_events(encoded))
-        assert set(late.replicas) == set(whole.replicas)
-        for name in late.replicas:
-            assert late.keys_of(name) == _held(channel)[name]
-            assert late.keys_of(name) <= published.get(name, set()), (
-                f"{name} never published all that it holds"
-            )
-        _check(index)
-        return REFUSED if refused else ACCEPTED
-
-
-def _held(channel: StateChannel) -> dict[str, frozenset[int]]:
-    """The keys of each replica that the channel knows."""
-    index = channel._index
-    return {name: frozenset(index.keys_of(name)) for name in index.replicas}

@@ -44,11 +44,6 @@ class StateIndex:
         """The hashes that a replica holds; none for an unknown one."""
         return frozenset(self._replicas[replica].keys if replica in self._replicas else ())
 
-    def snapshot_of(self, replica: str) -> StateEvents:
-        """What a known replica holds, as a message of its own."""
-        known = self._replicas[replica]
-        return StateEvents(replica, known.epoch, known.sequence, tuple(known.keys), is_snapshot=True)
-
     def apply(self, events: StateEvents) -> bool:
         """Apply a message. Old and repeated ones change nothing.
 

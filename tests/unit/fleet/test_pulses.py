@@ -1,6 +1,15 @@
-"""Which replicas count as there, by when they answered."""
+"""Which replicas count as there, by when they answered, and what is known of their states."""
 
+import asyncio
+from typing import Any
+
+import mambaslots as ms
+import mambaslots.net as msd
 from mambaslots.fleet.pulses import Pulses, pulses_of
+from mambaslots.net.routing.state_events import StateEvents
+from mambaslots.net.routing.state_router import ReplicaLoad, RouteRequest
+from oracle.serving import random_tokens
+from oracle.transfers import engine_of
 
 
 def test_a_replica_is_silent_where_another_one_answers() -> None:
@@ -45,3 +54,59 @@ def test_where_requests_are() -> None:
 
 def test_a_process_has_one_for_each_application() -> None:
     assert pulses_of("a-states") is pulses_of("a-states") is not pulses_of("b-states")
+
+
+def test_a_replica_says_all_that_it_holds_where_something_is_missing() -> None:
+    """New, after a gap, after an answer that was late, and where Ray named it anew."""
+    pulses = Pulses()
+    pulses.note_answer("a", StateEvents("a", 1, 0, (1,)))  # unknown
+    pulses.expect(["a", "b"])
+    assert pulses.without_states == {"a", "b"}
+    pulses.note_answer("a")
+    assert pulses.without_states == {"a", "b"}
+    pulses.note_answer("a", StateEvents("a", 1, 0, (1, 2), is_snapshot=True))
+    pulses.note_answer("a", StateEvents("a", 1, 1, (3,)))
+    assert pulses.without_states == {"b"}
+    request, loads = RouteRequest((1, 2, 3), 60, 16), [ReplicaLoad("a", 0), ReplicaLoad("b", 0)]
+    assert pulses.choose(request, loads) == ["a", "b"]
+    pulses.note_answer("a", StateEvents("a", 1, 3, (5,)))  # 2 was lost
+    assert pulses.without_states == {"a", "b"}
+    pulses.note_answer("a", StateEvents("a", 1, 3, (1,), is_snapshot=True))
+    pulses.note_late(["a"])
+    assert pulses.without_states == {"a", "b"}
+    pulses.note_answer("a", StateEvents("a", 1, 3, (1,), is_snapshot=True))
+    pulses.expect(["b"])
+    pulses.expect(["a", "b"])
+    assert pulses.without_states == {"a", "b"}
+
+
+def test_looks_bring_all_changes_though_a_caller_waits_for_none() -> None:
+    from mambaslots.fleet.replica import StateLooks
+
+    engine, pulses = engine_of(), Pulses()
+    pulses.expect(["a"])
+
+    async def main() -> None:
+        async with ms.AsyncEngine(engine) as server:
+            looks = StateLooks(server, msd.StatePublisher(engine, "a"))
+
+            async def asked() -> Any:
+                events = looks.next("a" in pulses.without_states)
+                pulses.note_answer("a", events)
+                await server.call(lambda engine: None)  # the look has ended
+                await asyncio.sleep(0)
+                return events
+
+            assert await asked() is None
+            assert (await asked()).is_snapshot
+            assert not pulses.without_states
+            for seed in range(2):
+                await server.generate(random_tokens(60, seed))
+                await asked()
+                events = await asked() or await asked()
+                assert events.inserted
+                assert not events.is_snapshot
+            tree = engine.context.prefix_cache.tree
+            assert pulses._router.index.keys_of("a") == set(tree.hash_to_block_id)
+
+    asyncio.run(main())

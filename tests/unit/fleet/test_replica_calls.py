@@ -35,7 +35,7 @@ class Handle:
 
 
 def raised(error: Exception) -> BaseException:
-    from mambaslots.fleet.ingress import ReplicaCalls
+    from mambaslots.fleet.calls import ReplicaCalls
 
     handle = Handle(error)
 
@@ -109,22 +109,21 @@ class Asked:
 
 def test_a_replica_that_is_late_or_raises_takes_nothing_from_the_others() -> None:
     """The others' answers come at once; Ray's own call raises one TimeoutError for all."""
-    from mambaslots.fleet.ingress import ReplicaCalls
+    from mambaslots.fleet.calls import replica_answers
     from ray.exceptions import RaySystemError
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         replicas = [Answer("late", 60.0), Answer(ValueError("x"), 0.0), Answer("b", 0.02), Answer("a", 0.0)]
-        calls, begun_s, came_s = ReplicaCalls(Asked(replicas), Pulses()), loop.time(), []
+        begun_s, came_s = loop.time(), []
         answers = []
-        async for answer in calls.answers("status", 0.3):
+        async for answer in replica_answers(Asked(replicas), "status", 0.3):
             answers.append(answer)
             came_s.append(loop.time() - begun_s)
         assert answers == ["a", "b"]
         assert came_s[-1] < 0.25 < 0.29 < loop.time() - begun_s < 5
-        assert await calls.ask_all("status", 0.3) == ["a", "b"]
         for nothing in (Asked([]), Asked(RaySystemError("gone")), Asked(replicas, after_s=60.0)):
-            assert await ReplicaCalls(nothing, Pulses()).ask_all("status", 0.05) == []
+            assert [one async for one in replica_answers(nothing, "status", 0.05)] == []
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(main())
@@ -144,9 +143,9 @@ def test_a_stream_is_lost_with_a_replica_that_answers_no_question(
     monkeypatch: pytest.MonkeyPatch, others_answer: bool
 ) -> None:
     """A replica that is busy answers questions; and where no replica answers, none is better."""
-    from mambaslots.fleet import ingress
+    from mambaslots.fleet import calls
 
-    monkeypatch.setattr(ingress, "_LOOK_S", 0.02)
+    monkeypatch.setattr(calls, "_LOOK_S", 0.02)
     now = [0.0]
     pulses = Pulses(lambda: now[0])
     pulses.expect(["a", "b"])
@@ -154,7 +153,7 @@ def test_a_stream_is_lost_with_a_replica_that_answers_no_question(
 
     async def parts_of(handle: Handle, answering: str) -> int:
         number = 0
-        async for _ in ingress.ReplicaCalls(handle, pulses).stream(REQUEST):
+        async for _ in calls.ReplicaCalls(handle, pulses).stream(REQUEST):
             number += 1
             now[0] += 6.0
             if answering:

@@ -8,6 +8,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 from mambaslots.fleet.answers import EngineRequest
+from mambaslots.fleet.pulses import Pulses
 from mambaslots.fleet.request_router import ReplicaLoads
 from mambaslots.net.routing.state_events import StateEvents
 
@@ -36,21 +37,14 @@ class Rig:
         from mambaslots.fleet import request_router
         from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
 
-        class NoReader:
-            def __init__(self, *arguments: object) -> None:
-                pass
-
-            async def run(self) -> None:
-                pass
-
-        monkeypatch.setattr(request_router, "ChannelReader", NoReader)
+        monkeypatch.setattr(request_router, "pulses_of", lambda application: Pulses())
         deployment = DeploymentID(name="EngineReplica", app_name="test")
         self.router = request_router.FleetRequestRouter(
             deployment_id=deployment,
             handle_source=DeploymentHandleSource.REPLICA,
             use_replica_queue_len_cache=True,
         )
-        self.router.initialize_state(channel="states")
+        self.router.initialize_state(application="test")
         self.replicas = [FakeReplica(ReplicaID(name, deployment)) for name in "abc"[:num_replicas]]
         self.router.update_replicas(self.replicas)
         self._num_requests = 0
@@ -75,7 +69,9 @@ class Rig:
         return "".join(rank[0].replica_id.unique_id for rank in ranks)
 
     def holds(self, replica: str, *keys: int, sequence: int = 0) -> None:
-        assert self.router._router.apply(StateEvents(replica, 1, sequence, keys, (), is_snapshot=True))
+        assert self.router._pulses._router.apply(
+            StateEvents(replica, 1, sequence, keys, (), is_snapshot=True)
+        )
 
 
 def test_a_request_goes_to_the_replica_with_its_deepest_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +91,7 @@ def test_a_dead_replica_is_forgotten_and_a_full_one_is_passed_over(monkeypatch: 
         a, b, _ = (replica.replica_id for replica in rig.replicas)
         rig.holds("a", 1, 2)
         rig.router.on_replica_actor_died(a)
-        assert rig.router._router.index.replicas == []
+        assert rig.router._pulses._router.index.replicas == []
         rig.replicas = rig.replicas[1:]
         rig.holds("b", 1, 2, 3)
         rig.router.on_new_queue_len_info(b, 4)
@@ -110,8 +106,6 @@ def test_a_dead_replica_is_forgotten_and_a_full_one_is_passed_over(monkeypatch: 
 
 
 def test_a_silent_replica_gets_nothing_while_another_one_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mambaslots.fleet.pulses import Pulses
-
     now = [0.0]
 
     async def scenario() -> None:
