@@ -278,7 +278,6 @@ class RoutedReplicas(Replicas):
         self.is_alive[number] = False
         begun()
         await self.local[number].close()
-        self.publishers[number].close()
         self._count(number)
         old = self.engines[number]
         old.check_integrity()

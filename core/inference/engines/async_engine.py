@@ -85,6 +85,7 @@ class AsyncEngine:
         self._thread: EngineThread | None = None
         self._num_sent = 0
         self._draining = False
+        self._drain_expired = False
         self._closed = False
 
     # ---- its life
@@ -156,7 +157,7 @@ class AsyncEngine:
             try:
                 await asyncio.wait_for(self._none_open.wait(), timeout_s)
             except TimeoutError:
-                in_time = False
+                in_time, self._drain_expired = False, True
                 for answer in self._open:
                     thread.post_cancel(answer)
         with suppress(TimeoutError):
@@ -235,8 +236,16 @@ class AsyncEngine:
             "checkpoint_plan": checkpoint_plan,
         }  # fmt: skip
         reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_sent += 1
         try:
-            self._num_sent += 1
+            try:
+                await self._prepare(arguments)
+                self._usable("stream")
+                if self._drain_expired:
+                    raise self._closing("stream")
+            except BaseException:
+                self._num_sent -= 1
+                raise
             thread.post(partial(thread.add, answer, arguments), reply)
             await reply
             return TokenStream(answer)
@@ -245,6 +254,9 @@ class AsyncEngine:
             thread.post_cancel(answer)  # the engine may have the request by now
             self._forget(answer)
             raise
+
+    async def _prepare(self, arguments: dict[str, Any]) -> None:
+        """Called for each request before the engine gets it; the request waits meanwhile."""
 
     async def generate(
         self,
@@ -296,11 +308,14 @@ class AsyncEngine:
         """The thread; an error where no request is accepted now."""
         thread = self._usable(call)
         if self._draining:
-            raise RuntimeError(f"{call}: the {type(self).__name__} is closing; it takes no more requests")
+            raise self._closing(call)
         num_waiting = sum(self._num_unfinished()) - self._engine.config.max_requests
         if num_waiting >= self._max_waiting:
             raise QueueFullError(num_waiting, self._max_waiting)
         return thread
+
+    def _closing(self, call: str) -> RuntimeError:
+        return RuntimeError(f"{call}: the {type(self).__name__} is closing; it takes no more requests")
 
     def _usable(self, call: str) -> "EngineThread":
         """The thread; an error where `call` cannot be made."""

@@ -2,19 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ...inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ...inference.contexts.cache.hashing import PrefixHashChain, salt_bytes
 from ...inference.engines.arguments import Prompt, Salt, checked_prompt, checked_request
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...inference.engines.streams import AsyncStream
-from ...request import SamplingParams
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real
 from .messages import check_engine
 from .prefill_client import PrefillClient, RemotePrefill
@@ -37,14 +34,6 @@ class PrefillCounts:
     missed: int = 0
     imported_tokens: int = 0
     bytes: int = 0
-
-
-def _limit(timeout_s: float | None) -> Callable[[], float | None]:
-    """The seconds that are left for two waits together; None waits for ever."""
-    if timeout_s is None:
-        return lambda: None
-    end_s = time.monotonic() + real("timeout_s", timeout_s, 0.0, LONGEST_TIMEOUT_S)
-    return lambda: max(0.0, end_s - time.monotonic())
 
 
 class DisaggregatedEngine(AsyncEngine):
@@ -114,10 +103,6 @@ class DisaggregatedEngine(AsyncEngine):
         )
         self._connecting: asyncio.Task[None] | None = None
         self._asking: set[asyncio.Task[RemotePrefill]] = set()
-        self._num_on_their_way = 0
-        self._none_on_their_way = asyncio.Event()
-        self._none_on_their_way.set()
-        self._refusing = False
         self._prefills = PrefillCounts()
 
     # ---- its life
@@ -135,27 +120,25 @@ class DisaggregatedEngine(AsyncEngine):
 
     async def close(self, timeout_s: float | None = None) -> bool:
         """As `AsyncEngine.close`."""
-        left_s = _limit(timeout_s)
+        if timeout_s is not None:
+            timeout_s = real("timeout_s", timeout_s, 0.0, LONGEST_TIMEOUT_S)
+        begun_s = time.monotonic()
         if self._connecting is not None and not self._connecting.get_loop().is_closed():
             self._check_loop("close")
             self._connecting.cancel()
-            await asyncio.wait([self._connecting], timeout=left_s())
-        return await super().close(left_s())
+            await asyncio.wait([self._connecting], timeout=timeout_s)
+        return await super().close(timeout_s and max(0.0, timeout_s - (time.monotonic() - begun_s)))
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """As `AsyncEngine.drain`. Prompts that wait for the worker are computed by the engine.
 
         Those that have not reached the engine within `timeout_s` are refused.
         """
-        left_s = _limit(timeout_s)
         self._usable("drain")
-        self._refusing = True
+        self._draining = True
         for task in self._asking:
             task.cancel()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._none_on_their_way.wait(), left_s())
-        all_came = self._none_on_their_way.is_set()
-        return await super().drain(left_s()) and all_came
+        return await super().drain(timeout_s)
 
     # ---- requests
 
@@ -164,35 +147,19 @@ class DisaggregatedEngine(AsyncEngine):
         """Where prompts were computed."""
         return self._prefills
 
-    def _num_unfinished(self) -> tuple[int, int]:
-        num_waiting, num_running = super()._num_unfinished()
-        return num_waiting + len(self._asking), num_running
-
-    async def stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        cache_salt: Salt = None,
-        checkpoint_plan: CheckpointPlan | None = None,
-    ) -> AsyncStream:
-        """As `AsyncEngine.stream`, once the prefix of a long prompt is there or will not come."""
-        self._check_open("stream")
+    async def _prepare(self, arguments: dict[str, Any]) -> None:
+        """Import the prefix of a long prompt, or find that it will not come."""
         context, salt_key = self._engine.context, self._engine.salt_key
-        request = checked_request(prompt, sampling_params, cache_salt, checkpoint_plan, context, salt_key)
-        tokens, sampling, salt = request.tokens, request.sampling, salt_bytes("cache_salt", cache_salt)
-        last = len(tokens) - 1  # the deepest position to resume from
-        if not sampling.skip_prompt_log_probs:
-            last = min(last, sampling.prompt_log_probs_start - 1)
-        self._num_on_their_way += 1
-        self._none_on_their_way.clear()
-        try:
-            await self._prefill(tokens[:last], salt)
-            return await super().stream(tokens, sampling, cache_salt=salt, checkpoint_plan=checkpoint_plan)
-        finally:
-            self._num_on_their_way -= 1
-            if not self._num_on_their_way:
-                self._none_on_their_way.set()
+        request = checked_request(**arguments, context=context, salt_key=salt_key)
+        arguments |= {
+            "prompt": request.tokens,
+            "sampling_params": request.sampling,
+            "cache_salt": salt_bytes("cache_salt", arguments["cache_salt"]),
+        }
+        last = len(request.tokens) - 1  # the deepest position to resume from
+        if not request.sampling.skip_prompt_log_probs:
+            last = min(last, request.sampling.prompt_log_probs_start - 1)
+        await self._prefill(request.tokens[:last], arguments["cache_salt"])
 
     async def prefill(self, prompt: Prompt, *, cache_salt: Salt = None) -> RemotePrefill | None:
         """Let the worker compute a prefix and import it, as `stream` does for its prompt.
@@ -204,14 +171,9 @@ class DisaggregatedEngine(AsyncEngine):
             ValueError: a bad argument.
             EngineDeadError, RuntimeError: as `AsyncEngine.stream`.
         """
-        self._check_open("prefill")
+        self._accepting("prefill")
         tokens = checked_prompt("prompt", prompt, self._engine.context.spec.vocab_size)
         return await self._prefill(tokens, salt_bytes("cache_salt", cache_salt))
-
-    def _check_open(self, call: str) -> None:
-        self._accepting(call)
-        if self._refusing:
-            raise RuntimeError(f"{call}: the DisaggregatedEngine is closing; it takes no more requests")
 
     async def _prefill(self, tokens: list[int], salt: bytes | None) -> RemotePrefill | None:
         """Import the whole blocks of a prefix from the worker, if that saves enough tokens."""
@@ -220,7 +182,7 @@ class DisaggregatedEngine(AsyncEngine):
         if whole < self._min_tokens or whole - await self._cached_tokens(tokens, salt) < self._min_tokens:
             self._count(short=1)
             return None
-        if self._refusing:  # since the call was made
+        if self._draining:  # since the call was made
             self._count(missed=1)
             return RemotePrefill(failure="the engine drains")
         task = asyncio.get_running_loop().create_task(self._client.prefill(tokens[:whole], salt))

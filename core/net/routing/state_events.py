@@ -17,7 +17,7 @@ class StateEvents(
 
     Attributes:
         replica: its name.
-        epoch: grows whenever the cache is cleared; messages of smaller epochs are obsolete.
+        epoch: grows with each start of the replica; messages of smaller epochs are obsolete.
         sequence: 0, 1, 2, ... within an epoch. A reader that misses a number asks for a snapshot.
         inserted: hashes of blocks after which a state can be resumed now.
         removed: hashes of blocks after which none can be resumed any more.

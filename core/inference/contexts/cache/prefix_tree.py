@@ -15,8 +15,6 @@ from .removal import GhostList, LeafOrder
 
 Parent = int | bytes
 """What precedes a registered block: the block before it, or the root digest of a prefix's first block."""
-Watcher = Callable[[Iterable[int] | None], None]
-"""Called with hashes before these begin or cease to find a state; None for all hashes."""
 
 
 class PrefixTree:
@@ -42,7 +40,6 @@ class PrefixTree:
             a slot.
         leaves: the order in which cached blocks are evicted.
         turnover, state_turnover: how many blocks, and states, entered and were removed, by cause and age.
-        watchers: called before hashes begin or cease to find a state, also a copy of it in a tier.
         clock, state_clock: grow with every change of a registered block, and of a state or a state's ghost.
             They are never set back.
     """
@@ -60,7 +57,6 @@ class PrefixTree:
         self._block_by_slot: list[int] = []
         self._key_by_slot: list[int] = []
         self._last_used_ns: OrderedDict[int, int] = OrderedDict()  # of slots with states, LRU first
-        self.watchers: list[Watcher] = []
         self.leaves = LeafOrder([0] * num_blocks, self.holds_state)
         self.turnover = Turnover[KVRemovalCause](KV_REMOVAL_CAUSES)
         self.state_turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES)
@@ -310,7 +306,6 @@ class PrefixTree:
     def name_states(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
         """Make the blocks' states, in these slots, findable; a hash in use keeps finding its older state."""
         block_named, key_by_slot = self.hash_to_block_id, self._key_by_slot
-        self._notify((*keys, *filter(None, map(key_by_slot.__getitem__, slots))))
         for block, slot, key in zip(blocks, slots, keys, strict=True):
             if block_named.setdefault(key, block) == block:
                 former = key_by_slot[slot]
@@ -344,7 +339,6 @@ class PrefixTree:
         removed = [block for block in blocks if block in slot_by_block]
         slots = [slot_by_block[block] for block in removed]
         keys = [key for slot in slots if (key := key_by_slot[slot])]
-        self._notify(keys)
         if cause in ("new_state", "live_state"):
             self.ghosts.add_all(keys, "state")
         for key in keys:  # the hash goes first, because it is what makes a state findable
@@ -365,7 +359,6 @@ class PrefixTree:
 
     def clear_states(self) -> None:
         """Forget every state and ghost."""
-        self._notify(None)
         num_removed = len(self.slot_by_block)
         self.hash_to_block_id.clear()
         self.slot_by_block.clear()
@@ -374,10 +367,6 @@ class PrefixTree:
         self.ghosts.clear()
         self.state_clock += 1
         self.state_turnover.by_cause["reset"] += num_removed
-
-    def _notify(self, keys: Iterable[int] | None) -> None:
-        for watcher in self.watchers:
-            watcher(keys)
 
     def _note_states_changed(self, blocks: Iterable[int]) -> None:
         """Note that states of these blocks were added or removed."""

@@ -73,7 +73,7 @@ class StateSlots:
         self.tree = tree
         self._tier = tier
         if tier is not None:
-            tree.copies, tree.watchers = tier, tier.watchers
+            tree.copies = tier
         self._units = units
         self.live: set[int] = set()
         self.free = self._all_free()

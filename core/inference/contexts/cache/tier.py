@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from .memory import DirtyEntries
 from .pool_stats import TierStats
-from .prefix_tree import Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -17,14 +16,10 @@ class TierSlots:
     Attributes:
         copies: hash -> slot and serial number of the state's copy; used longest ago first.
         free: the free slots, in no order.
-        watchers: called with hashes before their copies are inserted or removed; None for all hashes.
     """
 
-    def __init__(
-        self, num_slots: int, dirty: DirtyEntries | None = None, watchers: Sequence[Watcher] = ()
-    ) -> None:
+    def __init__(self, num_slots: int, dirty: DirtyEntries | None = None) -> None:
         self.num_slots = num_slots
-        self.watchers = watchers
         self.dirty = dirty or DirtyEntries()
         self.copies: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self.free = list(range(num_slots))
@@ -35,10 +30,6 @@ class TierSlots:
 
     def __len__(self) -> int:
         return len(self.copies)
-
-    def _notify(self, keys: Sequence[int] | None) -> None:
-        for watcher in self.watchers:
-            watcher(keys)
 
     def use(self, key: int) -> None:
         self.copies.move_to_end(key)
@@ -56,20 +47,17 @@ class TierSlots:
         victim = next((key for key in self.copies if key != self._pinned), 0)
         if not victim:
             return -1, 0
-        self._notify([victim])
         slot, _ = self.copies.pop(victim)
         self.dirty.clean([slot])  # a copy that failed may be in it
         return slot, victim
 
     def publish(self, key: int, slot: int, serial: int) -> None:
         """Index the state in a slot from `allocate` under its hash; no other state ever had this `serial`."""
-        self._notify([key])
         self.copies[key] = slot, serial
 
     def forget(self, keys: Iterable[int]) -> list[int]:
         """Free the slots of these hashes, and return them."""
         keys = [key for key in keys if key in self.copies]
-        self._notify(keys)
         slots = [self.copies.pop(key)[0] for key in keys]
         self.dirty.note(slots)
         self.free += slots
@@ -77,7 +65,6 @@ class TierSlots:
 
     def clear(self) -> None:
         """Forget every copy."""
-        self._notify(None)
         self.copies.clear()
         self.mend()
 
@@ -141,7 +128,6 @@ class HostTier:
 
     Attributes:
         host, files: the indexes; `files` has no slots without a disk tier.
-        watchers: called before copies are inserted or removed; `PrefixTree.watchers` is the same list.
         min_tokens, min_tokens_from_file: a state is fetched if it saves at least so many tokens.
     """
 
@@ -155,10 +141,9 @@ class HostTier:
         scrubs: bool = False,
     ) -> None:
         """`agree`: whether a copy is good on all ranks, given this rank's; `scrubs`: zero freed rows."""
-        self.watchers: list[Watcher] = []
-        self.files = TierSlots(num_files, watchers=self.watchers)
+        self.files = TierSlots(num_files)
         self.copies = copies or StateCopies()
-        self.host = TierSlots(num_slots, DirtyEntries(self.copies.zero if scrubs else None), self.watchers)
+        self.host = TierSlots(num_slots, DirtyEntries(self.copies.zero if scrubs else None))
         self.min_tokens = self.min_tokens_from_file = 1
         self._clear_totals()
         self._has_failed = False
