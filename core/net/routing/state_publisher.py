@@ -10,8 +10,7 @@ from .state_events import StateEvents
 class StatePublisher:
     """Makes the `StateEvents` of one replica.
 
-    A step costs nothing more; a call costs O(states). The thread that calls the engine makes the calls, between
-    its calls.
+    A step costs nothing more; a call costs O(states). The thread that calls the engine makes the calls.
 
     Attributes:
         replica: the replica's name.
