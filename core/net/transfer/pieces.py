@@ -13,12 +13,13 @@ from torch import Tensor
 from ...inference.kernels.row_checksum import RowChecksum
 from .export import CacheAccess
 from .format import KV, PrefixFormat, Shard, TensorFormat, TransferError, shard_of
-from .pipe import Passage, Pipe
+from .pipe import MessagePipe, NcclPipe, Passage
 
 PIECE_BYTES = 64 << 20
 """The most bytes of a piece, unless the rows of one layer have more."""
 NUM_BUFFERS = 4
 """Pieces are packed and unpacked while others are on their way."""
+Pipe = MessagePipe | NcclPipe
 Wait = Callable[[Callable[[], bool]], None]
 """Returns when a condition holds; raises where it will not in time."""
 _ALIGNMENT = 16

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock, Thread
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -99,28 +99,20 @@ class Refusal(msgspec.Struct, tag=True, frozen=True):
 Message = Offer | Want | Piece | Acknowledged | Sums | Arrived | Refusal
 
 
-class Passage(Protocol):
-    """A piece on its way."""
+class Passage(NamedTuple):
+    """A piece on its way; both questions raise where it failed.
 
-    def is_launched(self) -> bool:
-        """Whether the pipe accepts the next piece; raises where it failed."""
+    Attributes:
+        is_done: whether the piece has left this rank or arrived.
+        is_launched: whether the pipe accepts the next piece.
+    """
 
-    def is_done(self) -> bool:
-        """Whether the piece has left this rank or arrived; raises where it never will."""
-
-
-class Pipe(Protocol):
-    """Carries pieces between two ranks, in order."""
-
-    def send(self, piece: Tensor, packed: torch.cuda.Event | None) -> Passage:
-        """Begin to send [bytes] uint8; `packed`: the event after which the bytes are there."""
-
-    def receive(self, piece: Tensor, free: torch.cuda.Event | None) -> Passage:
-        """Begin to fill [bytes] uint8; `free`: the event after which the memory may be written."""
+    is_done: Callable[[], bool]
+    is_launched: Callable[[], bool] = lambda: True
 
 
 class MessagePipe:
-    """Carries pieces as payloads of messages; the receiver acknowledges each."""
+    """Carries pieces, [bytes] uint8, in order as payloads of messages; the receiver acknowledges each."""
 
     def __init__(self, send_piece: Callable[[Any], None], acknowledge: Callable[[], None]) -> None:
         self._send_piece, self._acknowledge = send_piece, acknowledge
@@ -132,12 +124,12 @@ class MessagePipe:
         del packed  # on the current stream, as the copy to the CPU
         self._send_piece(piece.cpu().numpy())
         number = self._num_sent = self._num_sent + 1
-        return _MessagePassage(lambda: self.num_acknowledged >= number)
+        return Passage(lambda: self.num_acknowledged >= number)
 
     def receive(self, piece: Tensor, free: torch.cuda.Event | None) -> Passage:
         del free
         number = self._num_expected = self._num_expected + 1
-        return _MessagePassage(lambda: self._fill(piece, number))
+        return Passage(lambda: self._fill(piece, number))
 
     def _fill(self, piece: Tensor, number: int) -> bool:
         if self._num_received < number and self.arrived:
@@ -148,13 +140,6 @@ class MessagePipe:
             self._num_received += 1
             self._acknowledge()
         return self._num_received >= number
-
-
-class _MessagePassage(NamedTuple):
-    is_done: Callable[[], bool]
-
-    def is_launched(self) -> bool:
-        return True
 
 
 class Peer:
@@ -260,8 +245,9 @@ class AbortableCommunicator:
 class NcclPipe:
     """A communicator of two ranks that never blocks: each wait is a poll, and an abort ends what hangs.
 
-    NCCL works on a stream of its own. The kernel of a piece whose peer is lost occupies some multiprocessors
-    until `close`, and writes to no memory but the piece.
+    `packed` is the event after which a piece's bytes are there, `free` the one after which they may be
+    overwritten. NCCL works on a stream of its own. The kernel of a piece whose peer is lost occupies some
+    multiprocessors until `close`, and writes to no memory but the piece.
     """
 
     def __init__(
@@ -299,13 +285,29 @@ class NcclPipe:
         if packed is not None:
             self._stream.wait_event(packed)
         self._comm.call(lambda comm: comm.send(piece, self._peer, stream=self._stream.cuda_stream))
-        return _NcclPassage(self._is_settled, self._stream)
+        return self._passage()
 
     def receive(self, piece: Tensor, free: torch.cuda.Event | None) -> Passage:
         if free is not None:
             self._stream.wait_event(free)
         self._comm.call(lambda comm: comm.recv(piece, self._peer, stream=self._stream.cuda_stream))
-        return _NcclPassage(self._is_settled, self._stream)
+        return self._passage()
+
+    def _passage(self) -> Passage:
+        """NCCL launches a piece in a thread of its own, and then it is on the stream."""
+        event: torch.cuda.Event | None = None
+
+        def is_launched() -> bool:
+            nonlocal event
+            if event is None and self._is_settled():
+                event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                event.record(self._stream)
+            return event is not None
+
+        return Passage(
+            lambda: is_launched() and event is not None and bool(event.query()),  # type: ignore[no-untyped-call]
+            is_launched,
+        )
 
     def close(self) -> bool:
         """Abort the communicator: an abort, unlike a destruction, needs no peer.
@@ -333,22 +335,3 @@ class NcclPipe:
             text = self._comm.call(lambda comm: comm.get_last_error())
             raise TransferError(f"NCCL failed: {text or result}")
         return result == _SUCCESS
-
-
-class _NcclPassage:
-    """A send or receive: NCCL launches it in a thread of its own, and then it is on the stream."""
-
-    def __init__(self, is_settled: Callable[[], bool], stream: torch.cuda.Stream) -> None:
-        self._is_settled = is_settled
-        self._stream = stream
-        self._event: torch.cuda.Event | None = None
-
-    def is_launched(self) -> bool:
-        """Whether NCCL can be given the next piece."""
-        if self._event is None and self._is_settled():
-            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._event.record(self._stream)
-        return self._event is not None
-
-    def is_done(self) -> bool:
-        return self.is_launched() and self._event is not None and bool(self._event.query())  # type: ignore[no-untyped-call]
