@@ -18,8 +18,8 @@ from ray.exceptions import (
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException, ReplicaUnavailableError
 
 from ..errors import NoReplicaError
-from .answers import AnswerPart, EngineRequest, ReplicaLostError
 from .pulses import Pulses
+from .replica_answers import AnswerPart, EngineRequest, ReplicaLostError
 
 _LOST = (
     RayActorError,

@@ -17,8 +17,8 @@ from ..inference.contexts.cache.hashing import PrefixHashChain, SaltKey
 from ..inference.engines.streams import AsyncStream, TokenStream
 from ..request import EarlyEnd, SamplingParams
 from ..serve.generation import EngineFacts
-from .answers import AnswerPart, EngineRequest, FleetAnswer, ReplicaLostError
 from .figures import ReplicaReport, fleet_metrics_text, merged_snapshot
+from .replica_answers import AnswerPart, EngineRequest, FleetAnswer, ReplicaLostError
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from ..net.routing.state_publisher import StatePublisher
 from ..parallel_groups import ParallelGroups
 from ..serve.generation import EngineFacts, LocalEngine
 from . import FleetSettings
-from .answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
 from .figures import ReplicaReport, replica_report
 from .guard import kill_when_still
+from .replica_answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
 from .warming import HandOver, serve_hand_over, take_over
 
 logger = logging.getLogger(__name__)

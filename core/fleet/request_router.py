@@ -16,8 +16,8 @@ from ray.serve.request_router import (
 )
 
 from ..net.routing.state_router import ReplicaLoad, RouteRequest
-from .answers import EngineRequest
 from .pulses import pulses_of
+from .replica_answers import EngineRequest
 
 _LONGEST_SENDING_S = 30.0
 

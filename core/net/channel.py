@@ -58,9 +58,9 @@ class Address(msgspec.Struct, frozen=True):
 class _End:
     """One end of connections; one thread at a time uses it."""
 
-    def __init__(self, kind: int, messages: Any, silence_s: float, max_bytes: int, max_queued: int) -> None:
+    def __init__(self, kind: int, messages: Any, silence_s: float, max_queued: int) -> None:
         self._kind, self._silence_s = kind, silence_s
-        self._max_bytes, self._max_queued = max_bytes, max_queued
+        self._max_queued = max_queued
         self._socket = self._new_socket()
         self._async: zmq.asyncio.Socket | None = None
         self._decoder = msgspec.msgpack.Decoder(messages)
@@ -70,7 +70,7 @@ class _End:
         new.setsockopt(zmq.LINGER, _LINGER_MS)
         new.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(self._silence_s * 250)))
         new.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(self._silence_s * 1000)))
-        new.setsockopt(zmq.MAXMSGSIZE, self._max_bytes)
+        new.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
         new.setsockopt(zmq.SNDHWM, self._max_queued)
         new.setsockopt(zmq.RCVHWM, self._max_queued)
         new.curve_publickey, new.curve_secretkey = self._keys = zmq.curve_keypair()
@@ -116,7 +116,6 @@ class Listener(_End):
         *,
         hosts: tuple[str, ...] = (),
         silence_s: float = SILENCE_S,
-        max_bytes: int = MAX_BYTES,
         max_queued: int = 1000,
     ) -> None:
         """
@@ -124,13 +123,12 @@ class Listener(_End):
             messages: the struct, or union of tagged structs, that peers send.
             hosts: this machine's addresses; the listener binds the first. (): it listens on all.
             silence_s: a peer that answers no heartbeat for so long is lost.
-            max_bytes: a peer that sends a larger message is lost.
             max_queued: messages that wait for one peer; `send` raises for more. 0: any number.
 
         Raises:
             OSError: it cannot listen there.
         """
-        super().__init__(zmq.ROUTER, messages, silence_s, max_bytes, max_queued)
+        super().__init__(zmq.ROUTER, messages, silence_s, max_queued)
         self._socket.curve_server = True
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
@@ -193,7 +191,6 @@ class Link(_End):
         timeout_s: float,
         *,
         silence_s: float = SILENCE_S,
-        max_bytes: int = MAX_BYTES,
         max_queued: int = 1000,
     ) -> None:
         """Blocks until connected.
@@ -202,12 +199,12 @@ class Link(_End):
             address: of the listener.
             messages: the struct, or union of tagged structs, that the listener sends.
             timeout_s: seconds to connect.
-            silence_s, max_bytes, max_queued: as for `Listener`.
+            silence_s, max_queued: as for `Listener`.
 
         Raises:
             PeerLostError: no listener that has this key accepts at the address in time.
         """
-        super().__init__(zmq.DEALER, messages, silence_s, max_bytes, max_queued)
+        super().__init__(zmq.DEALER, messages, silence_s, max_queued)
         failures: list[str] = []
         deadline = time.monotonic() + timeout_s
         for host in dict.fromkeys(address.hosts):

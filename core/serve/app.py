@@ -18,9 +18,9 @@ from starlette.middleware.cors import CORSMiddleware
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel, LoadedText
 from ..validation import instance
-from .answers import ChatForm, Form
 from .gate import Gate, JSONAnswer, Keys, RequestError, json_bytes
 from .generation import LocalEngine, ServedEngine
+from .http_answers import ChatForm, Form
 from .service import Service
 from .settings import ServerSettings
 

@@ -19,8 +19,8 @@ from ..inference.engines.streams import AsyncStream
 from ..monitor import Monitor
 from ..request import RequestResult, SamplingParams
 from ..text import TextCodec
-from .answers import AnswerText, Form, Piece, usage
 from .gate import ENDED_BY, JSONAnswer, RequestError, json_bytes, refusal
+from .http_answers import AnswerText, Form, Piece, usage
 from .metrics import metrics_text
 from .requests import AnswerRequest
 

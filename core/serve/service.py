@@ -16,9 +16,9 @@ from ..request import SamplingParams
 from ..text import TextCodec
 from ..text.codec import PromptTooLongError
 from ..validation import INT64_MAX
-from .answers import Form
 from .gate import RequestError, bad_field, engine_salt, refusal
 from .generation import Choice, EngineFacts, GeneratedAnswer, Job, ServedEngine, StreamedAnswer, before
+from .http_answers import Form
 from .requests import MAX_CHOICES, AnswerRequest, ChatRequest, CompletionRequest, Context
 from .settings import ServerSettings
 

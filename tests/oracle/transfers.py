@@ -66,7 +66,7 @@ def send_once(
 ) -> SendReport:
     """Over a channel that is used once."""
     with TransferChannel(engine, store, name, "source", timeout_s=0.5) as channel:
-        return channel.send(prefixes, states="deepest", timeout_s=timeout_s)
+        return channel.send(prefixes, timeout_s=timeout_s)
 
 
 def receive_once(engine: Any, store: Any, name: Any, *, timeout_s: float = 60.0) -> ImportReport:

@@ -91,7 +91,7 @@ def test_a_room_imports_only_what_the_table_of_rooms_names() -> None:
         ("validation", "inference.contexts.cache.prefix_match"),
         ("inference.contexts.cache.tier", "request"),
         ("config", "loaded_model"),
-        ("hf.text", "serve.answers"),
+        ("hf.text", "serve.http_answers"),
     ],
 )
 def test_an_import_that_the_table_does_not_name_is_noticed(module: str, imported: str) -> None:

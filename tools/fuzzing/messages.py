@@ -16,7 +16,7 @@ import msgspec
 from fuzzing.engines import OWN, SENT, WarmEngine, quiet
 from fuzzing.target import ACCEPTED, REFUSED, any_json, any_value, damaged_bytes, damaged_json
 from mambaslots.errors import KVBlockCapacityError, QueueFullError
-from mambaslots.fleet.answers import EngineRequest, ReplicaLostError, answer_parts
+from mambaslots.fleet.replica_answers import EngineRequest, ReplicaLostError, answer_parts
 from mambaslots.inference.engines.async_engine import AsyncEngine
 from mambaslots.net.channel import Link, Listener, PeerLostError
 from mambaslots.net.lockstep.following import Failure, Hello, Outcome

@@ -9,7 +9,7 @@ from ...parallel_groups import ParallelGroups
 from ..all_ranks import Notes, attempt
 from ..channel import Listener, PeerLostError, host_name
 from ..heartbeat import RankDiedError
-from .following import PROTOCOL_VERSION, Close, Failure, Hello, Outcome
+from .following import Close, Failure, Hello, Outcome
 
 _CLOSING_S = 5.0
 _LOOK_S = 0.1
@@ -35,18 +35,17 @@ class Followers:
 
         Raises:
             RankDiedError: a rank did not connect in time.
-            RuntimeError: this rank cannot listen, or a rank has another protocol.
+            RuntimeError: this rank cannot listen.
         """
         is_one_host = len(set(groups.gather(host_name(), device))) == 1
 
         def listen(notes: Notes) -> Listener:
-            notes["protocol"] = PROTOCOL_VERSION
             hosts = ("127.0.0.1",) if is_one_host else ()
             listener = Listener(Hello | Outcome | Failure, hosts=hosts, max_queued=0)
             notes["address"] = listener.address.to_bytes()
             return listener
 
-        self._listener = attempt(groups, device, listen, same=["protocol"]).result(RuntimeError)
+        self._listener = attempt(groups, device, listen).result(RuntimeError)
         self._timeout_s = timeout_s
         self._ranks: dict[bytes, int] = {}  # connection -> rank
         self._num_open = dict.fromkeys(range(1, groups.size), 0)  # rank -> calls without an answer

@@ -20,8 +20,6 @@ from ..all_ranks import attempt
 from ..channel import Address, Link, PeerLostError, host_name
 from ..heartbeat import Heartbeat, RankDiedError
 
-PROTOCOL_VERSION = 2
-"""All ranks of a model have the same one."""
 _MEETING_S = 60.0
 _LOOK_S = 0.5
 
@@ -313,13 +311,11 @@ def _meet_leader(engine: DynamicInferenceEngine) -> Link:
 
     Raises:
         RankDiedError: rank 0 cannot be reached.
-        RuntimeError: rank 0 cannot listen, or has another protocol.
+        RuntimeError: rank 0 cannot listen.
     """
     spec = engine.context.spec
     spec.groups.gather(host_name(), spec.device)
-    met = attempt(
-        spec.groups, spec.device, lambda notes: notes.update(protocol=PROTOCOL_VERSION), same=["protocol"]
-    )
+    met = attempt(spec.groups, spec.device, lambda notes: None)
     met.result(RuntimeError)
     address = Address.from_bytes(met.notes[0]["address"])
     try:

@@ -102,7 +102,6 @@ class DisaggregatedEngine(AsyncEngine):
             hand_over_timeout_s=real("hand_over_timeout_s", hand_over_timeout_s, 1e-3, LONGEST_TIMEOUT_S),
         )
         self._connecting: asyncio.Task[None] | None = None
-        self._asking: set[asyncio.Task[RemotePrefill]] = set()
         self._prefills = PrefillCounts()
 
     # ---- its life
@@ -136,8 +135,7 @@ class DisaggregatedEngine(AsyncEngine):
         """
         self._usable("drain")
         self._draining = True
-        for task in self._asking:
-            task.cancel()
+        self._client.give_up("the engine drains")
         return await super().drain(timeout_s)
 
     # ---- requests
@@ -185,16 +183,10 @@ class DisaggregatedEngine(AsyncEngine):
         if self._draining:  # since the call was made
             self._count(missed=1)
             return RemotePrefill(failure="the engine drains")
-        task = asyncio.get_running_loop().create_task(self._client.prefill(tokens[:whole], salt))
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
         try:
-            await asyncio.wait([task], timeout=self._prefill_timeout_s)
-        finally:
-            task.cancel()  # does nothing where it is done
-        if task.done() and not task.cancelled():
-            answer = task.result()
-        else:
+            async with asyncio.timeout(self._prefill_timeout_s):
+                answer = await self._client.prefill(tokens[:whole], salt)
+        except TimeoutError:
             answer = RemotePrefill(failure="the prefill worker did not answer in time")
         missed = bool(answer.failure)
         self._count(

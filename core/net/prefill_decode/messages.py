@@ -18,8 +18,6 @@ from ..channel import PeerLostError
 from ..transfer.hand_over import TransferChannel
 
 PROTOCOL_VERSION = 2
-MAX_BYTES = 64 << 20
-"""A larger message ends the connection; a prompt of a million tokens takes 5 MB."""
 CONNECT_TIMEOUT_S = 10.0
 
 

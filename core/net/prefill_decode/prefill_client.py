@@ -130,7 +130,7 @@ class PrefillClient:
     @asynccontextmanager
     async def _linked(self, address: Address) -> AsyncIterator[Link]:
         silence_s = self._silence_s
-        connect = partial(Link, address, Answer, silence_s, silence_s=silence_s, max_bytes=messages.MAX_BYTES)
+        connect = partial(Link, address, Answer, silence_s, silence_s=silence_s)
         connecting = asyncio.get_running_loop().run_in_executor(None, connect)
         try:
             yield await asyncio.shield(connecting)
@@ -141,8 +141,11 @@ class PrefillClient:
         """Answer every question with the failure, and accept no more."""
         self._link, self._absence = None, reason
         self.connected.clear()
-        pending, self._pending = self._pending, {}
-        for one in pending.values():
+        self.give_up(reason)
+
+    def give_up(self, reason: str) -> None:
+        """Answer every question with the failure; the worker hears of it where it is connected."""
+        for one in self._pending.values():
             one.resolve(RemotePrefill(failure=reason))
 
     async def _next(self, link: Link) -> Answer:

@@ -85,7 +85,7 @@ class PrefillWorker:
             RuntimeError: the store was lost, as torch says it.
         """
         async with AsyncEngine(self._engine) as server:
-            listener = Listener(Question, hosts=(self._host,), max_bytes=messages.MAX_BYTES)
+            listener = Listener(Question, hosts=(self._host,))
             try:
                 await asyncio.to_thread(self._store.set, self._key, listener.address.to_bytes().decode())
                 await self._serve_peers(server, listener)
@@ -297,7 +297,7 @@ class PrefillSession:
     async def _hand_over(self, prefix: Prefill, channel: TransferChannel) -> None:
         named = (prefix.tokens, prefix.salt)
         try:
-            report = await self._server.call(lambda engine: channel.send([named], states="deepest"))
+            report = await self._server.call(lambda engine: channel.send([named]))
         except ValueError as error:  # of an engine that can hand nothing over
             raise PeerLostError(str(error)) from error
         if report.failure:

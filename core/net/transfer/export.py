@@ -105,7 +105,7 @@ def export_prefixes(
         RuntimeError: the engine is in a step, suspended, or broken by a step that failed.
     """
     access = CacheAccess(engine, "export_prefixes")
-    form, state_slots = access.format(), chosen_states(access, prefixes, "all")
+    form, state_slots = access.format(), chosen_states(access, prefixes)
     blocks, forest = forest_of(access, list(state_slots))
     slots = list(state_slots.values())
     tensors = {name: _read_rows(pool, blocks if name == KV else slots) for name, pool in access.pools.items()}
@@ -128,8 +128,10 @@ def rows_at_once(pool: Tensor, rows: Sequence[int]) -> Iterator[tuple[int, Seque
         yield first, rows[first : first + count]
 
 
-def chosen_states(access: CacheAccess, prefixes: Iterable[PrefixName] | None, states: str) -> dict[int, int]:
-    """Block -> slot of all `states` of `prefixes`, or the "deepest" of each; the most recently used first."""
+def chosen_states(
+    access: CacheAccess, prefixes: Iterable[PrefixName] | None, deepest: bool = False
+) -> dict[int, int]:
+    """Block -> slot of all states of `prefixes`, or the deepest of each; the most recently used first."""
     state_slots = access.state_slots()
     if prefixes is None:
         return state_slots
@@ -138,7 +140,7 @@ def chosen_states(access: CacheAccess, prefixes: Iterable[PrefixName] | None, st
     chosen: set[int] = set()
     for index, prefix in enumerate(prefixes):
         found = [block for block in _path_of(access, index, prefix) if block in state_slots]
-        chosen.update(found if states == "all" else found[-1:])
+        chosen.update(found[-1:] if deepest else found)
     return {block: slot for block, slot in state_slots.items() if block in chosen}
 
 

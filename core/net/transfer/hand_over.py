@@ -26,7 +26,6 @@ from .session import GRACE_S, Destination, Offered, Source
 
 logger = logging.getLogger(__name__)
 Side = Literal["source", "destination"]
-States = Literal["deepest", "all"]
 Transport = Literal["nccl", "messages"]
 
 
@@ -131,7 +130,6 @@ class TransferChannel:
         self,
         prefixes: Iterable[PrefixName] | None = None,
         *,
-        states: States = "deepest",
         timeout_s: float | None = None,
     ) -> SendReport:
         """Hand cached prefixes of this replica to the other one, which calls `receive`.
@@ -140,8 +138,8 @@ class TransferChannel:
         does not come, dies, or has another model. The failure is logged as a warning and reported.
 
         Args:
-            prefixes: as in `export_prefixes`; None for all that are cached, with all states.
-            states: of each of `prefixes`, the "deepest" cached state, from which a request resumes, or "all".
+            prefixes: as in `export_prefixes`; of each, the deepest cached state is sent, from which a request
+                resumes. None for all that are cached, with all states.
             timeout_s: the time to meet and to send, in seconds; None for the channel's.
 
         Raises:
@@ -151,8 +149,7 @@ class TransferChannel:
             RuntimeError: as in `export_prefixes`; or the channel is closed.
         """
         access = self._open("send", "source")
-        one_of("states", states, ("deepest", "all"))
-        form, state_slots = access.format(), chosen_states(access, prefixes, states)
+        form, state_slots = access.format(), chosen_states(access, prefixes, deepest=True)
         blocks, forest = forest_of(access, list(state_slots))
         offered = Offered(
             Description(form, forest, dict(shard_of(access.spec))),

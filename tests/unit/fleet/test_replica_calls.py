@@ -7,8 +7,8 @@ from typing import Any
 import mambaslots as ms
 import pytest
 from mambaslots.errors import NoReplicaError
-from mambaslots.fleet.answers import AnswerPart, EngineRequest, ReplicaLostError
 from mambaslots.fleet.pulses import Pulses
+from mambaslots.fleet.replica_answers import AnswerPart, EngineRequest, ReplicaLostError
 
 REQUEST = EngineRequest("one", (1, 2), 0, ms.SamplingParams(seed=1))
 

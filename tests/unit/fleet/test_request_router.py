@@ -7,8 +7,8 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
-from mambaslots.fleet.answers import EngineRequest
 from mambaslots.fleet.pulses import Pulses
+from mambaslots.fleet.replica_answers import EngineRequest
 from mambaslots.fleet.request_router import ReplicaLoads
 from mambaslots.net.routing.state_events import StateEvents
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import zmq
+from mambaslots.net import channel
 from mambaslots.net.channel import Link, Listener, PeerLostError
 
 WAIT_S = 5.0
@@ -17,8 +18,9 @@ class Word(msgspec.Struct, tag=True):
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
-    listener = Listener(Word, hosts=("127.0.0.1",), max_bytes=1 << 20)
+def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
+    monkeypatch.setattr(channel, "MAX_BYTES", 1 << 20)
+    listener = Listener(Word, hosts=("127.0.0.1",))
     yield listener
     listener.close()
 
