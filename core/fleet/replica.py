@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import ray
@@ -185,7 +186,7 @@ class EngineReplica:
         if engine.config.enable_prefix_caching:
             self._looks = StateLooks(self._engine, StatePublisher(engine, self._name))
             if settings.warm_timeout_s:
-                replicas = serve.get_deployment_handle(DEPLOYMENT, settings.name)
+                replicas = partial(serve.get_deployment_handle, DEPLOYMENT, settings.name)
                 await take_over(self._name, replicas, self._engine, settings.warm_timeout_s)
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[AnswerPart]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..inference.engines.async_engine import AsyncEngine
@@ -39,22 +40,26 @@ class HandOver(NamedTuple):
     port: int
 
 
-async def take_over(replica: str, replicas: Any, engine: AsyncEngine, timeout_s: float) -> int:
-    """Let a replica that has states hand over those that were used last; returns how many were received.
+async def take_over(
+    replica: str, find_replicas: Callable[[], Any], engine: AsyncEngine, timeout_s: float
+) -> None:
+    """Let a replica that has states hand over those that were used last.
 
-    `replicas` is a handle of those that serve. A donor that does not come or dies costs at most `timeout_s`;
-    the replica then starts with what it has.
+    `find_replicas` makes a handle of those that serve. A donor that does not come or dies costs at most
+    `timeout_s`; the replica then starts with what it has.
     """
     begun_s, deadline = time.monotonic(), time.monotonic() + timeout_s
-    donor = await _donor(replicas)
-    if donor is None:
-        return 0
-    host = ray.util.get_node_ip_address()
-    store = await asyncio.to_thread(
-        TCPStore, host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
-    num_states, order = 0, HandOver(f"{replica}-{secrets.token_hex(4)}", host, store.port)
+    num_states = 0
     try:
+        replicas = find_replicas()
+        donor = await _donor(replicas)
+        if donor is None:
+            return
+        host = ray.util.get_node_ip_address()
+        store = await asyncio.to_thread(
+            TCPStore, host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+        order = HandOver(f"{replica}-{secrets.token_hex(4)}", host, store.port)
         _ = [one async for one in replica_answers(replicas, "hand_over", _MEETING_S, donor, order)]
         announced = await _read(store, order.name, min(deadline, time.monotonic() + _MEETING_S))
         for number in range(int(announced or 0)):
@@ -69,9 +74,8 @@ async def take_over(replica: str, replicas: Any, engine: AsyncEngine, timeout_s:
             "mambaslots: %s took over %d states from %s, %.1f s after it began to ask",
             replica, num_states, donor, time.monotonic() - begun_s,
         )  # fmt: skip
-    except (RayError, RuntimeError, TimeoutError, OSError) as error:
+    except (RayError, RayServeException, RuntimeError, TimeoutError, OSError) as error:
         logger.warning("mambaslots: replica %s was not warmed to the end: %s", replica, error)
-    return num_states
 
 
 async def _donor(replicas: Any) -> str | None:
