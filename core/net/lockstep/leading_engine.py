@@ -4,8 +4,8 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
 from types import TracebackType
@@ -274,15 +274,16 @@ class LeadingEngine(DynamicInferenceEngine):
         followers = self._open_followers
         followers.send(run)
         error: Exception | None = None
+        self._runs_on_all = True
         try:
-            with self._running_on_all():
-                value = function()
+            value = function()
         except Exception as raised:
             error = raised
         except BaseException as raised:
             self.state.note_failure(raised)
             raise
         finally:
+            self._runs_on_all = False
             followers.note_own(Outcome.of(error, self.state.broken_by is not None))
         followers.await_answers(math.inf)
         differences = followers.differences()
@@ -293,14 +294,6 @@ class LeadingEngine(DynamicInferenceEngine):
         if differences:
             raise RuntimeError(f"a call was not made on all ranks: {'; '.join(differences)}")
         return value
-
-    @contextmanager
-    def _running_on_all(self) -> Iterator[None]:
-        self._runs_on_all = True
-        try:
-            yield
-        finally:
-            self._runs_on_all = False
 
     def check_usable(self, call: str) -> None:
         """As `DynamicInferenceEngine.check_usable`.
