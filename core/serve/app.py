@@ -1,12 +1,10 @@
 """The application: endpoints, the operator's page, and the middleware around them."""
 
 import gzip
-import hashlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -14,6 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.staticfiles import StaticFiles
 
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel, LoadedText
@@ -181,28 +180,13 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 # ---- the operator's page
 # Its files are open: they hold nothing of a server. The figures, `/status.json`, need the operator's key.
 
-MEDIA_TYPES = {
-    "index.html": "text/html; charset=utf-8",
-    "page.js": "text/javascript; charset=utf-8",
-    "drawing.js": "text/javascript; charset=utf-8",
-    "page.css": "text/css; charset=utf-8",
-    "icon.svg": "image/svg+xml",
-}
-"""All files of the folder `page`; no other name is looked up."""
+_FILES = StaticFiles(directory=Path(__file__).with_name("page"))
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-
-
-@cache
-def page_file(name: str) -> tuple[bytes, str]:
-    """The content of a file of the page, and an ETag that changes with it. KeyError: no such file."""
-    _ = MEDIA_TYPES[name]
-    content = (resources.files(__package__) / "page" / name).read_bytes()
-    return content, f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
 
 @page_router.api_route("/", methods=["GET", "HEAD"])
@@ -214,14 +198,11 @@ async def index(request: Request) -> Response:
 async def file(name: str, request: Request) -> Response:
     """The file, or 304 where the browser has this version of it. A browser asks each time."""
     try:
-        content, etag = page_file(name)
-    except KeyError:
+        response = await _FILES.get_response(name, request.scope)
+    except (HTTPException, ValueError):
         raise HTTPException(404, "the page has no such file") from None
-    headers = _PAGE_HEADERS | {"Cache-Control": "no-cache", "ETag": etag}
-    known = request.headers.get("If-None-Match", "").split(",")
-    if etag in {each.strip().removeprefix("W/") for each in known}:
-        return Response(status_code=304, headers=headers)
-    return Response(content, media_type=MEDIA_TYPES[name], headers=headers)
+    response.headers.update(_PAGE_HEADERS | {"Cache-Control": "no-cache"})
+    return response
 
 
 @page_router.get("/status.json")
