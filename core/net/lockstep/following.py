@@ -102,6 +102,13 @@ class Add(_Call, frozen=True, array_like=True, tag="add"):
         )
 
 
+class Step(_Call, frozen=True, array_like=True, tag="step"):
+    """A step is made."""
+
+    def _of(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
+        return "step", engine.model
+
+
 class Pin(_Call, frozen=True, array_like=True, tag="pin"):
     """The prefix of these blocks is pinned."""
 
@@ -116,15 +123,15 @@ class Pin(_Call, frozen=True, array_like=True, tag="pin"):
 
 
 class Change(_Call, frozen=True, array_like=True, tag="change"):
-    """A method of `EngineState` is called whose arguments are plain values; of `step`, each rank's model."""
+    """A method of `EngineState` is called whose arguments are plain values."""
 
     method: Literal[
-        "step", "end", "unpin", "reset_prefix_cache", "set_weights_version", "suspend", "resume", "reset"
+        "end", "unpin", "reset_prefix_cache", "set_weights_version", "suspend", "resume", "reset"
     ]  # fmt: skip
     arguments: list[Any]
 
     def _of(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
-        return self.method, *([engine.model] if self.method == "step" else self.arguments)
+        return self.method, *self.arguments
 
 
 class Load(_Call, frozen=True, array_like=True, tag="load"):
@@ -157,7 +164,7 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """No call follows."""
 
 
-Call = Add | Pin | Change | Load | Run
+Call = Add | Step | Pin | Change | Load | Run
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -200,13 +207,15 @@ def call_of(name: str, arguments: tuple[Any, ...]) -> _Call:
     Raises:
         ValueError: an argument is no plain value.
     """
+    if name == "step":
+        return Step()
     if name == "pin":
         return Pin(arguments[0].root, arguments[0].tokens)
     if name == "add":
         return Add.of(arguments[0])
     if name == "set_weights_version":
         check_plain("version", arguments)
-    return Change(name, [] if name == "step" else list(arguments))  # type: ignore[arg-type]
+    return Change(name, list(arguments))  # type: ignore[arg-type]
 
 
 def check_plain(name: str, values: tuple[Any, ...]) -> None:

@@ -242,14 +242,22 @@ class Placement:
         replica decides alike.
         """
         self._hold_known()
+        num_available = self._slots.num_available
+        placed: list[tuple[int, list[int]]] = []
         for node, path in zip(self._states, self._paths, strict=True):
-            if node in self._known_slots or not self._allocate(node, path):
-                continue
-            try:
-                (self.new_slots[node],) = self._slots.reserve([self._block_of[node]])
-            except MambaSlotCapacityError:
-                self._give_back(node, path)
-                break
+            if node not in self._known_slots and len(placed) < num_available and self._allocate(node, path):
+                placed.append((node, path))
+        try:
+            self._reserve(placed)
+        except MambaSlotCapacityError as error:  # where states and KV share memory, blocks took that of slots
+            for one in reversed(placed[error.available :]):
+                self._give_back(*one)
+            self._reserve(placed[: error.available])
+
+    def _reserve(self, placed: Sequence[tuple[int, list[int]]]) -> None:
+        nodes = [node for node, _ in placed]
+        slots = self._slots.reserve([self._block_of[node] for node in nodes])
+        self.new_slots = dict(zip(nodes, slots, strict=True))
 
     def _hold_known(self) -> None:
         """Begin every path with its known blocks; pin the known states."""
@@ -384,7 +392,7 @@ class Placement:
 
         What was published stays cached; what was allocated and not published becomes free.
         """
-        self._slots.release(list(self.new_slots.values())[::-1])  # the free list is as it was before
+        self._slots.release(list(self.new_slots.values()))
         self.new_slots.clear()
         while self._known_slots:
             self._slots.unpin(self._known_slots.popitem()[1])

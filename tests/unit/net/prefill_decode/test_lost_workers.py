@@ -14,10 +14,10 @@ import mambaslots.net as msd
 import msgspec
 import pytest
 import zmq
+from mambaslots.net import channel
 from mambaslots.net.channel import Address, Link, Listener, PeerLostError
 from mambaslots.net.prefill_decode import messages, prefill_client
 from mambaslots.net.prefill_decode.messages import (
-    MAX_BYTES,
     PROTOCOL_VERSION,
     Answer,
     Beat,
@@ -33,6 +33,7 @@ from oracle.serving import random_tokens
 from oracle.transfers import engine_of
 
 PROMPT = random_tokens(70, seed=7)
+MAX_BYTES = 8 << 20
 TIMEOUTS = {"timeout_s": 1.0, "silence_s": 0.6, "hand_over_timeout_s": 0.5}
 
 
@@ -76,6 +77,11 @@ BEHAVIOURS = {
     "sends more than a message": says(bytes(MAX_BYTES + 1)),
     "serves no more": says(End("it is tired")),
 }
+
+
+@pytest.fixture(autouse=True)
+def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "MAX_BYTES", MAX_BYTES)
 
 
 @pytest.mark.parametrize("behaviour", list(BEHAVIOURS))
