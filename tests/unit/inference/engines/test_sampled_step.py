@@ -77,7 +77,6 @@ def test_requests_without_finite_logits_get_nothing_and_the_others_their_tokens(
         assert sampled.num_accepted(i) == 1
     for i in sampled.invalid:
         assert fields(requests[i]) == before[i]
-        assert sampled.num_accepted(i) is None
     assert sampled.wait() is tokens
 
 
