@@ -9,13 +9,14 @@ import pytest
 import torch
 from hypothesis import settings
 from oracle.budget import mark_long
-from oracle.interpreter import accept_masks_of_any_integer
+from oracle.interpreter import accept_masks_of_any_integer, prepare_launches_once
 from oracle.model_kinds import KINDS, kind_of_model
 
 if not torch.cuda.is_available():  # read by triton, and by megatron-core's kernels, when they are imported
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["MAMBA_DETERMINISTIC"] = "1"  # one autotuning configuration: nothing is timed
     accept_masks_of_any_integer()
+    prepare_launches_once()
 
 # torch's TCPStore looks up names: at each connection a name server that does not answer costs 1 s, not 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

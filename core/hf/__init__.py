@@ -9,7 +9,14 @@ if not find_spec("transformers"):
     raise ImportError("mambaslots.hf needs transformers: pip install 'mambaslots[hf]'")
 
 from ..files import CheckpointError
-from .load import load
-from .served_model import ServedModel
+from ..version import moved_hook
+
+try:
+    from .load import load
+    from .served_model import ServedModel
+except ImportError as error:
+    if moved := moved_hook(error):
+        raise moved from error
+    raise
 
 __all__ = ["load", "ServedModel", "CheckpointError"]

@@ -24,6 +24,7 @@ from ..state_spec import (
     mamba2_states,
     short_conv_states,
 )
+from ..version import names_moved_hooks
 from .current_step import ATTENTION_NAME, EXPERTS_NAME, CurrentStep, register_with_transformers
 from .fused_modules import AttentionShape, gated_mlp, granite_mlp, lfm2_mlp, relu_squared_mlp
 from .fusions import NamedBranches, falcon_h1_branches, granite_branches, nemotron_h_branches, two_branches
@@ -311,6 +312,7 @@ def _state_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+@names_moved_hooks
 def skeleton(config: "PreTrainedConfig", dtype: torch.dtype) -> "PreTrainedModel":
     """The text model of a config, as transformers builds it, with all tensors on the meta device.
 

@@ -10,6 +10,7 @@ from ..inference.kernels.kernel_set import kernel_set
 from ..parallel_groups import ParallelGroups
 from ..state_spec import HybridStateSpec
 from ..validation import instance
+from ..version import names_moved_hooks
 from . import architectures
 from .current_step import (
     ATTENTION_NAME,
@@ -49,6 +50,7 @@ class ServedModel:
             be split over `groups`.
     """
 
+    @names_moved_hooks
     def __init__(self, model: "PreTrainedModel", groups: ParallelGroups | None = None) -> None:
         self.groups = ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
         self.config = architectures.text_config(model.config)
@@ -88,6 +90,7 @@ class ServedModel:
         join_weights(self.model)
         return spec
 
+    @names_moved_hooks
     @torch.no_grad()
     def __call__(self, inputs: StepInputs) -> Tensor:
         """Logits of `inputs.logit_tokens`, [L, vocab_size] in float32 or wider.

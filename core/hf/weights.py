@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
 )
 
 from ..files import CheckpointError
+from ..version import names_moved_hooks
 from .checkpoint import Checkpoint
 from .weight_part import WeightPart
 
@@ -255,6 +256,7 @@ _PROGRESS_S = 2.0
 """Seconds between two log lines of a load."""
 
 
+@names_moved_hooks
 def load_weights(
     model: PreTrainedModel, folder: Path, blocks: tuple[int, int] | None, device: torch.device,
     parts: Parts | None = None,

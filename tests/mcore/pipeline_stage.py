@@ -1,17 +1,23 @@
-"""One of two pipeline stages, each a process of its own; test_pipeline_stages.py starts both and compares.
+"""Two pipeline stages, each a process of its own; test_pipeline_stages.py starts them and compares.
 
-    python pipeline_stage.py RANK STORE contexts engine WEIGHTS PATTERN
+    python pipeline_stage.py FOLDER contexts engine WEIGHTS PATTERN
 
 With "contexts": contexts alone, of models of a few layers. With "engine": an engine with its stage of the
 model of this pattern.
 
-Prints, as JSON, what the stage saw. Classes and process group are megatron-core's own.
+Writes what each stage saw, as JSON, into FOLDER/output_of_stage_RANK, and its errors into another. A stage
+whose peer has failed, or that takes too long, is ended. Classes and process group are megatron-core's own.
 """
 
 import json
+import os
+import signal
 import sys
+import time
+import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import mambaslots.mcore
@@ -116,10 +122,13 @@ def prompts() -> list[list[int]]:
     return [first, other[: size + 4], first, first[: 2 * size] + other[:5]]
 
 
-def main(rank: int, store: str, *what: str) -> None:
+LIMIT_SECONDS, PEER_SECONDS = 200.0, 5.0  # of both stages; of one after the other has failed
+
+
+def run_stage(rank: int, folder: Path, *what: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.FileStore(store, 2), rank=rank, world_size=2,
+        "gloo", store=torch.distributed.FileStore(str(folder / "store"), 2), rank=rank, world_size=2,
         timeout=timedelta(minutes=1),
     )  # fmt: skip
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, distributed_timeout_minutes=1)
@@ -129,8 +138,39 @@ def main(rank: int, store: str, *what: str) -> None:
     if "engine" in what:
         *_, weights, pattern = what
         report["engine"] = engine(pattern, weights)
-    print(json.dumps(report))
+    (folder / f"output_of_stage_{rank}").write_text(json.dumps(report))
+
+
+def begin(rank: int, folder: Path, *what: str) -> int:
+    """Fork a stage, which shares what is imported, and return its process id."""
+    if process := os.fork():
+        return process
+    status = 1
+    try:
+        os.dup2(os.open(folder / f"errors_of_stage_{rank}", os.O_WRONLY | os.O_CREAT), 2)
+        run_stage(rank, folder, *what)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main(folder: str, *what: str) -> int:
+    stages = {begin(rank, Path(folder), *what) for rank in range(2)}
+    end, failed = time.monotonic() + LIMIT_SECONDS, False
+    while stages and time.monotonic() < end:
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if status:
+            failed, end = True, min(end, time.monotonic() + PEER_SECONDS)
+        stages.discard(process)
+        time.sleep(0.05)
+    for process in stages:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    return int(failed or bool(stages))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    sys.exit(main(*sys.argv[1:]))

@@ -1,10 +1,7 @@
-"""Fault 15: the stages of a pipeline skip, evict and admit alike. Two processes run pipeline_stage.py."""
+"""Fault 15: the stages of a pipeline skip, evict and admit alike. pipeline_stage.py runs two."""
 
 import json
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +11,10 @@ import pytest
 import torch
 from mcore.pipeline_stage import REFUSED, SERVED, prompts
 from mcore.recurrent_host import make_context
+from oracle.fresh_process import run_script
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "mcore" / "pipeline_stage.py"
-LIMIT_SECONDS, PEER_SECONDS = 200.0, 5.0  # of both stages; of one after the other has failed
 
 AGREED: dict[str, dict[str, int | None]] = {
     "budgets": {"slots": 5, "blocks": 41, "requests": 4},
@@ -39,26 +36,13 @@ REFUSAL = {
 
 
 def run_stages(folder: Path, *arguments: str | Path) -> list[dict[str, Any]]:
-    """What the two stages report; a stage whose peer has failed, or that takes too long, is ended."""
+    """What the two stages report."""
     paths = [str(ROOT / "tests"), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
-    errors = [folder / f"errors_of_stage_{rank}" for rank in range(2)]
-    outputs = [folder / f"output_of_stage_{rank}" for rank in range(2)]
-    stages = []
-    for rank in range(2):
-        with outputs[rank].open("w") as out, errors[rank].open("w") as err:
-            command = [sys.executable, SCRIPT, str(rank), folder / "store", *arguments]
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-            stages.append(subprocess.Popen(command, env=environment, stdout=out, stderr=err))
-    end = time.monotonic() + LIMIT_SECONDS
-    while None in (codes := [stage.poll() for stage in stages]) and time.monotonic() < end:
-        if any(codes):
-            end = min(end, time.monotonic() + PEER_SECONDS)
-        time.sleep(0.05)
-    for stage in stages:
-        stage.kill()
-        stage.wait()
-    assert codes == [0, 0], "\n".join(f"== {path.name}\n{path.read_text()}" for path in errors)
-    return [json.loads(path.read_text().splitlines()[-1]) for path in outputs]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = run_script(str(SCRIPT), str(folder), *map(str, arguments), env=environment)
+    errors = "\n".join(f"== {path.name}\n{path.read_text()}" for path in folder.glob("errors_of_stage_*"))
+    assert done.returncode == 0, f"{errors}\n{done.stderr}"
+    return [json.loads((folder / f"output_of_stage_{rank}").read_text()) for rank in range(2)]
 
 
 def engine_arguments(folder: Path, pattern: str) -> tuple[str | Path, ...]:

@@ -1,4 +1,4 @@
-"""The example that the README begins with: only the engine with the drop-in answers twice alike."""
+"""The example of docs/megatron.md as a script; tests/unit/test_docs.py runs the page's own block."""
 
 import mambaslots.mcore
 import pytest
@@ -7,6 +7,7 @@ from same_prompt_twice import serve_twice
 PROMPT = list(range(97))
 
 
+@pytest.mark.long
 def test_stock_answers_differ_and_ours_are_the_first(
     machine: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

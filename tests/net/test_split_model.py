@@ -224,7 +224,7 @@ def test_a_budget_that_buys_nothing_is_refused_by_all(world: World) -> None:
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_budget_for_kv_of_no_bytes_buys_names_for_all_states(world: World, caching: bool) -> None:
     """No stage has attention: KV blocks name the prefixes of all requests and, four times, of all slots."""
-    context = budget(world, "MGC-", total_gb=0.01, enable_prefix_caching=caching)
+    context = budget(world, "MGC-", total_gb=0.002, enable_prefix_caching=caching)
     slots = context.prefix_cache.slots.num_slots - 4 if caching else 0  # without those of idle rows
     assert context.memory.kv_cache.nbytes == 0
     assert context.prefix_cache.kv_blocks.total_count == min(4 * 14 + 4 * slots * 14, 4 * 14 + 2**20)

@@ -121,6 +121,10 @@ SPLITS: list[Split] = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)]
 """With 4 stages, the third one has neither Mamba nor attention layers."""
 
 
+QUICKLY: list[tuple[Split, Split]] = [((1, 1), (2, 1)), ((2, 1), (1, 2)), ((1, 4), (2, 2))]
+"""What `make test` runs of the plain kind. The mix, which has its states too, goes between other splits."""
+
+
 def resplits() -> list[Any]:
     """Every pair, for as few ranks as hold both; the smallest also for more."""
     pairs = []
@@ -129,11 +133,11 @@ def resplits() -> list[Any]:
         if target != (1, 1):
             ranks = ranks[:1]
         name = "tp {} pp {} to tp {} pp {}".format(*source, *target)
-        pairs.append(pytest.param(source, target, marks=pytest.mark.ranks(*ranks), id=name))
+        marks = [pytest.mark.ranks(*ranks), *([] if (source, target) in QUICKLY else [pytest.mark.long])]
+        pairs.append(pytest.param(source, target, marks=marks, id=name))
     return pairs
 
 
-@pytest.mark.sampled(target=((1, 2), (4, 1)))
 @pytest.mark.parametrize(("source", "target"), resplits())
 def test_files_from_any_split_to_any_other(world: World, folder: Path, source: Split, target: Split) -> None:
     check_files(world, folder, source, target)
@@ -143,13 +147,18 @@ def test_files_from_any_split_to_any_other(world: World, folder: Path, source: S
     ("of_kind", "source", "target"),
     [
         pytest.param("delta net", (2, 1), (1, 1), marks=pytest.mark.ranks(2)),
-        pytest.param("delta net", (2, 1), (4, 1), marks=pytest.mark.ranks(4)),
-        pytest.param("short convolution", (1, 2), (2, 1), marks=pytest.mark.ranks(2)),
+        pytest.param("delta net", (2, 1), (4, 1), marks=[pytest.mark.ranks(4), pytest.mark.long]),
+        pytest.param("short convolution", (1, 2), (2, 1), marks=[pytest.mark.ranks(2), pytest.mark.long]),
         pytest.param(MIX, (1, 2), (2, 1), marks=pytest.mark.ranks(2)),
         pytest.param(MIX, (4, 1), (1, 4), marks=pytest.mark.ranks(4)),
         pytest.param(MIX, (2, 2), (4, 1), marks=pytest.mark.ranks(4)),
         *(pytest.param(kind, (2, 1), (1, 1), marks=pytest.mark.ranks(2)) for kind in OF_TRANSFORMERS),
-        *(pytest.param(kind, (2, 1), (4, 1), marks=pytest.mark.ranks(4)) for kind in OF_TRANSFORMERS),
+        pytest.param("transformers, delta net", (2, 1), (4, 1), marks=pytest.mark.ranks(4)),
+        *(
+            pytest.param(kind, (2, 1), (4, 1), marks=[pytest.mark.ranks(4), pytest.mark.long])
+            for kind in OF_TRANSFORMERS
+            if kind != "transformers, delta net"
+        ),
         *(
             pytest.param(kind, (4, 1), (1, 1), marks=[pytest.mark.ranks(4), pytest.mark.long])
             for kind in OF_TRANSFORMERS

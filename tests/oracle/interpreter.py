@@ -1,5 +1,6 @@
 """Triton's interpreter as our tests use it."""
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -23,3 +24,93 @@ def accept_masks_of_any_integer() -> None:
 
     for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
         setattr(InterpreterBuilder, name, with_bool_mask(getattr(InterpreterBuilder, name), place))
+
+
+def prepare_launches_once() -> None:
+    """Spare launches what they have in common: it halves the time of a test of kernels.
+
+    Each launch would look through triton.language for what to replace, and so would each function that a
+    kernel calls; each value would describe its type and shape anew.
+    """
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    core = tl.core
+    places = (tl, core, tl.math, tl.tensor, core.tensor_descriptor_base)
+    builtins = {
+        id(place): [name for name, member in inspect.getmembers(place) if core.is_builtin(member)]
+        for place in places
+    }
+    patch_others, patch_lang, dtype_of = (
+        interpreter._patch_builtin,
+        interpreter._patch_lang,
+        interpreter._get_np_dtype,
+    )
+    replaced: list[set[int]] = []  # by the launch that runs: ids of modules
+    dtypes: dict[str, np.dtype[Any]] = {}
+
+    def patch_builtin(place: Any, builder: Any, scope: Any) -> None:
+        if id(place) not in builtins:
+            patch_others(place, builder, scope)
+            return
+        for name in builtins[id(place)]:
+            member = getattr(place, name)
+            if core.is_builtin(member):
+                interpreter._patch_attr(place, name, member, builder, scope)
+
+    def patch(fn: Any) -> Any:
+        modules = {id(value) for value in fn.__globals__.values() if value is tl or value is core}
+        if replaced and modules <= replaced[-1]:
+            return interpreter._LangPatchScope()
+        scope = patch_lang(fn)
+        if not replaced:
+            replaced.append(modules)
+            scope._changes.insert(0, (_End(replaced), "ended", True))  # restored last
+        return scope
+
+    def np_dtype(dtype: Any) -> Any:
+        if isinstance(dtype, core.block_type):
+            dtype = dtype.element_ty
+        if isinstance(dtype, core.pointer_type):
+            return np.dtype(np.uint64)
+        if dtype.name not in dtypes:
+            dtypes[dtype.name] = dtype_of(dtype)
+        return dtypes[dtype.name]
+
+    shapes: dict[tuple[int, ...], tuple[Any, int, str]] = {}
+    shapes_of_tensors: dict[int, tuple[Any, Any]] = {}  # by the id of a shape of `shapes`
+    new_block_type, new_tensor = core.block_type.__init__, core.tensor.__init__
+
+    def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([size.value if isinstance(size, core.constexpr) else size for size in shape])
+        if sizes in shapes:
+            self.element_ty = element_ty
+            self.shape, self.numel, shown = shapes[sizes]
+            self.name = f"<{shown}, {element_ty}>"
+        else:
+            new_block_type(self, element_ty, shape)
+            shapes[sizes] = self.shape, self.numel, str(self.shape)
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        place = id(type.shape) if isinstance(type, core.block_type) else 0
+        if place in shapes_of_tensors:
+            self.handle, self.type, self.dtype = handle, type, type.element_ty
+            self.numel, self.shape = shapes_of_tensors[place]
+        else:
+            new_tensor(self, handle, type)
+            if place and any(type.shape is known for known, _, _ in shapes.values()):
+                shapes_of_tensors[place] = self.numel, self.shape
+
+    interpreter._patch_builtin, interpreter._patch_lang = patch_builtin, patch
+    interpreter._get_np_dtype = np_dtype
+    core.block_type.__init__, core.tensor.__init__ = init_block_type, init_tensor
+
+
+class _End:
+    """Empties a list when the attribute `ended` is set."""
+
+    def __init__(self, running: list[set[int]]) -> None:
+        object.__setattr__(self, "running", running)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.running.clear()

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 Array = NDArray[np.float64]
 
+_GRID, _MOST_SEEN = 8, 2000
+"""Sequences of so many tokens, and multiples of it, are remembered; at most so many of a model."""
+
 
 class RecurrentLM:
     """One sequence. `step(token)` advances it and returns the logits after that token.
@@ -33,6 +36,7 @@ class RecurrentLM:
             if name.startswith("layers."):
                 _, index, own_name = name.split(".", 2)
                 self.layers[int(index)][own_name] = weight
+        self._seen: dict[tuple[int, ...], tuple[dict[str, Array], list[Array], list[Array], Array]] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -82,9 +86,8 @@ class RecurrentLM:
 
     def generate_greedy(self, prompt: Iterable[int], n: int) -> tuple[list[int], list[float]]:
         """n tokens after the prompt, and their log-probs."""
-        self.reset()
-        for token in prompt:
-            logits = self.step(int(token))
+        prompt = [int(token) for token in prompt]
+        logits = self._after(prompt)
         tokens, log_probs = [], []
         for _ in range(n):
             token = int(logits.argmax())
@@ -93,6 +96,26 @@ class RecurrentLM:
             if len(tokens) < n:
                 logits = self.step(token)
         return tokens, log_probs
+
+    def _after(self, tokens: list[int]) -> Array:
+        """The logits after a sequence, which begins where an earlier one was of the same tokens."""
+        if len(self._seen) > _MOST_SEEN:
+            self._seen.clear()
+        done = len(tokens) // _GRID * _GRID
+        while done and tuple(tokens[:done]) not in self._seen:
+            done -= _GRID
+        self.reset()
+        logits = np.zeros(0)
+        if done:
+            states, keys, values, logits = self._seen[tuple(tokens[:done])]
+            self.states = {name: state.copy() for name, state in states.items()}
+            self.keys, self.values, self.position = [*keys], [*values], done
+        for number, token in enumerate(tokens[done:], done + 1):
+            logits = self.step(token)
+            if number % _GRID == 0:
+                states = {name: state.copy() for name, state in self.states.items()}
+                self._seen[tuple(tokens[:number])] = states, [*self.keys], [*self.values], logits
+        return logits
 
     def states_after(self, tokens: Iterable[int]) -> dict[str, Tensor]:
         """Copies of `states`."""

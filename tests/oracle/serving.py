@@ -130,9 +130,13 @@ def oracle_of(model: Any) -> Any:
     return TransformersOracle(model.case)
 
 
+kept_oracle = cache(oracle_of)
+"""It remembers the beginnings of prompts."""
+
+
 @cache
 def _expected_answer(model: Any, prompt: tuple[int, ...], length: int) -> tuple[list[int], list[float]]:
-    tokens, log_probs = oracle_of(model).generate_greedy(list(prompt), length)
+    tokens, log_probs = kept_oracle(model).generate_greedy(list(prompt), length)
     return list(map(int, tokens)), list(map(float, log_probs))
 
 

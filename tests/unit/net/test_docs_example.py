@@ -1,4 +1,7 @@
-"""The examples of docs/distributed.md that need torchrun, as a reader starts them."""
+"""The examples of docs/distributed.md that need torchrun, as a reader starts them.
+
+On ranks that are there already, tests/net/test_docs_example.py runs them.
+"""
 
 import re
 import subprocess
@@ -17,7 +20,8 @@ CHECKS = (
 )
 
 
-@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [0, 1])
 def test_the_examples_for_several_ranks_run_under_torchrun(tmp_path: Path, number: int) -> None:
     examples = re.findall(r"^```python torchrun\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     assert len(examples) == len(CHECKS)
