@@ -1,8 +1,10 @@
 """Files that are read with care: regular files only, and a checkpoint's folder and JSON."""
 
 import json
+import logging
 import os
 import stat
+import time
 from collections.abc import Mapping
 from io import BufferedReader, FileIO
 from pathlib import Path
@@ -11,10 +13,29 @@ from typing import Any
 from .validation import shown
 
 CONFIG = "config.json"
+PROGRESS_S = 2.0
+"""Seconds between two log lines of a load."""
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointError(ValueError):
     """A folder holds no checkpoint that can be loaded. The message names the file or the tensor."""
+
+
+class LoadProgress:
+    """Logs how many of a checkpoint's weights are loaded, if that takes longer than PROGRESS_S."""
+
+    def __init__(self, folder: Path, num_weights: int) -> None:
+        self._folder, self._num_weights = folder, num_weights
+        self._num_loaded, self._logged_s = 0, time.monotonic()
+
+    def loaded(self) -> None:
+        """One weight more."""
+        self._num_loaded += 1
+        if time.monotonic() > self._logged_s + PROGRESS_S:
+            self._logged_s = time.monotonic()
+            logger.info("%s: %d of %d weights", self._folder.name, self._num_loaded, self._num_weights)
 
 
 def open_regular(path: Path) -> FileIO:

@@ -55,8 +55,8 @@ def make_parser(command: str | None = None) -> Parser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (by default those of the process); return the exit code.
 
-    An error that the user can mend is one line on stderr, with exit code 1; a wrong command line has exit
-    code 2.
+    An error that the user can mend is one line on stderr. The exit code is 2 where what was asked for is
+    refused: a word, an option's value, a folder, a size that does not fit. It is 1 where anything else fails.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["run"]:  # its script's own options are not ours
@@ -75,6 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"mambaslots {options.command}: {message}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130

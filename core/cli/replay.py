@@ -65,12 +65,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     shape = model_shape(options.model, options.state_dtype)
     settings, rows = settings_of(options, shape), [OursRow(one, options.plan) for one in options.policy]
-    try:
-        for row in rows:
-            row.changes()
-    except ValueError as error:  # a wrong option, which only a file shows
-        print(f"mambaslots replay: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    for row in rows:
+        row.changes()  # raises a ValueError for a wrong option, before the traces are read
     cells = []  # trace by trace, budget by budget, row by row; the unlimited pool once a trace
     for source in sources_of(options):
         cells += [Cell(source, row, setting) for setting in settings for row in rows]

@@ -21,6 +21,9 @@ _OPTIONS_BY_FIELD = {
     "total_gb": "--memory-gb",
     "max_requests": "--max-requests",
     "max_sequence_length": "--max-sequence-length",
+    "policy is": "--eviction is",
+    "plan is": "--plan is",
+    "plan has": "--plan has",
 }
 _POOL_SIZES = ("num_mamba_slots", "num_kv_blocks")
 

@@ -5,6 +5,7 @@ how the states follow from the config.
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -325,7 +326,9 @@ def skeleton(config: "PreTrainedConfig", dtype: torch.dtype) -> "PreTrainedModel
     text = text_config(config)
     state_spec(text, dtype)  # raises for a dtype of states that is not served
     register_with_transformers()
-    with torch.device("meta"):
+    with torch.device("meta"), warnings.catch_warnings():
+        # transformers imports it for its own forwards; it warns where there is no GPU.
+        warnings.filterwarnings("ignore", module=r"fla\b")
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             text, dtype=dtype, attn_implementation=ATTENTION_NAME, experts_implementation=EXPERTS_NAME
         )

@@ -2,7 +2,6 @@
 
 import logging
 import re
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ..files import CheckpointError
+from ..files import CheckpointError, LoadProgress
 from ..version import names_moved_hooks
 from .checkpoint import Checkpoint
 from .weight_part import WeightPart
@@ -252,10 +251,6 @@ def listed(names: Collection[str]) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-_PROGRESS_S = 2.0
-"""Seconds between two log lines of a load."""
-
-
 @names_moved_hooks
 def load_weights(
     model: PreTrainedModel, folder: Path, blocks: tuple[int, int] | None, device: torch.device,
@@ -279,14 +274,12 @@ def load_weights(
             scales = listed(checkpoint.activation_scales)
             logger.info("%s: not used, activations are not quantised: %s", folder, scales)
         dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        begun_s = time.monotonic()
-        for number, source in enumerate(sources.sources):
-            if time.monotonic() > begun_s + _PROGRESS_S:
-                begun_s = time.monotonic()
-                logger.info("%s: %d of %d weights", folder.name, number, len(sources.sources))
+        progress = LoadProgress(folder, len(sources.sources))
+        for source in sources.sources:
             weights = source.weights(model, checkpoint, device, dtypes[source.target], parts or {})
             for name in tuple(weights):
                 _place(model, name, weights.pop(name))
+            progress.loaded()
         stored_bytes = checkpoint.num_bytes
     model.tie_weights(missing_keys=set(sources.missing), recompute_mapping=False)
     if blocks is not None:

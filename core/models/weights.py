@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..files import CONFIG, CheckpointError, check_regular, read_object
+from ..files import CONFIG, CheckpointError, LoadProgress, check_regular, read_object
 from ..parallel_groups import ParallelGroups, Part
 from ..validation import shown
 from .hybrid_config import HybridConfig
@@ -194,6 +194,7 @@ class SavedWeights:
                 digest = hashlib.file_digest(content, "sha256").hexdigest()
             self._file = cast(Any, safe_open(self._path, framework="pt", backend="pread"))
             self._left = set(self._file.keys())
+            self._progress = LoadProgress(folder, len(self._left))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self._path} is truncated or corrupt: {error}") from error
         self.name = f"weights {digest[:16]}"
@@ -233,6 +234,7 @@ class SavedWeights:
         self._left.remove(name)
         try:
             tensor: Tensor = self._file.get_tensor(name)
+            self._progress.loaded()
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self._path} is truncated or corrupt: {error}") from error
         if tuple(tensor.shape) != shape:

@@ -13,7 +13,7 @@ from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.eviction import EVICTION_POLICIES, checked_policy
 from ..inference.contexts.pool_sizes import GIGABYTE
 from ..state_spec import HybridStateSpec, StateTensor
-from ..validation import instance, one_of
+from ..validation import instance
 from .engine_replay import EngineReplay, chains_of
 from .setting import ModelShape, ReplayResult, ReplaySetting
 from .trace import Trace
@@ -124,7 +124,10 @@ class OursRow:
         changes: dict[str, Any] = {}
         if self.policy is not None:
             own = _own("policy", self.policy)
-            chosen = one_of("policy", self.policy, EVICTION_POLICIES) if own is None else own
+            if own is None and self.policy not in EVICTION_POLICIES:
+                names = ", ".join(map(repr, EVICTION_POLICIES))
+                raise ValueError(f"policy is {self.policy!r}; accepted: one of {names}, or FILE.py:Class")
+            chosen = self.policy if own is None else own
             changes["eviction_policy"] = checked_policy("policy", chosen)
         if self.plan is not None:
             own = _own("plan", self.plan)

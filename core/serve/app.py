@@ -171,9 +171,8 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = _ROUTING_MESSAGES.get(error.detail, error.detail)
     if error.detail == "Not Found":
-        message += "; accepted: " + ", ".join(
-            dict.fromkeys(str(getattr(route, "path", "")) for route in router.routes)
-        )
+        paths = (str(getattr(route, "path", "")).replace(":path}", "}") for route in router.routes)
+        message += f"; accepted: {', '.join(dict.fromkeys(paths))}"
     return RequestError(error.status_code, message, headers=error.headers).response
 
 

@@ -10,7 +10,7 @@ import reprlib
 import secrets
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -92,6 +92,13 @@ def json_bytes(value: Any) -> bytes:
     """`value` as JSON in UTF-8. Half surrogate pairs become JSON's escapes."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace")
+
+
+def bad_argument(error: ValueError, fields: Collection[str]) -> RequestError:
+    """Of a message of the engine, which may begin with one of `fields`, the names that the body has."""
+    message = str(error)
+    name = message.partition(" ")[0]
+    return RequestError(400, message, param=name if name in fields else None)
 
 
 def bad_field(param: str, message: str, code: str | None = None) -> RequestError:

@@ -19,7 +19,7 @@ from ..inference.engines.streams import AsyncStream
 from ..monitor import Monitor
 from ..request import RequestResult, SamplingParams
 from ..text import TextCodec
-from .gate import ENDED_BY, JSONAnswer, RequestError, json_bytes, refusal
+from .gate import ENDED_BY, JSONAnswer, RequestError, bad_argument, json_bytes, refusal
 from .http_answers import AnswerText, Form, Piece, usage
 from .metrics import metrics_text
 from .requests import AnswerRequest
@@ -296,7 +296,7 @@ class GeneratedAnswer(Response):
             streams.append(stream)
             return stream
         except ValueError as error:
-            raise RequestError(400, str(error)) from None
+            raise bad_argument(error, type(self.job.request).model_fields) from None
         except (QueueFullError, RuntimeError) as error:
             raise refusal(_code_of(error)) from None
 

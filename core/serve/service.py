@@ -16,7 +16,7 @@ from ..request import SamplingParams
 from ..text import TextCodec
 from ..text.codec import PromptTooLongError
 from ..validation import INT64_MAX
-from .gate import RequestError, bad_field, engine_salt, refusal
+from .gate import RequestError, bad_argument, bad_field, engine_salt, refusal
 from .generation import Choice, EngineFacts, GeneratedAnswer, Job, ServedEngine, StreamedAnswer, before
 from .http_answers import Form
 from .requests import MAX_CHOICES, AnswerRequest, ChatRequest, CompletionRequest, Context
@@ -158,7 +158,7 @@ class Preparation:
                 num_top_log_probs=request.num_top_log_probs or 0,
             )
         except ValueError as error:
-            raise RequestError(400, str(error)) from None
+            raise bad_argument(error, type(request).model_fields) from None
 
 
 def warn_of_ignored_tools(text: TextCodec, messages: list[dict[str, Any]], variables: dict[str, Any]) -> None:

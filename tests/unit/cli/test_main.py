@@ -79,12 +79,16 @@ def test_a_wrong_command_line_is_said_in_one_line(
             ["chat", MODEL, "--memory-gb", "0.001"],
             "mambaslots chat: --memory-gb is 0.001; accepted: at least",
         ),
+        (
+            ["serve", MODEL, "--eviction", "README.md:X"],
+            "mambaslots serve: --eviction is 'README.md:X'; accepted: ",
+        ),
     ],
 )
 def test_what_the_user_can_mend_is_said_in_one_line(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words) == 1
+    assert main(words) == 2
     stderr = capsys.readouterr().err
     assert stderr.startswith(said)
     assert stderr.count("\n") == 1

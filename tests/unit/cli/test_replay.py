@@ -143,7 +143,7 @@ def test_a_wrong_option_is_said_in_one_line(
 def test_what_does_not_go_together_is_said_in_one_line(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["replay", *words]) == 1
+    assert main(["replay", *words]) == 2
     stderr = capsys.readouterr().err
     assert stderr.startswith(f"mambaslots replay: {said}")
     assert stderr.count("\n") == 1
@@ -176,6 +176,7 @@ def test_a_policy_or_plan_of_ones_own_that_is_none_is_said_in_one_line(
     ("words", "said"),
     [
         (["--policy", "fifo"], "policy is 'fifo'; accepted: one of"),
+        (["--policy", "README.md:X"], "policy is 'README.md:X'; accepted: one of 'value', 'lru', "),
         (["--plan", "sometimes"], "plan has 'sometimes'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from huggingface_hub import errors
 from mambaslots import hf
 from oracle.hf_checkpoints import change_config, save_checkpoint
 from oracle.hf_models import reference_logits
+from transformers import AutoModelForCausalLM
 
 CASE = "bamba"
 CHAT = [{"role": "user", "content": "Hello"}]
@@ -61,6 +63,22 @@ def test_a_checkpoint_without_text(tmp_path: Path) -> None:
     assert loaded.text is None
     with pytest.raises(ValueError, match=f"{tmp_path} has no tokenizer"):
         loaded.codec.encode("Hello")
+
+
+def test_what_fla_core_warns_of_without_a_gpu_is_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers imports it when it builds a model."""
+    save_checkpoint(CASE, tmp_path)
+    build = AutoModelForCausalLM.from_config
+
+    def importing(*arguments: Any, **named: Any) -> Any:
+        text = "Triton is not supported on current platform, roll back to CPU."
+        warnings.warn_explicit(text, UserWarning, "hardware.py", 62, module="fla.utils.hardware")
+        return build(*arguments, **named)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", importing)
+    hf.load(tmp_path)  # a warning that is shown is an error here
 
 
 def test_an_architecture_that_is_not_served_is_named(tmp_path: Path) -> None:

@@ -269,6 +269,29 @@ def test_a_path_that_is_not_there_names_those_that_are(served: Served) -> None:
         message = json.load(answer)["error"]["message"]
     assert answer.code == 404
     assert message.startswith("there is no such path; accepted: /v1/completions, /v1/chat/completions")
+    assert "/v1/models/{name}" in message
+    assert ":path" not in message
+
+
+def test_an_argument_that_only_the_engine_refuses_is_named(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="min_tokens is 20; accepted") as refused:
+        client.completions.create(model=MODEL, prompt="def f", max_tokens=5, extra_body={"min_tokens": 20})
+    assert refused.value.param == "min_tokens"
+
+
+def test_ignore_eos_keeps_the_stop_tokens_of_the_request(client: openai.OpenAI) -> None:
+    """As in vLLM."""
+
+    def tokens(**more: object) -> list[int]:
+        answer = client.completions.create(
+            model=MODEL, prompt="def f", max_tokens=12, temperature=0,
+            extra_body={"ignore_eos": True, "return_token_ids": True, **more},
+        )  # fmt: skip
+        return answer.choices[0].token_ids  # type: ignore[attr-defined,no-any-return]
+
+    free = tokens()
+    assert len(free) == 12
+    assert tokens(stop_token_ids=[free[3]]) == free[: free.index(free[3]) + 1]
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -115,7 +115,7 @@ def test_counts_survive_pauses_cuts_and_steps_launched_ahead(overrides: dict[str
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("place", ["model", "_up_to_date", "_penalize", "_add_biases", "count", "_free_row"])
+@pytest.mark.parametrize("place", ["model", "_up_to_date", "_penalties", "_add_biases", "count", "_free_row"])
 def test_a_step_that_fails_anywhere_counts_no_token_twice(place: str, drafts: int) -> None:
     params = params_of("all")
     drafting: Any = {"num_speculative_tokens": drafts, "make_drafter": WrongDrafter} if drafts else {}
@@ -143,6 +143,27 @@ def test_a_step_that_fails_anywhere_counts_no_token_twice(place: str, drafts: in
             expected(PROMPT, params),
             expected(PROMPT[:11], params),
         ]
+
+
+def test_steps_of_the_same_requests_send_nothing_to_the_device_again() -> None:
+    params = params_of("all", min_tokens=6)
+    engine = small_engine()
+    changes = engine.state._logits_changes
+    ids = [engine.add_request(prompt, params) for prompt in (PROMPT, PROMPT[:11])]
+    results: dict[int, ms.RequestResult] = {}
+    sent: list[int] = []
+    with mock.patch.object(changes, "_sent", side_effect=changes._sent) as sending:
+        while engine.has_unfinished_requests():
+            if len(sent) == 9:
+                ids.append(engine.add_request(PROMPT[:9], params))
+            before = sending.call_count
+            results |= {one.request_id: one for one in engine.step().finished}
+            sent.append(sending.call_count - before)
+    decodes = sent[2:9]  # `min_tokens` end within them, once
+    assert sorted(map(bool, decodes)) == [False] * 6 + [True]
+    assert any(sent[9:]), "another request makes another batch"
+    for one, prompt in zip(ids, (PROMPT, PROMPT[:11], PROMPT[:9]), strict=True):
+        assert results[one].tokens == expected(prompt, params)
 
 
 def test_counts_are_freed_with_their_requests() -> None:
