@@ -186,3 +186,16 @@ def test_capacity_errors_say_what_was_required_and_available(error: type) -> Non
     assert (raised.required, raised.available) == (5, 3)
     assert "5" in str(raised)
     assert "3" in str(raised)
+
+
+# Of what users do, of what goes wrong anywhere, and of the folders beside core.
+OTHER_TESTS = {"bad_input", "benchmarks", "disasters", "examples", "faults", "hf/configs", "tools"}
+
+
+def test_the_folders_of_tests_are_those_of_the_package() -> None:
+    unit = ROOT / "tests" / "unit"
+    folders = {
+        path.parent.relative_to(unit).as_posix() for path in unit.rglob("*.*") if path.suffix != ".pyc"
+    }
+    missing = {folder for folder in folders - OTHER_TESTS if not (CORE / folder).is_dir()}
+    assert {folder for folder in missing if folder.split("/")[0] not in OTHER_TESTS} == set()

@@ -176,7 +176,8 @@ class LogitsChanges:
                     drafted += [(len(after_drafts), draft) for draft in step.drafts[:number]]
                     after_drafts.append((first + number, row, one))
         if plain:
-            self._apply_penalties(out, self._counts, *self._penalties(*zip(*plain, strict=True), out))
+            rows, count_rows, settings = zip(*plain, strict=True)
+            self._apply_penalties(out, self._counts, *self._penalties(rows, count_rows, settings, out))
         if after_drafts:
             rows, count_rows, settings = zip(*after_drafts, strict=True)
             counts = self._counts.index_select(0, self._sent(count_rows))

@@ -22,7 +22,7 @@ from mambaslots.text import (
 from mambaslots.text.chat import MAX_MARKED_MESSAGES, ChatBranches
 from mambaslots.text.codec import MarkedPrompt, PromptTooLongError
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 try:
     import chat_marks
     from crowd import chat_histories as chat_histories
