@@ -1,5 +1,11 @@
 """Several replicas of one model at one address, on Ray Serve. They need the extra `mambaslots[fleet]`.
 
+server, ingress, cut_answers         the process to start; HTTP in front of all; what clients read if it dies
+fleet_engine, replica_answers        an engine over replicas, which goes on elsewhere where one is lost
+replica, warming, guard              one replica and its ranks; its first states; a look at whether it runs
+request_router, pulses, calls        which replica holds a state; which are alive; Ray's handles
+figures                              the replicas' figures as one engine's
+
 May import `serve`, `monitor`, `net`, `engines`, `contexts`, `cache`; no model and no tokenizer.
 """
 

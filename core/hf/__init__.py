@@ -1,5 +1,11 @@
 """Models of transformers, served: `mambaslots.hf.load(folder_or_name)`. Needs the extra `mambaslots[hf]`.
 
+load, checkpoint, weights, text      a checkpoint's config, tensors and tokenizer; weights go to their modules
+architectures, served_model          which architectures are served, and such a model as an engine calls it
+current_step, mixers                 a step's sequences while the model runs; mixers that read cached states
+fusions, fused_modules, joint_linear modules replaced by ones with fewer launches
+split, weight_part                   a rank's part of each weight
+
 May import `models` (the steps of layers), `text`, `contexts`, `kernels`; no engine.
 """
 

@@ -17,14 +17,14 @@ from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.eviction import EvictionPolicy, PolicyChoice, checked_policy
 from ..validation import boolean, instance, shown
 from ..version import VERSION
-from . import admission, answers, lifecycle, mixer, stages
+from . import admission, cached_answers, lifecycle, mixer, stages
 from .host_record import NO_SLOTS, HostStats, record_of
 from .overrides import REGISTRY, MissingHostError, Original, apply, owner_class
 from .slot_allocator import HostSlotAllocator, Settings
 from .versions import DYNAMIC_CONTEXT, TESTED_VERSIONS
 
 _ALLOCATOR_MODULE = "megatron.core.inference.contexts.mamba_slot_allocator"
-CORRECTIONS = (admission, answers, lifecycle, mixer, stages)
+CORRECTIONS = (admission, cached_answers, lifecycle, mixer, stages)
 """The modules whose overrides are in REGISTRY; their import registers them."""
 
 _logger = logging.getLogger(__package__)

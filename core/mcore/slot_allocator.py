@@ -20,7 +20,7 @@ from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator, StateS
 from ..inference.kernels.state_copy import copy_states
 from ..inference.kernels.state_tensors import StateTensors
 from ..validation import integers
-from .answers import Crossing, crossings, register_block, rows_of
+from .cached_answers import Crossing, crossings, register_block, rows_of
 from .host_record import RequestTrack, check_lengths, record_of
 
 _logger = logging.getLogger(__package__)

@@ -1,5 +1,10 @@
 """What a cache would have resumed: traces, served by the engine's bookkeeping without a model.
 
+trace, read_trace, trace_line        requests in their order, from files
+recorder, hashed_requests, generate  an engine's own traffic as hashes; tokens for hashes; made-up traces
+setting, engine_replay, ours         sizes and memory; one replay; the policies that are compared
+report                               the table, and how much memory to give
+
 May import `engines` (the scheduler), `contexts`, `cache`, and `hf`, whose state sizes it reads.
 """
 

@@ -30,7 +30,7 @@ PlannedState = tuple[Sequence[int], int, str, int]
 
 
 class StateSlots:
-    """The slots of one pool, as integers: no tensor is made or copied. Arguments are trusted.
+    """The slots of one pool, as integers: no tensor is made or copied. Callers check arguments.
 
         FREE -- reserve --> RESERVED -- commit --> COMMITTED -- take_live --> LIVE
           ^ <--- release ------+                       |                        |
