@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..validation import boolean, instance, shown
 from ..version import VERSION
 from . import admission, cached_answers, lifecycle, mixer, stages
 from .host_record import NO_SLOTS, HostStats, record_of
-from .overrides import REGISTRY, MissingHostError, Original, apply, owner_class
+from .overrides import REGISTRY, MissingHostError, Original, OtherSettingsError, apply, owner_class
 from .slot_allocator import HostSlotAllocator, Settings
 from .versions import DYNAMIC_CONTEXT, TESTED_VERSIONS
 
@@ -87,7 +87,8 @@ def install(
     """Let megatron-core's `DynamicInferenceContext` run on our slot allocator, with its faults corrected.
 
     Before any context is built; one that exists stays on megatron-core's own until its tensors are built
-    anew (resuming from a suspend with RECOMPUTE).
+    anew (resuming from a suspend with RECOMPUTE). Where it is installed already with the same settings, also
+    by `mambaslots run`, the call changes nothing; one `uninstall` reverses all.
 
     Args:
         plan: which states are taken; None for `CheckpointPlan()`. Building a context raises ValueError where
@@ -100,8 +101,8 @@ def install(
             a version that the tests do not run on.
 
     Raises:
-        RuntimeError: it is installed already. UnknownHostError, which is one: a method to be corrected is not
-            one we know. Nothing is changed.
+        RuntimeError: it is installed with other settings; the message names those that differ.
+            UnknownHostError, which is one: a method to be corrected is not one we know. Nothing is changed.
         ImportError: megatron-core is missing.
     """
     plan = instance("plan", CheckpointPlan() if plan is None else plan, CheckpointPlan)
@@ -111,24 +112,37 @@ def install(
         if isinstance(eviction, EvictionPolicy):
             raise ValueError(f"eviction is {shown(eviction)}; accepted: its class, called for each context")
     boolean("cache_answers", cache_answers)
+    settings, version = Settings(plan, eviction, cache_answers), _host_version()
+    name = version.partition("+")[0]
+    installation = Installation(name, len(REGISTRY), settings)
     if _applied:
-        raise RuntimeError("mambaslots.mcore is installed already; uninstall() first to change its settings")
-    version = _host_version()
+        _require_same(HostSlotAllocator.settings, settings)
+        return installation
     built_contexts.clear()
     _applied.extend(apply(REGISTRY, version))
-    number = len(_applied)
     for module in (_ALLOCATOR_MODULE, DYNAMIC_CONTEXT.partition(":")[0]):
         _replace(importlib.import_module(module), "MambaSlotAllocator", HostSlotAllocator)
     context = owner_class(DYNAMIC_CONTEXT)
     _replace(context, "initialize_all_tensors", _noting(context.initialize_all_tensors))
-    HostSlotAllocator.settings = Settings(plan, eviction, cache_answers)
-    name = version.partition("+")[0]
+    HostSlotAllocator.settings = settings
     if name not in TESTED_VERSIONS:
         _logger.warning(
             "megatron-core %s is not among the tested versions (%s); all replaced methods have known sources",
             name, ", ".join(TESTED_VERSIONS),
         )  # fmt: skip
-    return Installation(name, number, HostSlotAllocator.settings)
+    return installation
+
+
+def _require_same(first: Settings, now: Settings) -> None:
+    names = [each.name for each in fields(Settings)]
+    differing = [name for name in names if getattr(first, name) != getattr(now, name)]
+    if differing:
+        given = ", ".join(f"{name} is {shown(getattr(now, name))}" for name in differing)
+        accepted = ", ".join(f"{name}={shown(getattr(first, name))}" for name in differing)
+        raise OtherSettingsError(
+            f"{given}; accepted: {accepted}, with which mambaslots.mcore was installed first, or uninstall() "
+            "before this call"
+        )
 
 
 def _host_version() -> str:
@@ -168,12 +182,14 @@ def installed(
     eviction: PolicyChoice | None = None,
     cache_answers: bool = True,
 ) -> Iterator[Installation]:
-    """Installed within the block; see `install`."""
+    """Installed within the block; see `install`. Where it is installed already, it stays so afterwards."""
+    nested = bool(_applied)
     installation = install(plan, eviction, cache_answers)
     try:
         yield installation
     finally:
-        uninstall()
+        if not nested:
+            uninstall()
 
 
 # ---- the contexts that were built under the drop-in: their counts, and why one caches nothing

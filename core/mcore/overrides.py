@@ -21,6 +21,10 @@ class UnknownHostError(RuntimeError):
     """The source of a method that would be replaced is not known."""
 
 
+class OtherSettingsError(RuntimeError):
+    """The drop-in is installed already, with other settings."""
+
+
 @dataclass(frozen=True)
 class Override:
     """One replaced method.

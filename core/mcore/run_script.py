@@ -19,7 +19,7 @@ from ..config import PLAN_SYNTAX, parse_plan
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.eviction import EVICTION_POLICIES
 from .install import SETTINGS, BuiltContext, Installation, built_contexts, install, shown_versions
-from .overrides import MissingHostError, UnknownHostError
+from .overrides import MissingHostError, OtherSettingsError, UnknownHostError
 
 COMMAND = "python -m mambaslots.mcore"
 WITHOUT_CUDA = {
@@ -91,7 +91,8 @@ def main(arguments: Sequence[str], command: str = COMMAND) -> int:
         command: how messages name the command.
 
     Returns:
-        The script's exit code; 1 where the drop-in cannot be installed.
+        The script's exit code; 1 where the drop-in cannot be installed, 2 where the script installs it with
+            other settings.
 
     Raises:
         SystemExit: --help, --version (0) and wrong options (2).
@@ -119,6 +120,9 @@ def main(arguments: Sequence[str], command: str = COMMAND) -> int:
             exit_code = 0
         except SystemExit as leaving:
             exit_code = _exit_code(leaving)
+        except OtherSettingsError as error:  # of an `install` in the script; this command's came first
+            _say(f"error: {error}")
+            exit_code = 2
         finally:
             _report(options, installation, rank, exit_code)
     return exit_code
@@ -132,7 +136,7 @@ def _install(options: argparse.Namespace, speaks: bool) -> Installation | int:
     except (UnknownHostError, MissingHostError) as error:
         _say(f"error: {error}")
         return 1
-    except ValueError as error:
+    except (OtherSettingsError, ValueError) as error:
         _say(f"error: {error}")
         return 2
     if speaks:

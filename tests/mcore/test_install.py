@@ -16,6 +16,7 @@ import torch
 from mambaslots.inference.contexts.cache.eviction import LRUEviction
 from mambaslots.mcore import UnknownHostError, versions
 from mambaslots.mcore.__main__ import main
+from mambaslots.mcore.install import built_contexts
 from mambaslots.mcore.overrides import REGISTRY, owner_class
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
 from mcore.recurrent_host import BLOCK, MODES, RecurrentHost, cpu_as_gpu, make_context, tokens
@@ -52,11 +53,47 @@ def test_uninstall_gives_everything_back() -> None:
     assert host_methods() == before
 
 
-def test_installing_twice_and_uninstalling_without_are_errors() -> None:
-    with mambaslots.mcore.installed(), pytest.raises(RuntimeError, match="installed already"):
-        mambaslots.mcore.install()
+def test_installing_again_with_the_same_settings_changes_nothing() -> None:
+    before = host_methods()
+    plan = ms.CheckpointPlan(prefill_interval=4 * BLOCK)
+    with mambaslots.mcore.installed(plan=plan, eviction="lru") as outer:
+        context, during = make_context(), host_methods()
+        with mambaslots.mcore.installed(plan, "lru") as inner:
+            assert inner == outer
+        assert mambaslots.mcore.install(plan, "lru") == outer
+        assert host_methods() == during
+        assert [built.context for built in built_contexts] == [context]
+        host = RecurrentHost(context)
+        assert [host.serve(tokens(BLOCK + 1, seed=1))[0] for _ in range(2)] == [0, BLOCK]
+    assert host_methods() == before
     with pytest.raises(RuntimeError, match="not installed"):
         mambaslots.mcore.uninstall()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"plan": ms.CheckpointPlan(tail=False)},
+            r"^plan is CheckpointPlan\(tail=False, .*; accepted: plan=CheckpointPlan\(tail=True, [^;]*, with "
+            r"which mambaslots.mcore was installed first, or uninstall\(\) before this call$",
+        ),
+        (
+            {"eviction": "lru", "cache_answers": False},
+            "^eviction is 'lru', cache_answers is False; accepted: eviction=None, cache_answers=True, with",
+        ),
+    ],
+)
+def test_installing_again_with_other_settings_names_them_and_changes_nothing(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with mambaslots.mcore.installed():
+        during, settings = host_methods(), HostSlotAllocator.settings
+        with pytest.raises(RuntimeError, match=message):
+            mambaslots.mcore.install(**arguments)
+        with pytest.raises(RuntimeError, match=message), mambaslots.mcore.installed(**arguments):
+            pass
+        assert (host_methods(), HostSlotAllocator.settings) == (during, settings)
 
 
 def test_leaving_the_block_uninstalls_also_after_an_error() -> None:

@@ -215,6 +215,40 @@ def test_contexts_that_were_built_before_an_uninstall_are_reported(
     assert said(capsys)[-1].startswith(NOTHING_BUILT)
 
 
+INSTALLS = """
+import mambaslots.mcore
+from mcore.recurrent_host import BLOCK, RecurrentHost, cpu_as_gpu, make_context, tokens
+
+with cpu_as_gpu():
+    with mambaslots.mcore.installed(eviction="lru"):
+        host = RecurrentHost(make_context())
+        host.serve(tokens(2 * BLOCK + 1, seed=1))
+    print(mambaslots.mcore.install(None, "lru").describe())
+    host.serve(tokens(2 * BLOCK + 1, seed=1))
+"""
+
+
+def test_a_script_that_installs_the_same_settings_is_one_installation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "stats.json"
+    assert main(["--eviction", "lru", "--json", str(written), script(tmp_path, INSTALLS)]) == 0
+    out, error = capsys.readouterr()
+    assert f"mambaslots.mcore: {out}" in error
+    (context,) = json.loads(written.read_text())["contexts"]
+    assert (context["num_requests"], context["num_resumed_tokens"]) == (2, 16)
+
+
+def test_a_script_that_installs_other_settings_is_one_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--no-stats", script(tmp_path, INSTALLS)]) == 2
+    assert said(capsys)[1:] == [
+        "mambaslots.mcore: error: eviction is 'lru'; accepted: eviction=None, with which mambaslots.mcore "
+        "was installed first, or uninstall() before this call"
+    ]
+
+
 def test_a_relative_path_of_statistics_is_that_of_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
