@@ -16,7 +16,7 @@ FAR = 24
 
 @cache
 def _continuation(model: Any, tokens: tuple[int, ...]) -> list[int]:
-    continuation: list[int] = serving.oracle_of(model).generate_greedy(tokens, FAR)[0]
+    continuation: list[int] = serving.kept_oracle(model).generate_greedy(tokens, FAR)[0]
     return continuation
 
 
