@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
 # The server in a container.
-#   GPU: docker build -t mambaslots --build-arg EXTRAS=serve,hf,gpu,fla,megatron .
+#   GPU: docker build -t mambaslots --build-arg EXTRAS=serve,hf,gpu,fla .
 #        docker run --gpus all -p 8000:8000 mambaslots serve Qwen/Qwen3.5-4B --host 0.0.0.0
 #   CPU: docker build -t mambaslots --build-arg TORCH=https://download.pytorch.org/whl/cpu .
 #        docker run -p 8000:8000 mambaslots

@@ -46,7 +46,7 @@ def measured(sizes: Sizes, device: str) -> dict[str, dict[str, Any]]:
     import torch
     import torch.nn.functional as F
     import triton
-    from mambaslots.inference.kernels.ssd import selective_state_update, ssd_chunk_scan, stages
+    from mambaslots.inference.kernels.ssd import selective_state_update, ssd_chunk_scan
     from mambaslots.inference.kernels.ssd_replay import ssd_replay
     from mambaslots.inference.kernels.ssd_stages import chunk_cumsum, chunk_scan, chunk_scores, ssd_states
 
@@ -90,20 +90,6 @@ def measured(sizes: Sizes, device: str) -> dict[str, dict[str, Any]]:
         "scan: all",
         lambda: ssd_chunk_scan(x, dt, A, B, C, D, *slots, chunk, cuts, cuts[1:], row_starts, places[1]),
     )
-    if gpu:
-        try:
-            megatron = stages()
-        except ImportError as error:
-            print(f"megatron-core's stages are not timed: {error}")
-        else:
-            timed(
-                "scan: chunk_cumsum, megatron-core's", lambda: megatron.chunk_cumsum_fwd(dt, A, chunk, cuts)
-            )
-            timed(
-                "scan: chunk_scores, megatron-core's",
-                lambda: megatron.bmm_chunk_fwd(C, B, chunk, cuts, output_dtype=torch.float32),
-            )
-
     state, token = H * P * N * 4, (H * P + G * N) * 2 + 2 * H * 4
     for rows in sizes.rows:
         x, B, C = inputs(rows, 1)

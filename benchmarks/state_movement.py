@@ -7,7 +7,6 @@ commit      n scratch states into durable slots. Stock: `MambaSlotAllocator._cop
             `dst[:, to] = src[:, of]` for each tensor. Ours: `copy_states`, one launch
 restore     n durable states into live slots. Stock: `MambaSlotAllocator.restore_to_live` of one request after
             another, two strided copies each. Ours: `copy_states`, one launch for all
-idle        what one launch costs that finds nothing to do: `copy_states` of 32 pairs of -1
 
 Both sides get lists of ints, as from their hosts. Figures are medians of calls in a queue, so that the host's
 work counts only where the GPU waits for it; "graph" is our launch alone, with its indices on the device,
@@ -37,12 +36,11 @@ from typing import Any
 
 import torch
 from mambaslots.inference.contexts.states import StatePool
-from mambaslots.inference.kernels.state_copy import copy_states
+from mambaslots.inference.kernels.state_copy import copy_states, copy_states_reference
 from mambaslots.inference.kernels.state_tensors import StateTensors
 from mambaslots.state_spec import StateTensor
 from support.command_line import add_count, add_device, check_device, make_parser
 
-IDLE_PAIRS = 32
 Call = Callable[[], object]
 
 
@@ -301,6 +299,13 @@ def moved(device: Device, pools: Pools, what: str, n: int, bandwidth: float) -> 
     def ours(read: Any, write: Any) -> Call:
         return lambda: copy_states(of, read, to, write)
 
+    def launched(read: Any, write: Any) -> Call:
+        if not device.gpu:
+            return lambda: copy_states_reference(of, read, to, write)
+        from mambaslots.inference.kernels import state_move
+
+        return lambda: state_move.copy_states(of, read, to, write)
+
     def theirs(read: list[int], write: list[int]) -> Call:
         return lambda: stock(read, write)
 
@@ -312,7 +317,7 @@ def moved(device: Device, pools: Pools, what: str, n: int, bandwidth: float) -> 
         2 * n * model.state_bytes,
         {
             "ours": device.seconds([ours(*pair) for pair in pairs]),
-            "graph": device.graph_seconds([ours(*pair) for pair in on_device]),
+            "graph": device.graph_seconds([launched(*pair) for pair in on_device]),
             "stock": device.seconds([theirs(*pair) for pair in pairs]),
         },
         {
@@ -333,19 +338,6 @@ def moved(device: Device, pools: Pools, what: str, n: int, bandwidth: float) -> 
             if not torch.equal(before.view(torch.int16)[:, read], after.view(torch.int16)[:, write]):
                 raise SystemExit(f"{model.name}, {what} of {n}: {name} copied other bits than its source's")
     return row
-
-
-def idle(device: Device, pools: Pools, bandwidth: float) -> Row:
-    """A launch that finds nothing to do."""
-    none = torch.full((IDLE_PAIRS,), -1, device=device.name)
-
-    def copy() -> None:
-        copy_states(pools.scratch, none, pools.durable, none)
-
-    seconds = {"ours": device.seconds([copy]), "graph": device.graph_seconds([copy] * 20)}
-    launches = {"ours": device.launches(copy)}
-    model = pools.model
-    return Row(model.name, model.state_bytes / 2**20, "idle", IDLE_PAIRS, 0, seconds, launches, bandwidth)
 
 
 def requirements(rows: list[Row]) -> list[Requirement]:
@@ -394,9 +386,6 @@ def main() -> int:
             for n in counts:
                 rows.append(moved(device, pools, what, n, bandwidth))
                 print(rows[-1], flush=True)
-        row = idle(device, pools, bandwidth)
-        rows.append(row)
-        print(row, flush=True)
         del pools
         if device.gpu:
             torch.cuda.empty_cache()

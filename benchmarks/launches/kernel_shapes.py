@@ -20,7 +20,7 @@ from mambaslots.inference.kernels import (
     token_draws_gpu,
     write_kv,
 )
-from mambaslots.inference.kernels.state_move import StateMove
+from mambaslots.inference.kernels.state_move import PartMove
 from mambaslots.inference.kernels.state_tensors import StateTensors
 
 HEADS, HEAD_DIM, GROUPS, STATE_DIM = 128, 64, 8, 128
@@ -38,46 +38,24 @@ def state_pool(ssm_dtype: torch.dtype = torch.float32) -> StateTensors:
     )
 
 
-def state_move_launch(
-    name: str,
-    kernel: Any,
-    pool: StateTensors,
-    types: dict[str, str],
-    constexprs: dict[str, Any],
-    wide: tuple[Access, ...],
-) -> Specialisation:
-    """A launch of `kernel` within `pool`; `types` and `constexprs` are of arguments that the move has not."""
-    move = StateMove.between(pool, pool).arguments
-    constants = {argument: value for argument, value in move.items() if argument.isupper()}
-    scalars = {argument: "i64" for argument in move if not argument.isupper()}
-    return Specialisation(
-        name,
-        kernel,
-        scalars | {"layers": "i32", "pairs": "i32"} | types,
-        constants | constexprs,
-        num_warps=state_move.NUM_WARPS,
-        num_stages=1,
-        wide=wide,
-    )
-
-
 def state_copies() -> list[Specialisation]:
     """Copies, and the narrow accesses of slots of odd sizes."""
-    kernel, listed_kernel = state_move.move_states, state_move.move_listed_states
-    pairs = dict.fromkeys(("source_indices", "destination_indices"), "*i64")
-    listed = dict.fromkeys(state_move.LISTED_ARGUMENTS, "i64")
-    copy: dict[str, Any] = {"GROUP": state_move.GROUP}
+    types = {"read": "*i64", "write": "*i64", "pairs": "i32", "layers": "i32"}
+    types |= dict.fromkeys(state_move.PART_ARGUMENTS, "i64")
     found = []
+
+    def launch(name: str, pool: StateTensors, changed: dict[str, Any], wide: tuple[Access, ...]) -> None:
+        constants = state_move.constants_of(*(PartMove.between(part, part) for part in pool)) | changed
+        options = {"num_warps": state_move.NUM_WARPS, "num_stages": 1}
+        found.append(Specialisation(name, state_move.move_states, types, constants, **options, wide=wide))
+
     for dtype in (torch.float32, torch.bfloat16):
-        pool = state_pool(dtype)
-        kind = str(dtype).removeprefix("torch.")
-        found.append(state_move_launch(f"copy_states {kind}", kernel, pool, pairs, copy, BOTH))
-        found.append(state_move_launch(f"copy_states {kind}, listed", listed_kernel, pool, listed, {}, BOTH))
+        launch(f"copy_states {str(dtype).removeprefix('torch.')}", state_pool(dtype), {}, BOTH)
     for align in (16, 8, 4, 2, 1):
         tail = align > 1
         odd = {"CONV_ALIGN": align, "CONV_TAIL": tail, "SSM_ALIGN": align, "SSM_TAIL": tail}
         name = f"copy_states, aligned to {align}" + ", odd size" * tail
-        found.append(state_move_launch(name, kernel, state_pool(torch.bfloat16), pairs, copy | odd, ()))
+        launch(name, state_pool(torch.bfloat16), odd, ())
     return found
 
 

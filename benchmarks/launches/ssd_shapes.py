@@ -9,34 +9,13 @@ from typing import Literal
 
 import torch
 from launches.specialisation import Specialisation
-from mambaslots.inference.kernels import ssd, ssd_replay, ssd_stages, tiles
+from mambaslots.inference.kernels import ssd_replay, ssd_stages, tiles
 
 HEADS, HEAD_DIM, GROUPS, STATE_DIM = 128, 64, 8, 128
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 Access = Literal["load", "store"]
 BOTH: tuple[Access, ...] = ("load", "store")
-
-
-def state_passings() -> list[Specialisation]:
-    """One launch for pools of each dtype."""
-    return [
-        Specialisation(
-            name=f"state_passing {pool}",
-            kernel=ssd.state_passing_kernel,
-            signature=dict.fromkeys(("chunk_states", "log_decays"), "*fp32")
-            | {"ssm_states": f"*{pool}", "row_chunk_starts": "*i32"}
-            | dict.fromkeys(("sources", "destinations", "chunk_destinations"), "*i64")
-            | dict.fromkeys(("slot_stride", "decay_head_stride"), "i64"),
-            constexprs={"heads": HEADS, "state_size": HEAD_DIM * STATE_DIM, "chunk_size": 128}
-            | {"BLOCK": ssd.PASSING_BLOCK},
-            # Rows and chunks start anywhere: the index pointers may be slices of the step's buffer.
-            divisible_by_16=("chunk_states", "log_decays", "ssm_states", "slot_stride", "decay_head_stride"),
-            num_warps=ssd.PASSING_WARPS,
-            wide=BOTH,
-        )
-        for pool in ("fp32", "bf16")
-    ]
 
 
 def ssd_outputs() -> list[Specialisation]:
@@ -75,6 +54,7 @@ def ssd_state_makers() -> list[Specialisation]:
         ("bf16", "bf16", "bf16", 128),
         ("fp16", "fp16", "fp32", 256),
         ("fp16", "fp32", "fp32", 128),
+        ("fp32", "fp32", "fp32", 128),
     ):
         dimensions = {"head_dim": HEAD_DIM, "state_dim": STATE_DIM, "chunk_size": chunk_size}
         blocks, num_stages = ssd_stages.state_blocks(**dimensions, operands=TORCH[operands])
@@ -120,7 +100,7 @@ def ssd_score_makers() -> list[Specialisation]:
     """C and B are views of one tensor."""
     strides = ("C_token_stride", "C_group_stride", "B_token_stride", "B_group_stride")
     found = []
-    for inputs, operands in (("bf16", "bf16"), ("fp16", "fp32")):
+    for inputs, operands in (("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "fp32")):
         blocks, num_stages = ssd_stages.score_blocks(128, STATE_DIM, TORCH[operands])
         pointers = dict.fromkeys(("C", "B"), f"*{inputs}") | {"CB": "*fp32"}
         found.append(
@@ -218,7 +198,6 @@ def ssd_replays() -> list[Specialisation]:
 
 
 SSD_SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
-    "ssd": (state_passings,),
     "ssd_stages": (ssd_sums, ssd_score_makers, ssd_outputs, ssd_state_makers),
     "ssd_replay": (ssd_keepers, ssd_replays),
     "tiles": (tail_keepers,),

@@ -3,8 +3,6 @@
 No function synchronises, and no launch depends on values: a CUDA graph can capture every function.
 """
 
-import torch
-
 from ...state_spec import HybridStateSpec
 from . import (
     attention,
@@ -33,16 +31,13 @@ class GpuKernelSet(KernelSet):
         """Raise where the kernels of a prefill cannot compute these states. Imports what they need.
 
         Raises:
-            ImportError: megatron-core (for Mamba-2 in float32) or fla-core (for gated delta nets) is not
-                installed.
+            ImportError: fla-core is not installed, for gated delta nets.
             ValueError: the chunk size, or the keys of a delta net, are none that the kernels take, or
                 MAMBASLOTS_SSD_OPERANDS has a value that is not accepted.
         """
         shapes = {tensor.name: tensor.shape for tensor in spec.states if tensor.num_layers}
         if "ssm" in shapes:
             ssd.operand_dtype(spec.kv_dtype)
-            if spec.kv_dtype == torch.float32:
-                ssd.stages()
         if "delta" in shapes:
             delta.check_sizes(spec.chunk_size or 0, shapes["delta"][1])
             delta.stages()

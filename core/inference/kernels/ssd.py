@@ -1,30 +1,15 @@
 """Mamba-2's scan and decode in Triton, by pool slots; the reference is `reference.ssd`.
 
-    stage             for inputs of 16 bits       for inputs of float32
-    sums of dt * A    ssd_stages.chunk_cumsum     megatron-core's _chunk_cumsum_fwd
-    C B               ssd_stages.chunk_scores     megatron-core's _bmm_chunk_fwd
-    states            ssd_stages.ssd_states       megatron-core's _chunk_state_fwd, then state_passing
-    outputs           ssd_stages.chunk_scan       ssd_stages.chunk_scan
-
-No stage for 16 bits chooses its tiles by timing them, and all add in one order. A row's outputs, and the
-states at its chunks' ends, depend on the row alone. `ssd_replay` repeats these sums for single tokens.
+The scan runs the stages of `ssd_stages`. None chooses its tiles by timing them, and all add in one order: a
+row's outputs, and the states at its chunks' ends, depend on the row alone. `ssd_replay` repeats these sums
+for single tokens.
 
 Products multiply numbers of the model's dtype and add in float32, as mamba_ssm and megatron-core do. The
 environment variable MAMBASLOTS_SSD_OPERANDS=float32 widens the numbers first; "model" is the default. Sums of
 dt * A, decays, states and the recurrence between chunks are float32 either way.
-
-megatron-core's products of float32 name no precision, and so take Triton's default, TF32, whose errors are
-1e-3. The variable TRITON_F32_DEFAULT replaces the default whenever Triton compiles a kernel. Importing this
-file sets it to "ieee", unless it is set, for every launch here and all float32 products that this process
-compiles later.
 """
 
-# mypy: disable-error-code="import-untyped"
-
 import os
-import warnings
-from functools import cache
-from types import SimpleNamespace
 
 import torch
 import triton
@@ -32,84 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .ssd_stages import chunk_cumsum, chunk_scan, chunk_scores, ssd_states
-from .state_tensors import check_slots
 from .tiles import any_index
-
-PASSING_BLOCK = 1024
-"""State elements of a program, 8 a thread: two 16-byte accesses of float32, one of bfloat16."""
-PASSING_WARPS = 4
-
-
-def state_passing(
-    chunk_states: Tensor, log_decays: Tensor, ssm_states: Tensor, sources: Tensor, destinations: Tensor,
-    row_chunk_starts: Tensor, chunk_destinations: Tensor,
-) -> None:  # fmt: skip
-    """leaving = exp(log decay) * entering + update, over each row's chunks in order, in float32.
-
-    `chunk_states` [chunks, H, P, N] float32 hold the updates, and are overwritten with the states that enter.
-    `log_decays` [H, chunks, chunk size] float32 are sums of dt * A from each chunk's start. Other arguments,
-    and what happens to a row without chunks, are those of `ssd_stages.ssd_states`.
-    """
-    check_slots(ssm_states=ssm_states)
-    heads, head_dim, state_dim = chunk_states.shape[1:]
-    state_size = head_dim * state_dim
-    grid = (triton.cdiv(state_size, PASSING_BLOCK), heads, sources.shape[0])
-    state_passing_kernel[grid](
-        chunk_states, log_decays, ssm_states, sources, destinations, row_chunk_starts, chunk_destinations,
-        ssm_states.stride(0), log_decays.stride(0),
-        heads, state_size, log_decays.shape[2], PASSING_BLOCK, num_warps=PASSING_WARPS,
-    )  # fmt: skip
-
-
-@triton.jit
-def state_passing_kernel(
-    # Pointers
-    chunk_states, log_decays, ssm_states, sources, destinations, row_chunk_starts, chunk_destinations,
-    # Strides
-    slot_stride: tl.int64, decay_head_stride: tl.int64,
-    # Dimensions
-    heads: tl.constexpr, state_size: tl.constexpr, chunk_size: tl.constexpr,
-    # Meta-parameters
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(1)
-    row = tl.program_id(2)
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < state_size
-
-    first = tl.load(row_chunk_starts + row)
-    end = tl.load(row_chunk_starts + row + 1)
-    source = tl.load(sources + row)
-    destination = tl.load(destinations + row)
-    moves = (destination >= 0) & (destination != source)
-
-    # A stored element depends on what was loaded from its own place: an update in place needs no barrier.
-    slots = ssm_states + head * state_size + offsets
-    has_initial = (source >= 0) & ((first < end) | moves)
-    initial = tl.load(slots + source * slot_stride, mask=inside & has_initial, other=0.0)
-    if first == end:
-        if moves:
-            tl.store(slots + destination * slot_stride, initial, mask=inside)
-    else:
-        state = initial.to(tl.float32)
-        chunk_stride: tl.constexpr = heads * state_size
-        at = chunk_states + first.to(tl.int64) * chunk_stride + head * state_size + offsets
-        decay_at = log_decays + head * decay_head_stride + first.to(tl.int64) * chunk_size + chunk_size - 1
-        update = tl.load(at, mask=inside, other=0.0)
-        for chunk in range(first, end):
-            # The load runs one chunk ahead. In order, it would wait for the store, which may alias it.
-            next_update = tl.load(at + chunk_stride, mask=inside & (chunk + 1 < end), other=0.0)
-            tl.store(at, state, mask=inside)
-            state = tl.exp(tl.load(decay_at)) * state + update
-            checkpoint = tl.load(chunk_destinations + chunk)
-            if checkpoint >= 0:
-                tl.store(slots + checkpoint * slot_stride, state.to(slots.dtype.element_ty), mask=inside)
-            update = next_update
-            at += chunk_stride
-            decay_at += chunk_size
-        if destination >= 0:
-            tl.store(slots + destination * slot_stride, state.to(slots.dtype.element_ty), mask=inside)
-
 
 UPDATE_WARPS = 4
 _TILE_ELEMENTS = 2048  # 16 a thread: four loads of 16 bytes in flight in float32
@@ -204,8 +112,6 @@ def update_kernel(
                 tl.store(place, state.to(states.dtype.element_ty), mask=inside)
 
 
-os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-
 OPERANDS_VARIABLE = "MAMBASLOTS_SSD_OPERANDS"
 
 
@@ -214,39 +120,24 @@ def ssd_chunk_scan(
     sources: Tensor, destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
     row_chunk_starts: Tensor, chunk_destinations: Tensor, *, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `reference.ssd.ssd_chunk_scan`, in four or five launches, without a copy of a state.
+    """As `reference.ssd.ssd_chunk_scan`, in four launches, without a copy of a state.
 
     Multiplies numbers of the dtype of x, or of float32 where MAMBASLOTS_SSD_OPERANDS says so; everything else
     is float32. The same inputs and cuts give the same bits whichever rows share the batch and, in a float32
     pool, however the cuts are spread over calls. The last stride of x, B and C is 1. Destinations of a row
-    and of its chunks may be its own source, no other row's. `seq_idx` is not read.
-
-    Nothing synchronises, and a CUDA graph can capture a call after one call with exactly the same shapes. The
-    first call with float32 for a chunk size, H, P, G and N measures which configurations of megatron-core's
-    stages are the fastest, and synchronises. MAMBA_DETERMINISTIC=1, set before this file is imported,
-    measures nothing.
+    and of its chunks may be its own source, no other row's. `seq_idx` is not read. Nothing synchronises, and
+    a CUDA graph can capture a call.
 
     Raises:
-        ImportError: x is float32, and megatron-core is not installed.
         ValueError: a last stride is not 1, or MAMBASLOTS_SSD_OPERANDS has another value.
     """
     operands = operand_dtype(x.dtype)
-    slots = ssm_states, sources, destinations
-    if x.dtype == torch.float32:
-        megatron = stages()
-        log_decays, chunk_dt = megatron.chunk_cumsum_fwd(dt, A, chunk_size, cu_chunk_seqlens)
-        entering: Tensor = megatron.chunk_state_fwd(
-            B, x, chunk_dt, log_decays, cu_chunk_seqlens, states_in_fp32=True
-        )
-        state_passing(entering, log_decays, *slots, row_chunk_starts, chunk_destinations)
-        CB = megatron.bmm_chunk_fwd(C, B, chunk_size, cu_chunk_seqlens, output_dtype=torch.float32)
-    else:
-        chunk_dt, log_decays = chunk_cumsum(dt, A, chunk_size, cu_chunk_seqlens)
-        entering = ssd_states(
-            x, B, chunk_dt, log_decays, *slots, cu_chunk_seqlens, row_chunk_starts, chunk_destinations,
-            operands,
-        )  # fmt: skip
-        CB = chunk_scores(C, B, chunk_size, cu_chunk_seqlens, operands)
+    chunk_dt, log_decays = chunk_cumsum(dt, A, chunk_size, cu_chunk_seqlens)
+    entering = ssd_states(
+        x, B, chunk_dt, log_decays, ssm_states, sources, destinations, cu_chunk_seqlens, row_chunk_starts,
+        chunk_destinations, operands,
+    )  # fmt: skip
+    CB = chunk_scores(C, B, chunk_size, cu_chunk_seqlens, operands)
     return chunk_scan(x, chunk_dt, log_decays, C, CB, D, entering, cu_chunk_seqlens, out)
 
 
@@ -261,23 +152,4 @@ def operand_dtype(dtype: torch.dtype) -> torch.dtype:
 def describe(dtype: torch.dtype) -> str:
     """Which scan a GPU runs for inputs of `dtype`, and in which dtype it multiplies."""
     operands = str(operand_dtype(dtype)).removeprefix("torch.")
-    whose = "mambaslots, and stages of megatron-core," if dtype == torch.float32 else "mambaslots"
-    return f"SSD scan: {whose} with products of {operands}, sums in float32"
-
-
-@cache
-def stages() -> SimpleNamespace:
-    """megatron-core's stages by name; the first call imports megatron-core, or raises an ImportError."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # megatron-core warns of what is not installed for training
-            from megatron.core.ssm.ops.ssd_bmm import _bmm_chunk_fwd
-            from megatron.core.ssm.ops.ssd_chunk_state import _chunk_cumsum_fwd, _chunk_state_fwd
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"the SSD scan of float32 on a GPU needs megatron-core ({error.name} is missing); install it "
-            "with: pip install 'mambaslots[megatron]'"
-        ) from error
-    return SimpleNamespace(
-        bmm_chunk_fwd=_bmm_chunk_fwd, chunk_cumsum_fwd=_chunk_cumsum_fwd, chunk_state_fwd=_chunk_state_fwd
-    )
+    return f"SSD scan: mambaslots with products of {operands}, sums in float32"

@@ -3,7 +3,7 @@ order.
 
     chunk_cumsum  sums of dt * A within each chunk, token after token
     chunk_scores  C[m] B[k] of the tokens m and k of one chunk
-    ssd_states    updates of chunks and the recurrence over a row's chunks, for inputs of 16 bits
+    ssd_states    updates of chunks and the recurrence over a row's chunks
     chunk_scan    a chunk's outputs, from its tokens and the state that enters it
 
 Every stage is one launch, whose grid and addresses depend on shapes alone: a CUDA graph can capture it. None

@@ -21,17 +21,12 @@ import torch
 from torch import Tensor
 
 from ...parallel_groups import on_device_of
-from .state_tensors import (
-    INVERSE_OF_LARGEST,
-    SMALLEST,
-    CodedTensor,
-    Indices,
-    check_indices,
-    device_indices,
-)
+from .state_tensors import INVERSE_OF_LARGEST, SMALLEST, CodedTensor, slot_pairs
 
 
-def encode_states(tensors: Sequence[CodedTensor], sources: Indices, destinations: Indices) -> None:
+def encode_states(
+    tensors: Sequence[CodedTensor], sources: Sequence[int], destinations: Sequence[int]
+) -> None:
     """Store the states of slots `sources` in durable slots `destinations`, pair by pair.
 
     Runs on the current stream and does not synchronise. One launch a tensor, whatever the number of pairs;
@@ -47,7 +42,9 @@ def encode_states(tensors: Sequence[CodedTensor], sources: Indices, destinations
     _run(tensors, sources, destinations, encodes=True)
 
 
-def decode_states(tensors: Sequence[CodedTensor], sources: Indices, destinations: Indices) -> None:
+def decode_states(
+    tensors: Sequence[CodedTensor], sources: Sequence[int], destinations: Sequence[int]
+) -> None:
     """Restore the states of durable slots `sources` to slots `destinations`, pair by pair.
 
     As `encode_states`, in the other direction: `states` are written.
@@ -55,42 +52,41 @@ def decode_states(tensors: Sequence[CodedTensor], sources: Indices, destinations
     _run(tensors, sources, destinations, encodes=False)
 
 
-def _run(tensors: Sequence[CodedTensor], sources: Indices, destinations: Indices, *, encodes: bool) -> None:
-    num_pairs, tensors = len(sources), [tensor for tensor in tensors if tensor.states.numel()]
-    if len(destinations) != num_pairs:
-        raise ValueError(f"destinations has {len(destinations)} entries; accepted: {num_pairs}, one a source")
-    if not num_pairs or not tensors:
+def _run(
+    tensors: Sequence[CodedTensor], sources: Sequence[int], destinations: Sequence[int], *, encodes: bool
+) -> None:
+    tensors = [tensor for tensor in tensors if tensor.states.numel()]
+    if not tensors:
         return
-    read, written = tensors[0].states, tensors[0].numbers
-    if not encodes:
-        read, written = written, read
-    check_indices("sources", sources, read)
-    check_indices("destinations", destinations, written)
+    pools = tensors[0].states, tensors[0].numbers
+    read, written = pools if encodes else pools[::-1]
     device, code = read.device, code_tensor
+    reads, writes = slot_pairs(sources, read, destinations, written)
+    if not len(reads):
+        return
     if device.type == "cuda":
         from . import state_codec_gpu
 
         code = state_codec_gpu.code_tensor
     with on_device_of(device):
-        reads, writes = device_indices(device, sources, destinations)
         for tensor in tensors:
             code(tensor, reads, writes, encodes=encodes)
 
 
 def code_tensor(tensor: CodedTensor, sources: Tensor, destinations: Tensor, *, encodes: bool) -> None:
-    """Encode or decode one tensor by fancy indexing; synchronises on a GPU."""
-    named = (sources >= 0) & (destinations >= 0)
-    read, write = sources[named], destinations[named]
+    """Encode or decode one tensor by fancy indexing."""
     scales, axis = tensor.scales, tensor.scale_axis
     if not encodes:
-        states = tensor.numbers[:, read]
+        states = tensor.numbers[:, sources]
         if scales is not None and axis is not None:
-            states = dequantise(states, scales[:, read], axis + 2)
-        tensor.states[:, write] = states.to(tensor.states.dtype)
+            states = dequantise(states, scales[:, sources], axis + 2)
+        tensor.states[:, destinations] = states.to(tensor.states.dtype)
     elif scales is None or axis is None:
-        tensor.numbers[:, write] = tensor.states[:, read].to(tensor.numbers.dtype)
+        tensor.numbers[:, destinations] = tensor.states[:, sources].to(tensor.numbers.dtype)
     else:
-        tensor.numbers[:, write], scales[:, write] = quantise(tensor.states[:, read], axis + 2)
+        tensor.numbers[:, destinations], scales[:, destinations] = quantise(
+            tensor.states[:, sources], axis + 2
+        )
 
 
 def quantise(values: Tensor, axis: int) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Indices = Sequence[int] | Tensor
-"""Slots, -1 for none: a list of ints on the host, or an int64 tensor on the states' device."""
-
 
 class StateTensors(NamedTuple):
     """Two tensors of states, conv [layers, slots, ...] and ssm [layers, slots, ...]; one may be empty."""
@@ -40,24 +37,28 @@ class CodedTensor(NamedTuple):
     scale_axis: int | None = None
 
 
-def check_indices(name: str, indices: Indices, states: Tensor) -> None:
-    """Check the values of a list, and the dtype, shape and device of a tensor; does not synchronise.
+def slot_pairs(
+    sources: Sequence[int], read: Tensor, destinations: Sequence[int], written: Tensor
+) -> list[Tensor]:
+    """The pairs without a -1: sources and destinations, int64 tensors on the device of `written`.
 
     Args:
-        states: [layers, slots, ...].
+        sources, destinations: slots of the pools `read` and `written`, [layers, slots, ...].
 
     Raises:
-        ValueError: a listed slot lies outside `states`, or a tensor is not what the kernels read.
+        ValueError: the lengths differ, an index lies outside its pool, or a CUDA graph is captured.
     """
-    if isinstance(indices, Tensor):
-        readable = indices.dtype == torch.int64 and indices.dim() == 1 and indices.is_contiguous()
-        if not readable or indices.device != states.device:
-            raise ValueError(
-                f"{name} is {indices.dtype} {list(indices.shape)} on {indices.device}; accepted: a "
-                f"contiguous 1-D int64 tensor on {states.device}"
-            )
-    elif not -1 <= min(indices) <= max(indices) < states.shape[1]:
-        raise ValueError(f"{name} is {list(indices)}; accepted: -1 to {states.shape[1] - 1}")
+    if len(destinations) != len(sources):
+        raise ValueError(
+            f"destinations has {len(destinations)} entries; accepted: {len(sources)}, one a source"
+        )
+    for name, indices, pool in (("sources", sources, read), ("destinations", destinations, written)):
+        if indices and not -1 <= min(indices) <= max(indices) < pool.shape[1]:
+            raise ValueError(f"{name} is {list(indices)}; accepted: -1 to {pool.shape[1] - 1}")
+    if written.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError("slots are lists while a CUDA graph is captured; accepted: a call outside of graphs")
+    pairs = [(source, to) for source, to in zip(sources, destinations, strict=True) if source >= 0 <= to]
+    return device_indices(written.device, [pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
 
 def check_slots(**pools: Tensor) -> None:
@@ -74,16 +75,7 @@ def check_last_stride(**tensors: Tensor) -> None:
             raise ValueError(f"{name} has strides {tensor.stride()}; accepted: a last stride of 1")
 
 
-def device_indices(device: torch.device, *indices: Indices) -> list[Tensor]:
-    """The same slots as int64 tensors on `device`; does not synchronise.
-
-    Args:
-        device: where the tensors among `indices` lie already.
-        indices: all lists among them have one length. They cross in one copy, from pinned memory.
-    """
-    lists = [list(entry) for entry in indices if not isinstance(entry, Tensor)]
-    if not lists:
-        return [entry for entry in indices if isinstance(entry, Tensor)]
+def device_indices(device: torch.device, *lists: Sequence[int]) -> list[Tensor]:
+    """Lists of one length as int64 tensors on `device`, by one copy that does not synchronise."""
     pinned = torch.tensor(lists, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-    crossed = iter(pinned.to(device, non_blocking=True).unbind())
-    return [entry if isinstance(entry, Tensor) else next(crossed) for entry in indices]
+    return list(pinned.to(device, non_blocking=True).unbind())

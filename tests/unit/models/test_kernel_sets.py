@@ -177,7 +177,7 @@ class Scenario:
     def _forward(self, inputs: StepInputs) -> Tensor:
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
             patch.setattr(hybrid_lm, "kernel_set", lambda device, dtype: self._kernels)
-            if not torch.cuda.is_available():  # megatron-core's stages enter the device of their inputs
+            if not torch.cuda.is_available():  # fla-core's stages enter the device of their inputs
                 patch.setattr(torch.cuda, "device", lambda index: nullcontext())
             return self.model(inputs)
 

@@ -40,7 +40,7 @@ def softplus(x: Tensor) -> Tensor:
 
 def test_results_go_where_they_are_asked_for(device, kernels, monkeypatch):
     """The tensor that is passed is written as a whole, and returned."""
-    if device.type == "cpu":  # megatron-core's launchers enter the device of their tensors
+    if device.type == "cpu":  # fla-core's launchers enter the device of their tensors
         monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     x = randn(3, 1, 2, 16, seed=1).float().to(device)
     one = torch.ones(2, device=device)

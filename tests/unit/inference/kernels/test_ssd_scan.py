@@ -1,9 +1,5 @@
 """The SSD scan by slots against the recurrence, token by token in float64, and the torch reference."""
 
-import contextlib
-import inspect
-import os
-
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -12,7 +8,6 @@ from mambaslots.inference.kernels import ssd as module
 from mambaslots.inference.kernels.kernel_set import KernelSet
 from mambaslots.inference.kernels.ssd import ssd_chunk_scan
 from oracle.budget import example_or_dear
-from oracle.fresh_process import run_code
 from oracle.scan_rows import Row, drawn_rows, poisoned_pool, rows_of
 from oracle.ssd import (
     DEVICES,
@@ -20,7 +15,6 @@ from oracle.ssd import (
     Layer,
     kernel_device,
     poisoned_allocations,
-    randn,
     relative_error,
     same_bits,
 )
@@ -36,15 +30,6 @@ NARROW = [torch.float16, torch.bfloat16]
 @pytest.fixture(params=DEVICES, scope="module")
 def device(request):
     return kernel_device(request.param)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_device_to_enter():
-    """megatron-core's launchers enter the device of their tensors, which a CPU is not."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            patch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-        yield
 
 
 def largest_rounding(dtype):
@@ -271,81 +256,6 @@ class TestCost:
             pool.copy_(before)
             graph.replay()
             plan.check(before, pool, y.cpu())
-
-
-class TestMegatronCore:
-    @pytest.mark.parametrize(
-        ("stage", "passed"),
-        [
-            ("chunk_cumsum_fwd", (["dt", "A", "chunk_size", "cu_chunk_seqlens"], [])),
-            ("chunk_state_fwd", (["B", "x", "dt", "dA_cumsum", "cu_chunk_seqlens"], ["states_in_fp32"])),
-            ("bmm_chunk_fwd", (["a", "b", "chunk_size", "cu_chunk_seqlens"], ["output_dtype"])),
-        ],
-    )
-    def test_its_stages_take_what_they_are_passed(self, stage, passed):
-        positional, keywords = passed
-        parameters = inspect.signature(getattr(module.stages(), stage)).parameters
-        assert list(parameters)[: len(positional)] == positional
-        assert parameters.keys() >= set(keywords)
-        required = [p.name for p in parameters.values() if p.default is inspect.Parameter.empty]
-        assert required == positional
-
-    def test_its_stages_add_no_bias_and_no_softplus_unasked(self):
-        defaults = {
-            p.name: p.default for p in inspect.signature(module.stages().chunk_cumsum_fwd).parameters.values()
-        }
-        assert defaults["dt_bias"] is None
-        assert defaults["dt_softplus"] is False
-        assert defaults["dt_limit"] == (0.0, float("inf"))
-
-    def test_empty_chunks_update_nothing(self, device):
-        cuts = torch.tensor([0, 3, 3, 3, 4, 4], dtype=torch.int32, device=device)
-        x, B, dt = (randn(4, 2, 8, seed=seed).float().to(device) for seed in range(3))
-        dt = dt[:, :, 0].abs().contiguous()
-        with poisoned_allocations():
-            log_decays, chunk_dt = module.stages().chunk_cumsum_fwd(
-                dt, -torch.ones(2, device=device), 16, cuts
-            )
-            states = module.stages().chunk_state_fwd(B, x, chunk_dt, log_decays, cuts, states_in_fp32=True)
-            CB = module.stages().bmm_chunk_fwd(B, B, 16, cuts, output_dtype=torch.float32)
-        for stage in (log_decays.movedim(1, 0), chunk_dt.movedim(1, 0), states, CB):
-            assert stage[[1, 2, 4]].eq(0).all()
-            assert stage.isfinite().all()
-            assert stage[[0, 3]].ne(0).any()
-
-    @pytest.mark.long  # a compiler in a process of its own
-    def test_its_products_are_compiled_as_the_environment_says_at_that_moment(self):
-        """Set by importing the launcher, unless it is set already; read when compiling, not before."""
-        environment = {
-            k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TRITON_F32_DEFAULT")
-        }
-        result = run_code(COMPILE, env=environment)
-        assert result.returncode == 0, result.stderr
-        assert result.stdout.split() == ["ieee", "False", "tf32", "True"]
-
-
-COMPILE = """
-import os, importlib
-import triton
-import triton.language as tl
-from mambaslots.inference.kernels import ssd
-from megatron.core.ssm.ops.ssd_bmm import _bmm_chunk_fwd_kernel as tuned
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-constants = dict(
-    chunk_size=64, K=32, ngroups=2, stride_ak=1, stride_bk=1, stride_outn=1, IS_CAUSAL=False,
-    dot_dtype=tl.float32, BLOCK_SIZE_M=64, BLOCK_SIZE_N=32, BLOCK_SIZE_K=32,
-)
-types = {name: "*fp32" for name in ("a_ptr", "b_ptr", "out_ptr")} | {"cu_chunk_seqlens_ptr": "*i32"}
-signature = {n: "constexpr" if n in constants else types.get(n, "i64") for n in tuned.fn.arg_names}
-for _ in range(2):
-    source = ASTSource(fn=tuned.fn, signature=signature, constexprs=constants)
-    ttir = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"]
-    print(os.environ["TRITON_F32_DEFAULT"], "inputPrecision = tf32" in ttir)
-    os.environ["TRITON_F32_DEFAULT"] = "tf32"
-    importlib.reload(ssd)
-"""
 
 
 def test_scores_of_float16_are_widened_unless_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Whole states moved between pools: the same bits, in their slots and nowhere else."""
 
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from mambaslots.inference.contexts.states import StatePool
 from mambaslots.inference.kernels import state_copy, state_move
 from mambaslots.inference.kernels.state_copy import copy_states
-from mambaslots.inference.kernels.state_move import LISTED, StateMove, move_listed_states
-from mambaslots.inference.kernels.state_tensors import StateTensors, device_indices
+from mambaslots.inference.kernels.state_move import PartMove, move_states
+from mambaslots.inference.kernels.state_tensors import StateTensors
 from oracle.budget import costly
 from oracle.state_tensors import conv_and_ssm
 from oracle.synchronisation import no_synchronisation
@@ -107,19 +107,6 @@ def indices(listed, device):
     return torch.tensor(listed, dtype=torch.int64, device=device)
 
 
-@contextmanager
-def counted_crossings():
-    """The calls by which lists become tensors."""
-    crossings = []
-
-    def crossed(*arguments):
-        crossings.append(arguments)
-        return device_indices(*arguments)
-
-    with mock.patch.object(state_move, "device_indices", crossed):
-        yield crossings
-
-
 def draw_pairs(data, sources, destinations):
     """Pairs, some with -1, no destination twice; and the pairs that are meant."""
     write = data.draw(st.lists(st.integers(-destinations, destinations - 1), max_size=6, unique=True))
@@ -144,75 +131,10 @@ class TestKernel:
         unchanged = [part.clone() for part in source_memory]
         expected = after(memory, destination, meant, source)
         with mock.patch.object(state_move, "PROGRAMS", data.draw(st.sampled_from([1, 5, 4224]))):
-            if data.draw(st.booleans()):
-                read, write = indices(read, device), indices(write, device)
-            state_move.copy_states(source, read, destination, write)
+            read, write = ([pair[side] for pair in meant] for side in (0, 1))
+            state_move.copy_states(source, indices(read, device), destination, indices(write, device))
         assert same(memory, expected)
         assert same(source_memory, unchanged)
-
-    @pytest.mark.sampled(length=(0, 2, LISTED + 1), none=((0,), (1,)))
-    @pytest.mark.parametrize("length", [0, 1, 2, LISTED, LISTED + 1, 2 * LISTED])
-    @pytest.mark.parametrize("none", [(), (0,), (1,), (0, 1)])
-    def test_lists_of_any_length_are_moved(self, device, length, none):
-        """Those of up to LISTED live pairs are arguments of the launch, longer ones cross in memory."""
-        slots = 3 * LISTED
-        made = ("gaps", slots, [(3,), (5,)], [torch.bfloat16, torch.float32], device)
-        source, source_memory = pools(*made, 0)
-        destination, memory = pools(*made, 5)
-        read = [7 * place % slots for place in range(length)]
-        write = list(reversed(range(slots)))[:length]
-        for side in none:  # -1 on one side, on the other, on both
-            for place in range(side, length, 3):
-                (read, write)[side][place] = -1
-        pairs = [(i, j) for i, j in zip(read, write, strict=True) if min(i, j) >= 0]
-        unchanged = [part.clone() for part in source_memory]
-        expected = after(memory, destination, pairs, source)
-        by_value = len(pairs) <= LISTED
-        with counted_crossings() as crossings:
-            state_move.copy_states(source, read, destination, write)
-        assert len(crossings) == (0 if by_value else 1)
-        assert same(memory, expected)
-        assert same(source_memory, unchanged)
-
-    def test_lists_may_name_the_last_slot_of_any_pool(self):
-        """A pair is one 64-bit argument, whatever its slots."""
-        last = 2**31 - 1
-        pool = nemotron_h_8b()
-        move = StateMove.between(pool, pool)
-        with mock.patch.object(StateMove, "launch") as launch:
-            state_move.copy_states(pool, [last, 0, last], pool, [0, last, last])
-        ((_, pairs, arguments, _), _) = launch.call_args
-        assert pairs == arguments[-1] == 3
-        assert [(slots >> 32, slots & last) for slots in arguments[:3]] == [
-            (last, 0),
-            (0, last),
-            (last, last),
-        ]
-        assert all(slots < 2**63 for slots in arguments[:-1])
-        assert LISTED * move.tiles < 2**31
-
-    def test_lists_with_a_tensor_are_moved(self, device):
-        made = ("contiguous", 6, [(3, 4), (5,)], [torch.bfloat16] * 2, device)
-        source, _ = pools(*made, 0)
-        destination, memory = pools(*made, 5)
-        expected = after(memory, destination, [(1, 0)], source)
-        state_move.copy_states(source, [1, -1], destination, indices([0, 1], device))
-        assert same(memory, expected)
-
-    def test_pools_that_were_made_anew_are_found_at_their_new_place(self, device):
-        made = ("contiguous", 3, [(3, 4), (5,)], [torch.float32] * 2, device)
-        source, _ = pools(*made, 0)
-        kept = []
-        for seed in range(3):
-            destination, memory = pools(*made, 5 + seed)
-            kept.append(memory)
-            expected = after(memory, destination, [(seed, 1)], source)
-            state_move.copy_states(source, [seed], destination, [1])
-            assert same(memory, expected)
-        views = StateTensors(*(states[:, 1:] for states in destination))
-        expected = after(memory, views, [(0, 1)], source)
-        state_move.copy_states(source, [0], views, [1])
-        assert same(memory, expected)
 
     @pytest.mark.sampled(size=(16384 + 16, 16384 * 2 + 7), layout=("gaps",))
     @pytest.mark.parametrize("size", [16384, 16384 + 16, 16384 * 2 + 7, 61440])
@@ -223,20 +145,6 @@ class TestKernel:
         destination, memory = pools("gaps", 2, shapes, dtypes, device, 5)
         expected = after(memory, destination, [(2, 0), (0, 1)], source)
         state_move.copy_states(source, indices([2, 0], device), destination, indices([0, 1], device))
-        assert same(memory, expected)
-
-    def test_more_pairs_than_a_program_ranks_at_once(self, device, monkeypatch):
-        monkeypatch.setattr(state_move, "PROGRAMS", 8)
-        slots = 2 * state_move.GROUP + 9
-        source, _ = pools("contiguous", slots, [(3,), (2,)], [torch.float32] * 2, device, 0, layers=1)
-        destination, memory = pools(
-            "contiguous", slots, [(3,), (2,)], [torch.float32] * 2, device, 5, layers=1
-        )
-        read = [slot if slot % 50 in (3, 4) else -1 for slot in range(slots)]
-        write = list(reversed(range(slots)))
-        pairs = [(i, j) for i, j in zip(read, write, strict=True) if i >= 0]
-        expected = after(memory, destination, pairs, source)
-        state_move.copy_states(source, indices(read, device), destination, indices(write, device))
         assert same(memory, expected)
 
     def test_a_pool_is_copied_into_itself(self, device):
@@ -269,11 +177,11 @@ class TestKernel:
             state_move.copy_states(pool, indices(pairs, device), pool, indices(pairs, device))
             assert all(bool(states.all()) for states in pool)
 
-    def test_the_grid_is_bounded_whatever_there_is_to_do(self):
+    def test_states_of_a_real_model_move_in_wide_accesses(self):
         pool = nemotron_h_8b()
-        move = StateMove.between(pool, pool)
-        assert move.tiles == 24 * (256 + 4)
-        assert [move.programs(pairs) for pairs in (1, 32, 10**6)] == [state_move.PROGRAMS] * 3
+        parts = [PartMove.between(states, states) for states in pool]
+        assert [part.tiles for part in parts] == [4, 256]
+        assert [part.align for part in parts] == [16, 16]
 
     def test_pools_between_which_bits_cannot_move_are_refused(self, device):
         pool = StateTensors(*torch.ones(2, 2, 4, 6, 4, device=device))
@@ -299,12 +207,7 @@ class TestWrapper:
         read, write, meant = draw_pairs(data, 4, 5)
         unchanged = [part.clone() for part in memory_before]
         expected = after(memory, destination, meant, source)
-        as_tensors = data.draw(st.tuples(st.booleans(), st.booleans()))
-        chosen = [
-            indices(listed, "cpu") if as_tensor else listed
-            for listed, as_tensor in zip((read, write), as_tensors, strict=True)
-        ]
-        copy_states(source, chosen[0], destination, chosen[1])
+        copy_states(source, read, destination, write)
         assert same(memory, expected)
         assert same(memory_before, unchanged)
 
@@ -330,11 +233,9 @@ class TestWrapper:
     @pytest.mark.parametrize(
         ("read", "write", "said"),
         [
-            ([0], [0, 1], "destination_indices has 2 entries"),
-            ([4], [0], "source_indices is .4."),
-            ([0, 1], [0, -2], "destination_indices is .0, -2."),
-            (torch.tensor([0], dtype=torch.int32), [0], "source_indices is torch.int32"),
-            ([0, 1], torch.arange(4)[::2], "destination_indices is"),
+            ([0], [0, 1], "destinations has 2 entries"),
+            ([4], [0], "sources is .4."),
+            ([0, 1], [0, -2], "destinations is .0, -2."),
         ],
     )
     def test_indices_that_name_no_slots_are_refused(self, read, write, said):
@@ -352,18 +253,18 @@ class TestGpu:
     def pools(self, slots, seed):
         return pools("contiguous", slots, [(96, 3), (8, 16, 32)], self.DTYPES, "cuda", seed, layers=3)
 
-    def test_a_captured_copy_follows_its_index_tensors(self, cuda):
+    def test_a_captured_launch_follows_its_index_tensors(self, cuda):
         source, _ = self.pools(9, 0)
         destination, memory = self.pools(9, 5)
-        read, write = indices([-1] * 6, cuda), indices([-1] * 6, cuda)
-        copy_states(source, read, destination, write)  # compiled before it is captured
+        read, write = indices([0, 1, 2], cuda), indices([0, 1, 2], cuda)
+        state_move.copy_states(source, read, destination, write)  # compiled before it is captured
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            copy_states(source, read, destination, write)
-        for pairs in ([], [(8, 0), (-1, 1), (3, 7)], [(2, 4), (5, 5), (1, 1)]):
+            state_move.copy_states(source, read, destination, write)
+        for pairs in ([(8, 0), (4, 1), (3, 7)], [(2, 4), (5, 5), (1, 1)]):
             for tensor, place in ((read, 0), (write, 1)):
-                tensor.copy_(indices([pair[place] for pair in pairs] + [-1] * (6 - len(pairs)), cuda))
-            expected = after(memory, destination, [pair for pair in pairs if pair[0] >= 0], source)
+                tensor.copy_(indices([pair[place] for pair in pairs], cuda))
+            expected = after(memory, destination, pairs, source)
             graph.replay()
             assert same(memory, expected)
 
@@ -392,12 +293,10 @@ class TestGpu:
     def test_nothing_waits_for_the_gpu(self, cuda):
         source, _ = self.pools(9, 0)
         destination, memory = self.pools(9, 5)
-        indices_of_both = indices([0, 1], cuda)
         expected = after(memory, destination, [(1, 0), (2, 1)], source)
         for watched in (nullcontext(), no_synchronisation()):  # compiled before it is watched
             with watched:
                 copy_states(source, [1, 2, -1], destination, [0, 1, 3])
-                copy_states(source, [1, 2], destination, indices_of_both)
         assert same(memory, expected)
 
     @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
@@ -407,9 +306,9 @@ class TestGpu:
         with pytest.raises(ValueError, match="captured"), torch.cuda.graph(graph):
             copy_states(pool, [0], pool, [1])
 
-    @pytest.mark.parametrize("length", [1, LISTED, LISTED + 1])
+    @pytest.mark.parametrize("length", [1, 17])
     def test_lists_cross_many_times_without_mixing(self, cuda, length):
-        """Pinned memory is used again only once its copy is over; arguments are those of their launch."""
+        """Pinned memory is used again only once its copy is over."""
         source, _ = self.pools(16 * length, 0)
         destination, memory = self.pools(16 * length, 5)
         slots = list(range(16 * length))
@@ -424,9 +323,8 @@ class TestGpu:
         copy_states(pool, [5], pool, [6])
         # Values that triton would otherwise specialise by: 0, 1, multiples of 16, more than 32 bits.
         refused = AssertionError("compiled anew")
-        with mock.patch.object(move_listed_states, "_do_compile", side_effect=refused):
+        with mock.patch.object(move_states, "_do_compile", side_effect=refused):
             for read, write in ([0], [1]), ([1], [0]), ([16], [32]), ([0, 1, 2], [16, 17, 18]):
-                state_move._MOVES.clear()
                 copy_states(pool, read, pool, write)
 
     def test_a_pool_of_more_than_two_to_the_31_elements(self, cuda, needs_gpu_memory):
