@@ -182,40 +182,31 @@ def state_updates() -> list[Specialisation]:
 
 
 def kv_writes() -> list[Specialisation]:
-    """32 query heads and 8 KV heads of 128 numbers, and 16 and 2 of 256, in KV blocks of 256 tokens."""
+    """8 KV heads of 128 numbers, and 2 of 256, in KV blocks of 256 tokens."""
     found = []
     for dtype in ("fp32", "bf16"):
-        for heads, kv_heads, head_dim in ((32, 8, 128), (16, 2, 256)):
-            half = head_dim // 2
-            sizes = ("num_entries", "num_tokens")
-            sides = ("query", "key", "value")
-            strides = tuple(f"{name}_{axis}_stride" for name in sides for axis in ("token", "head"))
+        for kv_heads, head_dim in ((8, 128), (2, 256)):
+            strides = tuple(
+                f"{name}_{axis}_stride" for name in ("key", "value") for axis in ("token", "head")
+            )
             pointers = dict.fromkeys(("keys", "values", "cache"), f"*{dtype}")
             pointers |= dict.fromkeys(("tokens", "positions"), "*i64")
-            rotated = dict.fromkeys(("out", "query"), f"*{dtype}")
-            rotated |= {"token_positions": "*i64", "frequencies": "*fp32"}
-            for name, rotates in (("write_kv", False), ("rotary_and_write_kv", True)):
-                tensors = pointers | (rotated if rotates else {})
-                query_heads = heads if rotates else kv_heads
-                found.append(
-                    Specialisation(
-                        name=f"{name} {dtype} {heads}/{kv_heads} x {head_dim}",
-                        kernel=write_kv.write_kv_kernel,
-                        signature=tensors
-                        | dict.fromkeys((*strides, *sizes), "i32")
-                        | {"value_cache_offset": "i64", "block_stride": "i32"},
-                        constexprs={"BLOCK_SIZE": 256, "ZEROS": write_kv.ZEROS, "ROTATES": rotates}
-                        | {"HEADS": query_heads, "KV_HEADS": kv_heads, "DIM": head_dim}
-                        | {"HALF": half, "BLOCK_DIM": head_dim}
-                        | {"BLOCK_HEADS": write_kv.heads_of_a_program(query_heads, half)}
-                        | {"BLOCK_KV_HEADS": write_kv.heads_of_a_program(kv_heads, head_dim)}
-                        | ({} if rotates else dict.fromkeys(rotated)),
-                        divisible_by_16=(*tensors, *strides, "value_cache_offset", "block_stride"),
-                        num_warps=write_kv.NUM_WARPS,
-                        num_stages=1,
-                        wide=BOTH if kv_heads * head_dim >= write_kv.BLOCK else (),
-                    )
+            found.append(
+                Specialisation(
+                    name=f"write_kv {dtype} {kv_heads} x {head_dim}",
+                    kernel=write_kv.write_kv_kernel,
+                    signature=pointers
+                    | dict.fromkeys((*strides, "num_entries", "block_stride"), "i32")
+                    | {"value_cache_offset": "i64"},
+                    constexprs={"BLOCK_SIZE": 256, "ZEROS": write_kv.ZEROS, "KV_HEADS": kv_heads}
+                    | {"DIM": head_dim, "BLOCK_DIM": head_dim}
+                    | {"BLOCK_HEADS": write_kv.heads_of_a_program(kv_heads, head_dim)},
+                    divisible_by_16=(*pointers, *strides, "value_cache_offset", "block_stride"),
+                    num_warps=write_kv.NUM_WARPS,
+                    num_stages=1,
+                    wide=BOTH if kv_heads * head_dim >= write_kv.BLOCK else (),
                 )
+            )
     return found
 
 

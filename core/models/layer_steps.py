@@ -108,25 +108,18 @@ def scan_gated_delta_rule(
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, inputs: StepInputs, kernels: KernelSet,
-    *, rotary_base: float | None = None, scale: float | None = None,
+    *, scale: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Store keys and values of the step, and attend to each token's sequence up to the token.
 
     Args:
         query: [T, heads, head dim]. key, value: [T, KV heads, head dim].
         kv_cache: [2 (K, V), blocks, block size, KV heads, head dim]. Written.
-        rotary_base: query and key are rotated by the tokens' positions, with this base; None: they are not.
         scale: of the scores; None is head dim ** -0.5.
 
     Returns: the shape and dtype of `query`.
     """
-    tokens, places = inputs.kv_write_tokens, inputs.kv_write_positions
-    if rotary_base is None:
-        kernels.write_kv(kv_cache, key, value, tokens, places)
-    else:
-        query = kernels.rotary_and_write_kv(
-            query, key, value, inputs.positions, rotary_base, kv_cache, tokens, places
-        )
+    kernels.write_kv(kv_cache, key, value, inputs.kv_write_tokens, inputs.kv_write_positions)
     return kernels.paged_attention(query, kv_cache, inputs.attention_rows, scale=scale)
 
 

@@ -179,8 +179,18 @@ class Attention(nn.Module):
             torch.unflatten(F.linear(hidden, weight), 1, (-1, config.head_dim))
             for weight in (self.q_proj, self.k_proj, self.v_proj)
         )
-        attended = attend(query, key, value, kv_cache, inputs, kernels, rotary_base=config.rotary_base)
+        query, key = kernels.qk_norm_rotary(query, key, *rotary_angles(inputs.positions, config))
+        attended = attend(query, key, value, kv_cache, inputs, kernels)
         return F.linear(attended.flatten(1), self.o_proj)
+
+
+def rotary_angles(positions: Tensor, config: HybridConfig) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions * base ** (-2 i / head dim), [T, head dim] (arXiv 2104.09864)."""
+    half, dtype = config.head_dim // 2, config.compute_dtype
+    exponents = torch.arange(half, dtype=torch.float64, device=positions.device) / half
+    angles = positions.to(dtype)[:, None] * (config.rotary_base**-exponents).to(dtype)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
 
 
 class MLP(nn.Module):

@@ -59,7 +59,6 @@ TABLE = {
         (), (), (), ("slots",), ("k_inputs", "v_inputs", "g_inputs", "beta_inputs")
     ),
     "write_kv": Indices(("kv_cache",), (), ("positions",)),
-    "rotary_and_write_kv": Indices(("kv_cache",), (), ("write_positions",)),
 }  # fmt: skip
 """Every kernel that is given indices of slots, of rings of inputs, or of KV rows."""
 INDEX_NAMES = {"sources", "destinations", "slots", "chunk_destinations", "checkpoint_destinations"}

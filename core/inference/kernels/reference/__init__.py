@@ -67,5 +67,4 @@ class KernelSet:
     gated_delta_rule_replay = staticmethod(delta.gated_delta_rule_replay)
     keep_delta_inputs = staticmethod(delta.keep_delta_inputs)
     write_kv = staticmethod(attention.write_kv)
-    rotary_and_write_kv = staticmethod(attention.rotary_and_write_kv)
     paged_attention = staticmethod(attention.paged_attention)

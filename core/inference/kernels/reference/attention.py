@@ -1,4 +1,4 @@
-"""Rotary positions, the paged KV cache and attention in plain torch.
+"""The paged KV cache and attention in plain torch.
 
 A KV cache is that of one layer: [2 (K, V), blocks, block size, KV heads, head dim].
 """
@@ -80,47 +80,6 @@ def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, pos
     blocks, offsets = positions // kv_cache.shape[2], positions % kv_cache.shape[2]
     for cache, new in zip(kv_cache, (keys, values), strict=True):
         cache[blocks, offsets] = new[tokens].to(cache.dtype)
-
-
-def apply_rotary(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Rotate x [T, heads, head dim] by `positions` [T] (arXiv 2104.09864).
-
-    Dimension i is paired with i + head dim / 2; the pair's angle is position * base ** (-2 i / head dim).
-
-    Returns: the shape and dtype of `x`.
-    """
-    dtype = compute_dtype(x.dtype)
-    angles = positions.to(dtype)[:, None] * rotary_frequencies(x.shape[-1], base, x.device).to(dtype)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    first, second = x.to(dtype).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-
-
-def rotary_frequencies(head_dim: int, base: float, device: torch.device) -> Tensor:
-    """base ** (-2 i / head dim) for i below head dim / 2, in float64."""
-    half = head_dim // 2
-    exponents = torch.arange(half, dtype=torch.float64, device=device) / half
-    frequencies: Tensor = base**-exponents
-    return frequencies
-
-
-def rotary_and_write_kv(
-    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, base: float, kv_cache: Tensor,
-    tokens: Tensor, write_positions: Tensor,
-) -> Tensor:  # fmt: skip
-    """`apply_rotary` of query and key, and `write_kv` of rotated keys and of values.
-
-    Args:
-        query: [T, heads, head dim]. key, value: [T, KV heads, head dim].
-        positions: [T] the position of each token in its sequence.
-        base: of the rotary angles.
-        kv_cache, tokens, write_positions: as for `write_kv`.
-
-    Returns: the rotated query, in the shape and dtype of `query`.
-    """
-    rotated = apply_rotary(key.to(compute_dtype(key.dtype)), positions, base)
-    write_kv(kv_cache, rotated, value, tokens, write_positions)
-    return apply_rotary(query, positions, base)
 
 
 def paged_attention(

@@ -141,9 +141,7 @@ def test_the_kernels_of_a_gpu_read_nothing_either(mode: str, monkeypatch: pytest
     from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
     monkeypatch.setattr(hybrid_lm, "kernel_set", lambda device, dtype: GpuKernelSet)
-    monkeypatch.setattr(
-        torch.cuda, "device", lambda index: nullcontext()
-    )  # which fla-core's stages enter
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())  # which fla-core's stages enter
     model = ms.models.HybridLM(small_config(16, torch.float32), seed=3)
 
     def answers() -> list[list[int]]:

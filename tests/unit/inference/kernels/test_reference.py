@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.kernels.kernel_set import KernelSet
-from mambaslots.inference.kernels.reference.attention import apply_rotary
+from mambaslots.models.hybrid_config import HybridConfig
+from mambaslots.models.mixers import rotary_angles
 from oracle.steps import prefill_chunks
 from torch import Tensor
 
@@ -329,17 +330,29 @@ class TestNormsAndRotary:
 
     def test_rotary_scores_depend_on_the_distance_only(self):
         q, k = randn(1, 2, 8), randn(1, 2, 8, seed=1)
+        config = HybridConfig.tiny(torch.float64, head_dim=8, rotary_base=100.0)
+
+        def rotated(x: Tensor, position: int) -> Tensor:
+            return KernelSet.qk_norm_rotary(x, x, *rotary_angles(index(position), config))[0]
 
         def score(q_position: int, k_position: int) -> Tensor:
-            turned = (
-                apply_rotary(q, index(q_position), 100.0),
-                apply_rotary(k, index(k_position), 100.0),
-            )
+            turned = [rotated(x, at) for x, at in ((q, q_position), (k, k_position))]
             return (turned[0] * turned[1]).sum(-1)
 
         torch.testing.assert_close(score(0, 0), (q * k).sum(-1))
         torch.testing.assert_close(score(9, 5), score(104, 100))
         assert not torch.allclose(score(9, 5), score(9, 6))
+
+    def test_angles_of_positions_up_to_a_million_are_products_in_float32(self):
+        config = HybridConfig.tiny(torch.bfloat16, head_dim=20)
+        positions = index(3, 999_999, 1_000_000, 0, 131_071)
+        frequencies = torch.tensor([config.rotary_base ** (-i / 10) for i in range(10)]).float()
+        angles = (positions.float()[:, None] * frequencies).double().repeat(1, 2)
+        for found, expected in zip(
+            rotary_angles(positions, config), (angles.cos(), angles.sin()), strict=True
+        ):
+            assert found.dtype == torch.float32
+            torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
 
     def test_nothing_is_computed_below_float32(self):
         x = randn(2, 4, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Stores of keys and values, rotated or not: the Triton kernels and the reference against loops."""
+"""Stores of keys and values: the Triton kernels and the reference against loops."""
 
 import math
 from collections.abc import Callable
@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from mambaslots.inference.kernels import write_kv as triton_kernels
 from mambaslots.inference.kernels.kernel_set import KernelSet
 from oracle.budget import costly
-from torch import Tensor
 
 BLOCK, KV_HEADS, DIM, BLOCKS, TOKENS = 4, 3, 10, 6, 9
-BASE = 10_000.0
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -29,16 +27,6 @@ def device(request) -> str:
 @pytest.fixture(params=[KernelSet, triton_kernels], ids=["reference", "triton"])
 def kernels(request) -> Any:
     return request.param
-
-
-def rotated(x: Tensor, positions: Tensor, base: float = BASE) -> Tensor:
-    """Rotary positions as complex products, in float64, of the angles in float32 that a model has."""
-    half = x.shape[-1] // 2
-    frequencies = torch.tensor([base ** (-i / half) for i in range(half)], dtype=torch.float64).float()
-    angles = (positions.cpu().float()[:, None] * frequencies).double()
-    pairs = torch.complex(*x.cpu().double().split(half, dim=-1))
-    turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
-    return torch.cat([turned.real, turned.imag], dim=-1)
 
 
 @pytest.mark.parametrize("cached", [torch.bfloat16, torch.float16, torch.float32])
@@ -77,8 +65,7 @@ def test_a_view_of_tokens_and_of_one_layer(device, kernels):
     assert caches[1].count_nonzero() == 4 * KV_HEADS * DIM
 
 
-@pytest.mark.parametrize("rotates", [False, True])
-def test_blocks_with_gaps_between_them_get_what_blocks_without_get(device, kernels, rotates):
+def test_blocks_with_gaps_between_them_get_what_blocks_without_get(device, kernels):
     """All layers of a block stand together, as in a memory that KV shares with states."""
     generator = torch.Generator().manual_seed(1)
     keys, values = torch.randn(2, TOKENS, KV_HEADS, DIM, generator=generator).to(device)
@@ -90,12 +77,8 @@ def test_blocks_with_gaps_between_them_get_what_blocks_without_get(device, kerne
     dense = torch.full(strided.shape, math.nan, device=device)
     pairs = [(3, 9), (3, 10), (8, -1), (0, 0), (1, 1), (7, 23), (2, 16), (8, -1)]
     tokens, places = torch.tensor(pairs, device=device).T.contiguous()
-    positions = torch.arange(TOKENS, device=device)
     for cache in (strided, dense):
-        if rotates:
-            kernels.rotary_and_write_kv(keys, keys, values, positions, BASE, cache, tokens, places)
-        else:
-            kernels.write_kv(cache, keys, values, tokens, places)
+        kernels.write_kv(cache, keys, values, tokens, places)
     torch.testing.assert_close(strided, dense, rtol=0, atol=0, equal_nan=True)
     assert memory.isfinite().sum() == dense.isfinite().sum() > 0
 
@@ -105,59 +88,7 @@ def test_nothing_to_write(device, kernels):
     keys, none = torch.ones(0, KV_HEADS, DIM, device=device), torch.zeros(0, dtype=torch.int64, device=device)
     kernels.write_kv(cache, keys, keys, none, none)
     kernels.write_kv(cache, keys, keys, none.new_zeros(3), none.new_full((3,), -1))
-    assert kernels.rotary_and_write_kv(keys, keys, keys, none, BASE, cache, none, none).shape == keys.shape
-    query = torch.ones(2, 4, DIM, device=device)
-    positions = torch.tensor([3, 0], device=device)
-    key = query[:, :KV_HEADS]
-    out = kernels.rotary_and_write_kv(query, key, key, positions, BASE, cache, none, none)
-    torch.testing.assert_close(out.cpu().double(), rotated(query, positions), rtol=0, atol=1e-6)
     assert cache.count_nonzero() == 0
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 20), (32, 8, 128), (5, 1, 64), (2, 2, 256)])
-def test_query_and_key_are_rotated_in_float32_at_positions_up_to_a_million(
-    device, kernels, dtype, heads, kv_heads, dim
-):
-    """The query is a view of a projection; padding tokens have position 0 and are stored nowhere."""
-    generator = torch.Generator().manual_seed(dim)
-    packed = torch.randn(7, heads + 2 * kv_heads, dim, generator=generator).to(dtype).to(device)
-    query, key, value = packed.split([heads, kv_heads, kv_heads], dim=1)
-    positions = torch.tensor([3, 999_999, 1_000_000, 0, 131_071, 4_097, 0], device=device)
-    tokens = torch.tensor([0, 1, 2, 4, 5, 0], device=device)
-    places = torch.tensor([6, 4 * BLOCK, 4 * BLOCK + 1, 9, 10, -1], device=device)
-    cache = torch.full((2, BLOCKS, BLOCK, kv_heads, dim), math.nan, dtype=dtype, device=device)
-    out = kernels.rotary_and_write_kv(query, key, value, positions, BASE, cache, tokens, places)
-    assert (out.shape, out.dtype, out.is_contiguous()) == (query.shape, dtype, True)
-
-    eps = torch.finfo(dtype).eps
-    if device == "cpu" and dtype is torch.bfloat16 and kernels is triton_kernels:
-        eps *= 2  # the interpreter cuts bits off where a GPU rounds
-    close = {"rtol": eps / 2, "atol": 1e-6}
-    torch.testing.assert_close(out.cpu().double(), rotated(query, positions), **close)
-    flat = cache.flatten(1, 2)
-    torch.testing.assert_close(
-        flat[0, places[:5]].cpu().double(), rotated(key, positions)[tokens[:5].cpu()], **close
-    )
-    assert torch.equal(flat[1, places[:5]], value[tokens[:5]])
-    assert cache[:, 4, 2:].count_nonzero() == 0
-    assert flat.isfinite().all(-1).all(-1).sum() == 2 * 7
-
-
-def test_the_reference_and_the_kernel_agree_to_the_rounding_of_float32(device):
-    """At every frequency of a base of 1e6, and at positions where a float32 angle loses its fraction."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 4, 128, generator=generator).to(device)
-    positions = torch.randint(0, 1_000_000, (64,), generator=generator).to(device)
-    none = positions[:0]
-    cache = torch.zeros(2, 1, 4, 4, 128, device=device)
-    ours, theirs = (
-        kernels.rotary_and_write_kv(x, x, x, positions, 1e6, cache, none, none)
-        for kernels in (triton_kernels, KernelSet)
-    )
-    unit = torch.finfo(torch.float32).eps * x.abs().max()
-    assert (ours - theirs).abs().max() <= 2 * unit
 
 
 @dataclass
@@ -218,23 +149,13 @@ class Steps:
         return len(self._free) * self._block
 
 
-def with_zero_rotation(kernels: Any) -> Callable[..., None]:
-    """`rotary_and_write_kv` at position 0, where a rotation changes nothing."""
-
-    def write(cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, places: Tensor) -> None:
-        positions = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
-        kernels.rotary_and_write_kv(keys, keys, values, positions, BASE, cache, tokens, places)
-
-    return write
-
-
 @settings(costly(), derandomize=True)
-@given(data=st.data(), block=st.sampled_from([1, 2, 3, 8]), rotary=st.booleans(), triton=st.booleans())
-def test_every_row_of_a_block_with_a_stored_row_is_finite_after_every_step(data, block, rotary, triton):
+@given(data=st.data(), block=st.sampled_from([1, 2, 3, 8]), triton=st.booleans())
+def test_every_row_of_a_block_with_a_stored_row_is_finite_after_every_step(data, block, triton):
     """Prompts in chunks, decodes, drafts of which some are rejected, and blocks used again."""
     kernels = triton_kernels if triton else KernelSet
     device = "cuda" if torch.cuda.is_available() and triton else "cpu"
-    steps = Steps(block, with_zero_rotation(kernels) if rotary else kernels.write_kv, device)
+    steps = Steps(block, kernels.write_kv, device)
     with mock.patch.object(triton_kernels, "MAX_PARTS", 2):
         run_steps(steps, block, data)
 
@@ -269,7 +190,6 @@ def test_positions_beyond_two_to_the_31(needs_gpu_memory):
     assert cache[:, :-1].view(torch.int16).count_nonzero() <= 2 * 1024
     cache[:, -1] = math.nan
     places = torch.tensor([last - 255, last - 254], device="cuda")
-    positions = torch.zeros(2, dtype=torch.int64, device="cuda")
-    triton_kernels.rotary_and_write_kv(keys, keys, -keys, positions, BASE, cache, tokens, places)
+    triton_kernels.write_kv(cache, keys, -keys, tokens, places)
     assert torch.equal(cache[0, -1, :2], keys[[1, 0]].bfloat16())
     assert cache[:, -1, 2:].count_nonzero() == 0
