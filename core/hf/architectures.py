@@ -67,9 +67,7 @@ class Architecture:
         is_stack: whether the model is an embedding, layers, a norm and a head, with nothing between them.
         activation: the field of the config with the activation after the convolutions, or None.
         mixer_layers, attention_layers, other_layers: the names in `config.layer_types`.
-        divided: the fields of the config whose units the mixers of several ranks divide; empty where ranks
-            cannot split the model.
-        shared: the fields whose units several ranks may hold alike.
+        splits: whether ranks can split the model.
     """
 
     prefix: str
@@ -88,8 +86,7 @@ class Architecture:
     mixer_layers: frozenset[str] = frozenset({"linear_attention"})
     attention_layers: frozenset[str] = frozenset({"full_attention"})
     other_layers: frozenset[str] = frozenset()
-    divided: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ()
+    splits: bool = True
 
     def named(self, kind: str) -> str:
         """The class of transformers, as "MLP" or "ForCausalLM"."""
@@ -141,15 +138,12 @@ _MAMBA2_FIELDS = {
     "state_dim": "state_size", "conv_kernel": "conv_kernel", "grid": "chunk_size",
 }  # fmt: skip
 
-_BAMBA_PARTS: Any = {"divided": ("mamba_n_heads",), "shared": ("mamba_n_groups",)}
-
 
 def _qwen(prefix: str, forward: Callable[..., Any]) -> Architecture:
     return Architecture(
         prefix, "GatedDeltaNet", forward, _gated_delta_net,
         AttentionShape(("q_norm", "k_norm"), norm_offset=1.0, is_gated=True), norm_offset=1.0,
         branches=two_branches("linear_attn", "mlp"), is_stack=True,
-        divided=("linear_num_value_heads",), shared=("linear_num_key_heads",),
     )  # fmt: skip
 
 
@@ -157,38 +151,38 @@ ARCHITECTURES: dict[str, Architecture] = {
     "bamba": Architecture(
         "Bamba", "Mixer", Mamba2Forward, partial(_mamba2, _BAMBA_FIELDS), AttentionShape(),
         branches=two_branches("mamba", "feed_forward", ("input_layernorm", "pre_ff_layernorm")),
-        returned=lambda hidden: (hidden, None), final_norm="final_layernorm", is_stack=True, **_BAMBA_PARTS,
+        returned=lambda hidden: (hidden, None), final_norm="final_layernorm", is_stack=True,
     ),
     "falcon_h1": Architecture(
         "FalconH1", "Mixer", FalconMamba2Forward, partial(_mamba2, _BAMBA_FIELDS), AttentionShape(),
         branches=falcon_h1_branches, returned=lambda hidden: (hidden,), final_norm="final_layernorm",
-        mixer_layers=frozenset({"hybrid"}), attention_layers=frozenset({"hybrid"}), **_BAMBA_PARTS,
+        mixer_layers=frozenset({"hybrid"}), attention_layers=frozenset({"hybrid"}),
     ),
     "granitemoehybrid": Architecture(
         "GraniteMoeHybrid", "MambaLayer", Mamba2Forward, partial(_mamba2, _BAMBA_FIELDS), AttentionShape(),
-        mlp=granite_mlp, branches=granite_branches, **_BAMBA_PARTS,
+        mlp=granite_mlp, branches=granite_branches,
     ),
     "lfm2": Architecture(
         "Lfm2", "ShortConv", ShortConvForward, _short_conv,
         AttentionShape(("q_layernorm", "k_layernorm"), out="out_proj"), mlp=lfm2_mlp,
         branches=two_branches("conv", "feed_forward", ("operator_norm", "ffn_norm")),
         final_norm="embedding_norm", is_stack=True,
-        activation=None, mixer_layers=frozenset({"conv"}), divided=("hidden_size",),
+        activation=None, mixer_layers=frozenset({"conv"}),
     ),
     "mamba2": Architecture(
         "Mamba2", "Mixer", Mamba2Forward, partial(_mamba2, _MAMBA2_FIELDS), mlp=None,
         layer=None, final_norm=None,  # its residual stream may be wider than its weights
-        attention_layers=frozenset(), divided=("num_heads",), shared=("n_groups",),
+        attention_layers=frozenset(),
     ),
     "nemotron_h": Architecture(
         "NemotronH", "Mamba2Mixer", Mamba2Forward, partial(_mamba2, _NEMOTRON_FIELDS), AttentionShape(),
         mlp=relu_squared_mlp, layer="Block", branches=nemotron_h_branches, final_norm="norm_f", is_stack=True,
         activation="mamba_hidden_act", other_layers=frozenset({"mlp", "moe"}),
-        divided=("mamba_num_heads",), shared=("n_groups",),
     ),
     "olmo_hybrid": Architecture(
         "OlmoHybrid", "GatedDeltaNet", OlmoHybridForward, _gated_delta_net,
         layer="LinearAttentionDecoderLayer", branches=two_branches("linear_attn", "mlp"), final_norm=None,
+        splits=False,
     ),
     "qwen3_next": _qwen("Qwen3Next", Qwen3NextForward),
     "qwen3_5_text": _qwen("Qwen3_5", GatedDeltaNetForward),

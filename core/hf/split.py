@@ -5,20 +5,24 @@ from typing import Any
 
 from torch import nn
 
-from ..parallel_groups import ParallelGroups
+from ..parallel_groups import ParallelGroups, Part
 from ..validation import shown
 from .architectures import ARCHITECTURES, architecture_of
-from .weight_part import ModuleSplit, WeightPart, part_of, shifted, span, uneven_part_of, vocabulary_part_of
+from .weight_part import ModuleSplit, WeightPart, shifted, span, vocabulary_part_of
 
-_GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_MLPS = (
+    *(("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")),
+    *(("input_linear", "output_linear"), ("up_proj", "down_proj")),
+)
+"""The projections of an MLP, the last one last."""
 
 
 def split_attention(split: ModuleSplit) -> None:
     """Attention by heads. Where there are fewer KV heads than ranks, several ranks hold the same KV head."""
     attention = split.module
     config, head_dim = attention.config, attention.head_dim
-    heads = part_of(config.num_attention_heads, split.groups)
-    kv = span(part_of(config.num_key_value_heads, split.groups), head_dim)
+    heads = split.part("num_attention_heads", config.num_attention_heads)
+    kv = span(split.part("num_key_value_heads", config.num_key_value_heads, shared=True), head_dim)
     # With a gate of the output, a head's rows are its query and its gate.
     split.rows("q_proj", [span(heads, attention.q_proj.out_features // config.num_attention_heads)])
     for name in ("k_proj", "v_proj"):
@@ -29,30 +33,24 @@ def split_attention(split: ModuleSplit) -> None:
 def split_mlp(split: ModuleSplit) -> None:
     """An MLP by the columns between its projections."""
     mlp = split.module
-    if hasattr(mlp, "input_linear"):  # the gate's rows, then those of the up projection
-        width = mlp.output_linear.in_features
-        own = span(part_of(width, split.groups), 1)
-        split.rows("input_linear", [own, *shifted([own], width)])
-        split.columns("output_linear", [own])
-        return
-    *first, last = next((names for names in _GATED if hasattr(mlp, names[0])), ("up_proj", "down_proj"))
-    own = span(part_of(getattr(mlp, last).in_features, split.groups), 1)
-    for name in first:
-        split.rows(name, [own])
+    *first, last = next(names for names in _MLPS if hasattr(mlp, names[0]))
+    width = getattr(mlp, last).in_features
+    own = span(split.part(f"the width of {last}", width), 1)
+    for name in first:  # an `input_linear` has the gate's rows, then those of the up projection
+        split.rows(name, [own, *shifted([own], width)] if name == "input_linear" else [own])
     split.columns(last, [own])
-
-
-def mlp_width(mlp: object) -> int:
-    """The columns between the projections of a whole MLP."""
-    last = next(name for name in ("output_linear", "down_proj", "w2") if hasattr(mlp, name))
-    width: int = getattr(mlp, last).in_features
-    return width
 
 
 def split_experts(split: ModuleSplit) -> None:
     """Whole experts. A token's experts on other ranks get the number after the last expert of this rank."""
     experts = split.module
-    part = uneven_part_of(experts.num_experts, split.groups)
+    total, rank, size = experts.num_experts, split.groups.tensor_rank, split.groups.tensor_size
+    if total < size:
+        raise ValueError(
+            f"num_experts of {type(experts).__name__} is {total}; accepted: at least one expert for each of "
+            f"the {size} ranks of the tensor group"
+        )
+    part = Part(total * rank // size, total * (rank + 1) // size, total)
     for name, weight in experts.named_parameters(recurse=False):
         if weight.shape[0] != part.total:
             raise ValueError(
@@ -74,7 +72,7 @@ def split_mamba2(split: ModuleSplit) -> None:
     """A Mamba-2 mixer. Rows of `in_proj` are the gate, x, B, C and the time steps."""
     mixer = split.module
     inner, width = mixer.intermediate_size, mixer.ssm_state_size
-    heads, groups = part_of(mixer.num_heads, split.groups), part_of(mixer.n_groups, split.groups)
+    heads, groups = split.part("num_heads"), split.part("n_groups", shared=True)
     x = span(heads, mixer.head_dim)
     conv = [x, span(groups, width, inner), span(groups, width, inner + mixer.n_groups * width)]
     projected = [x, *shifted(conv, inner), span(heads, 1, inner + mixer.conv_dim)]
@@ -95,7 +93,7 @@ def split_gated_delta_net(split: ModuleSplit) -> None:
     """A gated delta net of Qwen3-Next or Qwen3.5; value heads of a rank read key heads of the same rank."""
     mixer = split.module
     key_dim, value_dim = mixer.head_k_dim, mixer.head_v_dim
-    keys, heads = part_of(mixer.num_k_heads, split.groups), part_of(mixer.num_v_heads, split.groups)
+    keys, heads = split.part("num_k_heads", shared=True), split.part("num_v_heads")
     q, v = span(keys, key_dim), span(heads, value_dim)
     conv = [q, *shifted([q], mixer.key_dim), *shifted([v], 2 * mixer.key_dim)]
     if hasattr(mixer, "in_proj_qkvz"):
@@ -117,7 +115,7 @@ def _split_interleaved(split: ModuleSplit) -> None:
     """Qwen3-Next's rows: for each key head q, k, and of its value heads v and the gates; then b and a."""
     mixer = split.module
     key_dim, value_dim = mixer.head_k_dim, mixer.head_v_dim
-    keys, heads = part_of(mixer.num_k_heads, split.groups), part_of(mixer.num_v_heads, split.groups)
+    keys, heads = split.part("num_k_heads", shared=True), split.part("num_v_heads")
     per_key = mixer.num_v_heads // mixer.num_k_heads
     qkvz, ba = [], []
     for key in keys.indices:
@@ -137,7 +135,7 @@ def split_short_conv(split: ModuleSplit) -> None:
     """A short convolution of LFM2. Rows of `in_proj` are two gates and what is convolved."""
     mixer = split.module
     hidden = mixer.conv.out_channels
-    own = span(part_of(hidden, split.groups), 1)
+    own = span(split.part("hidden_size", hidden), 1)
     split.rows("in_proj", [own, *shifted([own], hidden), *shifted([own], 2 * hidden)])
     split.rows("conv", [own])
     split.columns("out_proj", [own])
@@ -151,12 +149,6 @@ _SPLITTERS: dict[str, Splitter] = {
     "GatedDeltaNet": split_gated_delta_net, "ShortConv": split_short_conv,
 }  # fmt: skip
 """By the name of a class after the prefix of its architecture."""
-
-_EXPERTS = "n_routed_experts", "num_local_experts", "num_experts"
-_WIDTHS = (
-    *("intermediate_size", "shared_intermediate_size"),
-    *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-)
 
 
 class ModelSplit:
@@ -177,12 +169,17 @@ class ModelSplit:
                 "None or one rank, because its layers are not split into stages"
             )
         if groups.tensor_size > 1:
+            if not architecture_of(config).splits:
+                split = sorted(name for name, row in ARCHITECTURES.items() if row.splits)
+                raise ValueError(
+                    f"model_type is {config.model_type!r}, and groups.tensor has {groups.tensor_size} ranks; "
+                    f"accepted where ranks split a model of transformers: {', '.join(split)}"
+                )
             self._find_parts(config, groups)
         vars(model)["mambaslots_split"] = self
 
     def _find_parts(self, config: Any, groups: ParallelGroups) -> None:
         model = self._model
-        _check_sizes(model, config, groups)
         for path, module, splitter in _split_modules(model, config):
             split = self._modules[path] = ModuleSplit(module, groups)
             splitter(split)
@@ -251,42 +248,3 @@ def _fit(module: Any) -> None:
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, nn.Conv1d):
         module.in_channels = module.out_channels = module.groups = len(module.weight)
-
-
-def _check_sizes(model: nn.Module, config: Any, groups: ParallelGroups) -> None:
-    """Raise a ValueError that names the field of the config that cannot be split."""
-    size = groups.tensor_size
-    architecture = architecture_of(config)
-    if not architecture.divided:
-        split = sorted(name for name, row in ARCHITECTURES.items() if row.divided)
-        raise ValueError(
-            f"model_type is {config.model_type!r}, and groups.tensor has {size} ranks; accepted where ranks "
-            f"split a model of transformers: {', '.join(split)}"
-        )
-    divided, shared = list(architecture.divided), list(architecture.shared)
-    if any(name in architecture.attention_layers for name in config.layer_types):
-        divided.append("num_attention_heads")
-        shared.append("num_key_value_heads")
-    for name in divided:
-        _check_divided(name, getattr(config, name), size)
-    for name in shared:
-        total = getattr(config, name)
-        if total % size and size % total:
-            ranks = f"the {size} ranks of the tensor group"
-            raise ValueError(f"{name} is {total}; accepted: a multiple or a divisor of {ranks}")
-    for _, module, splitter in _split_modules(model, config):
-        if splitter is split_mlp:
-            width = mlp_width(module)
-            fields = [name for name in _WIDTHS if getattr(config, name, None) == width]
-            _check_divided((fields or ["the width that follows from intermediate_size"])[0], width, size)
-        elif splitter is split_experts and module.num_experts < size:
-            name = next(name for name in _EXPERTS if getattr(config, name, None) == module.num_experts)
-            raise ValueError(
-                f"{name} is {module.num_experts}; accepted: at least one expert for each of the {size} "
-                "ranks of the tensor group"
-            )
-
-
-def _check_divided(name: str, total: int, size: int) -> None:
-    if total % size:
-        raise ValueError(f"{name} is {total}; accepted: a multiple of the {size} ranks of the tensor group")

@@ -42,12 +42,6 @@ def part_of(total: int, groups: ParallelGroups) -> Part:
     return Part.of_rank(total, groups.tensor_rank, groups.tensor_size)
 
 
-def uneven_part_of(total: int, groups: ParallelGroups) -> Part:
-    """This rank's part of `total` experts; the parts of two ranks differ by one expert at most."""
-    rank, size = groups.tensor_rank, groups.tensor_size
-    return Part(total * rank // size, total * (rank + 1) // size, total)
-
-
 def vocabulary_part_of(total: int, groups: ParallelGroups) -> Part:
     """This rank's rows of the head: `total / size` rounded up, and fewer on the last ranks."""
     rows = -(-total // groups.tensor_size)
@@ -73,6 +67,20 @@ class ModuleSplit:
         self.groups = groups
         self.parts: dict[str, WeightPart | None] = {}
         self.sizes: dict[str, Any] = {}
+
+    def part(self, name: str, total: int | None = None, *, shared: bool = False) -> Part:
+        """This rank's equal part of what the module's attribute `name` counts, or of `total`.
+
+        With `shared`, several ranks hold one unit where there are more ranks. Raises a ValueError where the
+        ranks cannot divide it.
+        """
+        total, size = getattr(self.module, name) if total is None else total, self.groups.tensor_size
+        if total % size and not (shared and size % total == 0):
+            raise ValueError(
+                f"{name} of {type(self.module).__name__} is {total}; accepted: a multiple "
+                f"{'or a divisor ' * shared}of the {size} ranks of the tensor group"
+            )
+        return part_of(total, self.groups)
 
     def rows(self, name: str, ranges: Iterable[range]) -> None:
         """A child computes these outputs of a projection or convolution."""

@@ -127,7 +127,8 @@ def _copy_bytes(copied, ALIGN: tl.constexpr, ACCESSES: tl.constexpr):
     """This tile's share of `copied`: source and destination address, size, tile, number of tiles."""
     source, destination, size, tile, num_tiles = copied
     pieces = tl.cdiv(size, ACCESSES * ALIGN)
-    for piece in range(tile, pieces.to(tl.int32), num_tiles):
+    for turn in range(tl.cdiv(pieces - tile, num_tiles)):
+        piece = tile + turn * num_tiles
         copy_tile(source, destination, piece, pieces, size, ALIGN, ALIGN > 1, ACCESSES)
 
 

@@ -105,18 +105,26 @@ def test_experts_that_do_not_divide(world: World, split: str) -> None:
 @pytest.mark.parametrize(
     ("case", "fields", "message"),
     [
-        ("bamba", {"mamba_n_heads": 6, "mamba_d_head": 8, "hidden_size": 24}, "mamba_n_heads is 6"),
+        ("bamba", {"mamba_n_heads": 6, "mamba_d_head": 8, "hidden_size": 24}, "num_heads of BambaMixer is 6"),
         (
             "nemotron_h dense",
             {"mamba_num_heads": 12, "n_groups": 3},
-            "n_groups is 3; accepted: a multiple",
+            "n_groups of NemotronHMamba2Mixer is 3; accepted: a multiple or a divisor of the 4",
         ),
-        ("nemotron_h dense", {"intermediate_size": 50}, "intermediate_size is 50; accepted: a multiple of"),
-        ("qwen3_5", {"num_attention_heads": 2}, "num_attention_heads is 2"),
-        ("qwen3_next", {"linear_num_value_heads": 6}, "linear_num_value_heads is 6"),
-        ("qwen3_next", {"shared_expert_intermediate_size": 26}, "shared_expert_intermediate_size is 26"),
-        ("qwen3_5_moe", {"num_experts": 3}, "num_experts is 3; accepted: at least one expert for each"),
-        ("lfm2", {"hidden_size": 42, "head_dim": 8}, "hidden_size is 42"),
+        (
+            "nemotron_h dense",
+            {"intermediate_size": 50},
+            "the width of down_proj of NemotronHMLP is 50; accepted: a multiple of the 4",
+        ),
+        ("qwen3_5", {"num_attention_heads": 2}, "num_attention_heads of Qwen3_5Attention is 2"),
+        ("qwen3_next", {"linear_num_value_heads": 6}, "num_v_heads of Qwen3NextGatedDeltaNet is 6"),
+        (
+            "qwen3_next",
+            {"shared_expert_intermediate_size": 26},
+            "the width of down_proj of Qwen3NextMLP is 26",
+        ),
+        ("qwen3_5_moe", {"num_experts": 3}, "num_experts of Qwen3_5MoeExperts is 3; accepted: at least"),
+        ("lfm2", {"hidden_size": 42, "head_dim": 8}, "hidden_size of Lfm2ShortConv is 42"),
         ("olmo_hybrid", {}, "model_type is 'olmo_hybrid', and groups.tensor has 4 ranks; accepted where"),
     ],
 )

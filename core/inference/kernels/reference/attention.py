@@ -95,56 +95,22 @@ def paged_attention(
 
     Returns: the shape and dtype of `query`.
     """
-    decodes, decoded = rows.num_decodes, rows.num_decode_tokens
-    scale = score_scale(scale, query.shape[-1])
-    outputs = []
-    if decodes:
-        table, lengths = rows.block_table[:decodes], rows.kv_lengths[:decodes]
-        if rows.decode_tokens > 1:
-            positions = rows.positions[:decoded].view(decodes, rows.decode_tokens)
-            lengths = torch.minimum(positions + 1, lengths[:, None]).flatten()
-            table = table.repeat_interleave(rows.decode_tokens, dim=0)
-        outputs.append(_attend_single_tokens(query[:decoded], kv_cache, table, lengths, scale))
-    if decodes < rows.num_rows:
-        outputs.append(_attend_prefills(query, kv_cache, rows, scale))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(query.dtype)
-
-
-def _attend_single_tokens(
-    query: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor, scale: float
-) -> Tensor:
-    """Attention of one token a row, [rows, heads, head dim], to `kv_lengths` tokens."""
-    dtype = compute_dtype(query.dtype)
-    kv_heads = kv_cache.shape[3]
-    past = torch.arange(block_table.shape[1] * kv_cache.shape[2], device=query.device) < kv_lengths[:, None]
-    grouped = torch.unflatten(query.to(dtype), 1, (kv_heads, -1)) * scale
-    # Memory beyond a row's length may hold NaN, and 0 * NaN is NaN.
-    keys, values = (
-        cache[block_table].flatten(1, 2).to(dtype).masked_fill(~past[:, :, None, None], 0.0).movedim(1, 2)
-        for cache in kv_cache
-    )
-    scores = (grouped @ keys.mT).masked_fill(~past[:, None, None], float("-inf"))
-    attended: Tensor = scores.softmax(-1) @ values
-    return attended.flatten(1, 2)
-
-
-def _attend_prefills(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale: float) -> Tensor:
-    """Attention of the tokens after the decode rows, row by row; padding tokens get zeros."""
-    dtype = compute_dtype(query.dtype)
+    dtype, scale = compute_dtype(query.dtype), score_scale(scale, query.shape[-1])
     block_size, kv_heads = kv_cache.shape[2:4]
-    decodes, decoded = rows.num_decodes, rows.num_decode_tokens
-    out = torch.zeros(query[decoded:].shape, dtype=dtype, device=query.device)
-    starts = rows.query_start_loc[decodes:].tolist()
-    for row, length in enumerate(rows.kv_lengths[decodes:].tolist()):
-        first, stop = starts[row], starts[row + 1]
-        new = stop - first
-        grouped = torch.unflatten(query[first:stop].to(dtype), 1, (kv_heads, -1)) * scale
-        blocks = rows.block_table[decodes + row, : -(-length // block_size)]
-        keys, values = (cache[blocks].flatten(0, 1)[:length].to(dtype).movedim(0, 1) for cache in kv_cache)
-        future = torch.ones(new, length, dtype=torch.bool, device=query.device).triu(length - new + 1)
-        scores = (grouped.permute(1, 2, 0, 3) @ keys[:, None].mT).masked_fill(future, float("-inf"))
-        attended = (scores.softmax(-1) @ values[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
-        out[first - decoded : stop - decoded] = attended
+    out = torch.zeros_like(query)
+    lengths = rows.query_start_loc[:-1].tolist(), rows.query_lengths.tolist(), rows.kv_lengths.tolist()
+    for row, (first, new, length) in enumerate(zip(*lengths, strict=True)):
+        if new:
+            part = slice(first, first + new)
+            grouped = torch.unflatten(query[part].to(dtype), 1, (kv_heads, -1)) * scale
+            blocks = rows.block_table[row, : -(-length // block_size)]
+            keys, values = (
+                cache[blocks].flatten(0, 1)[:length].to(dtype).movedim(0, 1) for cache in kv_cache
+            )
+            future = torch.ones(new, length, dtype=torch.bool, device=query.device).triu(length - new + 1)
+            scores = (grouped.permute(1, 2, 0, 3) @ keys[:, None].mT).masked_fill(future, float("-inf"))
+            attended = scores.softmax(-1) @ values[:, None]
+            out[part] = attended.permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)
     return out
 
 
