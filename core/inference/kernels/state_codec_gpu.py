@@ -98,12 +98,13 @@ def cast_kernel(
     """Copy BLOCK numbers of one layer of one pair, as numbers of the dtype of `written`."""
     source = tl.load(sources + tl.program_id(1)).to(tl.int64)
     destination = tl.load(destinations + tl.program_id(1)).to(tl.int64)
-    layer = (tl.program_id(0) // TILES).to(tl.int64)
-    at = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)
-    read += layer * read_layer + source * read_slot
-    written += layer * written_layer + destination * written_slot
-    values = tl.load(read + at, mask=at < size)
-    tl.store(written + at, values.to(written.dtype.element_ty), mask=at < size)
+    if source >= 0 and destination >= 0:
+        layer = (tl.program_id(0) // TILES).to(tl.int64)
+        at = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)
+        read += layer * read_layer + source * read_slot
+        written += layer * written_layer + destination * written_slot
+        values = tl.load(read + at, mask=at < size)
+        tl.store(written + at, values.to(written.dtype.element_ty), mask=at < size)
 
 
 @triton.jit
@@ -141,32 +142,33 @@ def quantise_kernel(
     """Store one tile of one layer of one pair as int8 with a scale for each group."""
     source = tl.load(sources + tl.program_id(1)).to(tl.int64)
     destination = tl.load(destinations + tl.program_id(1)).to(tl.int64)
-    AXIS: tl.constexpr = 1 if INNER == 1 else 0
-    layer = (tl.program_id(0) // TILES).to(tl.int64)
-    entries, inside, groups, has_scale = _tile(TILES, OUTER, GROUP, INNER, BLOCK_X, BLOCK_Y)
-    states += layer * state_layer + source * state_slot
-    numbers += layer * number_layer + destination * number_slot
-    scales += layer * scale_layer + destination * scale_slot
-    values = tl.load(states + entries, mask=inside, other=0.0).to(tl.float32)
-    infinite: tl.constexpr = float("inf")
-    sizes = tl.where(values == values, tl.abs(values), infinite)  # a maximum may pass over NaN
-    largest = tl.max(sizes, axis=AXIS)
-    bits = (largest * _INVERSE).to(tl.int32, bitcast=True)
-    scale = ((bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)  # rounded up to bfloat16
-    scale = tl.where(largest >= _SMALLEST, scale, 0.0)
-    finite = largest < infinite
-    usable = finite & (scale > 0)
-    inverse = tl.where(usable, tl.div_rn(1.0, tl.where(usable, scale, 1.0)), 0.0)
-    scale = tl.where(finite, scale, float("nan"))
-    if INNER == 1:
-        rounded = (values * inverse[:, None] + _ROUNDER) - _ROUNDER
-        known = finite[:, None]
-    else:
-        rounded = (values * inverse[None, :] + _ROUNDER) - _ROUNDER
-        known = finite[None, :]
-    rounded = tl.where(known, rounded, 0.0)
-    tl.store(numbers + entries, rounded.to(tl.int8), mask=inside)
-    tl.store(scales + groups, scale.to(tl.bfloat16), mask=has_scale)
+    if source >= 0 and destination >= 0:
+        AXIS: tl.constexpr = 1 if INNER == 1 else 0
+        layer = (tl.program_id(0) // TILES).to(tl.int64)
+        entries, inside, groups, has_scale = _tile(TILES, OUTER, GROUP, INNER, BLOCK_X, BLOCK_Y)
+        states += layer * state_layer + source * state_slot
+        numbers += layer * number_layer + destination * number_slot
+        scales += layer * scale_layer + destination * scale_slot
+        values = tl.load(states + entries, mask=inside, other=0.0).to(tl.float32)
+        infinite: tl.constexpr = float("inf")
+        sizes = tl.where(values == values, tl.abs(values), infinite)  # a maximum may pass over NaN
+        largest = tl.max(sizes, axis=AXIS)
+        bits = (largest * _INVERSE).to(tl.int32, bitcast=True)
+        scale = ((bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)  # rounded up to bfloat16
+        scale = tl.where(largest >= _SMALLEST, scale, 0.0)
+        finite = largest < infinite
+        usable = finite & (scale > 0)
+        inverse = tl.where(usable, tl.div_rn(1.0, tl.where(usable, scale, 1.0)), 0.0)
+        scale = tl.where(finite, scale, float("nan"))
+        if INNER == 1:
+            rounded = (values * inverse[:, None] + _ROUNDER) - _ROUNDER
+            known = finite[:, None]
+        else:
+            rounded = (values * inverse[None, :] + _ROUNDER) - _ROUNDER
+            known = finite[None, :]
+        rounded = tl.where(known, rounded, 0.0)
+        tl.store(numbers + entries, rounded.to(tl.int8), mask=inside)
+        tl.store(scales + groups, scale.to(tl.bfloat16), mask=has_scale)
 
 
 @triton.jit
@@ -182,12 +184,13 @@ def dequantise_kernel(
     """Restore one tile of one layer of one pair: each int8 number times the scale of its group."""
     source = tl.load(sources + tl.program_id(1)).to(tl.int64)
     destination = tl.load(destinations + tl.program_id(1)).to(tl.int64)
-    layer = (tl.program_id(0) // TILES).to(tl.int64)
-    entries, inside, groups, has_scale = _tile(TILES, OUTER, GROUP, INNER, BLOCK_X, BLOCK_Y)
-    states += layer * state_layer + destination * state_slot
-    numbers += layer * number_layer + source * number_slot
-    scales += layer * scale_layer + source * scale_slot
-    rounded = tl.load(numbers + entries, mask=inside, other=0).to(tl.float32)
-    scale = tl.load(scales + groups, mask=has_scale, other=0.0).to(tl.float32)
-    values = rounded * (scale[:, None] if INNER == 1 else scale[None, :])
-    tl.store(states + entries, values.to(states.dtype.element_ty), mask=inside)
+    if source >= 0 and destination >= 0:
+        layer = (tl.program_id(0) // TILES).to(tl.int64)
+        entries, inside, groups, has_scale = _tile(TILES, OUTER, GROUP, INNER, BLOCK_X, BLOCK_Y)
+        states += layer * state_layer + destination * state_slot
+        numbers += layer * number_layer + source * number_slot
+        scales += layer * scale_layer + source * scale_slot
+        rounded = tl.load(numbers + entries, mask=inside, other=0).to(tl.float32)
+        scale = tl.load(scales + groups, mask=has_scale, other=0.0).to(tl.float32)
+        values = rounded * (scale[:, None] if INNER == 1 else scale[None, :])
+        tl.store(states + entries, values.to(states.dtype.element_ty), mask=inside)
