@@ -230,7 +230,8 @@ def test_each_sum_of_the_residual_stream_is_one_call_with_the_norm_behind_it(mon
     kernels = CountingKernels()
     monkeypatch.setattr(hybrid_lm, "kernel_set", lambda *_: kernels)
     Server(HybridLM(HybridConfig.tiny(pattern="M-*-"))).run([1, 2, 3])
-    assert kernels.calls == {"rms_norm": 1, "add_rms_norm": 4, "relu_squared": 2, "head_product": 1}
+    expected = {"rms_norm": 1, "add_rms_norm": 4, "relu_squared": 2, "qk_norm_rotary": 1, "head_product": 1}
+    assert kernels.calls == expected
 
 
 class TestDtypes:
