@@ -12,8 +12,8 @@ from mambaslots.vllm.align_kernels import (
     precopy_mamba_align_fused_kernel,
 )
 
-WINDOWS = {True: 16, False: 8}
-"""Bytes of a window of 7 bfloat16 inputs, and inputs, rounded up to a power of two."""
+WINDOW = 16
+"""Bytes of a window of 7 bfloat16 inputs, rounded up to a power of two."""
 LAYOUT = {"block_table_ptrs_ptr": "*i64", "state_records_ptr": "*i64", "num_reqs": "i32"} | dict(
     zip(LAYOUT_NUMBERS, ("i64", "i64", "i32", "i32"), strict=True)
 )
@@ -55,8 +55,7 @@ def postprocess(dim_first: bool) -> Specialisation:
 
 def constants(dim_first: bool) -> dict[str, Any]:
     return {
-        "COPY_BLOCK_SIZE": COPY_BYTES, "WINDOW": WINDOWS[dim_first], "GROUP": GROUP,
-        "CONV_STATE_DIM_FIRST": dim_first,
+        "COPY_BLOCK_SIZE": COPY_BYTES, "WINDOW": WINDOW, "GROUP": GROUP, "CONV_STATE_DIM_FIRST": dim_first,
     }  # fmt: skip
 
 

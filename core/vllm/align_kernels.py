@@ -7,9 +7,9 @@ Precopy and postprocess have a bounded grid: each program ranks the rows that ne
 n-th tile of these copies. A step in which no row crosses a boundary, which is nearly every step, costs one
 launch whose programs read the rows' numbers and exit.
 
-SSM states are copied as bytes, in 16-byte accesses where addresses are multiples of 16, narrower elsewhere;
-conv states channel by channel. A `layout` argument is the tuple (block_table_ptrs_ptr,
-block_table_stride_req, block_table_columns, state_records_ptr, num_states, num_tiles).
+States are copied as bytes: in 16-byte accesses where addresses and row strides are multiples of 16, narrower
+elsewhere. A `layout` argument is the tuple (block_table_ptrs_ptr, block_table_stride_req,
+block_table_columns, state_records_ptr, num_states, num_tiles).
 """
 
 # mypy: disable-error-code="assignment"
@@ -78,6 +78,7 @@ def _copy_mamba_state_block(
 
     Copies nothing where a column is outside the table or a slot outside the state tensor.
     """
+    ACCESSES: tl.constexpr = COPY_BLOCK_SIZE // 16
     block_table_ptrs_ptr, block_table_stride_req, block_table_columns = layout[0], layout[1], layout[2]
     state_records_ptr, num_tiles = layout[3], layout[5]
     base, slot_stride, element, inner, width, group, rows, row_stride, num_slots = _load_record(
@@ -91,25 +92,43 @@ def _copy_mamba_state_block(
     src_slot = tl.load(table + src_col, mask=in_table, other=-1).to(tl.int64)
     dst_slot = tl.load(table + dst_col, mask=in_table, other=-1).to(tl.int64)
     if (src_slot >= 0) & (src_slot < num_slots) & (dst_slot >= 0) & (dst_slot < num_slots):
+        size = inner * element
         source = base + src_slot * slot_stride
         destination = base + dst_slot * slot_stride
+        # A state is one segment, or none where nothing moves, unless its rows have to be taken one by one.
+        segments = tl.where(src_slot == dst_slot, 0, 1).to(tl.int64)
+        by_rows = False
         if width > 0:
-            if (src_slot != dst_slot) | (token_bias > 0):
-                shift = token_bias * (element if CONV_STATE_DIM_FIRST else row_stride)
-                left = width - token_bias
-                moved = (source + shift, destination, left, rows, inner * element, element, row_stride)
-                if (element | row_stride) & 1 == 0:
-                    _move_window(moved, tile, num_tiles, 2, WINDOW, CONV_STATE_DIM_FIRST)
-                else:
-                    _move_window(moved, tile, num_tiles, 1, WINDOW, CONV_STATE_DIM_FIRST)
-        elif src_slot != dst_slot:
-            copied = (source, destination, inner * element, tile, num_tiles)
-            if (source | destination) & 15 == 0:
-                _copy_bytes(copied, 16, COPY_BLOCK_SIZE // 16)
-            elif (source | destination) & 3 == 0:
-                _copy_bytes(copied, 4, COPY_BLOCK_SIZE // 16)
+            inputs = tl.maximum(width - token_bias, 0)
+            idle = ((src_slot == dst_slot) & (token_bias == 0)) | (inputs == 0)
+            if CONV_STATE_DIM_FIRST:
+                by_rows = ((token_bias > 0) | (row_stride != size)) & (inputs > 0) & (idle == 0)
+                segments = tl.where(idle, 0, 1).to(tl.int64)
+                size *= rows
             else:
-                _copy_bytes(copied, 1, COPY_BLOCK_SIZE // 16)
+                source += token_bias * row_stride
+                segments = tl.where(idle, 0, inputs)
+                if (row_stride == size) & (src_slot != dst_slot):
+                    size *= segments
+                    segments = tl.minimum(segments, 1)
+        if by_rows:
+            if CONV_STATE_DIM_FIRST:
+                source += token_bias * element
+                row_bytes = (width - token_bias) * element
+                shifted = (source, destination, rows, row_bytes, row_stride, tile, num_tiles)
+                if (element | row_stride) & 1 == 0:
+                    _shift_rows(shifted, 2, WINDOW)
+                else:
+                    _shift_rows(shifted, 1, WINDOW)
+        else:
+            copied = (source, destination, segments, size, row_stride, tile, num_tiles)
+            unaligned = source | destination | tl.where(segments > 1, row_stride, 0)
+            if unaligned & 15 == 0:
+                _copy_segments(copied, 16, ACCESSES)
+            elif unaligned & 3 == 0:
+                _copy_segments(copied, 4, ACCESSES)
+            else:
+                _copy_segments(copied, 1, ACCESSES)
 
 
 @triton.jit
@@ -123,43 +142,46 @@ def _load_record(state_records_ptr, state_idx):
 
 
 @triton.jit
-def _copy_bytes(copied, ALIGN: tl.constexpr, ACCESSES: tl.constexpr):
-    """This tile's share of `copied`: source and destination address, size, tile, number of tiles."""
-    source, destination, size, tile, num_tiles = copied
+def _copy_segments(copied, ALIGN: tl.constexpr, ACCESSES: tl.constexpr):
+    """This tile's bytes of equally long segments, the first segment first.
+
+    `copied` is (source address, destination address, number of segments, bytes of one segment, stride between
+    segments in bytes, tile, number of tiles). Source and destination may overlap, the destination being the
+    lower one: a destination segment then is the source of an earlier segment. Every program copies the same
+    bytes of all segments, so it has read them before it overwrites them.
+    """
+    source, destination, segments, size, stride, tile, num_tiles = copied
     pieces = tl.cdiv(size, ACCESSES * ALIGN)
     for turn in range(tl.cdiv(pieces - tile, num_tiles)):
         piece = tile + turn * num_tiles
-        copy_tile(source, destination, piece, pieces, size, ALIGN, ALIGN > 1, ACCESSES)
+        for segment in range(segments):
+            shift = segment * stride
+            copy_tile(source + shift, destination + shift, piece, pieces, size, ALIGN, ALIGN > 1, ACCESSES)
+            if segments > 1:
+                tl.debug_barrier()  # other threads' loads and stores of the next segment
 
 
 @triton.jit
-def _move_window(
-    moved, tile, num_tiles, ALIGN: tl.constexpr, WINDOW: tl.constexpr, DIM_FIRST: tl.constexpr
-):  # fmt: skip
-    """This tile's share of the channels of a conv state; source and destination may overlap.
+def _shift_rows(shifted, ALIGN: tl.constexpr, WINDOW: tl.constexpr):
+    """This tile's share of rows whose source and destination may overlap.
 
-    `moved` is (source address, destination address, inputs to move, rows, bytes of a row, of an element, and
-    between rows). A program has all words of a channel: it loads them before it stores one.
+    `shifted` is (source address, destination address, number of rows, bytes of one row, stride between rows
+    in bytes, tile, number of tiles).
     """
-    source, destination, left, rows, row_bytes, element, stride = moved
+    source, destination, num_rows, row_bytes, stride, tile, num_tiles = shifted
     word: tl.constexpr = tl.int16 if ALIGN == 2 else tl.int8
-    TAPS: tl.constexpr = WINDOW // ALIGN if DIM_FIRST else WINDOW
-    CHANNELS: tl.constexpr = 1024 // TAPS if TAPS < 1024 else 1
-    taps = left * element // ALIGN if DIM_FIRST else left
-    channels = (rows if DIM_FIRST else row_bytes // ALIGN).to(tl.int32)
+    WORDS: tl.constexpr = WINDOW // ALIGN
+    ROWS: tl.constexpr = 1024 // WORDS if WORDS < 1024 else 1
     source_words = source.to(tl.pointer_type(word))
     destination_words = destination.to(tl.pointer_type(word))
-    tap = tl.arange(0, TAPS)[None, :]
-    for first in range(tile * CHANNELS, channels, num_tiles * CHANNELS):
-        channel = first + tl.arange(0, CHANNELS)[:, None]
-        inside = (channel < channels) & (tap < taps)
-        if DIM_FIRST:  # noqa: SIM108
-            offset = channel * (stride // ALIGN) + tap
-        else:
-            offset = channel + tap * (stride // ALIGN)
-        words = tl.load(source_words + offset, mask=inside)
+    place = tl.arange(0, WORDS)[None, :]
+    for first in range(tile * ROWS, num_rows.to(tl.int32), num_tiles * ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        inside = (row < num_rows) & (place < row_bytes // ALIGN)
+        offset = row * (stride // ALIGN) + place
+        moved = tl.load(source_words + offset, mask=inside)
         tl.debug_barrier()  # what is stored below may be what other threads load above
-        tl.store(destination_words + offset, words, mask=inside)
+        tl.store(destination_words + offset, moved, mask=inside)
 
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
@@ -261,6 +283,6 @@ def _launch(kernel: Any, layout: AlignLayout, num_reqs: int, *arguments: Any) ->
             *arguments,
             layout.table_addresses, tables.stride(0), tables.shape[1],
             layout.state_records, num_states, num_tiles,
-            COPY_BLOCK_SIZE=COPY_BYTES, WINDOW=triton.next_power_of_2(max(layout.longest_window, 2)),
+            COPY_BLOCK_SIZE=COPY_BYTES, WINDOW=triton.next_power_of_2(max(layout.max_window_bytes, 2)),
             CONV_STATE_DIM_FIRST=layout.conv_dim_first, GROUP=GROUP, num_warps=NUM_WARPS, num_stages=1,
         )  # fmt: skip

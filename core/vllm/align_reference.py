@@ -56,7 +56,7 @@ class AlignLayout:
     table_addresses: Tensor  # [tables] int64 on the device
     state_records: Tensor  # [states, fields of StateRecord] int64 on the device
     max_state_bytes: int
-    longest_window: int  # inputs of a conv window; bytes where `conv_dim_first`
+    max_window_bytes: int  # of the longest conv window of one channel
 
     @classmethod
     def from_tensors(
@@ -86,9 +86,7 @@ class AlignLayout:
             table_addresses=torch.tensor(addresses, dtype=torch.int64, device=first.device),
             state_records=torch.tensor(records, dtype=torch.int64, device=first.device),
             max_state_bytes=max(state.states[0].numel() * state.states.itemsize for state in states),
-            longest_window=max(
-                state.conv_width * (state.states.itemsize if conv_dim_first else 1) for state in states
-            ),
+            max_window_bytes=max(state.conv_width * state.states.itemsize for state in states),
         )
 
     def lies_in(self, states: Sequence[AlignState], block_tables: Sequence[Tensor]) -> bool:
