@@ -47,7 +47,7 @@ class PartMove(NamedTuple):
         strides = [stride * pool.itemsize for pool in (source, destination) for stride in pool.stride()[:2]]
         addresses = source.data_ptr(), destination.data_ptr()
         size = math.prod(destination.shape[2:]) * destination.itemsize
-        return cls(*addresses, size, *strides, align=math.gcd(WIDEST, *addresses, *strides))
+        return cls(*addresses, size, *strides, math.gcd(WIDEST, *addresses, *strides))
 
     @property
     def tiles(self) -> int:
