@@ -47,7 +47,8 @@ class PartMove(NamedTuple):
         strides = [stride * pool.itemsize for pool in (source, destination) for stride in pool.stride()[:2]]
         addresses = source.data_ptr(), destination.data_ptr()
         size = math.prod(destination.shape[2:]) * destination.itemsize
-        return cls(*addresses, size, *strides, math.gcd(WIDEST, *addresses, *strides))
+        align = math.gcd(WIDEST, *addresses, *strides)
+        return cls(*addresses, size, strides[0], strides[1], strides[2], strides[3], align)
 
     @property
     def tiles(self) -> int:
