@@ -94,15 +94,15 @@ def test_a_script_that_knows_nothing_of_us_serves_right_answers_from_our_cache_a
 
 
 @pytest.mark.long
-def test_under_torchrun_rank_0_speaks_and_every_rank_writes_its_statistics(
-    right_answers: Any, tmp_path: Path
-) -> None:
+def test_under_torchrun_rank_0_speaks_and_every_rank_writes_its_statistics(tmp_path: Path) -> None:
     torchrun, *options = documented("torchrun")
     assert torchrun == "torchrun"
     where = options.index("SCRIPT")
     command = [*options[:where], "--json", str(tmp_path / "stats.json"), str(SCRIPT), *options[where + 1 :]]
-    ran = run("-m", "torch.distributed.run", "--standalone", *command)
-    assert ran["answers"] == right_answers
+    on_ranks = ("-m", "torch.distributed.run", "--standalone")
+    ran = run(*on_ranks, *command)
+    alone = run(*on_ranks, *options[: options.index("-m")], SCRIPT, "--no-cache")
+    assert ran["answers"] == alone["answers"]  # of a model split over 2 ranks, which has weights of its own
     assert sum("methods and the allocator replaced" in line for line in ours(ran["stderr"])) == 1
     assert ours(ran["stderr"]).count("1 context built") == 1
     ranks = [json.loads((tmp_path / name).read_text()) for name in ("stats.json", "stats-rank1.json")]
