@@ -190,6 +190,7 @@ def test_the_models_kernels_keep_all_rules_on_a_gpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding, in the interpreter
 def test_the_gpus_kernels_keep_all_rules_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
