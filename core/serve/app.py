@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from prometheus_client.core import CounterMetricFamily
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -17,9 +18,11 @@ from starlette.staticfiles import StaticFiles
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel, LoadedText
 from ..validation import instance
+from .connections import FailedAccepts
 from .gate import Gate, JSONAnswer, Keys, RequestError, json_bytes
 from .generation import LocalEngine, ServedEngine
 from .http_answers import ChatForm, Form
+from .metrics import families, text_of
 from .service import Service
 from .settings import ServerSettings
 
@@ -147,6 +150,11 @@ async def health(request: Request) -> Response:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     content, media_type = await _service(request).engine.metrics_text()
+    failed_accepts: FailedAccepts | None = getattr(request.app.state, "failed_accepts", None)
+    if failed_accepts is not None:
+        help_text = "Attempts to accept connections that failed for want of descriptors or memory."
+        row = ("failed_accepts", help_text, failed_accepts.count, "")
+        content += text_of(families(CounterMetricFamily, [row]))[0]
     return Response(content, media_type=media_type)
 
 

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel
 from .app import make_app
+from .connections import Connection, FailedAccepts, raise_descriptor_limit
 from .gate import add_host_check
 from .service import Service
 from .settings import ServerSettings, listen
@@ -41,6 +42,7 @@ def serve(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: ServerS
     Returns:
         The exit code: 0 after a shutdown, 1 where the address cannot be used or the engine has stopped.
     """
+    raise_descriptor_limit()
     app = make_app(engine, loaded, settings)
     add_host_check(app, settings)
     try:
@@ -69,7 +71,8 @@ class _Server(uvicorn.Server):
             app,
             lifespan="on",
             ws="none",
-            http="h11",  # httptools, which may be installed for others, takes headers of any size
+            http=Connection,  # httptools, which may be installed for others, takes headers of any size
+            loop="asyncio",  # uvloop, which may be, too, drops clients without a word for want of descriptors
             log_config=None,
             log_level="warning",
             access_log=False,  # it would show what stands in a query
@@ -80,6 +83,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         logging.getLogger("uvicorn.access").disabled = True  # also where it has a handler
         self._app = app
+        app.state.failed_accepts = FailedAccepts()
         self._listener = listener
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -88,6 +92,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        self._app.state.failed_accepts.watch(self._loop, self.server_state)
         await super().startup(sockets)
         settings: ServerSettings = self._app.state.settings
         address = url(settings.host, self._listener.getsockname()[1])

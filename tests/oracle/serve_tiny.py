@@ -1,10 +1,12 @@
 """A process that serves a tiny model with `serve`; its argument is the settings as JSON.
 
-With "hangs" its first step does not end; "max_requests" run at once, 2 without it.
+With "hangs" its first step does not end; "max_requests" run at once, 2 without it;
+it may open "max_files", if it raises its limit, which is half of that.
 """
 
 import json
 import logging
+import resource
 import sys
 from time import sleep
 
@@ -16,6 +18,8 @@ from oracle.served import small_config, tiny_loaded
 if __name__ == "__main__":
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
+    if max_files := settings.pop("max_files", 0):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_files // 2, max_files))
     logging.basicConfig(level=logging.INFO)
     loaded = tiny_loaded()
     engine = ms.DynamicInferenceEngine(

@@ -19,6 +19,7 @@ import uvicorn
 from mambaslots.loaded_model import LoadedText
 from mambaslots.serve import ServerSettings, make_app
 from mambaslots.serve.app import make_app_over
+from mambaslots.serve.connections import Connection
 from mambaslots.text import ByteTokenizer, ChatTemplate, GenerationDefaults, TextCodec
 from oracle.fleet import Replicas
 
@@ -202,7 +203,7 @@ def serving_app(app: Any, loaded: ms.LoadedModel, config: ms.InferenceConfig) ->
     """A server of `app` in a thread."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
-        uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", http="h11", ws="none")
+        uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", http=Connection, ws="none")
     )
     logging.getLogger("uvicorn.access").disabled = True
     served = Served(loaded, config, listener.getsockname()[1], app, server)

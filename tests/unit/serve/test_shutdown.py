@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -314,3 +314,35 @@ def test_an_address_in_use_is_reported_in_a_line() -> None:
         loaded = tiny_loaded()
         engine = ms.DynamicInferenceEngine(loaded.model, small_config(num_kv_blocks=64))
         assert serve(engine, loaded, ServerSettings(model_name="tiny", port=port)) == 1
+
+
+def health_over(connection: http.client.HTTPConnection) -> int:
+    connection.request("GET", "/health")
+    answer = connection.getresponse()
+    answer.read()
+    return answer.status
+
+
+def test_out_of_descriptors_silent_connections_are_closed_and_others_served() -> None:
+    with process(max_files=200) as server, ExitStack() as clients:  # the soft limit, 100, is raised
+        kept = [http.client.HTTPConnection("127.0.0.1", server.port, timeout=60) for _ in range(20)]
+        for connection in kept:
+            clients.callback(connection.close)
+            assert health_over(connection) == 200
+        for _ in range(200):
+            clients.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+        begun_s = time.monotonic()
+        assert server.ask("/health")[0] == 200
+        assert time.monotonic() - begun_s < 10
+        for connection in kept:  # those without any request are closed first
+            assert health_over(connection) == 200
+        figures = server.ask("/metrics")[1].decode().splitlines()
+        (count,) = [
+            line.split()[1] for line in figures if line.startswith("mambaslots_failed_accepts_total ")
+        ]
+        assert float(count) >= 1
+        server.process.terminate()
+        code, errors = server.end()
+    assert code == 0
+    assert "no connection can be accepted (Too many open files)" in errors
+    assert "Traceback" not in errors

@@ -1,0 +1,125 @@
+"""Connections of clients: those that send nothing more, and those for which no descriptors are left."""
+
+import asyncio
+import errno
+import logging
+import resource
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+logger = logging.getLogger(__package__)
+
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_FAILURE_S = 0.5
+"""The loop tries again after a second, and reports a failure once for each place of its backlog."""
+_SETTLED_S = 0.05
+"""Connections that were accepted at once are known so long afterwards."""
+_FIRST_PROBE_S, _LONGEST_PROBE_S = 0.004, 0.5
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open as many files and connections as it may; a shell's 1024 are few clients."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    except (ValueError, OSError) as error:  # macOS says "infinity", and does not accept it
+        logger.warning("the limit of open files stays as it is: %s", error)
+
+
+class Connection(H11Protocol):
+    """A connection whose client may end its sending side: the requests that it has sent are answered.
+
+    Only what is sent to a client shows whether it still reads. Until the answer begins it gets "100 Continue"
+    up to twice a second, which clients skip; one that has gone is noticed by the second.
+    """
+
+    has_ended = False
+    """Whether the client sends nothing more."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.silent_since_s = self.loop.time()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether no request has begun and no answer is on its way."""
+        has_request = self.cycle is not None and not self.cycle.response_complete
+        return not (has_request or self.transport.is_closing() or self.transport.get_write_buffer_size())
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        cycle = self.cycle
+        if (
+            cycle is None
+            or cycle.response_complete
+            or cycle.more_body
+            or cycle.scope["http_version"] == "1.0"
+        ):
+            return False
+        if not self.has_ended:
+            self.has_ended = True
+            self._probe(_FIRST_PROBE_S)
+        return True
+
+    def _probe(self, seconds: float) -> None:
+        """Send something until the answer begins: where nobody reads, the connection is lost."""
+        if self.transport.is_closing() or self.cycle.response_started:
+            return
+        self.transport.write(
+            self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
+        )
+        self.loop.call_later(seconds, self._probe, min(2 * seconds, _LONGEST_PROBE_S))
+
+    def on_response_complete(self) -> None:
+        self.silent_since_s = self.loop.time()
+        answered = self.cycle
+        super().on_response_complete()  # begins with the next request, where it has come
+        if self.has_ended and self.cycle is answered:
+            self.transport.close()
+        elif self.has_ended:
+            self._probe(_FIRST_PROBE_S)
+
+
+class FailedAccepts:
+    """What a loop does that cannot accept connections: silent ones are closed, and others get their places.
+
+    Attributes:
+        count: failures so far, at most two a second.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._failed_s = 0.0
+
+    def watch(self, loop: asyncio.AbstractEventLoop, state: ServerState) -> None:
+        """Handle the failures of a loop's listeners; `state` has the connections."""
+
+        def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            error = context.get("exception")
+            if not ("socket" in context and isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES):
+                loop.default_exception_handler(context)
+            elif loop.time() - self._failed_s > _FAILURE_S:
+                self._failed_s = loop.time()
+                loop.call_later(_SETTLED_S, self._make_room, error, state)
+
+        loop.set_exception_handler(handle)
+
+    def _make_room(self, error: OSError, state: ServerState) -> None:
+        """Close half of the silent connections, first those that never sent a request, by their age."""
+        self.count += 1
+        connections = [one for one in state.connections if isinstance(one, Connection)]
+        silent = [one for one in connections if one.is_silent]
+        silent.sort(key=lambda one: (one.cycle is not None, one.silent_since_s))
+        closed = silent[: (len(silent) + 1) // 2]
+        for one in closed:
+            one.shutdown()
+        logger.error(
+            "no connection can be accepted (%s): of %d that are open %d have no request, and %d of these are "
+            "closed",
+            error.strerror,
+            len(connections),
+            len(silent),
+            len(closed),
+        )
