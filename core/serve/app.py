@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from prometheus_client.core import CounterMetricFamily
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -22,7 +21,7 @@ from .connections import FailedAccepts
 from .gate import Gate, JSONAnswer, Keys, RequestError, json_bytes
 from .generation import LocalEngine, ServedEngine
 from .http_answers import ChatForm, Form
-from .metrics import families, text_of
+from .metrics import connections_text
 from .service import Service
 from .settings import ServerSettings
 
@@ -152,9 +151,7 @@ async def metrics(request: Request) -> Response:
     content, media_type = await _service(request).engine.metrics_text()
     failed_accepts: FailedAccepts | None = getattr(request.app.state, "failed_accepts", None)
     if failed_accepts is not None:
-        help_text = "Attempts to accept connections that failed for want of descriptors or memory."
-        row = ("failed_accepts", help_text, failed_accepts.count, "")
-        content += text_of(families(CounterMetricFamily, [row]))[0]
+        content += connections_text(failed_accepts.count)
     return Response(content, media_type=media_type)
 
 

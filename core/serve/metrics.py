@@ -37,6 +37,13 @@ def metrics_text(monitor: Monitor) -> tuple[bytes, str]:
     return text_of(monitor_metrics(monitor))
 
 
+def connections_text(num_failed_accepts: int) -> bytes:
+    """What a server that accepts connections itself adds to the metrics of its engine."""
+    help_text = "Attempts to accept connections that failed for want of descriptors or memory."
+    row: Row = ("failed_accepts", help_text, num_failed_accepts, "")
+    return text_of(families(CounterMetricFamily, [row]))[0]
+
+
 def monitor_metrics(monitor: Monitor) -> Iterator[Metric]:
     """All metrics of an engine."""
     figures = monitor.figures()

@@ -15,7 +15,7 @@ pytest.importorskip("prometheus_client")
 
 from mambaslots.fleet.figures import fleet_metrics_text
 from mambaslots.monitor import Monitor
-from mambaslots.serve.metrics import metrics_text
+from mambaslots.serve.metrics import connections_text, metrics_text
 from prometheus_client.parser import text_string_to_metric_families
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -69,7 +69,8 @@ def test_the_dashboard_shows_and_the_page_explains_every_metric(labels_of: dict[
     names = names_of(set(labels_of))
     assert names_of(set(METRIC.findall(" ".join(expressions())))) == names
     fleet = {name for name in METRIC.findall(PAGE) if name.startswith("mambaslots_fleet_")}
-    assert set(METRIC.findall(PAGE)) == names | fleet
+    of_connections = set(METRIC.findall(re.sub("(?m)^#.*", "", connections_text(0).decode())))
+    assert set(METRIC.findall(PAGE)) == names | fleet | of_connections
     text = fleet_metrics_text({"replicas": 1})[0].decode()
     assert fleet == set(METRIC.findall(re.sub("(?m)^#.*", "", text)))
 
