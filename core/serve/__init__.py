@@ -1,6 +1,7 @@
 """The server: OpenAI's endpoints over one engine. It needs the extra `mambaslots[serve]`.
 
 server, app, settings                the process, its endpoints and its settings
+connections                          clients that half-close, and processes out of descriptors
 gate                                 around each request: host, key, id, log line, errors as JSON
 requests, service, generation        bodies as models; jobs within the limits; streams of an engine to HTTP
 http_answers, metrics                an answer as OpenAI's JSON; Prometheus' text
