@@ -74,6 +74,9 @@ class Places:
         self, source: int, target: int, prefixes: Any, fault: str, random: Random
     ) -> ImportReport | None:
         """Hand prefixes from one replica to another."""
+        if fault:  # an open connection has the methods that it was made with, and would not lie
+            for end in self._channels.pop((source, target), ()):
+                end.close()
         sending, receiving = await self._ends(source, target)
         timeout_s = _SHORT_S if fault else _PATIENCE_S
         late_s = _SHORT_S / 2 if fault == "late" else 0.0
