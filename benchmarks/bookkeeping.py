@@ -7,6 +7,8 @@ States are tiny: no row measures copying them.
 
 allocate 8 with eviction    `allocate_slots_batch` of 8 blocks on a full pool of 256 registered states
 64 has_state                half of them hits
+64 slots, a turn            `allocate_slots_batch` of 64 blocks, `register_block_hashes_batch` of their hashes
+                            and `on_kv_blocks_deregistered` of the blocks, on a pool with room; a part each
 64 blocks, a life           one sequence of 64 blocks through the KV allocator and the slot allocator that
                             observes it: `allocate_memory_blocks`; hashes into the KV index (stock
                             `register_kv_block_hashes`; ours `register_chain`, which also keeps tokens and
@@ -173,6 +175,31 @@ class LookedUpSlots:
 
     def outcome(self) -> object:
         return self._found
+
+
+class TurningSlots:
+    """64 blocks in any order get slots and hashes, and are deregistered."""
+
+    def __init__(self, allocator: type[Any], num_kv_blocks: int) -> None:
+        self._slots = SlotHost(num_kv_blocks).slot_allocator(allocator, 4096)
+        self._blocks = random.Random(0).sample(range(num_kv_blocks - 1), 64)
+        self._hashes = count(1)
+        self.parts = [
+            ("allocate", lambda: self._slots.allocate_slots_batch(self._blocks)),
+            ("", self._look),
+            ("register", lambda: self._slots.register_block_hashes_batch(self._blocks, self._keys)),
+            ("deregister", lambda: self._slots.on_kv_blocks_deregistered(self._blocks, self._gone)),
+        ]
+
+    def prepare(self) -> None:
+        self._keys = [next(self._hashes) for _ in self._blocks]
+        self._gone = set(self._keys)
+
+    def _look(self) -> None:
+        self._found = [self._slots.has_state(block) for block in self._blocks]
+
+    def outcome(self) -> object:
+        return self._found, self._slots.hash_to_block_id.copy(), self._slots.free_count
 
 
 # ---- both allocators together
@@ -480,6 +507,8 @@ def rows() -> Iterator[Row]:
         yield Row(f"allocate 8 with eviction, {blocks:,} KV blocks", *sides, least)
     sides = [partial(LookedUpSlots, allocator, 65536) for allocator in both]
     yield Row("64 has_state, 65,536 KV blocks", *sides, 5.0)
+    sides = [partial(TurningSlots, allocator, 65536) for allocator in both]
+    yield Row("64 slots, a turn, 65,536 KV blocks", *sides, 3.0)
     for blocks, policy, full, name in (
         (4096, "lru", True, "full pool of 4,096"),
         (65536, "lru", True, "full pool of 65,536"),

@@ -116,14 +116,9 @@ def is_unordered(values: object) -> bool:
     return isinstance(values, (Set, Mapping, MappingView))
 
 
-def all_ints(values: Sequence[int]) -> TypeGuard[list[int]]:
-    """Whether `values` is a list of ints only; bools, tensors and numpy integers are not ints."""
-    return type(values) is list and countOf(map(type, values), int) == len(values)
-
-
 def ints_within(values: Sequence[int], minimum: int, maximum: int) -> TypeGuard[list[int]]:
-    """Whether `values` is a non-empty list of ints within [minimum, maximum]."""
-    if not all_ints(values) or not values:
+    """Whether `values` is a non-empty list of ints within [minimum, maximum]; bools are not ints."""
+    if type(values) is not list or not values or countOf(map(type, values), int) < len(values):
         return False
     ordered = sorted(values)  # a third of the time of `min` and `max`
     return ordered[0] >= minimum and ordered[-1] <= maximum

@@ -93,17 +93,19 @@ class HostSlotAllocator(MambaSlotAllocator):
         """
         blocks, keys = self._checked_blocks(block_ids), integers("hashes", hashes)
         check_lengths(blocks, hashes=keys)
-        pairs = list(zip(blocks, keys, strict=True))
-        states, reserved = self.slots.tree.slot_by_block, set(self.slots.reserved.values())
-        lacking = [b for b, key in pairs if key > 0 and b not in states and b not in reserved]
-        stateless = list(dict.fromkeys(lacking))[: self.free_count]
-        if stateless:
-            _logger.warning("blocks %s are registered without a state; they get a zero state", stateless)
-            slots = self.slots.allocate(stateless)
-            for tensor in self._durable:
-                tensor[:, slots] = 0
-        found = [(b, key) for b, key in pairs if b in states]  # a block without a slot is not found
-        super().register_block_hashes_batch([b for b, _ in found], [key for _, key in found])
+        states = self.slots.tree.slot_by_block
+        lacking = [b for b, key in zip(blocks, keys, strict=True) if b not in states and key > 0]
+        if lacking:
+            reserved = self.slots.reserved.values()
+            stateless = [b for b in dict.fromkeys(lacking) if b not in reserved][: self.free_count]
+            if stateless:
+                _logger.warning("blocks %s are registered without a state; they get a zero state", stateless)
+                slots = self.slots.allocate(stateless)
+                for tensor in self._durable:
+                    tensor[:, slots] = 0
+            found = [(b, key) for b, key in zip(blocks, keys, strict=True) if b in states]
+            blocks, keys = [b for b, _ in found], [key for _, key in found]  # one without a slot is not found
+        super().register_block_hashes_batch(blocks, keys)
 
     # ---- checkpoints
 

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import countOf
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ...validation import (
     instance,
     integer,
     integers,
+    ints_within,
     numbers,
     shown,
 )
@@ -272,17 +274,20 @@ class MambaSlotAllocator:
 
         A hash in use keeps finding its older state.
         """
-        blocks = self._checked_blocks(block_ids)
-        keys = checked_integers("hashes", hashes, -MAX_HASH - 1, MAX_HASH)
+        keys = hashes if ints_within(hashes, 1, MAX_HASH) else integers("hashes", hashes, ~MAX_HASH, MAX_HASH)
+        # Blocks with a slot are in range: the look-up below says so.
+        exact = type(block_ids) is list and countOf(map(type, block_ids), int) == len(block_ids)
+        blocks = block_ids if exact and keys is hashes else self._checked_blocks(block_ids)
         if len(blocks) != len(keys):
             raise ValueError(f"hashes has {len(keys)} entries; accepted: {len(blocks)}, as block_ids")
-        if min(keys, default=1) <= 0:
+        if keys is not hashes:  # some may be <= 0
             named = [(block, key) for block, key in zip(blocks, keys, strict=True) if key > 0]
             blocks, keys = [block for block, _ in named], [key for _, key in named]
         slot_by_block = self.slots.tree.slot_by_block
-        if any(block not in slot_by_block for block in blocks):
-            raise ValueError(f"block_ids is {block_ids}; accepted: blocks with a slot")
-        slots = [slot_by_block[block] for block in blocks]
+        try:
+            slots = [slot_by_block[block] for block in blocks]
+        except KeyError:
+            raise ValueError(f"block_ids is {shown(block_ids)}; accepted: blocks with a slot") from None
         self.slots.name(blocks, slots, keys)
 
     # ---- states

@@ -48,7 +48,7 @@ class PlainTree:
 
     def remove(self, path: Path) -> None:
         self.policy.insert([0])
-        self.policy.name(0, path[-1], lambda: path)
+        self.policy.name([0], [path[-1]], lambda i: path)
         self.policy.remove([0], remember=False)
         self.known.remove(path)
 

@@ -162,8 +162,8 @@ FAULTS = {
         (
             (
                 POLICIES + "prefix_tree.py",
-                "            if block_named.setdefault(key, block) == block:\n",
-                "            if block_named.setdefault(key, block):\n",
+                "            if name(key, block) == block:\n",
+                "            if name(key, block):\n",
             ),
         ),
     ),

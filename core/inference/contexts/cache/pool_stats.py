@@ -91,15 +91,18 @@ class Turnover[Cause: str]:
 
     def note_ages(self, now_ns: int, last_used_ns: list[int]) -> None:
         """Note the ages of evicted states."""
-        ages = [now_ns - used for used in last_used_ns]
-        youngest, oldest = (bisect_left(_BOUNDS_NS, age) for age in (min(ages), max(ages)))
-        if youngest == oldest:  # most are: what is evicted together was used together
-            self._age_counts[youngest] += len(ages)
+        first, number = last_used_ns[0], len(last_used_ns)
+        if last_used_ns.count(first) == number:  # most are: what is evicted together was used together
+            age = now_ns - first
+            self._age_counts[bisect_left(_BOUNDS_NS, age)] += number
+            self._age_sum_ns += age * number
+            self._recent_ns.extend([age] * number)
         else:
+            ages = [now_ns - used for used in last_used_ns]
             for age in ages:
                 self._age_counts[bisect_left(_BOUNDS_NS, age)] += 1
-        self._age_sum_ns += sum(ages)
-        self._recent_ns.extend(ages)
+            self._age_sum_ns += sum(ages)
+            self._recent_ns.extend(ages)
 
     def mend(self, num_present: int) -> None:
         """Repair the counts after an interrupted change: `num_present` units are there; no count falls."""

@@ -1,6 +1,6 @@
 """The index of cached prefixes: registered KV blocks, the states at their ends, and what was evicted."""
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from .pool_stats import (
@@ -53,10 +53,10 @@ class PrefixTree:
         self.slot_by_block: dict[int, int] = {}
         self.hash_to_block_id: dict[int, int] = {}
         self.used: set[int] = set()
-        # For each slot its last block, and the hash that finds the state, or 0. Stale without a state.
-        self._block_by_slot: list[int] = []
-        self._key_by_slot: list[int] = []
-        self._last_used_ns: OrderedDict[int, int] = OrderedDict()  # of slots with states, LRU first
+        self._block_by_slot: list[int] = []  # for each slot its last block; stale without a state
+        self._key_by_slot: list[int] = []  # for each slot the hash that finds its state, or 0; stale without
+        self._last_used_ns: list[int] = []  # for each slot, by `_use_clock`; stale without a state
+        self._use_clock = 0  # no two changes happen at one time, also where the caller's clock stands
         self.leaves = LeafOrder([0] * num_blocks, self.holds_state)
         self.turnover = Turnover[KVRemovalCause](KV_REMOVAL_CAUSES)
         self.state_turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES)
@@ -264,6 +264,7 @@ class PrefixTree:
         """States are in slots 0 .. num_slots - 1; at least so many ghosts are remembered."""
         self._block_by_slot = [-1] * num_slots
         self._key_by_slot = [0] * num_slots
+        self._last_used_ns = [0] * num_slots
         self.ghosts.capacity = max(self.ghosts.capacity, num_ghosts)
 
     def slot_of(self, block: int) -> int:
@@ -290,26 +291,28 @@ class PrefixTree:
 
     def states_by_recency(self) -> list[int]:
         """The slots of all states, least recently used first: the same on all ranks, under all policies."""
-        return list(self._last_used_ns)
+        return sorted(self.slot_by_block.values(), key=self._last_used_ns.__getitem__)
 
     def enter_states(self, blocks: Sequence[int], slots: Sequence[int], now_ns: int) -> None:
         """The slots hold the blocks' states; no hash finds these states yet."""
-        slot_by_block, block_by_slot, key_by_slot = self.slot_by_block, self._block_by_slot, self._key_by_slot
+        slot_by_block, block_by_slot = self.slot_by_block, self._block_by_slot
+        key_by_slot, last_used_ns = self._key_by_slot, self._last_used_ns
+        now_ns = self._use_clock = max(self._use_clock + 1, now_ns)
         for block, slot in zip(blocks, slots, strict=True):
             slot_by_block[block] = slot
             block_by_slot[slot] = block
             key_by_slot[slot] = 0
-        self._last_used_ns.update(dict.fromkeys(slots, now_ns))
+            last_used_ns[slot] = now_ns
         self.state_turnover.num_entered += len(blocks)
         self._note_states_changed(blocks)
 
     def name_states(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
         """Make the blocks' states, in these slots, findable; a hash in use keeps finding its older state."""
         block_named, key_by_slot = self.hash_to_block_id, self._key_by_slot
+        name = block_named.setdefault
         for block, slot, key in zip(blocks, slots, keys, strict=True):
-            if block_named.setdefault(key, block) == block:
-                former = key_by_slot[slot]
-                if former and former != key:
+            if name(key, block) == block:
+                if (former := key_by_slot[slot]) and former != key:
                     del block_named[former]
                 key_by_slot[slot] = key
         self.ghosts.discard_states(keys)
@@ -317,8 +320,7 @@ class PrefixTree:
 
     def note_state_used(self, slot: int, now_ns: int) -> None:
         """A request resumed from this slot."""
-        self._last_used_ns[slot] = now_ns
-        self._last_used_ns.move_to_end(slot)
+        self._last_used_ns[slot] = self._use_clock = max(self._use_clock + 1, now_ns)
         self.used.add(slot)
 
     def note_refused(self, keys: Sequence[int]) -> None:
@@ -335,21 +337,26 @@ class PrefixTree:
 
     def remove_states(self, blocks: Sequence[int], cause: StateRemovalCause, now_ns: int) -> list[int]:
         """Forget the states of these blocks, as far as they have one; returns the slots of these states."""
-        slot_by_block, block_named, key_by_slot = self.slot_by_block, self.hash_to_block_id, self._key_by_slot
-        removed = [block for block in blocks if block in slot_by_block]
-        slots = [slot_by_block[block] for block in removed]
+        slot_by_block, key_by_slot = self.slot_by_block, self._key_by_slot
+        removed = blocks
+        try:
+            slots = [slot_by_block[block] for block in blocks]
+        except KeyError:  # some have no state
+            removed = [block for block in blocks if block in slot_by_block]
+            slots = [slot_by_block[block] for block in removed]
         keys = [key for slot in slots if (key := key_by_slot[slot])]
         if cause in ("new_state", "live_state"):
             self.ghosts.add_all(keys, "state")
+        unname = self.hash_to_block_id.pop
         for key in keys:  # the hash goes first, because it is what makes a state findable
-            block_named.pop(key, None)
+            unname(key, None)
         for block in removed:
             del slot_by_block[block]
         turnover = self.state_turnover
         turnover.by_cause[cause] += len(slots)
-        last_used_ns = [self._last_used_ns.pop(slot) for slot in slots]
         if slots and cause in EVICTIONS:
-            turnover.note_ages(now_ns, last_used_ns)
+            last_used_ns = self._last_used_ns
+            turnover.note_ages(max(self._use_clock, now_ns), [last_used_ns[slot] for slot in slots])
             turnover.num_unused += len(slots) - len(self.used and self.used.intersection(slots))
         if self.used:
             self.used.difference_update(slots)
@@ -362,7 +369,6 @@ class PrefixTree:
         num_removed = len(self.slot_by_block)
         self.hash_to_block_id.clear()
         self.slot_by_block.clear()
-        self._last_used_ns.clear()
         self.used.clear()
         self.ghosts.clear()
         self.state_clock += 1
@@ -402,7 +408,7 @@ class PrefixTree:
         slots = {slot: block for block, slot in self.slot_by_block.items()}
         assert len(slots) == len(self.slot_by_block), "two blocks share a slot"
         assert self.blocks_of(slots) == list(self.slot_by_block), "a slot's block is another"
-        assert self._last_used_ns.keys() == slots.keys(), "the recency of other states than the committed"
+        assert all(self._last_used_ns[slot] <= self._use_clock for slot in slots), "a use is in the future"
         assert self.used <= slots.keys(), "a slot without a state counts as used"
         keys = {key: block for slot, block in slots.items() if (key := self._key_by_slot[slot])}
         assert keys == self.hash_to_block_id, "a state's hash is another"

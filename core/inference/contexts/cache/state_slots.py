@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from ....errors import MambaSlotCapacityError
@@ -288,8 +287,10 @@ class StateSlots:
                     f"block_ids names {min(reserved)}; accepted: blocks that no reservation will commit"
                 )
         slot_by_block = self.tree.slot_by_block
-        new = [block for block in dict.fromkeys(blocks) if block not in slot_by_block]
-        keep = [slot_by_block[b] for b in blocks if b in slot_by_block] if len(new) < len(blocks) else ()
+        new, keep = blocks, []
+        if len(set(blocks)) < len(blocks) or not slot_by_block.keys().isdisjoint(blocks):
+            new = [block for block in dict.fromkeys(blocks) if block not in slot_by_block]
+            keep = [slot_by_block[block] for block in blocks if block in slot_by_block]
         slots = self._take(len(new), keep)
         self._enter(new, slots)
         return [slot_by_block[block] for block in blocks] if len(new) < len(blocks) else slots
@@ -297,8 +298,7 @@ class StateSlots:
     def name(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
         """Make the states in these slots, of these blocks, findable by prefix hash."""
         self.tree.name_states(blocks, slots, keys)
-        for block, slot, key in zip(blocks, slots, keys, strict=True):
-            self.policy.name(slot, key, partial(self.tree.keys_to, block))
+        self.policy.name(slots, keys, lambda i: self.tree.keys_to(blocks[i]))
 
     # ---- removal
 

@@ -4,6 +4,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 from .eviction import EvictionPolicy
@@ -297,8 +298,12 @@ class ValueEviction(EvictionPolicy):
             self._new_serial(node)
             self._push(node)
 
-    def name(self, slot: int, key: int, path: Callable[[], Sequence[int]]) -> None:
-        """The state in `slot` is found under `key`; `path()` returns the hashes of its prefix, `key` last."""
+    def name(self, slots: Sequence[int], keys: Sequence[int], path: Callable[[int], Sequence[int]]) -> None:
+        """The states in `slots` are found under `keys`; `path(i)` returns the hashes of one's prefix."""
+        for i, (slot, key) in enumerate(zip(slots, keys, strict=True)):
+            self._name(slot, key, partial(path, i))
+
+    def _name(self, slot: int, key: int, path: Callable[[], Sequence[int]]) -> None:
         unnamed = self._slots[slot]
         if unnamed.parent is not None:
             if unnamed.key == key:

@@ -14,7 +14,7 @@ def anything(slot):
 def stored(policy, slot, keys, visit, taken_as="tail"):
     policy.plan(keys, len(keys), taken_as, visit)
     policy.insert([slot])
-    policy.name(slot, keys[-1], lambda: keys)
+    policy.name([slot], [keys[-1]], lambda i: keys)
 
 
 def one_request(policy, slot, keys, taken_as="tail"):
@@ -113,7 +113,7 @@ def test_a_host_that_notifies_of_nothing_gets_the_order_of_use():
         policy.insert([slot])
     assert policy.victims(2, anything) == [0, 1]
     for slot in range(4):
-        policy.name(slot, 70 + slot, lambda slot=slot: [70 + slot])
+        policy.name([slot], [70 + slot], lambda i, slot=slot: [70 + slot])
     policy.use(0)
     assert policy.victims(3, anything) == [1, 2, 3]
 
@@ -213,7 +213,7 @@ class ValueMachine(RuleBasedStateMachine):
             del self.held[slot]
         slot = min(set(range(self.SLOTS)) - self.held.keys())
         self.policy.insert([slot])
-        self.policy.name(slot, key, lambda: keys[:depth])
+        self.policy.name([slot], [key], lambda i: keys[:depth])
         self.held[slot] = key
 
     @rule(parts=keys)
@@ -222,7 +222,7 @@ class ValueMachine(RuleBasedStateMachine):
         free = set(range(self.SLOTS)) - self.held.keys()
         if free and keys[-1] not in self.held.values():
             self.policy.insert([min(free)])
-            self.policy.name(min(free), keys[-1], lambda: keys)
+            self.policy.name([min(free)], [keys[-1]], lambda i: keys)
             self.held[min(free)] = keys[-1]
 
     @precondition(lambda self: self.running)
