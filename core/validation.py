@@ -120,7 +120,7 @@ def ints_within(values: Sequence[int], minimum: int, maximum: int) -> TypeGuard[
     """Whether `values` is a non-empty list of ints within [minimum, maximum]; bools are not ints."""
     if type(values) is not list or not values or countOf(map(type, values), int) < len(values):
         return False
-    ordered = sorted(values)  # a third of the time of `min` and `max`
+    ordered: list[int] = sorted(values)  # a third of the time of `min` and `max`
     return ordered[0] >= minimum and ordered[-1] <= maximum
 
 

@@ -2,12 +2,14 @@
 
 import functools
 import importlib
+import importlib.util
 import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +21,17 @@ from ..validation import boolean, instance, shown
 from ..version import VERSION
 from . import admission, cached_answers, lifecycle, mixer, stages
 from .host_record import NO_SLOTS, HostStats, record_of
-from .overrides import REGISTRY, MissingHostError, Original, OtherSettingsError, apply, owner_class
+from .overrides import (
+    REGISTRY,
+    MissingHostError,
+    Original,
+    OtherSettingsError,
+    apply,
+    owner_class,
+    unknown_methods,
+)
 from .slot_allocator import HostSlotAllocator, Settings
-from .versions import DYNAMIC_CONTEXT, TESTED_VERSIONS
+from .versions import DYNAMIC_CONTEXT, TESTED_VERSIONS, hashes_in
 
 _ALLOCATOR_MODULE = "megatron.core.inference.contexts.mamba_slot_allocator"
 CORRECTIONS = (admission, cached_answers, lifecycle, mixer, stages)
@@ -143,6 +153,28 @@ def _require_same(first: Settings, now: Settings) -> None:
             f"{given}; accepted: {accepted}, with which mambaslots.mcore was installed first, or uninstall() "
             "before this call"
         )
+
+
+def describe_outlook() -> str:
+    """One line: what `install` would do with the installed megatron-core, which is read and not imported."""
+    spec = importlib.util.find_spec("megatron")
+    folders = spec.submodule_search_locations if spec is not None else None
+    roots = [Path(folder).parent for folder in folders or ()]
+    root = next((root for root in roots if (root / "megatron" / "core").is_dir()), None)
+    if root is None:
+        return "nothing: megatron-core is not installed"
+    name = versions()["megatron-core"].partition("+")[0]
+    host = "a megatron-core without a version" if name == "not installed" else f"megatron-core {name}"
+    by_owner = {owner: hashes_in(root, owner) for owner in {entry.owner for entry in REGISTRY}}
+    hashes = {
+        entry.name: by_owner[entry.owner][entry.method]
+        for entry in REGISTRY
+        if entry.method in by_owner[entry.owner]
+    }
+    if objections := unknown_methods(REGISTRY, hashes):
+        return f"refuse {host}: {'; '.join(objections)}"
+    tested = "tested" if name in TESTED_VERSIONS else f"not tested; tested are {', '.join(TESTED_VERSIONS)}"
+    return f"install on {host} ({tested}): the sources of all {len(REGISTRY)} replaced methods are known"
 
 
 def _host_version() -> str:

@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +73,9 @@ Original = tuple[Any, str, Callable[..., Any]]
 def apply(overrides: Iterable[Override], version: str) -> list[Original]:
     """Replace the methods. UnknownHostError, with nothing changed, where the source of one is not known."""
     found = {entry: owner_class(entry.owner).__dict__.get(entry.method) for entry in overrides}
-    refused = {entry: reason for entry, method in found.items() if (reason := _objection(entry, method))}
-    if refused:
-        reasons = "; ".join(f"{entry.name} {reason}" for entry, reason in refused.items())
-        raise UnknownHostError(f"megatron-core {version}: {reasons}")
+    hashes = {entry.name: source_hash(method) for entry, method in found.items() if method is not None}
+    if objections := unknown_methods(found, hashes):
+        raise UnknownHostError(f"megatron-core {version}: {'; '.join(objections)}")
     applied: list[Original] = []
     for entry, method in found.items():
         owner = owner_class(entry.owner)
@@ -85,11 +84,15 @@ def apply(overrides: Iterable[Override], version: str) -> list[Original]:
     return applied
 
 
-def _objection(entry: Override, method: Callable[..., Any] | None) -> str:
-    if method is None:
-        return "does not exist"
-    digest = source_hash(method)
-    return "" if digest in KNOWN_SOURCES.get(entry.name, ()) else f"is not one we know (source {digest})"
+def unknown_methods(overrides: Iterable[Override], hashes: Mapping[str, str]) -> list[str]:
+    """For each override whose method is missing or not known: its name, and which; `hashes`: name -> hash."""
+    names = [entry.name for entry in overrides]
+    objections = {name: f"is not one we know (source {hashes[name]})" for name in names if name in hashes}
+    return [
+        f"{name} {objections.get(name, 'does not exist')}"
+        for name in names
+        if hashes.get(name) not in KNOWN_SOURCES.get(name, ())
+    ]
 
 
 def _bound(entry: Override, original: Any) -> Any:

@@ -11,6 +11,7 @@ import inspect
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 DYNAMIC_CONTEXT = "megatron.core.inference.contexts.dynamic_context:DynamicInferenceContext"
@@ -67,6 +68,19 @@ def hash_of(function: ast.stmt) -> str:
     function.body = body or [ast.Pass()]
     function.decorator_list = []
     return hashlib.sha256(ast.unparse(function).encode()).hexdigest()[:12]
+
+
+def hashes_in(root: Path, owner: str) -> dict[str, str]:
+    """Method -> hash, for the class `owner` ("module:Class") in the folder `root`; {} without it."""
+    module, _, name = owner.partition(":")
+    path = root.joinpath(*module.split(".")).with_suffix(".py")
+    return {
+        part.name: hash_of(part)
+        for node in (_parsed(path.read_text()).body if path.is_file() else ())
+        if isinstance(node, ast.ClassDef) and node.name == name
+        for part in node.body
+        if isinstance(part, ast.FunctionDef)
+    }
 
 
 def _parsed(source: str) -> ast.Module:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mambaslots as ms
@@ -16,7 +17,7 @@ import torch
 from mambaslots.inference.contexts.cache.eviction import LRUEviction
 from mambaslots.mcore import UnknownHostError, versions
 from mambaslots.mcore.__main__ import main
-from mambaslots.mcore.install import built_contexts
+from mambaslots.mcore.install import built_contexts, describe_outlook
 from mambaslots.mcore.overrides import REGISTRY, owner_class
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
 from mcore.recurrent_host import BLOCK, MODES, RecurrentHost, cpu_as_gpu, make_context, tokens
@@ -243,6 +244,32 @@ def test_a_missing_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(dynamic_context.DynamicInferenceContext, "update_requests")
     with pytest.raises(UnknownHostError, match="update_requests does not exist"):
         mambaslots.mcore.install()
+
+
+def test_the_outlook_is_what_install_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    version, number = megatron.core.__version__.partition("+")[0], len(REGISTRY)
+    known_sources = f"the sources of all {number} replaced methods are known"
+    assert describe_outlook() == f"install on megatron-core {version} (tested): {known_sources}"
+    monkeypatch.setattr(sys.modules[describe_outlook.__module__], "TESTED_VERSIONS", ("0.18.0",))
+    assert f"{version} (not tested; tested are 0.18.0): " in describe_outlook()
+    known = {name: hashes for name, hashes in versions.KNOWN_SOURCES.items() if "add_request" not in name}
+    monkeypatch.setattr("mambaslots.mcore.overrides.KNOWN_SOURCES", known)
+    with pytest.raises(UnknownHostError) as refusal:
+        mambaslots.mcore.install()
+    said, reasons = describe_outlook().split(": ", 1)
+    assert said == f"refuse megatron-core {version}"
+    assert str(refusal.value).split(": ", 1)[1] == reasons
+
+
+def test_the_outlook_names_methods_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "megatron")])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    assert describe_outlook().count(" does not exist") == len(REGISTRY)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert describe_outlook() == "nothing: megatron-core is not installed"
 
 
 # ---- the table
