@@ -55,7 +55,7 @@ def slot_pairs(
     for name, indices, pool in (("sources", sources, read), ("destinations", destinations, written)):
         if indices and not -1 <= min(indices) <= max(indices) < pool.shape[1]:
             raise ValueError(f"{name} is {list(indices)}; accepted: -1 to {pool.shape[1] - 1}")
-    if written.is_cuda and torch.cuda.is_current_stream_capturing():
+    if written.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ValueError("slots are lists while a CUDA graph is captured; accepted: a call outside of graphs")
     pairs = [(source, to) for source, to in zip(sources, destinations, strict=True) if source >= 0 <= to]
     return device_indices(written.device, [pair[0] for pair in pairs], [pair[1] for pair in pairs])
