@@ -23,7 +23,7 @@ COMMANDS = {
     "doctor": "Say what is installed and which kernels would run, and test them on a small model.",
     "run": "Run a script of megatron-core on the drop-in, and say what it replaced and what was resumed.",
 }
-"""Each is a module of this package with TEXT, `add_options` and `run`, which returns the exit code."""
+"""Each but `run`, which is `mcore.run_script`, is a module here with TEXT, `add_options` and `run`."""
 
 
 def make_parser(command: str | None = None) -> Parser:

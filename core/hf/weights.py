@@ -294,4 +294,4 @@ def _place(model: nn.Module, name: str, tensor: Tensor) -> None:
     if leaf in module._buffers:
         module._buffers[leaf] = tensor
     else:
-        module._parameters[leaf] = tensor = nn.Parameter(tensor, requires_grad=False)
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)

@@ -103,7 +103,8 @@ def _biases(biases: dict[str, Any], info: ValidationInfo) -> dict[int, float]:
         raise ValueError(f"at most {MAX_BIASES} tokens")
     for token, bias in biases.items():
         is_number = type(bias) in (int, float) and -100 <= bias <= 100
-        if not is_number or not token.isdecimal() or int(token) > highest:
+        is_id = token.isdecimal() and len(token) <= len(str(highest)) and token == str(int(token))
+        if not is_number or not is_id or int(token) > highest:
             raise ValueError(f"token ids up to {highest}, as strings, with numbers from -100 to 100")
     return {int(token): float(bias) for token, bias in biases.items()}
 

@@ -3,7 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from functools import partial
 from threading import Thread
@@ -133,20 +133,22 @@ class Session[Key](ABC):
         def target() -> None:
             try:
                 with on_device_of(self.device):
-                    outcome.set_result(work())
+                    settle = partial(outcome.set_result, work())
             except BaseException as error:
-                outcome.set_exception(error)
-            if self.gate.closed:
+                settle = partial(outcome.set_exception, error)
+            try:
+                settle()
+            except InvalidStateError:  # it was given up
                 self.close()
 
         Thread(target=target, name="hand-over", daemon=True).start()
         try:
             wait([outcome], max(0.0, self.remaining_s()) + GRACE_S)
         finally:
-            if not outcome.done():
+            if given_up := outcome.cancel():
                 self.gate.close()
             self.staging.lead_engine()
-        if not outcome.done():
+        if given_up:
             raise TransferError(f"the store or a peer stopped answering; gave up after {self.timeout_s:g} s")
         return outcome.result()
 

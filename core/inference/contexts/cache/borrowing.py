@@ -69,7 +69,7 @@ class Borrowing:
         return not slots or set(slots).issubset(self._slots.next_victims(count))
 
     def _candidates(self) -> Iterator[KVUnit]:
-        """Clock algorithm: units that could be emptied, from the hand on, up to the first without a state."""
+        """Clock algorithm: units that could be emptied, of `MOST_LOOKS` from the hand on."""
         units, tree = self._units, self._kv_blocks.tree
         first, count = units.num_kv_units, units.num_units - units.num_kv_units
         for step in range(min(count, MOST_LOOKS)):
