@@ -97,16 +97,22 @@ def test_looks_bring_all_changes_though_a_caller_waits_for_none() -> None:
                 await asyncio.sleep(0)
                 return events
 
-            assert await asked() is None
-            assert (await asked()).is_snapshot
-            assert not pulses.without_states
-            for seed in range(2):
-                await server.generate(random_tokens(60, seed))
-                await asked()
-                events = await asked() or await asked()
-                assert events.inserted
-                assert not events.is_snapshot
-            tree = engine.context.prefix_cache.tree
-            assert pulses._router.index.keys_of("a") == set(tree.hash_to_block_id)
+            async def changes() -> Any:
+                while (events := await asked()) is None:
+                    await asyncio.sleep(0.01)
+                return events
+
+            async with asyncio.timeout(30):
+                assert await asked() is None
+                assert (await changes()).is_snapshot
+                assert not pulses.without_states
+                for seed in range(2):
+                    await server.generate(random_tokens(60, seed))
+                    events = await changes()
+                    assert events.inserted
+                    assert not events.is_snapshot
+                tree = engine.context.prefix_cache.tree
+                while pulses._router.index.keys_of("a") != set(tree.hash_to_block_id):
+                    await asked()
 
     asyncio.run(main())
