@@ -108,9 +108,9 @@ def test_looks_bring_all_changes_though_a_caller_waits_for_none() -> None:
                 assert not pulses.without_states
                 for seed in range(2):
                     await server.generate(random_tokens(60, seed))
-                    events = await changes()
+                    while (events := await changes()).is_snapshot:  # of a look that had begun before
+                        pass
                     assert events.inserted
-                    assert not events.is_snapshot
                 tree = engine.context.prefix_cache.tree
                 while pulses._router.index.keys_of("a") != set(tree.hash_to_block_id):
                     await asked()
