@@ -1,9 +1,7 @@
 """The version of mambaslots, and the newest versions of what it runs on with which its tests pass."""
 
-import functools
 import importlib.metadata
 import platform
-from collections.abc import Callable
 
 from packaging.version import Version
 
@@ -29,41 +27,3 @@ def untested() -> list[str]:
         if Version(here).release[:2] > Version(newest).release:
             found.append(f"{name} {here} (newest tested: {newest})")
     return found
-
-
-def moved_hook(error: Exception) -> ImportError | None:
-    """What to raise where a call into transformers fails and its version is not the tested one; else None.
-
-    Example: "transformers 5.24.0 has no transformers.core_model_loading.rename_source_key, on which
-    mambaslots.hf relies; tested: transformers 5.23".
-    """
-    here, tested = importlib.metadata.version("transformers"), NEWEST_TESTED["transformers"]
-    if Version(here).release[:2] == Version(tested).release:
-        return None
-    match error:
-        case ImportError() if (error.name or "").partition(".")[0] != "transformers":
-            return None
-        case ImportError():
-            moved = "has no " + ".".join(filter(None, (error.name, error.name_from)))
-        case AttributeError() if error.name is not None:
-            moved = f"has no {error.name!r} in {getattr(error.obj, '__name__', type(error.obj).__name__)}"
-        case _:
-            moved = f"differs ({type(error).__name__}: {' '.join(str(error).split())})"
-    return ImportError(
-        f"transformers {here} {moved}, on which mambaslots.hf relies; tested: transformers {tested}"
-    )
-
-
-def names_moved_hooks[**P, R](call: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a call into private parts of transformers: see `moved_hook`."""
-
-    @functools.wraps(call)
-    def calling(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return call(*args, **kwargs)
-        except (ImportError, AttributeError, TypeError, KeyError) as error:
-            if moved := moved_hook(error):
-                raise moved from error
-            raise
-
-    return calling

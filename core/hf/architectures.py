@@ -25,7 +25,6 @@ from ..state_spec import (
     mamba2_states,
     short_conv_states,
 )
-from ..version import names_moved_hooks
 from .current_step import ATTENTION_NAME, EXPERTS_NAME, CurrentStep, register_with_transformers
 from .fused_modules import AttentionShape, gated_mlp, granite_mlp, lfm2_mlp, relu_squared_mlp
 from .fusions import NamedBranches, falcon_h1_branches, granite_branches, nemotron_h_branches, two_branches
@@ -37,6 +36,7 @@ from .mixers import (
     Qwen3NextForward,
     ShortConvForward,
 )
+from .moved_hooks import names_moved_hooks
 from .weight_part import part_of
 
 if TYPE_CHECKING:

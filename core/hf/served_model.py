@@ -10,7 +10,6 @@ from ..inference.kernels.kernel_set import kernel_set
 from ..parallel_groups import ParallelGroups
 from ..state_spec import HybridStateSpec
 from ..validation import instance
-from ..version import names_moved_hooks
 from . import architectures
 from .current_step import (
     ATTENTION_NAME,
@@ -22,6 +21,7 @@ from .current_step import (
 from .fusions import install as install_fused
 from .fusions import modules_of
 from .joint_linear import join_weights
+from .moved_hooks import names_moved_hooks
 from .split import ModelSplit
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from transformers.core_model_loading import (
 )
 
 from ..files import CheckpointError, LoadProgress
-from ..version import names_moved_hooks
 from .checkpoint import Checkpoint
+from .moved_hooks import names_moved_hooks
 from .weight_part import WeightPart
 
 Parts = Mapping[str, WeightPart | None]

@@ -11,7 +11,8 @@ pytest.importorskip("transformers")
 
 import transformers
 from mambaslots import hf
-from mambaslots.version import NEWEST_TESTED, moved_hook
+from mambaslots.hf.moved_hooks import moved_hook
+from mambaslots.version import NEWEST_TESTED
 from oracle.hf_models import reference_model
 from transformers import core_model_loading
 
