@@ -245,9 +245,8 @@ def serving_config(
     shortest = min(length, SHORTEST_CONTEXT) if max_sequence_length is None else length
     sizes = [(rows, each) for each in _halved(length, shortest)]
     sizes += [(each, shortest) for each in _halved(rows, fewest)][1:]
-    sizes += [(fewest, each) for each in _halved(shortest, 512 if max_sequence_length is None else length)][
-        1:
-    ]
+    least = 512 if max_sequence_length is None else length
+    sizes += [(fewest, each) for each in _halved(shortest, least)][1:]
     error: ValueError | None = None
     for share in (SHARE_OF_ROWS, 1.0):
         for chosen in sizes:

@@ -110,8 +110,9 @@ def _head(probabilities: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
     if not (sums[:, -1:] >= needed).all():  # probabilities are rounded: they may add up to less than 1
         tokens, likely = _likelier(probabilities, torch.full_like(needed, -1))
         descending, order, sums = _sorted(likely)
-    descending[:, 1:].masked_fill_(sums[:, :-1] >= needed, 0)
-    total = (descending * WHOLE).long().sum(dim=-1, keepdim=True)
+    surplus = sums[:, :-1] >= needed
+    descending[:, 1:].masked_fill_(surplus, 0)
+    total = sums.gather(1, (~surplus).sum(dim=-1, keepdim=True))
     return tokens, torch.zeros_like(likely).scatter_(
         1, order, descending.div_(total.to(likely.dtype) / WHOLE)
     )
