@@ -81,6 +81,13 @@ def run_code(code: str, *arguments: str, env: Mapping[str, str] | None = None) -
     return _run(["-c", *arguments], code, env)
 
 
+def printed_by(code: str, *arguments: str, env: Mapping[str, str] | None = None) -> str:
+    """What `run_code` prints; AssertionError, with what it says of that, where it fails."""
+    done = run_code(code, *arguments, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def run_script(script: str, *arguments: str, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
     """As `python script arguments` in the repository's root."""
     return _run([script, *arguments], None, env)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mambaslots as ms
 import pytest
-from oracle.fresh_process import run_code
+from oracle.fresh_process import printed_by
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core"
@@ -149,9 +149,8 @@ def test_importing_mambaslots_imports_none_of_its_hosts_and_no_triton() -> None:
         "nccl",
     }  # fmt: skip
     code = f"import sys; from mambaslots import *; print(*{others} & sys.modules.keys())"
-    done = run_code(code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == []
+    printed = printed_by(code)
+    assert printed.split() == []
 
 
 def test_importing_mambaslots_imports_no_torch() -> None:

@@ -1,15 +1,14 @@
 """The public names of `mambaslots.vllm`, and what importing them imports."""
 
 import mambaslots.vllm
-from oracle.fresh_process import run_code
+from oracle.fresh_process import printed_by
 
 
 def imported(code: str) -> set[str]:
     """The modules that a fresh process has imported after `code`."""
     listing = f"{code}\nimport sys\nprint(*sys.modules)"
-    done = run_code(listing)
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    printed = printed_by(listing)
+    return set(printed.split())
 
 
 def test_every_name_exists_once() -> None:
