@@ -9,7 +9,7 @@ from .inference.contexts.cache.hashing import key_bytes
 from .validation import (
     INT32_MAX,
     boolean,
-    former_names,
+    check_fields,
     instance,
     integer,
     one_of,
@@ -28,7 +28,6 @@ DURABLE_DTYPES: tuple[DurableDtype, ...] = get_args(DurableDtype)
 FreeMemory = Literal["keep", "zero", "nan"]
 
 
-@former_names(max_tokens="max_tokens_per_step")
 @dataclass(frozen=True, kw_only=True)
 class InferenceConfig:
     """Sizes and switches of a `DynamicInferenceEngine`. Lengths are counted in tokens, GB are 2**30 bytes.
@@ -116,16 +115,16 @@ class InferenceConfig:
     free_memory: FreeMemory = "keep"
 
     def __post_init__(self) -> None:
-        for name, low in _LOWEST.items():
-            high = MAX_SPECULATIVE_TOKENS if name == "num_speculative_tokens" else INT32_MAX
-            set_field(self, name, integer(name, getattr(self, name), low, high))
-        for name in ("enable_prefix_caching", "decode_by_replay", "batch_invariant"):
-            boolean(name, getattr(self, name))
-        if self.async_scheduling is not None:
-            boolean("async_scheduling", self.async_scheduling)
-        set_field(
-            self, "num_cuda_graphs", optional_integer("num_cuda_graphs", self.num_cuda_graphs, 1, INT32_MAX)
-        )
+        check_fields(
+            self, integer, block_size_tokens=(1, INT32_MAX), max_requests=(1, INT32_MAX),
+            max_tokens_per_step=(1, INT32_MAX), max_sequence_length=(2, INT32_MAX),
+            num_speculative_tokens=(0, MAX_SPECULATIVE_TOKENS),
+        )  # fmt: skip
+        check_fields(self, integer, or_none=True, num_cuda_graphs=(1, INT32_MAX))
+        check_fields(self, boolean, enable_prefix_caching=(), decode_by_replay=(), batch_invariant=())
+        check_fields(self, boolean, or_none=True, async_scheduling=())
+        check_fields(self, real, or_none=True, total_gb=(0.0, _MOST_GB))
+        check_fields(self, real, host_cache_gb=(0.0, _MOST_GB))
         checked_policy("eviction_policy", self.eviction_policy)
         one_of("free_memory", self.free_memory, get_args(FreeMemory))
         instance("checkpoint_plan", self.checkpoint_plan, CheckpointPlan)
@@ -136,8 +135,6 @@ class InferenceConfig:
         self._check_execution()
 
     def _check_pools(self) -> None:
-        if self.total_gb is not None:
-            set_field(self, "total_gb", real("total_gb", self.total_gb, 0.0, _MOST_GB))
         by_memory = self.total_gb is not None or self.num_kv_blocks is self.num_mamba_slots is None
         for name, hint, needed in (
             ("num_kv_blocks", "", True),
@@ -172,7 +169,6 @@ class InferenceConfig:
             self.checkpoint_plan.check_block_size(self.block_size_tokens)
 
     def _check_tiers(self) -> None:
-        set_field(self, "host_cache_gb", real("host_cache_gb", self.host_cache_gb, 0.0, _MOST_GB))
         if self.host_cache_gb and not self.enable_prefix_caching:
             raise ValueError(
                 f"host_cache_gb is {self.host_cache_gb}; accepted: 0.0 where enable_prefix_caching is False, "
@@ -223,10 +219,6 @@ class InferenceConfig:
         return None if self.async_scheduling else "async_scheduling"
 
 
-_LOWEST = {
-    "block_size_tokens": 1, "max_requests": 1, "max_tokens_per_step": 1, "max_sequence_length": 2,
-    "num_speculative_tokens": 0,
-}  # fmt: skip
 _MOST_GB = 2.0**33  # 2**63 bytes
 _WITHOUT_SLOTS = "; to serve without state slots, set enable_prefix_caching=False"
 

@@ -10,10 +10,9 @@ from .validation import (
     INT64_MAX,
     boolean,
     brief_repr,
-    former_names,
+    check_fields,
     integer,
     integers,
-    optional_integer,
     real,
     set_field,
     shown,
@@ -26,7 +25,6 @@ EarlyEnd = Literal["cancelled", "stop"]
 """The finish reasons that a caller may end a request with."""
 
 
-@former_names(num_tokens_to_generate="max_tokens")
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request's tokens are chosen. Without temperature, top_k and top_p decoding is greedy.
@@ -97,26 +95,23 @@ class SamplingParams:
     changes_logits: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        length = integer("max_tokens", self.max_tokens, 1, INT32_MAX)
-        set_field(self, "max_tokens", length)
-        if self.temperature is not None:
-            set_field(self, "temperature", real("temperature", self.temperature, 0.0))
-        set_field(self, "top_k", optional_integer("top_k", self.top_k, 0))
-        if self.top_p is not None:
-            set_field(self, "top_p", real("top_p", self.top_p, 0.0, 1.0))
-            if self.top_p == 0.0:
-                raise ValueError(f"top_p is {self.top_p!r}; accepted: greater than 0, at most 1")
-        self._check_changes_of_logits(length)
-        set_field(self, "seed", optional_integer("seed", self.seed, 0, INT64_MAX))
-        set_field(self, "termination_id", optional_integer("termination_id", self.termination_id, -1))
+        check_fields(self, integer, max_tokens=(1, INT32_MAX))
+        length = self.max_tokens
+        check_fields(
+            self, integer, min_tokens=(0, length), num_generated=(0, length - 1), num_top_log_probs=(0, 20),
+            prompt_log_probs_start=(1, INT32_MAX),
+        )  # fmt: skip
+        check_fields(self, integer, or_none=True, top_k=(0,), seed=(0, INT64_MAX), termination_id=(-1,))
+        check_fields(self, real, or_none=True, temperature=(0.0,), top_p=(0.0, 1.0))
+        check_fields(
+            self, real, min_p=(0.0, 1.0), repetition_penalty=(0.01, 100.0), frequency_penalty=(-2.0, 2.0),
+            presence_penalty=(-2.0, 2.0),
+        )  # fmt: skip
+        check_fields(self, boolean, ignore_eos=(), return_log_probs=(), skip_prompt_log_probs=())
+        if self.top_p == 0.0:
+            raise ValueError(f"top_p is {self.top_p!r}; accepted: greater than 0, at most 1")
         set_field(self, "stop_token_ids", tuple(integers("stop_token_ids", self.stop_token_ids, 0)))
-        boolean("return_log_probs", self.return_log_probs)
-        set_field(self, "num_top_log_probs", integer("num_top_log_probs", self.num_top_log_probs, 0, 20))
-        boolean("skip_prompt_log_probs", self.skip_prompt_log_probs)
-        first = integer("prompt_log_probs_start", self.prompt_log_probs_start, 1, INT32_MAX)
-        set_field(self, "prompt_log_probs_start", first)
-        given = integer("num_generated", self.num_generated, 0, length - 1)
-        set_field(self, "num_generated", given)
+        self._check_biases()
         greedy = self.temperature == 0.0 or self.top_k == 1
         if self.temperature is None:
             greedy = not self.top_k and self.top_p is None
@@ -127,15 +122,7 @@ class SamplingParams:
         changes = self.has_penalties or self.logit_bias or self.min_tokens or (self.min_p and not greedy)
         set_field(self, "changes_logits", bool(changes))
 
-    def _check_changes_of_logits(self, length: int) -> None:
-        set_field(self, "min_p", real("min_p", self.min_p, 0.0, 1.0))
-        for name in ("frequency_penalty", "presence_penalty"):
-            set_field(self, name, real(name, getattr(self, name), -2.0, 2.0))
-        set_field(
-            self, "repetition_penalty", real("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        )
-        set_field(self, "min_tokens", integer("min_tokens", self.min_tokens, 0, length))
-        boolean("ignore_eos", self.ignore_eos)
+    def _check_biases(self) -> None:
         try:
             pairs = sorted(dict(self.logit_bias).items())
         except (TypeError, ValueError):

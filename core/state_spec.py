@@ -11,6 +11,7 @@ from .parallel_groups import ModelShard, ParallelGroups, Part
 from .validation import (
     INT32_MAX,
     boolean,
+    check_fields,
     device,
     float_dtype,
     instance,
@@ -73,8 +74,8 @@ class StateSegment:
     width: int = 1
 
     def __post_init__(self) -> None:
-        instance("part", self.part, Part)
-        integer("width", self.width, 1, INT32_MAX)
+        check_fields(self, instance, part=(Part,))
+        check_fields(self, integer, width=(1, INT32_MAX))
 
     @property
     def size(self) -> int:
@@ -136,18 +137,17 @@ class StateTensor:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
             raise ValueError(f"name is {shown(self.name)}; accepted: a name such as 'conv' or 'ssm'")
-        set_field(self, "num_layers", integer("num_layers", self.num_layers, 0, INT32_MAX))
+        check_fields(self, integer, num_layers=(0, INT32_MAX), grid=(1, INT32_MAX))
+        check_fields(self, float_dtype, dtype=())
+        check_fields(self, one_of, coarsest=(get_args(Coarsest),))
         set_field(self, "shape", tuple(integers("shape", self.shape, 1, INT32_MAX)))
-        float_dtype("dtype", self.dtype)
-        set_field(self, "grid", integer("grid", self.grid, 1, INT32_MAX))
         if not isinstance(self.inputs, Sequence) or not all(
             isinstance(one, InputTensor) for one in self.inputs
         ):
             raise ValueError(f"inputs is {shown(self.inputs)}; accepted: InputTensors")
         set_field(self, "inputs", tuple(self.inputs))
-        one_of("coarsest", self.coarsest, get_args(Coarsest))
         if self.coarsest == "int8":
-            set_field(self, "scale_axis", integer("scale_axis", self.scale_axis, 1, len(self.shape) - 1))
+            check_fields(self, integer, scale_axis=(1, len(self.shape) - 1))
         elif self.scale_axis is not None:
             raise ValueError(
                 f"scale_axis is {shown(self.scale_axis)}; accepted: None unless coarsest is 'int8'"
@@ -289,18 +289,16 @@ class HybridStateSpec:
         names = [tensor.name for tensor in self.states]
         if len(set(names)) < len(names):
             raise ValueError(f"states have the names {', '.join(names)}; accepted: each name once")
-        layers = integer("num_attention_layers", self.num_attention_layers, 0, INT32_MAX)
-        set_field(self, "num_attention_layers", layers)
-        for name in ("num_kv_heads", "head_dim", "vocab_size"):
-            set_field(self, name, integer(name, getattr(self, name), 1, INT32_MAX))
-        float_dtype("kv_dtype", self.kv_dtype)
-        set_field(self, "device", device("device", self.device))
-        for name in ("separate_states", "replays", "strided_blocks"):
-            boolean(name, getattr(self, name))
-        if self.shard is not None:
-            instance("shard", self.shard, ModelShard)
-        instance("groups", self.groups, ParallelGroups)
-        instance("model", self.model, str)
+        positive = 1, INT32_MAX
+        check_fields(
+            self, integer, num_attention_layers=(0, INT32_MAX), num_kv_heads=positive, head_dim=positive,
+            vocab_size=positive,
+        )  # fmt: skip
+        check_fields(self, float_dtype, kv_dtype=())
+        check_fields(self, device, device=())
+        check_fields(self, boolean, separate_states=(), replays=(), strided_blocks=())
+        check_fields(self, instance, or_none=True, shard=(ModelShard,))
+        check_fields(self, instance, groups=(ParallelGroups,), model=(str,))
 
     def without_bytes(self) -> "HybridStateSpec":
         """The same grids and no layers: pools of any size without bytes."""

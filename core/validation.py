@@ -7,10 +7,8 @@ import torch when they are called; the others need no torch.
 import math
 import operator
 import sys
-import warnings
 from collections.abc import Callable, Mapping, MappingView, Sequence, Set
 from dataclasses import fields
-from functools import wraps
 from operator import countOf
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -85,6 +83,19 @@ def instance[T](name: str, value: object, cls: type[T]) -> T:
 def set_field(settings: object, name: str, value: object) -> None:
     """Set a field of a frozen dataclass, e.g. to the int that replaces a numpy integer."""
     object.__setattr__(settings, name, value)
+
+
+def check_fields(
+    settings: object, check: Callable[..., object], /, *, or_none: bool = False, **arguments: tuple[Any, ...]
+) -> None:
+    """Set each named field of a frozen dataclass to `check(name, value, *arguments)`.
+
+    Example: `check_fields(self, real, or_none=True, top_p=(0.0, 1.0))` accepts None and numbers from 0 to 1.
+    """
+    for name, more in arguments.items():
+        value = getattr(settings, name)
+        if value is not None or not or_none:
+            set_field(settings, name, check(name, value, *more))
 
 
 # ---- lists of integers
@@ -250,23 +261,3 @@ def _brief(item: Any) -> str:
         if len(item) > _LONGEST_SHOWN or not all(isinstance(entry, int) for entry in item.values()):
             return f"<{len(item)} {'entry' if len(item) == 1 else 'entries'}>"
     return f"{item:.4g}" if isinstance(item, float) else repr(item)
-
-
-def former_names[T](**names: str) -> Callable[[type[T]], type[T]]:
-    """Let a class take arguments under former names, {old: new}, with a DeprecationWarning."""
-
-    def decorate(cls: type[T]) -> type[T]:
-        init = cls.__init__
-
-        @wraps(init)
-        def renaming(self: T, *args: Any, **values: Any) -> None:
-            for old, new in names.items():
-                if old in values:
-                    warnings.warn(f"{old} is called {new}", DeprecationWarning, stacklevel=2)
-                    values.setdefault(new, values.pop(old))
-            init(self, *args, **values)
-
-        cls.__init__ = renaming  # type: ignore[method-assign, assignment]
-        return cls
-
-    return decorate

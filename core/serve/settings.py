@@ -9,9 +9,9 @@ from ..validation import (
     INT32_MAX,
     LONGEST_TIMEOUT_S,
     boolean,
+    check_fields,
     instance,
     integer,
-    optional_integer,
     real,
     set_field,
     shown,
@@ -66,18 +66,12 @@ class ServerSettings:
         for name in ("model_name", "host"):
             if not instance(name, getattr(self, name), str).strip():
                 raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: a string that is not empty")
-        for name, low, high in (("port", 0, 65535), ("max_waiting_requests", 1, INT32_MAX)):
-            set_field(self, name, integer(name, getattr(self, name), low, high))
-        set_field(
-            self, "max_body_bytes", optional_integer("max_body_bytes", self.max_body_bytes, 1, INT32_MAX)
-        )
-        for name, least in (
-            ("body_timeout_s", 0.001),
-            ("request_timeout_s", 0.001),
-            ("drain_timeout_s", 0.0),
-        ):
-            set_field(self, name, real(name, getattr(self, name), least, LONGEST_TIMEOUT_S))
-        boolean("trace", self.trace)
+        check_fields(self, integer, port=(0, 65535), max_waiting_requests=(1, INT32_MAX))
+        check_fields(self, integer, or_none=True, max_body_bytes=(1, INT32_MAX))
+        positive = 0.001, LONGEST_TIMEOUT_S
+        check_fields(self, real, body_timeout_s=positive, request_timeout_s=positive)
+        check_fields(self, real, drain_timeout_s=(0.0, LONGEST_TIMEOUT_S))
+        check_fields(self, boolean, trace=())
         for name, example in (("allowed_origins", "https://chat.example"), ("allowed_hosts", "chat.example")):
             given = getattr(self, name)
             if not isinstance(given, (Sequence, Set)) or isinstance(given, (str, bytes)):

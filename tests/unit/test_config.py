@@ -119,13 +119,10 @@ def test_a_key_is_not_shown() -> None:
     assert "show" not in repr(config)
 
 
-def test_former_names_are_taken_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="max_tokens is called max_tokens_per_step"):
-        config = ms.InferenceConfig(total_gb=1.0, max_tokens=512)
+def test_settings_can_be_replaced_and_pickled() -> None:
+    config = ms.InferenceConfig(total_gb=1.0, max_tokens_per_step=512)
     assert replace(config, max_requests=3) == ms.InferenceConfig(
         total_gb=1.0, max_tokens_per_step=512, max_requests=3
     )
-    with pytest.warns(DeprecationWarning, match="num_tokens_to_generate is called max_tokens"):
-        params = ms.SamplingParams(num_tokens_to_generate=7)
-    assert params == ms.SamplingParams(max_tokens=7)
+    params = ms.SamplingParams(max_tokens=7)
     assert pickle.loads(pickle.dumps(params)) == params
