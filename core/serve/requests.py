@@ -23,8 +23,7 @@ from .gate import RequestError, bad_field, short
 MAX_CHOICES = 128
 MAX_BIASES = 1024
 NOT_VARIABLES = frozenset((
-    "self", "messages", "conversation", "add_generation_prompt", "marked_messages", "max_prompt_tokens",
-    "tools", "tool_choice",
+    "self", "messages", "conversation", "add_generation_prompt", "marked_messages", "tools", "tool_choice",
     "chat_template", "continue_final_message", "tokenize", "padding", "truncation", "max_length",
     "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "documents",
     "sanitize_control_tokens",

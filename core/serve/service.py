@@ -14,7 +14,6 @@ from ..errors import NoReplicaError
 from ..loaded_model import LoadedModel, LoadedText
 from ..request import SamplingParams
 from ..text import TextCodec
-from ..text.codec import PromptTooLongError
 from ..validation import INT64_MAX
 from .gate import RequestError, bad_argument, bad_field, engine_salt, refusal
 from .generation import Choice, EngineFacts, GeneratedAnswer, Job, ServedEngine, StreamedAnswer, before
@@ -56,13 +55,7 @@ class Preparation:
 
     def completion(self, body: bytes, header_salt: str | None) -> Job:
         request = CompletionRequest.read(parsed_object(body), self._context, header_salt)
-        longest, last = self.longest - (request.max_tokens or 1), max(request.checkpoints, default=0)
-        for prompt in request.prompt:
-            if not isinstance(prompt, str) or len(prompt) <= longest:
-                continue
-            if longest < (fewest := self._text("prompt").fewest_tokens(prompt)):  # whatever its tokens are
-                raise self._too_long(fewest, request.max_tokens, is_exact=False)
-        prompts = []
+        prompts, last = [], max(request.checkpoints, default=0)
         for prompt in request.prompt:
             tokens = self._text("prompt").encode(prompt) if isinstance(prompt, str) else prompt
             if last > len(tokens):
@@ -87,14 +80,7 @@ class Preparation:
         sent = {name: written[name] for name in ("tools", "tool_choice") if written.get(name)}
         variables = request.chat_template_kwargs | sent
         try:
-            prompt = text.encode_chat_marked(
-                messages,
-                marked_messages=marked,
-                max_prompt_tokens=self.longest - (request.max_tokens or 1),
-                **variables,
-            )
-        except PromptTooLongError as error:
-            raise self._too_long(error.num_tokens, request.max_tokens, error.is_exact) from None
+            prompt = text.encode_chat_marked(messages, marked_messages=marked, **variables)
         except ValueError as error:
             raise bad_field("messages", str(error)) from None
         default = self._loaded.generation.max_tokens
@@ -104,10 +90,9 @@ class Preparation:
             warn_of_ignored_tools(text, messages, variables)
         return job
 
-    def _too_long(self, num_prompt_tokens: int, asked: int | None, is_exact: bool = True) -> RequestError:
-        found = f"{'' if is_exact else 'at least '}{num_prompt_tokens}"
+    def _too_long(self, num_prompt_tokens: int, most: int) -> RequestError:
         message = (
-            f"the prompt has {found} tokens and the answer up to {asked or 1}; accepted: "
+            f"the prompt has {num_prompt_tokens} tokens and the answer up to {most}; accepted: "
             f"together at most max_sequence_length ({self._facts.max_sequence_length}) and the KV pool "
             f"({self._facts.pool_tokens})"
         )
@@ -146,7 +131,7 @@ class Preparation:
 
     def _sampling(self, request: AnswerRequest, most: int, number: int) -> SamplingParams:
         """The parameters of answer `number` to a prompt, which has a seed of its own."""
-        stops = () if request.ignore_eos else self._loaded.generation.stop_token_ids
+        stops = () if request.ignore_eos else self._loaded.generation.params.stop_token_ids
         seed = None if request.seed is None else (request.seed + number) & INT64_MAX
         try:
             return self._loaded.sampling_params(

@@ -78,11 +78,6 @@ class ByteTokenizer:
         }
         (folder / _FILE).write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", "utf-8")
 
-    @property
-    def longest_token(self) -> int:
-        """Characters of the longest special token."""
-        return max(map(len, self.special_tokens), default=1)
-
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids. Names of special tokens within `text` become these tokens; nothing else is added."""
         return self.encode_with_cuts(text)[0]

@@ -2,9 +2,9 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from ..files import CONFIG, CheckpointError, read_optional_object, section
 from ..request import SamplingParams
@@ -40,37 +40,14 @@ class Tokenizer(Protocol):
         `add_special_tokens` also adds what the tokenizer puts around each text, for example a first token.
         """
 
+    def encode_with_cuts(self, text: str) -> tuple[list[int], list[Cut]]:
+        """`encode` without added special tokens, and a cut for each special token, in order.
+
+        Without cuts, which a tokenizer may not know, a mark costs an encoding of all before it.
+        """
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text, without special tokens. Bytes that are no character become U+FFFD."""
-
-
-@runtime_checkable
-class CuttingTokenizer(Tokenizer, Protocol):
-    """A tokenizer that says where a text can be cut. Without it a mark costs an encoding of all before it.
-
-    Attributes:
-        longest_token: no token of any text stands for more characters of it; None where that is not known.
-    """
-
-    @property
-    def longest_token(self) -> int | None: ...
-
-    def encode_with_cuts(self, text: str) -> tuple[list[int], list[Cut]]:
-        """`encode` without added special tokens, and a cut for each special token, in order."""
-
-
-class PromptTooLongError(ValueError):
-    """A chat has more tokens than `limit`: `num_tokens`, or at least so many."""
-
-    def __init__(self, num_tokens: int, limit: int, is_exact: bool) -> None:
-        found = f"{'' if is_exact else 'at least '}{num_tokens}"
-        super().__init__(f"the chat has {found} tokens; accepted: at most {limit}")
-        self.num_tokens = num_tokens
-        self.limit = limit
-        self.is_exact = is_exact
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.num_tokens, self.limit, self.is_exact), self.__dict__
 
 
 class Template(Protocol):
@@ -215,11 +192,6 @@ class TextCodec:
         """Token ids of a text, with the special tokens that the tokenizer puts around each text."""
         return self.tokenizer.encode(instance("text", text, str), add_special_tokens=True)
 
-    def fewest_tokens(self, text: str) -> int:
-        """A number of tokens that `text` has at least, found without encoding it; 0 where none is known."""
-        longest = self.tokenizer.longest_token if isinstance(self.tokenizer, CuttingTokenizer) else None
-        return -(-len(text) // longest) if longest else 0
-
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
         return self.tokenizer.decode(integers("token_ids", token_ids, 0))
@@ -252,7 +224,6 @@ class TextCodec:
         add_generation_prompt: bool = True,
         *,
         marked_messages: Collection[int] = (),
-        max_prompt_tokens: int | None = None,
         **variables: Any,
     ) -> MarkedPrompt:
         """Token ids of a chat, and the positions where conversations that begin like it branch.
@@ -265,13 +236,11 @@ class TextCodec:
         Args:
             messages, add_generation_prompt, variables: as for `encode_chat`.
             marked_messages: indices of messages whose ends are to be marked, too, before all others.
-            max_prompt_tokens: a longer chat is refused before marks are looked for; None accepts any.
 
         Returns:
             The tokens of `encode_chat`, and marks.
 
         Raises:
-            PromptTooLongError: the chat has more tokens than `max_prompt_tokens`.
             ValueError: as `encode_chat`; or a marked message does not exist.
         """
         template = self._checked_template(messages)
@@ -279,15 +248,7 @@ class TextCodec:
         marked = integers("marked_messages", listed, 0, len(messages) - 1)
         generation = boolean("add_generation_prompt", add_generation_prompt)
         text = template.render(messages, generation, **variables)
-        limit = len(text) if max_prompt_tokens is None else max_prompt_tokens
-        if len(text) > limit < (fewest := self.fewest_tokens(text)):
-            raise PromptTooLongError(fewest, limit, is_exact=False)
-        if isinstance(self.tokenizer, CuttingTokenizer):
-            tokens, cuts = self.tokenizer.encode_with_cuts(text)
-        else:
-            tokens, cuts = self._encode_part(text), []
-        if max_prompt_tokens is not None and len(tokens) > max_prompt_tokens:
-            raise PromptTooLongError(len(tokens), max_prompt_tokens, is_exact=True)
+        tokens, cuts = self.tokenizer.encode_with_cuts(text)
         branches = ChatBranches(
             text,
             messages,
@@ -314,24 +275,14 @@ class TextCodec:
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Defaults of `SamplingParams` for one model.
+    """What a checkpoint says of its answers.
 
     Attributes:
-        stop_token_ids: tokens that end an answer.
-        temperature, top_k, top_p: None for greedy decoding, or for no limit.
-        min_p, min_tokens, repetition_penalty, frequency_penalty, presence_penalty: as in `SamplingParams`.
+        params: how tokens are chosen, and which end an answer.
         max_tokens: None where the checkpoint names no number.
     """
 
-    stop_token_ids: tuple[int, ...] = ()
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float = 0.0
-    min_tokens: int = 0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=INT32_MAX))
     max_tokens: int | None = None
 
     @classmethod
@@ -365,18 +316,14 @@ class GenerationDefaults:
             )
         except ValueError as error:
             raise CheckpointError(f"{folder / _DEFAULTS}: {error}") from error
-        values = {each.name: getattr(params, each.name) for each in fields(cls)}
-        if said.get("max_new_tokens") is None:
-            values["max_tokens"] = None
-        return cls(**values)
+        return cls(params, said.get("max_new_tokens"))
 
     def sampling_params(self, **overrides: Any) -> SamplingParams:
         """`SamplingParams` with these defaults and `overrides`, which are arguments of `SamplingParams`."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        values = {name: value for name, value in values.items() if value is not None} | overrides
-        if "min_tokens" not in overrides and isinstance(length := values.get("max_tokens"), int):
-            values["min_tokens"] = min(self.min_tokens, length)  # the request's length comes first
-        return SamplingParams(**values)
+        length = overrides.setdefault("max_tokens", self.max_tokens or SamplingParams.max_tokens)
+        if isinstance(length, int):  # the request's length comes first
+            overrides.setdefault("min_tokens", min(self.params.min_tokens, length))
+        return replace(self.params, **overrides)
 
 
 def _first(*values: Any) -> Any:

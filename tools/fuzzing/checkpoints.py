@@ -308,7 +308,6 @@ def _use_text(text: TextCodec | None) -> None:
         return
     ids = text.encode("a é \U0001f600")
     text.decode([*ids, 0, 1, 300, 10**6])
-    text.fewest_tokens("a")
     detokenizer = text.detokenizer()
     detokenizer.push(*ids)
     detokenizer.finish()

@@ -242,7 +242,7 @@ def ways(served: Served) -> list[Callable[[dict[str, Any]], list[int]]]:
 @pytest.mark.parametrize("through", ["server", "fleet"])
 def test_temperature_zero_is_greedy_through_a_server(through: str) -> None:
     """Also where the model's own defaults sample, as most checkpoints' do."""
-    loaded = tiny_loaded(defaults=GenerationDefaults(temperature=5.0, top_p=0.99))
+    loaded = tiny_loaded(defaults=GenerationDefaults(ms.SamplingParams(temperature=5.0, top_p=0.99)))
     config = small_config(max_requests=2, salt_key=SALT_KEY)
     expected = greedy(loaded, PROMPT, 9)
     if through == "server":

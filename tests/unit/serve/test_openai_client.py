@@ -211,7 +211,7 @@ def test_settings_that_model_cards_recommend_are_those_of_the_engine(
     answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=LENGTH, extra_body=settings)
     biases = {int(token): bias for token, bias in settings.get("logit_bias", {}).items()}
     sampling = settings | {"logit_bias": biases}
-    stops = served.loaded.generation.stop_token_ids
+    stops = served.loaded.generation.params.stop_token_ids
     sampling["stop_token_ids"] = (*stops, *settings.get("stop_token_ids", ()))
     prompts = [served.loaded.codec.encode(PROMPT)]
     (result,) = expected(served, prompts, **sampling)

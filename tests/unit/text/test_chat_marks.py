@@ -1,13 +1,11 @@
 """Marks of a chat: where the conversations that clients send next leave it, whatever its template does."""
 
 import os
-import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import mambaslots as ms
 import pytest
@@ -20,7 +18,7 @@ from mambaslots.text import (
     TextCodec,
 )
 from mambaslots.text.chat import MAX_MARKED_MESSAGES, ChatBranches
-from mambaslots.text.codec import MarkedPrompt, PromptTooLongError
+from mambaslots.text.codec import MarkedPrompt
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 try:
@@ -145,6 +143,9 @@ def test_a_tokenizer_without_cuts_gives_the_same_marks() -> None:
         def __init__(self, tokenizer: Any) -> None:
             self.encode, self.decode = tokenizer.encode, tokenizer.decode
 
+        def encode_with_cuts(self, text: str) -> tuple[list[int], list[Any]]:
+            return self.encode(text, add_special_tokens=False), []
+
     for codec in CODECS.values():
         expected = codec.encode_chat_marked(CHAT, marked_messages=[0])
         assert expected.marks
@@ -173,31 +174,6 @@ def test_a_template_that_refuses_all_other_chats_gives_the_tokens(error: type[Ex
     template = CountingTemplate(ChatTemplate(TEMPLATES["Gemma, no system role, roles alternate"]), error)
     prompt = TextCodec(GEMMA.tokenizer, template).encode_chat_marked(CHAT, marked_messages=[0, 1])
     assert prompt == MarkedPrompt(GEMMA.encode_chat(CHAT), ())
-
-
-def test_a_chat_that_is_too_long_is_refused_before_marks_are_looked_for() -> None:
-    template = CountingTemplate(ChatTemplate(TEMPLATES["Gemma, no system role, roles alternate"]))
-    codec = TextCodec(GEMMA.tokenizer, template)
-    tokens = codec.encode_chat_marked(CHAT).tokens
-    assert codec.encode_chat_marked(CHAT, max_prompt_tokens=len(tokens)).tokens == tokens
-    template.calls = 0
-    with pytest.raises(PromptTooLongError, match=f"has {len(tokens)} tokens; accepted: at most") as raised:
-        codec.encode_chat_marked(CHAT, max_prompt_tokens=len(tokens) - 1)
-    assert (raised.value.num_tokens, raised.value.is_exact, template.calls) == (len(tokens), True, 1)
-    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
-    with (
-        patch.object(GEMMA.tokenizer, "encode_with_cuts", side_effect=AssertionError),
-        pytest.raises(PromptTooLongError, match="at least") as raised,
-    ):
-        codec.encode_chat_marked(CHAT, max_prompt_tokens=2)
-    assert 2 < raised.value.num_tokens < len(tokens)
-    assert not raised.value.is_exact
-
-
-@given(parts=st.lists(st.sampled_from(["<", "|", "é", "\U0001f600", *GEMMA.tokenizer.special_tokens])))
-def test_no_text_has_fewer_tokens_than_is_said(parts: list[str]) -> None:
-    text = "".join(parts)
-    assert GEMMA.fewest_tokens(text) <= len(GEMMA.encode(text))
 
 
 class CountingText(str):

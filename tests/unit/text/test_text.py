@@ -315,11 +315,11 @@ def test_penalties_of_a_checkpoint_are_defaults(tmp_path: Path) -> None:
 
 def test_stop_tokens_may_stand_in_the_config(tmp_path: Path) -> None:
     config = {"eos_token_id": 3, "text_config": {"eos_token_id": 4}}
-    assert defaults(tmp_path, config, eos_token_id=5).stop_token_ids == (5,)
-    assert defaults(tmp_path, config).stop_token_ids == (4,)
-    assert defaults(tmp_path, {"eos_token_id": 3}).stop_token_ids == (3,)
+    assert defaults(tmp_path, config, eos_token_id=5).params.stop_token_ids == (5,)
+    assert defaults(tmp_path, config).params.stop_token_ids == (4,)
+    assert defaults(tmp_path, {"eos_token_id": 3}).params.stop_token_ids == (3,)
     (tmp_path / "generation_config.json").unlink()
-    assert GenerationDefaults.read(tmp_path, config).stop_token_ids == (4,)
+    assert GenerationDefaults.read(tmp_path, config).params.stop_token_ids == (4,)
     assert GenerationDefaults.read(tmp_path, {}) == GenerationDefaults()
 
 
