@@ -1,6 +1,6 @@
 """The rows and live slots of running requests, and how a request gets what its next step needs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -78,14 +78,16 @@ class Admission:
         """The live slots of a row, in a pool of their own."""
         return range(row * self._slots_per_row, (row + 1) * self._slots_per_row)
 
-    def admit(self, request: DynamicInferenceRequest, resume_slot: int = -1) -> Holding:
+    def admit(
+        self, request: DynamicInferenceRequest, resume_slot: int = -1, spared: Iterable[int] = ()
+    ) -> Holding:
         """Give a waiting request a row, live slots and an open path. A row must be free.
 
-        `resume_slot`: see `StateSlots.take_live`.
+        `resume_slot`, `spared`: see `StateSlots.take_live`.
         """
         row = self._free[-1]
         if self._shares_slots:
-            live = tuple(self._cache.slots.take_live(self._slots_per_row, resume_slot))
+            live = tuple(self._cache.slots.take_live(self._slots_per_row, resume_slot, spared))
         else:
             live = tuple(self._own_slots(row))
             self._scrubber.live.clean(live)
@@ -149,10 +151,20 @@ class Admission:
         request.match = self._cache.match(request.hashes, num_tokens, path, limit, request.match)
         return request.match
 
-    def schedule(self, request: DynamicInferenceRequest, token_budget: int) -> RequestStep | None:
+    def resume_slots(self, requests: Sequence[DynamicInferenceRequest]) -> list[int]:
+        """The slots that waiting requests resume from; none where rows for all of them evict no state."""
+        num_slots = len(requests) * self._slots_per_row
+        if not self._shares_slots or len(self._cache.slots.free) >= num_slots:
+            return [-1] * len(requests)
+        return [self.match(request).resume_slot for request in requests]
+
+    def schedule(
+        self, request: DynamicInferenceRequest, token_budget: int, spared: Iterable[int] = ()
+    ) -> RequestStep | None:
         """Allocate what a request's next step of at most `token_budget` tokens needs.
 
-        A request without a row is admitted, and the state that it resumes from is pinned. Later parts of a
+        A request without a row is admitted, its live slots spare the states in `spared` (see
+        `StateSlots.take_live`), and the state that it resumes from is pinned. Later parts of a
         prefill are matched again, and may jump ahead to states that other requests have stored since.
 
         A request whose known tokens are all computed gets a step that `follows`: the decode of the token that
@@ -179,7 +191,7 @@ class Admission:
         if holding is None:
             if not self._has_slots():
                 return None
-            holding = self.admit(request, match.resume_slot)
+            holding = self.admit(request, match.resume_slot, spared)
         self._cache.hold(holding.path, match)
         if ahead:  # first: to grow may evict states
             self._states.start_from(holding, match.resume_slot, start)

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from ...errors import KVBlockCapacityError
 from ...validation import integers
@@ -178,13 +179,15 @@ class Scheduler:
         promised = PromisedStates(self._context.prefix_cache, steps)
         passed: list[DynamicInferenceRequest] = []
         new: list[RequestStep] = []
-        for request in self.waiting.values():
+        # No request of this step takes the state that another one resumes from, as long as there are others.
+        next_slots = self._context.admission.resume_slots([*islice(self.waiting.values(), num_free_rows)])
+        for i, request in enumerate(self.waiting.values()):
             match = self._context.admission.match(request)
             if not self._fits_a_cut(len(request.tokens) - match.resume_tokens, budget):
                 break  # too few tokens are left in this step: that overtakes no request
             step = None
             if request.num_overtaken >= limit or not promised.is_awaited_by(request, match):
-                step = self._context.admission.schedule(request, budget)
+                step = self._context.admission.schedule(request, budget, next_slots[i + 1 :])
             if step is None:
                 if not self._fits_beside_pins(request, match):
                     continue

@@ -129,7 +129,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "admission.py",
-                "            live = tuple(self._cache.slots.take_live(self._slots_per_row, resume_slot))\n",
+                "            live = tuple("
+                "self._cache.slots.take_live(self._slots_per_row, resume_slot, spared))\n",
                 "            self._stack = getattr(self, '_stack', torch.zeros(1, dtype=torch.int32))\n"
                 "            self._stack[0] = self._cache.slots.take_live(1)[0]\n"
                 "            live = tuple(self._stack)\n",

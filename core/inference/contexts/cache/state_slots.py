@@ -254,14 +254,21 @@ class StateSlots:
 
     # ---- live slots
 
-    def take_live(self, num_slots: int, resume_slot: int = -1) -> list[int]:
+    def take_live(self, num_slots: int, resume_slot: int = -1, spared: Iterable[int] = ()) -> list[int]:
         """Allocate slots for a running request; evicts unpinned states, but that of `resume_slot`, if needed.
 
-        Where only the state in `resume_slot`, from which the request resumes, could be evicted for the last
-        slot, the request takes it over: the slot is the first of the result, and its state is evicted.
+        States in `spared`, from which the next requests resume, are evicted last, the first ones at the very
+        last. Where only the state in `resume_slot`, from which the request resumes, could be evicted for the
+        last slot, the request takes it over: the slot is the first of the result, and its state is evicted.
         """
-        takes_over = resume_slot >= 0 and resume_slot not in self.pins and self.num_available == num_slots
-        slots = self._take(num_slots - takes_over, (resume_slot,), "live_state")
+        room, pins = self.num_available - num_slots, self.pins
+        unpinned = (
+            slot for slot in spared if slot >= 0 and slot not in pins and self.tree.block_of(slot) >= 0
+        )
+        keep = list(dict.fromkeys(unpinned))[: max(0, room)]
+        takes_over = resume_slot >= 0 and resume_slot not in pins and resume_slot not in keep
+        takes_over = takes_over and len(keep) == room
+        slots = self._take(num_slots - takes_over, (resume_slot, *keep), "live_state")
         if takes_over:
             self.note_use(resume_slot)
             self._evict_slots([resume_slot], "live_state")

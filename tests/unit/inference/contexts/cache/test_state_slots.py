@@ -1,5 +1,7 @@
 """One pool for live and cached states against a plain list, and the choice among planned states."""
 
+from collections.abc import Iterable
+
 import mambaslots as ms
 import pytest
 from hypothesis import given
@@ -32,10 +34,10 @@ class SharedSlotsMachine(RuleBasedStateMachine):
         self.pinned: list[int] = []
         self.next_block = 0
 
-    def evict(self, number: int, keep: int = -1) -> None:
+    def evict(self, number: int, keep: Iterable[int] = ()) -> None:
         """What the oracle loses where `number` slots are needed."""
         num_free = self.num_slots - len(self.order) - self.per_row * len(self.rows)
-        victims = [block for block in self.order if block not in self.pinned and block != keep]
+        victims = [block for block in self.order if block not in self.pinned and block not in keep]
         for block in victims[: max(0, number - num_free)]:
             self.order.remove(block)
 
@@ -55,24 +57,32 @@ class SharedSlotsMachine(RuleBasedStateMachine):
         self.order += blocks
 
     @precondition(lambda self: len(self.rows) < ROWS)
-    @rule(which=st.integers(0, 100), resumes=st.booleans())
-    def seat(self, which: int, resumes: bool) -> None:
-        """Wherever a row is free there is room for a request, also for one that resumes from any state."""
+    @rule(which=st.integers(0, 100), resumes=st.booleans(), next_ones=st.lists(st.integers(0, 8), max_size=4))
+    def seat(self, which: int, resumes: bool, next_ones: list[int]) -> None:
+        """Wherever a row is free there is room for a request, also for one that resumes from any state.
+
+        As many states of the next requests are kept as there are other slots for the row.
+        """
         block = self.order[which % len(self.order)] if resumes and self.order else -1
         slot = self.slots.tree.slot_of(block)
         assert self.slots.num_available >= self.per_row
-        takes_over = block >= 0 and block not in self.pinned and self.num_available == self.per_row
+        unpinned = [block for block in self.order if block not in self.pinned]
+        spared = [unpinned[i % len(unpinned)] for i in next_ones if unpinned]
+        kept = list(dict.fromkeys(spared))[: self.num_available - self.per_row]
+        has_no_other = self.num_available - len(kept) == self.per_row
+        takes_over = block >= 0 and block not in (*self.pinned, *kept) and has_no_other
         used = self.slots.tree.state_turnover.by_cause["live_state"]
-        live = tuple(self.slots.take_live(self.per_row, slot))
+        spared_slots = [-1, *map(self.slots.tree.slot_of, spared), *(pin for pin in self.slots.pins)]
+        live = tuple(self.slots.take_live(self.per_row, slot, spared_slots))
         assert len(set(live)) == self.per_row
         assert (slot in live) == takes_over
         before = len(self.order)
         if takes_over:
             assert live[0] == slot
-            self.evict(self.per_row, block)
+            self.evict(self.per_row, [block, *kept])
             self.order.remove(block)
         else:
-            self.evict(self.per_row, block)
+            self.evict(self.per_row, [block, *kept])
         self.rows.append(live)
         assert self.slots.tree.state_turnover.by_cause["live_state"] - used == before - len(self.order)
 
