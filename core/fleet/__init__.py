@@ -1,61 +1,20 @@
 """Several replicas of one model at one address, on Ray Serve. They need the extra `mambaslots[fleet]`.
 
-server, ingress, cut_answers         the process to start; HTTP in front of all; what clients read if it dies
-fleet_engine, replica_answers        an engine over replicas, which goes on elsewhere where one is lost
-replica, warming, guard              one replica and its ranks; its first states; a look at whether it runs
-request_router, pulses, calls        which replica holds a state; which are alive; Ray's handles
+A request goes from Ray's proxy to the ingress, which serves HTTP and chooses a replica; the replica's engine
+answers in parts. Ray starts, watches and replaces both.
+
+settings                             what a fleet is made of
+server                               the process to start: Ray's cluster, the deployments, signals
+ingress, cut_answers                 HTTP in front of all; what clients read where the ingress dies
+fleet_engine, replica_answers        an engine over replicas, which continues elsewhere where one is lost
+replica, warming, guard              one replica and its ranks; its first states; what ends a stopped process
+known_replicas                       which replicas answer, which states they hold, which requests they have
+request_router, calls                Ray's choice of a replica by that; calls of one replica and of all
 figures                              the replicas' figures as one engine's
 
 May import `serve`, `monitor`, `net`, `engines`, `contexts`, `cache`; no model and no tokenizer.
 """
 
-from dataclasses import dataclass
+from .settings import FleetSettings, check_installed
 
-_NEEDED = "replicas need Ray Serve: pip install 'mambaslots[fleet]'"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FleetSettings:
-    """Settings of replicas on Ray Serve.
-
-    Attributes:
-        name: of Ray Serve's application, and of all that belongs to it.
-        model_name: the name of the model in the replicas' figures.
-        trace: whether replicas write a line about each request to stderr.
-        min_replicas, max_replicas: how many replicas there are. Where they differ, Ray starts and ends
-            replicas by the requests that wait and run.
-        ranks: processes of a replica, over which the model is split by tensors.
-        cpus_per_rank, gpus_per_rank: what Ray reserves for each process; fractions are taken.
-        max_requests: requests that run at once in a replica; as many more wait there.
-        warm_timeout_s: seconds in which a new replica may receive states of another one; 0: none.
-        drain_timeout_s: seconds that running requests have when a replica is to end.
-        health_period_s, health_timeout_s: seconds between two looks at a replica's health, and of a look.
-            Ray replaces a replica, or the ingress, after three looks without an answer.
-    """
-
-    name: str = "mambaslots"
-    model_name: str = "model"
-    trace: bool = False
-    min_replicas: int = 1
-    max_replicas: int = 1
-    ranks: int = 1
-    cpus_per_rank: float = 1.0
-    gpus_per_rank: float = 0.0
-    max_requests: int = 32
-    warm_timeout_s: float = 20.0
-    drain_timeout_s: float = 30.0
-    health_period_s: float = 5.0
-    health_timeout_s: float = 8.0
-
-    @property
-    def still_s(self) -> float:
-        """A process that runs nothing for so long is killed."""
-        return 3 * self.health_timeout_s
-
-
-def check_installed() -> None:
-    """Raise an ImportError, which names the extra, unless what replicas need can be imported."""
-    try:
-        from ray import serve  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ImportError(_NEEDED) from error
+__all__ = ["FleetSettings", "check_installed"]

@@ -1,8 +1,9 @@
-"""Calls of replicas by a handle of Ray Serve: one request to one of them, a question to all."""
+"""Calls of replicas: a request to the one that Ray Serve chooses, a question to one or to all."""
 
 import asyncio
 import contextvars
-from collections.abc import AsyncGenerator
+import secrets
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from ray.exceptions import (
@@ -11,14 +12,15 @@ from ray.exceptions import (
     ObjectLostError,
     OutOfMemoryError,
     RayActorError,
-    RayError,
     RaySystemError,
     WorkerCrashedError,
 )
-from ray.serve.exceptions import DeploymentUnavailableError, RayServeException, ReplicaUnavailableError
+from ray.serve._private.common import RequestMetadata
+from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.request_router import PendingRequest
 
 from ..errors import NoReplicaError
-from .pulses import Pulses
+from .known_replicas import KnownReplicas
 from .replica_answers import AnswerPart, EngineRequest, ReplicaLostError
 
 _LOST = (
@@ -41,10 +43,9 @@ _LOOK_S = 1.0
 class ReplicaCalls:
     """Calls of replicas by a handle of Ray Serve, whose request router chooses the replica."""
 
-    def __init__(self, handle: Any, pulses: Pulses) -> None:
-        """`pulses`: those that the handle's router reads."""
-        self._handle = handle
-        self._pulses = pulses
+    def __init__(self, handle: Any, known: KnownReplicas) -> None:
+        """`known`: what the handle's router reads. From now on Ray keeps its replicas up to date."""
+        self._known = known
         self._streams = handle.options(method_name="stream", stream=True)
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[AnswerPart]:
@@ -54,6 +55,7 @@ class ReplicaCalls:
         deploy any.
         """
         # In a context of its own, because Ray routes all calls of one HTTP request as one.
+        self._known.begin(request.request_id)
         parts = contextvars.Context().run(self._streams.remote, request)
         reading = aiter(parts)
         ended = False
@@ -62,8 +64,8 @@ class ReplicaCalls:
             while not ended:
                 waiting = asyncio.ensure_future(anext(reading, None))
                 while not (await asyncio.wait((waiting,), timeout=_LOOK_S))[0]:
-                    replica = self._pulses.replica_of(request.request_id)
-                    if self._pulses.is_silent(replica):
+                    replica = self._known.replica_of(request.request_id)
+                    if self._known.is_silent(replica):
                         raise ReplicaLostError(
                             f"replica {replica} answers nothing, not even whether it is there"
                         )
@@ -79,39 +81,31 @@ class ReplicaCalls:
         except DeploymentUnavailableError as error:
             raise NoReplicaError(_last_line(error)) from error
         finally:
-            self._pulses.note_ended(request.request_id)
+            self._known.end(request.request_id)
             if waiting is not None:
                 waiting.cancel()
             if not ended:
                 parts.cancel()
 
 
-async def replica_answers(
-    replicas: Any, method: str, timeout_s: float, *arguments: object
-) -> AsyncGenerator[Any]:
-    """The replicas' answers as they come. One that is late or raises is left out, and delays no other.
+async def answer_of(replica: Any, method: str, *arguments: object) -> Any:
+    """The answer of one replica, a `RunningReplica`, however many requests it has; raises what Ray raises."""
+    name = secrets.token_hex(8)
+    question = PendingRequest([*arguments], {}, RequestMetadata(name, name, call_method=method))
+    return await replica._actor_replica_wrapper.send_request_python(
+        question, with_rejection=False
+    ).get_async()
 
-    `replicas` is a handle. Ray's own `results_async(timeout_s)` raises where one is late.
-    """
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    try:
-        async with asyncio.timeout_at(deadline):
-            results = await replicas.broadcast(method, *arguments)._fetch_replica_results_async()
-    except (RayServeException, RayError, TimeoutError):
-        return
-    pending = {asyncio.ensure_future(result.get_async()) for result in results}
-    try:
-        while pending:
-            left_s = max(0.0, deadline - asyncio.get_running_loop().time())
-            done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                return
-            for one in done:
-                if not one.cancelled() and one.exception() is None:
-                    yield one.result()
-    finally:
-        for one in pending:
-            one.cancel()
+
+async def answers_of(replicas: Iterable[Any], method: str, timeout_s: float, *arguments: object) -> list[Any]:
+    """The answers of replicas. One that is late or raises is left out."""
+    asked = [asyncio.ensure_future(answer_of(one, method, *arguments)) for one in replicas]
+    if not asked:
+        return []
+    done, late = await asyncio.wait(asked, timeout=timeout_s)
+    for one in late:
+        one.cancel()
+    return [one.result() for one in asked if one in done and not one.cancelled() and not one.exception()]
 
 
 def _last_line(error: Exception) -> str:

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import aclosing
 from typing import Any, cast
 
 from fastapi import FastAPI
+from ray.exceptions import ActorDiedError, RayError
+from ray.serve.exceptions import RayServeException
 
 from ..inference.contexts.cache.hashing import SaltKey
 from ..loaded_model import LoadedText
@@ -14,17 +15,15 @@ from ..serve.gate import add_host_check
 from ..serve.generation import EngineFacts
 from ..serve.service import Service
 from ..serve.settings import ServerSettings
-from . import FleetSettings
-from .calls import ReplicaCalls, replica_answers
+from .calls import ReplicaCalls, answer_of, answers_of
 from .figures import ReplicaReport
 from .fleet_engine import FleetEngine
 from .guard import kill_when_still
-from .pulses import pulses_of
+from .known_replicas import known_replicas_of
+from .settings import FleetSettings
 
-_PULSE_S = 0.25
+_QUESTION_S = 0.25
 """Between two questions which states the replicas hold, and whether they are there."""
-_LONGEST_PULSE_S = 10.0
-"""An answer that took so long says nothing."""
 _REPORT_S = 5.0
 _FIRST_S = 2.0
 
@@ -42,12 +41,11 @@ class Ingress:
     ) -> None:
         """`replicas`: the handle of their deployment. `load_text` loads text and defaults of the model."""
         kill_when_still(settings.still_s)
-        self._pulses = pulses_of(settings.name)
-        self._replicas = replicas
+        self._known = known_replicas_of(settings.name)
+        self._calls = ReplicaCalls(replicas, self._known)
         self._load_text = load_text
         self._salt_key = SaltKey(salt_key)
         self._server = server
-        self._settings = settings
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Ray calls this after the constructor."""
@@ -56,8 +54,8 @@ class Ingress:
         engine = FleetEngine(
             facts,
             self._salt_key,
-            ReplicaCalls(self._replicas, self._pulses).stream,
-            num_replicas=lambda: self._pulses.num_serving,
+            self._calls.stream,
+            num_replicas=lambda: self._known.num_serving,
             reports=self._reports,
             max_waiting_requests=self._server.max_waiting_requests,
         )
@@ -71,28 +69,31 @@ class Ingress:
         return await self._service.drain()
 
     async def _reports(self) -> list[ReplicaReport]:
-        return [one async for one in replica_answers(self._replicas, "report", _REPORT_S)]
+        replicas = [one for name, one in self._known.replicas.items() if not self._known.is_silent(name)]
+        return await answers_of(replicas, "report", _REPORT_S)
 
     async def _facts(self) -> EngineFacts:
-        """Those of the first replica that answers."""
+        """Those of a replica."""
         while True:
-            async with aclosing(replica_answers(self._replicas, "facts", _FIRST_S)) as answers:
-                async for facts in answers:
-                    return cast(EngineFacts, facts)
-            await asyncio.sleep(_PULSE_S)
+            if found := await answers_of(self._known.replicas.values(), "facts", _FIRST_S):
+                return cast(EngineFacts, found[0])
+            await asyncio.sleep(_QUESTION_S)
 
     async def _listen(self) -> None:
-        """Ask every replica again and again for its states; a slow answer delays no question."""
-        asking: set[asyncio.Task[None]] = set()
+        """Ask every replica again and again for its states, a new question once the last one is answered."""
+        asking: dict[str, asyncio.Task[None]] = {}
         while True:
-            task = asyncio.create_task(self._hear())
-            asking.add(task)
-            task.add_done_callback(asking.discard)
-            await asyncio.sleep(_PULSE_S)
+            asking = {name: task for name, task in asking.items() if not task.done()}
+            for name, replica in self._known.replicas.items():
+                if name not in asking:
+                    asking[name] = asyncio.create_task(self._ask(name, replica))
+            await asyncio.sleep(_QUESTION_S)
 
-    async def _hear(self) -> None:
-        wanting_all, late = self._pulses.without_states, set(self._pulses.replicas)
-        async for status in replica_answers(self._replicas, "status", _LONGEST_PULSE_S, wanting_all):
-            self._pulses.note_answer(status.replica, status.events)
-            late.discard(status.replica)
-        self._pulses.note_late(late)
+    async def _ask(self, name: str, replica: Any) -> None:
+        try:
+            status = await answer_of(replica, "status", self._known.lacks_states(name))
+            self._known.note_answer(name, status.events)
+        except ActorDiedError:
+            self._known.forget(name)
+        except (RayError, RayServeException):
+            self._known.note_lost_answer(name)

@@ -3,11 +3,10 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import ray
@@ -25,18 +24,16 @@ from ..net.routing.state_events import StateEvents
 from ..net.routing.state_publisher import StatePublisher
 from ..parallel_groups import ParallelGroups
 from ..serve.generation import EngineFacts, LocalEngine
-from . import FleetSettings
 from .figures import ReplicaReport, replica_report
 from .guard import kill_when_still
 from .replica_answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
+from .settings import FleetSettings
 from .warming import HandOver, serve_hand_over, take_over
 
 logger = logging.getLogger(__name__)
 
 MakeEngine = Callable[[ParallelGroups | None], DynamicInferenceEngine]
 """Makes a rank's engine in its process: for rank 0 of a split model a `LeadingEngine`. Can be pickled."""
-DEPLOYMENT = "EngineReplica"
-"""The name of the replicas in Ray Serve's application."""
 _MEETING_S = 600.0
 """Ranks load their weights before they meet."""
 
@@ -186,8 +183,7 @@ class EngineReplica:
         if engine.config.enable_prefix_caching:
             self._looks = StateLooks(self._engine, StatePublisher(engine, self._name))
             if settings.warm_timeout_s:
-                replicas = partial(serve.get_deployment_handle, DEPLOYMENT, settings.name)
-                await take_over(self._name, replicas, self._engine, settings.warm_timeout_s)
+                await take_over(self._name, settings, self._engine)
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[AnswerPart]:
         """Answer a request; a caller that closes the stream cancels it."""
@@ -204,26 +200,23 @@ class EngineReplica:
     async def facts(self) -> EngineFacts:
         return self._engine.facts
 
-    async def status(self, wanting_all: Collection[str] | None = None) -> ReplicaStatus:
+    async def status(self, wants_all: bool | None = None) -> ReplicaStatus:
         """Says that the event loops of all ranks run, also while a step takes long.
 
-        With `wanting_all` also which states were added and removed; those that it names say all that they
-        hold.
+        With `wants_all` also which states were added and removed, or all that it holds.
         """
         await self._ranks.processes()
         events = None
-        if self._looks is not None and wanting_all is not None:
-            events = self._looks.next(self._name in wanting_all)
+        if self._looks is not None and wants_all is not None:
+            events = self._looks.next(wants_all)
         num_states = len(self._ranks.engine.context.prefix_cache.tree.hash_to_block_id)
         return ReplicaStatus(self._name, self._processes, self._engine.num_running, num_states, events)
 
-    async def hand_over(self, donor: str, order: HandOver) -> None:
-        """Begin to hand states over, where this is the donor."""
-        if donor == self._name:
-            work = serve_hand_over(self._engine, order, timeout_s=self._warm_timeout_s)
-            task = asyncio.create_task(work)
-            self._hand_overs.add(task)
-            task.add_done_callback(self._hand_overs.discard)
+    async def hand_over(self, order: HandOver) -> None:
+        """Begin to hand states over."""
+        task = asyncio.create_task(serve_hand_over(self._engine, order, timeout_s=self._warm_timeout_s))
+        self._hand_overs.add(task)
+        task.add_done_callback(self._hand_overs.discard)
 
     async def report(self) -> ReplicaReport:
         return await replica_report(self._engine, self._name)

@@ -23,10 +23,10 @@ from ..inference.contexts.cache.hashing import key_bytes
 from ..loaded_model import LoadedText
 from ..serve.server import url
 from ..serve.settings import ServerSettings, listen
-from . import FleetSettings
 from .ingress import Ingress
-from .replica import DEPLOYMENT, EngineReplica, MakeEngine
+from .replica import EngineReplica, MakeEngine
 from .request_router import FleetRequestRouter
+from .settings import DEPLOYMENT, FleetSettings
 
 ADDRESS = "RAY_ADDRESS"
 """The environment variable that names the cluster to join."""

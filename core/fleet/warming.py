@@ -10,6 +10,7 @@ from itertools import batched
 from typing import Any, NamedTuple
 
 import ray
+from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -19,7 +20,9 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..net.lockstep.leading_engine import LeadingEngine
 from ..net.transfer.export import recent_states
 from ..net.transfer.hand_over import TransferChannel
-from .calls import replica_answers
+from .calls import answers_of
+from .known_replicas import KnownReplicas, known_replicas_of
+from .settings import DEPLOYMENT, FleetSettings
 
 logger = logging.getLogger(__name__)
 
@@ -40,27 +43,28 @@ class HandOver(NamedTuple):
     port: int
 
 
-async def take_over(
-    replica: str, find_replicas: Callable[[], Any], engine: AsyncEngine, timeout_s: float
-) -> None:
+async def take_over(replica: str, settings: FleetSettings, engine: AsyncEngine) -> None:
     """Let a replica that has states hand over those that were used last.
 
-    `find_replicas` makes a handle of those that serve. A donor that does not come or dies costs at most
-    `timeout_s`; the replica then starts with what it has.
+    A donor that does not come or dies costs at most `warm_timeout_s`; the replica then starts with what it
+    has.
     """
+    timeout_s = settings.warm_timeout_s
     begun_s, deadline = time.monotonic(), time.monotonic() + timeout_s
     num_states = 0
     try:
-        replicas = find_replicas()
-        donor = await _donor(replicas)
-        if donor is None:
+        handle = serve.get_deployment_handle(DEPLOYMENT, settings.name)
+        handle.options(method_name="status")  # from now on Ray says which replicas there are
+        known = known_replicas_of(settings.name)
+        donor = await _donor(known)
+        if donor not in known.replicas:
             return
         host = ray.util.get_node_ip_address()
         store = await asyncio.to_thread(
             TCPStore, host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
         order = HandOver(f"{replica}-{secrets.token_hex(4)}", host, store.port)
-        _ = [one async for one in replica_answers(replicas, "hand_over", _MEETING_S, donor, order)]
+        await answers_of([known.replicas[donor]], "hand_over", _MEETING_S, order)
         announced = await _read(store, order.name, min(deadline, time.monotonic() + _MEETING_S))
         for number in range(int(announced or 0)):
             name = f"{order.name}-{number}"
@@ -78,15 +82,15 @@ async def take_over(
         logger.warning("mambaslots: replica %s was not warmed to the end: %s", replica, error)
 
 
-async def _donor(replicas: Any) -> str | None:
-    """The replica that holds most states; None where none holds any."""
+async def _donor(known: KnownReplicas) -> str:
+    """The replica that holds most states; "" where none holds any."""
     for _ in range(_LOOKS_FOR_DONORS):
-        statuses = [one async for one in replica_answers(replicas, "status", _MEETING_S)]
+        statuses = await answers_of(known.replicas.values(), "status", _MEETING_S)
         if statuses:
             num_states, name = max((one.num_states, one.replica) for one in statuses)
-            return name if num_states else None
+            return name if num_states else ""
         await asyncio.sleep(_LOOK_S)
-    return None
+    return ""
 
 
 async def serve_hand_over(engine: AsyncEngine, order: HandOver, timeout_s: float) -> None:

@@ -1,13 +1,15 @@
 """What Ray raises out of a call of a replica, which answers come in time, and what a caller gets."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import mambaslots as ms
 import pytest
 from mambaslots.errors import NoReplicaError
-from mambaslots.fleet.pulses import Pulses
+from mambaslots.fleet.known_replicas import KnownReplicas
 from mambaslots.fleet.replica_answers import AnswerPart, EngineRequest, ReplicaLostError
 
 REQUEST = EngineRequest("one", (1, 2), 0, ms.SamplingParams(seed=1))
@@ -40,7 +42,7 @@ def raised(error: Exception) -> BaseException:
     handle = Handle(error)
 
     async def main() -> None:
-        async for part in ReplicaCalls(handle, Pulses()).stream(REQUEST):
+        async for part in ReplicaCalls(handle, KnownReplicas()).stream(REQUEST):
             assert part.replica == "a"
 
     with pytest.raises(Exception) as found:  # noqa: PT011
@@ -75,64 +77,86 @@ def test_errors_of_ray_serve_and_of_the_replica() -> None:
     assert isinstance(raised(KeyError("a mistake")), KeyError)
 
 
-class Answer:
-    """One replica's answer to a question to all."""
+class Asked:
+    """As much of Ray's `RunningReplica` as a question uses: it answers with a value, or raises it."""
 
     def __init__(self, value: Any, after_s: float) -> None:
+        self._actor_replica_wrapper = self
         self._value, self._after_s = value, after_s
+        self.num_open = self.most_open = 0
+
+    def send_request_python(self, question: Any, *, with_rejection: bool) -> "Asked":
+        assert not with_rejection  # a replica whose queue is full answers, too
+        self.arguments = question.metadata.call_method, *question.args
+        return self
 
     async def get_async(self) -> Any:
-        await asyncio.sleep(self._after_s)
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        try:
+            await asyncio.sleep(self._after_s)
+        finally:
+            self.num_open -= 1
         if isinstance(self._value, Exception):
             raise self._value
         return self._value
 
 
-class Asked:
-    """A handle whose replicas answer with these; an exception: Ray does not name the replicas."""
-
-    def __init__(self, found: list[Answer] | Exception, after_s: float = 0.0) -> None:
-        self._found, self._after_s = found, after_s
-
-    def options(self, **options: Any) -> "Asked":
-        return self
-
-    def broadcast(self, method: str) -> "Asked":
-        return self
-
-    async def _fetch_replica_results_async(self) -> list[Answer]:
-        await asyncio.sleep(self._after_s)
-        if isinstance(self._found, Exception):
-            raise self._found
-        return self._found
-
-
 def test_a_replica_that_is_late_or_raises_takes_nothing_from_the_others() -> None:
-    """The others' answers come at once; Ray's own call raises one TimeoutError for all."""
-    from mambaslots.fleet.calls import replica_answers
-    from ray.exceptions import RaySystemError
+    from mambaslots.fleet.calls import answers_of
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        replicas = [Answer("late", 60.0), Answer(ValueError("x"), 0.0), Answer("b", 0.02), Answer("a", 0.0)]
-        begun_s, came_s = loop.time(), []
-        answers = []
-        async for answer in replica_answers(Asked(replicas), "status", 0.3):
-            answers.append(answer)
-            came_s.append(loop.time() - begun_s)
-        assert answers == ["a", "b"]
-        assert came_s[-1] < 0.25 < 0.29 < loop.time() - begun_s < 5
-        for nothing in (Asked([]), Asked(RaySystemError("gone")), Asked(replicas, after_s=60.0)):
-            assert [one async for one in replica_answers(nothing, "status", 0.05)] == []
+        replicas = [Asked("late", 60.0), Asked(ValueError("x"), 0.0), Asked("b", 0.02), Asked("a", 0.0)]
+        begun_s = loop.time()
+        assert await answers_of(replicas[1:], "status", 60.0, 1) == ["b", "a"]
+        assert loop.time() - begun_s < 5
+        assert await answers_of(replicas, "status", 0.3) == ["b", "a"]
+        assert 0.29 < loop.time() - begun_s < 5
+        assert await answers_of([], "status", 60.0) == []
+        assert replicas[3].arguments == ("status",)
+        await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(main())
 
 
+def test_an_ingress_asks_a_replica_again_once_it_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow replica has one open question, and delays none of the others; silence is by its last answer."""
+    from mambaslots.fleet import ingress
+    from ray.exceptions import ActorDiedError, RaySystemError
+
+    monkeypatch.setattr(ingress, "_QUESTION_S", 0.01)
+    quick, slow = Asked(SimpleNamespace(events=None), 0.0), Asked(SimpleNamespace(events=None), 60.0)
+    failing, dead = Asked(RaySystemError("cut"), 0.0), Asked(ActorDiedError(), 0.0)
+    known = KnownReplicas()
+    answers: Counter[str] = Counter()
+    monkeypatch.setattr(known, "note_answer", lambda name, events: answers.update([name]))
+
+    async def main() -> None:
+        asking = ingress.Ingress.__new__(ingress.Ingress)
+        asking._known = known
+        known.expect({"quick": quick, "slow": slow, "failing": failing, "dead": dead})
+        listening = asyncio.create_task(asking._listen())
+        async with asyncio.timeout(30):
+            while answers["quick"] < 20 or "dead" in known.replicas:
+                await asyncio.sleep(0.01)
+        listening.cancel()
+
+    asyncio.run(main())
+    assert answers.keys() == {"quick"}
+    assert [one.most_open for one in (quick, slow, failing, dead)] == [1, 1, 1, 1]
+    assert quick.arguments == ("status", True)
+    assert sorted(known.replicas) == ["failing", "quick", "slow"]
+
+
 class Silent(Handle):
     """A handle whose replica says one part, and then nothing for a while."""
 
+    known: KnownReplicas
+
     async def __aiter__(self) -> AsyncIterator[AnswerPart]:
+        self.known.note_sent(REQUEST, "a")
         yield AnswerPart(replica="a")
         await asyncio.sleep(0.2)
         yield AnswerPart(finish_reason="stop")
@@ -147,18 +171,16 @@ def test_a_stream_is_lost_with_a_replica_that_answers_no_question(
 
     monkeypatch.setattr(calls, "_LOOK_S", 0.02)
     now = [0.0]
-    pulses = Pulses(lambda: now[0])
-    pulses.expect(["a", "b"])
-    pulses.note_sent(REQUEST.request_id, "a")
+    known = KnownReplicas(lambda: now[0])
+    known.expect({"a": None, "b": None})
 
     async def parts_of(handle: Handle, answering: str) -> int:
-        number = 0
-        async for _ in calls.ReplicaCalls(handle, pulses).stream(REQUEST):
+        number, handle.known = 0, known
+        async for _ in calls.ReplicaCalls(handle, known).stream(REQUEST):
             number += 1
             now[0] += 6.0
             if answering:
-                pulses.note_answer(answering)
-            pulses.note_sent(REQUEST.request_id, "a")
+                known.note_answer(answering)
         return number
 
     silent = Silent(RuntimeError())
@@ -169,4 +191,4 @@ def test_a_stream_is_lost_with_a_replica_that_answers_no_question(
     else:
         assert asyncio.run(parts_of(silent, "")) == 2
     assert asyncio.run(parts_of(Silent(RuntimeError()), "a")) == 2
-    assert pulses.replica_of(REQUEST.request_id) in ("", "a")
+    assert known.replica_of(REQUEST.request_id) == ""

@@ -2,14 +2,12 @@
 
 import asyncio
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import mambaslots as ms
 import pytest
-from mambaslots.fleet.pulses import Pulses
+from mambaslots.fleet.known_replicas import KnownReplicas
 from mambaslots.fleet.replica_answers import EngineRequest
-from mambaslots.fleet.request_router import ReplicaLoads
 from mambaslots.net.routing.state_events import StateEvents
 
 BLOCK = 16
@@ -37,7 +35,7 @@ class Rig:
         from mambaslots.fleet import request_router
         from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
 
-        monkeypatch.setattr(request_router, "pulses_of", lambda application: Pulses())
+        monkeypatch.setattr(request_router, "known_replicas_of", lambda application: KnownReplicas())
         deployment = DeploymentID(name="EngineReplica", app_name="test")
         self.router = request_router.FleetRequestRouter(
             deployment_id=deployment,
@@ -61,6 +59,7 @@ class Rig:
         metadata = RequestMetadata(
             request_id=asked.request_id, internal_request_id=asked.request_id, is_streaming=True
         )
+        self.router._known.begin(asked.request_id)
         return PendingRequest(args=[asked], kwargs={}, metadata=metadata)
 
     async def order(self, pending: Any) -> str:
@@ -69,9 +68,7 @@ class Rig:
         return "".join(rank[0].replica_id.unique_id for rank in ranks)
 
     def holds(self, replica: str, *keys: int, sequence: int = 0) -> None:
-        assert self.router._pulses._router.apply(
-            StateEvents(replica, 1, sequence, keys, (), is_snapshot=True)
-        )
+        assert self.router._known._router.apply(StateEvents(replica, 1, sequence, keys, (), is_snapshot=True))
 
 
 def test_a_request_goes_to_the_replica_with_its_deepest_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +88,7 @@ def test_a_dead_replica_is_forgotten_and_a_full_one_is_passed_over(monkeypatch: 
         a, b, _ = (replica.replica_id for replica in rig.replicas)
         rig.holds("a", 1, 2)
         rig.router.on_replica_actor_died(a)
-        assert rig.router._pulses._router.index.replicas == []
+        assert rig.router._known._router.index.replicas == []
         rig.replicas = rig.replicas[1:]
         rig.holds("b", 1, 2, 3)
         rig.router.on_new_queue_len_info(b, 4)
@@ -99,7 +96,6 @@ def test_a_dead_replica_is_forgotten_and_a_full_one_is_passed_over(monkeypatch: 
         pending = rig.request((1, 2, 3, 4))
         replica = await asyncio.wait_for(rig.router._choose_replica_for_request(pending), 10)
         assert replica.replica_id.unique_id == "c"
-        rig.router.on_request_routed(pending, replica.replica_id, None)
         assert await rig.order(rig.request((1, 2, 3, 4, 5))) == "cb"  # its states are expected there now
 
     asyncio.run(scenario())
@@ -110,18 +106,18 @@ def test_a_silent_replica_gets_nothing_while_another_one_answers(monkeypatch: py
 
     async def scenario() -> None:
         rig = Rig(monkeypatch)
-        rig.router._pulses = pulses = Pulses(lambda: now[0])
+        rig.router._known = known = KnownReplicas(lambda: now[0])
         rig.router.update_replicas(rig.replicas)
         rig.holds("a", 1, 2, 3)
         now[0] = 6.0
         assert (await rig.order(rig.request((1, 2, 3, 4))))[0] == "a"  # none answers: all are busy
         for name in "bc":
-            pulses.note_answer(name)
+            known.note_answer(name)
         pending = rig.request((1, 2, 3, 4))
         assert sorted(await rig.order(pending)) == ["b", "c"]
         chosen = await asyncio.wait_for(rig.router._choose_replica_for_request(pending), 10)
-        assert pulses.replica_of(pending.args[0].request_id) == chosen.replica_id.unique_id != "a"
-        pulses.note_answer("a")
+        assert known.replica_of(pending.args[0].request_id) == chosen.replica_id.unique_id != "a"
+        known.note_answer("a")
         assert sorted(await rig.order(rig.request((1, 2, 3, 4)))) == ["a", "b", "c"]
 
     asyncio.run(scenario())
@@ -157,40 +153,16 @@ def test_a_burst_is_spread_though_ray_knows_of_none_of_it(monkeypatch: pytest.Mo
     asyncio.run(scenario())
 
 
-def test_questions_go_to_any_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_request_of_an_engine_goes_to_any_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         rig = Rig(monkeypatch)
-        rig.router.on_new_queue_len_info(rig.replicas[0].replica_id, 3)
         question = rig.request()
-        question.args = []
-        assert (await rig.order(question))[-1] == "a"
+        for question.args in ([], ["prompt"]):
+            assert await rig.order(question) == "abc"
+        assert await rig.order(None) == "abc"
         assert await rig.router.choose_replicas([], rig.request()) == []
 
     asyncio.run(scenario())
-
-
-def test_loads_count_what_is_chosen_until_it_ends_or_was_never_sent() -> None:
-    now = [0.0]
-    loads = ReplicaLoads(clock=lambda: now[0])
-
-    def numbers(**queue_lengths: int) -> list[int]:
-        return [load.num_requests for load in loads.loads("ab", queue_lengths)]
-
-    loads.note_chosen("one", "ab")
-    loads.note_chosen("two", "ab")
-    assert numbers() == [2, 0]
-    assert numbers(a=1, b=5) == [2, 5]
-    assert loads.note_routed("one", "b")
-    assert not loads.note_routed("two", "a")
-    loads.note_chosen("three", "ab")
-    assert numbers() == [2, 1]
-    now[0] = 31.0
-    assert numbers() == [1, 1]  # "three" was never sent
-    loads.note_ended("one", "a")  # the replica that has refused it
-    loads.note_ended("two", "a")
-    loads.note_ended("unknown", "a")
-    assert numbers() == [0, 1]
-    assert not loads.note_routed("unknown", "a")
 
 
 def test_a_request_that_waits_for_room_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,10 +183,3 @@ def test_a_request_that_waits_for_room_is_counted_once(monkeypatch: pytest.Monke
         assert len(await rig.order(waiting[0])) == 2
 
     asyncio.run(scenario())
-
-
-def test_what_is_no_engine_request_is_a_question() -> None:
-    from mambaslots.fleet.request_router import _route_request
-
-    assert _route_request(None) is None
-    assert _route_request(SimpleNamespace(args=["prompt"])) is None

@@ -1,0 +1,152 @@
+"""What an ingress knows of its replicas: which of them answer, and which states and requests they hold."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from threading import Lock
+from typing import Any
+
+from ..net.routing.state_events import StateEvents
+from ..net.routing.state_router import ReplicaLoad, StateRouter
+from .replica_answers import EngineRequest
+
+SILENT_S = 5.0
+"""A replica that has answered nothing for so long is silent where another one answers."""
+_GIVEN_UP_S = 10.0
+"""Where none answers, so long all are taken to be busy."""
+
+
+@dataclass
+class _Attempt:
+    """A request that is sent to a replica, or will be: to which one, and in which order it tries them."""
+
+    replica: str = ""
+    order: tuple[str, ...] = ()
+    is_sent: bool = False
+
+
+class KnownReplicas:
+    """When each replica has answered last, its states, and the requests that were sent to it.
+
+    The ingress notes answers, and Ray's request router asks, in another thread: methods may be called in any.
+
+    Attributes:
+        replicas: Ray's `RunningReplica` of each replica that should answer, by its name; never mutated.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.replicas: dict[str, Any] = {}
+        self._clock = clock
+        self._answered_s: dict[str, float] = {}
+        self._complete: set[str] = set()  # replicas of whose states the router misses nothing
+        self._lock = Lock()  # of what follows
+        self._router = StateRouter()
+        self._attempts: dict[str, _Attempt] = {}  # by id of the request
+
+    def expect(self, replicas: Mapping[str, Any]) -> None:
+        """Know these replicas alone; a new one counts as if it had answered now."""
+        now = self._clock()
+        for gone in self._answered_s.keys() - replicas:
+            self.forget(gone)
+        self._answered_s = {name: self._answered_s.get(name, now) for name in replicas}
+        self.replicas = dict(replicas)
+
+    def forget(self, replica: str) -> None:
+        """A replica is gone."""
+        self.replicas = {name: one for name, one in self.replicas.items() if name != replica}
+        self._answered_s.pop(replica, None)
+        self._complete.discard(replica)
+        with self._lock:
+            self._router.forget(replica)
+
+    # ---- answers
+
+    def lacks_states(self, replica: str) -> bool:
+        """Whether a replica should say all that it holds."""
+        return replica not in self._complete
+
+    def note_answer(self, replica: str, events: StateEvents | None = None) -> None:
+        """A replica has answered; `events` are the changes of its states since its answer before."""
+        if replica not in self._answered_s:
+            return
+        self._answered_s[replica] = self._clock()
+        if events is not None:
+            with self._lock:
+                is_complete = self._router.apply(events)
+            (self._complete.add if is_complete else self._complete.discard)(replica)
+
+    def note_lost_answer(self, replica: str) -> None:
+        """An answer, which may have had changes of states, is not read."""
+        self._complete.discard(replica)
+
+    @property
+    def num_serving(self) -> int:
+        """Replicas that answered within 5 s; where none did, those of the last 10 s."""
+        return self._answered_within(SILENT_S) or self._answered_within(_GIVEN_UP_S)
+
+    def is_silent(self, replica: str) -> bool:
+        """Whether a replica has answered nothing for 5 s, though another one has."""
+        answered_s = self._answered_s.get(replica)
+        late = answered_s is not None and self._clock() - answered_s >= SILENT_S
+        return late and self._answered_within(SILENT_S) > 0
+
+    def _answered_within(self, seconds: float) -> int:
+        horizon = self._clock() - seconds
+        return sum(answered_s > horizon for answered_s in list(self._answered_s.values()))
+
+    # ---- requests
+
+    def begin(self, request_id: str) -> None:
+        """A request is about to be sent to a replica."""
+        with self._lock:
+            self._attempts[request_id] = _Attempt()
+
+    def end(self, request_id: str) -> None:
+        """A replica has ended a request, or is lost."""
+        with self._lock:
+            self._attempts.pop(request_id, None)
+
+    def order(self, request: EngineRequest, queue_lengths: Mapping[str, int | None]) -> tuple[str, ...]:
+        """The replicas in the order in which a request tries them, those that it has lost last.
+
+        A request that tries the same ones again has the order that it had: it counts once.
+
+        Args:
+            queue_lengths: the requests of each replica, as Ray last knew, or None. They lack those that are
+                chosen and not sent yet: with them alone, a burst would go to one replica.
+        """
+        with self._lock:
+            attempt = self._attempts.get(request.request_id, _Attempt())
+            if set(attempt.order) != queue_lengths.keys():
+                counts = Counter(one.replica for one in self._attempts.values())
+                loads = [
+                    ReplicaLoad(name, max(counts[name], length or 0))
+                    for name, length in queue_lengths.items()
+                ]
+                others = [load for load in loads if load.replica not in request.lost]
+                best = self._router.choose(request.route, others or loads)
+                attempt.order = *best, *(queue_lengths.keys() - best)
+                attempt.replica = best[0]
+            return attempt.order
+
+    def note_sent(self, request: EngineRequest, replica: str) -> None:
+        """Ray sends a request to this replica, and waits until the replica has confirmed it."""
+        with self._lock:
+            attempt = self._attempts.get(request.request_id, _Attempt())
+            attempt.is_sent = True
+            if attempt.replica != replica:
+                attempt.replica = replica
+                self._router.note_routed(request.route, replica)
+
+    def replica_of(self, request_id: str) -> str:
+        """Where a request was sent; "" before that."""
+        attempt = self._attempts.get(request_id)
+        return attempt.replica if attempt and attempt.is_sent else ""
+
+
+@cache
+def known_replicas_of(application: str) -> KnownReplicas:
+    """This process' own of an application of Ray Serve."""
+    return KnownReplicas()
