@@ -23,8 +23,8 @@ from .options import add_device, add_json
 from .setup import chosen_device
 
 TEXT = """\
-The last line is "works" or "does not work". The self-test takes some seconds on a CPU; the first time on a
-GPU, Triton compiles kernels for a minute or two."""
+The last line is "works" or "does not work". The self-test takes a few seconds on a CPU, with one thread
+unless --threads says otherwise; the first time on a GPU, Triton compiles kernels for a minute or two."""
 PACKAGE = "mambaslots"
 TUNED_FOR = ("H100", "H200")
 UNUSED = ("dev",)  # extras that serve nothing
@@ -51,6 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    options.threads = options.threads or 1  # tensors are small: more threads wait for one another
     device = chosen_device(options)
     findings: dict[str, Any] = {"platform": f"Python {platform.python_version()}, {platform.platform()}"}
     print(findings["platform"])

@@ -63,7 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ..mcore import run_script
 
         return run_script.main(words[1:], "mambaslots run")
-    options = make_parser(None if "--print-completion" in words else "".join(words[:1])).parse_args(words)
+    parser = make_parser(None if "--print-completion" in words else "".join(words[:1]))
+    if not words:
+        parser.error(f"the following arguments are required: COMMAND; accepted: {', '.join(COMMANDS)}")
+    options = parser.parse_args(words)
     logging.basicConfig(level=options.log_level.upper(), format=LOG_FORMAT)
     try:
         return int(options.run(options))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
 from ..serve.settings import listen
-from ..version import untested
+from ..version import VERSION, untested
 from .options import add_engine, add_group, add_model, count, count_or_range, positive, text_file, unused_path
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ TEXT = """\
         -d '{"messages": [{"role": "user", "content": "Write a class."}], "stream": true}'
 
 Needs the extra `mambaslots[serve]`; replicas need `mambaslots[fleet]`."""
+logger = logging.getLogger(__name__)
 ADMIN_KEY = "MAMBASLOTS_ADMIN_KEY"
 
 
@@ -70,6 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     _check_early(options)
+    logger.info("mambaslots %s begins; importing torch", VERSION)
     from ..replay.recorder import TraceRecorder
     from ..serve import ServerSettings, check_installed, serve
     from .processes import is_under_torchrun, serve_split
@@ -77,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
     check_installed()
     if newer := untested():
-        logging.getLogger(__name__).warning("not tested with %s", ", ".join(newer))
+        logger.warning("not tested with %s", ", ".join(newer))
     settings = ServerSettings(**server_settings(options))
     if is_under_torchrun():
         if options.replicas is not None or options.tp is not None:

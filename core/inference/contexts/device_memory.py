@@ -214,15 +214,17 @@ class DeviceMemory:
             total += pool.num_slots * state + kv
             idle = ", and the live ones of idle rows" if pool.is_shared else ""
             parts.append(
-                f"durable states {durable.num_durable} x {durable.slot_bytes / MEBIBYTE:.3g} MiB{idle}"
+                f"cached states {durable.num_durable} x {durable.slot_bytes / MEBIBYTE:.3g} MiB{idle}"
             )
             parts.append(f"KV {self._num_kv_blocks} {blocks}, {kv:.3g} MiB")
         else:
             total += division.total_bytes(self._sizes) / MEBIBYTE
             unit = division.shape.unit_bytes(self._sizes) / MEBIBYTE
             parts.append(
-                f"durable states and KV share {division.num_units} units of {unit:.3g} MiB, each for "
+                f"cached states and KV share {division.num_units:,} units of {unit:.3g} MiB, each of "
                 f"{division.shape.slots} x {state:.3g} MiB or {division.shape.blocks} {blocks}"
             )
-        parts.append(f"total {total:.4g} MiB on {self._spec.device}{'' if self.allocated else ', freed now'}")
+        parts.append(
+            f"total {total:,.1f} MiB on {self._spec.device}{'' if self.allocated else ', freed now'}"
+        )
         return f"mambaslots: {'; '.join(parts)}"

@@ -36,7 +36,7 @@ def test_python_m_runs_the_command() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "the following arguments are required: COMMAND"),
+        ([], "the following arguments are required: COMMAND; accepted: serve, chat, replay, doctor, run"),
         (["serv"], "argument COMMAND: invalid choice: 'serv'"),
         (["serve"], "the following arguments are required: MODEL"),
         (["serve", MODEL, "--port", "x"], "argument --port: 'x'; accepted: an integer from 0 to 65535"),

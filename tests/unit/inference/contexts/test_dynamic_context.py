@@ -188,7 +188,7 @@ def test_a_block_that_the_ssd_chunk_does_not_divide_is_refused(kind: str) -> Non
 
 def test_the_start_up_line_says_what_the_bytes_went_to() -> None:
     line = make_context().memory.summary()
-    for part in ("live states 3 x", "durable states 20 x", "KV 40 blocks of 8 tokens", "total", "cpu"):
+    for part in ("live states 3 x", "cached states 20 x", "KV 40 blocks of 8 tokens", "total", "cpu"):
         assert part in line
 
 

@@ -287,5 +287,5 @@ def test_without_a_cache_all_is_kv() -> None:
 def test_the_line_of_memory_says_what_is_shared() -> None:
     engine = engine_of(5)
     said = engine.context.memory.summary()
-    assert "durable states and KV share" in said
+    assert "cached states and KV share" in said
     assert borrowing.MOST_LOOKS > 0

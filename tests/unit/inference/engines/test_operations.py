@@ -694,9 +694,9 @@ def test_the_start_up_line_counts_the_bytes_there_are(caplog: pytest.LogCaptureF
     states = pool.memory.nbytes
     kv, total = context.memory.kv_cache.nbytes, states + context.memory.kv_cache.nbytes
     assert f"live states 4 x {states / 54 / 2**20:.3g} MiB" in line
-    assert f"durable states 50 x {states / 54 / 2**20:.3g} MiB" in line
+    assert f"cached states 50 x {states / 54 / 2**20:.3g} MiB" in line
     assert f"KV 100 blocks of 8 tokens, {kv / 2**20:.3g} MiB" in line
-    assert f"total {total / 2**20:.4g} MiB on cpu" in line
+    assert f"total {total / 2**20:.1f} MiB on cpu" in line
 
 
 # ---- everything at once, cancelled at any point
