@@ -1,12 +1,19 @@
 """Corrections: states and KV blocks of decode steps are cached, so that the next turn reuses an answer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..inference.contexts.cache.checkpoint_plan import (
+    Boundary,
+    CheckpointPlan,
+    checked_boundaries,
+    drop_rolling,
+)
+from ..inference.contexts.cache.state_slots import StateSlots
 from .admission import adopt_twin
 from .host_record import RequestTrack, record_of
 from .overrides import override
@@ -60,6 +67,97 @@ def register_block(context: Any, row: int, track: RequestTrack, position: int) -
     return int(context.request_to_kv_block_ids[row, index])
 
 
+class AnswerStates:
+    """The states that decode steps reach at block boundaries.
+
+    With async scheduling, the last token before a boundary is on the device only when its state is copied.
+    The state then waits in a reserved slot until the token is known.
+
+    Attributes:
+        unsettled: boundaries whose last token is not known, each with its reserved slot.
+    """
+
+    def __init__(self, context: Any, slots: StateSlots, plan: CheckpointPlan) -> None:
+        self._context, self._slots, self._plan = context, slots, plan
+        self.unsettled: list[tuple[Crossing, int]] = []
+
+    def tracks(self, reached: Iterable[Crossing]) -> list[RequestTrack]:
+        """The requests of boundaries that the step reached."""
+        tracks = record_of(self._context).tracks
+        return [tracks[crossing.request_id] for crossing in reached]
+
+    def reached(self) -> dict[int, Crossing]:
+        """Block -> the boundary at its end that a decode row reached, and where the plan stores a state.
+
+        Only boundaries without a state. Where the tokens before one are known, its KV block is registered
+        here.
+        """
+        context, slots = self._context, self._slots
+        tracks, states, size = record_of(context).tracks, slots.tree.slot_by_block, context.block_size_tokens
+        found: dict[int, Crossing] = {}
+        for crossing in crossings(context):
+            track = tracks.get(crossing.request_id)
+            if track is None:
+                continue
+            if track.known_tokens >= crossing.position:
+                block = register_block(context, crossing.row, track, crossing.position)
+            else:
+                block = int(context.request_to_kv_block_ids[crossing.row, crossing.position // size - 1])
+            lacks_state = block >= 0 and block not in states and block not in slots.reserved.values()
+            if lacks_state and self._boundary(crossing) is not None:
+                found[block] = crossing
+        return found
+
+    def _boundary(self, crossing: Crossing) -> Boundary | None:
+        """What the plan says of the boundary; None where it stores no state there."""
+        stop, size = crossing.position, self._context.block_size_tokens
+        found = checked_boundaries(self._plan, stop - 1, stop, 0, size, 0)
+        return found[0] if found else None
+
+    def commit(self, written: Sequence[tuple[Crossing, int]]) -> None:
+        """Make states in reserved slots findable, of which all tokens are known; the others wait."""
+        tracks = record_of(self._context).tracks
+        for crossing, slot in written:
+            if tracks[crossing.request_id].known_tokens < crossing.position:
+                self.unsettled.append((crossing, slot))
+                continue
+            block = self._slots.reserved[slot]
+            self._slots.commit([slot])
+            self._roll(tracks[crossing.request_id], crossing, block, slot)
+
+    def settle(self) -> None:
+        """Make the states findable whose last token has become known."""
+        waiting, self.unsettled = self.unsettled, []
+        tracks = record_of(self._context).tracks
+        rows = rows_of(self._context, [crossing.request_id for crossing, _ in waiting]) if waiting else {}
+        for crossing, slot in waiting:
+            track, row = tracks.get(crossing.request_id), rows.get(crossing.request_id)
+            if track is None or row is None:
+                self._slots.release([slot])
+            elif track.known_tokens < crossing.position:
+                self.unsettled.append((crossing, slot))
+            else:
+                block = register_block(self._context, row, track, crossing.position)
+                if block < 0:
+                    self._slots.release([slot])
+                elif self._slots.commit([slot], [block]) == [slot]:
+                    self._roll(track, crossing, block, slot)
+
+    def drop(self, request_ids: Sequence[int]) -> None:
+        """Release the states of these requests whose last tokens are not known: the requests end."""
+        gone = [state for state in self.unsettled if state[0].request_id in request_ids]
+        self.unsettled = [state for state in self.unsettled if state not in gone]
+        self._slots.release([slot for _, slot in gone])
+
+    def _roll(self, track: RequestTrack, crossing: Crossing, block: int, slot: int) -> None:
+        """The newer decode state of a request replaces its older one."""
+        boundary = self._boundary(crossing)
+        rolls = self._slots.tree.slot_of(block) == slot and boundary is not None and not boundary.keeps
+        drop_rolling(self._slots, track)
+        if rolls:
+            track.rolling_block = block
+
+
 def _append(context: Any, first_row: int, tokens: Tensor) -> None:
     """Note that the requests from `first_row` on have sampled `tokens`, one each."""
     tracks = record_of(context).tracks
@@ -71,8 +169,8 @@ def _append(context: Any, first_row: int, tokens: Tensor) -> None:
         if track is not None and request_id != context.chunked_prefill_request_id:
             track.generated.append(token)
     allocator = getattr(context, "mamba_slot_allocator", None)
-    if allocator is not None:
-        allocator.settle_answers()
+    if allocator is not None and allocator.answers is not None:
+        allocator.answers.settle()
 
 
 @override(DYNAMIC_CONTEXT, "update_requests", faults=(18,))
@@ -113,8 +211,8 @@ def release_memory_blocks_from_request_indexes(
     """Also release what was reserved for the leaving requests."""
     leaving = self.request_ids[request_indexes].tolist()
     allocator = getattr(self, "mamba_slot_allocator", None)
-    if allocator is not None:
-        allocator.drop_unsettled(leaving)
+    if allocator is not None and allocator.answers is not None:
+        allocator.answers.drop(leaving)
     original(self, request_indexes)
     record_of(self).forget(leaving)
 

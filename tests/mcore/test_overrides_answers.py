@@ -126,7 +126,7 @@ def test_with_drafts_answers_are_left_alone() -> None:
         context = make_context(num_speculative_tokens=2, max_requests=2)
         slots = context.mamba_slot_allocator
         context.batch_dimensions = context.batch_dimensions.__class__(3, 0, 1)
-        assert slots._decode_states() == {}
+        assert slots.answers.reached() == {}
 
 
 def test_answers_are_hashed_as_the_host_hashes_prompts() -> None:

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
+from mambaslots.mcore.slot_allocator import HostSlotAllocator, Settings
 from torch import Tensor
 
 CONV_SHAPE = (3, 4)
@@ -107,6 +109,15 @@ class FakeHost:
             conv_states_dtype=self.dtype,
             ssm_states_dtype=self.dtype,
         )
+
+    def mcore_allocator(self, max_slots: int) -> Any:
+        """The one that `mambaslots.mcore` installs, with the plan in `optional`; it caches no answers."""
+        plan = self.optional.get("checkpoint_plan", CheckpointPlan())
+
+        class Allocator(HostSlotAllocator):
+            settings = Settings(plan, cache_answers=False)
+
+        return self.allocator(max_slots, Allocator)
 
     # ---- a prefill step
 

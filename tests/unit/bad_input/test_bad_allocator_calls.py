@@ -37,7 +37,7 @@ def with_argument(
 
 
 class Slots:
-    """7 slots for 16 blocks: 1's is pinned, 2's findable, 4's unnamed, 3's reserved; row 0 has a plan."""
+    """7 slots for 16 blocks: 1's is pinned, 2's findable, 4's unnamed, 3's reserved."""
 
     def __init__(self) -> None:
         self.host = FakeHost()
@@ -47,8 +47,7 @@ class Slots:
         self.slots.register_block_hashes_batch([1, 2], [11, 12])
         self.slots.pin(self.pinned)
         (self.reserved,) = self.slots.reserve([3])
-        self.free = int(self.slots.free_slots[0])
-        self.host.plan(self.slots, Chunk(FakeRequest(1, range(12)), 0, 0, 12), [5, 6, 7])
+        self.free = self.slots.slots.free[0]
         self.host.mamba_metadata.request_to_mamba_state_idx[3] = -1  # row 3 has no live slot
         self.slots.ssm_states.fill_(7)
         self.slots.conv_states.fill_(7)
@@ -57,9 +56,7 @@ class Slots:
 
 _pool = Slots()
 _block, _slot, _row = bad.integer(0, 15), bad.integer(0, 6), bad.integer(0, 3)
-_request = FakeRequest(1, range(12))
 _ssm, _conv = torch.zeros(SSM_SHAPE), torch.zeros(CONV_SHAPE)
-_plan = (_request, 1, 0, 12, 0, [], 3)
 
 SLOT_CALLS: list[tuple[str, tuple[Any, ...], int, Bad, str]] = [
     ("has_state", (0,), 0, _block, "block_id"),
@@ -94,9 +91,7 @@ SLOT_CALLS: list[tuple[str, tuple[Any, ...], int, Bad, str]] = [
     ("unpin", (_pool.pinned,), 0, _slot.also(_pool.free, _pool.reserved, _pool.known), "slot"),
     ("note_use", (_pool.known,), 0, _slot.also(_pool.free, _pool.reserved), "slot"),
     ("allocate_slots_batch", ([5],), 0, bad.ids(0, 15, good=(5,)).also([3], [5, 3]), "block_ids"),
-    ("_evict_lru_slots_batch", (1,), 0, bad.integer(0), "num_needed"),
     ("invalidate_block", (4,), 0, _block, "block_id"),
-    ("_invalidate_blocks_batch", ([4],), 0, bad.ids(0, 15, good=(4,)), "block_ids_list"),
     ("on_kv_blocks_deregistered", ([4], {1}), 0, bad.ids(0, 15, good=(4,)), "block_ids_list"),
     # Not of blocks without a slot, nor whose state may still be read.
     ("store_from_tensors", (4, 0, _ssm, _conv), 0, _block.also(1, 2, 3, 5), "block_id|slot"),
@@ -128,13 +123,6 @@ SLOT_CALLS: list[tuple[str, tuple[Any, ...], int, Bad, str]] = [
         bad.ids(-(2**63), MAX_HASH).also([], [7, 8]),
         "hashes",
     ),
-    ("compute_and_store_offsets", _plan, 0, bad.anything().also(FakeRequest(1, 5)), "req"),
-    ("compute_and_store_offsets", _plan, 1, _row, "current_id"),
-    ("compute_and_store_offsets", _plan, 2, bad.integer(0), "skip_tokens"),
-    ("compute_and_store_offsets", _plan, 3, bad.integer(0).also(65, 2**40), "prefill_chunk_length"),
-    ("compute_and_store_offsets", _plan, 4, bad.integer(0), "num_matched_blocks"),
-    ("transfer_intermediate_to_gpu", (0, 1), 0, bad.integer(0, 4), "prefill_start"),
-    ("transfer_intermediate_to_gpu", (0, 1), 1, bad.integer(0, 4), "prefill_count"),
 ]  # fmt: skip
 
 
@@ -155,9 +143,6 @@ def test_a_bad_call_of_the_slots(method: str, good: tuple[Any, ...], place: int,
     [
         ("reserve", list(range(5, 16))),
         ("allocate_slots_batch", list(range(4, 16))),
-        ("_evict_lru_slots_batch", 3),
-        ("_evict_lru_slots_batch", 10**30),
-        ("_evict_lru_slots_batch", UNPRINTABLE),
     ],
     ids=lambda call: call[0],
 )
@@ -211,12 +196,6 @@ def test_slots_are_made_for_a_host():
 HOST_ATTRIBUTES = {
     "kv_block_allocator": bad.anything(),
     "mamba_ssm_states": bad.anything(torch.Tensor).also(meta(2, 4, *SSM_SHAPE)),
-    "max_requests": bad.integer(0, INT32_MAX, optional=True),
-    "max_intermediate_offsets_per_request": bad.integer(0, INT32_MAX, optional=True),
-    "max_mamba_intermediate_states_per_step": bad.integer(0, INT32_MAX, optional=True),
-    "block_size_tokens": bad.integer(1, INT32_MAX, optional=True),
-    "mamba_chunk_size": bad.integer(0, INT32_MAX, optional=True),
-    "checkpoint_plan": bad.anything(type(None)).also(ms.CheckpointPlan),
     "prefix_caching_eviction_policy": bad.choice("lru", "value"),
 }
 
@@ -229,6 +208,29 @@ def test_a_host_says_what_cannot_be(name: str):
         host.allocator(4, ms.MambaSlotAllocator)
 
     refuse_all("MambaSlotAllocator", HOST_ATTRIBUTES[name], construct, rf"context(\.{name})?")
+
+
+# ---- HostSlotAllocator
+
+_plan = (FakeRequest(1, range(12)), 1, 0, 12, 0, [], 3)
+
+
+@pytest.mark.parametrize(
+    ("place", "bad_values", "named"),
+    [
+        (0, bad.anything().also(FakeRequest(1, 5)), "req"),
+        (1, _row, "current_id"),
+        (2, bad.integer(0), "skip_tokens"),
+        (3, bad.integer(0).also(65, 2**40), "prefill_chunk_length"),
+        (4, bad.integer(0), "num_matched_blocks"),
+    ],
+)
+def test_a_bad_chunk_of_a_host(place: int, bad_values: Bad, named: str):
+    host = FakeHost()
+    slots = host.mcore_allocator(7)
+    host.plan(slots, Chunk(FakeRequest(1, range(12)), 0, 0, 12), [5, 6, 7])
+    call = with_argument(slots.compute_and_store_offsets, _plan, place)
+    refuse_all("HostSlotAllocator", bad_values, call, f"({named})", unchanged_of(slots))
 
 
 # ---- KVBlockAllocator

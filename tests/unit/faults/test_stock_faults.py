@@ -15,9 +15,8 @@ from weakref import ref
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from mambaslots.inference.kernels import state_copy
-from mambaslots.mcore.slot_allocator import HostSlotAllocator
+from mambaslots.mcore.slot_allocator import HostSlotAllocator, Settings, StateSource
 from oracle.context_driver import BLOCK, make_context, make_request, prefill, run, schedule
 from oracle.serving import random_tokens, serve_checked, small_engine
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -123,13 +122,15 @@ def test_fault_08_a_live_slot_number_does_not_change_after_it_was_given() -> Non
 # ---- leaks and crashes
 
 
+class Allocator(HostSlotAllocator):
+    settings = Settings(cache_answers=False)
+
+
 def host_allocator(
     slots: int = 4,
     blocks: int = 64,
-    width: int = 3,
     scratch: int = 8,
     device: str = "cpu",
-    kind: type[Any] = MambaSlotAllocator,
     **context: Any,
 ) -> Any:
     """The allocator on a host that is nothing but the names it reads; block i has hash 100 + i."""
@@ -148,7 +149,6 @@ def host_allocator(
         ),
         max_requests=4,
         max_mamba_intermediate_states_per_step=scratch,
-        max_intermediate_offsets_per_request=width,
         block_size_tokens=4,
         mamba_chunk_size=2,
         paused_request_count=0,
@@ -156,7 +156,7 @@ def host_allocator(
         request_to_kv_block_ids=torch.arange(blocks).expand(4, blocks),
         **context,
     )
-    return kind(host, slots, 2, (2,), (3,), torch.float32, torch.float32)
+    return Allocator(host, slots, 2, (2,), (3,), torch.float32, torch.float32)
 
 
 def host_request(prompt: int, finished: int = 0, hashes: tuple[int, ...] = (1,)) -> Any:
@@ -165,7 +165,7 @@ def host_request(prompt: int, finished: int = 0, hashes: tuple[int, ...] = (1,))
     )
 
 
-def commit_step(slots: MambaSlotAllocator) -> None:
+def commit_step(slots: HostSlotAllocator) -> None:
     counts = slots._intermediate_counts_cpu[:1].tolist()
     slots.context.mamba_metadata.intermediate_count = sum(counts)
     slots.context.mamba_metadata.per_request_intermediate_counts = counts
@@ -352,7 +352,7 @@ def test_fault_21_resuming_and_committing_copy_no_state(monkeypatch: pytest.Monk
 
 def test_fault_21_a_hosts_commit_is_the_same_few_copies_for_one_state_or_many() -> None:
     def copies(states: int) -> Counter[str]:
-        slots = host_allocator(slots=20, width=8)
+        slots = host_allocator(slots=20)
         marks = tuple(4 * (i + 1) for i in range(states))
         slots._plan = ms.CheckpointPlan(tail=False, chunk_ends=False, branch=False, marks=marks)
         slots.compute_and_store_offsets(host_request(40), 0, 0, 40, 0, [], 10)
@@ -365,23 +365,23 @@ def test_fault_21_a_hosts_commit_is_the_same_few_copies_for_one_state_or_many() 
             {name: n for name, n in ops.items() if name in ("index", "index_put_", "copy_", "index_put")}
         )
 
-    assert copies(1) == copies(8)
-    assert copies(8)["index_put_"] == 2  # one for each of the two state tensors
+    assert copies(1) == copies(3)
+    assert copies(3)["index_put_"] == 2  # one for each of the two state tensors
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_fault_21_the_drop_in_commits_in_one_launch_and_restores_in_one(device: str) -> None:
-    slots = host_allocator(slots=20, device=device, kind=HostSlotAllocator)
+    slots = host_allocator(slots=20, device=device)
     blocks, live = [5, 9, 2, 7, 11, 30, 8, 3], [2, 0, 3, 1]
     for scratch in (slots.intermediate_conv_out, slots.intermediate_ssm_out):
         scratch.copy_(torch.rand(scratch.shape))
-    taken = slots.reserve(blocks)
+    sources = {block: StateSource(True, row) for row, block in enumerate(blocks)}
 
     def commit() -> None:
-        slots._copy_intermediate_to_cache(list(range(8)), taken)
+        slots.release_reservation(list(slots._take(sources).values()))
 
     commit()
-    slots.commit(taken)
+    slots.commit(list(slots._take(sources).values()))
     pending = list(zip(blocks[2:6], live, strict=True))
     slots.restore_batch(pending)
     for restored, scratch in (

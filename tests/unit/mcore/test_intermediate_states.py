@@ -1,34 +1,21 @@
 """The rows that plan a step's checkpoints, and what becomes of them."""
 
-from types import SimpleNamespace
-
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from mambaslots.inference.contexts.mamba_slot_allocator import MambaSlotAllocator, StateSource
+from mambaslots.mcore.slot_allocator import StateSource
 from oracle.fake_host import Chunk, FakeHost, FakeRequest, durable, same_bytes
 
 
 def make(max_slots=8, **host):
     fake = FakeHost(**host)
-    slots = fake.allocator(max_slots, MambaSlotAllocator)
+    slots = fake.mcore_allocator(max_slots)
     return fake, slots
 
 
 def prompt(number, tokens, finished=0):
     return FakeRequest(number, list(range(tokens)), finished_chunk_token_count=finished)
-
-
-def test_a_host_without_scratch_or_rows_has_none():
-    full = FakeHost()
-    bare = SimpleNamespace(kv_block_allocator=full.kv_block_allocator, mamba_ssm_states=full.mamba_ssm_states)
-    slots = MambaSlotAllocator(bare, 2, 2, (3, 4), (2, 3, 2), torch.float32, torch.float32)
-    assert slots.max_intermediate_count == 0
-    assert slots.intermediate_ssm_out.shape[1] == 0
-    assert slots._intermediate_offsets_cpu.shape == (0, 3)
-    slots.reset()
 
 
 def test_a_chunk_of_no_tokens_plans_nothing():
@@ -103,7 +90,7 @@ def test_a_host_whose_blocks_are_off_its_ssd_chunk_is_warned_once_and_served(nam
     with pytest.warns(
         UserWarning, match=r"block_size_tokens is 4, no multiple of the SSD chunk \(3\)"
     ) as said:
-        slots = host.allocator(4, MambaSlotAllocator)
+        slots = host.mcore_allocator(4)
     assert len(said) == 1
     host.plan(slots, Chunk(prompt(1, 14), 0, 0, 14), [1, 2, 3, 4])
     assert slots._intermediate_offsets_cpu[0].tolist() == [12, 0, 0]
@@ -128,14 +115,14 @@ def test_collected_scratch_rows_follow_the_kernels_order():
     host.forward(slots, chunks)
     scratch = {block: StateSource(True, row) for row, block in enumerate((1, 2, 4, 5))}
     ends = {block: StateSource(False, row) for row, block in enumerate((3, 6))}
-    assert list(slots._collect_commit_data().items()) == list((scratch | ends).items())
+    assert list(slots._prompt_states().items()) == list((scratch | ends).items())
 
 
 def test_there_is_nothing_to_collect_without_prefills_or_plans():
     host, slots = make()
-    assert slots._collect_commit_data() == {}
+    assert slots._prompt_states() == {}
     host.batch_dimensions.prefill_req_count = 2
-    assert slots._collect_commit_data() == {}
+    assert slots._prompt_states() == {}
 
 
 def test_a_commit_clears_the_rows_of_this_steps_prefills_alone():
@@ -188,20 +175,10 @@ def test_reset_zeroes_scratch_and_rows():
     assert (slots._eos_cache_block_id_cpu == -1).all()
 
 
-def test_transferred_rows_must_exist():
-    _, slots = make()
-    for start, count in ((-1, 1), (0, 5), (4, 1), (0, -1), (0, 1.0)):
-        with pytest.raises(ValueError, match="prefill_"):
-            slots.transfer_intermediate_to_gpu(start, count)
-    offsets, counts = slots.transfer_intermediate_to_gpu(0, 4)
-    assert (offsets.dtype, counts.dtype) == (torch.int32, torch.int32)
-
-
 @given(data=st.data())
 def test_a_row_is_the_plans_boundaries_on_the_kernels_grid(data):
     """The plan, cut to the grid, the width and what other rows left of the scratch."""
     grid = data.draw(st.sampled_from([1, 2, 4]))
-    width = data.draw(st.integers(1, 4))
     plan = data.draw(
         st.builds(
             CheckpointPlan,
@@ -215,7 +192,6 @@ def test_a_row_is_the_plans_boundaries_on_the_kernels_grid(data):
     scratch = data.draw(st.integers(0, 9))
     optional = {
         "checkpoint_plan": plan,
-        "max_intermediate_offsets_per_request": width,
         "max_mamba_intermediate_states_per_step": scratch,
     }
     host, slots = make(chunk=grid, optional=optional, names=data.draw(st.sampled_from(["0.19", "0.20"])))
@@ -242,13 +218,11 @@ def test_a_row_is_the_plans_boundaries_on_the_kernels_grid(data):
     )
     inside = [b.position for b in wanted if b.position < stop]
     reachable = [position for position in inside if (position - start) % grid == 0]
-    kept = sorted(reachable[: min(width, scratch - elsewhere)])
+    kept = sorted(reachable[: min(3, scratch - elsewhere)])
     assert slots._intermediate_counts_cpu.tolist() == [0, elsewhere, len(kept), 0]
-    assert slots._intermediate_offsets_cpu[2].tolist() == [p - start for p in kept] + [0] * (
-        width - len(kept)
-    )
+    assert slots._intermediate_offsets_cpu[2].tolist() == [p - start for p in kept] + [0] * (3 - len(kept))
     assert slots._intermediate_block_ids_cpu[2].tolist() == [blocks[p // 4 - 1] for p in kept] + [-1] * (
-        width - len(kept)
+        3 - len(kept)
     )
     ends = stop in {b.position for b in wanted}
     assert slots._eos_cache_block_id_cpu[2] == (blocks[stop // 4 - 1] if ends else -1)

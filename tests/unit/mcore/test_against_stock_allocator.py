@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from oracle.fake_host import CONV_SHAPE, SSM_SHAPE, Chunk, FakeHost, FakeRequest
 
 with warnings.catch_warnings():
@@ -28,9 +27,8 @@ class Both:
     def __init__(self, max_slots, **host):
         policy = PrefixCachingEvictionPolicy.LRU
         self.hosts = [FakeHost(policy=policy, **host) for _ in range(2)]
-        classes = (MambaSlotAllocator, stock.MambaSlotAllocator)
-        pairs = zip(self.hosts, classes, strict=True)
-        self.slots = [host.allocator(max_slots, cls) for host, cls in pairs]
+        ours, theirs = self.hosts
+        self.slots = [ours.mcore_allocator(max_slots), theirs.allocator(max_slots, stock.MambaSlotAllocator)]
         self.clock = 0
 
     def __getattr__(self, name):
@@ -73,9 +71,7 @@ class Both:
             "_eos_cache_block_id_cpu",
         ):
             self.equal(getattr(ours, name), getattr(theirs, name))
-        assert ours.free_slots.dtype == theirs.free_slots.dtype
-        free = slice(0, ours.free_count)
-        self.equal(ours.free_slots[free], theirs.free_slots[free])
+        assert ours.slots.free == theirs.free_slots[: ours.free_count].tolist()
         for row, count in enumerate(ours._intermediate_counts_cpu.tolist()):
             for name in ("_intermediate_offsets_cpu", "_intermediate_block_ids_cpu"):
                 self.equal(getattr(ours, name)[row, :count], getattr(theirs, name)[row, :count])
@@ -158,14 +154,12 @@ def test_a_chunk_that_ends_its_prompt_has_the_same_rows(data):
         host.plan(slots, Chunk(request, 0, skip, prompt - finished), blocks[: -(-prompt // 4)], matched)
     both.compare()
     count = int(both.slots[0]._intermediate_counts_cpu[0])
-    for call in ("get_intermediate_cpu_data", "transfer_intermediate_to_gpu"):
-        arguments = () if call == "get_intermediate_cpu_data" else (0, 1)
-        ours, theirs = (getattr(slots, call)(*arguments) for slots in both.slots)
-        assert (ours[0] is None) == (theirs[0] is None)
-        if ours[0] is not None:
-            assert [t.shape for t in ours] == [t.shape for t in theirs]
-            both.equal(ours[0][0, :count], theirs[0][0, :count])
-            both.equal(ours[1], theirs[1])
+    ours, theirs = (slots.get_intermediate_cpu_data() for slots in both.slots)
+    assert (ours[0] is None) == (theirs[0] is None)
+    if ours[0] is not None:
+        assert [t.shape for t in ours] == [t.shape for t in theirs]
+        both.equal(ours[0][0, :count], theirs[0][0, :count])
+        both.equal(ours[1], theirs[1])
 
 
 def test_a_step_commits_the_same_states_to_the_same_slots():
