@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inference.contexts.step_inputs import on_device
+from ..inference.kernels.state_tensors import numbers_on
 from .overrides import override
 from .versions import MAMBA_METADATA, MAMBA_MIXER
 
@@ -69,7 +69,7 @@ def update_intermediate_metadata(
 
     def sent(buffer: Tensor, numbers: list[int]) -> Tensor:
         part = buffer[: len(numbers)]
-        return part.copy_(on_device(torch.tensor(numbers, dtype=buffer.dtype, device="cpu"), buffer.device))
+        return part.copy_(numbers_on(buffer.device, numbers, buffer.dtype))
 
     self.intermediate_chunk_indices = sent(self._intermediate_chunk_indices_buffer, chunks + [0] * padding)
     self.intermediate_abs_positions = sent(

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..inference.kernels.state_tensors import device_indices
+from ..inference.kernels.state_tensors import numbers_on
 from ..validation import INT32_MAX, integer
 from . import align_reference
 from .align_reference import AlignLayout, AlignState
@@ -60,7 +60,7 @@ class MambaSpecDecodeGPUContext:
     def __init__(self, config: MambaCacheConfig, device: torch.device) -> None:
         self.config, self.device = config, device
         self.kernels = kernels_for(device)
-        self.staged: list[Tensor] = []  # [n] each: columns, and tokens computed, scheduled and drafted
+        self.staged: tuple[Tensor, ...] = ()  # [n] each: columns, and tokens computed, scheduled and drafted
         self._layout: AlignLayout | None = None
 
     def layout(
@@ -166,7 +166,7 @@ def preprocess_mamba(
     mamba_state_idx.update(zip(req_ids, step.columns.tolist(), strict=True))
     if not step.moves.any():
         return
-    source, running = device_indices(copy_bufs.device, columns, step.columns.tolist())
+    source, running = numbers_on(copy_bufs.device, [columns, step.columns.tolist()])
     accepted = input_batch.num_accepted_tokens_gpu[: len(req_ids)]
     copy_bufs.kernels.precopy_align(layout, running, source, (accepted - 1).clamp(min=0))
     accepted.masked_fill_((source >= 0) & (source != running), 1)
@@ -189,13 +189,13 @@ def stage_postprocess_inputs_to_gpu(
     if missing := [name for name in names if name not in mamba_state_idx]:
         raise ValueError(f"requests {missing} have no column; call preprocess_mamba for this batch first")
     drafts = scheduler_output.scheduled_spec_decode_tokens
-    ctx.staged = device_indices(
-        ctx.device,
+    numbers = [
         [mamba_state_idx[name] for name in names],
         [requests[name].num_computed_tokens for name in names],
         [scheduler_output.num_scheduled_tokens[name] for name in names],
         [len(drafts.get(name, ())) for name in names],
-    )
+    ]
+    ctx.staged = numbers_on(ctx.device, numbers).unbind()
 
 
 def postprocess_mamba_align_gpu(

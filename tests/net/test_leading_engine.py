@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.engines import engine_state
+from mambaslots.inference.engines import steps
 from mambaslots.net.transfer.format import TransferError
 from oracle.budget import costly, is_quick
 from oracle.distributed_world import World, splits
@@ -255,14 +255,14 @@ def test_interrupts_of_rank_0_at_any_moment_break_nothing() -> None:
 
 def fail_in(engine: ms.DynamicInferenceEngine, ranks: list[int], name: str) -> None:
     """Let the next call of a function of the step fail on these ranks; for `call_on_all`."""
-    rank, function = engine.context.spec.groups.rank, getattr(engine_state, name)
+    rank, function = engine.context.spec.groups.rank, getattr(steps, name)
 
     def failing(*arguments: object) -> object:
-        setattr(engine_state, name, function)
+        setattr(steps, name, function)
         raise InjectedError(f"on rank {rank}")
 
     if rank in ranks:
-        setattr(engine_state, name, failing)
+        setattr(steps, name, failing)
 
 
 @on_leader

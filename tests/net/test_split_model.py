@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.inference.engines import engine_state
 from mambaslots.inference.engines import runner as graph_runner
+from mambaslots.inference.engines import steps
 from oracle.distributed_world import World, splits
 from oracle.drafters import MODES
 from oracle.model_kinds import OF_TRANSFORMERS, present_kind
@@ -255,7 +255,7 @@ def test_a_rank_whose_step_failed_makes_no_other_until_all_are_reset(world: Worl
     engine.step()
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(engine_state, "sample_step", lambda *arguments: 1 / 0)
+            patch.setattr(steps, "sample_step", lambda *arguments: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 engine.step()
         else:
@@ -300,12 +300,12 @@ def test_a_capture_that_fails_on_one_rank_ends_graphs_on_all(world: World, monke
     engine = small_engine(model=world.model("tp 2"))
     fix_addresses(engine.context._buffer)
     buckets = graph_runner.GraphBuckets.of(engine.context)
-    engine.state.graphs = graph_runner.GraphRunner(engine.context.spec, buckets, 100)
+    engine.state.steps.graphs = graph_runner.GraphRunner(engine.context.spec, buckets, 100)
     prompts = [random_tokens(length, seed=length) for length in (20, 37, 5)]
     why = "out of memory" if world.rank == 1 else "another rank could not"
     with pytest.warns(UserWarning, match=f"cannot be captured.*{why}"):
         serve_checked(engine, prompts)
-    assert not engine.state.graphs.shapes
+    assert not engine.state.steps.graphs.shapes
 
 
 @pytest.mark.ranks(2)

@@ -9,7 +9,8 @@ from unittest.mock import patch
 
 import mambaslots as ms
 from mambaslots.inference.contexts.cache.checkpoint_plan import CachedPath
-from mambaslots.inference.engines import engine_state, sampling
+from mambaslots.inference.engines import steps
+from mambaslots.inference.kernels import log_probs
 
 Owner = Callable[[ms.DynamicInferenceEngine], object]
 
@@ -43,10 +44,10 @@ POINTS: dict[str, tuple[Owner, str]] = {
     "commit": (lambda e: e.context.prefix_cache.slots, "commit"),
     "advance": (lambda e: e.context._states, "advance"),
     "end": (lambda e: e.context, "end_step"),
-    "sample": (lambda e: sampling, "sample"),
-    "log_softmax": (lambda e: sampling, "log_softmax"),
-    "sampled": (lambda e: engine_state, "sample_step"),
-    "waited": (lambda e: sampling.SampledStep, "wait"),
+    "sample": (lambda e: steps, "sample"),
+    "log_softmax": (lambda e: log_probs, "log_softmax"),
+    "sampled": (lambda e: steps, "sample_step"),
+    "waited": (lambda e: steps.SampledStep, "wait"),
     "leaving": (lambda e: e.context, "release"),
 }
 

@@ -29,9 +29,9 @@ import torch
 from mambaslots.inference.contexts.step_builder import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
 from mambaslots.inference.engines.dynamic_engine import DynamicInferenceEngine
-from mambaslots.inference.engines.engine_state import EngineState
 from mambaslots.inference.engines.memory_poison import MemoryPoison
 from mambaslots.inference.engines.runner import GraphRunner
+from mambaslots.inference.engines.steps import StepRunner
 from mambaslots.net.transfer.pieces import Staging
 from torch import Tensor
 from torch.utils._device import _device_constructors
@@ -173,14 +173,15 @@ def _knowing_its_model(init: Callable[..., None]) -> Callable[..., None]:
     def knowing(self: DynamicInferenceEngine, *args: Any, **settings: Any) -> None:
         init(self, *args, **settings)
         is_ours = type(self.model).__module__ in OUR_MODELS
-        self.state.pads = is_ours  # type: ignore[attr-defined]
+        self.state.steps.pads = is_ours  # type: ignore[attr-defined]
 
     return knowing
 
 
 def _padding_more(padded: Callable[..., StepShape]) -> Callable[..., StepShape]:
-    def more(self: EngineState, shape: StepShape) -> StepShape:
-        if self._context.config.batch_invariant or not getattr(self, "pads", False):
+    def more(self: StepRunner, shape: StepShape) -> StepShape:
+        has_graph = self.graphs is not None and self.graphs.padded(shape) is not None
+        if has_graph or self._context.config.batch_invariant or not getattr(self, "pads", False):
             return padded(self, shape)
         return _grown(shape)
 
@@ -188,7 +189,7 @@ def _padding_more(padded: Callable[..., StepShape]) -> Callable[..., StepShape]:
 
 
 def _on_poisoned_padding(run: Callable[..., Any]) -> Callable[..., Any]:
-    def with_poison(self: EngineState | GraphRunner, model: Any, *args: Any) -> Any:
+    def with_poison(self: StepRunner | GraphRunner, model: Any, *args: Any) -> Any:
         return run(self, PoisonedPadding(model), *args)
 
     return with_poison
@@ -244,8 +245,8 @@ WRAPS: dict[Part, list[tuple[Any, str, Callable[[Any], Any]]]] = {
     "padding": [
         (StepBuffer, "__init__", _with_room),
         (DynamicInferenceEngine, "__init__", _knowing_its_model),
-        (EngineState, "padded_without_graph", _padding_more),
-        (EngineState, "run", _on_poisoned_padding),
+        (StepRunner, "padded", _padding_more),
+        (StepRunner, "run", _on_poisoned_padding),
         (GraphRunner, "after_step", _on_poisoned_padding),
     ],
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec, durable_tensors
 from ...validation import addressable
-from ..kernels.state_tensors import device_indices
+from ..kernels.state_tensors import numbers_on
 from .cache.memory import DirtyEntries, MemoryCleaner, UnitSizes
 from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes, input_bytes, input_shapes, num_live_slots
 from .states import StatePool, zeroed
@@ -84,7 +84,7 @@ def _zero(memory: Tensor, axis: int, entries: Sequence[int]) -> None:
     if entries[-1] - first == count - 1:
         numbers.narrow(axis, first, count).zero_()
     else:
-        (indices,) = device_indices(memory.device, entries)
+        indices = numbers_on(memory.device, entries)
         numbers.index_fill_(axis, indices, 0)
 
 

@@ -6,7 +6,6 @@ from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from ..kernels.reference.attention import AttentionRows
@@ -400,8 +399,3 @@ def padded_to_ladder(shape: StepShape) -> StepShape:
     width = power_of_two(shape.decode_tokens)
     decodes = rung(shape.decodes * width) // width  # a rung of at least `width` is a multiple of it
     return shape._replace(decodes=decodes, decode_tokens=width, logits=rung(shape.logits))
-
-
-def on_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a small CPU tensor to the device, without synchronising."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

@@ -1,6 +1,8 @@
 """What callers of an engine pass, checked."""
 
+import hashlib
 import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,98 +23,134 @@ Prompt = Sequence[int] | Tensor
 Salt = bytes | str | None
 
 
-def checked_request(
-    prompt: Prompt,
-    sampling_params: SamplingParams | None,
-    cache_salt: Salt,
-    checkpoint_plan: CheckpointPlan | None,
-    context: DynamicInferenceContext,
-    salt_key: SaltKey,
-    name: str = "prompt",
-) -> DynamicInferenceRequest:
-    """A request without an id and a seed; a ValueError where it can never run."""
-    vocab_size = context.spec.vocab_size
-    tokens = checked_prompt(name, prompt, vocab_size)
-    if not tokens:
-        raise ValueError(f"{name} is empty; accepted: at least one token")
-    sampling = SamplingParams() if sampling_params is None else sampling_params
-    instance("sampling_params", sampling, SamplingParams)
-    optional_integer("termination_id", sampling.termination_id, -1, vocab_size - 1)
-    integers("stop_token_ids", sampling.stop_token_ids, 0, vocab_size - 1)
-    if sampling.logit_bias:
-        integers("logit_bias", [token for token, _ in sampling.biases], 0, vocab_size - 1)
-    if sampling.min_tokens and len({*sampling.stops} - {None, -1}) == vocab_size:
-        raise ValueError(
-            f"min_tokens is {sampling.min_tokens} and every token is a stop token; accepted: fewer of them"
+class RequestFactory:
+    """Makes the requests of an engine from what its callers pass, which is checked here alone.
+
+    Attributes:
+        next_ids: of the next request of a user, and of the next one that computes a prefix or scores. They
+            are apart, so that no seed depends on what is cached or scored.
+    """
+
+    def __init__(self, context: DynamicInferenceContext, salt_key: SaltKey, seed: int) -> None:
+        self.next_ids = 0, -1
+        self._context, self._config = context, context.config
+        self._salt_key, self._seed = salt_key, seed
+
+    def request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        cache_salt: Salt = None,
+        checkpoint_plan: CheckpointPlan | None = None,
+        name: str = "prompt",
+    ) -> DynamicInferenceRequest:
+        """A request without an id and a seed; a ValueError where it can never run."""
+        vocab_size = self._context.spec.vocab_size
+        tokens = self._tokens(name, prompt)
+        if not tokens:
+            raise ValueError(f"{name} is empty; accepted: at least one token")
+        sampling = SamplingParams() if sampling_params is None else sampling_params
+        instance("sampling_params", sampling, SamplingParams)
+        optional_integer("termination_id", sampling.termination_id, -1, vocab_size - 1)
+        integers("stop_token_ids", sampling.stop_token_ids, 0, vocab_size - 1)
+        if sampling.logit_bias:
+            integers("logit_bias", [token for token, _ in sampling.biases], 0, vocab_size - 1)
+        if sampling.min_tokens and len({*sampling.stops} - {None, -1}) == vocab_size:
+            raise ValueError(
+                f"min_tokens is {sampling.min_tokens} and every token is a stop token; accepted: fewer"
+            )
+        integer("num_top_log_probs", sampling.num_top_log_probs, 0, vocab_size)
+        given = sampling.num_generated
+        if given and given >= len(tokens):
+            raise ValueError(
+                f"num_generated is {given} and the prompt has {len(tokens)} tokens; accepted: at least one "
+                "token before those that were generated"
+            )
+        if given and tokens[-1] in sampling.stops:
+            raise ValueError(
+                "the last token that was generated ends the answer; accepted: a token that does not"
+            )
+        num_prompt_tokens, most = len(tokens) - given, sampling.max_tokens
+        text = f"prompt and answer have {num_prompt_tokens} + {most} tokens; accepted: together at most"
+        self._check_length(text, num_prompt_tokens + most)
+        return self._made(tokens, num_prompt_tokens, sampling, cache_salt, checkpoint_plan)
+
+    def sequence(
+        self, name: str, sequence: Prompt, start: int, cache_salt: Salt, plan: CheckpointPlan | None
+    ) -> DynamicInferenceRequest:
+        """A sequence to score, from token `start` on, as a request that ends with its prompt."""
+        tokens = self._tokens(name, sequence)
+        if len(tokens) < 2:
+            raise ValueError(
+                f"{name} has {len(tokens)} tokens; accepted: at least 2, a context and one to score"
+            )
+        self._check_length(f"{name} has {len(tokens)} tokens; accepted: at most", len(tokens))
+        start = integer(f"start of {name}", start, 1, len(tokens) - 1)
+        if plan is None:  # other sequences may share the context
+            plan = self._config.checkpoint_plan
+            plan = replace(plan, marks=(*plan.marks, start - 1))
+        sampling = SamplingParams(max_tokens=1, skip_prompt_log_probs=False, prompt_log_probs_start=start)
+        request = self._made(tokens[:-1], len(tokens) - 1, sampling, cache_salt, plan)
+        request.next_token = tokens[-1]
+        return request
+
+    def prefix(self, tokens: Prompt, cache_salt: Salt) -> tuple[list[int], PrefixHashChain]:
+        """The tokens of a prefix, perhaps none, and their hashes."""
+        prefix, chain = self._tokens("tokens", tokens), self._chain(cache_salt)
+        chain.extend_to(prefix)
+        return prefix, chain
+
+    def number(self, request: DynamicInferenceRequest, *, is_users: bool, owned: bool) -> None:
+        """Give a request its id and seed. `owned`: the engine keeps no result of it for `take_result`."""
+        users, other = self.next_ids
+        self.next_ids = (users + 1, other) if is_users else (users, other - 1)
+        request.request_id, request.owned = users if is_users else other, owned
+        request.seed = request_seed(request.sampling, self._seed, request.request_id)
+        request.arrival_s = time.perf_counter()
+        if self._config.enable_prefix_caching:
+            request.hashes.extend_to(request.tokens)  # here, so that a crowd of new requests delays no step
+
+    def _made(
+        self,
+        tokens: list[int],
+        num_prompt_tokens: int,
+        sampling: SamplingParams,
+        cache_salt: Salt,
+        plan: CheckpointPlan | None,
+    ) -> DynamicInferenceRequest:
+        if plan is None:
+            plan = self._config.checkpoint_plan
+        instance("checkpoint_plan", plan, CheckpointPlan).check_block_size(self._config.block_size_tokens)
+        return DynamicInferenceRequest(
+            request_id=-1,
+            prompt_tokens=tokens[:num_prompt_tokens],
+            sampling=sampling,
+            plan=plan,
+            hashes=self._chain(cache_salt),
+            arrival_s=0.0,
+            given_tokens=tokens[num_prompt_tokens:],
         )
-    integer("num_top_log_probs", sampling.num_top_log_probs, 0, vocab_size)
-    given = sampling.num_generated
-    if given and given >= len(tokens):
-        raise ValueError(
-            f"num_generated is {given} and the prompt has {len(tokens)} tokens; accepted: at least one token "
-            "before those that were generated"
-        )
-    if given and tokens[-1] in sampling.stops:
-        raise ValueError("the last token that was generated ends the answer; accepted: a token that does not")
-    num_prompt_tokens, most = len(tokens) - given, sampling.max_tokens
-    text = f"prompt and answer have {num_prompt_tokens} + {most} tokens; accepted: together at most"
-    _check_length(text, num_prompt_tokens + most, context)
-    return _request(tokens, num_prompt_tokens, sampling, cache_salt, checkpoint_plan, context, salt_key)
+
+    def _chain(self, cache_salt: Salt) -> PrefixHashChain:
+        root = self._salt_key.root(salt_bytes("cache_salt", cache_salt))
+        return PrefixHashChain(self._config.block_size_tokens, root)
+
+    def _tokens(self, name: str, prompt: Prompt) -> list[int]:
+        return checked_prompt(name, prompt, self._context.spec.vocab_size)
+
+    def _check_length(self, text: str, num_tokens: int) -> None:
+        longest = self._config.max_sequence_length
+        pool_tokens = self._context.prefix_cache.kv_blocks.total_count * self._config.block_size_tokens
+        if num_tokens > min(longest, pool_tokens):
+            raise ValueError(f"{text} max_sequence_length ({longest}) and the KV pool ({pool_tokens})")
 
 
-def checked_sequence(
-    name: str,
-    sequence: Prompt,
-    start: int,
-    cache_salt: Salt,
-    plan: CheckpointPlan | None,
-    context: DynamicInferenceContext,
-    salt_key: SaltKey,
-) -> DynamicInferenceRequest:
-    """A sequence to score, from token `start` on, as a request that ends with its prompt."""
-    tokens = checked_prompt(name, sequence, context.spec.vocab_size)
-    if len(tokens) < 2:
-        raise ValueError(f"{name} has {len(tokens)} tokens; accepted: at least 2, a context and one to score")
-    _check_length(f"{name} has {len(tokens)} tokens; accepted: at most", len(tokens), context)
-    start = integer(f"start of {name}", start, 1, len(tokens) - 1)
-    if plan is None:  # other sequences may share the context
-        plan = context.config.checkpoint_plan
-        plan = replace(plan, marks=(*plan.marks, start - 1))
-    sampling = SamplingParams(max_tokens=1, skip_prompt_log_probs=False, prompt_log_probs_start=start)
-    request = _request(tokens[:-1], len(tokens) - 1, sampling, cache_salt, plan, context, salt_key)
-    request.next_token = tokens[-1]
-    return request
-
-
-def _request(
-    tokens: list[int],
-    num_prompt_tokens: int,
-    sampling: SamplingParams,
-    cache_salt: Salt,
-    plan: CheckpointPlan | None,
-    context: DynamicInferenceContext,
-    salt_key: SaltKey,
-) -> DynamicInferenceRequest:
-    if plan is None:
-        plan = context.config.checkpoint_plan
-    instance("checkpoint_plan", plan, CheckpointPlan).check_block_size(context.config.block_size_tokens)
-    root = salt_key.root(salt_bytes("cache_salt", cache_salt))
-    return DynamicInferenceRequest(
-        request_id=-1,
-        prompt_tokens=tokens[:num_prompt_tokens],
-        sampling=sampling,
-        plan=plan,
-        hashes=PrefixHashChain(context.config.block_size_tokens, root),
-        arrival_s=0.0,
-        given_tokens=tokens[num_prompt_tokens:],
-    )
-
-
-def _check_length(text: str, num_tokens: int, context: DynamicInferenceContext) -> None:
-    longest = context.config.max_sequence_length
-    pool_tokens = context.prefix_cache.kv_blocks.total_count * context.config.block_size_tokens
-    if num_tokens > min(longest, pool_tokens):
-        raise ValueError(f"{text} max_sequence_length ({longest}) and the KV pool ({pool_tokens})")
+def request_seed(sampling: SamplingParams, engine_seed: int, request_id: int) -> int:
+    """The seed of a request's random numbers: the request's own, or one made of the other two arguments."""
+    if sampling.seed is not None:
+        return sampling.seed
+    digest = hashlib.sha256(f"request {request_id} of engine {engine_seed}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def named_prompts(prompts: Iterable[Prompt], name: str = "prompts") -> list[tuple[str, Any]]:

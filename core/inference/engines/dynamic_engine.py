@@ -1,9 +1,7 @@
 """Continuous batching over a `DynamicInferenceContext`."""
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from itertools import count
 from typing import Any, get_args
 
 from ...cache_stats import EngineStats
@@ -11,28 +9,25 @@ from ...config import InferenceConfig
 from ...request import EarlyEnd, RequestResult, SamplingParams, ScoreResult
 from ...validation import INT64_MAX, boolean, instance, integer, one_of, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
-from ..contexts.cache.hashing import PrefixHashChain, salt_bytes
+from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pool_sizes import sized
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken
 from .arguments import (
     Prompt,
+    RequestFactory,
     Salt,
     agreed_salt_key,
     checked_drafter,
-    checked_prompt,
-    checked_request,
-    checked_sequence,
     named_prompts,
     one_each,
 )
 from .drafter import Drafter
 from .dummy_steps import set_min_tokens
-from .engine_observer import EngineObserver, ProgressLine, StepReport, checked_observer
+from .engine_observer import EngineObserver, ProgressLine, StepReport
 from .engine_state import EngineState
 from .runner import Model, describe_steps
-from .sampling import request_seed
 from .streams import RequestSource, TokenStream
 
 
@@ -51,8 +46,8 @@ class DynamicInferenceEngine:
         model, config: what the engine was built with.
         context: what the requests hold, and the prefix cache.
         salt_key: hashes the salts of requests; its `key_id` identifies the key.
-        state, new_ids, ids_without_seed, cancels_abandoned: for the package alone: requests and repairs, the
-            next ids of requests, and whether this rank cancels the requests of dropped streams.
+        factory, state, cancels_abandoned: for the package alone: what makes new requests, what has the
+            requests and their results, and whether this rank cancels the requests of dropped streams.
     """
 
     def __init__(
@@ -71,7 +66,7 @@ class DynamicInferenceEngine:
             raise ValueError(f"model is {shown(model)}; accepted: a callable that has `state_spec()`")
         self.model = model
         instance("config", config, InferenceConfig)
-        self._seed = integer("seed", seed, 0, INT64_MAX)
+        seed = integer("seed", seed, 0, INT64_MAX)
         drafter = checked_drafter(drafter, config.num_speculative_tokens)
         spec, invariance = model.state_spec(), None
         self.config = config = sized(config, spec.device)
@@ -83,10 +78,8 @@ class DynamicInferenceEngine:
         if self.context.prefix_cache.tier is not None:
             set_min_tokens(self.context.prefix_cache.tier, model, spec, config)
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
+        self.factory = RequestFactory(self.context, self.salt_key, seed)
         self.state = EngineState(self.context, drafter, invariance)
-        self.new_ids = count()
-        # Apart from the ids of users' requests, so that no seed depends on what is cached or scored.
-        self.ids_without_seed = count(-1, -1)
         self.cancels_abandoned = True
 
     def __repr__(self) -> str:
@@ -126,40 +119,23 @@ class DynamicInferenceEngine:
             ValueError: the request can never run, as a prompt that is longer than the KV pool.
             RuntimeError: a failed step has broken the engine.
         """
-        request = self._checked(prompt, sampling_params, cache_salt, checkpoint_plan)
-        return self._add(self._with_id(request, self.new_ids)).request_id
+        request = self._made(prompt, sampling_params, cache_salt, checkpoint_plan, owned=False)
+        self._add(request)
+        return request.request_id
 
-    def _checked(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None,
-        cache_salt: Salt,
-        checkpoint_plan: CheckpointPlan | None,
-        name: str = "prompt",
-    ) -> DynamicInferenceRequest:
-        """A request that can run; a ValueError where it can never run. Possible during a step, too."""
+    def _made(self, *arguments: Any, owned: bool) -> DynamicInferenceRequest:
+        """A request with its id; during a step, too."""
         if not self.state.stepping:
             self.check_usable("add_request")
         else:
             self.state.check_not_broken()
-        return checked_request(
-            prompt, sampling_params, cache_salt, checkpoint_plan, self.context, self.salt_key, name
-        )
-
-    def _with_id(
-        self, request: DynamicInferenceRequest, ids: Iterator[int], owned: bool = False
-    ) -> DynamicInferenceRequest:
-        request.request_id, request.owned = next(ids), owned
-        request.seed = request_seed(request.sampling, self._seed, request.request_id)
-        request.arrival_s = time.perf_counter()
-        if self.config.enable_prefix_caching:
-            request.hashes.extend_to(request.tokens)  # here, so that a crowd of new requests delays no step
+        request = self.factory.request(*arguments)
+        self.factory.number(request, is_users=True, owned=owned)
         return request
 
-    def _add(self, request: DynamicInferenceRequest) -> DynamicInferenceRequest:
+    def _add(self, request: DynamicInferenceRequest) -> None:
         try:
-            self._apply("add", request)
-            return request
+            self._apply(self.state.add, request)
         except BaseException:
             self.state.abandoned.append((request.request_id, "cancelled"))  # no caller will know the id
             raise
@@ -178,7 +154,7 @@ class DynamicInferenceEngine:
         one_of("reason", reason, get_args(EarlyEnd))
         self.check_usable("cancel")
         self._request(request_id)
-        result: RequestResult = self._apply("end", request_id, reason)
+        result = self._apply(self.state.end, request_id, reason)
         self.state.unclaimed.pop(request_id, None)
         self.state.notify_ended()
         return result
@@ -229,7 +205,7 @@ class DynamicInferenceEngine:
     def _advance(self, reports: bool = False, claims_results: bool = True) -> None:
         """Make a step, then cancel abandoned requests. Arguments as of `EngineState.step`."""
         self.check_usable("step")
-        self._apply("step", self.model, reports, claims_results)
+        self._apply(self.state.step, self.model, reports, claims_results)
         self._cancel_abandoned()
 
     def _note_interrupt(self, error: BaseException) -> None:
@@ -239,18 +215,12 @@ class DynamicInferenceEngine:
 
     # ---- calls that change the engine
 
-    def _apply(self, call: str, *arguments: Any) -> Any:
-        """Make a call that changes requests, cache or pools: each public method makes its changes here.
+    def _apply[T](self, call: Callable[..., T], *arguments: Any) -> T:
+        """Call a method of `state`, by which alone requests, cache and pools change.
 
-        A subclass that leads the other ranks of a split model overrides this: it sends the call to them, then
-        calls `super()._apply`. The calls and their arguments:
-
-            add(request)        end(request_id, reason)     step(model, reports, claims_results)
-            pin(chain)          unpin(index)                reset_prefix_cache()
-            suspend()           resume()                    set_weights_version(version)
-            reset(weights_version, allocated)
+        A subclass that leads the other ranks of a split model sends the call's name and arguments to them.
         """
-        return getattr(self.state, call)(*arguments)
+        return call(*arguments)
 
     @property
     def _may_cancel(self) -> bool:
@@ -262,7 +232,7 @@ class DynamicInferenceEngine:
         while state.abandoned and self._may_cancel:
             request_id, reason = state.abandoned[0]
             if request_id in state.requests:
-                self._apply("end", request_id, reason)
+                self._apply(self.state.end, request_id, reason)
             state.unclaimed.pop(request_id, None)
             state.abandoned.popleft()
         state.notify_ended()
@@ -313,10 +283,10 @@ class DynamicInferenceEngine:
         plans = one_each("checkpoint_plan", checkpoint_plan, len(listed))
         self.check_usable("generate")
         requests = [  # all of them are checked before one has an id
-            self._checked(prompt, sampling, salt, plan, name)
+            self.factory.request(prompt, sampling, salt, plan, name)
             for (name, prompt), sampling, salt, plan in zip(listed, params, salts, plans, strict=True)
         ]
-        return self._serve(requests, self.new_ids, progress)
+        return self._serve(requests, progress)
 
     def score(
         self,
@@ -352,10 +322,10 @@ class DynamicInferenceEngine:
         self.check_usable("score")
         arguments = zip(listed, starts, salts, plans, strict=True)
         requests = [
-            checked_sequence(f"sequences[{i}]", sequence, first, salt, plan, self.context, self.salt_key)
+            self.factory.sequence(f"sequences[{i}]", sequence, first, salt, plan)
             for i, ((_, sequence), first, salt, plan) in enumerate(arguments)
         ]
-        results = self._serve(requests, self.ids_without_seed, progress)
+        results = self._serve(requests, progress, is_users=False)
         return [
             ScoreResult(
                 log_probs=result.prompt_log_probs or [],
@@ -370,13 +340,14 @@ class DynamicInferenceEngine:
         ]
 
     def _serve(
-        self, requests: Sequence[DynamicInferenceRequest], ids: Iterator[int], progress: bool = False
+        self, requests: Sequence[DynamicInferenceRequest], progress: bool = False, *, is_users: bool = True
     ) -> list[RequestResult]:
         """Add new requests and serve them to the end."""
         line = ProgressLine(requests) if boolean("progress", progress) else None
         try:
             for request in requests:
-                self._apply("add", self._with_id(request, ids, owned=True))
+                self.factory.number(request, is_users=is_users, owned=True)
+                self._apply(self.state.add, request)
             for request in requests:
                 while request.result is None:
                     self._advance()
@@ -407,8 +378,7 @@ class DynamicInferenceEngine:
         Asking for a token advances all requests until this one has a token. Closing or dropping a stream
         cancels its request; dropping does not on a split model without a `LeadingEngine`.
         """
-        request = self._checked(prompt, sampling_params, cache_salt, checkpoint_plan)
-        self._with_id(request, self.new_ids, owned=True)
+        request = self._made(prompt, sampling_params, cache_salt, checkpoint_plan, owned=True)
         # Ranks that make their calls themselves collect garbage at different times: there a request ends
         # only where `close` is called.
         drops, abandoned = self.has_one_caller, self.state.abandoned
@@ -442,8 +412,8 @@ class DynamicInferenceEngine:
         whole = len(prefix) // size * size
         if cache.resumable_tokens(chain) < whole:
             once, plan = SamplingParams(max_tokens=1), CheckpointPlan(marks=(whole,))
-            request = self._checked(prefix[:whole], once, cache_salt, plan)
-            self._serve([request], self.ids_without_seed)
+            request = self.factory.request(prefix[:whole], once, cache_salt, plan)
+            self._serve([request], is_users=False)
         return cache.resumable_tokens(chain)
 
     def pin(self, tokens: Prompt, *, cache_salt: Salt = None) -> PinnedPrefix:
@@ -460,8 +430,7 @@ class DynamicInferenceEngine:
             raise ValueError(
                 f"tokens is a prefix of {len(chain.keys)} whole blocks; accepted: one with a cached state"
             )
-        pinned: PinnedPrefix = self._apply("pin", chain)
-        return pinned
+        return self._apply(self.state.pin, chain)
 
     def pins(self) -> list[PinnedPrefix]:
         """The pinned prefixes, in the order in which they were pinned."""
@@ -476,22 +445,18 @@ class DynamicInferenceEngine:
         if index is None:
             pins.unpin(prefix)  # raises, and changes nothing
         else:
-            self._apply("unpin", index)
+            self._apply(self.state.unpin, index)
 
     def _hashed(self, call: str, tokens: Prompt, cache_salt: Salt) -> tuple[list[int], PrefixHashChain]:
         self.check_usable(call)
         if not self.context.memory.allocated:
             raise RuntimeError(f"{call} is called on a suspended engine; resume it first")
-        prefix = checked_prompt("tokens", tokens, self.context.spec.vocab_size)
-        root = self.salt_key.root(salt_bytes("cache_salt", cache_salt))
-        chain = PrefixHashChain(self.config.block_size_tokens, root)
-        chain.extend_to(prefix)
-        return prefix, chain
+        return self.factory.prefix(tokens, cache_salt)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix and pin. Requests under way go on, but cache nothing any more."""
         self.check_usable("reset_prefix_cache")
-        self._apply("reset_prefix_cache")
+        self._apply(self.state.reset_prefix_cache)
 
     @property
     def weights_version(self) -> object:
@@ -513,7 +478,7 @@ class DynamicInferenceEngine:
                 f"version is {shown(version)}; accepted: what compares with the version before as a whole"
             ) from error
         if changed:
-            self._apply("set_weights_version", version)
+            self._apply(self.state.set_weights_version, version)
 
     # ---- the whole
 
@@ -523,16 +488,11 @@ class DynamicInferenceEngine:
         Raises:
             ValueError: the object lacks a method of `EngineObserver`.
         """
-        checked_observer(observer)
-        if all(observer is not known for known in self.state.observers):
-            self.state.observers = (*self.state.observers, observer)
+        self.state.observers.add(observer)
 
     def unobserve(self, observer: EngineObserver) -> None:
         """Stop calling `observer`; ValueError for one that does not observe."""
-        others = tuple(known for known in self.state.observers if known is not observer)
-        if len(others) == len(self.state.observers):
-            raise ValueError(f"observer is {shown(observer)}; accepted: one that observes this engine")
-        self.state.observers = others
+        self.state.observers.remove(observer)
 
     def stats(self, *, settle: bool = True) -> EngineStats:
         """A snapshot of the cache, the drafts and the queue.
@@ -545,9 +505,9 @@ class DynamicInferenceEngine:
 
     def describe(self) -> str:
         """What serves the model, a line each: device, kernels and why no better ones, graphs, steps ahead."""
-        invariance = self.state.invariance
-        lines = describe_steps(self.context, self.state.graphs)
-        return "\n".join((*lines, *(invariance.describe() if invariance is not None else ())))
+        steps = self.state.steps
+        promise = steps.invariance.describe() if steps.invariance is not None else ()
+        return "\n".join((*describe_steps(self.context, steps.graphs), *promise))
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, rows and memory disagree; O(pools and requests)."""
@@ -558,17 +518,18 @@ class DynamicInferenceEngine:
         """Free all pools until `resume`: prefixes are forgotten, running requests wait, `step` raises."""
         self.check_usable("suspend")
         if self.context.memory.allocated:
-            self._apply("suspend")
+            self._apply(self.state.suspend)
 
     def resume(self) -> None:
         """Allocate the pools again, empty; queued requests start from their first token."""
         self.check_usable("resume")
-        self._apply("resume")
+        self._apply(self.state.resume)
 
     def reset(self) -> None:
         """Drop all prefixes and counts, end all requests with "reset", and repair a broken engine."""
         if self.state.stepping:
             self.check_usable("reset")
-        self._apply("reset", self.state.weights_version, self.context.memory.allocated)
+        self._apply(self.state.reset, self.state.weights_version, self.context.memory.allocated)
         if self.context.spec.groups.is_split:  # ranks that failed at different requests get the same ids
-            self.new_ids = count(((next(self.new_ids) >> 32) + 1) << 32)
+            users, other = self.factory.next_ids
+            self.factory.next_ids = ((users >> 32) + 1) << 32, other

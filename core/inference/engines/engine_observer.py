@@ -1,7 +1,9 @@
 """What a step did, and observers of an engine: a monitor, a trace, a line of progress."""
 
+import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -10,6 +12,8 @@ from typing import Protocol
 from ...request import RequestResult
 from ...validation import brief_repr, shown
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
+
+logger = logging.getLogger(__name__)
 
 NewTokens = dict[int, tuple[GeneratedToken, ...]]
 _CALLS = ("request_added", "request_resumed", "step_made", "request_ended")
@@ -67,13 +71,54 @@ class EngineObserver(Protocol):
         """
 
 
-def checked_observer(observer: EngineObserver) -> EngineObserver:
-    """`observer`; ValueError for an object without the four methods."""
-    if isinstance(observer, type) or not all(callable(getattr(observer, name, None)) for name in _CALLS):
-        raise ValueError(
-            f"observer is {shown(observer)}; accepted: an object with the methods {', '.join(_CALLS)}"
-        )
-    return observer
+class Observers:
+    """Notifies the observers of an engine. One that raises is logged, and dropped.
+
+    Attributes:
+        known: the observers.
+        ended: the ends of requests that they have not received.
+    """
+
+    def __init__(self) -> None:
+        self.known: tuple[EngineObserver, ...] = ()
+        self.ended: deque[tuple[DynamicInferenceRequest, RequestResult]] = deque()
+        self._notifying = False
+
+    def add(self, observer: EngineObserver) -> None:
+        if isinstance(observer, type) or not all(callable(getattr(observer, name, None)) for name in _CALLS):
+            raise ValueError(
+                f"observer is {shown(observer)}; accepted: an object with the methods {', '.join(_CALLS)}"
+            )
+        if all(observer is not known for known in self.known):
+            self.known = (*self.known, observer)
+
+    def remove(self, observer: EngineObserver) -> None:
+        others = tuple(known for known in self.known if known is not observer)
+        if len(others) == len(self.known):
+            raise ValueError(f"observer is {shown(observer)}; accepted: one that observes this engine")
+        self.known = others
+
+    def notify_ended(self) -> None:
+        """Notify of the requests that have ended since the last call, unless the end was undone."""
+        if self._notifying:  # an observer has called the engine: the outer call goes on
+            return
+        self._notifying = True
+        try:
+            while self.ended:
+                request, result = self.ended[0]
+                if request.result is result:
+                    self.notify("request_ended", request, result)
+                self.ended.popleft()
+        finally:
+            self._notifying = False
+
+    def notify(self, call: str, *arguments: object) -> None:
+        for observer in self.known:
+            try:
+                getattr(observer, call)(*arguments)
+            except Exception:
+                logger.exception("%s of observer %s failed; it is dropped", call, shown(observer))
+                self.known = tuple(known for known in self.known if known is not observer)
 
 
 class ProgressLine:

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import eq
@@ -14,25 +14,20 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from ...cache_stats import EngineStats, SpeculationStats
 from ...errors import KVBlockCapacityError, MambaSlotCapacityError
 from ...parallel_groups import on_device_of
 from ...request import EarlyEnd, FinishReason, RequestResult
-from ...validation import shown
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.request import DynamicInferenceRequest, RequestStep
-from ..contexts.step_inputs import StepInputs, StepShape, padded_to_ladder
+from ..contexts.request import DynamicInferenceRequest
 from .drafter import Drafter
-from .engine_observer import EngineObserver, NewTokens, StepReport
-from .logits_changes import LogitsChanges
-from .memory_poison import MemoryPoison
-from .runner import GraphRunner, Model
-from .sampling import SampledStep, sample_step
+from .engine_observer import NewTokens, Observers, StepReport
+from .runner import Model
 from .scheduler import Scheduler
+from .steps import SampledStep, StepRunner
 
 if TYPE_CHECKING:
     from .batch_invariance import BatchInvariance
@@ -86,20 +81,17 @@ class EngineState:
 
     Attributes:
         scheduler: running and waiting requests.
+        steps: makes the steps of these requests.
         requests: id -> request that has not ended.
         unclaimed: id -> result of a request without an owner that has ended, and was not reported.
         reports: reports of steps that were made and not returned.
-        unread: the step that was launched ahead; None without one. Dropping it loses no token, once its
-            requests are queued again: they compute the token again.
         abandoned: ids of requests to end at the next call, and why; any thread may append at any moment.
         speculation: what drafts were worth.
         num_rebuilds: how often a failed call cost all cached prefixes.
-        observers: receive requests and steps. One that raises is logged, and dropped.
+        observers: receive requests and steps.
         stepping: whether a step runs.
         broken_by: the error after which the ranks of a split model may differ; None without one.
         weights_version: the name of the model's weights.
-        invariance: of an engine whose bits depend on the request alone.
-        graphs: CUDA graphs of steps; None where there are none.
     """
 
     def __init__(
@@ -111,29 +103,21 @@ class EngineState:
         self.requests: dict[int, DynamicInferenceRequest] = {}
         self.unclaimed: dict[int, RequestResult] = {}
         self.reports: deque[StepReport] = deque()
-        self.unread: SampledStep | None = None
         self.abandoned: deque[tuple[int, EarlyEnd]] = deque()
         self.scheduler = Scheduler(context, drafter)
+        self.steps = StepRunner(context, invariance)
         self.speculation = SpeculationStats()
         self.num_rebuilds = 0
-        self.observers: tuple[EngineObserver, ...] = ()
+        self.observers = Observers()
         self.stepping = False
         self.broken_by: BaseException | None = None
         self.weights_version: object = None
-        self.invariance = invariance
-        self.graphs = GraphRunner.of(context)
-        self._logits_changes = LogitsChanges(context.spec.device)
         self._context = context
         self._drafter = drafter
-        self._poison = MemoryPoison(context) if context.config.free_memory == "nan" else None
-        self._looks_ahead = context.config.why_steps_wait(context.spec.device) is None
         self._is_split = context.spec.groups.is_split
-        self._ended: deque[tuple[DynamicInferenceRequest, RequestResult]] = deque()  # for the observers
-        self._notifying = False
         self._on_device = on_device_of(context.spec.device)
         self._in_change = False
         self._repair: Callable[[], None] | None = None  # of the change under way, or of one that failed
-        self._in_model = False  # also after the model failed, until the step is undone
 
     # ---- changes
 
@@ -143,7 +127,7 @@ class EngineState:
     ) -> Iterator[None]:
         """Inside, requests and the cache may be changed; a change inside another is a part of it."""
         if self._in_change:
-            self._in_model = False  # if the model's call fails, this change may be half made
+            self.steps.in_model = False  # if the model's call fails, this change may be half made
             yield
             return
         # Holding signals takes 10 us: worth it for steps, and for what forgets all prefixes.
@@ -219,7 +203,8 @@ class EngineState:
         with self.changing():
             self.requests[request.request_id] = request
             self.scheduler.add(request)
-        self._notify("request_added", request)
+        if self.observers.known:
+            self.observers.notify("request_added", request)
 
     def end(self, request_id: int, reason: FinishReason) -> RequestResult:
         """End a request between two steps."""
@@ -237,17 +222,18 @@ class EngineState:
             raise RuntimeError("step is called on a suspended engine; resume it first")
         begun_s = time.perf_counter()
         with self._in_step(), self._on_device:
-            steps, tokens, invalid = self._run_step(model)
-            report = self._end_step(steps, tokens, invalid)
+            made, tokens = self.steps.make(model, self.scheduler)
+            report = self._end_step(made, tokens)
             if reports:
                 for result in report.finished if claims_results else ():
                     self.unclaimed.pop(result.request_id, None)
                 self.reports.append(report)
         admitted, self.scheduler.admitted = self.scheduler.admitted, {}
-        for one in steps if self.observers else ():
-            if not one.decoding and (one.num_resumed or one.request in admitted):
-                self._notify("request_resumed", one)
-        self._notify("step_made", steps, tokens, time.perf_counter() - begun_s)
+        if self.observers.known:
+            for one in made.steps:
+                if not one.decoding and (one.num_resumed or one.request in admitted):
+                    self.observers.notify("request_resumed", one)
+            self.observers.notify("step_made", made.steps, tokens, time.perf_counter() - begun_s)
 
     def pin(self, chain: PrefixHashChain) -> PinnedPrefix:
         with self.changing(MambaSlotCapacityError):
@@ -266,15 +252,14 @@ class EngineState:
     def set_weights_version(self, version: object) -> None:
         with self.changing(repair=self._rebuild):
             self._forget_prefixes()
-            self._drop_graphs()
+            self.steps.drop_graphs()
             self.weights_version = version
 
     def suspend(self) -> None:
         with self.changing(repair=self._rebuild):
             self.scheduler.restart(self.scheduler.running)
-            self.unread = None  # its requests are queued again, and compute its tokens again
-            self._logits_changes.clear()
-            self._drop_graphs()
+            self.steps.forget()
+            self.steps.drop_graphs()
             self._context.suspend()
 
     def resume(self) -> None:
@@ -299,10 +284,6 @@ class EngineState:
         if self._context.memory.allocated:  # a suspended engine caches nothing
             self._context.reset_prefix_cache()
 
-    def _drop_graphs(self) -> None:
-        if self.graphs is not None:
-            self.graphs.drop_graphs()
-
     def _end(self, request: DynamicInferenceRequest, reason: FinishReason) -> RequestResult:
         """End a request inside `changing` or `_in_step`."""
         request.result = result = request.result_for(reason)
@@ -311,103 +292,27 @@ class EngineState:
         self._note_end(request, result)  # first: a repair restores what is still in `requests`
         del self.requests[request.request_id]
         if request.sampling.has_penalties:
-            self._logits_changes.free(request)
+            self.steps.logits_changes.free(request)
         self.scheduler.remove(request, discard=reason == "invalid_logits")
         if not self.requests:
-            self.unread = None  # an idle engine keeps nothing of the requests that it has served
+            self.steps.unread = None  # an idle engine keeps nothing of the requests that it has served
         return result
 
     def _note_end(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
-        """Queue an end for `notify_ended`, unless the end is undone before."""
-        if self.observers:
-            self._ended.append((request, result))
+        """Queue an end for the observers, who receive it unless it is undone before."""
+        if self.observers.known:
+            self.observers.ended.append((request, result))
 
     def notify_ended(self) -> None:
-        """Notify observers of the requests that have ended since the last call."""
-        if self._notifying or not self._ended:  # an observer has called the engine: the outer call goes on
-            return
-        self._notifying = True
-        try:
-            while self._ended:
-                request, result = self._ended[0]
-                if request.result is result:
-                    self._notify("request_ended", request, result)
-                self._ended.popleft()
-        finally:
-            self._notifying = False
-
-    def _notify(self, call: str, *arguments: object) -> None:
-        for observer in self.observers:
-            try:
-                getattr(observer, call)(*arguments)
-            except Exception:
-                logger.exception("%s of observer %s failed; it is dropped", call, shown(observer))
-                self.observers = tuple(known for known in self.observers if known is not observer)
+        if self.observers.ended:
+            self.observers.notify_ended()
 
     # ---- a step
 
-    def _run_step(self, model: Model) -> tuple[Sequence[RequestStep], NewTokens, Sequence[int]]:
-        step, self.unread = self.unread, None  # what the last call launched ahead
-        if step is None or all(one.request.result is not None for one in step.steps):
-            scheduled = self.scheduler.schedule()  # match, plan, hold KV blocks
-            if not scheduled:
-                return (), {}, ()
-            step = self._launch(model, scheduled, None)
-        ahead = self._looks_ahead and not (self.graphs and self.graphs.captures_next)
-        following = self.scheduler.following(step.steps) if ahead else []
-        if following:
-            tokens_there = step.tokens_of([one.request for one in following])
-            self.unread = self._launch(model, following, tokens_there)
-        tokens = step.wait()
-        if self._poison is not None:
-            self._poison.check(step.invalid)
-        if self.graphs is not None:
-            self.graphs.after_step(model)
-        return step.steps, tokens, step.invalid
-
-    def _launch(
-        self, model: Model, scheduled: Sequence[RequestStep], sampled_tokens: Tensor | None
-    ) -> SampledStep:
-        """Launch a step. `sampled_tokens`: its tokens, where it follows a step whose tokens are not read."""
-        if self.invariance is not None:
-            self.invariance.check_switches()
-        inputs = self._context.begin_step(scheduled, self.padded, sampled_tokens)  # reserve, publish
-        if self._poison is not None:
-            self._poison.fill()
-        logits = self.run(model, inputs)
-        sampled = sample_step(self._context.steps, logits, self._logits_changes)  # launched
-        # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
-        self._context.end_step(sampled.num_accepted, sampled.is_valid)
-        return sampled
-
-    def padded(self, shape: StepShape) -> StepShape:
-        """The shape to pad a step of `shape` to."""
-        captured = self.graphs.padded(shape) if self.graphs is not None else None
-        return captured or self.padded_without_graph(shape)
-
-    def padded_without_graph(self, shape: StepShape) -> StepShape:
-        return padded_to_ladder(shape) if self._context.config.batch_invariant else shape
-
-    def run(self, model: Model, inputs: StepInputs) -> Tensor:
-        """The model's logits of a step. Does not synchronise."""
-        self._in_model = True
-        logits = model(inputs) if self.graphs is None else self.graphs.run(model, inputs)
-        self._in_model = False
-        expected = (len(inputs.logit_tokens), self._context.spec.vocab_size)
-        shape = getattr(logits, "shape", None)
-        if shape != expected:
-            raise ValueError(
-                f"the model returned a {type(logits).__name__} of shape {shape}; accepted: logits of shape "
-                f"{expected}, one row for each of inputs.logit_tokens"
-            )
-        return logits[: inputs.num_logits]
-
-    def _end_step(
-        self, steps: Sequence[RequestStep], tokens: NewTokens, invalid: Sequence[int]
-    ) -> StepReport:
-        """End the requests that are complete, and the `invalid` ones, whose logits are no numbers."""
-        reasons: dict[int, FinishReason] = dict.fromkeys(invalid, "invalid_logits")
-        for step in steps:
+    def _end_step(self, made: SampledStep, tokens: NewTokens) -> StepReport:
+        """End the requests that are complete, and the invalid ones, whose logits are no numbers."""
+        reasons: dict[int, FinishReason] = dict.fromkeys(made.invalid, "invalid_logits")
+        for step in made.steps:
             request, reason = step.request, step.request.finish_reason
             if reason is not None and request.result is None:  # of a step ahead, requests may have ended
                 reasons.setdefault(request.request_id, reason)
@@ -421,7 +326,7 @@ class EngineState:
                 )
         finished = [self._end(self.requests[request_id], reason) for request_id, reason in reasons.items()]
         return StepReport(
-            admitted=tuple(s.request.request_id for s in steps if s.request in self.scheduler.admitted),
+            admitted=tuple(s.request.request_id for s in made.steps if s.request in self.scheduler.admitted),
             generated={request_id: new[-1] for request_id, new in tokens.items()},
             finished=tuple(finished),
             tokens=tokens,
@@ -433,8 +338,8 @@ class EngineState:
         self, num_tokens: dict[DynamicInferenceRequest, int], speculation: SpeculationStats, num_reports: int
     ) -> None:
         """Queue the requests of a step again, with the tokens that they had before it."""
-        self.speculation, self.unread = speculation, None
-        self._logits_changes.clear()
+        self.speculation = speculation
+        self.steps.forget()
         while len(self.reports) > num_reports:
             self.reports.pop()
         requests = num_tokens | self.scheduler.admitted
@@ -446,7 +351,7 @@ class EngineState:
             self.scheduler.restart(requests)
         except Exception:
             self._rebuild()
-        in_model, self._in_model = self._in_model, False
+        in_model, self.steps.in_model = self.steps.in_model, False
         self._check_or_rebuild(cut_off=not in_model)
 
     def _check_or_rebuild(self, *, cut_off: bool = True) -> None:
@@ -466,9 +371,8 @@ class EngineState:
 
     def _rebuild(self) -> None:
         """Forget every cached prefix and pin, and queue all requests again."""
-        self._drop_graphs()
-        self.unread = None
-        self._logits_changes.clear()
+        self.steps.drop_graphs()
+        self.steps.forget()
         self._context.reset(keep_counts=True)
         self.scheduler.rebuild(self.requests.values())
         self.num_rebuilds += 1
@@ -484,8 +388,7 @@ class EngineState:
             self._note_end(request, result)
         for collection in (self.requests, self.unclaimed, self.reports, self.abandoned):
             collection.clear()
-        self.unread = None
-        self._logits_changes.clear()
+        self.steps.forget()
         self.scheduler = Scheduler(self._context, self._drafter)
         self.speculation = SpeculationStats()
         self.num_rebuilds = 0

@@ -1,19 +1,23 @@
 """What requests change in their logits before a token is drawn: penalties, biases, min_p, min_tokens."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..contexts.request import DynamicInferenceRequest, RequestStep
-from ..contexts.step_inputs import on_device
 from ..kernels import penalties
 from ..kernels.kernel_set import runs_triton
+from ..kernels.state_tensors import numbers_on
 
-Settings = tuple[float, float, float]
-"""A row's repetition, frequency and presence penalty."""
+Row = tuple[RequestStep, int]
+"""A row of logits: the step of its request, and how many of the step's drafts are before the row."""
+Penalised = tuple[int, int, tuple[float, float, float]]
+"""A row of logits, its row of counts, and its repetition, frequency and presence penalty."""
+Penalties = tuple[Tensor, Tensor, Tensor]
+"""The same on the device, of several rows: [rows], [rows], [3, rows]."""
 
 
 @dataclass
@@ -24,32 +28,29 @@ class _Counted:
     num_generated: int
 
 
-Penalties = tuple[Tensor, Tensor, Tensor]
-"""Rows of logits, their rows of counts, and settings [3, rows]."""
-Biases = tuple[Tensor, Tensor, Tensor]
-"""Rows of logits, tokens, and what is added to their logits."""
-
-
 @dataclass(frozen=True)
-class _Batch:
-    """What steps of the same requests, without drafts, need on the device.
+class _Changes:
+    """What the rows of a step need on the device; the next step needs the same, if it `is_of` them.
 
     Attributes:
-        requests: of each row.
+        requests: of each row; a request with drafts has several.
         is_free: of each row, whether it has its `min_tokens`.
-        counted: the rows' counts, of requests with penalties.
-        places: which rows these are.
-        penalties: for `counted`; None without any.
-        biases: None without any.
-        limits: of each row, by how much a logit may be below the largest one; None without limits.
+        counted: counts of requests with penalties and without drafts, by their rows.
+        drawn: these rows, and their rows of the counts.
+        penalties: of the rows that follow no draft.
+        after_drafts: of the rows that follow drafts: their requests' rows of the counts, the drafts that
+            count too, each as (number of the row among these, token), and the penalties.
+        biases: rows, tokens, and what is added to their logits.
+        limits: of each row, by how much a logit may be below the largest one.
     """
 
     requests: list[DynamicInferenceRequest]
     is_free: list[bool]
-    counted: list[_Counted]
-    places: list[int]
+    counted: list[tuple[int, _Counted]]
+    drawn: tuple[Tensor, Tensor] | None
     penalties: Penalties | None
-    biases: Biases | None
+    after_drafts: tuple[Tensor, tuple[Tensor, Tensor], Penalties] | None
+    biases: tuple[Tensor, Tensor, Tensor] | None
     limits: Tensor | None
 
     def is_of(self, steps: Sequence[RequestStep]) -> bool:
@@ -60,11 +61,8 @@ class _Batch:
                 step.request is request and not step.drafts
                 for step, request in zip(steps, self.requests, strict=True)
             )
-            and _free_ones(steps) == self.is_free
-            and all(
-                counted.num_generated == steps[place].num_generated
-                for counted, place in zip(self.counted, self.places, strict=True)
-            )
+            and [step.num_generated >= step.request.sampling.min_tokens for step in steps] == self.is_free
+            and all(counted.num_generated == steps[row].num_generated for row, counted in self.counted)
         )
 
 
@@ -78,7 +76,7 @@ class LogitsChanges:
 
     def __init__(self, device: torch.device) -> None:
         self._counted: dict[DynamicInferenceRequest, _Counted] = {}
-        self._batch: _Batch | None = None
+        self._changes: _Changes | None = None  # of the last step
         self._counts = torch.empty(0, 0, dtype=torch.int32, device=device)
         self._apply_penalties = penalties.penalize
         if runs_triton(device):
@@ -92,103 +90,95 @@ class LogitsChanges:
         `logits`: the rows of `steps`, 1 + drafts each; a draft is counted in the rows after it.
         """
         out = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        if any(step.drafts for step in steps):
-            self._batch = None
-            self._penalize_with_drafts(steps, out)
-            self._add_biases(self._biases(steps, out), out)
-            self._cut_to_min_p(self._limits(steps, out), out)
-            return out
-        batch, self._batch = self._batch, None  # after an error nothing is kept
-        if batch is None or not batch.is_of(steps):
-            batch = self._new_batch(steps, out)
-        if batch.penalties is not None:
-            self._apply_penalties(out, self._counts, *batch.penalties)
-        self._add_biases(batch.biases, out)
-        self._cut_to_min_p(batch.limits, out)
-        self._batch = batch
+        changes, self._changes = self._changes, None  # after an error nothing is kept
+        if changes is None or not changes.is_of(steps):
+            changes = self._listed(steps, out)
+        if changes.penalties is not None:
+            self._apply_penalties(out, self._counts, *changes.penalties)
+        if changes.after_drafts is not None:
+            count_rows, drafts, settings = changes.after_drafts
+            counts = self._counts.index_select(0, count_rows)
+            _add(counts, *drafts)
+            self._apply_penalties(out, counts, *settings)
+        if changes.biases is not None:
+            rows, tokens, added = changes.biases
+            # A token that is biased and forbidden is listed twice: sums with -inf depend on no order.
+            out.index_put_((rows, tokens), added, accumulate=True)
+        if changes.limits is not None:
+            out.masked_fill_(out < (out.amax(dim=-1) + changes.limits)[:, None], -math.inf)
+        self._changes = changes
         return out
 
-    def count(self, steps: Sequence[RequestStep], drawn: Tensor) -> None:
+    def count(self, drawn: Tensor) -> None:
         """Count the drawn tokens of requests without drafts, whose logits `changed` has just changed.
 
-        `drawn`: a token for each row of `steps`. Of drafts it is not known yet which are right: the next step
-        counts their tokens.
+        `drawn`: a token for each row. Of drafts it is not known yet which are right: the next step counts
+        their tokens.
         """
-        if self._batch is None:
-            self._count_with_drafts(steps, drawn)
-        elif self._batch.penalties is not None:
-            rows, count_rows, _ = self._batch.penalties
-            for counted in self._batch.counted:
+        if self._changes is not None and self._changes.drawn is not None:
+            rows, count_rows = self._changes.drawn
+            for _, counted in self._changes.counted:
                 counted.num_generated += 1
             _add(self._counts, count_rows, drawn if len(rows) == len(drawn) else drawn.index_select(0, rows))
-
-    def _count_with_drafts(self, steps: Sequence[RequestStep], drawn: Tensor) -> None:
-        rows, places = [], []
-        for first, step in _with_first_rows(steps):
-            counted = self._counted.get(step.request)
-            if counted is not None and not step.drafts:
-                counted.num_generated += 1
-                rows.append(counted.row)
-                places.append(first)
-        if rows:
-            _add(self._counts, self._sent(rows), drawn.index_select(0, self._sent(places)))
 
     def free(self, request: DynamicInferenceRequest) -> None:
         """Give the row of a request that has ended to the next one."""
         self._counted.pop(request, None)
-        self._batch = None
+        self._changes = None
         if not self._counted:
             self.clear()
 
     def clear(self) -> None:
         """Forget all counts, and free their memory: the next step counts what requests then have."""
         self._counted.clear()
-        self._batch = None
+        self._changes = None
         self._counts = self._counts.new_empty(0, 0)
 
-    def _new_batch(self, steps: Sequence[RequestStep], out: Tensor) -> _Batch:
-        counted, places, settings = [], [], []
-        for place, step in enumerate(steps):
-            if step.request.sampling.has_penalties:
-                counted.append(self._up_to_date(step, out))
-                places.append(place)
-                settings.append(_settings_of(step))
-        rows = [one.row for one in counted]
-        return _Batch(
-            requests=[step.request for step in steps],
-            is_free=_free_ones(steps),
+    def _listed(self, steps: Sequence[RequestStep], out: Tensor) -> _Changes:
+        rows = [(step, number) for step in steps for number in range(1 + len(step.drafts))]
+        counted: list[tuple[int, _Counted]] = []
+        plain: list[Penalised] = []
+        after_drafts: list[Penalised] = []
+        count_rows: list[int] = []
+        drafts: list[tuple[int, int]] = []
+        for row, (step, number) in enumerate(rows):
+            sampling = step.request.sampling
+            if not sampling.has_penalties:
+                continue
+            one = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+            if number:
+                drafts += [(len(after_drafts), draft) for draft in step.drafts[:number]]
+                after_drafts.append((row, len(after_drafts), one))
+                count_rows.append(self._counted[step.request].row)
+            else:
+                counts = self._up_to_date(step, out)
+                plain.append((row, counts.row, one))
+                if not step.drafts:
+                    counted.append((row, counts))
+        penalties = self._penalties(plain, out) if plain else None
+        drawn = penalties[:2] if penalties is not None else None  # one transfer where no request has drafts
+        if len(counted) < len(plain):
+            listed = [(row, counts.row) for row, counts in counted]
+            drawn = self._columns(listed) if listed else None
+        return _Changes(
+            requests=[step.request for step, _ in rows],
+            is_free=[step.num_generated + n >= step.request.sampling.min_tokens for step, n in rows],
             counted=counted,
-            places=places,
-            penalties=self._penalties(places, rows, settings, out) if places else None,
-            biases=self._biases(steps, out),
-            limits=self._limits(steps, out),
+            drawn=drawn,
+            penalties=penalties,
+            after_drafts=(
+                (self._sent(count_rows), self._columns(drafts), self._penalties(after_drafts, out))
+                if after_drafts
+                else None
+            ),
+            biases=self._biases(rows, out),
+            limits=self._limits(rows, out),
         )
 
-    def _penalize_with_drafts(self, steps: Sequence[RequestStep], out: Tensor) -> None:
-        plain: list[tuple[int, int, Settings]] = []  # rows of logits and of counts
-        after_drafts: list[tuple[int, int, Settings]] = []
-        drafted: list[tuple[int, int]] = []  # tokens that count too, each by a number in `after_drafts`
-        for first, step in _with_first_rows(steps):
-            if step.request.sampling.has_penalties:
-                row, one = self._up_to_date(step, out).row, _settings_of(step)
-                plain.append((first, row, one))
-                for number in range(1, 1 + len(step.drafts)):
-                    drafted += [(len(after_drafts), draft) for draft in step.drafts[:number]]
-                    after_drafts.append((first + number, row, one))
-        if plain:
-            rows, count_rows, settings = zip(*plain, strict=True)
-            self._apply_penalties(out, self._counts, *self._penalties(rows, count_rows, settings, out))
-        if after_drafts:
-            rows, count_rows, settings = zip(*after_drafts, strict=True)
-            counts = self._counts.index_select(0, self._sent(count_rows))
-            _add(counts, *(self._sent(column) for column in zip(*drafted, strict=True)))
-            self._apply_penalties(out, counts, *self._penalties(rows, range(len(rows)), settings, out))
-
-    def _penalties(
-        self, rows: Sequence[int], count_rows: Sequence[int], settings: Sequence[Settings], out: Tensor
-    ) -> Penalties:
-        numbers = torch.tensor(settings, dtype=out.dtype, device="cpu").T.contiguous()
-        return self._sent(rows), self._sent(count_rows), on_device(numbers, out.device)
+    def _penalties(self, listed: Sequence[Penalised], out: Tensor) -> Penalties:
+        rows, count_rows, settings = zip(*listed, strict=True)
+        numbers = list(zip(*settings, strict=True))
+        return self._sent(rows), self._sent(count_rows), numbers_on(out.device, numbers, out.dtype)
 
     def _up_to_date(self, step: RequestStep, out: Tensor) -> _Counted:
         """The request's counts of its prompt and of all tokens before this step."""
@@ -220,66 +210,38 @@ class LogitsChanges:
             self._counts = larger
         return row
 
-    def _biases(self, steps: Sequence[RequestStep], out: Tensor) -> Biases | None:
+    def _biases(self, rows: Sequence[Row], out: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """`logit_bias`, and -inf for what would end an answer before `min_tokens`."""
         listed: list[tuple[int, int, float]] = []
-        for first, step in _with_first_rows(steps):
+        for row, (step, number) in enumerate(rows):
             sampling = step.request.sampling
-            for row in range(first, first + 1 + len(step.drafts)):
-                listed += [(row, token, bias) for token, bias in sampling.biases]
-                if step.num_generated + row - first < sampling.min_tokens:
-                    ends = {token for token in sampling.stops if token is not None and token >= 0}
-                    listed += [(row, token, -math.inf) for token in sorted(ends)]
+            listed += [(row, token, bias) for token, bias in sampling.biases]
+            if step.num_generated + number < sampling.min_tokens:
+                ends = {token for token in sampling.stops if token is not None and token >= 0}
+                listed += [(row, token, -math.inf) for token in sorted(ends)]
         if not listed:
             return None
-        rows, tokens, biases = zip(*listed, strict=True)
-        added = on_device(torch.tensor(biases, dtype=out.dtype, device="cpu"), out.device)
-        return self._sent(rows), self._sent(tokens), added
+        where, tokens, biases = zip(*listed, strict=True)
+        return self._sent(where), self._sent(tokens), numbers_on(out.device, biases, out.dtype)
 
-    def _add_biases(self, biases: Biases | None, out: Tensor) -> None:
-        if biases is not None:
-            rows, tokens, added = biases
-            # A token that is biased and forbidden is listed twice: sums with -inf depend on no order.
-            out.index_put_((rows, tokens), added, accumulate=True)
-
-    def _limits(self, steps: Sequence[RequestStep], out: Tensor) -> Tensor | None:
+    def _limits(self, rows: Sequence[Row], out: Tensor) -> Tensor | None:
+        """Of what is less likely than min_p times the most likely token, after the temperature."""
         limits: list[float] = []
-        for step in steps:
+        for step, _ in rows:
             sampling = step.request.sampling
             least = -math.inf
             if sampling.min_p and not sampling.greedy:
                 temperature = 1.0 if sampling.temperature is None else sampling.temperature
                 least = temperature * math.log(sampling.min_p)
-            limits += [least] * (1 + len(step.drafts))
-        if max(limits) == -math.inf:
-            return None
-        return on_device(torch.tensor(limits, dtype=out.dtype, device="cpu"), out.device)
+            limits.append(least)
+        return None if max(limits) == -math.inf else numbers_on(out.device, limits, out.dtype)
 
-    def _cut_to_min_p(self, limits: Tensor | None, out: Tensor) -> None:
-        """Forbid what is less likely than min_p times the most likely token, after the temperature."""
-        if limits is not None:
-            out.masked_fill_(out < (out.amax(dim=-1) + limits)[:, None], -math.inf)
+    def _columns(self, pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        first, second = zip(*pairs, strict=True)
+        return self._sent(first), self._sent(second)
 
     def _sent(self, values: Sequence[int]) -> Tensor:
-        return on_device(torch.tensor(list(values), dtype=torch.int64, device="cpu"), self._counts.device)
-
-
-def _with_first_rows(steps: Sequence[RequestStep]) -> Iterator[tuple[int, RequestStep]]:
-    """Each step with the first of its rows of logits, which are 1 + drafts."""
-    first = 0
-    for step in steps:
-        yield first, step
-        first += 1 + len(step.drafts)
-
-
-def _settings_of(step: RequestStep) -> Settings:
-    sampling = step.request.sampling
-    return sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-
-
-def _free_ones(steps: Sequence[RequestStep]) -> list[bool]:
-    """Of each step without drafts, whether its answer may end."""
-    return [step.num_generated >= step.request.sampling.min_tokens for step in steps]
+        return numbers_on(self._counts.device, values)
 
 
 def _add(counts: Tensor, rows: Tensor, tokens: Tensor) -> None:

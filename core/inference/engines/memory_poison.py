@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.step_inputs import on_device
+from ..kernels.state_tensors import numbers_on
 
 _NAN_BYTE = 0xFF
 """Floats of such bytes are NaN, in bfloat16 and every wider dtype; so are int8 numbers with such a scale."""
@@ -46,7 +46,7 @@ class MemoryPoison:
         encoded = memory.durable_pool
         if encoded is not memory.state_pool:
             unused = set(range(encoded.num_durable)).difference(cache.tree.slot_by_block.values())
-            encoded.memory.index_fill_(0, _indices(sorted(unused), encoded.memory.device), _NAN_BYTE)
+            encoded.memory.index_fill_(0, numbers_on(encoded.memory.device, sorted(unused)), _NAN_BYTE)
         self._fill_kv(blocks)
         self._fill_inputs()
         rows = getattr(cache.tier.copies, "rows", None) if cache.tier is not None else None
@@ -65,9 +65,9 @@ class MemoryPoison:
                 if row and index < len(path.blocks):
                     begun += [(path.blocks[index], later) for later in range(row, size)]
                 unwritten += path.blocks[index + bool(row) :]
-        _fill(kv_cache, 2, torch.cat([free, _indices(unwritten)]))
+        _fill(kv_cache, 2, torch.cat([free, torch.tensor(unwritten, dtype=torch.int64, device="cpu")]))
         if begun and kv_cache.numel():
-            blocks, rows = on_device(torch.tensor(begun, device="cpu").T.contiguous(), kv_cache.device)
+            blocks, rows = numbers_on(kv_cache.device, begun).T
             largest = torch.finfo(kv_cache.dtype).max
             kv_cache[:, :, blocks, rows] = kv_cache.new_full((), largest)
 
@@ -87,7 +87,7 @@ class MemoryPoison:
                     free[holding.row, position % length] = False
             shape = [1] * inputs.dim()
             shape[1], shape[axis] = inputs.shape[1], length
-            inputs.masked_fill_(on_device(free.view(shape), inputs.device), float("nan"))
+            inputs.masked_fill_(_sent(free.view(shape), inputs.device), float("nan"))
 
 
 def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
@@ -108,10 +108,10 @@ def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
     return free.nonzero().flatten(), torch.tensor(unused, dtype=torch.int64, device="cpu")
 
 
-def _indices(numbers: Sequence[int], device: torch.device | None = None) -> Tensor:
-    indices = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    return indices if device is None else on_device(indices, device)
-
-
 def _fill(memory: Tensor, axis: int, entries: Tensor) -> None:
-    memory.index_fill_(axis, on_device(entries, memory.device), float("nan"))
+    memory.index_fill_(axis, _sent(entries, memory.device), float("nan"))
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on the device, by a copy that does not synchronise."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

@@ -1,7 +1,7 @@
 """The tensors that hold states, and the slots that callers name in them."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class CodedTensor(NamedTuple):
 
 def slot_pairs(
     sources: Sequence[int], read: Tensor, destinations: Sequence[int], written: Tensor
-) -> list[Tensor]:
+) -> tuple[Tensor, ...]:
     """The pairs without a -1: sources and destinations, int64 tensors on the device of `written`.
 
     Args:
@@ -58,7 +58,7 @@ def slot_pairs(
     if written.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ValueError("slots are lists while a CUDA graph is captured; accepted: a call outside of graphs")
     pairs = [(source, to) for source, to in zip(sources, destinations, strict=True) if source >= 0 <= to]
-    return device_indices(written.device, [pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    return numbers_on(written.device, [[pair[0] for pair in pairs], [pair[1] for pair in pairs]]).unbind()
 
 
 def check_slots(**pools: Tensor) -> None:
@@ -75,7 +75,7 @@ def check_last_stride(**tensors: Tensor) -> None:
             raise ValueError(f"{name} has strides {tensor.stride()}; accepted: a last stride of 1")
 
 
-def device_indices(device: torch.device, *lists: Sequence[int]) -> list[Tensor]:
-    """Lists of one length as int64 tensors on `device`, by one copy that does not synchronise."""
-    pinned = torch.tensor(lists, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-    return list(pinned.to(device, non_blocking=True).unbind())
+def numbers_on(device: torch.device, numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+    """A list of numbers, or of lists, on `device`, by one copy that does not synchronise."""
+    pinned = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)

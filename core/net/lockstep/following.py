@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from importlib import import_module
-from itertools import count
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -144,7 +143,7 @@ class Load(_Call, frozen=True, array_like=True, tag="load"):
 
 
 class Run(_Call, frozen=True, array_like=True, tag="run"):
-    """A function is called. `ids`: the next ids of requests, of those with a seed and of those without."""
+    """A function is called. `ids`: `RequestFactory.next_ids` of rank 0."""
 
     function: str
     arguments: list[Any]
@@ -152,7 +151,7 @@ class Run(_Call, frozen=True, array_like=True, tag="run"):
 
     def make(self, engine: DynamicInferenceEngine) -> None:
         state = engine.state
-        engine.new_ids, engine.ids_without_seed = count(self.ids[0]), count(self.ids[1], -1)
+        engine.factory.next_ids = self.ids
         try:
             found(self.function)(engine, *self.arguments)
         finally:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
@@ -129,7 +128,7 @@ class LeadingEngine(DynamicInferenceEngine):
         ended = self._closed.is_set() or (self._followers is not None and self._followers.lost)
         return self._followers is None or not (inside or ended)
 
-    def _apply(self, call: str, *arguments: Any) -> Any:
+    def _apply(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Make a call on all ranks.
 
         Before a call in which ranks wait for each other, a step, all followers have made the calls before. A
@@ -139,23 +138,24 @@ class LeadingEngine(DynamicInferenceEngine):
         make = partial(super()._apply, call, *arguments)
         if self._followers is None or self._runs_on_all:
             return make()
-        message = call_of(call, arguments)
+        name = call.__name__
+        message = call_of(name, arguments)
         self._caller = threading.current_thread()
         if self._calling == threading.get_ident():
-            if call != "add":
-                raise RuntimeError(f"{call} is called from inside a step; call it between steps")
+            if name != "add":
+                raise RuntimeError(f"{name} is called from inside a step; call it between steps")
             self._late.append((message, make))
             return None
         with signals_held(), self._lock:
             try:
-                if call == "reset":
+                if name == "reset":
                     self._check_open()
                     self._differences()
                     self._followers.any_broken = False
-                elif call == "step":
+                elif name == "step":
                     self._await_followers()
                 value = self._lead(message, make)
-                if call == "reset":
+                if name == "reset":
                     self._await_followers()
                 return value
             finally:
@@ -258,9 +258,7 @@ class LeadingEngine(DynamicInferenceEngine):
         if self._runs_on_all:
             raise RuntimeError("call_on_all is called by a function that it calls; call the inner one itself")
         check_plain("an argument of call_on_all", arguments)
-        ids = next(self.new_ids), next(self.ids_without_seed)
-        self.new_ids, self.ids_without_seed = count(ids[0]), count(ids[1], -1)
-        run = Run(named("function", function), list(arguments), ids)
+        run = Run(named("function", function), list(arguments), self.factory.next_ids)
         with signals_held(), self._lock:
             self._await_followers()
             self._lead(Load(run.function), lambda: None)

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...inference.contexts.cache.hashing import PrefixHashChain, salt_bytes
-from ...inference.engines.arguments import Prompt, Salt, checked_prompt, checked_request
+from ...inference.engines.arguments import Prompt, Salt, checked_prompt
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real
@@ -147,8 +147,7 @@ class DisaggregatedEngine(AsyncEngine):
 
     async def _prepare(self, arguments: dict[str, Any]) -> None:
         """Import the prefix of a long prompt, or find that it will not come."""
-        context, salt_key = self._engine.context, self._engine.salt_key
-        request = checked_request(**arguments, context=context, salt_key=salt_key)
+        request = self._engine.factory.request(**arguments)
         arguments |= {
             "prompt": request.tokens,
             "sampling_params": request.sampling,

@@ -91,7 +91,7 @@ def test_an_observer_that_raises_is_logged_and_dropped(call: str, caplog: pytest
     with caplog.at_level(logging.ERROR):
         results = engine.generate(PROMPTS, PARAMS)
     assert failing_one.num_calls == 1
-    assert [record.name for record in caplog.records] == ["mambaslots.inference.engines.engine_state"]
+    assert [record.name for record in caplog.records] == ["mambaslots.inference.engines.engine_observer"]
     assert call in caplog.text
     assert len(recorder.ended) == len(results)
     with pytest.raises(ValueError, match="one that observes this engine"):
@@ -131,7 +131,7 @@ def test_an_end_is_reported_again_where_an_observer_is_interrupted(notes: bool) 
     engine.generate([PROMPTS[1]], PARAMS)
     assert [ended for ended, _ in recorder.ended] == [0, 1]
     assert (recorder.requests, recorder.num_ends) == ({}, 3)
-    assert not engine.state._ended
+    assert not engine.state.observers.ended
 
 
 @pytest.mark.parametrize("after", [False, True])

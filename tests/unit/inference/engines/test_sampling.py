@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.engines import sampling
-from mambaslots.inference.engines.sampling import log_softmax
+from mambaslots.inference.engines import steps
 from mambaslots.inference.kernels import token_draws
+from mambaslots.inference.kernels.log_probs import log_softmax
 from oracle.sampled_rows import sample_rows, sampled, token_distribution
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -69,7 +69,7 @@ def test_a_draw_is_the_first_token_at_which_exact_sums_pass_the_number(vocabular
     probabilities = torch.softmax(torch.randn(vocabulary, generator=generator), dim=-1)
     probabilities[-10:] = 0
     sums = list(accumulate(int(float(p) * 2**53) for p in probabilities))
-    uniforms = [0.0, 2**-53, 0.25, 0.999, 1 - 2**-53, *(sampling._uniform(3, i) for i in range(200))]
+    uniforms = [0.0, 2**-53, 0.25, 0.999, 1 - 2**-53, *(steps._uniform(3, i) for i in range(200))]
     rows = probabilities.repeat(len(uniforms), 1)
     drawn = token_draws._draw(rows, torch.tensor(uniforms, dtype=torch.float64)[:, None]).tolist()
     assert drawn == [bisect_right(sums, min(int(sums[-1] * u), sums[-1] - 1)) for u in uniforms]

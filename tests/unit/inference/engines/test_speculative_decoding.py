@@ -15,7 +15,7 @@ from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.inference.contexts.states import StatePool
 from mambaslots.inference.engines import runner as graph_runner
 from mambaslots.inference.engines.runner import GraphBuckets, GraphRunner
-from mambaslots.inference.engines.sampling import accepted_tokens
+from mambaslots.inference.engines.steps import accepted_tokens
 from oracle.drafters import MixedDrafter, RightDrafter, WrongDrafter
 from oracle.recorded_graphs import fix_addresses
 from oracle.recurrent_lm import RecurrentLM
@@ -515,10 +515,10 @@ class TestGraphs:
         monkeypatch.setattr(graph_runner, "CapturedForward", Recorded)
         engine = speculating(MixedDrafter, most=3)
         fix_addresses(engine.context._buffer)
-        engine.state.graphs = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), 100)
+        engine.state.steps.graphs = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), 100)
         prompts = [random_tokens(n, seed=n) for n in (37, 5, 64, 20)]
         for _ in range(3):
             serve_checked(engine, prompts, length=20)
-        widths = {(shape.decode_tokens, shape.prefills == 0) for shape in engine.state.graphs.shapes}
+        widths = {(shape.decode_tokens, shape.prefills == 0) for shape in engine.state.steps.graphs.shapes}
         assert widths >= {(4, True), (4, False), (1, False)}
-        assert {shape.decode_tokens for shape in engine.state.graphs.shapes} <= {1, 4}
+        assert {shape.decode_tokens for shape in engine.state.steps.graphs.shapes} <= {1, 4}

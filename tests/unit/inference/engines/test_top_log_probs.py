@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.engines import sampling
-from mambaslots.inference.engines.sampling import top_log_probs
+from mambaslots.inference.engines import steps
+from mambaslots.inference.kernels import log_probs
+from mambaslots.inference.kernels.log_probs import top_log_probs
 from oracle.drafters import MODES, speculating
 from oracle.faults import InjectedError, failing
 from oracle.recurrent_lm import RecurrentLM
@@ -58,7 +59,7 @@ def test_the_top_of_each_row_is_that_of_a_stable_sort(
     no_token[:, vocab_size // 2] = False
     logits[no_token] = -torch.inf
     number = min(number, vocab_size)
-    with patch.object(sampling, "TOP_ROWS", block):
+    with patch.object(log_probs, "TOP_ROWS", block):
         ids, values_there = top_log_probs(logits, number)
     expected_ids, expected = sorted_rows(logits, number)
     assert torch.equal(ids, expected_ids)
@@ -119,7 +120,7 @@ def test_streams_and_steps_bring_them_with_their_tokens_also_after_failed_steps(
 
 def test_a_step_without_such_a_request_computes_none() -> None:
     engine = small_engine()
-    with patch.object(sampling, "top_log_probs", side_effect=AssertionError):
+    with patch.object(steps, "top_log_probs", side_effect=AssertionError):
         (result,) = engine.generate(PROMPTS[:1], WANTED[1])
     assert result.top_log_probs is None
 

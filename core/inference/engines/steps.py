@@ -1,20 +1,115 @@
-"""The next token of each request, from its logits."""
+"""A step: the call of the model, the draw of each request's next token, and when the tokens are read."""
 
 import hashlib
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...request import SamplingParams, TopLogProbs
+from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
-from ..contexts.step_inputs import on_device
+from ..contexts.step_inputs import StepInputs, StepShape, padded_to_ladder
 from ..kernels import token_draws
 from ..kernels.kernel_set import runs_triton
+from ..kernels.log_probs import log_probs_of, top_log_probs
+from ..kernels.state_tensors import numbers_on
 from ..kernels.token_draws import WHOLE, TokenDraw
+from .engine_observer import NewTokens
 from .logits_changes import LogitsChanges
+from .memory_poison import MemoryPoison
+from .runner import GraphRunner, Model
+from .scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from .batch_invariance import BatchInvariance
+
+
+class StepRunner:
+    """Makes the steps of a scheduler's requests, and may launch one before the last one's tokens are read.
+
+    Attributes:
+        unread: the step that was launched ahead; None without one. Dropping it loses no token, once its
+            requests are queued again: they compute the token again.
+        graphs: CUDA graphs of steps; None where there are none.
+        invariance: of an engine whose bits depend on the request alone.
+        logits_changes: penalties and biases, with the counts of tokens that they need.
+        in_model: whether the model was called and has not returned, also after it failed.
+    """
+
+    def __init__(self, context: DynamicInferenceContext, invariance: "BatchInvariance | None") -> None:
+        self.unread: SampledStep | None = None
+        self.graphs = GraphRunner.of(context)
+        self.invariance = invariance
+        self.logits_changes = LogitsChanges(context.spec.device)
+        self.in_model = False
+        self._context = context
+        self._poison = MemoryPoison(context) if context.config.free_memory == "nan" else None
+        self._looks_ahead = context.config.why_steps_wait(context.spec.device) is None
+
+    def make(self, model: Model, scheduler: Scheduler) -> tuple["SampledStep", NewTokens]:
+        """The next step and its tokens; a step of no request where nothing is to do."""
+        step, self.unread = self.unread, None
+        if step is None or all(one.request.result is not None for one in step.steps):
+            scheduled = scheduler.schedule()  # match, plan, hold KV blocks
+            if not scheduled:
+                return SampledStep((), (), (), [], None), {}
+            step = self._launch(model, scheduled, None)
+        ahead = self._looks_ahead and not (self.graphs and self.graphs.captures_next)
+        if ahead and (following := scheduler.following(step.steps)):
+            tokens_there = step.tokens_of([one.request for one in following])
+            self.unread = self._launch(model, following, tokens_there)
+        tokens = step.wait()
+        if self._poison is not None:
+            self._poison.check(step.invalid)
+        if self.graphs is not None:
+            self.graphs.after_step(model)
+        return step, tokens
+
+    def forget(self) -> None:
+        """Drop the step ahead and all counts of tokens: its requests are queued again, or have ended."""
+        self.unread = None
+        self.logits_changes.clear()
+
+    def drop_graphs(self) -> None:
+        if self.graphs is not None:
+            self.graphs.drop_graphs()
+
+    def _launch(
+        self, model: Model, scheduled: Sequence[RequestStep], sampled_tokens: Tensor | None
+    ) -> "SampledStep":
+        """Launch a step. `sampled_tokens`: its tokens, where it follows a step whose tokens are not read."""
+        if self.invariance is not None:
+            self.invariance.check_switches()
+        inputs = self._context.begin_step(scheduled, self.padded, sampled_tokens)  # reserve, publish
+        if self._poison is not None:
+            self._poison.fill()
+        sampled = sample_step(self._context.steps, self.run(model, inputs), self.logits_changes)
+        # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
+        self._context.end_step(sampled.num_accepted, sampled.is_valid)
+        return sampled
+
+    def padded(self, shape: StepShape) -> StepShape:
+        """The shape to pad a step of `shape` to: that of a graph, or a rung where bits must not change."""
+        captured = self.graphs.padded(shape) if self.graphs is not None else None
+        return captured or (padded_to_ladder(shape) if self._context.config.batch_invariant else shape)
+
+    def run(self, model: Model, inputs: StepInputs) -> Tensor:
+        """The model's logits of a step. Does not synchronise."""
+        self.in_model = True
+        logits = model(inputs) if self.graphs is None else self.graphs.run(model, inputs)
+        self.in_model = False
+        expected = (len(inputs.logit_tokens), self._context.spec.vocab_size)
+        shape = getattr(logits, "shape", None)
+        if shape != expected:
+            raise ValueError(
+                f"the model returned a {type(logits).__name__} of shape {shape}; accepted: logits of shape "
+                f"{expected}, one row for each of inputs.logit_tokens"
+            )
+        return logits[: inputs.num_logits]
 
 
 class SampledStep:
@@ -56,7 +151,7 @@ class SampledStep:
         wanted = [rows[request.request_id] for request in requests]
         if wanted == list(range(len(drawn))):
             return drawn
-        return drawn.index_select(0, on_device(torch.tensor(wanted, device="cpu"), drawn.device))
+        return drawn.index_select(0, numbers_on(drawn.device, wanted))
 
     def num_accepted(self, request_id: int) -> int:
         """How many tokens of a valid request's step are right. Waits as `wait` does."""
@@ -144,8 +239,8 @@ def sample_step(steps: Sequence[RequestStep], logits: Tensor, changes: LogitsCha
         first, stop = stop, stop + len(step.logit_positions)
         if step.scored_positions:
             own = logits[first : first + len(step.scored_positions)]
-            following = torch.tensor(step.request.following_tokens(step.scored_positions), device="cpu")
-            columns += [log_probs_of(own, on_device(following, logits.device)), own.amax(dim=-1)]
+            following = numbers_on(logits.device, step.request.following_tokens(step.scored_positions))
+            columns += [log_probs_of(own, following), own.amax(dim=-1)]
         if step.completes:
             num_tokens = 1 + len(step.drafts)
             rows += range(stop - num_tokens, stop)
@@ -154,13 +249,13 @@ def sample_step(steps: Sequence[RequestStep], logits: Tensor, changes: LogitsCha
     if sampled:
         chosen = logits
         if rows != list(range(len(logits))):
-            chosen = logits.index_select(0, on_device(torch.tensor(rows, device="cpu"), logits.device))
+            chosen = logits.index_select(0, numbers_on(logits.device, rows))
         seeds = [step.request.seed for step in sampled for _ in range(1 + len(step.drafts))]
         are_changed = any(one.changes_logits for one in params)
         to_draw = changes.changed(sampled, chosen) if are_changed else chosen
         drawn, largest = sample(to_draw, params, positions, seeds)
         if are_changed:
-            changes.count(sampled, drawn)
+            changes.count(drawn)
         columns += [drawn, largest]
         if any(step.request.sampling.return_log_probs for step in sampled):
             columns.append(log_probs_of(chosen, drawn))
@@ -175,7 +270,7 @@ def _top_columns(logits: Tensor, params: Sequence[SamplingParams]) -> list[Tenso
         return []
     rows = [row for row, one in enumerate(params) if one.num_top_log_probs]
     if len(rows) < len(params):
-        logits = logits.index_select(0, on_device(torch.tensor(rows, device="cpu"), logits.device))
+        logits = logits.index_select(0, numbers_on(logits.device, rows))
     return [column.flatten() for column in top_log_probs(logits, width)]
 
 
@@ -213,14 +308,6 @@ def _draws_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Sequenc
 
         return token_draws_gpu.draw_tokens
     return token_draws.draw_tokens
-
-
-def request_seed(sampling: SamplingParams, engine_seed: int, request_id: int) -> int:
-    """The seed of a request's random numbers: the request's own, or one made of the other two arguments."""
-    if sampling.seed is not None:
-        return sampling.seed
-    digest = hashlib.sha256(f"request {request_id} of engine {engine_seed}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _uniform(seed: int, position: int) -> float:
@@ -265,47 +352,3 @@ def accepted_tokens(drafts: Sequence[int], drawn: Sequence[int], stops: Collecti
         if token in stops or i == len(drafts) or token != drafts[i]:
             break
     return tokens
-
-
-LOG_PROB_ROWS = 256
-"""The log-probs of so many rows of logits are computed at once, so that they take little memory."""
-TOP_ROWS = 64
-"""As LOG_PROB_ROWS, for the most likely tokens."""
-
-
-def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The log-probs [rows] of one token for each row of logits, with the same bits in any batch of rows."""
-    blocks = zip(torch.split(logits, LOG_PROB_ROWS), torch.split(tokens, LOG_PROB_ROWS), strict=True)
-    return torch.cat([log_softmax(rows).gather(1, chosen[:, None])[:, 0] for rows, chosen in blocks])
-
-
-def log_softmax(logits: Tensor) -> Tensor:
-    """Log-probabilities of the model's own distribution, in max(float32, the logits' dtype)."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    missing = -wide.shape[1] % (16 // wide.element_size()) if wide.device.type == "cuda" else 0
-    if not missing:
-        return torch.log_softmax(wide, dim=-1)
-    padded = torch.nn.functional.pad(wide, (0, missing), value=-torch.inf)
-    return torch.log_softmax(padded, dim=-1)[:, : wide.shape[1]]
-
-
-def top_log_probs(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """The most likely tokens of each row, and their log-probs under the model's own distribution."""
-    blocks = [_top_of_block(rows, number) for rows in torch.split(logits, TOP_ROWS)]
-    ids, log_probs = zip(*blocks, strict=True)
-    return torch.cat(ids), torch.cat(log_probs)
-
-
-def _top_of_block(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    # topk returns any of several equal values: it says which logit is the last one, and not whose.
-    vocab_size = logits.shape[1]
-    last = logits.topk(number, dim=-1).values[:, -1:]
-    above, equal = logits > last, logits == last
-    num_equal = number - above.sum(dim=-1, keepdim=True, dtype=torch.int32)
-    chosen = above | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= num_equal))
-    from_the_end = torch.arange(vocab_size, 0, -1, dtype=torch.int32, device=logits.device)
-    keys = torch.where(chosen, from_the_end, 1).topk(number, dim=-1).values  # of ascending ids
-    ids = vocab_size - keys.long()
-    order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
-    ids = ids.gather(1, order)
-    return ids, log_softmax(logits).gather(1, ids)
