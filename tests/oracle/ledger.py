@@ -382,9 +382,9 @@ class Ledger:
     def _num_unreported_ends(self) -> int:
         """Requests that have ended, which an observer takes for running; an interrupted one was dropped."""
         state, running = self.engine.state, set[int]()
-        if self.watch in state.observers:
+        if self.watch in state.observers.known:
             running |= self.watch.running
-        if self.monitor is not None and self.monitor in state.observers:
+        if self.monitor is not None and self.monitor in state.observers.known:
             running |= self.monitor._running.keys()
         return len(running - state.requests.keys())
 
