@@ -11,8 +11,10 @@ import ast
 import importlib.util
 import json
 import re
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,10 @@ def results(name: str) -> Any:
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     lines = [list(head), ["---"] * len(list(head)), *(list(row) for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def paragraph(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def number(value: float, digits: int = 0) -> str:
@@ -231,6 +237,37 @@ def vllm() -> str:
     return markdown(["one NVIDIA H200", *names], rows)
 
 
+def day(result: Any) -> str:
+    """The date of a result, such as "23 November 2026"."""
+    date = datetime.fromisoformat(result["date"])
+    return f"{date.day} {date:%B %Y}"
+
+
+def picture() -> str:
+    """What docs/figures.png shows, measured where and when."""
+    ours, peers = results("gpu_serving_h200"), results("vllm_peer_h200")
+    versions = peers["versions"]
+    return paragraph(f"""
+        Left: one {ours["device"]}, torch {ours["torch"].partition("+")[0]}, {day(ours)}. Middle: one
+        {peers["device"]}, vLLM {versions["vllm"]}, torch {versions["torch"]}, {day(peers)}, mambaslots at
+        commit {peers["commit"]}. Both: bfloat16, random weights, 12 users with 4 turns each. Right: replayed
+        traces; our code imitates the rules of vLLM and SGLang.
+        [The comparison](benchmarks/README.md#beside-vllm) has the commands and all rows, also those in
+        which vLLM is faster.""")
+
+
+def demo() -> str:
+    """What `make demo` prints."""
+    result = results("demo_cpu")
+    assert result["outputs_identical"]
+    share = result["num_resumed_tokens"] / result["prompt_tokens"]
+    cold, warm = (result["ttft_ms"][side]["mean"] for side in ("without_cache", "with_cache"))
+    return paragraph(f"""
+        `make demo` serves {result["conversations"]} conversations with a small model on a CPU, without the
+        cache and with it. With the cache, {100 * share:.0f} % of the prompt tokens are resumed, the first
+        token comes after {warm:.0f} instead of {cold:.0f} ms, and all answers are equal.""")
+
+
 def readme() -> str:
     """What others lack, with a figure each."""
     shared = {
@@ -248,18 +285,18 @@ def readme() -> str:
     rows = [
         [
             "Evicts the state whose loss costs the fewest recomputed tokens",
-            f"{shared['ours']} of chat tokens resumed in 22 GB; {shared['vllm']} by vLLM's rules, "
-            f"{shared['sglang']} by SGLang's",
+            f"{shared['ours']} of chat tokens resumed in 22 GB; {shared['vllm']} under vLLM's rules, "
+            f"{shared['sglang']} under SGLang's",
             "`python benchmarks/replay/rows.py`",
         ],
         [
             "Resumes a conversation where its last answer ended",
-            f"first token of a turn after {first['mambaslots']} ms; vLLM 0.26 {first['vllm']} ms",
+            f"first token of a turn after {first['mambaslots']} ms, vLLM 0.26: {first['vllm']} ms",
             "[comparison](benchmarks/README.md#beside-vllm)",
         ],
         [
             "Gives the same bits with and without the cache, alone and in a batch",
-            f"{same} of 24 answers; vLLM 0.26 refuses its switch for these models",
+            f"{same} of 24 answers; vLLM 0.26 refuses VLLM_BATCH_INVARIANT for these models",
             "`python benchmarks/bits.py`",
         ],
         [
@@ -270,7 +307,7 @@ def readme() -> str:
         [
             "Keeps evicted states in host memory",
             f"{100 * tier['tier']['share']:.0f} % resumed with a tenth of the states on the GPU; "
-            f"{100 * tier['a tenth']['share']:.0f} % without",
+            f"{100 * tier['a tenth']['share']:.0f} % without host memory",
             "`python benchmarks/host_tier.py`",
         ],
         [
@@ -280,7 +317,7 @@ def readme() -> str:
         ],
         [
             "Is tested for the faults of others",
-            "24 disasters of vLLM, SGLang, LMCache; 24 of megatron-core",
+            "24 known faults of vLLM, SGLang and LMCache, 24 of megatron-core",
             "[disasters](docs/disasters.md), [megatron](docs/megatron.md#the-faults)",
         ],
     ]
@@ -299,6 +336,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "shares": shares,
     "megatron": megatron,
     "vllm": vllm,
+    "picture": picture,
+    "demo": demo,
     "readme": readme,
 }
 

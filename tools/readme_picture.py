@@ -22,13 +22,13 @@ def results(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def bars(axes: Any, groups: list[str], sides: dict[str, tuple[list[float], str]], unit: str) -> None:
+def bars(axes: Any, groups: list[str], sides: dict[str, tuple[list[float], str]]) -> None:
     width = 0.8 / len(sides)
     for place, (name, (values, colour)) in enumerate(sides.items()):
         at = [index + (place - (len(sides) - 1) / 2) * width for index in range(len(groups))]
         drawn = axes.bar(at, values, width * 0.92, color=colour, label=name)
-        axes.bar_label(drawn, [f"{value:.0f}{unit}" for value in values], padding=2, fontsize=9)
-    axes.set_xticks(range(len(groups)), groups)
+        axes.bar_label(drawn, [f"{value:.0f}" for value in values], padding=2, fontsize=11)
+    axes.set_xticks(range(len(groups)), groups, fontsize=11)
     axes.margins(y=0.15)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False, labelleft=False, bottom=False)
@@ -38,13 +38,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--picture", required=True, help="a .png file")
     args = parser.parse_args()
-    figure, (off_on, peer, shared) = plt.subplots(1, 3, figsize=(12, 3.6), width_ratios=[1, 2, 3.4])
+    figure, (off_on, peer, shared) = plt.subplots(1, 3, figsize=(11, 3.9), width_ratios=[1.3, 2, 3.3])
 
     conversations = results("gpu_serving_h200")["models"]["HybridLM-8B"]["conversations"]
     means = {side: [conversations[side]["first_token_mean_ms"]] for side in ("without cache", "with cache")}
     sides = {"without cache": (means["without cache"], OTHER), "with cache": (means["with cache"], OURS)}
-    bars(off_on, ["an 8B hybrid"], sides, " ms")
-    off_on.set_title("First token in conversations", fontsize=10)
+    bars(off_on, ["an 8B hybrid"], sides)
+    off_on.set_title("Time to first token, ms", fontsize=12)
 
     models = results("vllm_peer_h200")["models"]
     first = {
@@ -55,9 +55,8 @@ def main() -> None:
         peer,
         list(models),
         {"vLLM 0.26": (first["vllm"], OTHER), "mambaslots": (first["mambaslots"], OURS)},
-        " ms",
     )
-    peer.set_title("First token in conversations, beside vLLM", fontsize=10)
+    peer.set_title("Time to first token, ms", fontsize=12)
 
     found = {
         (row["row"], row["trace"].partition(",")[0]): 100 * row["share"]
@@ -73,12 +72,19 @@ def main() -> None:
         shared,
         list(TRACES),
         {name: ([found[row, trace] for trace in TRACES], colour) for row, (name, colour) in rows.items()},
-        "",
     )
-    shared.set_title("Prompt tokens resumed with 22 GB, % (replayed)", fontsize=10)
+    shared.set_title("Prompt tokens resumed with 22 GB, %", fontsize=12)
     shared.set_ylim(0, 118)
     for axes in (off_on, peer, shared):
-        axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3)
+        axes.legend(
+            frameon=False,
+            fontsize=11,
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.1),
+            ncols=3,
+            columnspacing=1,
+            handlelength=1.2,
+        )
     figure.tight_layout()
     figure.savefig(args.picture, dpi=150)
 
