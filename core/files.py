@@ -15,6 +15,7 @@ from .validation import shown
 CONFIG = "config.json"
 PROGRESS_S = 2.0
 """Seconds between two log lines of a load."""
+_BAR_WIDTH = 20
 
 logger = logging.getLogger(__name__)
 
@@ -24,18 +25,23 @@ class CheckpointError(ValueError):
 
 
 class LoadProgress:
-    """Logs how many of a checkpoint's weights are loaded, if that takes longer than PROGRESS_S."""
+    """Logs a bar of how much of a checkpoint's weights is loaded, if that takes longer than PROGRESS_S.
 
-    def __init__(self, folder: Path, num_weights: int) -> None:
-        self._folder, self._num_weights = folder, num_weights
+    Example: "Qwen3.5-4B: [##########          ] 4.05 of 8.10 GB of weights".
+    """
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        self._folder, self._num_bytes = folder, num_bytes
         self._num_loaded, self._logged_s = 0, time.monotonic()
 
-    def loaded(self) -> None:
-        """One weight more."""
-        self._num_loaded += 1
+    def loaded(self, num_bytes: int) -> None:
+        """So many bytes more."""
+        self._num_loaded += num_bytes
         if time.monotonic() > self._logged_s + PROGRESS_S:
             self._logged_s = time.monotonic()
-            logger.info("%s: %d of %d weights", self._folder.name, self._num_loaded, self._num_weights)
+            bar = "#" * int(_BAR_WIDTH * self._num_loaded / max(1, self._num_bytes))
+            loaded, total = self._num_loaded / 1e9, self._num_bytes / 1e9
+            logger.info("%s: [%-20s] %.2f of %.2f GB of weights", self._folder.name, bar, loaded, total)
 
 
 def open_regular(path: Path) -> FileIO:

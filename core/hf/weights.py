@@ -3,11 +3,8 @@
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from copy import deepcopy
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -33,93 +30,73 @@ Parts = Mapping[str, WeightPart | None]
 
 logger = logging.getLogger(__name__)
 
-_META = torch.device("meta")
 _MAX_SHOWN = 20
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass
 class WeightSource:
-    """Tensors of a checkpoint that make one weight of the model, or several by one conversion.
+    """The tensors of a checkpoint that make one weight of the model: one, or several side by side.
 
     Attributes:
-        target: name of the weight, or of the first of them.
-        converter: transformers' conversion; None where one tensor is the weight.
-        names: the tensors, as the checkpoint names them, in the order of their layers and experts.
-        patterns: for each tensor, which of the converter's source patterns it matched.
+        target: name of the weight.
+        groups: the tensors' names by the pattern of transformers' conversion that they matched, in the order
+            of layers and experts; one pattern where there is no conversion.
+        stacks: whether a group is stacked along a new first dimension: the experts of a layer.
+        dim: along which the groups are concatenated.
+
+    Example: 8 experts with gate and up projections [512, 64]: 2 groups of 8 make one weight [8, 1024, 64].
     """
 
     target: str
-    converter: WeightConverter | None
-    names: list[str] = field(default_factory=list)
-    patterns: list[str] = field(default_factory=list)
+    groups: dict[str, list[str]]
+    stacks: bool = False
+    dim: int = 0
 
-    def weights(
-        self, model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
-        parts: Parts = MappingProxyType({}),
-    ) -> dict[str, Tensor]:  # fmt: skip
-        """The model's weights, name to new tensor, of which `parts` are kept; on "meta" nothing is read."""
+    @classmethod
+    def of(cls, target: str, converter: WeightConverter | None) -> "WeightSource":
+        """A source without tensors; a CheckpointError where transformers does more than stack and join."""
+        if converter is None:
+            return cls(target, {target: []})
+        merges = [each for each in converter.operations if isinstance(each, MergeModulelist) and not each.dim]
+        joins = [each for each in converter.operations if isinstance(each, Concatenate)]
+        if [*merges, *joins] != list(converter.operations) or max(len(merges), len(joins)) > 1:
+            kinds = ", ".join(type(each).__name__ for each in converter.operations)
+            raise CheckpointError(f"{target} is made by {kinds}; accepted: MergeModulelist and Concatenate")
+        groups: dict[str, list[str]] = {pattern: [] for pattern in converter.source_patterns}
+        return cls(target, groups, bool(merges), joins[0].dim if joins else 0)
 
-        def read(name: str) -> Tensor:
-            if device == _META:
-                return torch.empty(checkpoint.shape(name), dtype=dtype, device=device)
-            return checkpoint.read(name, device, dtype)
+    @property
+    def is_one_tensor(self) -> bool:
+        return len(self.groups) == 1 and not self.stacks
 
-        part = parts.get(self.target)
-        if self.converter is None:
-            if self.target in parts and part is None:
-                return {}
-            whole = part is None or device == _META
-            tensor = read(self.names[0]) if whole else checkpoint.read(self.names[0], device, dtype, part)
-            return {self.target: tensor}
-        merged = None if device == _META else self._merged(model, checkpoint, device, dtype, part)
-        if merged is not None:
-            return {self.target: merged}
-        converter = deepcopy(self.converter)
-        for name, pattern in zip(self.names, self.patterns, strict=True):
-            converter.add_tensor(self.target, name, pattern, partial(read, name))
-        made = converter.convert(self.target, model=model, config=model.config)
-        weights = {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
-        for name in weights.keys() & parts.keys():
-            part, whole = parts[name], weights.pop(name)
-            if part is not None:
-                weights[name] = part.take(whole)
-        return weights
+    @property
+    def names(self) -> list[str]:
+        return [name for names in self.groups.values() for name in names]
 
-    def _merged(
-        self, model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
-        part: WeightPart | None,
-    ) -> Tensor | None:  # fmt: skip
-        """The weight, filled tensor by tensor: transformers' own operations hold all tensors and their result
-        at once.
-
-        None where a conversion does more than stack and concatenate, or where ranks split it otherwise than
-        by what is stacked.
-        """
-        operations = [] if self.converter is None else list(self.converter.operations)
-        merge = operations.pop(0) if operations and isinstance(operations[0], MergeModulelist) else None
-        join = operations.pop(0) if operations and isinstance(operations[0], Concatenate) else None
-        if self.converter is None or operations or (join is None and merge is None):
-            return None
-        shape = model.get_parameter(self.target).shape
+    def places(
+        self, weight: Tensor, checkpoint: Checkpoint, part: WeightPart | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor's name, and the view of `weight` that it fills; of a stack `part` alone."""
+        groups = list(self.groups.values())
         if part is not None:
-            if merge is None or merge.dim != part.dim:
-                return None
-            shape = part.shape(shape)
-        weight = torch.empty(shape, dtype=dtype, device=device)
-        begin = 0
-        for pattern in self.converter.source_patterns:
-            names = [name for name, its in zip(self.names, self.patterns, strict=True) if its == pattern]
-            if part is not None:
-                names = [names[index] for span in part.ranges for index in span]
-            for group in [names] if merge else [[name] for name in names]:
-                sizes = list(checkpoint.shape(group[0]))
-                if merge:
-                    sizes.insert(merge.dim, len(group))
-                place = weight.narrow(join.dim, begin, sizes[join.dim]) if join else weight
-                for one, name in zip(place.unbind(merge.dim) if merge else [place], group, strict=True):
-                    one.copy_(checkpoint.read(name, device, dtype))
-                begin += sizes[join.dim] if join else 0
+            groups = [[names[i] for span in part.ranges for i in span] for names in groups]
+        dim = self.dim - self.stacks if len(groups) > 1 else 0
+        widths = [checkpoint.shape(names[0])[dim] for names in groups] if len(groups) > 1 else None
+        views = [weight] if widths is None else torch.split_with_sizes(weight, widths, self.dim)
+        for names, view in zip(groups, views, strict=True):
+            yield from zip(names, view.unbind() if self.stacks else [view], strict=True)
+
+    def weight(
+        self, shape: torch.Size, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
+        part: WeightPart | None,
+    ) -> Tensor:  # fmt: skip
+        """A new tensor: the weight, of `shape` as a whole, or its `part`."""
+        if self.is_one_tensor:
+            return checkpoint.read(self.names[0], device, dtype, part)
+        weight = torch.empty(shape if part is None else part.shape(shape), dtype=dtype, device=device)
+        for name, view in self.places(weight, checkpoint, part):
+            view.copy_(checkpoint.read(name, device, dtype))
         return weight
 
 
@@ -127,7 +104,7 @@ class WeightSources(NamedTuple):
     """Where each weight of a model comes from.
 
     Attributes:
-        sources: one for each weight, or for weights that one conversion makes; checked against the model.
+        sources: one for each weight; checked against the model.
         ignored: tensors of the checkpoint that transformers ignores for this class of models, too.
         missing: weights that are no tensor of the checkpoint and are tied to another weight.
     """
@@ -145,11 +122,9 @@ def find_sources(model: PreTrainedModel, checkpoint: Checkpoint) -> WeightSource
     ignored = _ignored(model, strange)
     if superfluous := [name for name in strange if name not in ignored]:
         raise CheckpointError(f"the checkpoint has weights that {kind} has not: {listed(superfluous)}")
-    made: set[str] = set()
     for source in by_target.values():
-        _check_dtypes(source, checkpoint)
-        _check_merged(source, wanted[source.target].shape)
-        made.update(_checked_shapes(source, model, wanted, checkpoint))
+        _check(source, wanted[source.target].shape, checkpoint)
+    made = by_target.keys()
     missing = wanted.keys() - made
     ties = [{name, other} for name, other in model.all_tied_weights_keys.items()]
     tied = set().union(*(tie for tie in ties if not tie.isdisjoint(made)))
@@ -177,11 +152,10 @@ def _match(
             strange.append(name)
             continue
         converter = None if pattern is None else by_pattern[pattern]
-        source = by_target.setdefault(target, WeightSource(target, converter))
+        source = by_target.setdefault(target, WeightSource.of(target, converter))
         if source.names and pattern is None:
             raise CheckpointError(f"{source.names[0]} and {name} of the checkpoint are both {target}")
-        source.names.append(name)
-        source.patterns.append(pattern or name)
+        source.groups[pattern or target].append(name)
     return by_target, strange
 
 
@@ -197,51 +171,46 @@ def _ignored(model: PreTrainedModel, names: Collection[str]) -> list[str]:
     return [name for name in names if is_ignored(name)]
 
 
-def _check_dtypes(source: WeightSource, checkpoint: Checkpoint) -> None:
-    """Raise a CheckpointError that names a tensor whose elements cannot be weights."""
-    for name in source.names:
+def _check(source: WeightSource, shape: torch.Size, checkpoint: Checkpoint) -> None:
+    """Raise a CheckpointError that names a tensor that is missing, or cannot be a part of the weight."""
+    names = source.names
+    for name in names:
         if (dtype := checkpoint.dtype(name)) not in _DTYPES:
             raise CheckpointError(
                 f"{name} of the checkpoint has the dtype {dtype}; accepted: {', '.join(map(str, _DTYPES))}"
             )
-
-
-def _check_merged(source: WeightSource, shape: torch.Size) -> None:
-    """Raise a CheckpointError that names the experts that a merged weight lacks."""
-    if source.converter is None:
-        return
-    merges = [each for each in source.converter.operations if isinstance(each, MergeModulelist)]
-    for pattern in source.converter.source_patterns if merges else ():
-        before, _, after = pattern.partition("*")
-        number = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
-        names = [name for name, its in zip(source.names, source.patterns, strict=True) if its == pattern]
-        matches = [match for name in names if (match := number.search(name))]
-        if not matches:
-            raise CheckpointError(f"the checkpoint lacks all weights {pattern!r} of {source.target}")
-        begin, end = matches[0].string[: matches[0].start(1)], matches[0].string[matches[0].end(1) :]
-        if absent := sorted(set(range(shape[merges[0].dim])) - {int(match[1]) for match in matches}):
-            lacking = listed([f"{begin}{index}{end}" for index in absent])
-            raise CheckpointError(f"the checkpoint lacks weights of {source.target}: {lacking}")
-
-
-def _checked_shapes(
-    source: WeightSource, model: PreTrainedModel, wanted: dict[str, Tensor], checkpoint: Checkpoint
-) -> Iterator[str]:
-    """The weights that `source` makes."""
-    names = f"{source.names[0]} to {source.names[-1]}" if len(source.names) > 1 else source.names[0]
-    try:
-        weights = source.weights(model, checkpoint, _META, torch.float32)
-    except Exception as error:  # an operation of transformers', on shapes that do not fit
-        raise CheckpointError(f"{source.target} cannot be made of {names}: {error}") from error
-    for name, weight in weights.items():
-        if name not in wanted:
-            raise CheckpointError(f"{names}: transformers makes {name} of it, which the model has not")
-        if weight.shape != wanted[name].shape:
+    if source.is_one_tensor:
+        if checkpoint.shape(names[0]) != shape:
             raise CheckpointError(
-                f"{names} of the checkpoint has the shape {tuple(weight.shape)}; accepted for {name}: "
-                f"{tuple(wanted[name].shape)}"
+                f"{names[0]} of the checkpoint has the shape {checkpoint.shape(names[0])}; accepted for "
+                f"{source.target}: {tuple(shape)}"
             )
-        yield name
+        return
+    for pattern, group in source.groups.items():
+        if not group:
+            raise CheckpointError(f"the checkpoint lacks all weights {pattern!r} of {source.target}")
+        _check_experts(source, pattern, group, shape[0] if source.stacks else 1)
+    try:
+        places = list(source.places(torch.empty(shape, device="meta"), checkpoint))
+        fit = all(checkpoint.shape(name) == view.shape for name, view in places)
+    except (ValueError, RuntimeError, IndexError):
+        fit = False
+    if not fit:
+        raise CheckpointError(
+            f"{source.target} cannot be made of {names[0]} to {names[-1]}: their number or a shape does not "
+            f"fit {tuple(shape)}"
+        )
+
+
+def _check_experts(source: WeightSource, pattern: str, names: list[str], num_experts: int) -> None:
+    """Raise a CheckpointError that names the experts whose tensors are missing."""
+    before, _, after = pattern.partition("*")
+    number = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
+    matches = [match for name in names if (match := number.search(name))]
+    if absent := sorted(set(range(num_experts)) - {int(match[1]) for match in matches}) if matches else []:
+        begin, end = matches[0].string[: matches[0].start(1)], matches[0].string[matches[0].end(1) :]
+        lacking = listed([f"{begin}{index}{end}" for index in absent])
+        raise CheckpointError(f"the checkpoint lacks weights of {source.target}: {lacking}")
 
 
 def listed(names: Collection[str]) -> str:
@@ -254,7 +223,7 @@ def listed(names: Collection[str]) -> str:
 @names_moved_hooks
 def load_weights(
     model: PreTrainedModel, folder: Path, blocks: tuple[int, int] | None, device: torch.device,
-    parts: Parts | None = None,
+    parts: Parts,
 ) -> None:  # fmt: skip
     """Give `model`, whose tensors are on the device "meta", the weights of the checkpoint in `folder`.
 
@@ -273,13 +242,15 @@ def load_weights(
         if checkpoint.activation_scales:
             scales = listed(checkpoint.activation_scales)
             logger.info("%s: not used, activations are not quantised: %s", folder, scales)
-        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        progress = LoadProgress(folder, len(sources.sources))
+        wanted = model.state_dict()
+        progress = LoadProgress(folder, sum(wanted[source.target].nbytes for source in sources.sources))
         for source in sources.sources:
-            weights = source.weights(model, checkpoint, device, dtypes[source.target], parts or {})
-            for name in tuple(weights):
-                _place(model, name, weights.pop(name))
-            progress.loaded()
+            name, empty = source.target, wanted[source.target]
+            if name not in parts or parts[name] is not None:
+                made = source.weight(empty.shape, checkpoint, device, empty.dtype, parts.get(name))
+                _place(model, name, made)
+                del made
+            progress.loaded(empty.nbytes)
         stored_bytes = checkpoint.num_bytes
     model.tie_weights(missing_keys=set(sources.missing), recompute_mapping=False)
     if blocks is not None:

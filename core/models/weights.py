@@ -194,7 +194,7 @@ class SavedWeights:
                 digest = hashlib.file_digest(content, "sha256").hexdigest()
             self._file = cast(Any, safe_open(self._path, framework="pt", backend="pread"))
             self._left = set(self._file.keys())
-            self._progress = LoadProgress(folder, len(self._left))
+            self._progress = LoadProgress(folder, self._path.stat().st_size)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self._path} is truncated or corrupt: {error}") from error
         self.name = f"weights {digest[:16]}"
@@ -234,7 +234,7 @@ class SavedWeights:
         self._left.remove(name)
         try:
             tensor: Tensor = self._file.get_tensor(name)
-            self._progress.loaded()
+            self._progress.loaded(tensor.nbytes)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self._path} is truncated or corrupt: {error}") from error
         if tuple(tensor.shape) != shape:

@@ -121,19 +121,13 @@ def test_a_checkpoint_without_its_embeddings_may_have_the_head_that_they_are_tie
     assert_equal(hf.load(tmp_path).model, reference_model("granitemoehybrid dense"))
 
 
-def test_a_conversion_of_another_kind_is_transformers_own(tmp_path: Path) -> None:
-    from mambaslots.hf.checkpoint import Checkpoint
+def test_a_conversion_of_another_kind_is_refused() -> None:
     from mambaslots.hf.weights import WeightSource
     from transformers.core_model_loading import Transpose, WeightConverter
 
-    stored = save_checkpoint("lfm2", tmp_path)
-    name = "model.layers.0.feed_forward.w1.weight"
     converter = WeightConverter("feed_forward.w1.weight", "feed_forward.w1.weight", [Transpose()])
-    source = WeightSource(name, converter, [name], ["feed_forward.w1.weight"])
-    with Checkpoint(tmp_path) as checkpoint:
-        made = source.weights(reference_model("lfm2"), checkpoint, torch.device("cpu"), torch.float64)
-    assert made.keys() == {name}
-    assert torch.equal(made[name], stored[name].T.double())
+    with pytest.raises(hf.CheckpointError, match="w1 is made by Transpose; accepted: Merge"):
+        WeightSource.of("w1", converter)
 
 
 @pytest.mark.parametrize("count", [2**31 - 1, 2**62])
