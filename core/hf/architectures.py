@@ -26,16 +26,9 @@ from ..state_spec import (
     short_conv_states,
 )
 from .current_step import ATTENTION_NAME, EXPERTS_NAME, CurrentStep, register_with_transformers
-from .fused_modules import AttentionShape, gated_mlp, granite_mlp, lfm2_mlp, relu_squared_mlp
+from .fused_modules import AttentionShape
 from .fusions import NamedBranches, falcon_h1_branches, granite_branches, nemotron_h_branches, two_branches
-from .mixers import (
-    FalconMamba2Forward,
-    GatedDeltaNetForward,
-    Mamba2Forward,
-    OlmoHybridForward,
-    Qwen3NextForward,
-    ShortConvForward,
-)
+from .mixers import GatedDeltaNetForward, Mamba2Forward, ShortConvForward
 from .moved_hooks import names_moved_hooks
 from .weight_part import part_of
 
@@ -58,7 +51,6 @@ class Architecture:
         forward: what replaces the mixers' forward.
         states: the states of all mixers.
         attention: how its attention is computed; None: it stays as it is, or there is none.
-        mlp: the forward of its MLPs; None: they stay as they are.
         layer: the class of the layers whose branches are known, after `prefix`; None: no layer is replaced.
         branches: of such a layer. returned: what it returns.
         final_norm: the name of the norm after the last layer. None where another layer may follow one that
@@ -75,7 +67,6 @@ class Architecture:
     forward: Callable[[nn.Module, int, CurrentStep], Callable[..., Tensor]]
     states: States
     attention: AttentionShape | None = None
-    mlp: Callable[[Any, CurrentStep], Callable[[Tensor], Tensor]] | None = gated_mlp
     layer: str | None = "DecoderLayer"
     branches: Callable[[Any], NamedBranches] | None = None
     returned: Callable[[Tensor], Any] = lambda hidden: hidden
@@ -139,9 +130,9 @@ _MAMBA2_FIELDS = {
 }  # fmt: skip
 
 
-def _qwen(prefix: str, forward: Callable[..., Any]) -> Architecture:
+def _qwen(prefix: str) -> Architecture:
     return Architecture(
-        prefix, "GatedDeltaNet", forward, _gated_delta_net,
+        prefix, "GatedDeltaNet", GatedDeltaNetForward, _gated_delta_net,
         AttentionShape(("q_norm", "k_norm"), norm_offset=1.0, is_gated=True), norm_offset=1.0,
         branches=two_branches("linear_attn", "mlp"), is_stack=True,
     )  # fmt: skip
@@ -154,39 +145,39 @@ ARCHITECTURES: dict[str, Architecture] = {
         returned=lambda hidden: (hidden, None), final_norm="final_layernorm", is_stack=True,
     ),
     "falcon_h1": Architecture(
-        "FalconH1", "Mixer", FalconMamba2Forward, partial(_mamba2, _BAMBA_FIELDS), AttentionShape(),
+        "FalconH1", "Mixer", Mamba2Forward, partial(_mamba2, _BAMBA_FIELDS), AttentionShape(),
         branches=falcon_h1_branches, returned=lambda hidden: (hidden,), final_norm="final_layernorm",
         mixer_layers=frozenset({"hybrid"}), attention_layers=frozenset({"hybrid"}),
     ),
     "granitemoehybrid": Architecture(
         "GraniteMoeHybrid", "MambaLayer", Mamba2Forward, partial(_mamba2, _BAMBA_FIELDS), AttentionShape(),
-        mlp=granite_mlp, branches=granite_branches,
+        branches=granite_branches,
     ),
     "lfm2": Architecture(
         "Lfm2", "ShortConv", ShortConvForward, _short_conv,
-        AttentionShape(("q_layernorm", "k_layernorm"), out="out_proj"), mlp=lfm2_mlp,
+        AttentionShape(("q_layernorm", "k_layernorm"), out="out_proj"),
         branches=two_branches("conv", "feed_forward", ("operator_norm", "ffn_norm")),
         final_norm="embedding_norm", is_stack=True,
         activation=None, mixer_layers=frozenset({"conv"}),
     ),
     "mamba2": Architecture(
-        "Mamba2", "Mixer", Mamba2Forward, partial(_mamba2, _MAMBA2_FIELDS), mlp=None,
-        layer=None, final_norm=None,  # its residual stream may be wider than its weights
+        "Mamba2", "Mixer", Mamba2Forward, partial(_mamba2, _MAMBA2_FIELDS), layer=None,
+        final_norm=None,  # its residual stream may be wider than its weights
         attention_layers=frozenset(),
     ),
     "nemotron_h": Architecture(
         "NemotronH", "Mamba2Mixer", Mamba2Forward, partial(_mamba2, _NEMOTRON_FIELDS), AttentionShape(),
-        mlp=relu_squared_mlp, layer="Block", branches=nemotron_h_branches, final_norm="norm_f", is_stack=True,
+        layer="Block", branches=nemotron_h_branches, final_norm="norm_f", is_stack=True,
         activation="mamba_hidden_act", other_layers=frozenset({"mlp", "moe"}),
     ),
     "olmo_hybrid": Architecture(
-        "OlmoHybrid", "GatedDeltaNet", OlmoHybridForward, _gated_delta_net,
+        "OlmoHybrid", "GatedDeltaNet", GatedDeltaNetForward, _gated_delta_net,
         layer="LinearAttentionDecoderLayer", branches=two_branches("linear_attn", "mlp"), final_norm=None,
         splits=False,
     ),
-    "qwen3_next": _qwen("Qwen3Next", Qwen3NextForward),
-    "qwen3_5_text": _qwen("Qwen3_5", GatedDeltaNetForward),
-    "qwen3_5_moe_text": _qwen("Qwen3_5Moe", GatedDeltaNetForward),
+    "qwen3_next": _qwen("Qwen3Next"),
+    "qwen3_5_text": _qwen("Qwen3_5"),
+    "qwen3_5_moe_text": _qwen("Qwen3_5Moe"),
 }  # fmt: skip
 """By the `model_type` of the text model."""
 

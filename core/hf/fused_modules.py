@@ -108,41 +108,37 @@ class AttentionForward:
         )
 
 
-Forward = Callable[[Tensor], Tensor]
+PROJECTIONS_OF_MLPS = (
+    ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("input_linear", "output_linear"),
+    ("up_proj", "down_proj"),
+)  # fmt: skip
+"""The names of an MLP's projections, the last one last. Without a gate the activation is relu squared.
+
+An `input_linear` has the gate's rows, then those of the up projection."""
 
 
-def relu_squared_mlp(mlp: Any, step: CurrentStep) -> Forward:
-    """Nemotron-H's MLP: down(relu(up(x)) squared)."""
-
-    def forward(x: Tensor) -> Tensor:
-        out: Tensor = mlp.down_proj(step.kernels.relu_squared(mlp.up_proj(x)))
-        return out
-
-    return forward
+def mlp_projections(mlp: Any) -> tuple[str, ...]:
+    """The names that an MLP has."""
+    return next(names for names in PROJECTIONS_OF_MLPS if hasattr(mlp, names[0]))
 
 
-def gated_mlp(mlp: Any, step: CurrentStep) -> Forward:
-    """SwiGLU: down(silu(gate(x)) * up(x)); Falcon-H1 multiplies the gate and the output by numbers."""
-    return _swiglu(mlp, step, JointLinear(mlp, ("gate_proj", "up_proj")), "down_proj")
+def mlp_forward(mlp: Any, step: CurrentStep) -> Callable[[Tensor], Tensor]:
+    """The forward of an MLP: down(silu(gate(x)) * up(x)), or down(relu(up(x)) squared).
 
-
-def lfm2_mlp(mlp: Any, step: CurrentStep) -> Forward:
-    """`gated_mlp` under other names."""
-    return _swiglu(mlp, step, JointLinear(mlp, ("w1", "w3")), "w2")
-
-
-def granite_mlp(mlp: Any, step: CurrentStep) -> Forward:
-    """`gated_mlp` with one projection for gate and up."""
-    return _swiglu(mlp, step, lambda x: mlp.input_linear(x), "output_linear")
-
-
-def _swiglu(mlp: Any, step: CurrentStep, gate_up: Forward, down: str) -> Forward:
-    """The forward of an MLP; `gate_up` gives gate and up side by side, `down` names the last projection."""
+    Falcon-H1 multiplies the gate and the output by numbers.
+    """
+    *first, last = mlp_projections(mlp)
     of_gate, of_out = getattr(mlp, "gate_multiplier", 1), getattr(mlp, "down_multiplier", 1)
+    joint = JointLinear(mlp, tuple(first)) if len(first) > 1 else None
 
     def forward(x: Tensor) -> Tensor:
-        gate, up = gate_up(x).chunk(2, dim=-1)
-        return scaled(getattr(mlp, down)(step.kernels.silu_mul(scaled(gate, of_gate), up)), of_out)
+        wide: Tensor = getattr(mlp, first[0])(x) if joint is None else joint(x)
+        if first == ["up_proj"]:
+            inner = step.kernels.relu_squared(wide)
+        else:
+            gate, up = wide.chunk(2, dim=-1)
+            inner = step.kernels.silu_mul(scaled(gate, of_gate), up)
+        return scaled(getattr(mlp, last)(inner), of_out)
 
     return forward
 

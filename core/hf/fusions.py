@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .current_step import CurrentStep
-from .fused_modules import AttentionForward, NormForward, scaled
+from .fused_modules import AttentionForward, NormForward, mlp_forward, scaled
 
 Branch = Callable[..., Tensor]
 """From a normalised [1, T, hidden] and the keyword arguments of the layer to what the layer adds."""
@@ -139,9 +139,9 @@ def install(model: nn.Module, config: Any, architecture: Any, step: CurrentStep)
     for module in modules_of(model, architecture.named("RMSNorm")):
         norms[module] = NormForward(module, step, architecture.norm_offset)
         module.forward = norms[module]
-    if architecture.mlp is not None and getattr(config, "mlp_hidden_act", "relu2") == "relu2":
+    if getattr(config, "mlp_hidden_act", "relu2") == "relu2":
         for module in modules_of(model, architecture.named("MLP")):
-            module.forward = architecture.mlp(module, step)
+            module.forward = mlp_forward(module, step)
     if architecture.attention is not None:
         for module in modules_of(model, architecture.named("Attention")):
             module.forward = AttentionForward(module, step, architecture.attention)

@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 from ..models.layer_steps import convolve, gated_rms_norm_over_ranks, scan_gated_delta_rule, scan_ssd
 from .current_step import CurrentStep
+from .fused_modules import scaled
 from .joint_linear import JointLinear
 
 
 class Mamba2Forward:
-    """The forward of a Mamba-2 mixer (nemotron_h, granitemoehybrid, bamba, mamba2).
+    """The forward of a Mamba-2 mixer; Falcon-H1 multiplies what its projection reads and gives.
 
     The time steps are clamped to the module's `time_step_limit` in prefills and in decodes. transformers
     clamps them wherever it computes a text as a whole, and not where it decodes with its own cache.
@@ -33,7 +34,10 @@ class Mamba2Forward:
         """[1, T, hidden] -> [1, T, hidden]; what else transformers passes is for its own cache."""
         mixer, inputs, kernels = self._mixer, self._step.inputs, self._step.kernels
         inner, heads, layer, conv = mixer.intermediate_size, mixer.num_heads, self._layer, mixer.conv1d
-        gate, raw, dt = torch.split(self._project(hidden_states[0]), [inner, mixer.conv_dim, heads], dim=-1)
+        projected = mixer.in_proj(scaled(hidden_states[0], getattr(mixer, "ssm_in_multiplier", 1)))
+        if hasattr(mixer, "mup_vector"):
+            projected = projected * mixer.mup_vector[0]
+        gate, raw, dt = torch.split(projected, [inner, mixer.conv_dim, heads], dim=-1)
         dt, A = kernels.time_steps(dt, mixer.dt_bias, mixer.A_log, self._shortest, self._longest)
         xBC = convolve(raw, conv.weight.squeeze(1), conv.bias, "conv", layer, inputs, kernels)
         x, B, C = torch.split(xBC, [inner, *[mixer.n_groups * mixer.ssm_state_size] * 2], dim=-1)
@@ -42,11 +46,6 @@ class Mamba2Forward:
         y = scan_ssd(x, dt, A, B, C, mixer.D, layer, inputs, kernels)
         out: Tensor = mixer.out_proj(self._gate(y.flatten(1), gate))
         return out[None]
-
-    def _project(self, hidden: Tensor) -> Tensor:
-        """[T, hidden] -> the gate, what is convolved, and the time steps, [T, all of them]."""
-        projected: Tensor = self._mixer.in_proj(hidden)
-        return projected
 
     def _gate(self, y: Tensor, gate: Tensor) -> Tensor:
         """The gated norm of y, both [T, intermediate]; the gate alone where the module has no norm."""
@@ -66,33 +65,29 @@ class Mamba2Forward:
         return kernels.rms_norm_gated(y, gate, weight, eps).flatten(1)
 
 
-class FalconMamba2Forward(Mamba2Forward):
-    """`Mamba2Forward` with Falcon-H1's multipliers."""
-
-    def _project(self, hidden: Tensor) -> Tensor:
-        mixer = self._mixer
-        projected: Tensor = mixer.in_proj(hidden * mixer.ssm_in_multiplier) * mixer.mup_vector[0]
-        return projected
-
-
 Projections = tuple[Tensor, Tensor, Tensor, Tensor]
 """What is convolved (queries, keys, values) [T, channels], gates [T, Hv, Dv], b [T, Hv] and a [T, Hv]. Hk,
 Hv // Hk may stand in the place of Hv."""
 
 
-class GatedDeltaNetForward:
-    """The forward of Qwen3.5's gated delta net."""
+_PROJECTIONS = (
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba"),
+    ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
+)  # fmt: skip
+"""The modules of a gated delta net that read the hidden states: of Qwen3.5, Qwen3-Next and OLMo-Hybrid."""
 
-    projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    """The modules that read the hidden states, in the order in which `_project` takes their outputs."""
-    norm, last = "norm", "out_proj"
-    """The modules of the gated norm of each head, and of the last projection."""
+
+class GatedDeltaNetForward:
+    """The forward of a gated delta net."""
 
     def __init__(self, mixer: Any, layer: int, step: CurrentStep) -> None:
         self._mixer = mixer
         self._layer = layer
         self._step = step
-        self._joint = JointLinear(mixer, self.projections)
+        names = next(names for names in _PROJECTIONS if hasattr(mixer, names[0]))
+        self._joint = JointLinear(mixer, names)
+        self._is_by_key_head = len(names) == 2
+        self._norm, self._last = ("o_norm", "o_proj") if hasattr(mixer, "o_norm") else ("norm", "out_proj")
         key_dim, value_dim, heads = mixer.key_dim, mixer.value_dim, mixer.num_v_heads
         self._parts = [key_dim, key_dim, value_dim]
         self._projected = [2 * key_dim + value_dim, value_dim, heads, heads]
@@ -102,7 +97,7 @@ class GatedDeltaNetForward:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]; what else transformers passes is for its own cache."""
         mixer, inputs, kernels = self._mixer, self._step.inputs, self._step.kernels
-        raw, gate, b, a = self._project(hidden_states)
+        raw, gate, b, a = (self._by_key_head if self._is_by_key_head else self._project)(hidden_states[0])
         doubled = bool(getattr(mixer, "allow_neg_eigval", False))  # beta may then lie between 0 and 2
         g, beta = kernels.delta_gates(a, b, mixer.A_log, mixer.dt_bias, doubled=doubled)
         conv = mixer.conv1d
@@ -112,24 +107,19 @@ class GatedDeltaNetForward:
         q, k = torch.unflatten(q, -1, self._key_heads), torch.unflatten(k, -1, self._key_heads)
         v = torch.unflatten(v, -1, self._value_heads)
         out = scan_gated_delta_rule(q, k, v, g, beta, layer, inputs, kernels)
-        norm = getattr(mixer, self.norm)
+        norm = getattr(mixer, self._norm)
         normed = kernels.rms_norm_gated(out, gate, norm.weight, norm.variance_epsilon)
-        projected: Tensor = getattr(mixer, self.last)(normed.flatten(1))
+        projected: Tensor = getattr(mixer, self._last)(normed.flatten(1))
         return projected[None]
 
     def _project(self, hidden: Tensor) -> Projections:
-        """[1, T, hidden] -> the projections of all tokens."""
-        raw, gate, b, a = torch.split_with_sizes(self._joint(hidden[0]), self._projected, dim=-1)
+        """[T, hidden] -> the projections of all tokens."""
+        raw, gate, b, a = torch.split_with_sizes(self._joint(hidden), self._projected, dim=-1)
         return raw, torch.unflatten(gate, -1, self._value_heads), b, a
 
-
-class Qwen3NextForward(GatedDeltaNetForward):
-    """`GatedDeltaNetForward` with Qwen3-Next's two projections, whose rows are grouped by key head."""
-
-    projections = ("in_proj_qkvz", "in_proj_ba")
-
-    def _project(self, hidden: Tensor) -> Projections:
-        mixer, hidden = self._mixer, hidden[0]
+    def _by_key_head(self, hidden: Tensor) -> Projections:
+        """As `_project`, of Qwen3-Next's two projections, whose rows are grouped by key head."""
+        mixer = self._mixer
         heads, heads_of_key = mixer.num_k_heads, mixer.num_v_heads // mixer.num_k_heads
         key_dim, values = mixer.head_k_dim, heads_of_key * mixer.head_v_dim
         widths = [2 * (mixer.key_dim + mixer.value_dim), 2 * mixer.num_v_heads]
@@ -143,13 +133,6 @@ class Qwen3NextForward(GatedDeltaNetForward):
         for part, tensor in zip(parts, (query, key, value), strict=True):
             torch.unflatten(part, -1, (heads, -1)).copy_(tensor)
         return raw, torch.unflatten(gate, -1, (heads_of_key, -1)), b, a
-
-
-class OlmoHybridForward(GatedDeltaNetForward):
-    """`GatedDeltaNetForward` with OLMo-Hybrid's six projections."""
-
-    projections = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
-    norm, last = "o_norm", "o_proj"
 
 
 class ShortConvForward:

@@ -8,13 +8,8 @@ from torch import nn
 from ..parallel_groups import ParallelGroups, Part
 from ..validation import shown
 from .architectures import ARCHITECTURES, architecture_of
+from .fused_modules import mlp_projections
 from .weight_part import ModuleSplit, WeightPart, shifted, span, vocabulary_part_of
-
-_MLPS = (
-    *(("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")),
-    *(("input_linear", "output_linear"), ("up_proj", "down_proj")),
-)
-"""The projections of an MLP, the last one last."""
 
 
 def split_attention(split: ModuleSplit) -> None:
@@ -33,10 +28,10 @@ def split_attention(split: ModuleSplit) -> None:
 def split_mlp(split: ModuleSplit) -> None:
     """An MLP by the columns between its projections."""
     mlp = split.module
-    *first, last = next(names for names in _MLPS if hasattr(mlp, names[0]))
+    *first, last = mlp_projections(mlp)
     width = getattr(mlp, last).in_features
     own = span(split.part(f"the width of {last}", width), 1)
-    for name in first:  # an `input_linear` has the gate's rows, then those of the up projection
+    for name in first:
         split.rows(name, [own, *shifted([own], width)] if name == "input_linear" else [own])
     split.columns(last, [own])
 
