@@ -26,7 +26,6 @@ from ..state_spec import (
     short_conv_states,
 )
 from .current_step import ATTENTION_NAME, EXPERTS_NAME, CurrentStep, register_with_transformers
-from .fused_modules import AttentionShape
 from .fusions import NamedBranches, falcon_h1_branches, granite_branches, nemotron_h_branches, two_branches
 from .mixers import GatedDeltaNetForward, Mamba2Forward, ShortConvForward
 from .moved_hooks import names_moved_hooks
@@ -50,7 +49,7 @@ class Architecture:
         mixer: the class of the mixers, after `prefix`.
         forward: what replaces the mixers' forward.
         states: the states of all mixers.
-        attention: how its attention is computed; None: it stays as it is, or there is none.
+        fuses_attention: whether the kernels rotate and normalise queries and keys; else it stays as it is.
         layer: the class of the layers whose branches are known, after `prefix`; None: no layer is replaced.
         branches: of such a layer. returned: what it returns.
         final_norm: the name of the norm after the last layer. None where another layer may follow one that
@@ -66,7 +65,7 @@ class Architecture:
     mixer: str
     forward: Callable[[nn.Module, int, CurrentStep], Callable[..., Tensor]]
     states: States
-    attention: AttentionShape | None = None
+    fuses_attention: bool = True
     layer: str | None = "DecoderLayer"
     branches: Callable[[Any], NamedBranches] | None = None
     returned: Callable[[Tensor], Any] = lambda hidden: hidden
@@ -133,29 +132,27 @@ _MAMBA2_FIELDS = {
 def _qwen(prefix: str) -> Architecture:
     return Architecture(
         prefix, "GatedDeltaNet", GatedDeltaNetForward, _gated_delta_net,
-        AttentionShape(("q_norm", "k_norm"), norm_offset=1.0, is_gated=True), norm_offset=1.0,
-        branches=two_branches("linear_attn", "mlp"), is_stack=True,
+        norm_offset=1.0, branches=two_branches("linear_attn", "mlp"), is_stack=True,
     )  # fmt: skip
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "bamba": Architecture(
-        "Bamba", "Mixer", Mamba2Forward, partial(_mamba2, _BAMBA_FIELDS), AttentionShape(),
+        "Bamba", "Mixer", Mamba2Forward, partial(_mamba2, _BAMBA_FIELDS),
         branches=two_branches("mamba", "feed_forward", ("input_layernorm", "pre_ff_layernorm")),
         returned=lambda hidden: (hidden, None), final_norm="final_layernorm", is_stack=True,
     ),
     "falcon_h1": Architecture(
-        "FalconH1", "Mixer", Mamba2Forward, partial(_mamba2, _BAMBA_FIELDS), AttentionShape(),
+        "FalconH1", "Mixer", Mamba2Forward, partial(_mamba2, _BAMBA_FIELDS),
         branches=falcon_h1_branches, returned=lambda hidden: (hidden,), final_norm="final_layernorm",
         mixer_layers=frozenset({"hybrid"}), attention_layers=frozenset({"hybrid"}),
     ),
     "granitemoehybrid": Architecture(
-        "GraniteMoeHybrid", "MambaLayer", Mamba2Forward, partial(_mamba2, _BAMBA_FIELDS), AttentionShape(),
+        "GraniteMoeHybrid", "MambaLayer", Mamba2Forward, partial(_mamba2, _BAMBA_FIELDS),
         branches=granite_branches,
     ),
     "lfm2": Architecture(
         "Lfm2", "ShortConv", ShortConvForward, _short_conv,
-        AttentionShape(("q_layernorm", "k_layernorm"), out="out_proj"),
         branches=two_branches("conv", "feed_forward", ("operator_norm", "ffn_norm")),
         final_norm="embedding_norm", is_stack=True,
         activation=None, mixer_layers=frozenset({"conv"}),
@@ -166,12 +163,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         attention_layers=frozenset(),
     ),
     "nemotron_h": Architecture(
-        "NemotronH", "Mamba2Mixer", Mamba2Forward, partial(_mamba2, _NEMOTRON_FIELDS), AttentionShape(),
+        "NemotronH", "Mamba2Mixer", Mamba2Forward, partial(_mamba2, _NEMOTRON_FIELDS),
         layer="Block", branches=nemotron_h_branches, final_norm="norm_f", is_stack=True,
         activation="mamba_hidden_act", other_layers=frozenset({"mlp", "moe"}),
     ),
     "olmo_hybrid": Architecture(
-        "OlmoHybrid", "GatedDeltaNet", GatedDeltaNetForward, _gated_delta_net,
+        "OlmoHybrid", "GatedDeltaNet", GatedDeltaNetForward, _gated_delta_net, fuses_attention=False,
         layer="LinearAttentionDecoderLayer", branches=two_branches("linear_attn", "mlp"), final_norm=None,
         splits=False,
     ),

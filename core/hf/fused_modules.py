@@ -1,7 +1,6 @@
 """Norms, attention and MLPs of transformers' models in fewer launches; they round less often."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,67 +43,60 @@ class NormForward:
         return self._step.kernels.add_rms_norm(residual, added, weight, self._eps, offset=self._offset)
 
 
-@dataclass(frozen=True)
-class AttentionShape:
-    """How an attention module of transformers differs from the plain one.
-
-    Attributes:
-        norms: the names of the norms of queries and keys, or None.
-        norm_offset: what transformers adds to the weights of these norms.
-        out: the name of the last projection.
-        is_gated: whether the query's projection also gives a gate for each head's output.
-    """
-
-    norms: tuple[str, str] | None = None
-    norm_offset: float = 0.0
-    out: str = "o_proj"
-    is_gated: bool = False
+_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 
 
 class AttentionForward:
-    """The forward of an attention module that rotates the first channels of each head, or none."""
+    """The forward of an attention module that rotates the first channels of each head, or none.
 
-    def __init__(self, attention: Any, step: CurrentStep, shape: AttentionShape) -> None:
+    The norms of queries and keys add `offset` to their weights. Where the query's projection is twice as wide
+    as what the last projection reads, it also gives a gate for each head's output.
+    """
+
+    def __init__(self, attention: Any, step: CurrentStep, offset: float) -> None:
         self._attention = attention
         self._step = step
-        self._shape = shape
+        self._offset = offset
         head_dim, projections = attention.head_dim, (attention.q_proj, attention.k_proj, attention.v_proj)
         self._joint = JointLinear(attention, ("q_proj", "k_proj", "v_proj"))
+        self._last = "o_proj" if hasattr(attention, "o_proj") else "out_proj"
+        self._norms = next((names for names in _NORMS if hasattr(attention, names[0])), None)
+        self._eps = eps_of(getattr(attention, self._norms[0])) if self._norms is not None else 0.0
+        self._is_gated = attention.q_proj.out_features == 2 * getattr(attention, self._last).in_features
         self._widths = [projection.out_features for projection in projections]
-        self._query_heads = (-1, head_dim * (2 if shape.is_gated else 1))
+        self._query_heads = (-1, head_dim * (1 + self._is_gated))
         self._heads = (-1, head_dim)
-        self._eps = eps_of(getattr(attention, shape.norms[0])) if shape.norms is not None else 0.0
 
     def __call__(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """[1, T, hidden] -> [1, T, hidden]; `position_embeddings` are cosines and sines, [1, T, R]."""
-        module, shape, hidden = self._attention, self._shape, hidden_states[0]
+        module, hidden = self._attention, hidden_states[0]
         query, key, value = torch.split_with_sizes(self._joint(hidden), self._widths, dim=-1)
         query = torch.unflatten(query, -1, self._query_heads)
         key, value = torch.unflatten(key, -1, self._heads), torch.unflatten(value, -1, self._heads)
-        if shape.is_gated:
+        if self._is_gated:
             query, gate = query.chunk(2, dim=-1)
         if getattr(module, "key_multiplier", 1) != 1:
             key = key * module.key_multiplier
-        if position_embeddings is None and shape.norms is not None:
+        if position_embeddings is None and self._norms is not None:
             raise ValueError(
                 f"position_embeddings of {type(module).__name__} is None; accepted: cosines and sines"
             )
         if position_embeddings is not None:
             query, key = self._rotated(query, key, *(angles[0] for angles in position_embeddings))
         out: Tensor = module.mambaslots_attention(query, key, value, module.scaling)
-        if shape.is_gated:
+        if self._is_gated:
             out = self._step.kernels.sigmoid_mul(out, gate)
-        return getattr(module, shape.out)(out.flatten(1))[None], None
+        return getattr(module, self._last)(out.flatten(1))[None], None
 
     def _rotated(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        module, shape, kernels = self._attention, self._shape, self._step.kernels
-        if shape.norms is None:
+        module, kernels = self._attention, self._step.kernels
+        if self._norms is None:
             return kernels.qk_norm_rotary(query, key, cos, sin)
-        query_norm, key_norm = (getattr(module, name) for name in shape.norms)
+        query_norm, key_norm = (getattr(module, name) for name in self._norms)
         return kernels.qk_norm_rotary(
-            query, key, cos, sin, query_norm.weight, key_norm.weight, self._eps, offset=shape.norm_offset
+            query, key, cos, sin, query_norm.weight, key_norm.weight, self._eps, offset=self._offset
         )
 
 

@@ -142,9 +142,9 @@ def install(model: nn.Module, config: Any, architecture: Any, step: CurrentStep)
     if getattr(config, "mlp_hidden_act", "relu2") == "relu2":
         for module in modules_of(model, architecture.named("MLP")):
             module.forward = mlp_forward(module, step)
-    if architecture.attention is not None:
+    if architecture.fuses_attention:
         for module in modules_of(model, architecture.named("Attention")):
-            module.forward = AttentionForward(module, step, architecture.attention)
+            module.forward = AttentionForward(module, step, architecture.norm_offset)
     if architecture.layer is not None and architecture.branches is not None:
         for layer in modules_of(model, architecture.named(architecture.layer)):
             branches = [
