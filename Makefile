@@ -83,6 +83,7 @@ house: $(FOR_DEV)
 docs: $(FOR_DEV)
 	$(BIN)/python tools/docs_tables.py
 	$(BIN)/python tools/api_reference.py
+	$(BIN)/python tools/dashboard.py
 
 bench: $(FOR_DEV)
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; PYTHONUNBUFFERED=1 $(BIN)/python $$script; done

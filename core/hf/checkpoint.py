@@ -83,14 +83,20 @@ class Checkpoint(ExitStack):
     ) -> torch.Tensor:
         path, file = self._files[name]
         try:
-            if part is not None:
-                return _read_part(path, name, device, dtype, part)
             stored, elements = self._stored_dtype(name), torch.Size(self.shape(name)).numel()
             target = dtype if stored.is_floating_point else None
-            if target in (None, stored) or elements < _STEP_ELEMENTS:
+            if part is None and (target in (None, stored) or elements < _STEP_ELEMENTS):
                 return file.get_tensor(name).to(device, target)  # type: ignore[no-any-return]
-            with safe_open(path, framework="pt") as mapped:  # what was read goes back to the system at once
-                return mapped.get_tensor(name).to(device, target)  # type: ignore[no-any-return]
+            # Of a map, pages that a part does not need are not read; what was read goes back at once.
+            with safe_open(path, framework="pt") as mapped:
+                if part is None:
+                    return mapped.get_tensor(name).to(device, target)  # type: ignore[no-any-return]
+                view, shape = mapped.get_slice(name), self.shape(name)
+                result = torch.empty(part.shape(shape), dtype=target or stored, device=device)
+                places = torch.split(result, list(map(len, part.ranges)), dim=part.dim)
+                for place, index in zip(places, part.slices(len(shape)), strict=True):
+                    place.copy_(view[index])
+                return result
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
 
@@ -149,22 +155,6 @@ class Checkpoint(ExitStack):
         for name, file_name in (index or {}).items():
             if name not in self._files:
                 raise CheckpointError(f"{folder / _INDEX} names {name}, which {file_name} has not")
-
-
-def _read_part(
-    path: Path, name: str, device: torch.device, dtype: torch.dtype | None, part: WeightPart
-) -> torch.Tensor:
-    """A part of a tensor. The file is mapped meanwhile: pages that the part does not need are not read."""
-    with safe_open(path, framework="pt") as file:
-        view = file.get_slice(name)
-        pieces = [view[index] for index in part.slices(len(view.get_shape()))]
-        kept_dtype = dtype if dtype is not None and pieces[0].is_floating_point() else pieces[0].dtype
-        result = torch.empty(part.shape(view.get_shape()), dtype=kept_dtype, device=device)
-        places = torch.split(result, list(map(len, part.ranges)), dim=part.dim)
-        for place, piece in zip(places, pieces, strict=True):
-            place.copy_(piece)
-        del view, pieces, piece
-    return result
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

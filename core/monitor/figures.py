@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from ..cache_stats import EngineStats
 from ..inference.contexts.cache.hashing import PUBLIC_ROOT
+from ..inference.contexts.cache.pool_stats import AGE_BOUNDS_S
 from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ..request import FinishReason, RequestResult
 from .advice import differences, why_not_deeper
@@ -27,6 +28,7 @@ EVERY_S = 2
 NUM_POINTS = 450
 
 
+@dataclass
 class Latency:
     """The distribution of one duration in seconds, and the percentiles of its last values.
 
@@ -34,28 +36,29 @@ class Latency:
         bounds: the upper bounds of the classes; a last class has none.
         counts: how many values there were in each class.
         sum: of all values.
+        recent: the last values.
+        ranks: of the percentiles.
     """
 
-    def __init__(self, bounds_s: Sequence[float]) -> None:
-        self.bounds = tuple(bounds_s)
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.sum = 0.0
-        self._recent: deque[float] = deque(maxlen=NUM_RECENT)
+    bounds: Sequence[float]
+    counts: list[int]
+    sum: float = 0.0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
+    ranks: Sequence[int] = (50, 90, 99)
+
+    @classmethod
+    def empty(cls, bounds_s: Sequence[float]) -> "Latency":
+        return cls(bounds_s, [0] * (len(bounds_s) + 1))
 
     def add(self, seconds: float, times: int = 1) -> None:
         """Count a value, `times` times."""
         self.counts[bisect_left(self.bounds, seconds)] += times
         self.sum += seconds * times
-        self._recent.append(seconds)
-
-    @property
-    def classes(self) -> tuple[tuple[float, ...], list[int], float]:
-        """`bounds`, `counts` and `sum`."""
-        return self.bounds, self.counts, self.sum
+        self.recent.append(seconds)
 
     @property
     def percentiles(self) -> dict[str, float | None]:
-        return percentiles(self._recent)
+        return percentiles(self.recent, self.ranks)
 
 
 @dataclass
@@ -73,6 +76,7 @@ class MonitorFigures:
     """The counts of a monitor since its start.
 
     Attributes:
+        max_requests: requests that can run at once.
         num_added: users' requests that were queued, or ran when the monitor began.
         num_ended: finish reason -> users' requests that ended.
         first_token, inter_token, step, queue: durations in seconds: from arrival to the first token, between
@@ -81,6 +85,7 @@ class MonitorFigures:
     """
 
     stats: EngineStats
+    max_requests: int
     tenants: tuple[TenantFigures, ...] = ()
     num_warnings: int = 0
     num_added: int = 0
@@ -88,10 +93,47 @@ class MonitorFigures:
     num_generated: int = 0
     prefill_tokens: int = 0
     prefill_s: float = 0.0
-    first_token: Latency = field(default_factory=partial(Latency, FIRST_TOKEN_BOUNDS_S))
-    inter_token: Latency = field(default_factory=partial(Latency, INTER_TOKEN_BOUNDS_S))
-    step: Latency = field(default_factory=partial(Latency, STEP_BOUNDS_S))
-    queue: Latency = field(default_factory=partial(Latency, FIRST_TOKEN_BOUNDS_S))
+    first_token: Latency = field(default_factory=partial(Latency.empty, FIRST_TOKEN_BOUNDS_S))
+    inter_token: Latency = field(default_factory=partial(Latency.empty, INTER_TOKEN_BOUNDS_S))
+    step: Latency = field(default_factory=partial(Latency.empty, STEP_BOUNDS_S))
+    queue: Latency = field(default_factory=partial(Latency.empty, FIRST_TOKEN_BOUNDS_S))
+
+    @property
+    def slots_by_use(self) -> dict[str, int]:
+        """All state slots."""
+        cache = self.stats.cache
+        return {
+            "free": cache.num_free_slots, "reserved": cache.num_reserved_slots,
+            "committed": cache.num_committed_slots, "live": cache.num_live_slots,
+        }  # fmt: skip
+
+    @property
+    def kv_blocks_by_use(self) -> dict[str, int]:
+        """All KV blocks."""
+        cache = self.stats.cache
+        return {
+            "free": cache.num_free_kv_blocks, "cached": cache.num_cached_kv_blocks,
+            "held": cache.num_held_kv_blocks,
+        }  # fmt: skip
+
+    @property
+    def states_by_tier(self) -> dict[str, int]:
+        """Copies of states below the device's memory."""
+        tiers = self.stats.cache.tiers
+        return {"host": tiers.num_host_states, "disk": tiers.num_disk_states}
+
+    @property
+    def fetched_by_tier(self) -> dict[str, int]:
+        """States that were copied back."""
+        tiers = self.stats.cache.tiers
+        from_disk = tiers.num_states_fetched_from_disk
+        return {"host": tiers.num_states_fetched - from_disk, "disk": from_disk}
+
+    @property
+    def eviction_age(self) -> Latency:
+        """From the last use of states to their eviction."""
+        ages = self.stats.cache.state_ages
+        return Latency(AGE_BOUNDS_S, list(ages.counts), ages.sum_s, deque(ages.recent_s), (50, 90))
 
     @property
     def saved_s(self) -> float | None:
@@ -104,7 +146,7 @@ class MonitorFigures:
         return self.stats.cache.num_resumed_tokens * self.prefill_s / self.prefill_tokens
 
 
-def percentiles(values: Iterable[float], ranks: Sequence[int] = (50, 90, 99)) -> dict[str, float | None]:
+def percentiles(values: Iterable[float], ranks: Sequence[int]) -> dict[str, float | None]:
     """The nearest-rank percentiles of these values: "p50" for rank 50. None where there are no values."""
     ordered = sorted(values)
     if not ordered:

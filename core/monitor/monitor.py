@@ -19,7 +19,8 @@ from ..request import RequestResult
 from ..validation import instance, shown
 from ..version import VERSION
 from .advice import MissWatch
-from .figures import MonitorFigures, RequestRecord, Series, Tenants, percentiles
+from .figures import MonitorFigures, RequestRecord, Series, Tenants
+from .metrics import FIGURES
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class Monitor:
         self._tenants = Tenants()
         self._running: dict[int, RequestRecord] = {}
         self._ended: deque[dict[str, Any]] = deque(maxlen=NUM_REQUESTS)
-        self._counts = MonitorFigures(stats)
+        self._counts = MonitorFigures(stats, config.max_requests)
         self._description = engine.describe().splitlines()
         self._described_s = now
         self._next_look_s = now
@@ -204,12 +205,11 @@ class Monitor:
     def figures(self) -> MonitorFigures:
         """All counts since the start of the monitor, and the engine's figures now. Any thread may call it."""
         with self._lock:
-            return replace(
-                deepcopy(self._counts),
-                stats=self._stats(),
-                tenants=self._tenants.all(),
-                num_warnings=len(self._misses.warnings),
-            )
+            return deepcopy(self._figures())
+
+    def _figures(self) -> MonitorFigures:
+        warnings, tenants = self._misses.warnings, self._tenants.all()
+        return replace(self._counts, stats=self._stats(), tenants=tenants, num_warnings=len(warnings))
 
     def snapshot(self) -> dict[str, Any]:
         """What an operator's page shows, as JSON has it. Any thread may call it.
@@ -221,73 +221,42 @@ class Monitor:
         """
         with self._lock:
             now = self._clock()
-            stats = self._stats()
-            self._series.note(now, stats, self._counts.num_generated)
-            cache = stats.cache
-            return {
+            figures = self._figures()
+            self._series.note(now, figures.stats, figures.num_generated)
+            slots, blocks = figures.slots_by_use, figures.kv_blocks_by_use
+            snapshot = {
                 "time_s": now + self._unix_offset_s,
                 "uptime_s": now - self._begun_s,
                 "model": self.model_name,
                 "version": VERSION,
                 "warnings": list(self._misses.warnings),
-                "engine": {
-                    "description": list(self._description),
-                    "running": stats.num_running,
-                    "waiting": stats.num_waiting,
-                    "paused": stats.num_paused,
-                    "max_requests": self.engine.config.max_requests,
+                "engine": {"description": list(self._description)},
+                "pools": {
+                    "states": {
+                        "total": sum(slots.values()) - slots["live"],
+                        "bytes_each": self._state_bytes,
+                    },
+                    "kv": {
+                        "total": sum(blocks.values()),
+                        "bytes_each": self._kv_block_bytes,
+                        "block_size_tokens": self.engine.config.block_size_tokens,
+                    },
                 },
-                "pools": self._pools(stats),
-                "tokens": {
-                    "prompt": cache.num_prompt_tokens,
-                    "resumed": cache.num_resumed_tokens,
-                    "recomputed": cache.num_recomputed_tokens,
-                    "generated": self._counts.num_generated,
-                    "by_reason": dict(cache.computed_by_reason),
-                    "saved_s": replace(self._counts, stats=stats).saved_s,
-                },
-                "evictions": {
-                    "by_cause": dict(cache.states_removed_by_cause),
-                    "age_s": percentiles(cache.state_ages.recent_s, (50, 90)),
-                },
-                "latency": {
-                    "ttft_s": self._counts.first_token.percentiles,
-                    "inter_token_s": self._counts.inter_token.percentiles,
-                    "step_s": self._counts.step.percentiles,
-                },
+                "tokens": {"saved_s": figures.saved_s},
                 "tenants": [
                     {name.removeprefix("num_"): value for name, value in vars(one).items()}
-                    for one in self._tenants.all()
+                    for one in figures.tenants
                 ],
                 "series": self._series.as_json(self._unix_offset_s),
                 "requests": self._requests(),
             }
+            for figure in FIGURES:
+                if figure.page:
+                    figure.show(figures, snapshot)
+            return snapshot
 
     def _stats(self) -> EngineStats:
         return self.engine.stats(settle=False)
-
-    def _pools(self, stats: EngineStats) -> dict[str, Any]:
-        cache = stats.cache
-        num_free, num_cached = cache.num_free_kv_blocks, cache.num_cached_kv_blocks
-        return {
-            "states": {
-                "total": cache.num_committed_slots + cache.num_reserved_slots + cache.num_free_slots,
-                "pinned": cache.num_pinned_slots,
-                "committed": cache.num_committed_slots,
-                "reserved": cache.num_reserved_slots,
-                "live": cache.num_live_slots,
-                "free": cache.num_free_slots,
-                "bytes_each": self._state_bytes,
-            },
-            "kv": {
-                "total": cache.num_held_kv_blocks + num_cached + num_free,
-                "held": cache.num_held_kv_blocks,
-                "cached": num_cached,
-                "free": num_free,
-                "bytes_each": self._kv_block_bytes,
-                "block_size_tokens": self.engine.config.block_size_tokens,
-            },
-        }
 
     def _requests(self) -> list[dict[str, Any]]:
         """The last requests to arrive, of those that run and those that ended last."""

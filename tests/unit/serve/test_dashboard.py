@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from mambaslots.monitor import Monitor
 from mambaslots.serve.metrics import connections_text, metrics_text
 from prometheus_client.parser import text_string_to_metric_families
 
-DOCS = Path(__file__).parents[3] / "docs"
-DASHBOARD: dict[str, Any] = json.loads((DOCS / "grafana.json").read_text())
-PAGE = (DOCS / "operations.md").read_text()
+sys.path.append(str(Path(__file__).parents[3] / "tools"))
+import dashboard
+
+DASHBOARD: dict[str, Any] = json.loads(dashboard.BOARD.read_text())
+PAGE = dashboard.PAGE.read_text()
 METRIC = re.compile(r"mambaslots_\w+")
 
 
@@ -31,7 +34,8 @@ def labels_of() -> dict[str, set[str]]:
     monitor = Monitor(engine, model_name="small")
     engine.generate([[1, 2, 3]], ms.SamplingParams(max_tokens=2))
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(metrics_text(monitor)[0].decode()):
+    text = metrics_text(monitor)[0] + connections_text(0)
+    for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found
@@ -65,12 +69,16 @@ def test_legends_name_labels_that_the_expression_keeps() -> None:
                 assert f"by ({label})" in target["expr"], target
 
 
+def test_the_dashboard_and_the_page_are_those_of_the_definitions() -> None:
+    assert dashboard.BOARD.read_text() == dashboard.board()
+    assert dashboard.page(PAGE) == PAGE
+
+
 def test_the_dashboard_shows_and_the_page_explains_every_metric(labels_of: dict[str, set[str]]) -> None:
     names = names_of(set(labels_of))
     assert names_of(set(METRIC.findall(" ".join(expressions())))) == names
     fleet = {name for name in METRIC.findall(PAGE) if name.startswith("mambaslots_fleet_")}
-    of_connections = set(METRIC.findall(re.sub("(?m)^#.*", "", connections_text(0).decode())))
-    assert set(METRIC.findall(PAGE)) == names | fleet | of_connections
+    assert set(METRIC.findall(PAGE)) == names | fleet
     text = fleet_metrics_text({"replicas": 1})[0].decode()
     assert fleet == set(METRIC.findall(re.sub("(?m)^#.*", "", text)))
 

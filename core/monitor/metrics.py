@@ -1,0 +1,110 @@
+"""What each figure of an engine is: said once for /metrics, the page, the Grafana board and the docs."""
+
+from collections.abc import Mapping
+from functools import reduce
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from .figures import MonitorFigures
+
+
+class Figure(NamedTuple):
+    """A figure of an engine.
+
+    Attributes:
+        name: of the metric, without "mambaslots_", "_total" and "_seconds".
+        help: what it means.
+        of: where `MonitorFigures` has it; of a tenant's figure, where `TenantFigures` has it.
+        label: what tells its values apart; "" for one value.
+        page: where `Monitor.snapshot` has it, for example "tokens.prompt"; "" where it has not.
+    """
+
+    name: str
+    help: str
+    of: str
+    label: str = ""
+    page: str = ""
+
+    def value(self, figures: MonitorFigures) -> Any:
+        """A number, a mapping of label to number, or a `Latency`."""
+        if self.label == "tenant":
+            return {tenant.name: getattr(tenant, self.of) for tenant in figures.tenants}
+        return attrgetter(self.of)(figures)
+
+    def show(self, figures: MonitorFigures, snapshot: dict[str, Any]) -> None:
+        """Set its value at `page` of a snapshot; values by label become entries there."""
+        *folders, name = self.page.split(".")
+        place = reduce(lambda inner, folder: inner.setdefault(folder, {}), folders, snapshot)
+        value = self.value(figures)
+        if isinstance(value, Mapping):
+            place.setdefault(name, {}).update(value)
+        else:
+            place[name] = getattr(value, "percentiles", value)
+
+
+_CACHE, _TIERS, _DRAFTS = "stats.cache.", "stats.cache.tiers.", "stats.speculation."
+COUNTERS = (
+    Figure("prompt_tokens", "prompt tokens, resumed and computed", _CACHE + "num_prompt_tokens",
+           page="tokens.prompt"),
+    Figure("resumed_prompt_tokens", "prompt tokens that were not computed", _CACHE + "num_resumed_tokens",
+           page="tokens.resumed"),
+    Figure("computed_prompt_tokens", "computed prompt tokens, by why they were not resumed",
+           _CACHE + "computed_by_reason", "reason", "tokens.by_reason"),
+    Figure("recomputed_tokens", "tokens computed again after a preemption or a failed step; if it grows, "
+           "answers outgrow the KV pool", _CACHE + "num_recomputed_tokens", page="tokens.recomputed"),
+    Figure("generated_tokens", "tokens of users' answers", "num_generated", page="tokens.generated"),
+    Figure("drafted_tokens", "tokens that drafts guessed", _DRAFTS + "num_drafted"),
+    Figure("accepted_drafted_tokens", "drafted tokens that were right", _DRAFTS + "num_accepted"),
+    Figure("requests_added", "users' requests that were queued", "num_added"),
+    Figure("requests_ended", "users' requests that ended, by how", "num_ended", "finish_reason"),
+    Figure("states_committed", "states that became findable", _CACHE + "num_states_committed"),
+    Figure("states_left", "states removed from the cache, by cause", _CACHE + "states_removed_by_cause",
+           "cause", "evictions.by_cause"),
+    Figure("states_refused", "states not stored, because all slots were pinned or reserved",
+           _CACHE + "num_states_refused"),
+    Figure("states_evicted_unused", "evicted states that no request had resumed from",
+           _CACHE + "num_states_evicted_unused"),
+    Figure("tier_states_fetched", "states copied back to the device, by the tier they were in",
+           "fetched_by_tier", "tier"),
+    Figure("tier_copies_damaged", "copies of states with a wrong checksum; their tokens were computed",
+           _TIERS + "num_copies_damaged"),
+    Figure("kv_blocks_registered", "KV blocks that became findable", _CACHE + "num_kv_blocks_registered"),
+    Figure("kv_blocks_left", "findable KV blocks removed from the cache, by cause",
+           _CACHE + "kv_blocks_removed_by_cause", "cause"),
+    Figure("tenant_requests", "requests of a tenant", "num_requests", "tenant"),
+    Figure("tenant_prompt_tokens", "prompt tokens of a tenant", "num_prompt_tokens", "tenant"),
+    Figure("tenant_resumed_prompt_tokens", "prompt tokens of a tenant that were not computed",
+           "num_resumed_tokens", "tenant"),
+    Figure("cache_rebuilds", "interrupted calls after which all cached prefixes were dropped",
+           "stats.num_rebuilds"),
+)  # fmt: skip
+GAUGES = (
+    Figure("requests_waiting", "requests in the queue", "stats.num_waiting", page="engine.waiting"),
+    Figure("requests_running", "requests that hold memory, paused ones included", "stats.num_running",
+           page="engine.running"),
+    Figure("requests_paused", "running requests that wait for a KV block", "stats.num_paused",
+           page="engine.paused"),
+    Figure("requests_max", "requests that can run at once", "max_requests", page="engine.max_requests"),
+    Figure("state_slots", "state slots by use; live ones belong to running requests", "slots_by_use", "use",
+           "pools.states"),
+    Figure("state_slots_pinned", "committed state slots that cannot be evicted", _CACHE + "num_pinned_slots",
+           page="pools.states.pinned"),
+    Figure("tier_states", "copies of evicted states, by tier", "states_by_tier", "tier"),
+    Figure("kv_blocks", "KV blocks by use", "kv_blocks_by_use", "use", "pools.kv"),
+    Figure("warnings", "warnings that name a setting to change", "num_warnings"),
+)  # fmt: skip
+DURATIONS = (
+    Figure("state_eviction_age", "from the last use of a state to its eviction; should exceed the pause "
+           "between two turns", "eviction_age", page="evictions.age_s"),
+    Figure("time_to_first_token", "from arrival to the first token", "first_token", page="latency.ttft_s"),
+    Figure("queue_time", "from arrival to the first step", "queue"),
+    Figure("inter_token", "between two tokens of an answer", "inter_token", page="latency.inter_token_s"),
+    Figure("step", "one step of all running requests", "step", page="latency.step_s"),
+)  # fmt: skip
+FAILED_ACCEPTS = Figure(
+    "failed_accepts",
+    "connections could not be accepted for want of descriptors or memory, at most two a second",
+    "count",
+)
+"""Of a server that accepts connections itself."""
+FIGURES = (*COUNTERS, *GAUGES, *DURATIONS)
