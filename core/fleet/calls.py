@@ -6,15 +6,7 @@ import secrets
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
-from ray.exceptions import (
-    LocalRayletDiedError,
-    NodeDiedError,
-    ObjectLostError,
-    OutOfMemoryError,
-    RayActorError,
-    RaySystemError,
-    WorkerCrashedError,
-)
+from ray.exceptions import RayError, RayTaskError
 from ray.serve._private.common import RequestMetadata
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.request_router import PendingRequest
@@ -22,19 +14,6 @@ from ray.serve.request_router import PendingRequest
 from ..errors import NoReplicaError
 from .known_replicas import KnownReplicas
 from .replica_answers import AnswerPart, EngineRequest, ReplicaLostError
-
-_LOST = (
-    RayActorError,
-    WorkerCrashedError,
-    RaySystemError,
-    NodeDiedError,
-    LocalRayletDiedError,
-    OutOfMemoryError,
-    ObjectLostError,  # a part of the answer, with the machine that had it
-    ReplicaUnavailableError,
-)
-"""What Ray raises where the process of a replica, or the way to it, is gone."""
-
 
 _LOOK_S = 1.0
 """Between two looks whether a replica that sends nothing is silent."""
@@ -76,7 +55,9 @@ class ReplicaCalls:
                     yield part
         except ReplicaLostError as error:  # of Ray's class, too: with the replica's traceback
             raise ReplicaLostError(_last_line(error)) from None
-        except _LOST as error:
+        except RayTaskError:  # a mistake in the replica
+            raise
+        except (RayError, ReplicaUnavailableError) as error:  # its process, or the way to it, is gone
             raise ReplicaLostError(_last_line(error)) from error
         except DeploymentUnavailableError as error:
             raise NoReplicaError(_last_line(error)) from error

@@ -81,7 +81,8 @@ def merged_snapshot(snapshots: Mapping[str, Snapshot]) -> dict[str, Any]:
     merged: dict[str, Any] = _merged(every)
     for name, pool in merged["pools"].items():
         pool.update({size: every[0]["pools"][name][size] for size in _SIZES if size in pool})
-    merged["engine"]["description"] = _description(snapshots)
+    names = [f"{len(snapshots)} replicas: {', '.join(snapshots)}"] if len(snapshots) > 1 else []
+    merged["engine"]["description"] = [*names, *every[0]["engine"]["description"]]
     merged["latency"] = _merged([one["latency"] for one in every], max)
     merged["evictions"]["age_s"] = _merged([one["evictions"]["age_s"] for one in every], min)
     tenants: dict[str, list[Snapshot]] = {}
@@ -112,17 +113,6 @@ def _merged(figures: Sequence[Any], of_times: Callable[[list[float]], float] = s
     if known and isinstance(known[0], float):
         return of_times(known)
     return sum(known) if known and isinstance(known[0], int) else figures[0]
-
-
-def _description(snapshots: Mapping[str, Snapshot]) -> list[str]:
-    """Replicas that describe themselves alike are described once."""
-    description = [f"{len(snapshots)} replicas: {', '.join(snapshots)}"] if len(snapshots) > 1 else []
-    by_lines: dict[tuple[str, ...], list[str]] = {}
-    for name, one in snapshots.items():
-        by_lines.setdefault(tuple(one["engine"]["description"]), []).append(name)
-    for lines, names in by_lines.items():
-        description += [f"{', '.join(names)}:"] * (len(by_lines) > 1) + list(lines)
-    return description
 
 
 def _series(series: Sequence[Snapshot]) -> dict[str, Any]:

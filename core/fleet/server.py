@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import ray
@@ -131,38 +130,21 @@ def fleet_application(
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=2 * most + _CONTROL_CALLS,  # the server itself refuses what is too much
         graceful_shutdown_timeout_s=server.drain_timeout_s + 5.0,
-        graceful_shutdown_wait_loop_s=0.2,
-        health_check_period_s=settings.health_period_s,
-        health_check_timeout_s=settings.health_timeout_s,
-        max_constructor_retry_count=3,
-        logging_config=QUIET,
+        **_common_options(settings),
     )
     replicas = replica_deployment(make_engine, settings)
     return ingress.bind(replicas, load_text, key_bytes("salt_key", salt_key), server, settings)
 
 
 def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serve.Application:
-    needs = {"num_cpus": settings.cpus_per_rank, "num_gpus": settings.gpus_per_rank}
-    options: dict[str, Any] = {
-        "name": DEPLOYMENT,
-        "ray_actor_options": needs,
-        "max_ongoing_requests": 2 * settings.max_requests,
-        "request_router_config": RequestRouterConfig(
-            request_router_class=FleetRequestRouter, request_router_kwargs={"application": settings.name}
-        ),
-        "graceful_shutdown_timeout_s": settings.drain_timeout_s,
-        "graceful_shutdown_wait_loop_s": 0.2,
-        "health_check_period_s": settings.health_period_s,
-        "health_check_timeout_s": settings.health_timeout_s,
-        "max_constructor_retry_count": 3,
-        "logging_config": QUIET,
-    }
+    options = _common_options(settings)
     if settings.ranks > 1:  # each rank has a bundle, all of them on one machine where there is room
-        bundle = {"CPU": settings.cpus_per_rank, "GPU": settings.gpus_per_rank}
-        options["placement_group_bundles"] = [
-            {name: number for name, number in bundle.items() if number}
-        ] * settings.ranks
-        options["placement_group_strategy"] = "PACK"
+        needs = {"CPU": settings.cpus_per_rank, "GPU": settings.gpus_per_rank}
+        bundle = {name: number for name, number in needs.items() if number}
+        options |= {
+            "placement_group_bundles": [bundle] * settings.ranks,
+            "placement_group_strategy": "PACK",
+        }
     if settings.min_replicas == settings.max_replicas:
         options["num_replicas"] = settings.min_replicas
     else:
@@ -172,7 +154,27 @@ def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serv
             initial_replicas=settings.min_replicas,
             target_ongoing_requests=max(1.0, 0.8 * settings.max_requests),
         )
-    return serve.deployment(EngineReplica, **options).bind(make_engine, settings)
+    return serve.deployment(
+        EngineReplica,
+        name=DEPLOYMENT,
+        ray_actor_options={"num_cpus": settings.cpus_per_rank, "num_gpus": settings.gpus_per_rank},
+        max_ongoing_requests=2 * settings.max_requests,
+        request_router_config=RequestRouterConfig(
+            request_router_class=FleetRequestRouter, request_router_kwargs={"application": settings.name}
+        ),
+        graceful_shutdown_timeout_s=settings.drain_timeout_s,
+        **options,
+    ).bind(make_engine, settings)
+
+
+def _common_options(settings: FleetSettings) -> dict[str, Any]:
+    return {
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "health_check_period_s": settings.health_period_s,
+        "health_check_timeout_s": settings.health_timeout_s,
+        "max_constructor_retry_count": 3,
+        "logging_config": QUIET,
+    }
 
 
 _LOOK_S = 0.2
@@ -246,14 +248,14 @@ def _serve_until_signal(handle: Any, server: ServerSettings, settings: FleetSett
 
 @contextmanager
 def _signals() -> Iterator[list[signal.Signals]]:
-    """The signals so far; the third one ends the process."""
+    """The signals so far; the third one ends the process, as it does without a handler."""
     came: list[signal.Signals] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def note(number: int, frame: object) -> None:
         came.append(signal.Signals(number))
-        if len(came) > 2:
-            print(f"mambaslots: {came[-1].name} for the third time; the process ends", file=sys.stderr)
-            os._exit(1)
+        if len(came) > 1:
+            for each in before:
+                signal.signal(each, signal.SIG_DFL)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -5,12 +5,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -43,19 +42,22 @@ class RankDiedError(RuntimeError):
 
 
 class _Beat(msgspec.Struct, tag=True):
-    """The sender's thread runs. The first one of a connection says of which rank it is."""
+    """The thread of this rank runs."""
 
     rank: int
 
 
 class _Ended(msgspec.Struct, tag=True):
-    """The sender's heartbeat ends; `reason` says why where its rank counts as dead."""
+    """The heartbeat of this rank ends; `reason` says why where the rank counts as dead."""
 
+    rank: int
     reason: str = ""
 
 
 class _Seen(msgspec.Struct, tag=True):
     """The answer to `_Ended`."""
+
+    rank: int
 
 
 _Message = _Beat | _Ended | _Seen
@@ -63,9 +65,9 @@ _Message = _Beat | _Ended | _Seen
 
 @dataclass(eq=False)
 class _Peer:
-    """Another rank: how messages go there, how many beats have come, and whether its heartbeat has ended."""
+    """Another rank: the connection for messages to it, its beats so far, whether its heartbeat ended."""
 
-    send: Callable[[Any], None]
+    link: Link
     beats: int = 0
     has_ended: bool = False
 
@@ -124,8 +126,6 @@ class Heartbeat:
         self._known = threading.Event()  # a rank is dead
         self._inside: list[int] = []  # the threads in `naming_the_dead`, once per block that they are in
         self._closing = threading.Event()
-        self._links: dict[int, Link] = {}  # to lower ranks; higher ones connect here
-        self._ranks: dict[bytes, int] = {}
         instance("store", store, Store)
         self._listener = Listener(_Message, silence_s=self._silence_s)
         try:
@@ -145,45 +145,28 @@ class Heartbeat:
         missing = set(range(size)) - {self._rank}
         try:
             store.wait(keys, timedelta(seconds=waits_s))
-            for rank in range(self._rank):
+            for rank in sorted(missing):
                 remaining_s = max(0.1, deadline - time.monotonic())
                 address = Address.from_bytes(store.get(keys[rank]))
-                self._links[rank] = link = Link(address, _Message, remaining_s, silence_s=self._silence_s)
-                self._peers[rank] = _Peer(link.send)
-                link.send(_Beat(self._rank))
-            while missing := missing - self._peers.keys():
-                if not self._take(deadline - time.monotonic()):
-                    raise PeerLostError("ranks are missing")
+                self._peers[rank] = _Peer(Link(address, _Message, remaining_s, silence_s=self._silence_s))
+                missing.remove(rank)
         except (RuntimeError, PeerLostError) as error:
             if isinstance(error, RuntimeError):
                 missing = {rank for rank in missing if not store.check([keys[rank]])} or missing
             reason = f"did not begin its heartbeat within {waits_s:g} s"
             raise RankDiedError(dict.fromkeys(missing, reason)) from error
 
-    def _take(self, timeout_s: float) -> bool:
-        """Take a message of a higher rank; False where none comes in time."""
-        received = self._listener.receive(max(0.0, timeout_s))
-        if received is None:
-            return False
-        connection, message, _ = received
-        if isinstance(message, _Beat) and connection not in self._ranks:
-            self._ranks[connection] = message.rank
-            self._peers[message.rank] = _Peer(lambda one: self._listener.send(connection, one))
-        elif connection in self._ranks:
-            self._note(self._ranks[connection], message)
-        return True
-
-    def _note(self, rank: int, message: Any) -> None:
-        peer = self._peers[rank]
+    def _note(self, message: _Message) -> None:
+        peer = self._peers[message.rank]
         if isinstance(message, _Beat):
             peer.beats += 1
             return
         peer.has_ended = True
         if isinstance(message, _Ended):
             with suppress(PeerLostError):
-                peer.send(_Seen())
+                peer.link.send(_Seen(self._rank))
             if message.reason:
-                self._bury(rank, message.reason)
+                self._bury(message.rank, message.reason)
 
     def _bury(self, rank: int, reason: str) -> None:
         self._peers[rank].has_ended = True
@@ -201,23 +184,21 @@ class Heartbeat:
         self._closing.set()
         self._thread.join()
         deadline = time.monotonic() + 2 * self._interval_s
-        self._send_to_all(_Ended(reason))
+        self._send_to_all(_Ended(self._rank, reason))
         while any(not peer.has_ended for peer in self._peers.values()) and time.monotonic() < deadline:
             time.sleep(self._interval_s / 50)
             self._receive()
         self._end()
 
     def _end(self) -> None:
-        for link in self._links.values():
-            link.close()
+        for peer in self._peers.values():
+            peer.link.close()
         self._listener.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         ends_well = error is None or (isinstance(error, SystemExit) and not error.code)
         is_known = isinstance(error, RankDiedError)  # the dead are to blame, and all ranks find them
         self._stop("" if ends_well or is_known else f"ended with {shown(error)[:500]}")
@@ -281,27 +262,19 @@ class Heartbeat:
                 self._exit(inside)
 
     def _send_to_all(self, message: _Message) -> None:
-        for rank, peer in self._peers.items():
+        for peer in self._peers.values():
             if not peer.has_ended:
-                try:
-                    peer.send(message)
-                except PeerLostError as error:
-                    self._receive()  # it may have ended
-                    self._lose(rank, error)
+                with suppress(PeerLostError):  # `_receive` finds it
+                    peer.link.send(message)
 
     def _receive(self) -> None:
-        while self._take(0.0):
-            pass
-        for rank, link in self._links.items():
-            try:
-                while not self._peers[rank].has_ended and (received := link.receive(0.0)) is not None:
-                    self._note(rank, received[0])
-            except PeerLostError as error:
-                self._lose(rank, error)
-
-    def _lose(self, rank: int, error: PeerLostError) -> None:
-        if not self._peers[rank].has_ended:
-            self._bury(rank, f"died, or stands still: {error}")
+        """Note what has come, and then who is lost: what a rank sent before it ended counts."""
+        gone = [rank for rank, peer in self._peers.items() if not peer.link.is_connected()]
+        while (received := self._listener.receive(0.0)) is not None:
+            self._note(received[1])
+        for rank in gone:
+            if not self._peers[rank].has_ended:
+                self._bury(rank, "died, or stands still: its connection is closed")
 
     def _exit(self, threads: Collection[int]) -> None:
         """End the process: `threads` wait in code that ends only with its own timeout.

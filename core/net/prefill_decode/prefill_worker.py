@@ -218,12 +218,7 @@ class PrefillSession:
     task: "asyncio.Task[None]"
 
     def __init__(
-        self,
-        server: AsyncEngine,
-        room: PromptRoom,
-        store: Store,
-        listener: Listener,
-        peer: bytes,
+        self, server: AsyncEngine, room: PromptRoom, store: Store, listener: Listener, peer: bytes
     ) -> None:
         self.questions: asyncio.Queue[Question] = asyncio.Queue()
         self._server, self._room, self._store = server, room, store

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Thread
-from types import TracebackType
 from typing import Literal
 
 import torch.distributed as dist
@@ -230,9 +229,7 @@ class TransferChannel:
     def __enter__(self) -> "TransferChannel":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _open(self, call: str, side: Side | None) -> CacheAccess:

@@ -20,7 +20,7 @@ PIECE_BYTES = 64 << 20
 NUM_BUFFERS = 4
 """Pieces are packed and unpacked while others are on their way."""
 Pipe = MessagePipe | NcclPipe
-Wait = Callable[[Callable[[], bool]], None]
+WaitFor = Callable[[Callable[[], bool]], None]
 """Returns when a condition holds; raises where it will not in time."""
 _ALIGNMENT = 16
 
@@ -284,7 +284,7 @@ class Staging:
 
 
 def send_pieces(
-    pipe: Pipe, layout: PieceLayout, copies: PartCopies, staging: Staging, gate: PoolGate, wait: Wait
+    pipe: Pipe, layout: PieceLayout, copies: PartCopies, staging: Staging, gate: PoolGate, wait_for: WaitFor
 ) -> tuple[list[int], Iterable[Passage]]:
     """Gather all pieces of a part and begin to send them; a piece is summed while it is on its way.
 
@@ -297,22 +297,22 @@ def send_pieces(
         checksum = staging.reserve(layout)
         for index, (piece, size) in enumerate(zip(layout.pieces, layout.sizes, strict=True)):
             if len(under_way) == NUM_BUFFERS:
-                wait(under_way.popleft().is_done)
+                wait_for(under_way.popleft().is_done)
             buffer = staging.buffers[index % NUM_BUFFERS][:size]
             with gate.passed():
                 copies.gather(copies.between(piece, buffer))
             packed = staging.mark()
             sums.append(checksum(buffer, index))
             if under_way:
-                wait(under_way[-1].is_launched)
+                wait_for(under_way[-1].is_launched)
             under_way.append(pipe.send(buffer, packed))
         if under_way:
-            wait(under_way[-1].is_launched)
+            wait_for(under_way[-1].is_launched)
         return _listed(sums), under_way
 
 
 def receive_pieces(
-    pipe: Pipe, layout: PieceLayout, copies: PartCopies, staging: Staging, gate: PoolGate, wait: Wait
+    pipe: Pipe, layout: PieceLayout, copies: PartCopies, staging: Staging, gate: PoolGate, wait_for: WaitFor
 ) -> list[int]:
     """Receive all pieces of a part and scatter them into the pools; returns their checksums."""
     sums: list[Tensor] = []
@@ -324,11 +324,11 @@ def receive_pieces(
             for posted in range(len(under_way), min(index + NUM_BUFFERS, len(layout.pieces))):
                 place = posted % NUM_BUFFERS
                 if under_way:
-                    wait(under_way[-1].is_launched)
+                    wait_for(under_way[-1].is_launched)
                 under_way.append(pipe.receive(staging.buffers[place][: layout.sizes[posted]], free[place]))
             buffer = staging.buffers[index % NUM_BUFFERS][: layout.sizes[index]]
             to_pools = copies.between(piece, buffer)
-            wait(under_way[index].is_done)
+            wait_for(under_way[index].is_done)
             sums.append(checksum(buffer, index))
             with gate.passed():
                 copies.scatter(to_pools)

@@ -3,7 +3,8 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import wait as await_futures
 from contextlib import suppress
 from functools import partial
 from threading import Thread
@@ -83,7 +84,7 @@ class Session[Key](ABC):
                 raise TransferError(f"{absent} did not come in {self.timeout_s:g} s")
             raise RuntimeError(f"no piece came or went within {self.timeout_s:g} s")
 
-    def wait(self, peer: Peer, condition: Callable[[], bool], over_nccl: bool = False) -> None:
+    def wait_for(self, condition: Callable[[], bool], peer: Peer, over_nccl: bool = False) -> None:
         """Wait for a condition as long as the peer and the clock let it; what NCCL does is polled."""
         began = time.monotonic()
         while not condition():
@@ -95,7 +96,7 @@ class Session[Key](ABC):
 
     def expect[T](self, peer: Peer, kind: type[T]) -> T:
         """The next message of a peer, which must be of this kind."""
-        self.wait(peer, lambda: bool(peer.inbox))
+        self.wait_for(lambda: bool(peer.inbox), peer)
         peer.check_not_refused()
         message = peer.inbox.popleft()
         if not isinstance(message, kind):
@@ -115,8 +116,8 @@ class Session[Key](ABC):
         layout = PieceLayout(access.format(), want.part or {}, len(rows[0]), len(rows[1]))
         with self.staging.on_stream():
             copies = PartCopies(access, want.part or {}, *rows)
-        wait = partial(self.wait, peer, over_nccl=want.over_nccl)
-        return layout, move(pipe, layout, copies, self.staging, self.gate, wait)
+        wait_for = partial(self.wait_for, peer=peer, over_nccl=want.over_nccl)
+        return layout, move(pipe, layout, copies, self.staging, self.gate, wait_for)
 
     def nccl_pipe(self, unique_id: bytes) -> NcclPipe:
         return NcclPipe(self.device, self.nccl_rank, unique_id, self.remaining_s)
@@ -130,7 +131,7 @@ class Session[Key](ABC):
         outcome: Future[T] = Future()
         self.staging.follow_engine()
 
-        def target() -> None:
+        def run() -> None:
             try:
                 with on_device_of(self.device):
                     settle = partial(outcome.set_result, work())
@@ -141,9 +142,9 @@ class Session[Key](ABC):
             except InvalidStateError:  # it was given up
                 self.close()
 
-        Thread(target=target, name="hand-over", daemon=True).start()
+        Thread(target=run, name="hand-over", daemon=True).start()
         try:
-            wait([outcome], max(0.0, self.remaining_s()) + GRACE_S)
+            await_futures([outcome], max(0.0, self.remaining_s()) + GRACE_S)
         finally:
             if given_up := outcome.cancel():
                 self.gate.close()
@@ -282,7 +283,7 @@ class Source(Session[Address]):
         layout, (sums, under_way) = self.exchange(send_pieces, access, peer, want, rows)
         peer.send(Sums(sums))
         for passage in under_way:
-            self.wait(peer, passage.is_done, want.over_nccl)
+            self.wait_for(passage.is_done, peer, want.over_nccl)
         self.staging.scrub()
         self.expect(peer, Arrived)
         return layout.num_bytes
@@ -381,7 +382,9 @@ class Destination(Session[bytes]):
                 self._offers[message.rank] = connection, message
             elif connection in self.peers:
                 if isinstance(message, Refusal):
-                    self._offers = {rank: one for rank, one in self._offers.items() if one[0] != connection}
+                    self._offers = {
+                        rank: entry for rank, entry in self._offers.items() if entry[0] != connection
+                    }
                 self.peers[connection].take(message, payload)
 
     def pump(self, peer: Peer, timeout_s: float) -> None:
@@ -394,18 +397,8 @@ class Destination(Session[bytes]):
                     raise PeerLostError("its connection is closed")
 
     def close(self, reason: str = "") -> None:
-        """End all connections, and the listener once the peers have read, in a thread."""
-        connections = list(self.peers)
+        """End all connections, and the listener."""
         super().close(reason)
         listener, self.listener = self.listener, None
         if listener is not None:
-            Thread(
-                target=_close_listener, args=[listener, connections], name="hand-over, end", daemon=True
-            ).start()
-
-
-def _close_listener(listener: Listener, connections: list[bytes]) -> None:
-    until = time.monotonic() + GRACE_S
-    while any(map(listener.is_connected, connections)) and time.monotonic() < until:
-        time.sleep(0.01)
-    listener.close()
+            listener.close()

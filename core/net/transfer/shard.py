@@ -28,7 +28,7 @@ from .format import (
 )
 
 _LENGTH = struct.Struct("<Q")  # how long the header is; every safetensors file begins with it
-_CHECKSUM, _UNSIGNED = '"sha256":"', "0" * 64
+_UNSIGNED = "0" * 64
 _DESCRIPTION = "description"
 
 
@@ -192,6 +192,10 @@ class _Header(msgspec.Struct):
     metadata: _Metadata = msgspec.field(name="__metadata__")
 
 
+def _signature(checksum: str) -> bytes:
+    return f'"sha256":"{checksum}"'.encode()
+
+
 def encode_prefixes(shard: PrefixShard) -> bytes:
     """Encode a part of an export as bytes; `decode_prefixes` reads them.
 
@@ -204,9 +208,7 @@ def encode_prefixes(shard: PrefixShard) -> bytes:
     tensors = {name: tensor.contiguous() for name, tensor in shard.tensors.items()}
     tensors[_DESCRIPTION] = torch.frombuffer(bytearray(encode(shard.description)), dtype=torch.uint8)
     data = safetensors.torch.save(tensors, {"mambaslots_prefixes": str(FORMAT_VERSION), "sha256": _UNSIGNED})
-    at = data.index(f'{_CHECKSUM}{_UNSIGNED}"'.encode()) + len(_CHECKSUM)
-    signature, view = hashlib.sha256(data).hexdigest().encode(), memoryview(data)
-    return b"".join((view[:at], signature, view[at + len(signature) :]))
+    return data.replace(_signature(_UNSIGNED), _signature(hashlib.sha256(data).hexdigest()), 1)
 
 
 def decode_prefixes(data: bytes | bytearray | memoryview) -> PrefixShard:
@@ -232,13 +234,10 @@ def decode_prefixes(data: bytes | bytearray | memoryview) -> PrefixShard:
         raise ValueError(f"data is {shown(data)}; accepted: bytes")
     data = bytes(data)
     expected = checksum(data)
-    at = data.find(f'{_CHECKSUM}{expected}"'.encode()) + len(_CHECKSUM)
-    view, found = memoryview(data), hashlib.sha256()
-    for part in (view[:at], _UNSIGNED.encode(), view[at + len(_UNSIGNED) :]):
-        found.update(part)
-    if found.hexdigest() != expected:
+    found = hashlib.sha256(data.replace(_signature(expected), _signature(_UNSIGNED), 1)).hexdigest()
+    if found != expected:
         raise TransferError(
-            f"sha256 is {shown(expected)} by the header, {found.hexdigest()} by the {len(data)} bytes: "
+            f"sha256 is {shown(expected)} by the header, {found} by the {len(data)} bytes: "
             "the export is truncated or altered"
         )
     try:
