@@ -252,7 +252,7 @@ def picture() -> str:
         {peers["device"]}, vLLM {versions["vllm"]}, torch {versions["torch"]}, {day(peers)}, mambaslots at
         commit {peers["commit"]}. Both: bfloat16, random weights, 12 users with 4 turns each. Right: replayed
         traces; our code imitates the rules of vLLM and SGLang.
-        [The comparison](benchmarks/README.md#beside-vllm) has the commands and all rows, also those in
+        [The comparison](benchmarks/README.md#compared-with-vllm) has the commands and all rows, also those in
         which vLLM is faster.""")
 
 
@@ -292,7 +292,7 @@ def readme() -> str:
         [
             "Resumes a conversation where its last answer ended",
             f"first token of a turn after {first['mambaslots']} ms, vLLM 0.26: {first['vllm']} ms",
-            "[comparison](benchmarks/README.md#beside-vllm)",
+            "[comparison](benchmarks/README.md#compared-with-vllm)",
         ],
         [
             "Gives the same bits with and without the cache, alone and in a batch",
