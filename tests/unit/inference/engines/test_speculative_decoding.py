@@ -518,6 +518,10 @@ class TestGraphs:
         engine.state.steps.graphs = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), 100)
         prompts = [random_tokens(n, seed=n) for n in (37, 5, 64, 20)]
         for _ in range(3):
+            params = ms.SamplingParams(max_tokens=25, return_log_probs=True)
+            engine.add_request(random_tokens(9, seed=9), params)
+            for _ in range(2):  # decodes beside the prefills that come next
+                engine.step()
             serve_checked(engine, prompts, length=20)
         widths = {(shape.decode_tokens, shape.prefills == 0) for shape in engine.state.steps.graphs.shapes}
         assert widths >= {(4, True), (4, False), (1, False)}
