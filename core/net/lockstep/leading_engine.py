@@ -13,10 +13,10 @@ import msgspec
 
 from ...config import InferenceConfig
 from ...errors import KVBlockCapacityError, MambaSlotCapacityError
-from ...inference.engines.async_engine import thread_over
 from ...inference.engines.drafter import Drafter
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...inference.engines.engine_state import signals_held
+from ...inference.engines.engine_thread import thread_over
 from ...inference.engines.runner import Model
 from ...parallel_groups import ParallelGroups
 from ...validation import LONGEST_TIMEOUT_S, instance, real, shown

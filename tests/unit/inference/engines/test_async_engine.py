@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import mambaslots as ms
 import pytest
-from mambaslots.inference.engines import async_engine
+from mambaslots.inference.engines import async_engine, engine_thread
 from mambaslots.inference.engines.streams import AsyncStream
 from mambaslots.parallel_groups import ParallelGroups
 from oracle.gated_model import PATIENCE_S, GatedModel, raising_calls
@@ -502,7 +502,7 @@ def test_a_thread_that_cannot_start_leaves_the_engine_to_others() -> None:
             pytest.raises(RuntimeError, match="new thread"),
         ):
             ms.AsyncEngine(engine).start()
-        assert not async_engine._running_threads
+        assert not engine_thread._running_threads
         async with ms.AsyncEngine(engine) as server:
             assert (await server.generate(PROMPTS[0], PARAMS)).tokens == expected(PROMPTS[0])
 
@@ -716,7 +716,7 @@ def test_functions_behind_an_interrupted_one_run_when_the_loop_goes_on() -> None
         ran.append("interrupted")
 
     loop = asyncio.new_event_loop()
-    thread = async_engine.EngineThread(small_engine(), loop, 1)
+    thread = engine_thread.EngineThread(small_engine(), loop, 1)
     for function in (lambda: ran.append("before"), interrupted, lambda: ran.append("behind"), loop.stop):
         thread._post(function)
     thread._wake_loop()
