@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from mambaslots.inference.kernels import attention, delta, ssd
-from mambaslots.inference.kernels.products import head_product
+from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 from mambaslots.inference.kernels.reference.attention import AttentionRows
 from support.command_line import add_device, check_device, make_parser
 from torch import Tensor
@@ -83,7 +83,9 @@ def products(device: torch.device) -> list[Fact]:
         facts.append(Fact("logits in float32 on the ladder, without split-K"))
         for dtype in DTYPES:
             for outputs, inputs in HEADS:
-                _rows_of(facts[3], head_product, outputs, inputs, dtype, device, LADDER[:6], 1024)
+                _rows_of(
+                    facts[3], GpuKernelSet.head_product, outputs, inputs, dtype, device, LADDER[:6], 1024
+                )
     return facts
 
 

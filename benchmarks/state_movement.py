@@ -36,7 +36,8 @@ from typing import Any
 
 import torch
 from mambaslots.inference.contexts.states import StatePool
-from mambaslots.inference.kernels.state_copy import copy_states, copy_states_reference
+from mambaslots.inference.kernels.reference import state_copy as reference
+from mambaslots.inference.kernels.state_copy import copy_states
 from mambaslots.inference.kernels.state_tensors import StateTensors
 from mambaslots.state_spec import StateTensor
 from support.command_line import add_count, add_device, check_device, make_parser
@@ -301,7 +302,7 @@ def moved(device: Device, pools: Pools, what: str, n: int, bandwidth: float) -> 
 
     def launched(read: Any, write: Any) -> Call:
         if not device.gpu:
-            return lambda: copy_states_reference(of, read, to, write)
+            return lambda: reference.copy_states(of, read, to, write)
         from mambaslots.inference.kernels import state_move
 
         return lambda: state_move.copy_states(of, read, to, write)

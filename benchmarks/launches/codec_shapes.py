@@ -7,7 +7,7 @@ bfloat16; windows of 10,240 and 8,192 channels of 3, float32 or bfloat16.
 from collections.abc import Callable
 
 from launches.specialisation import Specialisation
-from mambaslots.inference.kernels import state_codec_gpu as codec
+from mambaslots.inference.kernels import state_codec as codec
 
 MATRICES = {"128 x 64 x 128": ((128, 64, 128), 1), "32 x 128 x 128": ((32, 128, 128), 2)}
 """Name -> the shape of a matrix, and the axis whose entries share a scale."""
@@ -60,5 +60,5 @@ def casts() -> list[Specialisation]:
     ]
 
 
-CODEC_SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {"state_codec_gpu": (scaled, casts)}
+CODEC_SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {"state_codec": (scaled, casts)}
 """Each file that has kernels -> its launches."""

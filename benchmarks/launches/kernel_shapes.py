@@ -14,12 +14,12 @@ from launches.specialisation import Specialisation
 from mambaslots.inference.kernels import (
     conv,
     conv_replay,
-    penalties_gpu,
     ssd,
     state_move,
-    token_draws_gpu,
     write_kv,
 )
+from mambaslots.inference.kernels import penalties as penalty_kernels
+from mambaslots.inference.kernels import token_draws as draw_kernels
 from mambaslots.inference.kernels.state_move import PartMove
 from mambaslots.inference.kernels.state_tensors import StateTensors
 
@@ -215,10 +215,10 @@ def token_draws() -> list[Specialisation]:
     sizes = ("vocabulary", "width")
     found = []
     for kernel, name, tensors in (
-        (token_draws_gpu.score_kernel, "score fp32", {"scores": "fp32", "logits": "fp32", "largest": "fp32"}),
-        (token_draws_gpu.score_kernel, "score bf16", {"scores": "fp32", "logits": "bf16", "largest": "bf16"}),
-        (token_draws_gpu.top_k_kernel, "cut to top_k", {"scores": "fp32"}),
-        (token_draws_gpu.draw_kernel, "draw", {"tokens": "i64", "probabilities": "fp32"}),
+        (draw_kernels.score_kernel, "score fp32", {"scores": "fp32", "logits": "fp32", "largest": "fp32"}),
+        (draw_kernels.score_kernel, "score bf16", {"scores": "fp32", "logits": "bf16", "largest": "bf16"}),
+        (draw_kernels.top_k_kernel, "cut to top_k", {"scores": "fp32"}),
+        (draw_kernels.draw_kernel, "draw", {"tokens": "i64", "probabilities": "fp32"}),
     ):
         pointers = {tensor: f"*{dtype}" for tensor, dtype in (tensors | {"settings": "fp64"}).items()}
         strides = ("logits_row_stride",) if "logits" in tensors else ()
@@ -227,9 +227,9 @@ def token_draws() -> list[Specialisation]:
                 name=name,
                 kernel=kernel,
                 signature=pointers | dict.fromkeys(("num_draws", *sizes, *strides), "i32"),
-                constexprs={"BLOCK": token_draws_gpu.BLOCK} | ({} if strides else {"WIDE": False}),
+                constexprs={"BLOCK": draw_kernels.BLOCK} | ({} if strides else {"WIDE": False}),
                 divisible_by_16=(*pointers, *sizes, *strides),
-                num_warps=token_draws_gpu.NUM_WARPS,
+                num_warps=draw_kernels.NUM_WARPS,
             )
         )
     return found
@@ -247,9 +247,9 @@ def penalties() -> list[Specialisation]:
     return [
         Specialisation(
             name="penalize fp32",
-            kernel=penalties_gpu.penalize_kernel,
+            kernel=penalty_kernels.penalize_kernel,
             signature=pointers | dict.fromkeys((*sizes, *strides), "i32"),
-            constexprs={"BLOCK": penalties_gpu.BLOCK},
+            constexprs={"BLOCK": penalty_kernels.BLOCK},
             divisible_by_16=(*pointers, "vocabulary", *strides),
             wide=("load", "store"),
         )
@@ -262,7 +262,7 @@ SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
     "conv_replay": (convolution_replays,),
     "ssd": (state_updates,),
     "write_kv": (kv_writes,),
-    "token_draws_gpu": (token_draws,),
-    "penalties_gpu": (penalties,),
+    "token_draws": (token_draws,),
+    "penalties": (penalties,),
 }
 """Each file of `mambaslots.inference.kernels` that has kernels -> its launches."""

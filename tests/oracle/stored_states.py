@@ -12,7 +12,7 @@ import torch
 from mambaslots import state_spec
 from mambaslots.inference.contexts import device_memory
 from mambaslots.inference.contexts.request import RequestStep
-from mambaslots.inference.kernels.state_codec import dequantise, quantise
+from mambaslots.inference.kernels.reference.state_copy import dequantise, quantise
 from mambaslots.state_spec import SCALES, EncodedTensor, StateTensor, durable_tensors
 from numpy.typing import NDArray
 from oracle.recurrent_lm import RecurrentLM, log_sum_exp

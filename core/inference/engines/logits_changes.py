@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..contexts.request import DynamicInferenceRequest, RequestStep
-from ..kernels import penalties
 from ..kernels.kernel_set import runs_triton
+from ..kernels.reference import penalties
 from ..kernels.state_tensors import numbers_on
 
 Row = tuple[RequestStep, int]
@@ -80,9 +80,9 @@ class LogitsChanges:
         self._counts = torch.empty(0, 0, dtype=torch.int32, device=device)
         self._apply_penalties = penalties.penalize
         if runs_triton(device):
-            from ..kernels import penalties_gpu
+            from ..kernels.penalties import penalize
 
-            self._apply_penalties = penalties_gpu.penalize
+            self._apply_penalties = penalize
 
     def changed(self, steps: Sequence[RequestStep], logits: Tensor) -> Tensor:
         """The logits to draw from, a copy in float32 or float64.

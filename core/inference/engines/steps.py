@@ -13,11 +13,11 @@ from ...request import SamplingParams, TopLogProbs
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
 from ..contexts.step_inputs import StepInputs, StepShape, padded_to_ladder
-from ..kernels import token_draws
 from ..kernels.kernel_set import runs_triton
 from ..kernels.log_probs import log_probs_of, top_log_probs
+from ..kernels.reference import token_draws
+from ..kernels.reference.token_draws import WHOLE, TokenDraw
 from ..kernels.state_tensors import numbers_on
-from ..kernels.token_draws import WHOLE, TokenDraw
 from .engine_observer import NewTokens
 from .logits_changes import LogitsChanges
 from .memory_poison import MemoryPoison
@@ -304,9 +304,9 @@ def sample(
 
 def _draws_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Sequence[TokenDraw]], None]:
     if runs_triton(device):
-        from ..kernels import token_draws_gpu
+        from ..kernels.token_draws import draw_tokens
 
-        return token_draws_gpu.draw_tokens
+        return draw_tokens
     return token_draws.draw_tokens
 
 

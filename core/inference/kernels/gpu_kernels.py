@@ -3,24 +3,16 @@
 No function synchronises, and no launch depends on values: a CUDA graph can capture every function.
 """
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 from ...state_spec import HybridStateSpec
-from . import (
-    attention,
-    conv,
-    conv_replay,
-    delta,
-    delta_replay,
-    gates,
-    norms,
-    products,
-    ssd,
-    ssd_replay,
-    write_kv,
-)  # fmt: skip
+from . import attention, conv, conv_replay, delta, delta_replay, gates, norms, ssd, ssd_replay, write_kv
 from .reference import KernelSet
 
 _FUNCTIONS = {name for name, function in vars(KernelSet).items() if isinstance(function, staticmethod)}
-_FUNCTIONS -= {"check_states", "describe"}
+_FUNCTIONS -= {"check_states", "describe", "head_product"}
 
 
 class GpuKernelSet(KernelSet):
@@ -55,10 +47,23 @@ class GpuKernelSet(KernelSet):
             lines.append("gated delta rule: mambaslots, and stages of fla-core")
         return tuple(lines)
 
+    @staticmethod
+    def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
+        """Logits in float32, from operands in the model's dtype.
 
-for module in (
-    norms, gates, products, conv, conv_replay, ssd, ssd_replay, delta, delta_replay, write_kv, attention,
-):  # fmt: skip
+        A bfloat16 or float16 weight is read as it lies: cuBLAS adds in float32, and writes float32. torch has
+        this product for GPUs only, and for operands of one dtype; others are widened.
+        """
+        if not hidden.numel():
+            return torch.zeros(*hidden.shape[:-1], len(weight), dtype=torch.float32, device=hidden.device)
+        if hidden.dtype == torch.float32 or not hidden.is_cuda or hidden.dtype != weight.dtype:
+            return F.linear(hidden.float(), weight.float())
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        logits = torch.mm(rows, weight.t(), out_dtype=torch.float32)
+        return logits.view(*hidden.shape[:-1], len(weight))
+
+
+for module in (norms, gates, conv, conv_replay, ssd, ssd_replay, delta, delta_replay, write_kv, attention):
     for name, function in vars(module).items():
         if name in _FUNCTIONS and function.__module__ == module.__name__:
             setattr(GpuKernelSet, name, staticmethod(function))

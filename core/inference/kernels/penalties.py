@@ -1,27 +1,45 @@
-"""Logits lowered for tokens that a request has had, in torch; the reference of `penalties_gpu`."""
+"""Logits lowered for tokens that a request has had, in Triton: one pass over the rows."""
 
-import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+BLOCK = 4096
 
 
 def penalize(logits: Tensor, counts: Tensor, rows: Tensor, count_rows: Tensor, settings: Tensor) -> None:
-    """Lower the logits of tokens by how often they occurred.
+    """As `reference.penalties.penalize`; does not synchronise."""
+    vocabulary = logits.shape[1]
+    penalize_kernel[(len(rows), triton.cdiv(vocabulary, BLOCK))](
+        logits, counts, rows, count_rows, settings,
+        len(rows), vocabulary, logits.stride(0), counts.stride(0), BLOCK=BLOCK,
+    )  # fmt: skip
 
-    With c generated ones of a token: logit / r where it is positive, else logit * r, if the token is in the
-    prompt or c > 0 (repetition penalty r, Keskar et al. 2019); then - f * c, and - p where c > 0 (frequency
-    and presence penalty, OpenAI's API). Example: logit 2, r = 1.25, f = 0.1, p = 0.5, c = 3: 0.8.
 
-    Args:
-        logits: [any rows, vocabulary] float32 or float64. Written at `rows`.
-        counts: [requests, vocabulary] int32: twice the generated tokens, plus 1 for a token of the prompt.
-        rows: [n] int64, rows of `logits`, each once.
-        count_rows: [n] int64, their rows of `counts`.
-        settings: [3, n] in the dtype of `logits`: r, f and p of each row.
-    """
-    repetition, frequency, presence = settings[:, :, None]
-    values, found = logits.index_select(0, rows), counts.index_select(0, count_rows)
-    repeated = torch.where(values < 0, values * repetition, values / repetition)
-    values = torch.where(found > 0, repeated, values)
+@triton.jit
+def penalize_kernel(
+    # Pointers
+    logits, counts, rows, count_rows, settings,
+    # Dimensions
+    num_rows, vocabulary,
+    # Strides
+    logits_row_stride, counts_row_stride,
+    # Meta-parameters
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program has a block of one row's vocabulary."""
+    index = tl.program_id(0)
+    logits += tl.load(rows + index) * logits_row_stride
+    counts += tl.load(count_rows + index) * counts_row_stride
+    repetition = tl.load(settings + index)
+    frequency = tl.load(settings + num_rows + index)
+    presence = tl.load(settings + 2 * num_rows + index)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocabulary
+    value = tl.load(logits + token, mask=inside, other=0)
+    found = tl.load(counts + token, mask=inside, other=0)
+    repeated = tl.where(value < 0, value * repetition, value / repetition)
+    value = tl.where(found > 0, repeated, value)
     generated = found >> 1
-    values = values - frequency * generated - presence * (generated > 0)
-    logits.index_copy_(0, rows, values)
+    value = value - frequency * generated - tl.where(generated > 0, presence, 0.0)
+    tl.store(logits + token, value, mask=inside)

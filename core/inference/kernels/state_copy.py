@@ -1,15 +1,17 @@
-"""Copy whole states: the function that callers use, and its reference in plain torch.
+"""Copy whole states, encode live states into durable slots, and decode them.
 
-On CUDA one Triton launch does the work (`state_move`, imported by the first call that needs it). Elsewhere
-fancy indexing does the work. The reference runs on any device.
+On CUDA one Triton launch does the work, of `state_move` for all of a copy, of `state_codec` for each tensor.
+Both are imported by the first call that needs them. Elsewhere torch does (`reference.state_copy`).
 """
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ...parallel_groups import on_device_of
-from .state_tensors import StateTensors, slot_pairs
+from .reference import state_copy as reference
+from .state_tensors import CodedTensor, StateTensors, numbers_on
 
 
 def copy_states(
@@ -30,21 +32,86 @@ def copy_states(
             more than their slots, a slot has gaps, or a CUDA graph is captured, whose every replay would use
             the slots of the capture.
     """
-    read, write = slot_pairs(sources, source.ssm, destinations, destination.ssm)
+    read, write = _slot_pairs(sources, source.ssm, destinations, destination.ssm)
     if not len(read):
         return
-    if not destination.ssm.is_cuda:
-        copy_states_reference(source, read, destination, write)
-        return
-    from . import state_move
+    copy = reference.copy_states
+    if destination.ssm.is_cuda:
+        from . import state_move
 
+        copy = state_move.copy_states
     with on_device_of(destination.ssm.device):
-        state_move.copy_states(source, read, destination, write)
+        copy(source, read, destination, write)
 
 
-def copy_states_reference(
-    source: StateTensors, read: Tensor, destination: StateTensors, write: Tensor
+def encode_states(
+    tensors: Sequence[CodedTensor], sources: Sequence[int], destinations: Sequence[int]
 ) -> None:
-    """`copy_states` by fancy indexing."""
-    for source_pool, destination_pool in zip(source, destination, strict=True):
-        destination_pool[:, write] = source_pool[:, read]
+    """Store the states of slots `sources` in durable slots `destinations`, pair by pair.
+
+    Runs on the current stream and does not synchronise. One launch a tensor, whatever the number of pairs;
+    each reads the states once, and writes the encoded bytes once.
+
+    Args:
+        tensors: `numbers` and `scales` are written.
+        sources, destinations: [n] a pair with a -1 is skipped. A destination is named once.
+
+    Raises:
+        ValueError: the lengths differ, or a listed index lies outside its pool.
+    """
+    _run(tensors, sources, destinations, encodes=True)
+
+
+def decode_states(
+    tensors: Sequence[CodedTensor], sources: Sequence[int], destinations: Sequence[int]
+) -> None:
+    """Restore the states of durable slots `sources` to slots `destinations`, pair by pair.
+
+    As `encode_states`, in the other direction: `states` are written.
+    """
+    _run(tensors, sources, destinations, encodes=False)
+
+
+def _run(
+    tensors: Sequence[CodedTensor], sources: Sequence[int], destinations: Sequence[int], *, encodes: bool
+) -> None:
+    tensors = [tensor for tensor in tensors if tensor.states.numel()]
+    if not tensors:
+        return
+    pools = tensors[0].states, tensors[0].numbers
+    read, written = pools if encodes else pools[::-1]
+    reads, writes = _slot_pairs(sources, read, destinations, written)
+    if not len(reads):
+        return
+    code = reference.code_tensor
+    if read.device.type == "cuda":
+        from . import state_codec
+
+        code = state_codec.code_tensor
+    with on_device_of(read.device):
+        for tensor in tensors:
+            code(tensor, reads, writes, encodes=encodes)
+
+
+def _slot_pairs(
+    sources: Sequence[int], read: Tensor, destinations: Sequence[int], written: Tensor
+) -> tuple[Tensor, ...]:
+    """The pairs without a -1: sources and destinations, int64 tensors on the device of `written`.
+
+    Args:
+        sources, destinations: slots of the pools `read` and `written`, [layers, slots, ...].
+
+    Raises:
+        ValueError: the lengths differ, an index lies outside its pool, or a CUDA graph is captured.
+    """
+    if len(destinations) != len(sources):
+        raise ValueError(
+            f"destinations has {len(destinations)} entries; accepted: {len(sources)}, one a source"
+        )
+    for name, indices, pool in (("sources", sources, read), ("destinations", destinations, written)):
+        if indices and not -1 <= min(indices) <= max(indices) < pool.shape[1]:
+            raise ValueError(f"{name} is {list(indices)}; accepted: -1 to {pool.shape[1] - 1}")
+    if written.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError("slots are lists while a CUDA graph is captured; accepted: a call outside of graphs")
+    pairs = [(source, to) for source, to in zip(sources, destinations, strict=True) if source >= 0 <= to]
+    return numbers_on(written.device, [[pair[0] for pair in pairs], [pair[1] for pair in pairs]]).unbind()

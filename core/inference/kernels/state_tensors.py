@@ -37,30 +37,6 @@ class CodedTensor(NamedTuple):
     scale_axis: int | None = None
 
 
-def slot_pairs(
-    sources: Sequence[int], read: Tensor, destinations: Sequence[int], written: Tensor
-) -> tuple[Tensor, ...]:
-    """The pairs without a -1: sources and destinations, int64 tensors on the device of `written`.
-
-    Args:
-        sources, destinations: slots of the pools `read` and `written`, [layers, slots, ...].
-
-    Raises:
-        ValueError: the lengths differ, an index lies outside its pool, or a CUDA graph is captured.
-    """
-    if len(destinations) != len(sources):
-        raise ValueError(
-            f"destinations has {len(destinations)} entries; accepted: {len(sources)}, one a source"
-        )
-    for name, indices, pool in (("sources", sources, read), ("destinations", destinations, written)):
-        if indices and not -1 <= min(indices) <= max(indices) < pool.shape[1]:
-            raise ValueError(f"{name} is {list(indices)}; accepted: -1 to {pool.shape[1] - 1}")
-    if written.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise ValueError("slots are lists while a CUDA graph is captured; accepted: a call outside of graphs")
-    pairs = [(source, to) for source, to in zip(sources, destinations, strict=True) if source >= 0 <= to]
-    return numbers_on(written.device, [[pair[0] for pair in pairs], [pair[1] for pair in pairs]]).unbind()
-
-
 def check_slots(**pools: Tensor) -> None:
     """Raise a ValueError that names a pool [slots, ...] whose slots have gaps."""
     for name, pool in pools.items():

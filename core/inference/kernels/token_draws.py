@@ -1,150 +1,222 @@
-"""Tokens drawn from rows of logits, many rows at once, in torch; the reference of `token_draws_gpu`.
+"""Tokens drawn from rows of logits: two or three Triton launches and a softmax, without synchronising.
 
-A token is drawn by inverse transform: it is the first token, in the order of ids, whose cumulative
-probability exceeds the row's random number. Probabilities are rounded down to multiples of 2 ** -53 and
-summed as integers, so that a row's token depends neither on an order of addition nor on other rows.
+No row is sorted. `_head` finds the least likely token that top_k or top_p keeps: it bisects the 31 or 63 bits
+of that token's number, and each step of the bisection is a pass over the row. Weights are summed as integers,
+so no result depends on the order in which threads add, or on other rows.
 """
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-WHOLE = 1 << 53
-"""How many parts make up probability 1."""
-_PART_ELEMENTS = 1 << 18  # numbers of the rows that are computed at a time, so that a cache holds them
-_MAX_PARTS = 64  # of each kind of row, so that the number of torch operations is bounded
+from .reference.token_draws import TokenDraw
 
-
-class TokenDraw(NamedTuple):
-    """How the token of one row of logits is drawn.
-
-    Attributes:
-        row: the row of logits.
-        temperature: divides the logits, > 0; clamped to the normal numbers of the scores' dtype.
-        top_k: keep the k most likely tokens; of equally likely ones those with the lowest ids. 0 keeps all.
-        top_p: keep the smallest set of most likely tokens that reaches this probability, in (0, 1]; of
-            equally likely ones those with the lowest ids. 1 keeps all.
-        uniform: a random number in [0, 1).
-    """
-
-    row: int
-    temperature: float
-    top_k: int
-    top_p: float
-    uniform: float
-
-    @property
-    def needed_parts(self) -> int:
-        """`top_p` in parts."""
-        return math.ceil(self.top_p * WHOLE)
+BLOCK = 4096
+NUM_WARPS = 16
+_ROW_ALIGNMENT = 8  # elements; torch's softmax adds in another order in rows that are not aligned
 
 
 def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence[TokenDraw]) -> None:
-    """Draw a token for each of `draws`. Rows with `top_p` are sorted as far as needed.
+    """`reference.token_draws.draw_tokens`, except that the scores are multiplied by 1 / temperature.
 
-    Args:
-        tokens: [rows] int64. Written at the draws' rows; a row without a finite largest logit gets any id.
-        logits: [rows, vocabulary], floating point.
-        largest: [rows] the largest logit of each row, in the dtype of `logits`.
-        draws: the rows to draw, each at most once.
+    The head of a row with `top_p` is renormalised by its exact sum, rounded once.
     """
-    kinds: dict[tuple[bool, bool], list[TokenDraw]] = {}
-    for draw in draws:
-        kinds.setdefault((0 < draw.top_k < logits.shape[1], draw.top_p < 1), []).append(draw)
-    logits = logits.detach()
-    for (cuts_k, cuts_p), alike in kinds.items():
-        part = max(1, _PART_ELEMENTS // logits.shape[1], math.ceil(len(alike) / _MAX_PARTS))
-        for first in range(0, len(alike), part):
-            _draw_part(tokens, logits, largest, alike[first : first + part], cuts_k, cuts_p)
+    vocabulary = logits.shape[1]
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    limits = torch.finfo(dtype)
+    temperatures = [min(max(draw.temperature, limits.tiny), limits.max) for draw in draws]
+    top_k = [draw.top_k if draw.top_k < vocabulary else 0 for draw in draws]
+    listed = [
+        [draw.row for draw in draws],
+        torch.tensor(temperatures, dtype=dtype, device="cpu").reciprocal().tolist(),
+        top_k,
+        [draw.needed_parts if draw.top_p < 1 else 0 for draw in draws],
+        [draw.uniform for draw in draws],
+    ]
+    settings = torch.tensor(listed, dtype=torch.float64, device="cpu")
+    if logits.is_cuda:
+        settings = settings.pin_memory().to(logits.device, non_blocking=True)
+    width = triton.cdiv(vocabulary, _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    scores = torch.empty(len(draws), width, dtype=dtype, device=logits.device)
+    wide = dtype == torch.float64
+    block = min(BLOCK, triton.next_power_of_2(width))
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    score_kernel[(len(draws), triton.cdiv(width, block))](
+        scores, logits, largest, settings,
+        len(draws), vocabulary, width, logits.stride(0), BLOCK=block, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    if any(top_k):
+        top_k_kernel[(len(draws),)](
+            scores, settings, len(draws), vocabulary, width, WIDE=wide, BLOCK=block, num_warps=NUM_WARPS
+        )
+    draw_kernel[(len(draws),)](
+        tokens, torch.softmax(scores, dim=-1), settings,
+        len(draws), vocabulary, width, WIDE=wide, BLOCK=block, num_warps=NUM_WARPS,
+    )  # fmt: skip
 
 
-def _draw_part(
-    tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence[TokenDraw], cuts_k: bool, cuts_p: bool
-) -> None:
-    """`draw_tokens` of rows that all have a top_k or all have none, and the same of top_p."""
-    device, dtype = logits.device, torch.promote_types(logits.dtype, torch.float32)
-    limits = torch.finfo(dtype)  # temperatures that round to 0 or infinity would turn scores into NaN
-    temperatures = _column([min(max(d.temperature, limits.tiny), limits.max) for d in draws], device, dtype)
-    rows = _column([draw.row for draw in draws], device)[:, 0]
-    maxima = largest.index_select(0, rows).to(dtype)[:, None]
-    scores = logits.index_select(0, rows).to(dtype).sub_(maxima).div_(temperatures)
-    if cuts_k:
-        _cut_to_top_k(scores, _column([draw.top_k for draw in draws], device))
-    probabilities = torch.softmax(scores, dim=-1, out=scores)
-    uniforms = _column([draw.uniform for draw in draws], device, torch.float64)
-    if cuts_p:
-        ids, head = _head(probabilities, _column([draw.needed_parts for draw in draws], device))
-        drawn = ids.gather(1, _draw(head, uniforms)[:, None])[:, 0]
-    else:
-        drawn = _draw(probabilities, uniforms)
-    tokens.index_copy_(0, rows, drawn)
+@triton.jit
+def score_kernel(
+    # Pointers
+    scores, logits, largest, settings,
+    # Dimensions
+    num_draws, vocabulary, width,
+    # Strides
+    logits_row_stride,
+    # Meta-parameters
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(logits - largest) / temperature of a block of a draw's row; -inf after the vocabulary."""
+    draw = tl.program_id(0).to(tl.int64)
+    row = tl.load(settings + draw).to(tl.int64)
+    inverse = tl.load(settings + num_draws + draw).to(scores.dtype.element_ty)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    logit = tl.load(logits + row * logits_row_stride + token, mask=token < vocabulary, other=0)
+    peak = tl.load(largest + row).to(scores.dtype.element_ty)
+    score = (logit.to(scores.dtype.element_ty) - peak) * inverse
+    score = tl.where(token < vocabulary, score, -float("inf"))
+    tl.store(scores + draw * width + token, score, mask=token < width)
 
 
-def _column(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device)[:, None]
+@triton.jit
+def top_k_kernel(
+    # Pointers
+    scores, settings,
+    # Dimensions
+    num_draws, vocabulary, width,
+    # Meta-parameters
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Set all but a draw's top_k highest scores to -inf; nothing is read or written where top_k is 0."""
+    draw = tl.program_id(0).to(tl.int64)
+    top_k = tl.load(settings + 2 * num_draws + draw).to(tl.int64)
+    if top_k > 0:
+        scores += draw * width
+        cut, last = _head(scores, top_k, vocabulary, True, WIDE, BLOCK)
+        for first in range(0, vocabulary, BLOCK):
+            token = first + tl.arange(0, BLOCK)
+            score = tl.load(scores + token, mask=token < vocabulary, other=-float("inf"))
+            key = _keys(score, True, WIDE)
+            removed = (key < cut) | ((key == cut) & (token > last))
+            tl.store(scores + token, -float("inf"), mask=removed & (token < vocabulary))
 
 
-def _cut_to_top_k(scores: Tensor, top_k: Tensor) -> None:
-    """Set all but the `top_k` [rows, 1] highest scores of each row to -inf, in place."""
-    highest = torch.topk(scores, int(top_k.max()) + 1).values
-    last, next_lower = highest.gather(1, top_k - 1), highest.gather(1, top_k)
-    scores.masked_fill_(scores < last, -torch.inf)
-    tied = ((last == next_lower) & (last > -torch.inf))[:, 0].nonzero()[:, 0]
-    if len(tied):
-        last = last[tied]
-        num_tied = top_k[tied] - (highest[tied] > last).sum(dim=-1, keepdim=True)
-        own = scores[tied]
-        ties = own == last
-        scores[tied] = own.masked_fill_(ties & (ties.cumsum(dim=-1) > num_tied), -torch.inf)
+@triton.jit
+def draw_kernel(
+    # Pointers
+    tokens, probabilities, settings,
+    # Dimensions
+    num_draws, vocabulary, width,
+    # Meta-parameters
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Cut a draw's probabilities to the head that has the needed parts, if any are, and draw a token."""
+    draw = tl.program_id(0).to(tl.int64)
+    probabilities += draw * width
+    row = tl.load(settings + draw).to(tl.int64)
+    needed = tl.load(settings + 3 * num_draws + draw).to(tl.int64)
+    uniform = tl.load(settings + 4 * num_draws + draw)
+    cut = tl.zeros([], tl.int64)
+    last = tl.zeros([], tl.int64) + vocabulary
+    mass = tl.zeros([], tl.float64) + 1
+    if needed > 0:
+        cut, last = _head(probabilities, needed, vocabulary, False, WIDE, BLOCK)
+        one = tl.zeros([], tl.float64) + 1
+        mass = _sum_of_head(probabilities, cut, last, one, vocabulary, WIDE, BLOCK) * (one / 9007199254740992)
+    total = _sum_of_head(probabilities, cut, last, mass, vocabulary, WIDE, BLOCK)
+    target = tl.minimum((total.to(tl.float64) * uniform).to(tl.int64), total - 1)
+    before = tl.zeros([], tl.int64)
+    drawn = tl.zeros([], tl.int64)
+    for first in range(0, vocabulary, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        parts = _parts_of_head(probabilities, token, cut, last, mass, vocabulary, WIDE)
+        passed = (before + tl.cumsum(parts, 0) <= target) & (token < vocabulary)
+        drawn += tl.sum(passed.to(tl.int64), 0)
+        before += tl.sum(parts, 0)
+    tl.store(tokens + row, tl.minimum(drawn, vocabulary - 1))
 
 
-def _head(probabilities: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [rows, n] in the order of ids, and their probabilities: 0 for each token before which others add
-    up to `needed` [rows, 1] parts, and 1 in all.
+@triton.jit
+def _keys(values, SCORES: tl.constexpr, WIDE: tl.constexpr):
+    """Integers >= 0 in the order of the values: of scores <= 0, or of probabilities."""
+    if SCORES:
+        values = 0.0 - values  # of 0 and -0 the same
+    bits = values.to(tl.int64, bitcast=True) if WIDE else values.to(tl.int32, bitcast=True).to(tl.int64)
+    if SCORES:
+        bits = (0x7FF0000000000000 if WIDE else 0x7F800000) - bits
+    return bits
+
+
+@triton.jit
+def _parts(probabilities):
+    return (probabilities * 9007199254740992.0).to(tl.int64)
+
+
+@triton.jit
+def _weight_above(values, key, vocabulary, SCORES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """What the tokens with a higher key weigh: 1 each for scores, their parts for probabilities."""
+    weight = tl.zeros([BLOCK], tl.int64)
+    for first in range(0, vocabulary, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        outside = -float("inf") if SCORES else 0.0
+        value = tl.load(values + token, mask=token < vocabulary, other=outside)
+        above = _keys(value, SCORES, WIDE) > key
+        if SCORES:
+            weight += above.to(tl.int64)
+        else:
+            weight += tl.where(above, _parts(value), 0)
+    return tl.sum(weight, 0)
+
+
+@triton.jit
+def _head(values, needed, vocabulary, SCORES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """The key of the least likely kept token, and the highest id of the kept tokens with this key.
+
+    A token is kept if the tokens before it, by key and then by id, weigh less than `needed`.
     """
-    tokens, likely = _likelier(probabilities, (1 - needed / WHOLE) / (2 * probabilities.shape[1]))
-    descending, order, sums = _sorted(likely)
-    if not (sums[:, -1:] >= needed).all():  # probabilities are rounded: they may add up to less than 1
-        tokens, likely = _likelier(probabilities, torch.full_like(needed, -1))
-        descending, order, sums = _sorted(likely)
-    surplus = sums[:, :-1] >= needed
-    descending[:, 1:].masked_fill_(surplus, 0)
-    total = sums.gather(1, (~surplus).sum(dim=-1, keepdim=True))
-    return tokens, torch.zeros_like(likely).scatter_(
-        1, order, descending.div_(total.to(likely.dtype) / WHOLE)
-    )
+    low = tl.zeros([], tl.int64)
+    high = low + (0x7FF0000000000000 if WIDE else 0x7F800000)
+    while low < high:
+        middle = low + (high - low) // 2
+        if _weight_above(values, middle, vocabulary, SCORES, WIDE, BLOCK) < needed:
+            high = middle
+        else:
+            low = middle + 1
+    missing = needed - _weight_above(values, low, vocabulary, SCORES, WIDE, BLOCK)
+    if not SCORES:
+        if WIDE:
+            weight = _parts(low.to(tl.float64, bitcast=True))
+        else:
+            weight = _parts(low.to(tl.int32).to(tl.float32, bitcast=True))
+        missing = (missing + weight - 1) // tl.maximum(weight, 1)
+    seen = tl.zeros([], tl.int64)
+    last = tl.zeros([], tl.int64)
+    for first in range(0, vocabulary, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        value = tl.load(values + token, mask=token < vocabulary, other=0.0)
+        ties = ((_keys(value, SCORES, WIDE) == low) & (token < vocabulary)).to(tl.int64)
+        earlier = (seen + tl.cumsum(ties, 0) < missing) & (token < vocabulary)
+        last += tl.sum(earlier.to(tl.int64), 0)
+        seen += tl.sum(ties, 0)
+    return low, last
 
 
-def _likelier(probabilities: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens above `least` [rows, 1], ascending, and their probabilities, then 0; all tokens if many are."""
-    above = probabilities > least
-    counts = above.sum(dim=-1)
-    num_rows, vocabulary = probabilities.shape
-    width = max(1, int(counts.max()))
-    if width > vocabulary // 8:
-        return torch.arange(vocabulary, device=above.device).expand_as(probabilities), probabilities
-    rows, columns = above.nonzero(as_tuple=True)
-    places = torch.arange(len(rows), device=above.device) - (counts.cumsum(0) - counts)[rows]
-    tokens = rows.new_zeros(num_rows, width)
-    tokens[rows, places] = columns
-    likely = probabilities.new_zeros(num_rows, width)
-    likely[rows, places] = probabilities[rows, columns]
-    return tokens, likely
+@triton.jit
+def _parts_of_head(probabilities, token, cut, last, mass, vocabulary, WIDE: tl.constexpr):
+    """The parts of tokens, divided by `mass`; 0 for those that are not kept."""
+    value = tl.load(probabilities + token, mask=token < vocabulary, other=0.0)
+    key = _keys(value, False, WIDE)
+    value = value / mass if WIDE else tl.div_rn(value, tl.zeros_like(value) + mass.to(tl.float32))
+    return tl.where((key > cut) | ((key == cut) & (token <= last)), _parts(value), 0)
 
 
-def _sorted(likely: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`likely` in descending order, of equal ones the first first; where each was; sums of their parts."""
-    descending, order = likely.sort(dim=-1, descending=True, stable=True)
-    return descending, order, (descending * WHOLE).long().cumsum_(dim=-1)
-
-
-def _draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw from probabilities [rows, vocabulary] by uniforms [rows, 1]: tokens [rows]."""
-    cumulative = (probabilities * WHOLE).long().cumsum_(dim=-1)
-    total = cumulative[:, -1:]
-    target = torch.minimum((total * uniforms).long(), total - 1)
-    index = torch.searchsorted(cumulative, target, right=True)
-    return index[:, 0].clamp_(0, probabilities.shape[1] - 1)
+@triton.jit
+def _sum_of_head(probabilities, cut, last, mass, vocabulary, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    parts = tl.zeros([BLOCK], tl.int64)
+    for first in range(0, vocabulary, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        parts += _parts_of_head(probabilities, token, cut, last, mass, vocabulary, WIDE)
+    return tl.sum(parts, 0)

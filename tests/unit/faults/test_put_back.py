@@ -299,7 +299,7 @@ FAULTS = {
         "fault_21_a_hosts",
         (
             (
-                "inference/kernels/state_copy.py",
+                "inference/kernels/reference/state_copy.py",
                 "        destination_pool[:, write] = source_pool[:, read]\n",
                 "        for i, j in zip(read, write, strict=True):\n"
                 "            destination_pool[:, j] = source_pool[:, i]\n",

@@ -286,7 +286,7 @@ def test_a_crowd_of_requests_holds_up_no_step(monkeypatch: pytest.MonkeyPatch) -
         assert [(await one).tokens for one in crowd] == list(map(expected, PROMPTS))
 
     clock = itertools.count(0, 1)  # each call takes a second
-    monkeypatch.setattr(async_engine, "thread_time", lambda: next(clock))
+    monkeypatch.setattr(engine_thread, "thread_time", lambda: next(clock))
     engine = small_engine()
     gate = GatedModel(engine)
     serve(body, engine)
@@ -718,7 +718,7 @@ def test_functions_behind_an_interrupted_one_run_when_the_loop_goes_on() -> None
     loop = asyncio.new_event_loop()
     thread = engine_thread.EngineThread(small_engine(), loop, 1)
     for function in (lambda: ran.append("before"), interrupted, lambda: ran.append("behind"), loop.stop):
-        thread._post(function)
+        thread._posted.append(function)
     thread._wake_loop()
     with pytest.raises(KeyboardInterrupt):
         loop.run_forever()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.kernels import penalties
+from mambaslots.inference.kernels.reference import penalties
 from oracle.budget import costly
 from oracle.drafters import RightDrafter, WrongDrafter
 from oracle.sampled_rows import sample_rows
@@ -218,11 +218,11 @@ def test_kernels_agree_with_the_definition(data: st.DataObject) -> None:
     penalties.penalize(ours, counts, rows, count_rows, settings)
     torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=1e-5)
     pytest.importorskip("triton")
-    from mambaslots.inference.kernels import penalties_gpu
+    from mambaslots.inference.kernels.penalties import penalize
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     compiled = logits.clone().to(device)
-    penalties_gpu.penalize(compiled, *(one.to(device) for one in (counts, rows, count_rows, settings)))
+    penalize(compiled, *(one.to(device) for one in (counts, rows, count_rows, settings)))
     torch.testing.assert_close(compiled.cpu(), ours, rtol=1e-6, atol=1e-6)
 
 

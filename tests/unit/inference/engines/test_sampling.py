@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.engines import steps
-from mambaslots.inference.kernels import token_draws
 from mambaslots.inference.kernels.log_probs import log_softmax
+from mambaslots.inference.kernels.reference import token_draws
 from oracle.sampled_rows import sample_rows, sampled, token_distribution
 from torch.utils._python_dispatch import TorchDispatchMode
 

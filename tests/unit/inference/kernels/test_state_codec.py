@@ -9,13 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.states import StatePool, coded_tensors
-from mambaslots.inference.kernels import state_codec, state_codec_gpu
-from mambaslots.inference.kernels.state_codec import (
-    decode_states,
-    dequantise,
-    encode_states,
-    quantise,
-)
+from mambaslots.inference.kernels import state_codec
+from mambaslots.inference.kernels.reference import state_copy as reference
+from mambaslots.inference.kernels.reference.state_copy import dequantise, quantise
+from mambaslots.inference.kernels.state_copy import decode_states, encode_states
 from mambaslots.inference.kernels.state_tensors import SMALLEST, CodedTensor
 from mambaslots.state_spec import durable_tensors, gated_delta_net_states, mamba2_states, short_conv_states
 from oracle.ssd import DEVICES, kernel_device
@@ -146,16 +143,16 @@ def test_kernels_write_what_the_reference_writes(kind, dtype, durable, device):
             tensor.states[:, 0, 1] = 0.0
     for tensor, other in zip(theirs, ours, strict=True):
         other.states.copy_(tensor.states)
-        state_codec.code_tensor(tensor, reads, writes, encodes=True)
-        state_codec_gpu.code_tensor(other, reads, writes, encodes=True)
+        reference.code_tensor(tensor, reads, writes, encodes=True)
+        state_codec.code_tensor(other, reads, writes, encodes=True)
         compare(other.numbers, tensor.numbers)
         if tensor.scales is not None:
             compare(other.scales, tensor.scales)
         other.numbers.copy_(tensor.numbers)
         tensor.states.fill_(5.0), other.states.fill_(5.0)
         back, to = torch.tensor([2, 0], device=device), torch.tensor([1, 3], device=device)
-        state_codec.code_tensor(tensor, back, to, encodes=False)
-        state_codec_gpu.code_tensor(other, back, to, encodes=False)
+        reference.code_tensor(tensor, back, to, encodes=False)
+        state_codec.code_tensor(other, back, to, encodes=False)
         compare(other.states, tensor.states)
         assert (tensor.states[:, 0] == 5.0).all(), "a slot that no pair names"
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.states import StatePool
-from mambaslots.inference.kernels import state_copy, state_move
+from mambaslots.inference.kernels import state_move
+from mambaslots.inference.kernels.reference import state_copy as reference
 from mambaslots.inference.kernels.state_copy import copy_states
 from mambaslots.inference.kernels.state_move import PartMove, move_states
 from mambaslots.inference.kernels.state_tensors import StateTensors
@@ -285,9 +286,7 @@ class TestGpu:
             if commit == "one launch":
                 copy_states(scratch, [3, 1], durable, write)
             else:
-                state_copy.copy_states_reference(
-                    scratch, indices([3, 1], cuda), durable, indices(write, cuda)
-                )
+                reference.copy_states(scratch, indices([3, 1], cuda), durable, indices(write, cuda))
             assert same(memory, expected)
 
     def test_nothing_waits_for_the_gpu(self, cuda):
