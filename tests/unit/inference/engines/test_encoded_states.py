@@ -131,7 +131,7 @@ def test_a_budget_buys_more_slots(dtype: str) -> None:
     memory = engine.context.memory
     assert memory.durable_pool.memory.shape == (found, spec.durable_slot_bytes(dtype))
     assert memory.durable_pool.memory.dtype == torch.uint8
-    assert f"durable states {found} x" in memory.summary()
+    assert f"cached states {found} x" in memory.summary()
     assert "staged states 2 x" in memory.summary()
 
 
