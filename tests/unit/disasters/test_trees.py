@@ -54,11 +54,11 @@ class PlainTree:
 
     def check(self, probes: Iterable[Path]) -> None:
         self.policy.check_integrity([])
-        assert self.policy._nodes.keys() == {path[-1] for path in self.known}
+        assert self.policy._tree.nodes.keys() == {path[-1] for path in self.known}
         for path in probes:
             for stop in range(len(path) + 1):
                 wanted = [p for p in self.known if p == path[: len(p)] and len(p) <= stop]
-                found = self.policy._deepest_known(path, stop)
+                found = self.policy._tree.deepest(path, stop)
                 assert (found.depth, found.key) == max(((len(p), p[-1]) for p in wanted), default=(0, 0))
 
 
@@ -83,7 +83,7 @@ def test_a_path_is_split_at_every_depth_in_every_order() -> None:
         for path in sorted(plain.known, key=lambda path: path[-1] % 7):
             plain.remove(path)
             plain.check([long, *forks])
-        assert plain.policy._num_edge_keys == 0
+        assert plain.policy._tree.num_edge_keys == 0
 
 
 @pytest.mark.disaster(number=19)

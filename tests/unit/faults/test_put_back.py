@@ -152,7 +152,7 @@ FAULTS = {
         "fault_10",
         (
             (
-                CONTEXTS + "mamba_slot_allocator.py",
+                "mcore/slot_allocator.py",
                 'if not getattr(req, "precomputed_block_hashes", True) or stop <= start:',
                 "if stop <= start:",
             ),
@@ -195,7 +195,7 @@ FAULTS = {
         "fault_12_a_pool",
         (
             (
-                CONTEXTS + "mamba_slot_allocator.py",
+                "mcore/slot_allocator.py",
                 "num_refused = max(0, len(blocks) - slots.num_available)",
                 "num_refused = 0",
             ),
@@ -237,7 +237,7 @@ FAULTS = {
         "fault_16",
         (
             (
-                CONTEXTS + "mamba_slot_allocator.py",
+                "mcore/slot_allocator.py",
                 "if any(b.position == stop for b in boundaries):",
                 "if False:",
             ),
@@ -247,7 +247,7 @@ FAULTS = {
         "fault_17",
         (
             (
-                CONTEXTS + "mamba_slot_allocator.py",
+                "mcore/slot_allocator.py",
                 "(-(-finished // block) + num_matched_blocks) * block",
                 "num_matched_blocks * block",
             ),
@@ -283,7 +283,7 @@ FAULTS = {
     ),
     "20b a foreign host's is passed over in silence": PutBack(
         "fault_20",
-        ((CONTEXTS + "mamba_slot_allocator.py", "if block and block % grid:", "if False:"),),
+        (("mcore/slot_allocator.py", "if block % grid:", "if False:"),),
     ),
     "21a a resumed state is copied first": PutBack(
         "fault_21_resuming",

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from mambaslots.inference.contexts.cache.state_tree import Role
 from mambaslots.inference.contexts.cache.value_eviction import ValueEviction
 
 
@@ -144,11 +145,11 @@ def brute_value(policy, node):
     """The value by its definition, from the list of all known prefixes."""
     if node.parent is None:
         return node.rate
-    nodes = list(policy._nodes.values())
+    nodes = list(policy._tree.nodes.values())
     path = path_of(node)
     above = [n for n in nodes if n is not node and n.present and path[: n.depth] == path_of(n)]
     if node.slot < 0:
-        above = [n for n in above if n.fork or not n.superseded]
+        above = [n for n in above if n.role is not Role.SUPERSEDED]
     depth = max((n.depth for n in above), default=0)
     rate = node.rate
     for ghost in nodes:
@@ -157,7 +158,7 @@ def brute_value(policy, node):
             between = [n for n in nodes if n.present and node.depth < n.depth < ghost.depth]
             if not any(way[: n.depth] == path_of(n) for n in between):
                 rate += ghost.rate
-    is_superseded = node.superseded and not node.fork and not node.abandoned
+    is_superseded = node.role is Role.SUPERSEDED and not node.abandoned
     if is_superseded and node.taken_as in ("chunk_end", "interval"):
         return (node.depth - depth) * node.rate // 2
     return (node.depth - depth) * rate
@@ -267,6 +268,6 @@ def test_long_prefixes_that_are_gone_take_bounded_memory():
     for number in range(100):
         one_request(policy, 0, list(range(1 + 1000 * number, 501 + 1000 * number)))
         policy.remove([0])
-        assert policy._num_edge_keys <= 32 * 64 + 500
+        assert policy._tree.num_edge_keys <= 32 * 64 + 500
         policy.check_integrity([])
-    assert len(policy._ghosts) == 4
+    assert len(policy._tree.ghosts) == 4

@@ -1,0 +1,215 @@
+"""The prefixes that a policy knows: which lies on the way to which, and what falls back on which."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import chain
+
+GHOST, PLANNED = -2, -1
+"""In the place of a slot: the state is gone, or refused; the state will be stored."""
+_MOST_KEYS_A_GHOST = 32
+
+
+class Role(Enum):
+    """What a state is to requests.
+
+    frontier: the deepest state of its request.
+    fork: prompts branch there. A fork stays one.
+    superseded: its request has a deeper state.
+    """
+
+    FRONTIER = 0
+    FORK = 1
+    SUPERSEDED = 2
+
+
+Entry = tuple[int, int, "StateNode"]
+"""The value of a node, its serial number, and the node: the smallest entry goes first."""
+
+
+@dataclass(slots=True, eq=False)
+class StateNode:
+    """A known prefix: its state is in a slot, planned, or a ghost, whose demand still counts.
+
+    Attributes:
+        key: the hash of the prefix.
+        depth: its blocks.
+        edge: the hashes from the parent's depth (exclusive) on; the last one is `key`.
+        slot: where its state is, or `PLANNED`, or `GHOST`.
+        parent: the longest shorter prefix that is known; None for a state without a hash, and for the root:
+            the empty prefix, which is always present.
+        children: first hash of an edge -> the nodes that continue this one with such an edge.
+        below: the rates of all ghosts that fall back on this place: those below, as far as no state that is
+            present lies between.
+        rate: how often the state is expected to be used, an integer, by its class and age.
+        role, abandoned, taken_as, turn, num_uses: what makes its class; `abandoned`: its session went another
+            way above.
+        running: whether it is the deepest state of a running request; it does not grow old then.
+        kind, bucket, entered, due: its class, the bucket of its age, since when, and when the next begins.
+        serial: orders states of one value, the one that changed its class longest ago first.
+        entry: its place in the order of eviction, if it has one.
+    """
+
+    key: int
+    depth: int
+    edge: list[int]
+    slot: int = GHOST
+    parent: "StateNode | None" = None
+    children: dict[int, list["StateNode"]] = field(default_factory=dict)
+    below: int = 0
+    rate: int = 0
+    role: Role = Role.FRONTIER
+    abandoned: bool = False
+    taken_as: str = ""
+    turn: int = 1
+    num_uses: int = 0
+    running: bool = False
+    kind: int = 0
+    bucket: int = 0
+    entered: int = 0
+    due: int = -1
+    serial: int = 0
+    entry: Entry | None = None
+
+    @property
+    def present(self) -> bool:
+        return self.slot != GHOST
+
+    @property
+    def demand(self) -> int:
+        """What this node adds to `below` of its parent."""
+        return 0 if self.present else self.below + self.rate
+
+    @property
+    def continued(self) -> "Iterator[StateNode]":
+        """The children, one by one."""
+        return chain.from_iterable(self.children.values())
+
+    def attach(self, child: "StateNode") -> None:
+        self.children.setdefault(child.edge[0], []).append(child)
+        child.parent = self
+
+    def detach(self, child: "StateNode") -> None:
+        siblings = self.children[child.edge[0]]
+        siblings.remove(child)
+        if not siblings:
+            del self.children[child.edge[0]]
+        child.parent = None
+
+    def present_above(self) -> "StateNode":
+        """The next shallower state that is present."""
+        above = self.parent
+        while above is not None and not above.present:
+            above = above.parent
+        assert above is not None
+        return above
+
+    def present_below(self) -> "Iterator[StateNode]":
+        """The present nodes below, as far as no other present one lies between."""
+        stack = list(self.continued)
+        while stack:
+            node = stack.pop()
+            if node.present:
+                yield node
+            else:
+                stack.extend(node.continued)
+
+    def add_demand(self, change: int) -> "list[StateNode]":
+        """Add `change` to what falls back on the nodes above; returns the present one whose value changes."""
+        above = self.parent
+        while change and above is not None:
+            above.below += change
+            if above.present:
+                return [above] if above.parent is not None else []
+            above = above.parent
+        return []
+
+
+class StateTree:
+    """A radix tree of the known prefixes, and a bounded number of ghosts among them.
+
+    Attributes:
+        root: the empty prefix.
+        nodes: hash -> node, without the root.
+        ghosts: the nodes whose states are gone; the one used longest ago first.
+        num_edge_keys: the hashes that all edges hold.
+    """
+
+    def __init__(self, max_ghosts: int) -> None:
+        self.root = StateNode(0, 0, [], slot=PLANNED)
+        self.nodes: dict[int, StateNode] = {}
+        self.ghosts: OrderedDict[int, StateNode] = OrderedDict()
+        self.num_edge_keys = 0
+        self._max_ghosts = max_ghosts
+
+    def deepest(self, keys: Sequence[int], stop: int) -> StateNode:
+        """The deepest known node on the way of `keys[:stop]`; the root where there is none."""
+        known = (self.nodes[key] for key in self.nodes.keys() & keys[:stop])
+        on_the_way = (node for node in known if node.depth <= stop and keys[node.depth - 1] == node.key)
+        return max(on_the_way, key=lambda node: node.depth, default=self.root)
+
+    def enter(self, keys: Sequence[int], depth: int) -> StateNode:
+        """A new node at the end of `keys[:depth]`, between the nodes above and below."""
+        parent = self.deepest(keys, depth - 1)
+        node = StateNode(keys[depth - 1], depth, list(keys[parent.depth : depth]))
+        length = len(node.edge)
+        siblings = parent.children.get(node.edge[0], ())
+        below = [each for each in siblings if each.depth > depth and each.edge[length - 1] == node.key]
+        for child in below:
+            parent.detach(child)
+            child.edge = child.edge[length:]
+            node.attach(child)
+            node.below += child.demand
+        parent.attach(node)
+        self.num_edge_keys += length * (1 - len(below))
+        self.nodes[node.key] = node
+        return node
+
+    def appear(self, node: StateNode, slot: int) -> list[StateNode]:
+        """The node's state is in a slot, or planned, from now on; returns nodes whose values change."""
+        self.ghosts.pop(node.key, None)
+        changed = node.add_demand(-node.demand)
+        node.slot = slot
+        return [*changed, *node.present_below()]
+
+    def vanish(self, node: StateNode) -> list[StateNode]:
+        """The node becomes a ghost; returns a node whose value changes, if there is one."""
+        node.slot = GHOST
+        self.ghosts[node.key] = node
+        return node.add_demand(node.demand)
+
+    def surplus_ghost(self) -> StateNode | None:
+        """A ghost to forget, where there are too many, or the ways to them take the host's memory."""
+        num_ghosts, most = len(self.ghosts), self._max_ghosts
+        too_long = self.num_edge_keys > _MOST_KEYS_A_GHOST * most and num_ghosts > 1
+        return next(iter(self.ghosts.values())) if num_ghosts > most or too_long else None
+
+    def forget(self, ghost: StateNode) -> list[StateNode]:
+        """Remove a ghost; what is below continues the node above. Returns a node whose value changes."""
+        del self.ghosts[ghost.key], self.nodes[ghost.key]
+        changed = ghost.add_demand(-ghost.rate)
+        parent, below = ghost.parent, list(ghost.continued)
+        assert parent is not None
+        parent.detach(ghost)
+        for child in below:
+            child.edge = ghost.edge + child.edge
+            parent.attach(child)
+        self.num_edge_keys -= len(ghost.edge) * (1 - len(below))
+        return changed
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where edges, demands or counts are off."""
+        nodes = [self.root, *self.nodes.values()]
+        for node in nodes:
+            children = list(node.continued)
+            assert node.below == sum(child.demand for child in children), "the demand of ghosts is off"
+            for child in children:
+                assert child.parent is node, "a node is below another parent"
+                assert self.nodes.get(child.key) is child, "a node in the tree is not known"
+                assert child.depth == node.depth + len(child.edge), "an edge is too long"
+                assert child.edge[-1] == child.key, "an edge leads to another prefix"
+        assert sum(len(list(node.continued)) for node in nodes) == len(self.nodes), "a node is in no tree"
+        assert sum(len(node.edge) for node in nodes) == self.num_edge_keys, "the count of edges is off"
+        ghosts = {key for key, node in self.nodes.items() if not node.present}
+        assert ghosts == self.ghosts.keys(), "a ghost is lost"
