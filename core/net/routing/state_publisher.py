@@ -10,7 +10,8 @@ from .state_events import StateEvents
 class StatePublisher:
     """Makes the `StateEvents` of one replica.
 
-    A step costs nothing more; a call costs O(states). The thread that calls the engine makes the calls.
+    A step costs nothing more; a call costs O(changes since the last one), or O(states) where those are more
+    than the tree lists. The thread that calls the engine makes the calls.
 
     Attributes:
         replica: the replica's name.
@@ -40,19 +41,25 @@ class StatePublisher:
         self._epoch = time.time_ns()  # larger than that of an earlier process with this replica's name
         self._sequence = -1
         self._published: set[int] = set()
+        self._num_changes = -1  # of the tree, when it was read last
 
     def take(self) -> StateEvents | None:
         """The changes since the last call; None without changes. The first call returns a snapshot."""
-        held = {*self._tree.hash_to_block_id, *self._tree.copies}
-        inserted, removed = held - self._published, self._published - held
-        is_first = self._sequence < 0
-        if not (inserted or removed or is_first):
+        tree, published, is_first = self._tree, self._published, self._sequence < 0
+        states, copies, num_changes = tree.hash_to_block_id, tree.copies, tree.num_changes
+        changed = None if is_first else tree.changed_since(self._num_changes)
+        if changed is None:
+            changed = {*states, *copies} ^ published
+        changed = {key for key in changed if (key in states or key in copies) != (key in published)}
+        if not (changed or is_first):
+            self._num_changes = num_changes
             return None
+        removed = tuple(changed & published)
+        inserted = tuple(changed.difference(removed))
         self._sequence += 1  # first: after an interrupt a reader misses this number, and asks for a snapshot
-        self._published = held
-        return StateEvents(
-            self.replica, self._epoch, self._sequence, tuple(inserted), tuple(removed), is_first
-        )
+        self._published ^= changed
+        self._num_changes = num_changes
+        return StateEvents(self.replica, self._epoch, self._sequence, inserted, removed, is_first)
 
     def snapshot(self) -> StateEvents:
         """Everything published so far, for a router that missed messages."""

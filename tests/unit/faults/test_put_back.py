@@ -103,11 +103,6 @@ FAULTS = {
         "fault_06",
         (
             (
-                POLICIES + "kv_block_allocator.py",
-                '            self._slots.forget(None, with_blocks=True, cause="reset")\n',
-                "            pass\n",
-            ),
-            (
                 POLICIES + "prefix_cache.py",
                 "        self.slots.clear()  # first: no state may be findable once its block is free\n",
                 "",
@@ -173,11 +168,10 @@ FAULTS = {
         (
             (
                 POLICIES + "state_slots.py",
-                "        evicted = self._evict(num_slots - num_free, keep, num_free, cause)\n",
-                "        lost = self.free[len(self.free) - num_free :]\n"
-                "        del self.free[len(self.free) - num_free :]\n"
-                "        evicted = self._evict(num_slots - num_free, keep, num_free, cause)\n"
-                "        self.free.extend(lost)\n",
+                "                self.evict(num_slots - num_free, keep, cause)\n",
+                "                lost, self.free = self.free, []\n"
+                "                self.evict(num_slots - num_free, keep, cause)\n"
+                "                self.free = lost + self.free\n",
             ),
         ),
     ),

@@ -139,8 +139,8 @@ class Borrowing:
                 kv.evict_lru_blocks(1)
             elif (unit := self._free_state_unit()) >= 0:
                 self._give_to_kv(unit)
-            elif self._num_units_that_may_go > 0 and (victims := slots.next_victims(1)):
-                slots.evict_slots(victims)
+            elif self._num_units_that_may_go > 0 and slots.next_victims(1):
+                slots.evict(1)
             else:
                 return
 

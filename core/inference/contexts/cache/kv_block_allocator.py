@@ -157,7 +157,7 @@ class KVBlockAllocator:
         if missing > self._num_cached:
             raise KVBlockCapacityError(num_blocks, self.total_avail + self._num_cached)
         if missing > 0:
-            self._evict(missing)
+            self.evict_lru_blocks(missing)
         blocks = self.free.take(num_blocks)
         self._dirty.clean(blocks)
         self.tree.set_references(blocks, 1)
@@ -277,9 +277,6 @@ class KVBlockAllocator:
         num_blocks = integer("num_blocks", num_blocks)
         if num_blocks > self._num_cached:
             raise KVBlockCapacityError(num_blocks, self._num_cached)
-        return self._evict(num_blocks) if num_blocks > 0 else []
-
-    def _evict(self, num_blocks: int) -> list[int]:
         victims = self.tree.take_leaves(num_blocks)
         self._deregister(victims, "new_block")
         return victims
@@ -301,7 +298,7 @@ class KVBlockAllocator:
         try:
             if self._slots is not None:  # a state must not outlive its block
                 state_cause = "kv_evicted" if cause == "new_block" else cause
-                self._slots.forget(blocks, with_blocks=True, cause=state_cause)
+                self._slots.forget(blocks, state_cause, with_blocks=True)
         except BaseException:
             self.tree.put_back(blocks)
             raise
@@ -322,8 +319,6 @@ class KVBlockAllocator:
 
         Costs O(pool).
         """
-        if self._slots is not None:
-            self._slots.forget(None, with_blocks=True, cause="reset")
         by_hash = self.tree.block_of_hash
         registered, hashes = (list(by_hash.values()), list(by_hash)) if self._observers else ([], [])
         self._num_cached = 0

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 StateRemovalCause = Literal[
     "new_state", "live_state", "kv_evicted", "rolled", "discarded", "by_host", "reset"
@@ -118,6 +118,17 @@ class Turnover[Cause: str]:
         evicted = sum(number for cause, number in self.by_cause.items() if cause in EVICTIONS)
         assert sum(self._age_counts) <= evicted, f"the count of ages of {what} is off"
         assert 0 <= self.num_unused <= evicted, f"more {what} were evicted unused than evicted"
+
+
+class SlotCounts(NamedTuple):
+    """Numbers of slots now, and of states that were ever committed, or evicted for another state."""
+
+    free: int
+    reserved: int
+    committed: int
+    committed_total: int
+    evicted_total: int
+    live: int = 0
 
 
 @dataclass(frozen=True)

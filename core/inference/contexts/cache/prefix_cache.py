@@ -264,8 +264,7 @@ class PrefixCache:
         self.release_state(path)
         self.slots.policy.end(path.request)
         registered = path.blocks[: path.num_registered] if path.shares else []
-        if self.tier is not None:
-            self.tier.forget(map(self.tree.hash_of, registered))
+        self.slots.forget_copies(registered)
         for block in registered:
             self.slots.drop(block, "discarded")
         blocks = list(path.blocks)

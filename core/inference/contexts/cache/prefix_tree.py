@@ -1,7 +1,8 @@
 """The index of cached prefixes: registered KV blocks, the states at their ends, and what was evicted."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
 
 from .pool_stats import (
     EVICTIONS,
@@ -12,9 +13,13 @@ from .pool_stats import (
     Turnover,
 )
 from .removal import GhostList, LeafOrder
+from .tier import HostTier
 
 Parent = int | bytes
 """What precedes a registered block: the block before it, or the root digest of a prefix's first block."""
+
+
+_MOST_CHANGES = 4096
 
 
 class PrefixTree:
@@ -40,6 +45,7 @@ class PrefixTree:
             a slot.
         leaves: the order in which cached blocks are evicted.
         turnover, state_turnover: how many blocks, and states, entered and were removed, by cause and age.
+        num_changes: states that were named or removed under a hash, and copies that were lost.
         clock, state_clock: grow with every change of a registered block, and of a state or a state's ghost.
             They are never set back.
     """
@@ -49,7 +55,7 @@ class PrefixTree:
         self._origin = num_blocks  # one more than the last block
         self.block_of_hash: dict[int, int] = {}
         self.ghosts = GhostList(2 * num_blocks)
-        self.copies: Iterable[int] = ()
+        self.copies: HostTier | frozenset[int] = frozenset()
         self.slot_by_block: dict[int, int] = {}
         self.hash_to_block_id: dict[int, int] = {}
         self.used: set[int] = set()
@@ -60,7 +66,8 @@ class PrefixTree:
         self.leaves = LeafOrder([0] * num_blocks, self.holds_state)
         self.turnover = Turnover[KVRemovalCause](KV_REMOVAL_CAUSES)
         self.state_turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES)
-        self.clock = self.state_clock = 0
+        self.clock = self.state_clock = self.num_changes = 0
+        self._changed = deque[int](maxlen=_MOST_CHANGES)  # the hashes of the last changes
         self._serials = [0] * num_blocks  # for each block the clock at its registration
         self.references = [0] * num_blocks + [1]
         self.parents = [-1] * num_blocks
@@ -310,13 +317,25 @@ class PrefixTree:
         """Make the blocks' states, in these slots, findable; a hash in use keeps finding its older state."""
         block_named, key_by_slot = self.hash_to_block_id, self._key_by_slot
         name = block_named.setdefault
+        self.note_changes(keys)
         for block, slot, key in zip(blocks, slots, keys, strict=True):
             if name(key, block) == block:
                 if (former := key_by_slot[slot]) and former != key:
+                    self.note_changes([former])
                     del block_named[former]
                 key_by_slot[slot] = key
         self.ghosts.discard_states(keys)
         self.state_clock += 1
+
+    def note_changes(self, keys: Collection[int]) -> None:
+        """There may be a state, or a copy of one, under each of these hashes, or none any more."""
+        self.num_changes += len(keys)
+        self._changed.extend(keys)
+
+    def changed_since(self, num_changes: int) -> Iterable[int] | None:
+        """The hashes of the changes after the first `num_changes`; None where they are too many."""
+        count = self.num_changes - num_changes
+        return islice(reversed(self._changed), count) if count <= len(self._changed) else None
 
     def note_state_used(self, slot: int, now_ns: int) -> None:
         """A request resumed from this slot."""
@@ -330,8 +349,9 @@ class PrefixTree:
             self.ghosts.add_all(keys, "refused state")
             self.state_clock += 1
 
-    def note_copies_lost(self, keys: Iterable[int]) -> None:
+    def note_copies_lost(self, keys: Collection[int]) -> None:
         """The tier has no copy under these hashes any more."""
+        self.note_changes(keys)
         block_of_hash = self.block_of_hash
         self.leaves.note_states_changed([block_of_hash[key] for key in keys if key in block_of_hash])
 
@@ -347,6 +367,7 @@ class PrefixTree:
         keys = [key for slot in slots if (key := key_by_slot[slot])]
         if cause in ("new_state", "live_state"):
             self.ghosts.add_all(keys, "state")
+        self.note_changes(keys)
         unname = self.hash_to_block_id.pop
         for key in keys:  # the hash goes first, because it is what makes a state findable
             unname(key, None)
@@ -367,6 +388,8 @@ class PrefixTree:
     def clear_states(self) -> None:
         """Forget every state and ghost."""
         num_removed = len(self.slot_by_block)
+        self.num_changes += 1
+        self._changed.clear()  # there are too many changes to list
         self.hash_to_block_id.clear()
         self.slot_by_block.clear()
         self.used.clear()

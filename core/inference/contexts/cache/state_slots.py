@@ -2,27 +2,14 @@
 
 import time
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
 
 from ....errors import MambaSlotCapacityError
 from .eviction import LRUEviction, PolicyChoice
 from .memory import DirtyEntries, MemoryUnits
-from .pool_stats import EVICTIONS, Clock, StateRemovalCause
+from .pool_stats import EVICTIONS, Clock, SlotCounts, StateRemovalCause
 from .prefix_tree import PrefixTree
 from .tier import HostTier
 from .value_eviction import ValueEviction
-
-
-class SlotCounts(NamedTuple):
-    """Numbers of slots now, and of states that were ever committed, or evicted for another state."""
-
-    free: int
-    reserved: int
-    committed: int
-    committed_total: int
-    evicted_total: int
-    live: int = 0
-
 
 PlannedState = tuple[Sequence[int], int, str, int]
 """A state that a step will store: the arguments of `EvictionPolicy.plan`."""
@@ -33,7 +20,7 @@ class StateSlots:
 
         FREE -- reserve --> RESERVED -- commit --> COMMITTED -- take_live --> LIVE
           ^ <--- release ------+                       |                        |
-          +---------------------------- evict, drop, forget+ <----- free_live --+ (FREE -- take_live --> LIVE)
+          +--------------------------- evict, drop, forget + <----- free_live --+ (FREE -- take_live --> LIVE)
 
     A reserved slot is written by one step and read by no request. A committed slot is immutable and findable.
     A live slot belongs to one running request, which alone reads and writes it. A pinned slot is not evicted;
@@ -132,7 +119,8 @@ class StateSlots:
         while len(wanted) > len(self.free):
             slot, key = policy.least(lambda slot: slot not in self.pins, wanted)
             if slot >= 0:
-                self.evict_slots(self._checked_victims([slot], 1, self.pins))
+                self._spill(self._checked_victims([slot], 1, self.pins))
+                self._free_slots([slot])
             else:
                 key = key if key in wanted else next(reversed(wanted))
                 policy.unplan(key)
@@ -271,7 +259,7 @@ class StateSlots:
         slots = self._take(num_slots - takes_over, (resume_slot, *keep), "live_state")
         if takes_over:
             self.note_use(resume_slot)
-            self._evict_slots([resume_slot], "live_state")
+            self._spill([resume_slot], "live_state")
             slots = [resume_slot, *slots]
         self.live.update(slots)
         return slots
@@ -309,42 +297,43 @@ class StateSlots:
 
     # ---- removal
 
-    def evict(self, num_slots: int, keep: Iterable[int] = ()) -> list[int]:
-        """Evict the states of unpinned slots not in `keep`; the slots are reserved for the caller."""
-        slots = self._evict(num_slots, keep, num_free=0)
-        self.reserved.update(dict.fromkeys(slots, -1))
-        return slots
+    def evict(
+        self, num_slots: int, keep: Collection[int] = (), cause: StateRemovalCause = "new_state"
+    ) -> None:
+        """Evict the states of so many unpinned slots not in `keep`, and free the slots.
 
-    def evict_slots(self, slots: Sequence[int]) -> None:
-        """Evict the states in these unpinned slots, and free the slots."""
-        if slots:
-            self._evict_slots(slots)
-            self._free_slots(slots)
+        Raises:
+            MambaSlotCapacityError: too few can be evicted; nothing is changed.
+        """
+        kept = self.pins.keys() | keep
+        states = self.tree.slot_by_block
+        if len(states) < num_slots + len(kept):  # judged without the policy, which a choice may reorder
+            num_evictable = sum(slot not in kept for slot in states.values())
+            if num_evictable < num_slots:
+                raise MambaSlotCapacityError(num_slots, num_evictable)
+        victims = self.next_victims(num_slots, kept)
+        if len(victims) < num_slots:
+            raise ValueError(
+                f"victims of {type(self.policy).__name__} returned {len(victims)} slots; accepted: "
+                f"{num_slots}, as so many are evictable"
+            )
+        self._spill(victims, cause)
+        self._free_slots(victims)
 
     def drop(self, block: int, cause: StateRemovalCause = "by_host") -> bool:
         """Free the slot of a state that its owner no longer needs; False, with nothing done, if pinned."""
         if self.tree.slot_of(block) in self.pins:
             return False
-        self.forget([block], cause=cause)
+        self.forget([block], cause)
         return True
 
     def forget(
-        self,
-        blocks: Sequence[int] | None,
-        *,
-        with_blocks: bool = False,
-        cause: StateRemovalCause | None = None,
+        self, blocks: Sequence[int], cause: StateRemovalCause = "by_host", *, with_blocks: bool = False
     ) -> None:
-        """Free the slots of blocks (None: all registered ones); `with_blocks`: these are evicted, too."""
-        if with_blocks and self._tier is not None:
-            if blocks is None:
-                self._tier.clear()
-            else:
-                self._tier.forget(map(self.tree.hash_of, blocks))
-        if blocks is None:
-            known = (*self.tree.slot_by_block, *self.reserved.values())
-            blocks = [block for block in known if block >= 0 and self.tree.hash_of(block) > 0]
-        slots = self._remove(blocks, cause or ("kv_evicted" if with_blocks else "by_host"))
+        """Free the slots of blocks; `with_blocks`: these are evicted, too."""
+        if with_blocks:
+            self.forget_copies(blocks)
+        slots = self._remove(blocks, cause)
         if slots:
             if self.pins and not self.pins.keys().isdisjoint(slots):
                 pinned = [slot for slot in slots if slot in self.pins]
@@ -354,6 +343,13 @@ class StateSlots:
         if with_blocks and self.reserved:
             gone = set(blocks)
             self.reserved = {slot: -1 if block in gone else block for slot, block in self.reserved.items()}
+
+    def forget_copies(self, blocks: Sequence[int]) -> None:
+        """Forget the copies of these blocks' states in the tier."""
+        if self._tier is not None:
+            keys = [self.tree.hash_of(block) for block in blocks]
+            self.tree.note_changes(keys)
+            self._tier.forget(keys)
 
     def clear(self, totals: bool = False, live: bool = False) -> None:
         """Forget every state, reservation, pin and ghost; also `totals`, and `live` slots become free."""
@@ -386,39 +382,20 @@ class StateSlots:
     # ---- inside
 
     def _take(
-        self, num_slots: int, keep: Iterable[int] = (), cause: StateRemovalCause = "new_state"
+        self, num_slots: int, keep: Collection[int] = (), cause: StateRemovalCause = "new_state"
     ) -> list[int]:
-        num_free = min(num_slots, len(self.free))
-        evicted = self._evict(num_slots - num_free, keep, num_free, cause)
-        if not num_free:
-            return evicted
-        cut = len(self.free) - num_free
+        """Allocate slots: free ones, the last ones first, then those of states that are evicted."""
+        num_free = len(self.free)
+        if num_slots > num_free:
+            try:
+                self.evict(num_slots - num_free, keep, cause)
+            except MambaSlotCapacityError as error:
+                raise MambaSlotCapacityError(num_slots, error.available + num_free) from None
+        cut = len(self.free) - num_slots
         taken = self.free[cut:]
         self._dirty.clean(taken)
         del self.free[cut:]
-        return taken + evicted
-
-    def _evict(
-        self, num_slots: int, keep: Iterable[int], num_free: int, cause: StateRemovalCause = "new_state"
-    ) -> list[int]:
-        if not num_slots:
-            return []
-        kept = self.pins.keys() | keep
-        states = self.tree.slot_by_block
-        if len(states) < num_slots + len(kept):  # judged without the policy, which a choice may reorder
-            num_evictable = sum(slot not in kept for slot in states.values())
-            if num_evictable < num_slots:
-                raise MambaSlotCapacityError(num_slots + num_free, num_evictable + num_free)
-        victims = self.next_victims(num_slots, kept)
-        if len(victims) < num_slots:
-            raise ValueError(
-                f"victims of {type(self.policy).__name__} returned {len(victims)} slots; accepted: "
-                f"{num_slots}, as so many are evictable"
-            )
-        self._evict_slots(victims, cause)
-        self._dirty.note(victims)
-        self._dirty.clean(victims)  # their owner changes
-        return victims
+        return taken
 
     def _checked_victims(self, victims: list[int], count: int, kept: Collection[int]) -> list[int]:
         holds, tree = range(self.num_slots), self.tree
@@ -430,7 +407,8 @@ class StateSlots:
             )
         return victims
 
-    def _evict_slots(self, slots: Sequence[int], cause: StateRemovalCause = "new_state") -> None:
+    def _spill(self, slots: Sequence[int], cause: StateRemovalCause = "new_state") -> None:
+        """Copy states that are evicted to the tier, and forget them."""
         tree, tier = self.tree, self._tier
         blocks = tree.blocks_of(slots)
         if tier is not None:

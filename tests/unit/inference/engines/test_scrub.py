@@ -91,7 +91,6 @@ PLACES = {
     "kv_block_allocator._add_free": "blocks that are released or evicted",
     "kv_block_allocator._restart_free": "blocks that a reset forgets",
     "state_slots._free_slots": "slots that are freed",
-    "state_slots._evict": "slots that go from one state to the next",
     "admission.release live": "live slots of a pool of their own",
     "admission.release inputs": "inputs of a row",
     "states.gather": "staged states",

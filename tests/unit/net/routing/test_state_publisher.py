@@ -1,6 +1,7 @@
 """What a replica publishes is what it can resume from, whatever happens to it and to its messages."""
 
 import tracemalloc
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import mambaslots as ms
@@ -200,6 +201,23 @@ def test_a_step_without_changes_takes_no_memory() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2000
+
+
+def test_a_message_costs_its_changes_and_not_all_states() -> None:
+    class Unlisted(dict[int, int]):
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError("all states are read")
+
+    cache = small_cache(64)
+    publisher = msd.StatePublisher(SimpleNamespace(prefix_cache=cache), "a")
+    before = {commit(cache, number) for number in range(60)}
+    assert set(taken(publisher).inserted) == before
+    cache.tree.hash_to_block_id = Unlisted(cache.tree.hash_to_block_id)
+    after = {commit(cache, number) for number in range(100, 120)}  # 16 are evicted
+    events = taken(publisher)
+    assert set(events.inserted) <= after
+    assert len(events.inserted) == len(events.removed) + 4
+    assert publisher.take() is None
 
 
 def test_a_context_without_tensors_can_be_published() -> None:

@@ -280,7 +280,7 @@ class Borrowers(RuleBasedStateMachine):
     @rule(count=st.integers(1, 3))
     def states_are_evicted(self, count):
         slots = self.cache.slots
-        slots.release(slots.evict(min(count, len(slots.next_victims(count)))))
+        slots.evict(min(count, len(slots.next_victims(count))))
 
     @precondition(lambda self: len(self.paths) > 2)
     @rule(hard=st.booleans())

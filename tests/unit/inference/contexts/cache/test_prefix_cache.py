@@ -155,7 +155,7 @@ def test_a_block_that_lost_its_state_goes_before_one_that_has_it():
     for tokens in ([1, 2], [3, 4]):
         cache.release(computed(cache, tokens, positions=[2]))
     cache.slots.note_use(cache.match(chain_of([1, 2, 9]), 3).resume_slot)
-    cache.slots.release(cache.slots.evict(1))  # of [3, 4], whose block was used last
+    cache.slots.evict(1)  # of [3, 4], whose block was used last
     cache.kv_blocks.evict_lru_blocks(1)
     assert cache.match(chain_of([1, 2, 9]), 3).resume_tokens == 2
     assert cache.match(chain_of([3, 4, 9]), 3).blocks == ()
@@ -241,7 +241,6 @@ def test_a_state_that_cannot_be_forgotten_keeps_its_block(monkeypatch):
     for call in (
         lambda: cache.kv_blocks.evict_lru_blocks(2),
         lambda: cache.kv_blocks.allocate_memory_blocks(4),
-        cache.kv_blocks.deregister_all,
     ):
         with pytest.raises(MemoryError):
             call()
@@ -272,7 +271,6 @@ LEAVING = {
     "discard": lambda cache, path: cache.discard(path),
     "forget": lambda cache, path: cache.forget([path]),
     "reset": lambda cache, path: cache.reset(),
-    "deregister_all": lambda cache, path: cache.kv_blocks.deregister_all(),
     "grow": lambda cache, path: cache.grow(path, 12),
 }
 
@@ -702,7 +700,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 self.cache.slots.evict(num_states)
             assert picture(self.cache, self.paths) == before
             return
-        self.cache.slots.release(self.cache.slots.evict(num_states))
+        self.cache.slots.evict(num_states)
         self.evict_states(num_states)
 
     @rule(num_blocks=st.integers(0, 4))

@@ -125,7 +125,7 @@ def test_a_match_is_itself_as_long_as_nothing_changes(cache):
 def test_what_happens_to_other_prefixes_leaves_a_match_alone(cache):
     path = computed(cache, DOCUMENT, [3])
     other = computed(cache, [50, 51, 52, 53, 54, 55], [1, 2])
-    cache.slots.release(cache.slots.evict(1))  # the state of the document goes first
+    cache.slots.evict(1)  # the state of the document goes first
     take_state(cache, path, 3)
     match = cache.match(path.chain, 20)
     take_state(cache, other, 3)
@@ -140,7 +140,7 @@ def test_what_happens_to_other_prefixes_leaves_a_match_alone(cache):
     [
         lambda cache, path: take_state(cache, path, 9),
         lambda cache, path: cache.slots.drop(path.blocks[4]),
-        lambda cache, path: cache.slots.release(cache.slots.evict(1)),
+        lambda cache, path: cache.slots.evict(1),
         lambda cache, path: cache.tree.note_refused([path.chain.keys[6]]),
         lambda cache, path: (cache.release(path), cache.kv_blocks.evict_lru_blocks(1)),
         lambda cache, path: (cache.release(path), cache.kv_blocks.evict_lru_blocks(7)),
@@ -330,7 +330,7 @@ class RememberedMatches(RuleBasedStateMachine):
     def states_are_evicted(self, count):
         slots = self.cache.slots
         evictable = [slot for slot in eviction_order(slots) if slot not in slots.pins]
-        slots.release(slots.evict(min(count, len(evictable))))
+        slots.evict(min(count, len(evictable)))
 
     @rule(count=st.integers(1, 6))
     def blocks_are_evicted(self, count):
