@@ -19,4 +19,4 @@ RUN pip install --no-cache-dir --index-url "$TORCH" --extra-index-url https://py
 
 EXPOSE 8000
 ENTRYPOINT ["mambaslots"]
-CMD ["serve", "models/tiny-code", "--host", "0.0.0.0"]
+CMD ["serve", "models/tiny-code", "--threads", "1", "--host", "0.0.0.0"]
