@@ -49,8 +49,8 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Ray calls this after the constructor."""
-        facts = await self._facts()
         self._listening = asyncio.create_task(self._listen())
+        facts = await self._facts()
         engine = FleetEngine(
             facts,
             self._salt_key,
@@ -69,13 +69,12 @@ class Ingress:
         return await self._service.drain()
 
     async def _reports(self) -> list[ReplicaReport]:
-        replicas = [one for name, one in self._known.replicas.items() if not self._known.is_silent(name)]
-        return await answers_of(replicas, "report", _REPORT_S)
+        return await answers_of(self._known.answering, "report", _REPORT_S)
 
     async def _facts(self) -> EngineFacts:
         """Those of a replica."""
         while True:
-            if found := await answers_of(self._known.replicas.values(), "facts", _FIRST_S):
+            if found := await answers_of(self._known.answering, "facts", _FIRST_S):
                 return cast(EngineFacts, found[0])
             await asyncio.sleep(_QUESTION_S)
 

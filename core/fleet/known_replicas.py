@@ -92,6 +92,11 @@ class KnownReplicas:
         late = answered_s is not None and self._clock() - answered_s >= SILENT_S
         return late and self._answered_within(SILENT_S) > 0
 
+    @property
+    def answering(self) -> list[Any]:
+        """The `replicas` that are not silent."""
+        return [replica for name, replica in self.replicas.items() if not self.is_silent(name)]
+
     def _answered_within(self, seconds: float) -> int:
         horizon = self._clock() - seconds
         return sum(answered_s > horizon for answered_s in list(self._answered_s.values()))

@@ -65,7 +65,7 @@ class Session[Key](ABC):
         self.staging = Staging(device, scrubs)
         self.deadline = self.timeout_s = 0.0
         self.peers: dict[Key, Peer] = {}  # by address at the source, by connection at the destination
-        self.transport = ""  # "nccl" or "messages", of the last hand-over
+        self.transport = ""  # "nccl" or "messages", by which pieces went last
         self.num_bytes = 0  # of the last hand-over
 
     @abstractmethod
@@ -110,14 +110,17 @@ class Session[Key](ABC):
         peer: Peer,
         want: Want,
         rows: tuple[list[int], list[int]],
-    ) -> tuple[PieceLayout, T]:
+    ) -> T:
         """`send_pieces` or `receive_pieces` of what `want` names, from or into `rows`: blocks and slots."""
         pipe = peer.pipe(want, self.nccl_pipe)
         layout = PieceLayout(access.format(), want.part or {}, len(rows[0]), len(rows[1]))
         with self.staging.on_stream():
             copies = PartCopies(access, want.part or {}, *rows)
         wait_for = partial(self.wait_for, peer=peer, over_nccl=want.over_nccl)
-        return layout, move(pipe, layout, copies, self.staging, self.gate, wait_for)
+        moved = move(pipe, layout, copies, self.staging, self.gate, wait_for)
+        self.transport = "nccl" if want.over_nccl else "messages"
+        self.num_bytes += layout.num_bytes
+        return moved
 
     def nccl_pipe(self, unique_id: bytes) -> NcclPipe:
         return NcclPipe(self.device, self.nccl_rank, unique_id, self.remaining_s)
@@ -241,9 +244,8 @@ class Source(Session[Address]):
         for peer, want in wanted:
             with peer.named():
                 begin = time.perf_counter()
-                self.num_bytes += self._send_part(access, peer, want, offered)
+                self._send_part(access, peer, want, offered)
                 seconds += time.perf_counter() - begin
-        self.transport = "nccl" if wanted and all(want.over_nccl for _, want in wanted) else "messages"
         return len(wanted), self.num_bytes, seconds
 
     def _answers(self, access: CacheAccess, offer: Offer) -> list[tuple[Peer, Want]]:
@@ -275,18 +277,17 @@ class Source(Session[Address]):
                     self.check_time(peer.name)
         return [(peer, answered[key]) for key, peer in self.peers.items()]
 
-    def _send_part(self, access: CacheAccess, peer: Peer, want: Want, offered: Offered) -> int:
+    def _send_part(self, access: CacheAccess, peer: Peer, want: Want, offered: Offered) -> None:
         part = want.part or {}
         check_shard(offered.description.format, part)
         sources_for([shard_of(access.spec)], part)  # raises for what this rank does not hold
         rows = _rows("blocks", want.blocks, offered.blocks), _rows("states", want.states, offered.slots)
-        layout, (sums, under_way) = self.exchange(send_pieces, access, peer, want, rows)
+        sums, under_way = self.exchange(send_pieces, access, peer, want, rows)
         peer.send(Sums(sums))
         for passage in under_way:
             self.wait_for(passage.is_done, peer, want.over_nccl)
         self.staging.scrub()
         self.expect(peer, Arrived)
-        return layout.num_bytes
 
 
 def _rows(name: str, nodes: list[int], offered: dict[int, int]) -> list[int]:
@@ -356,8 +357,7 @@ class Destination(Session[bytes]):
         self.num_bytes = 0
         for peer, want in asked:
             with peer.named():
-                layout, sums = self.exchange(receive_pieces, access, peer, want, rows)
-                self.num_bytes += layout.num_bytes
+                sums = self.exchange(receive_pieces, access, peer, want, rows)
                 self.staging.scrub()
                 if self.expect(peer, Sums).values != sums:
                     raise TransferError(
@@ -365,7 +365,6 @@ class Destination(Session[bytes]):
                         "their way"
                     )
                 peer.send(Arrived())
-        self.transport = "nccl" if asked and all(want.over_nccl for _, want in asked) else "messages"
 
     def _take_messages(self, timeout_s: float) -> None:
         """Receive what has come, of all peers."""

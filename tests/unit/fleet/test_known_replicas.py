@@ -16,7 +16,7 @@ REQUEST = EngineRequest("one", (1,) * 60, 0, ms.SamplingParams(), keys=(1, 2, 3)
 
 
 def expect(known: KnownReplicas, names: list[str]) -> None:
-    known.expect(dict.fromkeys(names))
+    known.expect({name: f"Ray's {name}" for name in names})
 
 
 def test_a_replica_is_silent_where_another_one_answers() -> None:
@@ -28,6 +28,7 @@ def test_a_replica_is_silent_where_another_one_answers() -> None:
     for now[0] in (1.0, 2.0, 3.0, 4.0, 5.0):
         known.note_answer("a")
     assert (known.num_serving, known.is_silent("a"), known.is_silent("b")) == (1, False, True)
+    assert known.answering == ["Ray's a"]
     assert not known.is_silent("never named")
     known.note_answer("b")  # it continues
     assert (known.num_serving, known.is_silent("b")) == (2, False)
