@@ -1,7 +1,8 @@
-"""The chat with a checkpoint, as a user starts it, with a script in place of a terminal."""
+"""The chat with a checkpoint, as a user starts it, with lines in place of a terminal."""
 
 import io
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -36,24 +37,22 @@ def chat(folder: Path, *arguments: str) -> int:
     return main(["chat", str(folder), "--max-tokens", "40", *arguments])
 
 
-def test_later_turns_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_later_turns_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     save(tmp_path)
-    script, figures = tmp_path / "script", tmp_path / "figures.json"
-    script.write_text(
-        "What a long question this is, so that it fills a block of tokens and more.\nAnd then?\n\nÄh.\n"
+    long = "What a long question this is, so that it fills a block of tokens and more."
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{long}\nAnd then?\nÄh.\n"))
+    assert chat(tmp_path) == 0
+    found = re.findall(
+        r"\n\[resumed (\d+) of (\d+) prompt tokens; states stored: (\d+); generated \d+, end: \w+\]\nyou> ",
+        capsys.readouterr().out,
     )
-    assert chat(tmp_path, "--script", str(script), "--json", str(figures)) == 0
-    printed = capsys.readouterr().out
-    turns = json.loads(figures.read_text())
-    assert [turn["question"] for turn in turns] == [line for line in script.read_text().splitlines() if line]
-    assert turns[0]["num_resumed_tokens"] == 0
-    assert turns[0]["num_states_stored"] > 0
-    for turn, following in pairwise(turns):
-        deepest_boundary = (turn["num_prompt_tokens"] - 1) // 64 * 64
-        assert following["num_resumed_tokens"] >= deepest_boundary > 0
-    for turn in turns:
-        figures = f"[resumed {turn['num_resumed_tokens']} of {turn['num_prompt_tokens']} prompt tokens; "
-        assert f"you> {turn['question']}\nmodel> {turn['answer']}\n{figures}" in printed
+    turns = [tuple(map(int, turn)) for turn in found]
+    assert len(turns) == 3
+    assert turns[0][0] == 0 < turns[0][2]
+    for (_, num_prompt_tokens, _), (num_resumed_tokens, _, _) in pairwise(turns):
+        assert num_resumed_tokens >= (num_prompt_tokens - 1) // 64 * 64 > 0
 
 
 def test_the_terminal_ends_a_conversation(

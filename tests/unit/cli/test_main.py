@@ -55,7 +55,7 @@ def test_python_m_runs_the_command() -> None:
         (["replay", "--trace", 300 * "a"], "accepted: chat, "),
         (["serve", MODEL, "--api-keys", 300 * "a"], "accepted: a file"),
         (["serve", MODEL, "--record", 300 * "a"], "accepted: a path in an existing directory"),
-        (["chat", MODEL, "--json", "/no/x"], "argument --json: '/no/x'; accepted: a path in an existing dir"),
+        (["doctor", "--json", "/no/x"], "argument --json: '/no/x'; accepted: a path in an existing dir"),
     ],
 )
 def test_a_wrong_command_line_is_said_in_one_line(
