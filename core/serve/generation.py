@@ -260,7 +260,7 @@ class GeneratedAnswer(Response):
             answers[index].append(piece)
 
         await before(self.deadline, self._generate(collect))
-        answer = JSONAnswer(self.form.whole(answers, self._usage))
+        answer = JSONAnswer(self.form.whole(list(map(Piece.joined, answers)), self._usage))
         await before(self.deadline, answer(scope, receive, send))
 
     @property
@@ -347,6 +347,7 @@ class StreamedAnswer(GeneratedAnswer):
 
     async def _events(self, send: Send) -> None:
         opened: set[int] = set()
+        options = self.job.request.stream_options
         lock = asyncio.Lock()  # events of one answer stay in order, and start before all
 
         async def emit(index: int, piece: Piece) -> None:
@@ -356,13 +357,13 @@ class StreamedAnswer(GeneratedAnswer):
                 if opening is not None:
                     await self._send(send, opening)
                 chunk = self.form.chunk(index, piece)
-                if self.form.request.counts_in_chunks:
+                if options.include_usage and options.continuous_usage_stats:
                     # What was cached is known when the answers have ended: the last event says it.
                     chunk["usage"] = self._usage | {"prompt_tokens_details": None}
                 await self._send(send, chunk)
 
         await self._generate(emit)
-        if self.form.request.includes_usage:
+        if options.include_usage:
             await self._send(send, self.form.usage_chunk(self._usage))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 

@@ -44,6 +44,12 @@ class Piece:
     tokens: Sequence[AnswerToken] = ()
     finish_reason: str | None = None
 
+    @classmethod
+    def joined(cls, pieces: Sequence["Piece"]) -> "Piece":
+        """The whole of an answer."""
+        tokens = [token for piece in pieces for token in piece.tokens]
+        return cls("".join(piece.text for piece in pieces), tokens, pieces[-1].finish_reason)
+
 
 class TokenTexts:
     """What single tokens add to a text; tokenizers may write a token otherwise at the beginning of a text."""
@@ -209,15 +215,9 @@ class Form:
             "model": model_name,
         }
 
-    def whole(self, answers: Sequence[Sequence[Piece]], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request without `stream`, from the pieces of each of its answers."""
-        choices = []
-        for index, pieces in enumerate(answers):
-            text, tokens = (
-                "".join(one.text for one in pieces),
-                [each for one in pieces for each in one.tokens],
-            )
-            choices.append(self._choice(index, self._text(text), tokens, pieces[-1].finish_reason))
+    def whole(self, answers: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request without `stream`, from all its answers."""
+        choices = [self._choice(i, self._text(answer.text), answer) for i, answer in enumerate(answers)]
         return {**self._heading, "object": self.kind, "choices": choices, "usage": usage}
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -226,8 +226,7 @@ class Form:
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """A piece of answer `index` in a stream."""
-        choice = self._choice(index, self._delta(piece.text), piece.tokens, piece.finish_reason)
-        return self._event([choice])
+        return self._event([self._choice(index, self._delta(piece.text), piece)])
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The last event of a stream whose client asked for the counts."""
@@ -235,15 +234,13 @@ class Form:
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         event = {**self._heading, "object": self.chunk_kind, "choices": choices}
-        return {**event, "usage": None} if self.request.includes_usage else event
+        return {**event, "usage": None} if self.request.stream_options.include_usage else event
 
-    def _choice(
-        self, index: int, text: dict[str, Any], tokens: Sequence[AnswerToken], finish_reason: str | None
-    ) -> dict[str, Any]:
-        log_probs = None if self.request.num_top_log_probs is None else self._log_probs(tokens)
-        choice = {"index": index, **text, "logprobs": log_probs, "finish_reason": finish_reason}
+    def _choice(self, index: int, text: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        log_probs = None if self.request.num_top_log_probs is None else self._log_probs(piece.tokens)
+        choice = {"index": index, **text, "logprobs": log_probs, "finish_reason": piece.finish_reason}
         if self.request.return_token_ids:
-            choice["token_ids"] = [token.token for token in tokens]
+            choice["token_ids"] = [token.token for token in piece.tokens]
         return choice
 
     def _text(self, text: str) -> dict[str, Any]:

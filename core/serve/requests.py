@@ -50,6 +50,11 @@ _IGNORED = frozenset((
     "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "store", "user",
 ))  # fmt: skip
 """Fields that change no answer."""
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "logit_bias", "min_tokens",
+)  # fmt: skip
+"""Fields that are arguments of `SamplingParams` as they are."""
 
 _ACCEPTED = {
     "bool_type": "true or false",
@@ -148,7 +153,7 @@ class AnswerRequest(Fields):
 
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=1000)]],
         Field(max_length=4),
@@ -187,7 +192,7 @@ class AnswerRequest(Fields):
         if request.model not in (None, context.model_name):
             message = f"there is no such model here; accepted: {context.model_name!r}"
             raise RequestError(404, message, param="model", code="model_not_found")
-        if request.stream_options is not None and not request.stream:
+        if "stream_options" in request.model_fields_set and not request.stream:
             raise bad_field("stream_options", "stream_options is set and stream is not true; accepted: both")
         return request
 
@@ -210,24 +215,7 @@ class AnswerRequest(Fields):
     @property
     def sampling(self) -> dict[str, Any]:
         """The arguments of `SamplingParams` that the body names."""
-        names = (
-            "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
-            "presence_penalty", "logit_bias", "min_tokens",
-        )  # fmt: skip
-        given = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in given.items() if value is not None}
-
-    @property
-    def counts_in_chunks(self) -> bool:
-        """Whether each chunk of a stream has the counts so far."""
-        return self.includes_usage and bool(
-            self.stream_options and self.stream_options.continuous_usage_stats
-        )
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with the counts of its tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
 
     @property
     def num_top_log_probs(self) -> int | None:
