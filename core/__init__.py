@@ -2,7 +2,14 @@
 
 A name is imported at its first use: `import mambaslots` and the cache alone need no torch.
 
-May import every room.
+llm, loaded_model            a model with its text, and an engine of a size for this machine
+config, request              settings of an engine; what a request asks for and returns
+cache_stats                  what became of prompt tokens, and how full the pools are
+state_spec, parallel_groups  what a model keeps of a sequence; how a model is split over ranks
+files, errors, validation    a checkpoint's files; errors of capacity and of an engine; argument checks
+version                      this version, and the newest tested ones of others
+
+These files may import the rooms that docs/architecture.md names, most of them none. May import every room.
 """
 
 from importlib import import_module

@@ -11,7 +11,7 @@ from ray.serve.exceptions import RayServeException
 from ..inference.contexts.cache.hashing import SaltKey
 from ..loaded_model import LoadedText
 from ..serve.app import make_app_over
-from ..serve.gate import add_host_check
+from ..serve.gate import add_host_header_check
 from ..serve.generation import EngineFacts
 from ..serve.service import Service
 from ..serve.settings import ServerSettings
@@ -61,7 +61,7 @@ class Ingress:
         )
         app = make_app_over(engine, self._load_text(), self._server)
         self._service: Service = app.state.service
-        add_host_check(app, self._server)
+        add_host_header_check(app, self._server)
         return app
 
     async def drain(self) -> bool:

@@ -1,10 +1,14 @@
 """The server: OpenAI's endpoints over one engine. It needs the extra `mambaslots[serve]`.
 
-server, app, settings                the process, its endpoints and its settings
-connections                          clients that half-close, and processes out of descriptors
-gate                                 around each request: host, key, id, log line, errors as JSON
-requests, service, generation        bodies as models; jobs within the limits; streams of an engine to HTTP
-http_answers, metrics                an answer as OpenAI's JSON; Prometheus' text
+A request goes through them in this order:
+
+server, connections, settings        the process; clients that half-close, processes out of descriptors
+app, gate                            endpoints; around each: the header Host, keys, an id, a log line
+service                              the body's bytes within their limits; requests become jobs of the engine
+requests                             a body as a model, which checks each field
+generation                           an engine as the server sees it; its streams to HTTP
+http_answers                         an answer's text and tokens as OpenAI's JSON, whole and in chunks
+errors, metrics                      the errors that clients see; Prometheus' text
 
 May import `monitor`, `text`, `engines`, `contexts`, `cache`; no model.
 """

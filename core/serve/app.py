@@ -18,7 +18,8 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel, LoadedText
 from ..validation import instance
 from .connections import FailedAccepts
-from .gate import Gate, JSONAnswer, Keys, RequestError, json_bytes
+from .errors import JSONAnswer, RequestError, json_bytes
+from .gate import Gate, Keys
 from .generation import LocalEngine, ServedEngine
 from .http_answers import ChatForm, Form
 from .metrics import connections_text

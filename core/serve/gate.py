@@ -1,4 +1,4 @@
-"""Around every request: errors as JSON, checks of host and key, an id, and a log line without content."""
+"""Around every request: checks of the header Host and of keys, an id, and a log line without content."""
 
 import hashlib
 import hmac
@@ -6,19 +6,17 @@ import ipaddress
 import json
 import logging
 import re
-import reprlib
 import secrets
 import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .errors import RequestError
 from .settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -32,99 +30,6 @@ _POLLED = ("/", "/page/{name}", "/status.json", "/metrics", "/health")
 _OPEN_PATHS = ("/", "/health")
 _OPEN_FOLDERS = ("/page/",)
 _Headers = Sequence[tuple[bytes, bytes]]
-_LONGEST_MESSAGE = 400
-"""Characters of a message. Messages may quote values of the client, of any length."""
-_SHORT = reprlib.Repr(maxstring=60, maxlist=3, maxdict=3, maxlevel=2, maxlong=30, maxother=60)
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    408: "timeout_error",
-    429: "rate_limit_error",
-    504: "timeout_error",
-}
-
-
-class RequestError(Exception):
-    """A request that is answered with an error: an HTTP status and one sentence for the client.
-
-    `param` is the field that the sentence is about, `code` a word for programs.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = (
-            message if len(message) <= _LONGEST_MESSAGE else message[: _LONGEST_MESSAGE - 3] + "..."
-        )
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
-
-    @property
-    def body(self) -> dict[str, Any]:
-        default = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = _TYPES.get(self.status, default)
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-    @property
-    def response(self) -> "JSONAnswer":
-        return JSONAnswer(self.body, self.status, self.headers)
-
-
-class JSONAnswer(Response):
-    """A JSON object."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        return json_bytes(content)
-
-
-def json_bytes(value: Any) -> bytes:
-    """`value` as JSON in UTF-8. Half surrogate pairs become JSON's escapes."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "backslashreplace")
-
-
-def bad_argument(error: ValueError, fields: Collection[str]) -> RequestError:
-    """Of a message of the engine, which may begin with one of `fields`, the names that the body has."""
-    message = str(error)
-    name = message.partition(" ")[0]
-    return RequestError(400, message, param=name if name in fields else None)
-
-
-def bad_field(param: str, message: str, code: str | None = None) -> RequestError:
-    return RequestError(400, message, param=param, code=code)
-
-
-_REFUSALS = {
-    "queue_full": (429, "too many requests wait; try again later"),
-    "draining": (503, "the server is shutting down and accepts no more requests"),
-    "engine_dead": (503, "the engine has stopped; the server must be started again"),
-    "no_replica": (503, "no replica of the model can answer now; try again later"),
-    "capacity": (503, "pinned prefixes leave too little memory for this request"),
-    "cancelled": (503, "the server ended the request before its answer was complete"),
-}
-"""Status and message of each code with which a server refuses right requests."""
-
-
-def refusal(code: str) -> RequestError:
-    """The error of a request that may be sent again; `code` is a key of `_REFUSALS`."""
-    status, message = _REFUSALS[code]
-    return RequestError(status, message, code=code, headers={"retry-after": "1"})
-
-
-def short(value: Any) -> str:
-    """A JSON value as a few characters of JSON, for messages."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else _SHORT.repr(value)
 
 
 class BrokenAnswerError(Exception):
@@ -276,10 +181,10 @@ def _refused(reason: str, accepted: str = "Authorization: Bearer and a key of th
     return RequestError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
-# ---- hosts
+# ---- the header Host
 
 
-class HostCheck:
+class HostHeaderCheck:
     """ASGI middleware. Refuses requests whose header Host names another machine.
 
     A web page can let a name of its own point to this machine. The browser then takes the server for the
@@ -293,8 +198,8 @@ class HostCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            hosts = [_without_port(value) for name, value in scope["headers"] if name == b"host"]
-            if not all(host in self._names or _is_loopback(host) for host in hosts):
+            named = [_without_port(value) for name, value in scope["headers"] if name == b"host"]
+            if not all(name in self._names or _is_loopback(name) for name in named):
                 message = (
                     "the header Host names another machine; accepted: localhost, and the names in "
                     "allowed_hosts"
@@ -306,8 +211,8 @@ class HostCheck:
         await self._app(scope, receive, send)
 
 
-def add_host_check(app: Starlette, settings: ServerSettings) -> None:
-    """Add the host check that the settings ask for. Warns where every machine can send requests."""
+def add_host_header_check(app: Starlette, settings: ServerSettings) -> None:
+    """Add the check of the header that the settings ask for. Warns where every machine can send requests."""
     if settings.api_keys:
         return
     if not _is_loopback(settings.host):
@@ -317,17 +222,17 @@ def add_host_check(app: Starlette, settings: ServerSettings) -> None:
             "" if settings.admin_key else ", and sees the operator's page and the metrics",
         )
     elif "*" not in settings.allowed_hosts:
-        app.add_middleware(HostCheck, names=(settings.host, *settings.allowed_hosts))
+        app.add_middleware(HostHeaderCheck, names=(settings.host, *settings.allowed_hosts))
 
 
-def _is_loopback(host: str) -> bool:
+def _is_loopback(address: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(address).is_loopback
     except ValueError:
-        return host.lower() == "localhost"
+        return address.lower() == "localhost"
 
 
 def _without_port(value: bytes) -> str:
-    host = value.decode("latin-1").strip().lower()
-    parts = re.fullmatch(r"(?:\[([^]]*)\]|([^:]*))(?::\d*)?", host)
-    return (parts[1] or parts[2] or "") if parts else host
+    text = value.decode("latin-1").strip().lower()
+    parts = re.fullmatch(r"(?:\[([^]]*)\]|([^:]*))(?::\d*)?", text)
+    return (parts[1] or parts[2] or "") if parts else text

@@ -19,7 +19,8 @@ from ..inference.engines.streams import AsyncStream
 from ..monitor import Monitor
 from ..request import RequestResult, SamplingParams
 from ..text import TextCodec
-from .gate import ENDED_BY, JSONAnswer, RequestError, bad_argument, json_bytes, refusal
+from .errors import JSONAnswer, RequestError, bad_argument, json_bytes, refusal
+from .gate import ENDED_BY
 from .http_answers import AnswerText, Form, Piece, usage
 from .metrics import metrics_text
 from .requests import AnswerRequest

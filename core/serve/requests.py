@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from ..validation import INT32_MAX, INT64_MAX, ints_within
-from .gate import RequestError, bad_field, short
+from .errors import RequestError, bad_field, short
 
 MAX_CHOICES = 128
 MAX_BIASES = 1024

@@ -17,7 +17,7 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel
 from .app import make_app
 from .connections import Connection, FailedAccepts, raise_descriptor_limit
-from .gate import add_host_check
+from .gate import add_host_header_check
 from .service import Service
 from .settings import ServerSettings, listen
 
@@ -44,7 +44,7 @@ def serve(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: ServerS
     """
     raise_descriptor_limit()
     app = make_app(engine, loaded, settings)
-    add_host_check(app, settings)
+    add_host_header_check(app, settings)
     try:
         listener = listen(settings.host, settings.port)
     except OSError as error:

@@ -15,7 +15,8 @@ from ..loaded_model import LoadedModel, LoadedText
 from ..request import SamplingParams
 from ..text import TextCodec
 from ..validation import INT64_MAX
-from .gate import RequestError, bad_argument, bad_field, engine_salt, refusal
+from .errors import RequestError, bad_argument, bad_field, refusal
+from .gate import engine_salt
 from .generation import Choice, EngineFacts, GeneratedAnswer, Job, ServedEngine, StreamedAnswer, before
 from .http_answers import Form
 from .requests import MAX_CHOICES, AnswerRequest, ChatRequest, CompletionRequest, Context

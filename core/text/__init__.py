@@ -1,5 +1,9 @@
 """Text in and out of a model: tokenizer, chat template, and what a checkpoint says about its answers.
 
+codec                   text to tokens and back, while they come; a checkpoint's defaults
+chat                    chat templates, and where chats that begin alike branch
+byte_tokenizer          the tokenizer of models whose tokens are bytes
+
 May import the files of the root alone; no model and no engine.
 """
 

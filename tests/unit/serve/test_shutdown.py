@@ -19,7 +19,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 from mambaslots.serve import ServerSettings, serve
-from mambaslots.serve.gate import add_host_check
+from mambaslots.serve.gate import add_host_header_check
 from oracle.served import serving, small_config, tiny_loaded
 from oracle.texts import blocks_of
 from starlette.applications import Starlette
@@ -232,7 +232,7 @@ def test_streams_that_nobody_reads_hold_no_process() -> None:
 def test_a_page_with_a_name_of_its_own_is_refused(host: str, status: int) -> None:
     settings = ServerSettings(model_name="tiny", allowed_hosts=("Chat.example",))
     app = Starlette(routes=[Route("/", lambda request: Response())])
-    add_host_check(app, settings)
+    add_host_header_check(app, settings)
     statuses = []
 
     async def send(message: Any) -> None:
@@ -260,7 +260,7 @@ def test_a_server_that_everybody_reaches_warns(
     settings: dict[str, Any], checks: int, warns: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = Starlette()
-    add_host_check(app, ServerSettings(model_name="tiny", **settings))
+    add_host_header_check(app, ServerSettings(model_name="tiny", **settings))
     assert len(app.user_middleware) == checks
     messages = [record.getMessage() for record in caplog.records if record.name == "mambaslots.serve"]
     assert len(messages) == (warns is not None)
