@@ -55,7 +55,7 @@ test-fleet: $(FOR_DEV)
 
 test-host: $(FOR_DEV)
 	@test -n "$(MEGATRON)" || { \
-	  echo "make test-host MEGATRON=CHECKOUT needs a checkout of NVIDIA/Megatron-LM at core_r0.19.0"; exit 1; }
+	  echo "make test-host MEGATRON=CHECKOUT needs a checkout of NVIDIA/Megatron-LM (core_r0.19.0, main)"; exit 1; }
 	$(BIN)/python tests/host/host_tests.py "$(MEGATRON)" $(if $(ARGS),-- $(ARGS))
 
 test-gpus: $(FOR_DEV)

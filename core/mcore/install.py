@@ -22,16 +22,17 @@ from ..version import VERSION
 from . import admission, cached_answers, lifecycle, mixer, stages
 from .host_record import NO_SLOTS, HostStats, record_of
 from .overrides import (
-    REGISTRY,
     MissingHostError,
     Original,
     OtherSettingsError,
     apply,
+    hashes_of_tree,
+    overrides_for,
     owner_class,
     unknown_methods,
 )
-from .slot_allocator import HostSlotAllocator, Settings
-from .versions import DYNAMIC_CONTEXT, TESTED_VERSIONS, hashes_in
+from .slot_allocator import HostCapacityError, HostSlotAllocator, Settings
+from .versions import DYNAMIC_CONTEXT, KV_ALLOCATOR, TESTED_VERSIONS, series_of, version_of_tree
 
 _ALLOCATOR_MODULE = "megatron.core.inference.contexts.mamba_slot_allocator"
 CORRECTIONS = (admission, cached_answers, lifecycle, mixer, stages)
@@ -124,14 +125,17 @@ def install(
     boolean("cache_answers", cache_answers)
     settings, version = Settings(plan, eviction, cache_answers), _host_version()
     name = version.partition("+")[0]
-    installation = Installation(name, len(REGISTRY), settings)
+    overrides = overrides_for(series_of(vars(owner_class(KV_ALLOCATOR))))
+    installation = Installation(name, len(overrides), settings)
     if _applied:
         _require_same(HostSlotAllocator.settings, settings)
         return installation
     built_contexts.clear()
-    _applied.extend(apply(REGISTRY, version))
+    _applied.extend(apply(overrides, version))
     for module in (_ALLOCATOR_MODULE, DYNAMIC_CONTEXT.partition(":")[0]):
         _replace(importlib.import_module(module), "MambaSlotAllocator", HostSlotAllocator)
+    if hasattr(own := importlib.import_module(_ALLOCATOR_MODULE), "MambaSlotCapacityError"):
+        _replace(own, "MambaSlotCapacityError", HostCapacityError)
     context = owner_class(DYNAMIC_CONTEXT)
     _replace(context, "initialize_all_tensors", _noting(context.initialize_all_tensors))
     HostSlotAllocator.settings = settings
@@ -163,18 +167,12 @@ def describe_outlook() -> str:
     root = next((root for root in roots if (root / "megatron" / "core").is_dir()), None)
     if root is None:
         return "nothing: megatron-core is not installed"
-    name = versions()["megatron-core"].partition("+")[0]
-    host = "a megatron-core without a version" if name == "not installed" else f"megatron-core {name}"
-    by_owner = {owner: hashes_in(root, owner) for owner in {entry.owner for entry in REGISTRY}}
-    hashes = {
-        entry.name: by_owner[entry.owner][entry.method]
-        for entry in REGISTRY
-        if entry.method in by_owner[entry.owner]
-    }
-    if objections := unknown_methods(REGISTRY, hashes):
-        return f"refuse {host}: {'; '.join(objections)}"
+    name, (overrides, hashes) = version_of_tree(root), hashes_of_tree(root)
+    if objections := unknown_methods(overrides, hashes):
+        return f"refuse megatron-core {name}: {'; '.join(objections)}"
     tested = "tested" if name in TESTED_VERSIONS else f"not tested; tested are {', '.join(TESTED_VERSIONS)}"
-    return f"install on {host} ({tested}): the sources of all {len(REGISTRY)} replaced methods are known"
+    known = f"the sources of all {len(overrides)} replaced methods are known"
+    return f"install on megatron-core {name} ({tested}): {known}"
 
 
 def _host_version() -> str:

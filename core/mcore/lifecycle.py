@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..parallel_groups import ParallelGroups
 from ..validation import INT32_MAX
 from .host_record import NO_SLOTS, HostRecord, record_of
 from .overrides import override
@@ -21,19 +21,23 @@ _BATCH_INVARIANT_KERNELS = "megatron.core.transformer.custom_layers.batch_invari
 
 @override(DYNAMIC_CONTEXT, "_allocate_mamba_cache", faults=(14, 15))
 def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: float) -> None:
-    """Give every pipeline stage as many slots as the poorest one can afford.
+    """Give every pipeline stage as many slots as the poorest one can afford. A collective.
 
-    The stock method sizes each stage alone, so that stages evict and skip differently. Here a stage without
-    Mamba layers takes the number of the others.
+    The stock method of 0.19 sizes each stage alone, so that stages evict and skip differently; that of 0.20
+    divides by zero on a stage without Mamba layers. Here such a stage takes the number of the others.
     """
     _warn_of_batch_invariance()
     host = importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])
-    stages = ParallelGroups(pipeline=self.pipeline_parallel_group)  # a collective, so that all stages agree
-    slots, poorest_gb = min(stages.gather((_affordable_slots(self, mamba_gb), mamba_gb)))
+    own = _affordable_slots(self, mamba_gb)
+    slots = _fewest(own, self.pipeline_parallel_group, host)
     if slots < 1:
+        elsewhere = (
+            f", room for {own} durable slots on this pipeline stage, but another stage has room for fewer "
+            "than one"
+        )
         raise ValueError(
-            f"prefix_caching_mamba_gb is {poorest_gb}; accepted: enough prefix cache budget for the scratch "
-            "of one step and one durable state, on every pipeline stage"
+            f"prefix_caching_mamba_gb is {mamba_gb}{elsewhere if own else ''}; accepted: enough prefix cache "
+            "budget for the scratch of one step and one durable state, on every pipeline stage"
         )
     self.mamba_slot_allocator = host.MambaSlotAllocator(
         context=self,
@@ -60,6 +64,15 @@ def _warn_of_batch_invariance() -> None:
             "batch_invariant_mode is on, and does not cover Mamba layers: the bits of an answer "
             "depend on where the answer resumed, because decodes round states otherwise than prefills do"
         )
+
+
+def _fewest(slots: int, group: Any, host: Any) -> int:
+    """The smallest of the pipeline stages' numbers."""
+    if host.get_pg_size(group) == 1:
+        return slots
+    fewest = torch.tensor(slots, dtype=torch.int64, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(fewest, op=torch.distributed.ReduceOp.MIN, group=group)
+    return int(fewest)
 
 
 def _state_bytes(context: Any) -> int:
@@ -89,8 +102,8 @@ def reset_metadata(
     """
     passed = dict(named, preserve_prefix_cache=True) if preserve_prefix_cache else named
     original(self, **passed)
-    self._pending_mamba_restores.clear()
-    self._pending_mamba_zeros.clear()
+    for queue in ("_pending_mamba_restores", "_pending_mamba_zeros"):
+        getattr(self, queue, []).clear()
     record_of(self).clear()
     allocator = getattr(self, "mamba_slot_allocator", None)
     if allocator is None:
@@ -142,21 +155,21 @@ def reinitialize_inference_state_buffers(original: Callable[..., None], self: An
     original(self)
 
 
-@override(MAMBA_METADATA, "allocate_slot", faults=(8,))
+@override(MAMBA_METADATA, "allocate_slot", faults=(8,), series=("0.19",))
 def allocate_slot(original: Callable[..., Tensor | None], self: Any) -> Tensor | None:
     """A copy of the slot number; the stock method returns a view of the free stack, which changes later."""
     slot = original(self)
     return slot if slot is None else slot.clone()
 
 
-@override(MAMBA_METADATA, "batch_allocate_slots", faults=(8,))
+@override(MAMBA_METADATA, "batch_allocate_slots", faults=(8,), series=("0.19",))
 def batch_allocate_slots(original: Callable[..., Tensor | None], self: Any, num_slots: int) -> Tensor | None:
     """A copy of the slot numbers; the stock method returns a view of the free stack."""
     slots = original(self, num_slots)
     return slots if slots is None else slots.clone()
 
 
-@override(DYNAMIC_CONTEXT, "resume_paused_requests", faults=(24,))
+@override(DYNAMIC_CONTEXT, "resume_paused_requests", faults=(24,), series=("0.19",))
 def resume_paused_requests(
     original: Callable[..., Any], self: Any, active_request_count: int, newly_paused_request_ids: Any
 ) -> Any:

@@ -80,7 +80,7 @@ def update_intermediate_metadata(
     self.intermediate_count = len(chunks)
 
 
-@override(MAMBA_MIXER, "_ssm_prefill", faults=(3,))
+@override(MAMBA_MIXER, "_ssm_prefill", faults=(3,), series=("0.19",))
 def ssm_prefill(
     original: Callable[..., Tensor],
     self: Any,

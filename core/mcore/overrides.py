@@ -4,10 +4,11 @@ import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
-from .versions import KNOWN_SOURCES, source_hash
+from .versions import KNOWN_SOURCES, KV_ALLOCATOR, SERIES, hashes_in, series_of, source_hash
 
 Replacement = Callable[..., Any]
 """Called as `replacement(original, self, *args, **kwargs)`; `original` is the host's own method."""
@@ -33,12 +34,14 @@ class Override:
         owner: "module:Class" in megatron-core.
         method: the name of the replaced method.
         faults: the faults that the override helps to correct, as numbered in docs/megatron.md.
+        series: of megatron-core, those with the faults.
         replacement: the new method; the replacement's docstring says what changes and why.
     """
 
     owner: str
     method: str
     faults: tuple[int, ...]
+    series: tuple[str, ...]
     replacement: Replacement
 
     @property
@@ -56,14 +59,29 @@ REGISTRY: list[Override] = []
 """Every override, in the order of definition."""
 
 
-def override(owner: str, method: str, *, faults: tuple[int, ...]) -> Callable[[Replacement], Replacement]:
+def override(
+    owner: str, method: str, *, faults: tuple[int, ...], series: tuple[str, ...] = SERIES
+) -> Callable[[Replacement], Replacement]:
     """Register the decorated function as the replacement of `owner`'s method."""
 
     def register(replacement: Replacement) -> Replacement:
-        REGISTRY.append(Override(owner, method, faults, replacement))
+        REGISTRY.append(Override(owner, method, faults, series, replacement))
         return replacement
 
     return register
+
+
+def overrides_for(series: str) -> list[Override]:
+    """What is replaced in a host of this series."""
+    return [entry for entry in REGISTRY if series in entry.series]
+
+
+def hashes_of_tree(root: Path) -> tuple[list[Override], dict[str, str]]:
+    """What is replaced in the megatron-core in the folder `root`, and override -> hash of what is there."""
+    by_owner = {owner: hashes_in(root, owner) for owner in {entry.owner for entry in REGISTRY}}
+    overrides = overrides_for(series_of(by_owner[KV_ALLOCATOR]))
+    found = [entry for entry in overrides if entry.method in by_owner[entry.owner]]
+    return overrides, {entry.name: by_owner[entry.owner][entry.method] for entry in found}
 
 
 Original = tuple[Any, str, Callable[..., Any]]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import MambaSlotCapacityError
 from ..inference.contexts.cache.checkpoint_plan import (
     CheckpointPlan,
     checked_boundaries,
@@ -20,7 +21,7 @@ from ..inference.kernels.state_copy import copy_states
 from ..inference.kernels.state_tensors import StateTensors
 from ..validation import integer, integers, shown
 from .cached_answers import AnswerStates
-from .host_record import check_lengths, record_of
+from .host_record import HostCallError, check_lengths, record_of
 
 _MOST_OFFSETS = 3  # a request's, as megatron-core sizes its scratch
 _logger = logging.getLogger(__package__)
@@ -33,6 +34,16 @@ class Settings:
     plan: CheckpointPlan = field(default_factory=CheckpointPlan)
     eviction: PolicyChoice | None = None
     cache_answers: bool = True
+
+
+class HostCapacityError(MambaSlotCapacityError):
+    """Fewer durable slots are free or can be freed than the host asks for; says it in the host's words."""
+
+    def __str__(self) -> str:
+        return (
+            f"Mamba cache requires {self.required} new durable slots, but only {self.available} free or "
+            "evictable slots are available"
+        )
 
 
 @dataclass(frozen=True)
@@ -62,10 +73,10 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     def __init__(self, context: Any, *args: Any, **kwargs: Any) -> None:
         self._plan = self.settings.plan
-        self._plan.check_block_size(context.block_size_tokens)
+        self._grid = grid = _kernels_grid(context)
+        self._block_size = block = int(getattr(context, "block_size_tokens", grid))
+        self._plan.check_block_size(block)
         super().__init__(context, *args, **kwargs)
-        self._block_size = block = int(context.block_size_tokens)
-        self._grid = grid = int(getattr(context, "ssm_chunk_alignment", None) or context.mamba_chunk_size)
         if block % grid:
             warnings.warn(
                 f"block_size_tokens is {block}, no multiple of the SSD chunk ({grid}): most block boundaries "
@@ -118,6 +129,12 @@ class HostSlotAllocator(MambaSlotAllocator):
     def intermediate_ssm_out(self) -> Tensor:
         return self._scratch.ssm
 
+    def _device(self) -> torch.device:
+        """Where the live states are; as the host's own, on the current device where there are none."""
+        if getattr(self.context, "mamba_ssm_states", None) is None:
+            return torch.device(torch.cuda.current_device())
+        return super()._device()
+
     # ---- restores
 
     def pin_restore(self, block_id: int) -> None:
@@ -146,7 +163,43 @@ class HostSlotAllocator(MambaSlotAllocator):
             self.unpin(slot)
         self._restore_pins.clear()
 
-    # ---- hashes
+    # ---- slots of the host's own calls, and hashes
+
+    def allocate_slots_batch(self, block_ids: list[int]) -> list[int]:
+        """See the base. In 0.20 as the host's own, which frees no state of a block that a request holds.
+
+        Raises:
+            HostCapacityError: too few slots can be freed; nothing is changed.
+        """
+        blocks = self._checked_blocks(block_ids)
+        if hasattr(self.context.kv_block_allocator, "pool_size"):
+            self._evict_as_host(blocks)
+        return self.slots.allocate(blocks)
+
+    def _evict_as_host(self, blocks: Sequence[int]) -> None:
+        """Make room for the blocks' states by evicting states of blocks that no request holds.
+
+        Where neither `install` nor the host chose otherwise, the state of the block that the host used
+        longest ago goes first.
+        """
+        kv, slot_of = self.context.kv_block_allocator, self.slots.tree.slot_by_block
+        required = len({block for block in blocks if block not in slot_of})
+        missing = required - self.free_count
+        if missing <= 0:
+            return
+        fixed = {*self.slots.pins, *map(slot_of.get, blocks)}
+        block_of = {
+            slot: block
+            for block, slot in slot_of.items()
+            if slot not in fixed and not kv.block_ref_counts[block]
+        }
+        if len(block_of) < missing:
+            raise HostCapacityError(required, len(block_of) + self.free_count)
+        states = set(slot_of.values())
+        victims = self.slots.next_victims(len(block_of), states.difference(block_of))
+        if self.settings.eviction is None and hasattr(kv, "block_timestamps"):
+            victims.sort(key=lambda slot: int(kv.block_timestamps[block_of[slot]]))
+        self.slots.evict(missing, states.difference(victims[:missing]))
 
     def register_block_hashes_batch(self, block_ids: list[int], hashes: list[int]) -> None:
         """See the base; a block without a slot gets one with a zero state, where a slot is free.
@@ -381,6 +434,20 @@ class HostSlotAllocator(MambaSlotAllocator):
                     else self._new_states(self.max_slots, device)
                 )
         self._backup = None
+
+
+def _kernels_grid(context: Any) -> int:
+    """The tokens after which the kernels can store a state; a HostCallError where they cannot store any."""
+    if householder := getattr(context, "gdp_num_householder", 0):
+        raise HostCallError(
+            f"context.gdp_num_householder is {householder}; accepted: 0, as megatron-core's kernels of gated "
+            "delta products store no states for a prefix cache; pass enable_prefix_caching=False"
+        )
+    chunk = int(context.mamba_chunk_size)
+    grid = int(getattr(context, "ssm_chunk_alignment", None) or chunk)
+    if grid % chunk:
+        raise HostCallError(f"context.ssm_chunk_alignment is {grid}; accepted: a multiple of {chunk}")
+    return grid
 
 
 @torch.inference_mode(False)

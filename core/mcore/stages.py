@@ -13,7 +13,7 @@ from ..parallel_groups import ParallelGroups
 from .overrides import override
 from .versions import DYNAMIC_CONTEXT, STATE_CONFIG
 
-_MAMBA, _ATTENTION = "M", frozenset("*D")  # megatron-core's layer letters; D is sparse attention
+_RECURRENT, _ATTENTION = "MG", frozenset("*D")  # megatron-core's layer letters; D is sparse attention
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,12 @@ class Stage:
 
     @property
     def has_mamba(self) -> bool:
-        return self.states is not None and _MAMBA in self.states.layer_type_list
+        return self.states is not None and _recurrent_layers(self.states) > 0
+
+
+def _recurrent_layers(states: Any) -> int:
+    """How many layers have a state: Mamba's, or gated delta nets."""
+    return sum(layer in _RECURRENT for layer in states.layer_type_list)
 
 
 def _live_bytes(config: Any, states: Any) -> int:
@@ -49,7 +54,7 @@ def _live_bytes(config: Any, states: Any) -> int:
     ssm = math.prod(states.ssm_states_shape) * states.ssm_states_dtype.itemsize
     drafts = config.num_speculative_tokens
     copies = 1 + (drafts + 1 if drafts else 0)
-    return int(states.layer_type_list.count(_MAMBA) * (conv + ssm) * copies)
+    return int(_recurrent_layers(states) * (conv + ssm) * copies)
 
 
 def _memory_bytes(config: Any) -> int:

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import textwrap
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,32 +22,41 @@ MAMBA_METADATA = "megatron.core.inference.contexts.attention_context.mamba_metad
 MAMBA_MIXER = "megatron.core.ssm.mamba_mixer:MambaMixer"
 INFERENCE_REQUEST = "megatron.core.inference.inference_request"
 
-TESTED_VERSIONS = ("0.19.0", "0.19.2")
-"""The versions of megatron-core that the tests run on."""
+TESTED_VERSIONS = ("0.19.0", "0.19.2", "0.20.0")
+"""The versions of megatron-core that the tests run on; 0.20.0 is the main branch of August 2026."""
+
+SERIES = ("0.19", "0.20")
+"""Versions that call things alike. "0.20" has mended some faults: see `Override.series`."""
+
+
+def series_of(kv_allocator_methods: Container[str]) -> str:
+    """The series of a host, by what its KVBlockAllocator defines."""
+    return "0.20" if "get_allocatable_count" in kv_allocator_methods else "0.19"
+
 
 KNOWN_SOURCES: Mapping[str, tuple[str, ...]] = {
-    "DynamicInferenceContext.__init__": ("1b85f7fa6906",),
-    "DynamicInferenceContext._allocate_mamba_cache": ("8de33f45a913",),
+    "DynamicInferenceContext.__init__": ("1b85f7fa6906", "5332a915923d"),
+    "DynamicInferenceContext._allocate_mamba_cache": ("8de33f45a913", "0b015282f82d"),
     "DynamicInferenceContext._compute_prefix_match": ("75443ab421ba",),
     "DynamicInferenceContext._execute_pending_mamba_ops": ("a2d4b745bb7b",),
-    "DynamicInferenceContext.add_request": ("2972e743c72d",),
+    "DynamicInferenceContext.add_request": ("2972e743c72d", "b76e797d6081"),
     "DynamicInferenceContext.commit_sampled_tokens": ("f126a1138c7b",),
     "DynamicInferenceContext.deallocate_inference_state_buffers": ("e00620db8c52",),
     "DynamicInferenceContext.reinitialize_inference_state_buffers": ("13c01816012d",),
     "DynamicInferenceContext.release_memory_blocks_from_request_indexes": ("86b563b5708d",),
-    "DynamicInferenceContext.reset_metadata": ("b00e03d114d2",),
+    "DynamicInferenceContext.reset_metadata": ("b00e03d114d2", "c22305e2da43"),
     "DynamicInferenceContext.resume_paused_requests": ("c3f9a29767ba",),
-    "DynamicInferenceContext.update_requests": ("8824320f6b11",),
-    "KVBlockAllocator.register_kv_block_hashes": ("fe88abb8b311",),
+    "DynamicInferenceContext.update_requests": ("8824320f6b11", "ec7caa934999"),
+    "KVBlockAllocator.register_kv_block_hashes": ("fe88abb8b311", "333edf2d4bf6"),
     "MHAMetadata.set_state_data": ("0bbbda3871e5",),
-    "MambaInferenceStateConfig.from_model": ("177c5f3cb681",),
+    "MambaInferenceStateConfig.from_model": ("177c5f3cb681", "32826d187cea"),
     "MambaMetadata._update_intermediate_metadata": ("0c1846bd6ff9",),
     "MambaMetadata.allocate_slot": ("954c20084d9b",),
     "MambaMetadata.batch_allocate_slots": ("7807ca751d15",),
-    "MambaMetadata.compute_cpu_metadata": ("1a033751a4ef",),
+    "MambaMetadata.compute_cpu_metadata": ("1a033751a4ef", "027b1bbc77e5"),
     "MambaMixer._ssm_prefill": ("b9d99a9d3c1e",),
 }
-"""Method -> the hashes of its known sources; each is that of 0.19.0 to 0.19.2."""
+"""Method -> the hashes of its known sources: of 0.19.0 to 0.19.2, and of 0.20.0 where that differs."""
 
 
 @functools.cache
@@ -81,6 +90,20 @@ def hashes_in(root: Path, owner: str) -> dict[str, str]:
         for part in node.body
         if isinstance(part, ast.FunctionDef)
     }
+
+
+def version_of_tree(root: Path) -> str:
+    """What the megatron-core in the folder `root` says of its version, as "0.19.2"."""
+    path = root / "megatron" / "core" / "package_info.py"
+    numbers = {
+        target.id: node.value.value
+        for node in (_parsed(path.read_text()).body if path.is_file() else ())
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    parts = [numbers.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
+    return "without a version" if None in parts else ".".join(map(str, parts)) + str(numbers["PRE_RELEASE"])
 
 
 def _parsed(source: str) -> ast.Module:

@@ -16,7 +16,7 @@ parallelism, once `parallel_state` knows of it, a process has its stage of the m
 its heads. `SHAPES["8b"]` is as large as Nemotron-H-8B.
 
 Context, engine, controller, mixer and kernels are megatron-core's own, unmodified, of whichever version is
-installed (0.19). Nothing here knows of mambaslots.
+installed (0.19, 0.20). Nothing here knows of mambaslots.
 """
 
 import os
@@ -38,9 +38,11 @@ from .megatron_engine import (
     Served,
     add,
     finish,
+    free_blocks,
     hybrid_model,
     load_stage,
     make_engine,
+    num_blocks,
     serve,
     step,
     use_cuda_graphs,
@@ -50,5 +52,5 @@ from .shapes import SHAPES, TINY, Shape
 __all__ = [
     "on_this_machine", "what_runs", "hybrid_model", "load_stage", "make_engine", "serve", "add", "step",
     "finish", "Served", "HybridModel", "Shape", "SHAPES", "TINY", "BLOCK", "SSD_CHUNK", "VOCABULARY",
-    "cpu_as_gpu", "use_cuda_graphs",
+    "cpu_as_gpu", "use_cuda_graphs", "num_blocks", "free_blocks",
 ]  # fmt: skip

@@ -20,6 +20,7 @@ with warnings.catch_warnings():  # of optional packages that are not here
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
     from megatron.core.inference.contexts import dynamic_context
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs  # noqa: F401 - fla warns
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.ssm import mamba_mixer
     from megatron.core.tensor_parallel import random

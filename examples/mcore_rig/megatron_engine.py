@@ -171,7 +171,7 @@ def make_engine(
         ),
     )
     slots = None if context.mamba_slot_allocator is None else context.mamba_slot_allocator.max_slots
-    built = (context.kv_block_allocator.total_count - 1, slots)
+    built = (num_blocks(context) - 1, slots)
     if built != (num_kv_blocks, num_mamba_slots if prefix_caching else None):
         raise RuntimeError(f"megatron-core made {built} KV blocks and state slots of {options}")
     wrapper = GPTInferenceWrapper(model, context)
@@ -181,6 +181,18 @@ def make_engine(
     )
     controller = TextGenerationController(inference_wrapped_model=wrapper, tokenizer=tokenizer)
     return DynamicInferenceEngine(controller, context)
+
+
+def num_blocks(context: DynamicInferenceContext) -> int:
+    """KV blocks with the dummy one: `total_count` in 0.19, `pool_size` in 0.20."""
+    kv = context.kv_block_allocator
+    return int(kv.pool_size if hasattr(kv, "pool_size") else kv.total_count)
+
+
+def free_blocks(context: DynamicInferenceContext) -> int:
+    """KV blocks in the free pool: `total_avail` in 0.19, `pool_avail` in 0.20."""
+    kv = context.kv_block_allocator
+    return int(kv.pool_avail if hasattr(kv, "pool_avail") else kv.total_avail)
 
 
 def use_cuda_graphs(model: HybridModel, wanted: bool) -> None:

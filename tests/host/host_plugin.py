@@ -7,6 +7,8 @@ megatron-core's helper needs NCCL and packages for training. Without a GPU, or w
 megatron-core uses, `mcore_rig` stands in for them.
 """
 
+import asyncio
+import inspect
 import json
 import os
 import sys
@@ -82,7 +84,8 @@ def _seed(seed: int, *rest: object, **named: object) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set the machine up, and install the drop-in where MAMBASLOTS_HOST is "ours"."""
-    config.addinivalue_line("markers", "internal: megatron-core's")
+    for mark in ("internal", "asyncio"):
+        config.addinivalue_line("markers", f"{mark}: megatron-core's")
     _serve_helpers()
     _around.enter_context(mcore_rig.on_this_machine())
     if not torch.cuda.is_available():
@@ -99,6 +102,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure() -> None:
     Path(os.environ["MAMBASLOTS_OUTCOMES"]).write_text(json.dumps(_report))
     _around.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a coroutine to its end, as pytest-asyncio does."""
+    if not inspect.iscoroutinefunction(pyfuncitem.function):
+        return None
+    names = inspect.signature(pyfuncitem.function).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

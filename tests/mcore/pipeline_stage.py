@@ -23,7 +23,8 @@ from typing import Any
 import mambaslots.mcore
 import mcore_rig
 import torch
-from mcore.recurrent_host import BLOCK, MODES, RecurrentHost, cpu_as_gpu, make_context, tokens
+from mcore.recurrent_host import BLOCK, MODES, SERIES, RecurrentHost, cpu_as_gpu, make_context, tokens
+from mcore_rig import free_blocks, num_blocks
 from megatron.core import parallel_state
 
 Options = tuple[dict[str, Any], dict[str, Any]]
@@ -38,6 +39,9 @@ SERVED: dict[str, Options] = {
     "no Mamba layers and no budget": ({"prefix_caching_mamba_gb": 0, "layers": "*-"}, {"layers": "M*"}),
 }
 """How the two stages differ."""
+
+SERVED_BY_STOCK = tuple(SERVED) if SERIES == "0.19" else ("budgets", "layer counts", "shares of memory")
+"""Those that megatron-core alone gets to the end of; in the others stages of 0.20 wait for each other."""
 
 REFUSED: dict[str, Options] = {
     "no room for a state": ({}, {"prefix_caching_mamba_gb": 1e-7}),
@@ -58,7 +62,8 @@ class Watched(RecurrentHost):
         context, slots = self.context, self.context.mamba_slot_allocator
         kv = context.kv_block_allocator
         states = [] if slots is None else sorted(slots.hash_to_block_id)
-        self.seen.append([context.active_token_count, kv.total_avail, sorted(kv.kv_hash_to_block_id), states])
+        hashes = sorted(kv.kv_hash_to_block_id)
+        self.seen.append([context.active_token_count, free_blocks(context), hashes, states])
         return super().step(*arguments, **named)
 
 
@@ -78,7 +83,7 @@ def serve_context(options: dict[str, Any]) -> dict[str, Any]:
     slots = context.mamba_slot_allocator
     return {
         "slots": None if slots is None else slots.max_slots,
-        "blocks": context.kv_block_allocator.total_count,
+        "blocks": num_blocks(context),
         "requests": context.max_requests,
         "resumed": resumed,
         "seen": host.seen,
@@ -86,7 +91,7 @@ def serve_context(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def contexts(rank: int) -> dict[str, Any]:
-    """Every case with mambaslots, and those that megatron-core alone gets to the end of without."""
+    """Every case with mambaslots, and those that megatron-core alone gets to the end of."""
 
     def report(options: Options) -> Any:
         try:
@@ -97,7 +102,7 @@ def contexts(rank: int) -> dict[str, Any]:
     with cpu_as_gpu():
         with mambaslots.mcore.installed():
             ours = {name: report(options) for name, options in (SERVED | REFUSED).items()}
-        stock = {name: report(options) for name, options in SERVED.items()}
+        stock = {name: report(SERVED[name]) for name in SERVED_BY_STOCK}
     return {"ours": ours, "stock": stock}
 
 

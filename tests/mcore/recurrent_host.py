@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from mambaslots.mcore.versions import series_of
 from mcore_rig import cpu_as_gpu as cpu_as_gpu
 
 with warnings.catch_warnings():  # of optional packages that are not here
@@ -24,10 +25,13 @@ with warnings.catch_warnings():  # of optional packages that are not here
         PrefixCachingEvictionPolicy,
     )
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+    from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
     from megatron.core.inference.inference_request import DynamicInferenceRequest
     from megatron.core.inference.sampling_params import SamplingParams
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+SERIES = series_of(vars(KVBlockAllocator))
+"""Of the megatron-core that the tests run on."""
 BLOCK, CHUNK, WIDTH = 8, 4, 4
 STATE_BYTES = 4 * (WIDTH + 1)
 KV_BLOCK_BYTES = 4 * 2 * BLOCK

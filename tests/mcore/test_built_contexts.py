@@ -149,12 +149,12 @@ def test_a_version_that_is_not_tested_is_named_although_its_sources_are_known(
 ) -> None:
     with mambaslots.mcore.installed():
         assert "tested" not in caplog.text
-    monkeypatch.setattr(megatron.core, "__version__", "0.20.0+abc")
+    monkeypatch.setattr(megatron.core, "__version__", "0.21.0+abc")
     with mambaslots.mcore.installed() as installation:
-        assert installation.megatron_core == "0.20.0"
+        assert installation.megatron_core == "0.21.0"
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("mambaslots.mcore", "WARNING")
-    assert record.getMessage().startswith("megatron-core 0.20.0 is not among the tested versions (0.19.0, ")
+    assert record.getMessage().startswith("megatron-core 0.21.0 is not among the tested versions (0.19.0, ")
     assert record.getMessage().endswith("all replaced methods have known sources")
 
 

@@ -11,6 +11,7 @@ from mambaslots.inference.contexts import mamba_slot_allocator
 from mambaslots.mcore import slot_allocator
 from mambaslots.mcore.mixer import carried_windows
 from mcore.recurrent_host import BLOCK, WIDTH, RecurrentHost, cpu_as_gpu, make_context, tokens
+from mcore_rig import free_blocks
 from megatron.core.inference.contexts import dynamic_context
 
 
@@ -206,7 +207,7 @@ def test_fault_13_a_request_that_does_not_fit_leaves_nothing_behind(what: str) -
 def picture(context: Any) -> list[Any]:
     kv, slots = context.kv_block_allocator, context.mamba_slot_allocator
     return [
-        kv.total_avail,
+        free_blocks(context),
         kv.block_ref_counts.tolist(),
         dict(kv.kv_hash_to_block_id),
         slots.free_count,

@@ -9,8 +9,8 @@ import mambaslots.mcore
 import mcore_rig
 import pytest
 import torch
-from mcore.pipeline_stage import REFUSED, SERVED, prompts
-from mcore.recurrent_host import make_context
+from mcore.pipeline_stage import REFUSED, SERVED, SERVED_BY_STOCK, prompts
+from mcore.recurrent_host import SERIES, make_context
 from oracle.fresh_process import run_script
 
 ROOT = Path(__file__).parents[2]
@@ -66,19 +66,22 @@ def test_fault_15_the_poorest_stage_decides_for_all(name: str, reports: list[dic
     assert any(one["resumed"]) is (one["slots"] is not None)
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_fault_15_stock_stages_skip_differently(name: str, reports: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", SERVED_BY_STOCK)
+def test_fault_15_stock_stages_of_0_19_skip_differently(name: str, reports: list[dict[str, Any]]) -> None:
     one, other = (report["stock"][name] for report in reports)
-    assert one["resumed"] != other["resumed"]
+    assert (one["resumed"] != other["resumed"]) is (SERIES == "0.19")
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_fault_15_what_one_stage_cannot_do_every_stage_refuses(
     name: str, reports: list[dict[str, Any]]
 ) -> None:
-    one, other = (report["ours"][name] for report in reports)
-    assert one == other
-    assert REFUSAL[name] in one["error"]
+    one, other = (report["ours"][name]["error"] for report in reports)
+    assert REFUSAL[name] in other
+    if name == "no room for a state":
+        assert "room for 16 durable slots on this pipeline stage, but another stage has" in one
+    else:
+        assert one == other
 
 
 def test_a_model_without_mamba_layers_stays_one_without_states(machine: None) -> None:

@@ -304,12 +304,10 @@ def test_without_megatron_core_a_sentence_says_what_installs_it(
 def test_an_unknown_host_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(dynamic_context.DynamicInferenceContext, "resume_paused_requests", lambda self: None)
+    monkeypatch.setattr(dynamic_context.DynamicInferenceContext, "add_request", lambda self: None)
     assert main([script(tmp_path, "")]) == 1
     (line,) = said(capsys)
-    assert re.match(
-        r"mambaslots.mcore: error: megatron-core .*resume_paused_requests is not one we know", line
-    )
+    assert re.match(r"mambaslots.mcore: error: megatron-core .*add_request is not one we know", line)
 
 
 def test_without_cuda_only_what_is_not_set_is_set(

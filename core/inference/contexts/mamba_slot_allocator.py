@@ -74,7 +74,7 @@ class MambaSlotAllocator:
         self._dtypes = conv_states_dtype, ssm_states_dtype
         self._num_blocks = _block_count(context)
         policy = checked_policy("context.prefix_caching_eviction_policy", self._policy())
-        self._durable = self._new_states(self.max_slots, _device_of_live_states(context))
+        self._durable = self._new_states(self.max_slots, self._device())
         kv = context.kv_block_allocator
         tree = kv.tree if isinstance(kv, KVBlockAllocator) else PrefixTree(self._num_blocks, self._hash_of)
         self.slots = StateSlots(self.max_slots, policy, tree)
@@ -83,6 +83,10 @@ class MambaSlotAllocator:
             kv.observe_deregistration(self.on_kv_blocks_deregistered)
         elif hasattr(kv, "on_blocks_deregistered"):
             kv.on_blocks_deregistered = self.on_kv_blocks_deregistered
+
+    def _device(self) -> torch.device:
+        """Where the live states are."""
+        return _device_of_live_states(self.context)
 
     def _hash_of(self, block: int) -> int:
         """The block's prefix hash in the host's KV index, or -1."""

@@ -311,7 +311,7 @@ def test_fault_20_a_block_that_is_no_multiple_of_the_ssd_chunk_is_not_passed_ove
     with pytest.raises(ValueError, match="accepted: a multiple of 4, because"):
         make_context(block_size_tokens=6)
     with pytest.warns(UserWarning, match="no multiple of the SSD chunk"):
-        host_allocator(ssm_chunk_alignment=3)
+        host_allocator(ssm_chunk_alignment=6)
 
 
 # ---- cost, by counting
