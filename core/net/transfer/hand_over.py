@@ -188,13 +188,11 @@ class TransferChannel:
         A failure within this replica, for instance a lost rank, is no miss: it raises, because ranks may then
         differ.
         """
-        access, began = self._open("receive", "destination"), False
+        access = self._open("receive", "destination")
 
         def received() -> Incoming:
-            nonlocal began
             session = self._begin(access, timeout_s)
             assert isinstance(session, Destination)
-            began = True
             forest = session.in_time(lambda: session.collect(access))
 
             def fill(placement: Placement) -> None:
@@ -205,8 +203,7 @@ class TransferChannel:
         try:
             return import_received(access, received)
         except (TransferError, CopyError) as error:
-            if began:
-                self._fail("was not received", error, error.__cause__ or error)
+            self._fail("was not received", error, error.__cause__ or error)
             return ImportReport(failure=described(error))
         except BaseException as error:
             self._drop(described(error))
