@@ -249,17 +249,17 @@ def _serve_until_signal(handle: Any, server: ServerSettings, settings: FleetSett
 @contextmanager
 def _signals() -> Iterator[list[signal.Signals]]:
     """The signals so far; the third one ends the process, as it does without a handler."""
-    came: list[signal.Signals] = []
+    received: list[signal.Signals] = []
 
     def note(number: int, frame: object) -> None:
-        came.append(signal.Signals(number))
-        if len(came) > 1:
+        received.append(signal.Signals(number))
+        if len(received) > 1:
             for each in before:
                 signal.signal(each, signal.SIG_DFL)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield came
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

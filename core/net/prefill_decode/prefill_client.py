@@ -144,7 +144,7 @@ class PrefillClient:
         self.give_up(reason)
 
     def give_up(self, reason: str) -> None:
-        """Answer every question with the failure; the worker hears of it where it is connected."""
+        """Answer every question with the failure; each one is cancelled at the worker, too."""
         for one in self._pending.values():
             one.resolve(RemotePrefill(failure=reason))
 
