@@ -27,6 +27,7 @@ IMPORTS := tests/unit/test_package.py -k "import"
 .PHONY: demo serve test test-ranks test-long test-poison test-fleet test-host test-gpus lint wheel house docs bench clean
 
 demo: $(FOR_DEMO)
+	@echo "A small model serves 8 conversations without the cache, and then with it: one to three minutes."
 	$(BIN)/python examples/serve_conversations.py $(ARGS)
 
 serve: $(FOR_SERVER)

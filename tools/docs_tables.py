@@ -264,8 +264,8 @@ def demo() -> str:
     cold, warm = (result["ttft_ms"][side]["mean"] for side in ("without_cache", "with_cache"))
     return paragraph(f"""
         `make demo` serves {result["conversations"]} conversations with a small model on a CPU, without the
-        cache and with it. With the cache, {100 * share:.0f} % of the prompt tokens are resumed, the first
-        token comes after {warm:.0f} instead of {cold:.0f} ms, and all answers are equal.""")
+        cache and with it. With the cache, {100 * share:.0f} % of the prompt tokens are resumed, the mean
+        time to the first token is {warm:.0f} instead of {cold:.0f} ms, and all answers are equal.""")
 
 
 def readme() -> str:

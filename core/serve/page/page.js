@@ -13,9 +13,9 @@ const REASONS = {
   state_evicted: "a state was there and was evicted",
   kv_evicted: "the prefix was there; its KV is gone",
   capacity: "a state was planned; no slot was free",
-  state_not_taken: "KV is there; the plan took no state that deep",
-  branch_first_seen: "the first prompt that leaves a path here",
-  partial_block: "after the last whole block; whole blocks, if any, are known",
+  state_not_taken: "KV is there; the plan stored no state that deep",
+  branch_first_seen: "the first prompt to depart from earlier ones here",
+  partial_block: "the rest, shorter than a block, of a known prompt",
   last_token: "last block of a known prompt, for its logits",
   never_seen: "no earlier request had this prefix",
   disabled: "no caching, or log-probs of these are wanted",
@@ -28,7 +28,7 @@ const CAUSES = {
   rolled: "a later state of the same answer replaced it",
   discarded: "the model's results were no numbers",
   by_host: "the host dropped it",
-  reset: "all prefixes were forgotten",
+  reset: "all prefixes were dropped",
 };
 
 let snapshot = null;
@@ -81,8 +81,8 @@ function showTiles() {
   const aSecond = (name) => count(Math.round(sum(name) / Math.max(1, Math.min(NOW_S, snapshot.uptime_s))));
   const tiles = [
     ["Hit rate, last minute", share(sum("resumed"), sum("prompt")), `${share(tokens.resumed, tokens.prompt)} since the start`],
-    ["First token after (p50)", duration(latency.ttft_s.p50), `p90 ${duration(latency.ttft_s.p90)}`],
-    ["Between tokens (p50)", duration(latency.inter_token_s.p50), `p90 ${duration(latency.inter_token_s.p90)}`],
+    ["First token (p50)", duration(latency.ttft_s.p50), `p90 ${duration(latency.ttft_s.p90)}`],
+    ["Next tokens (p50)", duration(latency.inter_token_s.p50), `p90 ${duration(latency.inter_token_s.p90)}`],
     ["Prompt tokens / s", aSecond("prompt"), `${count(tokens.prompt)} since the start`, tokens.prompt],
     ["Generated tokens / s", aSecond("generated"), `${count(tokens.generated)} since the start`, tokens.generated],
     ["Time saved, about", duration(tokens.saved_s), `${count(tokens.resumed)} prompt tokens not computed`, tokens.resumed],
@@ -139,10 +139,11 @@ function showPool(name, size, parts, all) {
 
 function showPools() {
   const { pools: { states, kv }, engine } = snapshot;
-  showPool("states", `${count(states.total)} slots of ${bytes(states.bytes_each)}, ${bytes(states.total * states.bytes_each)} in all`, [
+  const slots = states.total + states.live;
+  showPool("states", `${count(slots)} slots of ${bytes(states.bytes_each)}, ${bytes(slots * states.bytes_each)} in all`, [
     ["pinned", "pinned", states.pinned], ["committed", "not pinned", Math.max(0, states.committed - states.pinned)],
     ["reserved", "reserved", states.reserved], ["live", "running requests", states.live], ["free", "free", states.free],
-  ], states.total);
+  ], slots);
   showPool("kv", `${count(kv.total)} of ${count(kv.block_size_tokens)} tokens, ${bytes(kv.total * kv.bytes_each)} in all`,
     [["held", "held", kv.held], ["cached", "cached", kv.cached], ["free", "free", kv.free]], kv.total);
   showPool("queue", `at most ${count(engine.max_requests)} run`,

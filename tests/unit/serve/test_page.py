@@ -101,7 +101,7 @@ def test_every_figure_of_the_snapshot_is_on_the_page(visit: Any) -> None:
     assert page.texts("#tiles .value")[:3] == [share(resumed, prompt), "12 ms", "12 ms"]
 
     parts = {"pinned": 5, "not pinned": 35, "reserved": 2, "running requests": 3, "free": 19}
-    assert page.texts("#states-legend li") == [f"{name} {n} ({share(n, 64)})" for name, n in parts.items()]
+    assert page.texts("#states-legend li") == [f"{name} {n} ({share(n, 67)})" for name, n in parts.items()]
     blocks = {"held": 40, "cached": 150, "free": 66}
     assert page.texts("#kv-legend li") == [f"{name} {n} ({share(n, 256)})" for name, n in blocks.items()]
     assert page.texts("#queue-legend li") == ["running 3 (18.8 %)", "waiting 2 (12.5 %)"]
