@@ -38,8 +38,7 @@ test: $(FOR_DEV)
 	$(BIN)/python -m $(PYTEST) $(TWO_AT_A_TIME) $(HANGS_END) -m "$(QUICK)" --durations 30 $(ARGS)
 
 test-ranks: $(FOR_DEV)
-	for ranks in 2 4; do \
-	  export CUDA_VISIBLE_DEVICES=; $(call on_ranks,-m "$(QUICK)" tests/net $(ARGS)) || exit 1; done
+	OMP_NUM_THREADS=1 $(BIN)/python -P tests/oracle/forked_ranks.py 2 4 -- $(HANGS_END) -m "$(QUICK)" tests/net $(ARGS)
 
 test-long: $(FOR_DEV)
 	$(if $(ARGS),,$(MAKE) test-ranks QUICK="$(LONG)")

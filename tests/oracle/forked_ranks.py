@@ -1,0 +1,95 @@
+"""Runs pytest as several ranks, like torchrun: `python -P tests/oracle/forked_ranks.py 2 4 -- tests/net`.
+
+One run for each number of ranks. Ranks are forks of a process that has imported what all of them import: 5 s
+of CPU time. Forks use no GPU. A rank that fails ends the others. Rank 0 speaks; what the others say goes to
+files, of which the ends are shown where a run fails.
+"""
+
+import gc
+import os
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+NUM_LINES = 60
+"""Shown of what a silent rank said, where a run fails."""
+
+
+def main() -> int:
+    end = sys.argv.index("--")
+    os.environ |= {
+        "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1",
+    }  # fmt: skip
+    import mambaslots.hf.load  # noqa: F401
+
+    gc.freeze()
+    for number in sys.argv[1:end]:
+        agent = os.fork()
+        if not agent:
+            os._exit(run(int(number), sys.argv[end + 1 :]))
+        if code := os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1]):
+            return abs(code)
+    return 0
+
+
+def run(number: int, arguments: list[str]) -> int:
+    """The largest exit code of so many ranks."""
+    said = Path(tempfile.mkdtemp(prefix="ranks-"))
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    os.environ |= {"MASTER_PORT": str(port), "WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+    ranks: dict[int, int] = {}  # process -> rank
+    for rank in range(number):
+        process = os.fork()
+        if not process:
+            be(rank, said / f"{rank}.log", arguments)
+        ranks[process] = rank
+    from torch.distributed import TCPStore
+
+    store = TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    worst = 0
+    while ranks:
+        process, status = os.wait()
+        code, rank = os.waitstatus_to_exitcode(status), ranks.pop(process)
+        if code and not worst:
+            worst = abs(code)
+            print(f"rank {rank} of {number} ended with exit code {code}", flush=True)
+            for other in ranks:
+                os.kill(other, signal.SIGTERM)
+    del store
+    for log in sorted(said.iterdir()):
+        if worst:
+            lines = log.read_text(errors="replace").splitlines()
+            print(f"== {log}", *lines[-NUM_LINES:], sep="\n", flush=True)
+        else:
+            log.unlink()
+    if not worst:
+        said.rmdir()
+    return worst
+
+
+def be(rank: int, log: Path, arguments: list[str]) -> None:
+    """Run the tests as this rank, in a process of its own."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    code = 1
+    try:
+        if rank:
+            file = os.open(log, os.O_WRONLY | os.O_CREAT)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+        import pytest
+
+        code = pytest.main(["-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin", *arguments])
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
