@@ -25,7 +25,11 @@ _OPTIONS_BY_FIELD = {
     "plan is": "--plan is",
     "plan has": "--plan has",
 }
-_POOL_SIZES = ("num_mamba_slots", "num_kv_blocks")
+_SAME_NAMES = (
+    "num_mamba_slots", "num_kv_blocks", "block_size_tokens", "max_requests", "max_tokens_per_step",
+    "max_sequence_length", "num_speculative_tokens", "durable_state_dtype", "batch_invariant", "free_memory",
+)  # fmt: skip
+"""Options that are called as the fields of `InferenceConfig`."""
 
 
 def chosen_device(options: argparse.Namespace) -> torch.device:
@@ -70,27 +74,19 @@ def inference_config(
     spec: HybridStateSpec, options: argparse.Namespace, context: int | None
 ) -> InferenceConfig:
     """The configuration that the options name; `serving_config` chooses what they leave out."""
-    sizes = {name: getattr(options, name) for name in _POOL_SIZES}
-    if all(size is None for size in sizes.values()):
-        sizes["total_gb"] = options.memory_gb
-    elif sizes["num_kv_blocks"] is None:
+    settings = {name: getattr(options, name) for name in _SAME_NAMES}
+    if options.num_mamba_slots is options.num_kv_blocks is None:
+        settings["total_gb"] = options.memory_gb
+    elif options.num_kv_blocks is None:
         raise ValueError("--num-kv-blocks is missing; accepted: both pools with sizes, or none")
     try:
         return serving_config(
             spec,
             context,
-            block_size_tokens=options.block_size_tokens,
-            max_requests=options.max_requests,
-            max_tokens_per_step=options.max_tokens_per_step,
-            max_sequence_length=options.max_sequence_length,
             enable_prefix_caching=not options.no_prefix_caching,
-            num_speculative_tokens=options.num_speculative_tokens,
-            durable_state_dtype=options.durable_state_dtype,
-            batch_invariant=options.batch_invariant,
-            free_memory=options.free_memory,
             host_cache_gb=options.host_gb,
             disk_cache=options.disk,
-            **sizes,
+            **settings,
             **OursRow(options.eviction, options.plan).changes(),
         )
     except ValueError as error:

@@ -6,9 +6,8 @@ how the states follow from the config.
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,12 +82,24 @@ class Architecture:
         return self.prefix + kind
 
 
+_MAMBA2_FIELDS = {
+    "heads": ("mamba_n_heads", "mamba_num_heads", "num_heads"),
+    "head_dim": ("mamba_d_head", "mamba_head_dim", "head_dim"),
+    "groups": ("mamba_n_groups", "n_groups"),
+    "state_dim": ("mamba_d_state", "ssm_state_size", "state_size"),
+    "conv_kernel": ("mamba_d_conv", "conv_kernel"),
+    "grid": ("mamba_chunk_size", "chunk_size"),
+}
+"""What configs call the arguments of `mamba2_states`; the first name that a config has."""
+
+
 def _mamba2(
-    fields: Mapping[str, str], config: Any, layers: int, dtype: torch.dtype, state_dtype: torch.dtype,
-    groups: ParallelGroups,
-) -> tuple[StateTensor, ...]:  # fmt: skip
-    """`fields`: the config's names of the arguments of `mamba2_states`."""
-    sizes = {argument: getattr(config, field) for argument, field in fields.items()}
+    config: Any, layers: int, dtype: torch.dtype, state_dtype: torch.dtype, groups: ParallelGroups
+) -> tuple[StateTensor, ...]:
+    sizes = {
+        argument: next(getattr(config, name) for name in names if hasattr(config, name))
+        for argument, names in _MAMBA2_FIELDS.items()
+    }
     sizes |= {name: part_of(sizes[name], groups) for name in ("heads", "groups")}
     return mamba2_states(layers=layers, conv_dtype=dtype, ssm_dtype=state_dtype, **sizes)
 
@@ -115,20 +126,6 @@ def _short_conv(
     return short_conv_states(layers=layers, channels=channels, conv_kernel=config.conv_L_cache, dtype=dtype)
 
 
-_BAMBA_FIELDS = {
-    "heads": "mamba_n_heads", "head_dim": "mamba_d_head", "groups": "mamba_n_groups",
-    "state_dim": "mamba_d_state", "conv_kernel": "mamba_d_conv", "grid": "mamba_chunk_size",
-}  # fmt: skip
-_NEMOTRON_FIELDS = {
-    "heads": "mamba_num_heads", "head_dim": "mamba_head_dim", "groups": "n_groups",
-    "state_dim": "ssm_state_size", "conv_kernel": "conv_kernel", "grid": "chunk_size",
-}  # fmt: skip
-_MAMBA2_FIELDS = {
-    "heads": "num_heads", "head_dim": "head_dim", "groups": "n_groups",
-    "state_dim": "state_size", "conv_kernel": "conv_kernel", "grid": "chunk_size",
-}  # fmt: skip
-
-
 def _qwen(prefix: str) -> Architecture:
     return Architecture(
         prefix, "GatedDeltaNet", GatedDeltaNetForward, _gated_delta_net,
@@ -138,17 +135,17 @@ def _qwen(prefix: str) -> Architecture:
 
 ARCHITECTURES: dict[str, Architecture] = {
     "bamba": Architecture(
-        "Bamba", "Mixer", Mamba2Forward, partial(_mamba2, _BAMBA_FIELDS),
+        "Bamba", "Mixer", Mamba2Forward, _mamba2,
         branches=two_branches("mamba", "feed_forward", ("input_layernorm", "pre_ff_layernorm")),
         returned=lambda hidden: (hidden, None), final_norm="final_layernorm", is_stack=True,
     ),
     "falcon_h1": Architecture(
-        "FalconH1", "Mixer", Mamba2Forward, partial(_mamba2, _BAMBA_FIELDS),
+        "FalconH1", "Mixer", Mamba2Forward, _mamba2,
         branches=falcon_h1_branches, returned=lambda hidden: (hidden,), final_norm="final_layernorm",
         mixer_layers=frozenset({"hybrid"}), attention_layers=frozenset({"hybrid"}),
     ),
     "granitemoehybrid": Architecture(
-        "GraniteMoeHybrid", "MambaLayer", Mamba2Forward, partial(_mamba2, _BAMBA_FIELDS),
+        "GraniteMoeHybrid", "MambaLayer", Mamba2Forward, _mamba2,
         branches=granite_branches,
     ),
     "lfm2": Architecture(
@@ -158,12 +155,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         activation=None, mixer_layers=frozenset({"conv"}),
     ),
     "mamba2": Architecture(
-        "Mamba2", "Mixer", Mamba2Forward, partial(_mamba2, _MAMBA2_FIELDS), layer=None,
+        "Mamba2", "Mixer", Mamba2Forward, _mamba2, layer=None,
         final_norm=None,  # its residual stream may be wider than its weights
         attention_layers=frozenset(),
     ),
     "nemotron_h": Architecture(
-        "NemotronH", "Mamba2Mixer", Mamba2Forward, partial(_mamba2, _NEMOTRON_FIELDS),
+        "NemotronH", "Mamba2Mixer", Mamba2Forward, _mamba2,
         layer="Block", branches=nemotron_h_branches, final_norm="norm_f", is_stack=True,
         activation="mamba_hidden_act", other_layers=frozenset({"mlp", "moe"}),
     ),

@@ -125,15 +125,6 @@ class ServedModel:
         architecture = self._architecture
         name = architecture.named(architecture.mixer)
         mixers = modules_of(self.model, name)
-        for module in self.model.modules():
-            is_convolved = any(isinstance(child, nn.Conv1d) for child in module.children())
-            if is_convolved and type(module).__name__ != name:
-                raise ValueError(
-                    f"the model has a mixer {type(module).__name__}; accepted: "
-                    + ", ".join(
-                        sorted({row.named(row.mixer) for row in architectures.ARCHITECTURES.values()})
-                    )
-                )
         self._check_count(name, mixers, architecture.mixer_layers)
         for layer, mixer in enumerate(mixers):
             forward = architecture.forward(mixer, layer, self._step)

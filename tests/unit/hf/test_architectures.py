@@ -122,7 +122,7 @@ def test_another_class_of_mixer_is_refused_by_name() -> None:
     model = architectures.skeleton(tiny_config("bamba"), torch.float32)
     mixer = model.model.layers[2].mamba
     mixer.__class__ = type("NewMixer", (type(mixer),), {})
-    with pytest.raises(ValueError, match=r"mixer NewMixer; accepted: BambaMixer, .*Qwen3Next"):
+    with pytest.raises(ValueError, match="1 modules BambaMixer; accepted: 2"):
         ServedModel(model)
 
 
