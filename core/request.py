@@ -44,13 +44,12 @@ class SamplingParams:
             three times: 1.7.
         logit_bias: token id -> what is added to its logit, from -100 to 100; kept as ascending pairs.
         min_tokens: no stop token ends the answer before it has so many tokens.
-        ignore_eos: no stop token ends the answer, also none of `stop_token_ids`. Over HTTP, as in vLLM, those
+        ignore_eos: no token ends the answer. Over HTTP, as in vLLM, those
             of the request still do.
         seed: seed of this request's random numbers. Token i depends on the seed, on i and on the distribution
             only; the batch, pauses and restarts change nothing. None makes a seed of the engine's seed and
             the request id, so requests without a seed differ from one another.
-        termination_id: token that ends the answer, as its last token; None or -1 for no such token.
-        stop_token_ids: more tokens that end the answer.
+        stop_token_ids: tokens that end the answer, as its last token.
         return_log_probs: return one log-prob per generated token, under the model's own distribution (before
             temperature, top_k and top_p).
         num_top_log_probs: return so many of the most likely tokens at the position of each generated token,
@@ -82,7 +81,6 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     seed: int | None = None
-    termination_id: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     return_log_probs: bool = False
     num_top_log_probs: int = 0
@@ -90,7 +88,7 @@ class SamplingParams:
     prompt_log_probs_start: int = 1
     num_generated: int = 0
     greedy: bool = field(init=False, repr=False)
-    stops: tuple[int | None, ...] = field(init=False, repr=False)
+    stops: tuple[int, ...] = field(init=False, repr=False)
     has_penalties: bool = field(init=False, repr=False)
     changes_logits: bool = field(init=False, repr=False)
 
@@ -101,7 +99,7 @@ class SamplingParams:
             self, integer, min_tokens=(0, length), num_generated=(0, length - 1), num_top_log_probs=(0, 20),
             prompt_log_probs_start=(1, INT32_MAX),
         )  # fmt: skip
-        check_fields(self, integer, or_none=True, top_k=(0,), seed=(0, INT64_MAX), termination_id=(-1,))
+        check_fields(self, integer, or_none=True, top_k=(0,), seed=(0, INT64_MAX))
         check_fields(self, real, or_none=True, temperature=(0.0,), top_p=(0.0, 1.0))
         check_fields(
             self, real, min_p=(0.0, 1.0), repetition_penalty=(0.01, 100.0), frequency_penalty=(-2.0, 2.0),
@@ -116,7 +114,7 @@ class SamplingParams:
         if self.temperature is None:
             greedy = not self.top_k and self.top_p is None
         set_field(self, "greedy", greedy)
-        set_field(self, "stops", () if self.ignore_eos else (self.termination_id, *self.stop_token_ids))
+        set_field(self, "stops", () if self.ignore_eos else self.stop_token_ids)
         penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
         set_field(self, "has_penalties", penalties != (1.0, 0.0, 0.0))
         changes = self.has_penalties or self.logit_bias or self.min_tokens or (self.min_p and not greedy)

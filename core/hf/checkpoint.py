@@ -53,13 +53,6 @@ class Checkpoint(ExitStack):
             self.close()
             raise
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all tensors on disk."""
-        return sum(
-            torch.Size(self.shape(name)).numel() * self._stored_dtype(name).itemsize for name in self._files
-        )
-
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 

@@ -251,12 +251,9 @@ def load_weights(
                 _place(model, name, made)
                 del made
             progress.loaded(empty.nbytes)
-        stored_bytes = checkpoint.num_bytes
     model.tie_weights(missing_keys=set(sources.missing), recompute_mapping=False)
     if blocks is not None:
-        in_memory = sum(weight.nbytes for weight in model.parameters())
-        message = "%s: FP8 in blocks of %d x %d, %d bytes on disk; as %s, %d bytes in memory"
-        logger.info(message, folder, *blocks, stored_bytes, model.dtype, in_memory)
+        logger.info("%s: FP8 in blocks of %d x %d, loaded as %s", folder, *blocks, model.dtype)
 
 
 def _place(model: nn.Module, name: str, tensor: Tensor) -> None:

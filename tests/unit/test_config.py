@@ -68,7 +68,6 @@ def test_a_bad_configuration_is_refused(overrides: dict[str, object], message: s
         ({"seed": -1}, "seed is -1"),
         ({"seed": 2**63}, "seed is 9223372036854775808"),
         ({"seed": 1.5}, "seed is 1.5"),
-        ({"termination_id": -2}, "termination_id is -2"),
         ({"stop_token_ids": (3, "x")}, r"stop_token_ids\[1\] is 'x'"),
         ({"return_log_probs": 1}, "return_log_probs is 1"),
     ],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...parallel_groups import ParallelGroups
 from ...request import SamplingParams
-from ...validation import instance, integer, integers, is_unordered, optional_integer, shown
+from ...validation import instance, integer, integers, is_unordered, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.hashing import PrefixHashChain, SaltKey, drawn_key, given_key, salt_bytes
 from ..contexts.dynamic_context import DynamicInferenceContext
@@ -51,11 +51,10 @@ class RequestFactory:
             raise ValueError(f"{name} is empty; accepted: at least one token")
         sampling = SamplingParams() if sampling_params is None else sampling_params
         instance("sampling_params", sampling, SamplingParams)
-        optional_integer("termination_id", sampling.termination_id, -1, vocab_size - 1)
         integers("stop_token_ids", sampling.stop_token_ids, 0, vocab_size - 1)
         if sampling.logit_bias:
             integers("logit_bias", [token for token, _ in sampling.biases], 0, vocab_size - 1)
-        if sampling.min_tokens and len({*sampling.stops} - {None, -1}) == vocab_size:
+        if sampling.min_tokens and len({*sampling.stops}) == vocab_size:
             raise ValueError(
                 f"min_tokens is {sampling.min_tokens} and every token is a stop token; accepted: fewer"
             )

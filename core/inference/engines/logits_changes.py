@@ -217,8 +217,7 @@ class LogitsChanges:
             sampling = step.request.sampling
             listed += [(row, token, bias) for token, bias in sampling.biases]
             if step.num_generated + number < sampling.min_tokens:
-                ends = {token for token in sampling.stops if token is not None and token >= 0}
-                listed += [(row, token, -math.inf) for token in sorted(ends)]
+                listed += [(row, token, -math.inf) for token in sorted({*sampling.stops})]
         if not listed:
             return None
         where, tokens, biases = zip(*listed, strict=True)

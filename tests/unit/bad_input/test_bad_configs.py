@@ -67,7 +67,6 @@ SAMPLING_ARGUMENTS: dict[str, Bad] = {
     "top_k": bad.integer(0, optional=True),
     "top_p": bad.real(0, 1, optional=True).also(0, 0.0, -0.0),
     "seed": bad.integer(0, 2**63 - 1, optional=True),
-    "termination_id": bad.integer(-1, optional=True),
     "stop_token_ids": bad.ids(0, good=(3,)),
     "return_log_probs": bad.boolean(),
     "num_top_log_probs": bad.integer(0, 20),

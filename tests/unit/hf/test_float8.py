@@ -82,12 +82,7 @@ def test_weights_are_elements_times_scales(
         assert torch.equal(weight, expected[name] if name in expected else plain[name].double()), name
     assert len(expected) > 10
     (record,) = caplog.records
-    size = (tmp_path / "model.safetensors").stat().st_size
-    on_disk, in_memory = (
-        int(word) for word in record.getMessage().split() if word.isdecimal() and len(word) > 4
-    )
-    assert size - 2**15 < on_disk < size
-    assert in_memory == sum(8 * weight.numel() for weight in plain.values())
+    assert record.getMessage().endswith(": FP8 in blocks of 16 x 12, loaded as torch.float64")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -89,7 +89,7 @@ def test_an_answer_that_stops_leaves_nothing_of_the_step_behind_it(ends_after: i
     engines = [small_engine(block_size_tokens=BLOCK, async_scheduling=on) for on in (True, False)]
     for engine in engines:
         other = engine.add_request(random_tokens(14, seed=9), greedy())
-        stopped = engine.add_request(PROMPT, greedy(termination_id=stop))
+        stopped = engine.add_request(PROMPT, greedy(stop_token_ids=(stop,)))
         results = run_checked(engine)
         assert results[stopped].tokens == tokens[:ends_after]
         assert results[stopped].finish_reason == "stop"
@@ -113,7 +113,7 @@ def test_a_request_is_cancelled_while_its_next_step_runs() -> None:
 def test_an_idle_engine_keeps_no_request_whose_next_step_ran(ended_by: str) -> None:
     engine = ahead()
     tokens = engine.generate([PROMPT], greedy())[0].tokens
-    stop = {"termination_id": tokens[3]} if ended_by == "stop" else {}
+    stop = {"stop_token_ids": (tokens[3],)} if ended_by == "stop" else {}
     request_id = engine.add_request(PROMPT, greedy(**stop))
     for _ in range(tokens.index(tokens[3]) + 1):
         assert engine.has_unfinished_requests()

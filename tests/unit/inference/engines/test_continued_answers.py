@@ -115,7 +115,6 @@ def test_a_failed_step_costs_a_part_no_token(fails_at: int, monkeypatch: pytest.
     [
         (3, {}, "num_generated is 3 and the prompt has 3 tokens"),
         (2, {"stop_token_ids": (7,)}, "the last token that was generated ends the answer"),
-        (2, {"termination_id": 7}, "the last token that was generated ends the answer"),
         (1, {"max_tokens": 255}, "2 \\+ 255 tokens; accepted: together at most"),
     ],
 )

@@ -193,10 +193,8 @@ def test_an_answer_ends_at_a_stop_token_which_it_includes() -> None:
     tokens, _ = expected_answer(tuple(prompt), 12)
     stop = tokens[5]
     first = tokens.index(stop)
-    for params in (
-        ms.SamplingParams(max_tokens=12, termination_id=stop),
-        ms.SamplingParams(max_tokens=12, stop_token_ids=(stop,)),
-    ):
+    for stops in ((stop,), (stop, stop)):
+        params = ms.SamplingParams(max_tokens=12, stop_token_ids=stops)
         (result,) = engine.generate([prompt], params)
         assert result.tokens == tokens[: first + 1]
         assert result.finish_reason == "stop"

@@ -87,12 +87,12 @@ def test_rows_behind_the_first_wrong_draft_do_not_count(data: st.DataObject) -> 
     drafts = tuple(data.draw(st.lists(st.integers(0, 2), max_size=4)))
     bad = data.draw(st.lists(st.booleans(), min_size=len(drafts) + 1, max_size=len(drafts) + 1))
     drawn = data.draw(st.lists(st.integers(0, 2), min_size=len(bad), max_size=len(bad)))
-    stop = data.draw(st.sampled_from([-1, 2]))
+    stop = data.draw(st.sampled_from([VOCABULARY - 1, 2]))
     logits = torch.nn.functional.one_hot(torch.tensor(drawn), VOCABULARY).double() * 9
     for row, is_bad in enumerate(bad):
         if is_bad:
             logits[row] = torch.tensor(data.draw(st.sampled_from(BAD_ROWS)))
-    drafting, other = request(5, termination_id=stop), request(6)
+    drafting, other = request(5, stop_token_ids=(stop,)), request(6)
     steps = [step(drafting, 2, 3 + len(drafts), drafts), step(other, 0, 3)]
     sampled = sample_step(steps, torch.cat([logits, logits.new_ones(1, VOCABULARY)]))
     tokens = sampled.wait()

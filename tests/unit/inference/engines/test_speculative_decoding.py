@@ -183,7 +183,7 @@ class TestAnswers:
         tokens, _ = expected_answer(tuple(prompt), 12)
         stop = tokens[at]
         engine = speculating(most=5)
-        params = ms.SamplingParams(max_tokens=12, termination_id=stop, return_log_probs=True)
+        params = ms.SamplingParams(max_tokens=12, stop_token_ids=(stop,), return_log_probs=True)
         (result,) = engine.generate([prompt], params)
         assert result.tokens == tokens[: tokens.index(stop) + 1]
         assert len(result.log_probs) == len(result.tokens)
