@@ -42,7 +42,7 @@ def main() -> None:
     check_device(parser, options.device)
     import torch
     from mambaslots.inference.engines.logits_changes import LogitsChanges
-    from mambaslots.inference.engines.steps import sample_step
+    from mambaslots.inference.engines.steps import SampledStep
 
     device = torch.device(options.device)
     generator = torch.Generator(device).manual_seed(0)
@@ -54,7 +54,7 @@ def main() -> None:
         for name in SETTINGS:
             _wait(device)
             begun = time.perf_counter()
-            sampled = sample_step(steps[name], logits, changes[name])
+            sampled = SampledStep(steps[name], logits, changes[name])
             _wait(device)
             took = time.perf_counter() - begun
             sampled.wait()

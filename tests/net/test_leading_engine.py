@@ -273,7 +273,7 @@ def test_a_step_that_fails_on_some_ranks_breaks_the_engine_until_reset(ranks: li
         ranks = [rank for one in ranks for rank in (one, one + 2)]
     engine.add_request(PROMPTS[0])
     engine.step()
-    engine.call_on_all(fail_in, ranks, "sample_step")
+    engine.call_on_all(fail_in, ranks, "SampledStep")
     if 0 in ranks:
         with pytest.raises(InjectedError, match="on rank 0"):
             engine.step()

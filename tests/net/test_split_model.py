@@ -255,7 +255,7 @@ def test_a_rank_whose_step_failed_makes_no_other_until_all_are_reset(world: Worl
     engine.step()
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(steps, "sample_step", lambda *arguments: 1 / 0)
+            patch.setattr(steps, "SampledStep", lambda *arguments: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 engine.step()
         else:

@@ -46,7 +46,7 @@ POINTS: dict[str, tuple[Owner, str]] = {
     "end": (lambda e: e.context, "end_step"),
     "sample": (lambda e: steps, "sample"),
     "log_softmax": (lambda e: log_probs, "log_softmax"),
-    "sampled": (lambda e: steps, "sample_step"),
+    "sampled": (lambda e: steps, "SampledStep"),
     "waited": (lambda e: steps.SampledStep, "wait"),
     "leaving": (lambda e: e.context, "release"),
 }

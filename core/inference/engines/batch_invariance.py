@@ -46,7 +46,10 @@ class BatchInvariance:
         try:
             write_switches(SWITCHES)
             if spec.device.type == "cuda":
-                _fix_orders_of_addition(spec)
+                if any(tensor.name == "delta" and tensor.num_layers for tensor in spec.states):
+                    from ..kernels.delta import fix_orders_of_addition
+
+                    fix_orders_of_addition()
                 with on_device_of(spec.device):
                     self._check(model, config)
                     torch.cuda.empty_cache()
@@ -152,13 +155,6 @@ def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:
             f"{spec.groups.tensor_size} tensor ranks; accepted: True, because an all-reduce adds in an order "
             "that depends on the number of rows"
         )
-
-
-def _fix_orders_of_addition(spec: HybridStateSpec) -> None:
-    if any(tensor.name == "delta" and tensor.num_layers for tensor in spec.states):
-        from ..kernels.delta import fix_orders_of_addition
-
-        fix_orders_of_addition()
 
 
 def record(model: Model, spec: HybridStateSpec, config: InferenceConfig) -> list[Product]:

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import eq
@@ -22,12 +22,12 @@ from ...request import EarlyEnd, FinishReason, RequestResult
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.request import DynamicInferenceRequest
+from ..contexts.request import DynamicInferenceRequest, RequestStep
 from .drafter import Drafter
 from .engine_observer import NewTokens, Observers, StepReport
 from .runner import Model
 from .scheduler import Scheduler
-from .steps import SampledStep, StepRunner
+from .steps import StepRunner
 
 if TYPE_CHECKING:
     from .batch_invariance import BatchInvariance
@@ -222,18 +222,18 @@ class EngineState:
             raise RuntimeError("step is called on a suspended engine; resume it first")
         begun_s = time.perf_counter()
         with self._in_step(), self._on_device:
-            made, tokens = self.steps.make(model, self.scheduler)
-            report = self._end_step(made, tokens)
+            steps, tokens, invalid = self.steps.make(model, self.scheduler)
+            report = self._end_step(steps, tokens, invalid)
             if reports:
                 for result in report.finished if claims_results else ():
                     self.unclaimed.pop(result.request_id, None)
                 self.reports.append(report)
         admitted, self.scheduler.admitted = self.scheduler.admitted, {}
         if self.observers.known:
-            for one in made.steps:
+            for one in steps:
                 if not one.decoding and (one.num_resumed or one.request in admitted):
                     self.observers.notify("request_resumed", one)
-            self.observers.notify("step_made", made.steps, tokens, time.perf_counter() - begun_s)
+            self.observers.notify("step_made", steps, tokens, time.perf_counter() - begun_s)
 
     def pin(self, chain: PrefixHashChain) -> PinnedPrefix:
         with self.changing(MambaSlotCapacityError):
@@ -309,10 +309,12 @@ class EngineState:
 
     # ---- a step
 
-    def _end_step(self, made: SampledStep, tokens: NewTokens) -> StepReport:
-        """End the requests that are complete, and the invalid ones, whose logits are no numbers."""
-        reasons: dict[int, FinishReason] = dict.fromkeys(made.invalid, "invalid_logits")
-        for step in made.steps:
+    def _end_step(
+        self, steps: Sequence[RequestStep], tokens: NewTokens, invalid: Sequence[int]
+    ) -> StepReport:
+        """End the requests that are complete, and the `invalid` ones, whose logits are no numbers."""
+        reasons: dict[int, FinishReason] = dict.fromkeys(invalid, "invalid_logits")
+        for step in steps:
             request, reason = step.request, step.request.finish_reason
             if reason is not None and request.result is None:  # of a step ahead, requests may have ended
                 reasons.setdefault(request.request_id, reason)
@@ -326,7 +328,7 @@ class EngineState:
                 )
         finished = [self._end(self.requests[request_id], reason) for request_id, reason in reasons.items()]
         return StepReport(
-            admitted=tuple(s.request.request_id for s in made.steps if s.request in self.scheduler.admitted),
+            admitted=tuple(s.request.request_id for s in steps if s.request in self.scheduler.admitted),
             generated={request_id: new[-1] for request_id, new in tokens.items()},
             finished=tuple(finished),
             tokens=tokens,

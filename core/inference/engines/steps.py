@@ -50,13 +50,15 @@ class StepRunner:
         self._poison = MemoryPoison(context) if context.config.free_memory == "nan" else None
         self._looks_ahead = context.config.why_steps_wait(context.spec.device) is None
 
-    def make(self, model: Model, scheduler: Scheduler) -> tuple["SampledStep", NewTokens]:
-        """The next step and its tokens; a step of no request where nothing is to do."""
+    def make(
+        self, model: Model, scheduler: Scheduler
+    ) -> tuple[Sequence[RequestStep], NewTokens, Sequence[int]]:
+        """Make the next step: what requests did in it, their tokens, and the requests with invalid logits."""
         step, self.unread = self.unread, None
         if step is None or all(one.request.result is not None for one in step.steps):
             scheduled = scheduler.schedule()  # match, plan, hold KV blocks
             if not scheduled:
-                return SampledStep((), (), (), [], None), {}
+                return (), {}, ()
             step = self._launch(model, scheduled, None)
         ahead = self._looks_ahead and not (self.graphs and self.graphs.captures_next)
         if ahead and (following := scheduler.following(step.steps)):
@@ -67,7 +69,7 @@ class StepRunner:
             self._poison.check(step.invalid)
         if self.graphs is not None:
             self.graphs.after_step(model)
-        return step, tokens
+        return step.steps, tokens, step.invalid
 
     def forget(self) -> None:
         """Drop the step ahead and all counts of tokens: its requests are queued again, or have ended."""
@@ -87,7 +89,7 @@ class StepRunner:
         inputs = self._context.begin_step(scheduled, self.padded, sampled_tokens)  # reserve, publish
         if self._poison is not None:
             self._poison.fill()
-        sampled = sample_step(self._context.steps, self.run(model, inputs), self.logits_changes)
+        sampled = SampledStep(self._context.steps, self.run(model, inputs), self.logits_changes)
         # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
         self._context.end_step(sampled.num_accepted, sampled.is_valid)
         return sampled
@@ -122,36 +124,58 @@ class SampledStep:
             finite one are valid: they forbid tokens.
     """
 
-    def __init__(
-        self,
-        steps: Sequence[RequestStep],
-        scored: Sequence[RequestStep],
-        sampled: Sequence[RequestStep],
-        columns: list[Tensor],
-        drawn: Tensor | None,
-    ) -> None:
-        """Launch the copy of the results to the CPU.
-
-        `columns`: for each step of `scored` the log-probs and the largest logits of its rows; then, with
-        `sampled`, the drawn tokens and the largest logits of their rows; then the tokens' log-probs, if a
-        request returns them; then ids and log-probs of the most likely tokens of the rows that return those.
-        """
+    def __init__(self, steps: Sequence[RequestStep], logits: Tensor, changes: LogitsChanges) -> None:
+        """Choose tokens for the requests whose known tokens are all computed. Does not synchronise."""
         self.steps = steps
         self.invalid: tuple[int, ...] = ()
-        self._scored = scored
-        self._sampled = sampled
+        self._scored = [step for step in steps if step.scored_positions]
+        self._sampled = [step for step in steps if step.completes]
+        self._drawn: Tensor | None = None
+        self._tokens: NewTokens | None = None
+        columns: list[Tensor] = []  # of a scored step: log-probs, largest logits
+        rows: list[int] = []
+        stop = 0
+        for step in steps:
+            first, stop = stop, stop + len(step.logit_positions)
+            if step.scored_positions:
+                own = logits[first : first + len(step.scored_positions)]
+                following = numbers_on(logits.device, step.request.following_tokens(step.scored_positions))
+                columns += [log_probs_of(own, following), own.amax(dim=-1)]
+            if step.completes:
+                rows += range(stop - 1 - len(step.drafts), stop)
+        if self._sampled:
+            columns += self._draw(_rows_of(logits, rows), changes)
         self._results = Results(columns)
+
+    def _draw(self, logits: Tensor, changes: LogitsChanges) -> list[Tensor]:
+        """Drawn tokens and the largest logits; then log-probs of the tokens, if a request returns them; then
+        ids and log-probs of the most likely tokens of the rows that return those.
+        """
+        rows = [(step, number) for step in self._sampled for number in range(1 + len(step.drafts))]
+        params = [step.request.sampling for step, _ in rows]
+        positions = [step.num_generated + number for step, number in rows]
+        are_changed = any(one.changes_logits for one in params)
+        to_draw = changes.changed(self._sampled, logits) if are_changed else logits
+        drawn, largest = sample(to_draw, params, positions, [step.request.seed for step, _ in rows])
+        if are_changed:
+            changes.count(drawn)
         self._drawn = drawn
-        self._tokens: dict[int, tuple[GeneratedToken, ...]] | None = None
+        columns = [drawn, largest]
+        if any(one.return_log_probs for one in params):
+            columns.append(log_probs_of(logits, drawn))
+        if width := max(one.num_top_log_probs for one in params):
+            wanting = _rows_of(logits, [row for row, one in enumerate(params) if one.num_top_log_probs])
+            columns += [column.flatten() for column in top_log_probs(wanting, width)]
+        return columns
 
     def tokens_of(self, requests: Sequence[DynamicInferenceRequest]) -> Tensor:
         """The tokens of requests without drafts, [requests] int64 on the device. Does not synchronise."""
-        drawn = torch.empty(0, dtype=torch.int64) if self._drawn is None else self._drawn
+        assert self._drawn is not None, "a step without drafts draws a token for each of these"
         rows = {step.request.request_id: row for row, step in enumerate(self._sampled)}
         wanted = [rows[request.request_id] for request in requests]
-        if wanted == list(range(len(drawn))):
-            return drawn
-        return drawn.index_select(0, numbers_on(drawn.device, wanted))
+        if wanted == list(range(len(self._drawn))):
+            return self._drawn
+        return self._drawn.index_select(0, numbers_on(self._drawn.device, wanted))
 
     def num_accepted(self, request_id: int) -> int:
         """How many tokens of a valid request's step are right. Waits as `wait` does."""
@@ -166,13 +190,13 @@ class SampledStep:
         self.wait()
         return request_id not in self.invalid
 
-    def wait(self) -> dict[int, tuple[GeneratedToken, ...]]:
+    def wait(self) -> NewTokens:
         """Append the new tokens to their requests, and return them by request id."""
         if self._tokens is None:
             self._tokens = self._read()
         return self._tokens
 
-    def _read(self) -> dict[int, tuple[GeneratedToken, ...]]:
+    def _read(self) -> NewTokens:
         numbers = iter(self._results.wait())
         invalid: set[int] = set()
         scored = []
@@ -188,7 +212,7 @@ class SampledStep:
         log_probs: Sequence[float | None] = next(numbers) if returned else nothing
         tops = self._tops(numbers) or nothing
         now_s = time.perf_counter()
-        generated: dict[int, tuple[GeneratedToken, ...]] = {}
+        generated: NewTokens = {}
         stop = 0
         for step in self._sampled:
             request, first, stop = step.request, stop, stop + 1 + len(step.drafts)
@@ -225,53 +249,9 @@ class SampledStep:
         return tops
 
 
-def sample_step(steps: Sequence[RequestStep], logits: Tensor, changes: LogitsChanges) -> SampledStep:
-    """Choose the next tokens of the requests whose known tokens are all computed. Does not synchronise."""
-    scored = [step for step in steps if step.scored_positions]
-    sampled = [step for step in steps if step.completes]
-    rows: list[int] = []
-    params: list[SamplingParams] = []
-    positions: list[int] = []
-    columns: list[Tensor] = []
-    drawn: Tensor | None = None
-    stop = 0
-    for step in steps:
-        first, stop = stop, stop + len(step.logit_positions)
-        if step.scored_positions:
-            own = logits[first : first + len(step.scored_positions)]
-            following = numbers_on(logits.device, step.request.following_tokens(step.scored_positions))
-            columns += [log_probs_of(own, following), own.amax(dim=-1)]
-        if step.completes:
-            num_tokens = 1 + len(step.drafts)
-            rows += range(stop - num_tokens, stop)
-            params += [step.request.sampling] * num_tokens
-            positions += range(step.num_generated, step.num_generated + num_tokens)
-    if sampled:
-        chosen = logits
-        if rows != list(range(len(logits))):
-            chosen = logits.index_select(0, numbers_on(logits.device, rows))
-        seeds = [step.request.seed for step in sampled for _ in range(1 + len(step.drafts))]
-        are_changed = any(one.changes_logits for one in params)
-        to_draw = changes.changed(sampled, chosen) if are_changed else chosen
-        drawn, largest = sample(to_draw, params, positions, seeds)
-        if are_changed:
-            changes.count(drawn)
-        columns += [drawn, largest]
-        if any(step.request.sampling.return_log_probs for step in sampled):
-            columns.append(log_probs_of(chosen, drawn))
-        columns += _top_columns(chosen, params)
-    return SampledStep(steps, scored, sampled, columns, drawn)
-
-
-def _top_columns(logits: Tensor, params: Sequence[SamplingParams]) -> list[Tensor]:
-    """Ids and log-probs of the most likely tokens, of the rows that want them; empty without any."""
-    width = max(one.num_top_log_probs for one in params)
-    if not width:
-        return []
-    rows = [row for row, one in enumerate(params) if one.num_top_log_probs]
-    if len(rows) < len(params):
-        logits = logits.index_select(0, numbers_on(logits.device, rows))
-    return [column.flatten() for column in top_log_probs(logits, width)]
+def _rows_of(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """These rows, ascending; without a copy where they are all."""
+    return logits if len(rows) == len(logits) else logits.index_select(0, numbers_on(logits.device, rows))
 
 
 def sample(

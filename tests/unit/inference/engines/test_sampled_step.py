@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
-from mambaslots.inference.engines import steps as module
 from mambaslots.inference.engines.arguments import request_seed
 from mambaslots.inference.engines.logits_changes import LogitsChanges
 from mambaslots.inference.engines.steps import SampledStep, accepted_tokens
@@ -50,7 +49,7 @@ def step(of: DynamicInferenceRequest, start: int, stop: int, drafts: tuple[int, 
 
 
 def sample_step(steps: Sequence[RequestStep], logits: torch.Tensor) -> SampledStep:
-    return module.sample_step(steps, logits, LogitsChanges(logits.device))
+    return SampledStep(steps, logits, LogitsChanges(logits.device))
 
 
 def fields(of: DynamicInferenceRequest) -> tuple[Any, ...]:
