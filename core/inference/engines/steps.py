@@ -198,13 +198,12 @@ class SampledStep:
 
     def _read(self) -> NewTokens:
         numbers = iter(self._results.wait())
-        invalid: set[int] = set()
-        scored = []
-        for step in self._scored:
-            scored.append(next(numbers))
-            finite = all(map(math.isfinite, next(numbers)))
-            if not finite and step.request.result is None:
-                invalid.add(step.request.request_id)
+        scored = [(step.request, step, next(numbers), next(numbers)) for step in self._scored]
+        invalid = {
+            request.request_id
+            for request, _, _, largest in scored
+            if request.result is None and not all(map(math.isfinite, largest))
+        }
         drawn = [int(token) for token in next(numbers, ())]
         largest = next(numbers, ())
         nothing: Sequence[None] = [None] * len(drawn)
@@ -227,9 +226,9 @@ class SampledStep:
             values = (log_probs if request.sampling.return_log_probs else nothing)[reached]
             generated[request.request_id] = tuple(map(GeneratedToken, tokens, values, tops[reached]))
             request.append(tokens, values, now_s, tops[reached])
-        for step, own in zip(self._scored, scored, strict=True):
-            if step.request.request_id not in invalid and step.request.result is None:
-                step.request.set_prompt_log_probs(step.scored_positions, own)
+        for request, step, own, _ in scored:
+            if request.request_id not in invalid and request.result is None:
+                request.set_prompt_log_probs(step.scored_positions, own)
         self.invalid = tuple(sorted(invalid))
         return generated
 
