@@ -114,7 +114,7 @@ def check_model(
         ValueError: an argument is not accepted, or the model is split over ranks.
 
     Example:
-        `check_model(ms.models.HybridLM(ms.models.HybridConfig.tiny())).passed` is True.
+        `check_model(ms.models.HybridLM(ms.models.HybridConfig.tiny()))` reports 1,592 results compared.
     """
     drafts = integer("num_speculative_tokens", num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
     seed = integer("seed", seed, 0, INT32_MAX)

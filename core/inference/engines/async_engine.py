@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from ...errors import QueueFullError
 from ...request import RequestResult, SamplingParams
@@ -18,7 +18,6 @@ from .dynamic_engine import DynamicInferenceEngine
 from .engine_thread import EngineThread
 from .streams import Answer, AsyncStream, TokenStream
 
-T = TypeVar("T")
 _LONGEST_STEP_S = 10.0
 """How long `drain` waits for the step after which requests are gone that it cancelled."""
 
@@ -267,7 +266,7 @@ class AsyncEngine:
         assert stream.result is not None
         return stream.result
 
-    async def call(self, function: Callable[[DynamicInferenceEngine], T]) -> T:
+    async def call[T](self, function: Callable[[DynamicInferenceEngine], T]) -> T:
         """Call `function(engine)` in the engine's thread, between two steps: statistics, pins, weights.
 
         What the function raises is raised here. Requests that it adds are served with the others; a later
