@@ -22,9 +22,9 @@ STUCK = 70
 """The exit status (EX_SOFTWARE) of a process that ended itself because a collective held a thread of it."""
 
 # Of a timeout, from a rank's death to the end of the survivors: the silence that counts as death, a quarter
-# of it until it begins, a look that finds it, and two until a survivor has raised or has ended its process.
+# of it until it begins, two looks that find it, and two until a survivor has raised or has ended its process.
 _LOOKS = 20
-_SILENCE = 0.64
+_SILENCE = 0.6
 _CAPACITY = (KVBlockCapacityError, MambaSlotCapacityError)
 
 
@@ -65,11 +65,15 @@ _Message = _Beat | _Ended | _Seen
 
 @dataclass(eq=False)
 class _Peer:
-    """Another rank: the connection for messages to it, its beats so far, whether its heartbeat ended."""
+    """Another rank: the connection for messages to it, its beats so far, whether its heartbeat ended.
+
+    Its own messages take another connection: its last one may come after `link` is seen to be gone.
+    """
 
     link: Link
     beats: int = 0
     has_ended: bool = False
+    is_gone: bool = False  # at the last look
 
 
 class Heartbeat:
@@ -268,13 +272,13 @@ class Heartbeat:
                     peer.link.send(message)
 
     def _receive(self) -> None:
-        """Note what has come, and then who is lost: what a rank sent before it ended counts."""
-        gone = [rank for rank, peer in self._peers.items() if not peer.link.is_connected()]
+        """Note what has come; lost is a rank whose connection is gone at two looks, and that did not end."""
         while (received := self._listener.receive(0.0)) is not None:
             self._note(received[1])
-        for rank in gone:
-            if not self._peers[rank].has_ended:
+        for rank, peer in self._peers.items():
+            if peer.is_gone and not peer.has_ended:
                 self._bury(rank, "died, or stands still: its connection is closed")
+            peer.is_gone = not peer.link.is_connected()
 
     def _exit(self, threads: Collection[int]) -> None:
         """End the process: `threads` wait in code that ends only with its own timeout.
