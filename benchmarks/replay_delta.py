@@ -3,8 +3,8 @@
 Convolution: bfloat16, 10,240 channels, 4 taps, with bias and SiLU. Gated delta rule: bfloat16, 16 key heads,
 32 value heads, Dk = Dv = 128, chunks of 64 tokens, states in float32, as in Qwen3.5-4B and Qwen3-Next.
 
-Rows: 1, 32 and 128 decodes of one token in the middle of a chunk. Times are medians of replays of a CUDA
-graph, in microseconds a call. "kept" is what a prefill of 4,096 tokens in 8 rows stores for replays. The
+Rows: 1, 8, 32 and 128 decodes of one token, at several places of a chunk. Times are medians of replays of a
+CUDA graph, in microseconds a call. "kept" is what a prefill of 4,096 tokens in 8 rows stores for replays. The
 difference is || replay - recurrence || / || recurrence || of the outputs.
 
     python benchmarks/replay_delta.py --json out.json        (one GPU)
@@ -22,9 +22,11 @@ from support.graph_timing import graph_us
 
 CHANNELS, TAPS = 10240, 4
 KEY_HEADS, VALUE_HEADS, DIM, CHUNK = 16, 32, 128, 64
-START = 40
-"""Where in its chunk the token of every row is."""
-ROWS = (1, 32, 128)
+START, DELTA_STARTS = 40, (8, 40, 56)
+"""Where in its chunk the token of every row is: of convolutions and prefills, and of gated delta rules."""
+STEP = 8
+"""Tokens of a step before them; a divisor of those places."""
+ROWS = (1, 8, 32, 128)
 PREFILL_ROWS, PREFILL_TOKENS = 8, 512
 
 
@@ -55,13 +57,13 @@ class Bench:
     def index(self, values: list[int], dtype: Any = None) -> Any:
         return self.torch.tensor(values, dtype=dtype or self.torch.int64, device=self.device)
 
-    def places(self, rows: int) -> dict[str, Any]:
+    def places(self, rows: int, start: int = START, length: int = 1) -> dict[str, Any]:
         """Each row's slot, and where its token is."""
         int32 = self.torch.int32
         return {
             "slots": self.index(list(range(rows))),
-            "starts": self.index([START] * rows, int32),
-            "lengths": self.index([1] * rows, int32),
+            "starts": self.index([start] * rows, int32),
+            "lengths": self.index([length] * rows, int32),
         }
 
     def compared(self, name: str, replay: Callable[[], Any], recurrence: Callable[[], Any]) -> Figures:
@@ -103,26 +105,49 @@ def inputs(bench: Bench, *shape: int) -> dict[str, Any]:
     return named | {"g": -F.softplus(gates[0] - 3), "beta": gates[1].sigmoid()}
 
 
-def delta_rule(bench: Bench, rows: int) -> Figures:
+def empty_buffers(bench: Bench, rows: int) -> dict[str, Any]:
+    """What rows keep of their chunks, zeros."""
+
+    def zeros(*shape: int, dtype: Any) -> Any:
+        return bench.torch.zeros(rows, *shape, device=bench.device, dtype=dtype)
+
+    bfloat16, float32 = bench.torch.bfloat16, bench.torch.float32
+    return {
+        "k_inputs": zeros(CHUNK, KEY_HEADS, DIM, dtype=bfloat16),
+        "v_inputs": zeros(CHUNK, VALUE_HEADS, DIM, dtype=bfloat16),
+        "g_inputs": zeros(CHUNK, VALUE_HEADS, dtype=float32),
+        "beta_inputs": zeros(CHUNK, VALUE_HEADS, dtype=float32),
+        "new_v_inputs": zeros(CHUNK, VALUE_HEADS, DIM, dtype=bfloat16),
+        "inverses": zeros(VALUE_HEADS, (CHUNK + 16) // 2, CHUNK, dtype=float32),
+    }
+
+
+def delta_rule(bench: Bench, rows: int, start: int) -> Figures:
     from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
     kernels = GpuKernelSet()
 
     kept = inputs(bench, rows, CHUNK)
-    step = {name: tensor[:, START : START + 1] for name, tensor in kept.items()}
-    buffers = {f"{name}_inputs": tensor.contiguous() for name, tensor in kept.items() if name != "q"}
+    step = {name: tensor[:, start : start + 1] for name, tensor in kept.items()}
+    buffers = empty_buffers(bench, rows)
     states = bench.normal(3 * rows, VALUE_HEADS, DIM, DIM, dtype=bench.torch.float32) / 8
     sources, nowhere = bench.index(list(range(rows))), bench.index([-1] * rows)
-    # The recurrence decodes from the state after the tokens before this one.
-    before = {name: tensor[:, :START] for name, tensor in kept.items()}
-    live = list(range(rows, 2 * rows))
-    at_last = bench.index([[-1] * (START - 1) + [slot] for slot in live])
-    kernels.gated_delta_rule_update(**before, states=states, sources=sources, destinations=at_last)
+    for first in range(0, start, STEP):
+        tokens = {name: tensor[:, first : first + STEP] for name, tensor in kept.items()}
+        kernels.gated_delta_rule_replay(
+            **tokens, states=states, **buffers, **bench.places(rows, first, STEP), sources=sources,
+            destinations=nowhere, chunk_size=CHUNK,
+        )  # fmt: skip
+        # The recurrence decodes from the state after the tokens before this one.
+        live = list(range(rows, 2 * rows))
+        at_last = bench.index([[-1] * (STEP - 1) + [slot] for slot in live])
+        entering = bench.index(live) if first else sources
+        kernels.gated_delta_rule_update(**tokens, states=states, sources=entering, destinations=at_last)
     elsewhere = bench.index(list(range(2 * rows, 3 * rows)))[:, None]
     return bench.compared(
-        f"gated delta rule, {rows} rows",
+        f"gated delta rule, {rows} rows, token {start}",
         partial(
-            kernels.gated_delta_rule_replay, **step, states=states, **buffers, **bench.places(rows),
+            kernels.gated_delta_rule_replay, **step, states=states, **buffers, **bench.places(rows, start),
             sources=sources, destinations=nowhere, chunk_size=CHUNK,
         ),
         partial(
@@ -146,15 +171,12 @@ def keeping(bench: Bench) -> list[Figures]:
     rings = torch.zeros(rows, TAPS, CHANNELS, device=bench.device, dtype=torch.bfloat16)
     starts = bench.index([0] * rows, int32)
     packed = {name: part for name, part in inputs(bench, rows * PREFILL_TOKENS).items() if name != "q"}
-    buffers = {
-        f"{name}_inputs": torch.zeros(rows, CHUNK, *part.shape[1:], device=bench.device, dtype=part.dtype)
-        for name, part in packed.items()
-    }
+    buffers = empty_buffers(bench, rows)
     tails = bench.index([(row + 1) * PREFILL_TOKENS - START for row in range(rows)])
     calls: dict[str, Callable[[], Any]] = {
         "convolution, kept": partial(kernels.keep_conv_inputs, x, windows, rings, slots, starts, slots, cuts),
         "gated delta rule, kept": partial(
-            kernels.keep_delta_inputs, **packed, **buffers, slots=slots, tail_starts=tails,
+            kernels.keep_delta_inputs, **packed, new_v=packed["v"], **buffers, slots=slots, tail_starts=tails,
             query_start_loc=cuts,
         ),
     }  # fmt: skip
@@ -187,10 +209,11 @@ def main() -> int:
     print(f"{machine}; the first calls compile and tune", flush=True)
     rows = []
     with torch.no_grad():
-        for measure in (convolution, delta_rule):
-            for count in ROWS:
-                rows.append(measure(bench, count))
-                print(table(rows)[-1], flush=True)
+        measures: list[Callable[[], Figures]] = [partial(convolution, bench, count) for count in ROWS]
+        measures += [partial(delta_rule, bench, count, start) for count in ROWS for start in DELTA_STARTS]
+        for measure in measures:
+            rows.append(measure())
+            print(table(rows)[-1], flush=True)
         rows += keeping(bench)
     print("\n".join(table(rows)))
     if arguments.json:

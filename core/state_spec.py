@@ -396,14 +396,19 @@ def gated_delta_net_states(
     channels = keys, keys, StateSegment(value_heads, value_dim)
     window = _window("gdn_conv", layers, channels, conv_kernel, conv_dtype)
     gates = _gate_dtype(conv_dtype)
-    inputs = (
+    inputs = [
         InputTensor("delta_k", (key_heads.count, key_dim), conv_dtype),
         InputTensor("delta_v", (value_heads.count, value_dim), conv_dtype),
         InputTensor("delta_g", (value_heads.count,), gates),
         InputTensor("delta_beta", (value_heads.count,), gates),
-    )
+    ]
+    if conv_dtype.itemsize == 2:
+        # New values, and the inverse of a chunk's triangular system in blocks on and below its diagonal.
+        inputs.append(InputTensor("delta_new_v", (value_heads.count, value_dim), conv_dtype))
+        shape = value_heads.count, (grid + 16) // 2
+        inputs.append(InputTensor("delta_inverse", shape, torch.float32, "by_head"))
     inner = key_dim, value_dim
-    return window, _matrix("delta", layers, value_heads, inner, state_dtype, grid, inputs, 2)
+    return window, _matrix("delta", layers, value_heads, inner, state_dtype, grid, tuple(inputs), 2)
 
 
 def short_conv_states(

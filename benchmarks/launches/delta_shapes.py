@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from launches.specialisation import Specialisation
-from mambaslots.inference.kernels import delta, delta_replay
+from mambaslots.inference.kernels import delta, delta_replay, delta_solve
 
 KEY_HEADS, CHUNK = 16, 64
 GATES = ("g", "beta")
@@ -105,43 +105,68 @@ def update(pool: str, tokens: int, heads: int, dim: int) -> Specialisation:
     )
 
 
-def replays() -> list[Specialisation]:
-    """What replays of one token and of four gather, inputs of each dtype."""
+def kept_rows() -> list[Specialisation]:
+    """What decodes of one token and of four keep, and prefills' tails, inputs of each dtype."""
     found = []
     for dtype in TORCH:
         for heads, dim in HEADS:
             sizes = {"KEY_HEADS": KEY_HEADS, "VALUE_HEADS": heads, "KEY_DIM": dim, "VALUE_DIM": dim}
-            sizes |= {"CHUNK": CHUNK}
-            inputs = {f"{x}_inputs": f"*{dtype}" for x in "kv"} | {f"{x}_inputs": "*fp32" for x in GATES}
             slot_strides = dict.fromkeys((f"{x}_slot_stride" for x in ("k", "v", *GATES)), "i64")
-            for tokens in (1, 4):
-                step = dict.fromkeys("qkv", f"*{dtype}") | dict.fromkeys(GATES, "*fp32")
-                chunks = {f"{name}_chunks": pointer for name, pointer in step.items()}
-                indices = {
-                    "cuts": "*i32",
-                    "places": "*i64",
-                    "slots": "*i64",
-                    "starts": "*i32",
-                    "lengths": "*i32",
-                }
-                pointers = step | chunks | inputs | indices
-                strides = [f"{x}_{axis}_stride" for x in "qkv" for axis in ("row", "token", "head")]
-                strides += [f"{x}_{axis}_stride" for x in GATES for axis in ("row", "token")]
+            for tokens, tails in ((1, False), (4, False), (CHUNK, True)):
+                pointers = dict.fromkeys([*"qkv", "queries", "k_inputs", "v_inputs"], f"*{dtype}")
+                nothing = {"new_v": None, "new_v_inputs": None, "new_v_slot_stride": 0}
+                if tails and dtype != "fp32":
+                    pointers |= dict.fromkeys(("new_v", "new_v_inputs"), f"*{dtype}")
+                    nothing = {}
+                pointers |= dict.fromkeys((*GATES, *(f"{x}_inputs" for x in GATES)), "*fp32")
+                pointers |= {"slots": "*i64", "starts": "*i64" if tails else "*i32", "ends": "*i32"}
+                strides = [f"{x}_{axis}_stride" for x in "qkv" for axis in ("token", "head")]
+                strides += [f"{x}_token_stride" for x in GATES]
                 ones = [*(f"{x}_dim_stride" for x in "qkv"), *(f"{x}_head_stride" for x in GATES)]
                 found.append(
                     Specialisation(
-                        name=f"gated_delta_rule_replay {dtype} T={tokens} {heads} x {dim}",
-                        kernel=delta_replay.gather_kernel,
-                        signature=pointers | dict.fromkeys(strides, "i32") | slot_strides,
+                        name=f"keep_rows {dtype} T={tokens} {heads} x {dim}",
+                        kernel=delta_replay.keep_rows_kernel,
+                        signature=pointers
+                        | dict.fromkeys(strides, "i32")
+                        | slot_strides
+                        | ({} if nothing else {"new_v_slot_stride": "i64"}),
                         constexprs=dict.fromkeys(ones, 1)
+                        | nothing
                         | sizes
-                        | {"TOKENS": tokens, "FUSED": dtype == "bf16"}
-                        | delta_replay.block_sizes(tokens, heads, dim, dim),
+                        | {"CHUNK": CHUNK, "TOKENS": tokens, "TAILS": tails}
+                        | delta_replay.keep_blocks(tokens, KEY_HEADS, heads, dim, dim),
                         divisible_by_16=(*pointers, *strides, *slot_strides),
-                        num_warps=delta_replay.NUM_WARPS,
+                        num_warps=delta_replay.KEEP_WARPS,
                         wide=("load", "store"),
                     )
                 )
+    return found
+
+
+def solved_rows() -> list[Specialisation]:
+    """The new rows of the inverse: in decodes of few rows and of many, and in prefills' tails."""
+    found = []
+    for tails, rows in ((False, 1), (False, 128), (True, 8)):
+        for heads, dim in HEADS:
+            floats = "g_inputs", "beta_inputs", "inverses", "solved_decays"
+            pointers = dict.fromkeys(("k_inputs", "solved"), "*bf16") | dict.fromkeys(floats, "*fp32")
+            pointers |= {} if tails else {"queries": "*bf16"}
+            pointers |= {"slots": "*i64", "starts": "*i64" if tails else "*i32", "ends": "*i32"}
+            strides = [f"{x}_slot_stride" for x in ("k", *GATES, "inverse")]
+            found.append(
+                Specialisation(
+                    name=f"solve_rows {'tails' if tails else f'{rows} decodes'} {heads} x {dim}",
+                    kernel=delta_solve.solve_rows_kernel,
+                    signature=pointers | dict.fromkeys(strides, "i64"),
+                    constexprs={"heads": heads, "heads_of_key": heads // KEY_HEADS, "key_dim": dim}
+                    | {"tokens": CHUNK if tails else 1, "chunk_size": CHUNK, "TAILS": tails, "BLOCK_K": dim}
+                    | ({"queries": None} if tails else {}),
+                    divisible_by_16=(*pointers, *strides),
+                    num_warps=delta_solve.solve_warps(rows * heads, dim),
+                    num_stages=1,
+                )
+            )
     return found
 
 
@@ -151,33 +176,62 @@ def replay_outputs() -> list[Specialisation]:
     for pool in TORCH:
         for tokens in (1, 4):
             for heads, dim in HEADS:
-                tensors = ("queries", "keys", "v_inputs", "inverse", "out")
-                pointers = dict.fromkeys(tensors, "*bf16") | dict.fromkeys(
-                    ("strength", "log_decays"), "*fp32"
-                )
-                pointers |= {"states": f"*{pool}"} | dict.fromkeys(
-                    ("slots", "sources", "destinations"), "*i64"
-                )
+                narrow = "queries", "solved", "v_inputs", "new_v_inputs", "out"
+                pointers = dict.fromkeys(narrow, "*bf16")
+                pointers |= dict.fromkeys(("solved_decays", "beta_inputs"), "*fp32")
+                pointers |= {"states": f"*{pool}"} | dict.fromkeys(("slots", "sources"), "*i64")
                 pointers |= dict.fromkeys(("starts", "lengths"), "*i32")
+                strides = [f"{x}_slot_stride" for x in ("v", "beta", "new_v")]
+                strides += ["slot_stride"]
                 found.append(
                     Specialisation(
-                        name=f"delta_replay_output, pool {pool} T={tokens} {heads} x {dim}",
-                        kernel=delta_replay.delta_replay_output_kernel,
-                        signature=pointers | {"v_slot_stride": "i64", "slot_stride": "i64", "scale": "fp32"},
+                        name=f"delta_outputs, pool {pool} T={tokens} {heads} x {dim}",
+                        kernel=delta_replay.outputs_kernel,
+                        signature=pointers | dict.fromkeys(strides, "i64") | {"scale": "fp32"},
                         constexprs={"tokens": tokens, "heads": heads, "heads_of_key": heads // KEY_HEADS}
                         | {"key_dim": dim, "value_dim": dim, "chunk_size": CHUNK}
-                        | delta_replay.output_blocks(tokens, dim, dim),
-                        divisible_by_16=(*pointers, "v_slot_stride", "slot_stride"),
+                        | delta_replay.output_blocks(tokens, dim, dim, TORCH[pool]),
+                        divisible_by_16=(*pointers, *strides),
                         num_warps=delta_replay.OUTPUT_WARPS,
-                        num_stages=delta_replay.OUTPUT_STAGES,
-                        wide=("load", "store"),
+                        num_stages=1,
+                        maxnreg=delta_replay.OUTPUT_REGISTERS,
+                        wide=("load",),
                     )
                 )
     return found
 
 
+def completions() -> list[Specialisation]:
+    """The states after chunks that decodes complete, for pools of each dtype."""
+    found = []
+    for pool in TORCH:
+        for heads, dim in HEADS:
+            pointers = dict.fromkeys(("k_inputs", "v_inputs"), "*bf16")
+            pointers |= dict.fromkeys(("g_inputs", "beta_inputs", "inverses"), "*fp32")
+            pointers |= {"states": f"*{pool}"}
+            pointers |= dict.fromkeys(("slots", "sources", "destinations"), "*i64")
+            strides = [f"{x}_slot_stride" for x in ("k", "v", *GATES, "inverse")] + ["slot_stride"]
+            found.append(
+                Specialisation(
+                    name=f"complete_chunks, pool {pool} {heads} x {dim}",
+                    kernel=delta_replay.complete_chunks_kernel,
+                    signature=pointers | dict.fromkeys(strides, "i64") | {"rows": "i32"},
+                    constexprs={"heads": heads, "heads_of_key": heads // KEY_HEADS}
+                    | {"key_dim": dim, "value_dim": dim, "chunk_size": CHUNK}
+                    | delta_replay.completion_blocks(dim, dim)
+                    | {"ROWS": delta_replay.COMPLETION_ROWS},
+                    divisible_by_16=(*pointers, *strides),
+                    num_warps=delta_replay.COMPLETION_WARPS,
+                    num_stages=delta_replay.COMPLETION_STAGES,
+                    wide=("load", "store"),
+                )
+            )
+    return found
+
+
 DELTA_SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
     "delta": (operands, state_passings, updates),
-    "delta_replay": (replays, replay_outputs),
+    "delta_replay": (kept_rows, replay_outputs, completions),
+    "delta_solve": (solved_rows,),
 }
 """Each file of `mambaslots.inference.kernels` that has kernels of the rule -> its launches."""

@@ -88,7 +88,9 @@ def scan_gated_delta_rule(
     its states.
     """
     states, replay = inputs.state_pool["delta"][layer], inputs.replay
-    stored = _stored(replay, layer, "delta_k", "delta_v", "delta_g", "delta_beta")
+    stored = _stored(
+        replay, layer, "delta_k", "delta_v", "delta_g", "delta_beta", "delta_new_v", "delta_inverse"
+    )
     outputs = []
     if inputs.num_decodes:
         step = _decodes(inputs, q, k, v, g, beta)
@@ -100,9 +102,11 @@ def scan_gated_delta_rule(
         outputs.append(out.flatten(0, 1))
     if inputs.num_prefills:
         step = _prefills(inputs, q, k, v, g, beta)
-        outputs.append(kernels.gated_delta_rule_scan(*(*step, states, *_scanned(inputs))))
+        keeps_new_v = stored[-1] is not None
+        new_v = torch.empty(step[2].shape, dtype=v.dtype, device=v.device) if keeps_new_v else None
+        outputs.append(kernels.gated_delta_rule_scan(*(*step, states, *_scanned(inputs), new_v)))
         if replay is not None:
-            kernels.keep_delta_inputs(*(*step[1:], *stored, *_tails(inputs, replay)))
+            kernels.keep_delta_inputs(*(*step[1:], new_v, *stored, *_tails(inputs, replay)))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -148,8 +152,9 @@ def gated_rms_norm_over_ranks(
 
 
 def _stored(replay: Replay | None, layer: int, *names: str) -> Any:
-    """The layer's inputs by name, a tensor each; None for each without replay."""
-    return [None if replay is None else replay.pool[name][layer] for name in names]
+    """The layer's inputs by name, a tensor each; None for what requests do not keep."""
+    pool = {} if replay is None else replay.pool
+    return [pool[name][layer] if name in pool else None for name in names]
 
 
 def _decodes(inputs: StepInputs, *packed: Tensor) -> Any:

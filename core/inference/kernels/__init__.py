@@ -7,7 +7,8 @@ nothing is read, nothing is written.
 
 kernel_set, gpu_kernels                      which functions a model calls
 conv, ssd, ssd_stages, delta                 prefill and decode of convolutions, Mamba-2, gated delta nets
-conv_replay, ssd_replay, delta_replay        decodes with the rounding of a prefill
+conv_replay, ssd_replay, delta_replay,       decodes with the rounding of a prefill
+delta_solve                                  new rows of a triangular system for `delta_replay`
 attention, attention_segments, write_kv      attention over paged KV, and the store of keys and values
 norms, gates                                 the rest of a layer
 penalties, token_draws, log_probs            logits lowered by counts of tokens; tokens drawn; log-probs

@@ -115,7 +115,7 @@ PASSING_WARPS = 4
 def delta_state_passing(
     keys: Tensor, read_keys: Tensor, written: Tensor, log_decays: Tensor, states: Tensor,
     sources: Tensor, destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor,
-    row_chunk_starts: Tensor, chunk_destinations: Tensor,
+    row_chunk_starts: Tensor, chunk_destinations: Tensor, new_v: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """leaving = decay * entering + keys^T decayed (written - read_keys entering), over each row's chunks.
 
@@ -128,6 +128,7 @@ def delta_state_passing(
             parts of the WY form. All contiguous, of one dtype.
         log_decays: [tokens, Hv] float32: sums of the decays' binary logarithms from each chunk's start.
         chunk_size: the most tokens of a chunk, a power of two from 16 on. Other arguments: as for the scan.
+        new_v: where the new values go; None allocates.
 
     Returns: the states that enter the chunks, [chunks, Hv, Dk, Dv], and the new values of tokens, [tokens,
         Hv, Dv], both in the dtype of `keys` and unspecified for padding.
@@ -136,7 +137,7 @@ def delta_state_passing(
     heads, key_dim, value_dim = states.shape[1:]
     chunks = cu_chunk_seqlens.shape[0] - 1
     entering = keys.new_empty(chunks, heads, key_dim, value_dim)
-    new_values = torch.empty_like(written)
+    new_values = torch.empty_like(written) if new_v is None else new_v
     blocks, num_stages = passing_blocks(key_dim, value_dim, keys.dtype)
     grid = (triton.cdiv(value_dim, blocks["BLOCK_V"]) * heads * sources.shape[0],)
     delta_state_passing_kernel[grid](
@@ -394,7 +395,7 @@ _LOG2_E = 1.4426950408889634
 def gated_delta_rule_scan(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, sources: Tensor,
     destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
-    row_chunk_starts: Tensor, chunk_destinations: Tensor,
+    row_chunk_starts: Tensor, chunk_destinations: Tensor, new_v: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `reference.delta.gated_delta_rule_scan`, in at most eight launches, without a copy of a state.
 
@@ -408,16 +409,28 @@ def gated_delta_rule_scan(
     call for a chunk size, Hk, Hv, Dk, Dv and dtype measures which configurations of fla-core's stages are the
     fastest for its number of chunks, and synchronises. Raises an ImportError where fla-core is not installed.
     """
-    fla = stages()
+    queries, keys, values = delta_operands(q, k, v)
+    return scan_chunks(
+        queries, keys, values, g.contiguous(), beta.contiguous(), states, sources, destinations, chunk_size,
+        cu_chunk_seqlens, row_chunk_starts, chunk_destinations, new_v,
+    )  # fmt: skip
+
+
+def scan_chunks(
+    queries: Tensor, keys: Tensor, values: Tensor, g: Tensor, beta: Tensor, states: Tensor, sources: Tensor,
+    destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, row_chunk_starts: Tensor,
+    chunk_destinations: Tensor, new_v: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`gated_delta_rule_scan` of normalised queries and keys, all contiguous."""
+    fla, key_dim = stages(), keys.shape[2]
     chunks = cu_chunk_seqlens.shape[0] - 1
     # Chunk i is chunk 0 of sequence i. A little-endian int64 i is the pair (i, 0) of int32.
-    pairs = torch.arange(chunks, device=v.device).view(torch.int32).view(chunks, 2)
+    pairs = torch.arange(chunks, device=values.device).view(torch.int32).view(chunks, 2)
     cuts = {"cu_seqlens": cu_chunk_seqlens, "chunk_indices": pairs}
 
-    queries, keys, values = (x[None] for x in delta_operands(q, k, v))
-    strength = beta.contiguous()[None]
-    log_decays = fla.chunk_local_cumsum(g.contiguous()[None], chunk_size=chunk_size, scale=_LOG2_E, **cuts)
-    if v.dtype == torch.float32:
+    queries, keys, values, strength = (x[None] for x in (queries, keys, values, beta))
+    log_decays = fla.chunk_local_cumsum(g[None], chunk_size=chunk_size, scale=_LOG2_E, **cuts)
+    if values.dtype == torch.float32:
         coupling = fla.chunk_scaled_dot_kkt_fwd(
             keys, log_decays, strength, chunk_size=chunk_size, output_dtype=torch.float32, **cuts
         )
@@ -429,42 +442,13 @@ def gated_delta_rule_scan(
         )
     entering, new_values = delta_state_passing(
         keys[0], read_keys[0], written[0], log_decays[0], states, sources, destinations,
-        chunk_size, cu_chunk_seqlens, row_chunk_starts, chunk_destinations,
+        chunk_size, cu_chunk_seqlens, row_chunk_starts, chunk_destinations, new_v,
     )  # fmt: skip
     o: Tensor = fla.chunk_fwd_o(
         queries, keys, new_values[None], entering[None], log_decays,
-        scale=k.shape[2] ** -0.5, chunk_size=chunk_size, **cuts,
+        scale=key_dim**-0.5, chunk_size=chunk_size, **cuts,
     )  # fmt: skip
     return o[0]
-
-
-def solved_chunks(
-    keys: Tensor, g: Tensor, strength: Tensor, chunk_size: int, cuts: Tensor, pairs: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The inverse of each chunk's triangular system (WY form), and the sums of decays: bits of the scan's
-    stages.
-
-    keys [tokens, Hk, Dk] are normalised, of 16 bits, g and strength [tokens, Hv]; all contiguous. `cuts`
-    [chunks + 1] int32 says where each chunk's tokens start; `pairs` [chunks] int64 are 0, 1, 2 and so on.
-    Returns [tokens, Hv, chunk_size] in the dtype of keys, unspecified above the diagonal, and [tokens, Hv]
-    float32, sums of g's binary logarithms from the start of each chunk.
-    """
-    fla, (tokens, heads), chunks = stages(), g.shape, pairs.shape[0]
-    at = {"cu_seqlens": cuts, "chunk_indices": pairs.view(torch.int32).view(chunks, 2)}
-    log_decays: Tensor = fla.chunk_local_cumsum(g[None], chunk_size=chunk_size, scale=_LOG2_E, **at)
-    if chunk_size == 64:
-        inverse = torch.empty(1, tokens, heads, chunk_size, dtype=keys.dtype, device=keys.device)
-        fla.chunk_gated_delta_rule_fwd_kkt_solve_kernel[chunks, heads](
-            k=keys, g=log_decays, beta=strength, A=inverse, T=tokens, H=keys.shape[1], HV=heads,
-            K=keys.shape[2], BT=chunk_size, BC=16, **at,
-        )  # fmt: skip
-    else:
-        coupling = fla.chunk_scaled_dot_kkt_fwd(
-            k=keys[None], g=log_decays, beta=strength[None], chunk_size=chunk_size,
-            output_dtype=torch.float32, **at,
-        )  # fmt: skip
-        inverse = fla.solve_tril(A=coupling, output_dtype=keys.dtype, **at)
-    return inverse[0], log_decays[0]
 
 
 def check_sizes(chunk_size: int, key_dim: int) -> None:

@@ -1,17 +1,18 @@
 """The gated delta rule of decode by replay in Triton; the reference is `reference.delta`.
 
-A request keeps its state at the last grid point, and the inputs of the tokens since. A step gathers each
-row's chunk, whose later tokens are zeros, and computes what `gated_delta_rule_scan` computes of it. A row of
-a chunk depends on earlier rows only, so that the new tokens' outputs have the bits of a prefill.
+A request keeps its state at the last grid point, and of the tokens since: keys, values, gates, new values,
+and the rows of the inverse of its chunk's triangular system. A row of a chunk depends on earlier rows only.
+So a step computes the rows of its new tokens, with the operands, roundings and orders of addition with which
+`gated_delta_rule_scan` computes them, and its outputs have the bits of a prefill.
 
-    stage                                       function
-    inputs since the grid point                 gather_kernel
-    sums of decays, the triangular system       delta.solved_chunks, fla-core's stages
-    outputs, the state after a complete chunk   delta_replay_output
+    stage                                          function
+    what new tokens keep                           keep_rows_kernel
+    new rows of the inverse, read keys, scores     delta_solve.solve_rows_kernel
+    new values, outputs                            outputs_kernel
+    states after complete chunks                   complete_chunks_kernel
 
-`delta_replay_output` does in one launch what the WY form's products, `delta_state_passing` and fla-core's
-`chunk_fwd_o` do for a whole chunk, with their operands, roundings and orders of addition. Float32 uses the
-scan itself after the first stage.
+The tail of a prefill takes the first two. They do what fla-core's stages and `delta_state_passing` do for a
+whole chunk. Inputs of float32 use the scan itself.
 """
 
 import torch
@@ -19,178 +20,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .delta import gated_delta_rule_scan, normalised, solved_chunks
+from .delta import OPERAND_TOKENS, OPERAND_WARPS, normalised, scan_chunks
+from .delta_solve import decay_sums, of_blocks, solve_rows
 from .state_tensors import check_slots
-from .tiles import keep_tails
 
-OUTPUT_WARPS, OUTPUT_STAGES = 4, 2
-
-
-def delta_replay_output(
-    queries: Tensor, keys: Tensor, v_inputs: Tensor, strength: Tensor, log_decays: Tensor,
-    inverse: Tensor, states: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor,
-    destinations: Tensor, tokens: int,
-) -> Tensor:  # fmt: skip
-    """o of each row's tokens from its chunk's keys and values, and the state at the chunk's start.
-
-    Args:
-        queries: [rows * tokens, Hk, Dk] normalised. keys: [rows * chunk_size, Hk, Dk] normalised, zeros after
-            a row's tokens. Both contiguous, of the dtype of v_inputs.
-        strength: [rows * chunk_size, Hv] beta. log_decays, inverse: of the same tokens, from `solved_chunks`.
-        tokens: T, a row's tokens with padding. Other arguments: as for `gated_delta_rule_replay`.
-
-    Returns: o, [rows, T, Hv, Dv] in the dtype of v_inputs; unspecified for padding.
-    """
-    rows, chunk_size, heads, value_dim = slots.shape[0], *v_inputs.shape[1:]
-    key_heads, key_dim = keys.shape[1:]
-    out = torch.empty(rows, tokens, heads, value_dim, dtype=v_inputs.dtype, device=v_inputs.device)
-    blocks = output_blocks(tokens, key_dim, value_dim)
-    grid = (triton.cdiv(value_dim, blocks["BLOCK_V"]) * heads * rows,)
-    delta_replay_output_kernel[grid](
-        queries, keys, v_inputs, strength, log_decays, inverse, states, out,
-        slots, starts, lengths, sources, destinations,
-        v_inputs.stride(0), states.stride(0), key_dim**-0.5,
-        tokens, heads, heads // key_heads, key_dim, value_dim, chunk_size,
-        **blocks, num_warps=OUTPUT_WARPS, num_stages=OUTPUT_STAGES,
-    )  # fmt: skip
-    return out
-
-
-def output_blocks(tokens: int, key_dim: int, value_dim: int) -> dict[str, int]:
-    """Tile sizes. The number of rows has no say, so that other rows change no bits.
-
-    Keys take two turns or more, up to 32 numbers by 16. In one turn the compiler would leave no loop, and
-    then ptxas of CUDA 12.8 gives products of some sizes another variable for the address of their factor.
-    """
-    return {
-        "BLOCK_Q": max(16, triton.next_power_of_2(tokens)),
-        "BLOCK_K": 16 if key_dim <= 32 else 32,
-        "BLOCK_V": max(16, min(64, triton.next_power_of_2(value_dim))),
-    }
-
-
-@triton.jit
-def delta_replay_output_kernel(
-    # Pointers
-    queries, keys, v_inputs, strength, log_decays, inverse, states, out,
-    slots, starts, lengths, sources, destinations,
-    # Strides
-    v_slot_stride: tl.int64, slot_stride: tl.int64,
-    # Dimensions
-    scale,
-    tokens: tl.constexpr, heads: tl.constexpr, heads_of_key: tl.constexpr,
-    key_dim: tl.constexpr, value_dim: tl.constexpr, chunk_size: tl.constexpr,
-    # Meta-parameters
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """A program has a row, a value head and BLOCK_V of Dv. No other program touches this part of a state."""
-    v_blocks: tl.constexpr = (value_dim + BLOCK_V - 1) // BLOCK_V
-    key_heads: tl.constexpr = heads // heads_of_key
-    operand: tl.constexpr = keys.dtype.element_ty
-    head = tl.program_id(0) // v_blocks % heads
-    row = (tl.program_id(0) // (v_blocks * heads)).to(tl.int64)
-    p = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_value = (p < value_dim)[None, :]
-
-    slot = tl.load(slots + row)
-    if slot >= 0:
-        start = tl.load(starts + row) % chunk_size
-        length = tl.load(lengths + row)
-        source = tl.load(sources + row)
-        destination = tl.load(destinations + row)
-        t = tl.arange(0, chunk_size)
-        chunk_token = row * chunk_size + t
-        real = t < start + length
-        new = tl.arange(0, BLOCK_Q)
-        is_new = new < length
-
-        decay = tl.load(log_decays + chunk_token * heads + head)
-        beta = tl.load(strength + chunk_token * heads + head)
-        of_pair = (chunk_token[:, None] * heads + head) * chunk_size + t[None, :]
-        solved = tl.where(t[:, None] >= t[None, :], tl.load(inverse + of_pair), 0.0)
-        own = v_inputs + slot * v_slot_stride + head * value_dim
-        v = tl.load(
-            own + t[:, None] * (heads * value_dim) + p[None, :], mask=real[:, None] & in_value, other=0.0
-        )
-        written = tl.dot(solved, (v * beta[:, None]).to(operand), allow_tf32=False).to(operand)
-
-        held = tl.zeros((chunk_size, BLOCK_V), dtype=tl.float32)
-        o = tl.zeros((BLOCK_Q, BLOCK_V), dtype=tl.float32)
-        scores = tl.zeros((BLOCK_Q, chunk_size), dtype=tl.float32)
-        of_key = head // heads_of_key * key_dim
-        of_state = states + head * (key_dim * value_dim)
-        key_end: tl.constexpr = max(key_dim, 2 * BLOCK_K)  # `output_blocks` says why there are two turns
-        for first in range(0, key_end, BLOCK_K):
-            n = first + tl.arange(0, BLOCK_K)
-            in_key = (n < key_dim)[None, :]
-            key = tl.load(
-                keys + of_key + chunk_token[:, None] * (key_heads * key_dim) + n[None, :],
-                mask=in_key,
-                other=0.0,
-            )
-            query = tl.load(
-                queries + of_key + (row * tokens + new)[:, None] * (key_heads * key_dim) + n[None, :],
-                mask=is_new[:, None] & in_key,
-                other=0.0,
-            )
-            scaled = key * beta[:, None]
-            scaled = scaled * tl.exp2(decay)[:, None]
-            read_key = tl.dot(solved, scaled.to(operand)).to(operand)
-            state = tl.load(
-                of_state + source * slot_stride + n[:, None] * value_dim + p[None, :],
-                mask=(n < key_dim)[:, None] & in_value & (source >= 0),
-                other=0.0,
-            )
-            state = state.to(tl.float32).to(operand)
-            held = tl.dot(read_key, state, held)
-            o = tl.dot(query, state, o)
-            scores = tl.dot(query, tl.trans(key), scores)
-        value = written.to(tl.float32) - held
-
-        at = start + new
-        decay_of_new = tl.load(
-            log_decays + (row * chunk_size + at) * heads + head, mask=is_new & (at < chunk_size), other=0.0
-        )
-        o = o * tl.exp2(decay_of_new)[:, None]
-        scores = scores * tl.exp2(decay_of_new[:, None] - decay[None, :])
-        scores = tl.where(is_new[:, None] & (at[:, None] >= t[None, :]), scores, 0.0)
-        o = o * scale + tl.dot(scores.to(operand), value.to(operand)) * scale
-        of_out = ((row * tokens + new)[:, None] * heads + head) * value_dim + p[None, :]
-        tl.store(out + of_out, o.to(operand), mask=is_new[:, None] & in_value)
-
-        if destination >= 0:
-            decay_of_chunk = tl.load(log_decays + (row * chunk_size + chunk_size - 1) * heads + head)
-            value *= tl.exp2(decay_of_chunk - decay)[:, None]
-            for first in range(0, key_dim, BLOCK_K):
-                n = first + tl.arange(0, BLOCK_K)
-                in_state = (n < key_dim)[:, None] & in_value
-                of_part = of_state + n[:, None] * value_dim + p[None, :]
-                after = tl.load(of_part + source * slot_stride, mask=in_state & (source >= 0), other=0.0)
-                after = after.to(tl.float32) * tl.exp2(decay_of_chunk)
-                key = tl.load(
-                    keys + of_key + n[:, None] + chunk_token[None, :] * (key_heads * key_dim),
-                    mask=(n < key_dim)[:, None],
-                    other=0.0,
-                )
-                after = tl.dot(key, value.to(operand), after)
-                tl.debug_barrier()  # a thread may overwrite what another thread has read
-                tl.store(
-                    of_part + destination * slot_stride, after.to(states.dtype.element_ty), mask=in_state
-                )
-
-
-BLOCK_T, NUM_WARPS = 32, 4
+OUTPUT_WARPS, OUTPUT_REGISTERS = 4, 128
+COMPLETION_WARPS, COMPLETION_STAGES, COMPLETION_ROWS = 4, 2, 16
 
 
 def gated_delta_rule_replay(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, k_inputs: Tensor,
-    v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, slots: Tensor, starts: Tensor,
-    lengths: Tensor, sources: Tensor, destinations: Tensor, chunk_size: int,
+    v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None,
+    inverses: Tensor | None, slots: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor,
+    destinations: Tensor, chunk_size: int,
 ) -> Tensor:  # fmt: skip
     """As `reference.delta.gated_delta_rule_replay`: the scan of the tokens since each row's last grid point.
 
-    Inputs of 16 bits cost four or five launches, and memory sees a row's state, the inputs of its chunk and
-    the triangular system of each value head. Inputs of float32 cost the scan of rows * chunk_size tokens.
+    Inputs of 16 bits cost four launches. Memory sees the state of each row once, a complete chunk's four
+    times, and what the row keeps of its chunk. Inputs of float32 cost the scan of rows * chunk_size tokens.
     Launches depend on shapes alone, and nothing synchronises after a first call, as `gated_delta_rule_scan`
     says. Tokens have any strides, pools are contiguous in each slot. A destination may be the row's own
     source, no other row's.
@@ -199,179 +46,405 @@ def gated_delta_rule_replay(
         ImportError: fla-core is not installed.
         ValueError: inputs are not contiguous.
     """
-    check_slots(k_inputs=k_inputs, v_inputs=v_inputs, g_inputs=g_inputs, beta_inputs=beta_inputs)
     rows, tokens, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
-    fused, chunk_tokens = fuses(v.dtype), rows * chunk_size
-
-    def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
-
-    # The last stage reads values where they are kept, and queries without the chunk around them.
-    queries = empty(v, rows * tokens if fused else chunk_tokens, key_heads, key_dim)
-    keys = empty(v, chunk_tokens, key_heads, key_dim)
-    values = empty(v, 0 if fused else chunk_tokens, heads, value_dim)
-    gates, strengths = empty(g, chunk_tokens, heads), empty(beta, chunk_tokens, heads)
-    cuts = empty(v, rows + 1, dtype=torch.int32)
-    places = empty(v, rows if fused else rows * tokens, dtype=torch.int64)
-    blocks = triton.cdiv(chunk_size, BLOCK_T)
-    gather_kernel[(rows * blocks * (2 * key_heads + heads + 1),)](
-        q, k, v, g, beta, k_inputs, v_inputs, g_inputs, beta_inputs,
-        queries, keys, values, gates, strengths, cuts, places, slots, starts, lengths,
-        *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
-        k_inputs.stride(0), v_inputs.stride(0), g_inputs.stride(0), beta_inputs.stride(0),
-        KEY_HEADS=key_heads, VALUE_HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        TOKENS=tokens, CHUNK=chunk_size, **block_sizes(tokens, heads, key_dim, value_dim), FUSED=fused,
-        num_warps=NUM_WARPS,
+    kept = k_inputs, v_inputs, g_inputs, beta_inputs
+    queries = torch.empty(rows * tokens, key_heads, key_dim, dtype=v.dtype, device=v.device)
+    q, k, v_rows, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
+    _keep_rows(q, k, v_rows, g, beta, None, queries, *kept, None, slots, starts, lengths, tokens, False)
+    if inverses is None or new_v_inputs is None:
+        return _scanned(queries, *kept, states, slots, starts, lengths, sources, destinations, v.shape)
+    check_slots(new_v_inputs=new_v_inputs)
+    solved = solve_rows(queries, k_inputs, g_inputs, beta_inputs, inverses, slots, starts, lengths, tokens)
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    blocks = output_blocks(tokens, key_dim, value_dim, states.dtype)
+    read = v_inputs, beta_inputs, new_v_inputs, states
+    outputs_kernel[(triton.cdiv(value_dim, blocks["BLOCK_V"]) * heads * rows,)](
+        queries, *solved, *read, out, slots, starts, lengths, sources,
+        *(pool.stride(0) for pool in read), key_dim**-0.5,
+        tokens, heads, heads // key_heads, key_dim, value_dim, chunk_size,
+        **blocks, num_warps=OUTPUT_WARPS, num_stages=1, maxnreg=OUTPUT_REGISTERS,
     )  # fmt: skip
-    if fused:
-        inverse, log_decays = solved_chunks(keys, gates, strengths, chunk_size, cuts, places)
-        return delta_replay_output(
-            queries, keys, v_inputs, strengths, log_decays, inverse, states,
-            slots, starts, lengths, sources, destinations, tokens,
-        )  # fmt: skip
-    row_chunks = torch.arange(rows + 1, dtype=torch.int32, device=v.device)
-    o = gated_delta_rule_scan(
-        queries, keys, values, gates, strengths, states, sources, destinations, chunk_size,
-        cuts, row_chunks, row_chunks, torch.full_like(destinations, -1),
+    blocks, read_back = completion_blocks(key_dim, value_dim), (*kept, inverses, states)
+    groups = min(rows, max(COMPLETION_ROWS, triton.cdiv(rows, COMPLETION_ROWS)))
+    complete_chunks_kernel[(triton.cdiv(value_dim, blocks["BLOCK_V"]) * heads * groups,)](
+        *read_back, slots, sources, destinations, *(pool.stride(0) for pool in read_back),
+        rows, heads, heads // key_heads, key_dim, value_dim, chunk_size,
+        **blocks, ROWS=COMPLETION_ROWS, num_warps=COMPLETION_WARPS, num_stages=COMPLETION_STAGES,
     )  # fmt: skip
-    return o.index_select(0, places).view(v.shape)
+    return out
 
 
 def keep_delta_inputs(
-    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, k_inputs: Tensor, v_inputs: Tensor, g_inputs: Tensor,
-    beta_inputs: Tensor, slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor,
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, new_v: Tensor | None, k_inputs: Tensor, v_inputs: Tensor,
+    g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None, inverses: Tensor | None,
+    slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor,
 ) -> None:  # fmt: skip
     """As `reference.delta.keep_delta_inputs`, in two launches, whose grids depend on shapes alone. Does not
     synchronise.
 
     Raises:
-        ValueError: a last stride is not 1, or inputs are not contiguous.
+        ValueError: inputs are not contiguous.
     """
+    kept, chunk_size = (k_inputs, v_inputs, g_inputs, beta_inputs, new_v_inputs), k_inputs.shape[1]
     rows = slots, tail_starts, query_start_loc
-    keep_tails(k, k_inputs, v, v_inputs, *rows)
-    keep_tails(g[:, None], g_inputs, beta[:, None], beta_inputs, *rows)
+    _keep_rows(k, k, v, g, beta, new_v, k, *kept, *rows, chunk_size, True)
+    if inverses is not None:
+        solve_rows(None, k_inputs, g_inputs, beta_inputs, inverses, *rows, chunk_size)
 
 
-def fuses(dtype: torch.dtype) -> bool:
-    """Whether inputs of `dtype` go through `delta_replay_output`; others take all stages of the scan."""
-    return dtype.itemsize == 2
+def _scanned(
+    queries: Tensor, k_inputs: Tensor, v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor,
+    states: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor, destinations: Tensor,
+    shape: torch.Size,
+) -> Tensor:  # fmt: skip
+    """The scan of each row's chunk, whose later tokens are zeros."""
+    (rows, tokens), chunk_size, device = shape[:2], k_inputs.shape[1], slots.device
+    row, token = torch.arange(rows, device=device)[:, None], torch.arange(chunk_size, device=device)
+    new = token - (starts % chunk_size)[:, None]  # the number of a new token
+    is_new = (new >= 0) & (new < lengths[:, None]) & (slots >= 0)[:, None]
+    real = (new < 0) & (slots >= 0)[:, None] | is_new
+
+    def masked(chunks: Tensor, mask: Tensor) -> Tensor:
+        """[rows, chunk_size, ...] with zeros outside of `mask`, packed."""
+        return chunks.masked_fill_(~mask.view(*mask.shape, *[1] * (chunks.dim() - 2)), 0).flatten(0, 1)
+
+    of_step = queries.unflatten(0, (rows, tokens))[row, new.clamp(0, tokens - 1)]
+    keys, values, gates, strengths = (
+        masked(inputs[slots.clamp(min=0)], real) for inputs in (k_inputs, v_inputs, g_inputs, beta_inputs)
+    )
+    row_chunks = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    o = scan_chunks(
+        masked(of_step, is_new), keys, values, gates, strengths, states, sources, destinations, chunk_size,
+        row_chunks * chunk_size, row_chunks, torch.full_like(destinations, -1),
+    )  # fmt: skip
+    # Padding may lie after the chunk.
+    places = ((starts % chunk_size)[:, None] + token[:tokens]).clamp_(max=chunk_size - 1)
+    return o.index_select(0, (row * chunk_size + places).flatten()).view(shape)
 
 
-def block_sizes(tokens: int, heads: int, key_dim: int, value_dim: int) -> dict[str, int]:
-    """A program's tile: BLOCK_T tokens of one head, or of the gates of all heads."""
+def _keep_rows(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, new_v: Tensor | None, queries: Tensor,
+    k_inputs: Tensor, v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None,
+    slots: Tensor, starts: Tensor, ends: Tensor, tokens: int, tails: bool,
+) -> None:  # fmt: skip
+    """Launch `keep_rows_kernel`: for rows of `tokens` packed tokens; with `tails`, for packed rows' tails."""
+    check_slots(k_inputs=k_inputs, v_inputs=v_inputs, g_inputs=g_inputs, beta_inputs=beta_inputs)
+    (chunk_size, key_heads, key_dim), (heads, value_dim) = k_inputs.shape[1:], v.shape[1:]
+    sizes = keep_blocks(tokens, key_heads, heads, key_dim, value_dim)
+    tiles = (1 if tails else 2) * triton.cdiv(tokens * key_heads, KEEP_ROWS)
+    tiles += triton.cdiv(tokens * heads, KEEP_ROWS) + triton.cdiv(tokens, sizes["BLOCK_G"])
+    keep_rows_kernel[(slots.shape[0] * tiles,)](
+        q, k, v, g, beta, new_v, queries, k_inputs, v_inputs, g_inputs, beta_inputs, new_v_inputs,
+        slots, starts, ends,
+        *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
+        *(pool.stride(0) for pool in (k_inputs, v_inputs, g_inputs, beta_inputs)),
+        0 if new_v_inputs is None else new_v_inputs.stride(0),
+        KEY_HEADS=key_heads, VALUE_HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        TOKENS=tokens, CHUNK=chunk_size, TAILS=tails, **sizes, num_warps=KEEP_WARPS,
+    )  # fmt: skip
+
+
+KEEP_ROWS, KEEP_WARPS = OPERAND_TOKENS, OPERAND_WARPS
+"""Rows of a tile: the scan's, because a row's norm has the bits of its tile."""
+
+
+def keep_blocks(tokens: int, key_heads: int, heads: int, key_dim: int, value_dim: int) -> dict[str, int]:
+    """A program's tile: KEEP_ROWS rows, each a head of a token, or the gates of some tokens."""
+    block_h = triton.next_power_of_2(heads)
     return {
-        "BLOCK_T": BLOCK_T,
+        "BLOCK_R": KEEP_ROWS,
         "BLOCK_K": triton.next_power_of_2(key_dim),
         "BLOCK_V": triton.next_power_of_2(value_dim),
-        "BLOCK_H": triton.next_power_of_2(heads),
-        "BLOCK_NEW": triton.next_power_of_2(tokens),
+        "BLOCK_H": block_h,
+        "BLOCK_G": min(triton.next_power_of_2(tokens), max(1, 1024 // block_h)),
     }
 
 
 @triton.jit
-def gather_kernel(
+def keep_rows_kernel(
     # Pointers
-    q, k, v, g, beta, k_inputs, v_inputs, g_inputs, beta_inputs,
-    q_chunks, k_chunks, v_chunks, g_chunks, beta_chunks, cuts, places,
-    slots, starts, lengths,
+    q, k, v, g, beta, new_v, queries, k_inputs, v_inputs, g_inputs, beta_inputs, new_v_inputs,
+    slots, starts, ends,
     # Strides
-    q_row_stride, q_token_stride, q_head_stride, q_dim_stride,
-    k_row_stride, k_token_stride, k_head_stride, k_dim_stride,
-    v_row_stride, v_token_stride, v_head_stride, v_dim_stride,
-    g_row_stride, g_token_stride, g_head_stride,
-    beta_row_stride, beta_token_stride, beta_head_stride,
+    q_token_stride, q_head_stride, q_dim_stride,
+    k_token_stride, k_head_stride, k_dim_stride,
+    v_token_stride, v_head_stride, v_dim_stride,
+    g_token_stride, g_head_stride,
+    beta_token_stride, beta_head_stride,
     k_slot_stride: tl.int64, v_slot_stride: tl.int64, g_slot_stride: tl.int64, beta_slot_stride: tl.int64,
+    new_v_slot_stride: tl.int64,
     # Meta-parameters
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TOKENS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_NEW: tl.constexpr, FUSED: tl.constexpr,
+    TOKENS: tl.constexpr, CHUNK: tl.constexpr, TAILS: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """A program has a row, BLOCK_T of its chunk, and one head of q, of k or of v, or the gates.
+    """Store what new tokens keep, and their normalised queries. A program has a row and one tile.
 
-    Stores the row's new tokens among its inputs, and its inputs up to them, then zeros, as its chunk. Where
-    FUSED, keys and queries are normalised, values stay where they are kept, and queries are those of the new
-    tokens only.
+    `starts` are positions and `ends` numbers of tokens; with TAILS, `starts` are packed tokens that begin
+    chunks, `ends` [rows + 1] are where packed rows begin, and no query is stored. `new_v` is packed.
     """
-    PARTS: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS + 1
-    BLOCKS: tl.constexpr = (CHUNK + BLOCK_T - 1) // BLOCK_T
+    KEY_TILES: tl.constexpr = (TOKENS * KEY_HEADS + BLOCK_R - 1) // BLOCK_R
+    VALUE_TILES: tl.constexpr = (TOKENS * VALUE_HEADS + BLOCK_R - 1) // BLOCK_R
+    GATE_TILES: tl.constexpr = (TOKENS + BLOCK_G - 1) // BLOCK_G
+    QUERY_TILES: tl.constexpr = 0 if TAILS else KEY_TILES
+    PARTS: tl.constexpr = QUERY_TILES + KEY_TILES + VALUE_TILES + GATE_TILES
     part = tl.program_id(0) % PARTS
-    block = tl.program_id(0) // PARTS % BLOCKS
-    row = (tl.program_id(0) // (PARTS * BLOCKS)).to(tl.int64)
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
     slot = tl.load(slots + row)
-    start = tl.load(starts + row) % CHUNK
-    length = tl.load(lengths + row)
-
-    token = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    in_chunk = token < CHUNK
-    fresh = token - start  # the number of a new token
-    is_old = (slot >= 0) & (fresh < 0)
-    is_new = (slot >= 0) & in_chunk & (fresh >= 0) & (fresh < length)
-    chunk_token = row * CHUNK + token
-    if part < KEY_HEADS:
-        n = tl.arange(0, BLOCK_K)
-        in_head = (n < KEY_DIM)[None, :]
-        at = q + row * q_row_stride + part * q_head_stride + n[None, :] * q_dim_stride
-        value = tl.load(at + fresh[:, None] * q_token_stride, mask=is_new[:, None] & in_head, other=0.0)
-        if FUSED:
-            value = normalised(value)
-            into = q_chunks + part * KEY_DIM + (row * TOKENS + fresh)[:, None] * (KEY_HEADS * KEY_DIM)
-            tl.store(into + n[None, :], value.to(q_chunks.dtype.element_ty), mask=is_new[:, None] & in_head)
-        else:
-            into = q_chunks + part * KEY_DIM + chunk_token[:, None] * (KEY_HEADS * KEY_DIM) + n[None, :]
-            tl.store(into, value, mask=in_chunk[:, None] & in_head)
-    elif part < 2 * KEY_HEADS:
-        head = part - KEY_HEADS
-        _gather(
-            k + row * k_row_stride + head * k_head_stride, k_inputs + slot * k_slot_stride + head * KEY_DIM,
-            k_chunks + head * KEY_DIM, token, fresh, chunk_token, is_old, is_new, in_chunk,
-            k_token_stride, k_dim_stride, KEY_HEADS * KEY_DIM, KEY_DIM, BLOCK_K, FUSED, True,
-        )  # fmt: skip
-    elif part < 2 * KEY_HEADS + VALUE_HEADS:
-        head = part - 2 * KEY_HEADS
-        _gather(
-            v + row * v_row_stride + head * v_head_stride, v_inputs + slot * v_slot_stride + head * VALUE_DIM,
-            v_chunks + head * VALUE_DIM, token, fresh, chunk_token, is_old, is_new, in_chunk,
-            v_token_stride, v_dim_stride, VALUE_HEADS * VALUE_DIM, VALUE_DIM, BLOCK_V, False, not FUSED,
-        )  # fmt: skip
+    if TAILS:
+        first = tl.load(starts + row).to(tl.int64)
+        length = tl.load(ends + row + 1) - first
+        start = 0
     else:
-        _gather(
-            g + row * g_row_stride, g_inputs + slot * g_slot_stride, g_chunks,
-            token, fresh, chunk_token, is_old, is_new, in_chunk,
-            g_token_stride, g_head_stride, VALUE_HEADS, VALUE_HEADS, BLOCK_H, False, True,
-        )  # fmt: skip
-        _gather(
-            beta + row * beta_row_stride, beta_inputs + slot * beta_slot_stride, beta_chunks,
-            token, fresh, chunk_token, is_old, is_new, in_chunk,
-            beta_token_stride, beta_head_stride, VALUE_HEADS, VALUE_HEADS, BLOCK_H, False, True,
-        )  # fmt: skip
-        if block == 0:
-            ends = tl.arange(0, 2)
-            tl.store(cuts + row + ends, (row + ends) * CHUNK)  # neighbours store one number twice
-            if FUSED:
-                tl.store(places + row, row)  # as two int32: chunk 0 of sequence `row`
-            else:
-                new = tl.arange(0, BLOCK_NEW)
-                place = row * CHUNK + tl.minimum(start + new, CHUNK - 1)  # padding may lie after the chunk
-                tl.store(places + row * TOKENS + new, place, mask=new < TOKENS)
+        first = row * TOKENS
+        length = tl.load(ends + row)
+        start = tl.load(starts + row) % CHUNK
+    if slot >= 0:
+        n = tl.arange(0, BLOCK_K)
+        if part < QUERY_TILES:
+            place, token, head = _heads_of_tokens(part, KEY_HEADS, BLOCK_R)
+            inside = (token < length)[:, None] & (n < KEY_DIM)[None, :]
+            raw = q + ((first + token) * q_token_stride + head * q_head_stride)[:, None]
+            query = normalised(tl.load(raw + n[None, :] * q_dim_stride, mask=inside, other=0.0))
+            into = queries + (first * KEY_HEADS + place)[:, None] * KEY_DIM + n[None, :]
+            tl.store(into, query.to(queries.dtype.element_ty), mask=inside)
+        elif part < QUERY_TILES + KEY_TILES:
+            place, token, head = _heads_of_tokens(part - QUERY_TILES, KEY_HEADS, BLOCK_R)
+            inside = (token < length)[:, None] & (n < KEY_DIM)[None, :]
+            raw = k + ((first + token) * k_token_stride + head * k_head_stride)[:, None]
+            key = normalised(tl.load(raw + n[None, :] * k_dim_stride, mask=inside, other=0.0))
+            kept = k_inputs + slot * k_slot_stride + (start * KEY_HEADS + place)[:, None] * KEY_DIM
+            tl.store(kept + n[None, :], key.to(k_inputs.dtype.element_ty), mask=inside)
+        elif part < QUERY_TILES + KEY_TILES + VALUE_TILES:
+            place, token, head = _heads_of_tokens(part - QUERY_TILES - KEY_TILES, VALUE_HEADS, BLOCK_R)
+            p = tl.arange(0, BLOCK_V)
+            inside = (token < length)[:, None] & (p < VALUE_DIM)[None, :]
+            raw = v + ((first + token) * v_token_stride + head * v_head_stride)[:, None]
+            value = tl.load(raw + p[None, :] * v_dim_stride, mask=inside, other=0.0)
+            kept = v_inputs + slot * v_slot_stride + (start * VALUE_HEADS + place)[:, None] * VALUE_DIM
+            tl.store(kept + p[None, :], value.to(v_inputs.dtype.element_ty), mask=inside)
+            if new_v is not None:
+                new_value = tl.load(
+                    new_v + (first * VALUE_HEADS + place)[:, None] * VALUE_DIM + p[None, :], mask=inside
+                )
+                kept = new_v_inputs + slot * new_v_slot_stride + place[:, None] * VALUE_DIM + p[None, :]
+                tl.store(kept, new_value, mask=inside)
+        else:
+            block = part - QUERY_TILES - KEY_TILES - VALUE_TILES
+            gate_token = block * BLOCK_G + tl.arange(0, BLOCK_G)[:, None]
+            gate_head = tl.arange(0, BLOCK_H)[None, :]
+            is_gate = (gate_token < length) & (gate_head < VALUE_HEADS)
+            of_slot = (start + gate_token) * VALUE_HEADS + gate_head
+            of_g = g + (first + gate_token) * g_token_stride + gate_head * g_head_stride
+            gate = tl.load(of_g, mask=is_gate, other=0.0)
+            kept_g = g_inputs + slot * g_slot_stride + of_slot
+            tl.store(kept_g, gate.to(g_inputs.dtype.element_ty), mask=is_gate)
+            of_beta = beta + (first + gate_token) * beta_token_stride + gate_head * beta_head_stride
+            strength = tl.load(of_beta, mask=is_gate, other=0.0)
+            kept_beta = beta_inputs + slot * beta_slot_stride + of_slot
+            tl.store(kept_beta, strength.to(beta_inputs.dtype.element_ty), mask=is_gate)
 
 
 @triton.jit
-def _gather(
-    step, inputs, chunks, token, fresh, chunk_token, is_old, is_new, in_chunk,
-    token_stride, dim_stride, WIDTH: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    NORMALISED: tl.constexpr, GATHERED: tl.constexpr,
+def _heads_of_tokens(tile, HEADS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The rows of a tile of all heads of all tokens: numbers, tokens and heads."""
+    place = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    return place, place // HEADS, place % HEADS
+
+
+def output_blocks(tokens: int, key_dim: int, value_dim: int, state_dtype: torch.dtype) -> dict[str, int]:
+    """Tile sizes, with which no register is spilled. The number of rows has no say, as above."""
+    widest = 64 if tokens == 1 and key_dim <= 128 and state_dtype == torch.float32 else 32
+    return {
+        "BLOCK_Q": max(16, triton.next_power_of_2(tokens)),
+        "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
+        "BLOCK_V": max(16, min(widest, triton.next_power_of_2(value_dim))),
+    }
+
+
+@triton.jit
+def outputs_kernel(
+    # Pointers
+    queries, solved, solved_decays, v_inputs, beta_inputs, new_v_inputs, states, out,
+    slots, starts, lengths, sources,
+    # Strides
+    v_slot_stride: tl.int64, beta_slot_stride: tl.int64, new_v_slot_stride: tl.int64, slot_stride: tl.int64,
+    # Dimensions
+    scale,
+    tokens: tl.constexpr, heads: tl.constexpr, heads_of_key: tl.constexpr,
+    key_dim: tl.constexpr, value_dim: tl.constexpr, chunk_size: tl.constexpr,
+    # Meta-parameters
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """DIM numbers of each token of a tile; WIDTH of them are one token of the inputs and of the chunks."""
-    n = tl.arange(0, BLOCK)
-    in_head = (n < DIM)[None, :]
-    kept = inputs + token[:, None] * WIDTH + n[None, :]
-    of_step = step + fresh[:, None] * token_stride + n[None, :] * dim_stride
-    new = tl.load(of_step, mask=is_new[:, None] & in_head, other=0.0)
-    tl.store(kept, new.to(inputs.dtype.element_ty), mask=is_new[:, None] & in_head)
-    if GATHERED:
-        old = tl.load(kept, mask=is_old[:, None] & in_head, other=0.0)
-        value = tl.where(is_new[:, None], new, old.to(step.dtype.element_ty))
-        if NORMALISED:
-            value = normalised(value).to(chunks.dtype.element_ty)
-        tl.store(chunks + chunk_token[:, None] * WIDTH + n[None, :], value, mask=in_chunk[:, None] & in_head)
+    """New values and outputs of new tokens. A program has a row, a value head and BLOCK_V of Dv."""
+    v_blocks: tl.constexpr = (value_dim + BLOCK_V - 1) // BLOCK_V
+    key_heads: tl.constexpr = heads // heads_of_key
+    value_stride: tl.constexpr = heads * value_dim
+    solved_size: tl.constexpr = key_dim + 2 * chunk_size
+    operand: tl.constexpr = v_inputs.dtype.element_ty
+    head = tl.program_id(0) // v_blocks % heads
+    row = (tl.program_id(0) // (v_blocks * heads)).to(tl.int64)
+    p = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_value = (p < value_dim)[None, :]
+
+    slot = tl.load(slots + row)
+    start = tl.load(starts + row) % chunk_size
+    length = tl.load(lengths + row)
+    source = tl.load(sources + row)
+    if slot >= 0:
+        t = tl.arange(0, chunk_size)
+        n = tl.arange(0, BLOCK_K)
+        new = tl.arange(0, BLOCK_Q)
+        is_new = (new < length)[:, None]
+        is_old = (t < start)[:, None]
+        real = t < start + length
+        in_key = (n < key_dim)[None, :]
+        of_state = states + source * slot_stride + head * (key_dim * value_dim)
+        state = tl.load(
+            of_state + n[:, None] * value_dim + p[None, :],
+            mask=(n < key_dim)[:, None] & in_value & (source >= 0),
+            other=0.0,
+        )
+        of_value = head * value_dim + t[:, None] * value_stride + p[None, :]
+        new_values = new_v_inputs + slot * new_v_slot_stride
+        v = tl.load(v_inputs + slot * v_slot_stride + of_value, mask=real[:, None] & in_value, other=0.0)
+        value = tl.load(new_values + of_value, mask=is_old & in_value, other=0.0)
+        beta = tl.load(beta_inputs + slot * beta_slot_stride + head + t * heads, mask=real, other=0.0)
+        token = row * tokens + new
+        of_solved = solved + (token * heads + head)[:, None] * solved_size
+        read_key = tl.load(of_solved + n[None, :], mask=is_new & in_key, other=0.0)
+        of_pair = of_solved + key_dim + t[None, :]
+        block_row = tl.load(of_pair, mask=is_new, other=0.0)
+        scores = tl.load(of_pair + chunk_size, mask=is_new, other=0.0)
+        of_query = queries + (token * key_heads + head // heads_of_key)[:, None] * key_dim + n[None, :]
+        query = tl.load(of_query, mask=is_new & in_key, other=0.0)
+        decay = tl.load(solved_decays + token * heads + head, mask=new < length, other=0.0)
+
+        # The compiler shares a tile among threads where it is made, and later loads wait for that. Selecting
+        # what the masks have selected makes the tiles here, when all loads are under way.
+        query = tl.where(is_new, query, 0.0)
+        read_key = tl.where(is_new, read_key, 0.0)
+        block_row = tl.where(is_new, block_row, 0.0)
+        scores = tl.where(is_new, scores, 0.0)
+        beta = tl.where(real, beta, 0.0)
+        v = tl.where(real[:, None], v, 0.0)
+        value = tl.where(is_old, value, 0.0)
+        state = tl.where((n < key_dim)[:, None], state.to(tl.float32).to(operand), 0.0)
+        o = tl.dot(query, state)
+        o = o * tl.exp2(decay)[:, None]
+        written = tl.dot(block_row, (v * beta[:, None]).to(operand)).to(operand)
+        new_value = (written.to(tl.float32) - tl.dot(read_key, state)).to(operand)
+        of_new = head * value_dim + (start + new)[:, None] * value_stride + p[None, :]
+        tl.store(new_values + of_new, new_value, mask=is_new & in_value)
+        if tokens == 1:
+            fresh = tl.sum(tl.where((new == 0)[:, None], new_value.to(tl.float32), 0.0), axis=0)
+            fresh = fresh.to(operand)[None, :]
+        else:
+            tl.debug_barrier()  # below, a thread reads what another thread has stored above
+            fresh = tl.load(new_values + of_value, mask=real[:, None] & ~is_old & in_value, other=0.0)
+        value = tl.where(is_old | ~real[:, None], value, fresh)
+        o = o * scale + tl.dot(scores, value) * scale
+        of_out = (token * heads + head)[:, None] * value_dim + p[None, :]
+        tl.store(out + of_out, o.to(operand), mask=is_new & in_value)
+
+
+def completion_blocks(key_dim: int, value_dim: int) -> dict[str, int]:
+    """Tile sizes. The number of rows has no say, so that other rows change no bits.
+
+    Keys take two turns or more, up to 32 numbers by 16. In one turn the compiler would leave no loop, and
+    then ptxas of CUDA 12.8 gives products of some sizes another variable for the address of their factor.
+    """
+    return {
+        "SLICE": 16 if key_dim <= 32 else 32,
+        "BLOCK_V": max(16, min(64, triton.next_power_of_2(value_dim))),
+    }
+
+
+@triton.jit(do_not_specialize=["rows"])
+def complete_chunks_kernel(
+    # Pointers
+    k_inputs, v_inputs, g_inputs, beta_inputs, inverses, states, slots, sources, destinations,
+    # Strides
+    k_slot_stride: tl.int64, v_slot_stride: tl.int64, g_slot_stride: tl.int64, beta_slot_stride: tl.int64,
+    inverse_slot_stride: tl.int64, slot_stride: tl.int64,
+    # Dimensions
+    rows,
+    heads: tl.constexpr, heads_of_key: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
+    chunk_size: tl.constexpr,
+    # Meta-parameters
+    SLICE: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The states after complete chunks. A program has a value head, BLOCK_V of Dv, and up to ROWS rows, of
+    which few complete their chunks. No other program touches these parts of states.
+    """
+    v_blocks: tl.constexpr = (value_dim + BLOCK_V - 1) // BLOCK_V
+    programs: tl.constexpr = v_blocks * heads
+    inverse_size: tl.constexpr = chunk_size * (chunk_size + 16) // 2
+    head = tl.program_id(0) // v_blocks % heads
+    first = tl.program_id(0) // programs
+    groups = tl.num_programs(0) // programs
+    p = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    some = first + groups * tl.arange(0, ROWS)
+    if tl.max(tl.load(destinations + some, mask=some < rows, other=-1), axis=0) >= 0:
+        for row in range(first, rows, groups):
+            slot = tl.load(slots + row)
+            destination = tl.load(destinations + row)
+            if (slot >= 0) & (destination >= 0):
+                source = tl.load(sources + row)
+                of_state = states + head * (key_dim * value_dim)
+                _complete_chunk(
+                    k_inputs + slot * k_slot_stride + head // heads_of_key * key_dim,
+                    v_inputs + slot * v_slot_stride + head * value_dim,
+                    beta_inputs + slot * beta_slot_stride + head, g_inputs + slot * g_slot_stride + head,
+                    inverses + slot * inverse_slot_stride + head * inverse_size,
+                    of_state + source * slot_stride, of_state + destination * slot_stride, source >= 0, p,
+                    heads, heads // heads_of_key * key_dim, key_dim, value_dim, chunk_size, BLOCK_V, SLICE,
+                )  # fmt: skip
+
+
+@triton.jit
+def _complete_chunk(
+    keys, values, strengths, g, inverse, entering, leaving, has_entering, p,
+    heads: tl.constexpr, key_stride: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
+    chunk_size: tl.constexpr, BLOCK_V: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """Store the state after a chunk."""
+    operand: tl.constexpr = keys.dtype.element_ty
+    t = tl.arange(0, chunk_size)
+    in_value = (p < value_dim)[None, :]
+    decay = decay_sums(tl.load(g + t * heads), chunk_size)
+    solved = tl.load(
+        inverse + of_blocks(t[:, None], t[None, :]), mask=t[:, None] >= t[None, :], other=0.0
+    ).to(operand)
+    beta = tl.load(strengths + t * heads)
+    v = tl.load(values + t[:, None] * (heads * value_dim) + p[None, :], mask=in_value, other=0.0)
+    written = tl.dot(solved, (v * beta[:, None]).to(operand), allow_tf32=False).to(operand)
+    held = tl.zeros((chunk_size, BLOCK_V), dtype=tl.float32)
+    key_end: tl.constexpr = max(key_dim, 2 * SLICE)  # `output_blocks` says why there are two turns
+    for first in range(0, key_end, SLICE):
+        n = first + tl.arange(0, SLICE)
+        key = tl.load(keys + t[:, None] * key_stride + n[None, :], mask=(n < key_dim)[None, :], other=0.0)
+        scaled = key * beta[:, None]
+        scaled = scaled * tl.exp2(decay)[:, None]
+        read_key = tl.dot(solved, scaled.to(operand)).to(operand)
+        state = tl.load(
+            entering + n[:, None] * value_dim + p[None, :],
+            mask=(n < key_dim)[:, None] & in_value & has_entering,
+            other=0.0,
+        )
+        held = tl.dot(read_key, state.to(tl.float32).to(operand), held)
+    value = written.to(tl.float32) - held
+
+    decay_of_chunk = tl.sum(tl.where(t == chunk_size - 1, decay, 0.0), axis=0)
+    value *= tl.exp2(decay_of_chunk - decay)[:, None]
+    for first in range(0, key_dim, SLICE):
+        n = first + tl.arange(0, SLICE)
+        in_state = (n < key_dim)[:, None] & in_value
+        of_part = n[:, None] * value_dim + p[None, :]
+        after = tl.load(entering + of_part, mask=in_state & has_entering, other=0.0)
+        after = after.to(tl.float32) * tl.exp2(decay_of_chunk)
+        key = tl.load(keys + n[:, None] + t[None, :] * key_stride, mask=(n < key_dim)[:, None], other=0.0)
+        after = tl.dot(key, value.to(operand), after)
+        tl.debug_barrier()  # a thread may overwrite what another thread has read
+        tl.store(leaving + of_part, after.to(leaving.dtype.element_ty), mask=in_state)

@@ -21,7 +21,7 @@ _NORM_EPSILON = 1e-6
 def gated_delta_rule_scan(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, sources: Tensor,
     destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
-    row_chunk_starts: Tensor, chunk_destinations: Tensor,
+    row_chunk_starts: Tensor, chunk_destinations: Tensor, new_v: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The gated delta rule over packed sequences, in chunks.
 
@@ -42,6 +42,8 @@ def gated_delta_rule_scan(
         cu_chunk_seqlens, seq_idx, row_chunk_starts: [chunks + 1], [chunks], [rows + 1], as in
             `PrefillChunks`. A chunk has at most `chunk_size` tokens, and a row without tokens has no chunk.
         chunk_destinations: [chunks] pool indices for the state after each chunk.
+        new_v: [tokens, Hv, Dv] contiguous, of 16-bit floats. The kernels of a GPU store the new values here,
+            what each token adds to the value of its key, for `keep_delta_inputs`. Not written here.
 
     Returns: o, [tokens, Hv, Dv] in the dtype of v.
     """
@@ -155,8 +157,9 @@ def normalised(x: Tensor) -> Tensor:
 
 def gated_delta_rule_replay(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, k_inputs: Tensor,
-    v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, slots: Tensor, starts: Tensor,
-    lengths: Tensor, sources: Tensor, destinations: Tensor, chunk_size: int,
+    v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None,
+    inverses: Tensor | None, slots: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor,
+    destinations: Tensor, chunk_size: int,
 ) -> Tensor:  # fmt: skip
     """`gated_delta_rule_scan` of the tokens since each row's last grid point; the outputs of the new ones.
 
@@ -164,9 +167,13 @@ def gated_delta_rule_replay(
         q, k: [rows, T, Hk, Dk] raw. v: [rows, T, Hv, Dv]. g, beta: [rows, T, Hv]. All as for the scan. Tokens
             of a row after its length are padding.
         states: [slots, Hv, Dk, Dv]. Written at `destinations`.
-        k_inputs, v_inputs: [slots, chunk_size, Hk, Dk] and [slots, chunk_size, Hv, Dv]. Written at the
-            positions of the rows' tokens. Read from the grid point to `starts`.
+        k_inputs, v_inputs: [slots, chunk_size, Hk, Dk] normalised and [slots, chunk_size, Hv, Dv]. Written at
+            the positions of the rows' tokens. Read from the grid point to `starts`.
         g_inputs, beta_inputs: [slots, chunk_size, Hv] likewise.
+        new_v_inputs: [slots, chunk_size, Hv, Dv], what the kernels of a GPU keep of 16-bit tokens besides:
+            the new values of `gated_delta_rule_scan`. Not used here.
+        inverses: [slots, Hv, (chunk_size + 16) // 2, chunk_size] float32, likewise: for each value head, the
+            inverse of the chunk's triangular system, in blocks of 16 x 16 numbers on and below its diagonal.
         slots: [rows] where each row's inputs are, -1: padding, which writes nothing.
         starts, lengths: [rows] the position of each row's first token, and its number of tokens, which all
             lie in one chunk.
@@ -182,7 +189,8 @@ def gated_delta_rule_replay(
     token = torch.arange(tokens, device=device)
     firsts, lengths = starts.long() % chunk_size, lengths.long().masked_fill(slots < 0, 0)
     row, new = (token < lengths[:, None]).nonzero(as_tuple=True)
-    for inputs, step in ((k_inputs, k), (v_inputs, v), (g_inputs, g), (beta_inputs, beta)):
+    kept_keys = normalised(k.to(dtype))
+    for inputs, step in ((k_inputs, kept_keys), (v_inputs, v), (g_inputs, g), (beta_inputs, beta)):
         inputs[slots[row], firsts[row] + new] = step[row, new].to(inputs.dtype)
 
     # A chunk's tokens after the new ones are zeros, which change no state and no output.
@@ -197,7 +205,7 @@ def gated_delta_rule_replay(
         for inputs in (k_inputs, v_inputs, g_inputs, beta_inputs)
     )
     heads_of_key = v.shape[2] // k.shape[2]
-    keys = normalised(keys).repeat_interleave(heads_of_key, dim=2)
+    keys = keys.repeat_interleave(heads_of_key, dim=2)
     queries = normalised(q.to(dtype)).repeat_interleave(heads_of_key, dim=2) * q.shape[-1] ** -0.5
     decays = gates.exp()[..., None, None]
 
@@ -212,22 +220,26 @@ def gated_delta_rule_replay(
 
 
 def keep_delta_inputs(
-    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, k_inputs: Tensor, v_inputs: Tensor, g_inputs: Tensor,
-    beta_inputs: Tensor, slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor,
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, new_v: Tensor | None, k_inputs: Tensor, v_inputs: Tensor,
+    g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None, inverses: Tensor | None,
+    slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor,
 ) -> None:  # fmt: skip
     """Store the inputs of each prefill row's tail, the tokens after its last grid point.
 
     Args:
         k: [tokens, Hk, Dk]. v: [tokens, Hv, Dv]. g, beta: [tokens, Hv]. Packed rows.
-        k_inputs, v_inputs, g_inputs, beta_inputs: as for `gated_delta_rule_replay`. Written.
+        new_v: the scan's, where new_v_inputs are kept.
+        k_inputs, v_inputs, g_inputs, beta_inputs, new_v_inputs, inverses: as for `gated_delta_rule_replay`.
+            Written.
         slots: [rows] where each row's inputs go, -1: nowhere.
         tail_starts: [rows] the packed token that begins the row's last, incomplete chunk. A row whose tail
             begins at the row's end stores nothing.
         query_start_loc: [rows + 1] where each row's tokens start.
     """
+    keys = normalised(k.to(compute_dtype(v.dtype)))
     for slot, first, end in zip(
         slots.tolist(), tail_starts.tolist(), query_start_loc[1:].tolist(), strict=True
     ):
         if slot >= 0:
-            for inputs, packed in ((k_inputs, k), (v_inputs, v), (g_inputs, g), (beta_inputs, beta)):
+            for inputs, packed in ((k_inputs, keys), (v_inputs, v), (g_inputs, g), (beta_inputs, beta)):
                 inputs[slot, : max(0, end - first)] = packed[first:end].to(inputs.dtype)

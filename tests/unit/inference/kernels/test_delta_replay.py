@@ -4,7 +4,9 @@ In Triton's interpreter, fla-core's stages included, and on CUDA under the gpu m
 token by token: it is compared with the recurrence in float64.
 """
 
+import contextlib
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels import delta_replay
-from mambaslots.inference.kernels.delta import gated_delta_rule_scan
+from mambaslots.inference.kernels import delta_replay, delta_solve
+from mambaslots.inference.kernels.delta import delta_operands, gated_delta_rule_scan
 from mambaslots.inference.kernels.kernel_set import KernelSet
+from mambaslots.inference.kernels.reference.chunks import compute_dtype
+from mambaslots.inference.kernels.reference.delta import normalised
 from oracle.budget import dear, is_quick
 from oracle.fla_stages import one_configuration
 from oracle.fresh_process import printed_by
@@ -33,7 +37,14 @@ few = settings(dear(), derandomize=True)
 # The interpreter would multiply the bits of bfloat16 as integers.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 KEPT = INPUTS[1:]
-"""What a replay reads of earlier tokens: k, v, g and beta."""
+"""What a replay reads of earlier tokens: normalised k, v, g and beta; of 16-bit tokens new values and the
+inverse, too."""
+
+
+def row_of_numbers(chunk: int) -> Tensor:
+    """[(chunk + 16) // 2, chunk]: the row of the inverse that each of its kept numbers is of."""
+    blocks = [torch.arange(16 * r, 16 * r + 16) for r in range(chunk // 16) for _ in range(r + 1)]
+    return torch.stack(blocks)[..., None].expand(-1, -1, 16).reshape(-1, chunk)
 
 
 @pytest.fixture(params=DEVICES, scope="module")
@@ -47,6 +58,14 @@ def _one_configuration():
         yield
 
 
+def check_kept(kernels: Any, name: str, found: Tensor, expected: Tensor) -> None:
+    """Bits, except of the reference's norms: torch's sums depend on shapes."""
+    if kernels is KernelSet and name == "k":
+        torch.testing.assert_close(found, expected, equal_nan=True)
+    else:
+        assert same_bits(found, expected)
+
+
 class Uncut:
     """One sequence in one prefill by the scan: all outputs, and the state at every grid point."""
 
@@ -54,7 +73,10 @@ class Uncut:
         points = list(range(chunk, length + 1, chunk))
         pool = layer.pool(len(points), torch.float32).to(device)
         row = Row(seed, 0, length, checkpoints={point: slot for slot, point in enumerate(points)})
-        self.outputs = Batch(layer, [row], chunk).scan(gated_delta_rule_scan, pool)
+        batch = Batch(layer, [row], chunk)
+        self.new_v = torch.empty(batch.inputs["v"].shape, dtype=layer.dtype, device=device)
+        self.outputs = batch.scan(partial(gated_delta_rule_scan, new_v=self.new_v), pool)
+        self.new_v = self.new_v.cpu()
         self.states = dict(zip(points, pool.cpu(), strict=True))
 
 
@@ -70,6 +92,7 @@ class Walk:
         self.layer, self.device, self.requests, self.chunk = layer, device, requests, chunk
         self.tokens = [layer.tokens(index) for index in range(len(requests))]
         self.uncut = [Uncut(layer, index, chunk, length, device) for index in range(len(requests))]
+        self.kept = [self.kept_of(tokens) for tokens in self.tokens]
         slots = len(requests) + 2
         self.inputs = {
             name: torch.full((slots, chunk, *self.tokens[0][name].shape[1:]), torch.nan).to(
@@ -77,10 +100,36 @@ class Walk:
             )
             for name in KEPT
         }
+        self.rows = row_of_numbers(chunk)
+        self.inverses = torch.full((slots, layer.Hv, *self.rows.shape), torch.nan)
+        self.new_v = torch.full_like(self.inputs["v"], torch.nan)
         self.slots = torch.randperm(slots, generator=torch.Generator().manual_seed(0)).tolist()
+
+    def kept_of(self, tokens: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a request keeps of tokens: the scan's keys, which are normalised."""
+        q, k, v = (tokens[name].to(self.device) for name in INPUTS[:3])
+        keys = delta_operands(q, k, v)[1] if k.dtype in DTYPES else normalised(k)
+        return tokens | {"k": keys.cpu()}
 
     def index(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def inverses_until(self, ends: dict[int, int]) -> Tensor:
+        """The rows before each slot's end; the others are NaN."""
+        valid = torch.full_like(self.inverses, torch.nan)
+        for slot, end in ends.items():
+            valid[slot] = torch.where(self.rows < end, self.inverses[slot], torch.nan)
+        return valid
+
+    def note_inverses(
+        self, before: Tensor, after: Tensor, starts: dict[int, int], ends: dict[int, int]
+    ) -> None:
+        """Take over new rows; asserts that no other row changed."""
+        for slot in range(len(before)):
+            new = (self.rows >= starts.get(slot, 0)) & (self.rows < ends.get(slot, 0))
+            assert same_bits(after[slot][:, ~new], before[slot][:, ~new])
+            assert not after[slot][:, new].isnan().any()
+            self.inverses[slot] = torch.where(new, after[slot], self.inverses[slot])
 
     def moved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self.device, copy=True) for name, tensor in tensors.items()}
@@ -103,17 +152,35 @@ class Walk:
         for index, request in enumerate(self.requests):
             tail = request.prompt % self.chunk
             for name in KEPT:
-                kept = self.tokens[index][name][request.prompt - tail : request.prompt]
+                kept = self.kept[index][name][request.prompt - tail : request.prompt]
                 expected[name][self.slots[index], :tail] = kept
         inputs = self.moved(self.inputs)
+        solves = kernels is delta_replay and self.layer.dtype.itemsize == 2
+        inverses = self.inverses.to(self.device, copy=True) if solves else None
+        scanned = [
+            uncut.new_v[r.resumed : r.prompt] for uncut, r in zip(self.uncut, self.requests, strict=True)
+        ]
+        scanned.append(scanned[0].new_full((3, *scanned[0].shape[1:]), torch.nan))
+        new_v = self.new_v.to(self.device, copy=True) if solves else None
         kernels.keep_delta_inputs(
-            **self.moved(packed), **self.named(inputs),
+            **self.moved(packed), new_v=torch.cat(scanned).to(self.device) if solves else None,
+            **self.named(inputs), new_v_inputs=new_v, inverses=inverses,
             slots=self.index([*self.slots[: len(lengths)], -1]), tail_starts=self.index([*tails, 0]),
             query_start_loc=self.index(cuts, torch.int32),
         )  # fmt: skip
         for name in KEPT:
             self.inputs[name] = inputs[name].cpu()
-            assert same_bits(self.inputs[name], expected[name])
+            check_kept(kernels, name, self.inputs[name], expected[name])
+        if inverses is not None:
+            ends = {
+                self.slots[index]: request.prompt % self.chunk for index, request in enumerate(self.requests)
+            }
+            self.note_inverses(self.inverses, inverses.cpu(), {}, ends)
+            for index, request in enumerate(self.requests):
+                tail = request.prompt % self.chunk
+                kept = self.uncut[index].new_v[request.prompt - tail : request.prompt]
+                self.new_v[self.slots[index], :tail] = kept
+            assert same_bits(new_v.cpu(), self.new_v)
 
     def decode(self, moves: list[Move], tokens: int, kernels: Any) -> tuple[Tensor, Tensor]:
         """The outputs and the pool after a step; asserts what was stored among the inputs."""
@@ -125,6 +192,7 @@ class Walk:
         valid = {name: torch.full_like(tensor, torch.nan) for name, tensor in self.inputs.items()}
         pool = torch.full((2 * rows, *self.layer.pool(1).shape[1:]), torch.nan)
         slots, sources, destinations = [-1] * rows, [-1] * rows, [-1] * rows
+        kept_of_step = {name: step[name].clone() for name in KEPT}
         for row, move in enumerate(moves):
             if move.request < 0:
                 continue
@@ -140,13 +208,25 @@ class Walk:
                 step[name][row, : move.accepted] = own[move.start : move.start + move.accepted]
                 step[name][row, move.accepted : move.length] = other[: move.length - move.accepted]
             for name in KEPT:
+                own, other = self.kept[move.request][name], self.kept[0][name].flip(0)
+                kept_of_step[name][row, : move.accepted] = own[move.start : move.start + move.accepted]
+                kept_of_step[name][row, move.accepted : move.length] = other[: move.length - move.accepted]
                 valid[name][slots[row], :first] = self.inputs[name][slots[row], :first]
         expected = {name: tensor.clone() for name, tensor in valid.items()}
         for row, move in enumerate(moves):
             if move.request >= 0:
                 part = slice(move.start % self.chunk, move.start % self.chunk + move.length)
                 for name in KEPT:
-                    expected[name][slots[row], part] = step[name][row, : move.length]
+                    expected[name][slots[row], part] = kept_of_step[name][row, : move.length]
+        starts = {slots[row]: move.start % self.chunk for row, move in enumerate(moves) if move.request >= 0}
+        ends = {slots[row]: starts[slots[row]] + move.length for row, move in enumerate(moves) if move.length}
+        solves = kernels is delta_replay and self.layer.dtype.itemsize == 2
+        valid_inverses = self.inverses_until(starts)
+        inverses = valid_inverses.to(self.device, copy=True) if solves else None
+        new_v = torch.full_like(self.new_v, torch.nan)
+        for slot, first in starts.items():
+            new_v[slot, :first] = self.new_v[slot, :first]
+        new_v = new_v.to(self.device) if solves else None
         inputs, after = self.moved(valid), pool.to(self.device)
         wide = torch.cat([step[name].flatten(2) for name in INPUTS[:3]], dim=2).to(self.device)
         views = wide.split([step[name][0, 0].numel() for name in INPUTS[:3]], dim=2)
@@ -154,19 +234,36 @@ class Walk:
         with poisoned_allocations():
             o = kernels.gated_delta_rule_replay(
                 *views, step["g"].to(self.device), step["beta"].to(self.device), after, **self.named(inputs),
+                new_v_inputs=new_v, inverses=inverses,
                 slots=self.index(slots), starts=self.index([move.start for move in moves], torch.int32),
                 lengths=self.index([move.length for move in moves], torch.int32), sources=self.index(sources),
                 destinations=self.index(destinations), chunk_size=self.chunk,
             )  # fmt: skip
         assert o.dtype == self.layer.dtype
         for name in KEPT:
-            assert same_bits(inputs[name].cpu(), expected[name])
+            check_kept(kernels, name, inputs[name].cpu(), expected[name])
             self.inputs[name] = torch.where(expected[name].isnan(), self.inputs[name], expected[name])
+        if inverses is not None:
+            self.note_inverses(valid_inverses, inverses.cpu(), starts, ends)
+            self.check_new_values(moves, new_v.cpu(), slots)
         after = after.cpu()
         untouched = [slot for slot in range(2 * rows) if slot not in destinations]
         assert same_bits(after[untouched], pool[untouched])
         self.completed = {row: after[slot] for row, slot in enumerate(destinations) if slot >= 0}
         return o.cpu(), after
+
+    def check_new_values(self, moves: list[Move], found: Tensor, slots: list[int]) -> None:
+        """The scan's, of all tokens of the chunk; rejected drafts' are any numbers."""
+        for slot in set(range(len(found))) - set(slots):
+            assert found[slot].isnan().all()
+        for slot, move in zip(slots, moves, strict=True):
+            if slot >= 0:
+                first, end = move.start % self.chunk, move.start + move.accepted
+                point = move.start - first
+                assert same_bits(found[slot, : end - point], self.uncut[move.request].new_v[point:end])
+                assert found[slot, first + move.length :].isnan().all()
+                assert not found[slot, : first + move.length].isnan().any()
+                self.new_v[slot] = found[slot]
 
     def check_bits(self, moves: list[Move], o: Tensor) -> None:
         for row, move in enumerate(moves):
@@ -219,10 +316,12 @@ class TestBits:
         Walk(layer, device, requests, 16, 64).run(data.draw(st.integers(1, 4)), data.draw(st.integers(0, 99)))
 
     @pytest.mark.gpu
+    @pytest.mark.parametrize("warps", [1, 2])
     @pytest.mark.parametrize("tokens", [1, 4])
     @pytest.mark.parametrize("value_heads", [32, 48])
-    def test_bits_at_full_size(self, value_heads, tokens):
-        """Qwen3.5's and Qwen3-Next's layers in bfloat16: chunks of 64 tokens."""
+    def test_bits_at_full_size(self, monkeypatch, value_heads, tokens, warps):
+        """Qwen3.5's and Qwen3-Next's layers in bfloat16: chunks of 64 tokens; as many rows and as few."""
+        monkeypatch.setattr(delta_solve, "solve_warps", lambda programs, key_dim: warps)
         device = kernel_device("cuda")
         layer = Layer(Hk=16, Hv=value_heads, Dk=128, Dv=128, dtype=torch.bfloat16)
         requests = [
@@ -260,6 +359,10 @@ class TestRecurrence:
         if scanned is not layer:
             walk.layer, walk.tokens = layer, [layer.tokens(index) for index in range(len(requests))]
             walk.inputs = {name: x.to(walk.tokens[0][name].dtype) for name, x in walk.inputs.items()}
+        if kernels is KernelSet:
+            walk.kept = [
+                x | {"k": normalised(x["k"].to(compute_dtype(dtype))).to(dtype)} for x in walk.tokens
+            ]
         tolerance = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[
             dtype
         ]
@@ -283,25 +386,31 @@ class TestRecurrence:
 
 
 class TestCost:
-    def test_inputs_and_states_are_read_once_and_written_once(self):
-        layer = Layer(Hk=1, Hv=2)
+    def test_a_step_reads_a_state_once_and_writes_complete_chunks(self):
+        layer = Layer(Hk=1, Hv=2, dtype=torch.float16)
         step = {name: x[None, :2].repeat(4, *[1] * x.dim()) for name, x in layer.tokens(0).items()}
-        keys, pool = torch.zeros(3, 16, layer.Hk, layer.Dk), layer.pool(4)
-        inputs = {f"{name}_inputs": torch.zeros(3, 16, *step[name].shape[2:]) for name in KEPT}
-        inputs["k_inputs"] = keys
+        inputs = {f"{name}_inputs": torch.zeros(3, 16, *x.shape[2:]).to(x.dtype) for name, x in step.items()}
+        values, pool = inputs["v_inputs"], layer.pool(4)
+        inverses, new_v = torch.zeros(3, layer.Hv, 16, 16), torch.zeros_like(values)
+        del inputs["q_inputs"]
 
         def index(*values: int) -> Tensor:
             return torch.tensor(values)
 
-        with traffic_of(keys) as of_keys, traffic_of(pool) as of_pool:
+        traffic = (traffic_of(tensor) for tensor in (values, new_v, pool, inverses))
+        with contextlib.ExitStack() as stack:
+            of_values, of_new_v, of_pool, of_rows = (stack.enter_context(of) for of in traffic)
             delta_replay.gated_delta_rule_replay(
-                **step, states=pool, **inputs, slots=index(0, 2, -1, 1), starts=index(21, 31, 0, 0),
-                lengths=index(2, 1, 0, 1), sources=index(0, 1, -1, -1), destinations=index(-1, 1, -1, -1),
-                chunk_size=16,
+                **step, states=pool, **inputs, new_v_inputs=new_v, inverses=inverses,
+                slots=index(0, 2, -1, 1), starts=index(21, 31, 0, 0), lengths=index(2, 1, 0, 1),
+                sources=index(0, 1, -1, -1), destinations=index(-1, 1, -1, -1), chunk_size=16,
             )  # fmt: skip
-        token, state = keys[0, 0].numel() * 4, pool[0].numel() * 4
-        assert (of_keys.loaded, of_keys.stored) == ((5 + 15) * token, 4 * token)
-        assert (of_pool.loaded, of_pool.stored) == (2 * state, state)
+        token, state = values[0, 0].numel() * 2, pool[0].numel() * 4
+        assert (of_values.loaded, of_values.stored) == ((7 + 16 + 16 + 1) * token, 4 * token)
+        assert (of_new_v.loaded, of_new_v.stored) == ((7 + 16 + 1) * token, 4 * token)
+        # The second row completes its chunk: new values are computed again, and its state is decayed.
+        assert (of_pool.loaded, of_pool.stored) == (4 * state, state)
+        assert of_rows.stored == 4 * layer.Hv * 16 * 4
 
     def test_inputs_in_pieces_are_refused(self):
         layer = Layer()
@@ -311,7 +420,13 @@ class TestCost:
         indices = dict.fromkeys(("slots", "starts", "lengths", "sources", "destinations"), torch.tensor([0]))
         with pytest.raises(ValueError, match=r"v_inputs has strides .* accepted: contiguous slots"):
             delta_replay.gated_delta_rule_replay(
-                **step, states=layer.pool(1), **inputs, **indices, chunk_size=16
+                **step,
+                states=layer.pool(1),
+                **inputs,
+                new_v_inputs=None,
+                inverses=None,
+                **indices,
+                chunk_size=16,
             )
 
     @pytest.mark.gpu
@@ -320,7 +435,11 @@ class TestCost:
         device = kernel_device("cuda")
         layer = Layer(Hk=2, Hv=4, Dk=64, Dv=64, dtype=torch.bfloat16)
         step = {name: x[6:12].unflatten(0, (3, 2)).to(device) for name, x in layer.tokens(0).items()}
-        kept = {name: layer.tokens(1)[name][:64].unflatten(0, (4, 16)).to(device) for name in KEPT}
+        kept = {
+            f"{name}_inputs": layer.tokens(1)[name][:64].unflatten(0, (4, 16)).to(device) for name in KEPT
+        }
+        kept["new_v_inputs"] = kept["v_inputs"].flip(1)
+        kept["inverses"] = torch.eye(16, device=device).expand(4, layer.Hv, 16, 16)
 
         def index(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
@@ -336,9 +455,10 @@ class TestCost:
         packed = {name: step[name].flatten(0, 1) for name in KEPT}
 
         def launch(pool: Tensor, inputs: dict[str, Tensor], at: dict[str, Tensor]) -> Tensor:
-            named = {f"{name}_inputs": tensor for name, tensor in inputs.items()}
-            delta_replay.keep_delta_inputs(**packed, **named, slots=at["slots"], **tail)
-            return delta_replay.gated_delta_rule_replay(**step, states=pool, **named, **at, chunk_size=16)
+            delta_replay.keep_delta_inputs(
+                **packed, new_v=packed["v"].contiguous(), **inputs, slots=at["slots"], **tail
+            )
+            return delta_replay.gated_delta_rule_replay(**step, states=pool, **inputs, **at, chunk_size=16)
 
         pools = [layer.pool(3, torch.float32).to(device) for _ in range(2)]
         inputs = [{name: tensor.clone() for name, tensor in kept.items()} for _ in range(2)]
@@ -355,7 +475,7 @@ class TestCost:
         assert same_bits(o[[0, 2]].cpu(), expected[[0, 2]].cpu())
         assert same_bits(pools[0].cpu(), pools[1].cpu())
         assert not same_bits(pools[1].cpu(), layer.pool(3, torch.float32))
-        for name in KEPT:
+        for name in kept:
             assert same_bits(inputs[0][name].cpu(), inputs[1][name].cpu())
 
 
@@ -395,24 +515,23 @@ from oracle.warpgroup_products import machine_code, misled_products
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-kernel = delta_replay_output_kernel
-narrow = ("queries", "keys", "v_inputs", "inverse", "out")
-types = dict.fromkeys(("strength", "log_decays", "states"), "*fp32")
-types |= dict.fromkeys(("starts", "lengths"), "*i32")
+kernel = complete_chunks_kernel
+types = dict.fromkeys(("g_inputs", "beta_inputs", "inverses", "states"), "*fp32")
 types |= dict.fromkeys(("slots", "sources", "destinations"), "*i64")
-types |= {"v_slot_stride": "i64", "slot_stride": "i64", "scale": "fp32"}
+types |= dict.fromkeys((name for name in kernel.arg_names if name.endswith("slot_stride")), "i64")
+types["rows"] = "i32"
 for dtype, key_dim, value_dim in (("fp16", 24, 40), ("bf16", 24, 40), ("fp16", 16, 24)):
     constants = dict(
-        tokens=2, heads=2, heads_of_key=1, key_dim=key_dim, value_dim=value_dim, chunk_size=64,
-        **output_blocks(2, key_dim, value_dim),
+        heads=2, heads_of_key=1, key_dim=key_dim, value_dim=value_dim, chunk_size=64,
+        ROWS=COMPLETION_ROWS, **completion_blocks(key_dim, value_dim),
     )
-    of_dtype = types | dict.fromkeys(narrow, "*" + dtype)
+    of_dtype = types | dict.fromkeys(("k_inputs", "v_inputs"), "*" + dtype)
     signature = {name: of_dtype.get(name, "constexpr") for name in kernel.arg_names}
-    places = [(kernel.arg_names.index(name),) for name in of_dtype if name != "scale"]
+    places = [(kernel.arg_names.index(name),) for name in of_dtype if name != "rows"]
     aligned = {place: [["tt.divisibility", 16]] for place in places}
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": OUTPUT_WARPS, "num_stages": OUTPUT_STAGES},
+        options={"num_warps": COMPLETION_WARPS, "num_stages": COMPLETION_STAGES},
     )
     products, found = misled_products(machine_code(compiled.asm["cubin"], sys.argv[1]))
     print(products, len(found))

@@ -1,0 +1,225 @@
+"""New rows of a chunk's triangular system, for decodes of the gated delta rule by replay.
+
+A row depends on earlier rows only, of which a request keeps those of the inverse. What depends on the state
+follows in `delta_replay`.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .state_tensors import check_slots
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def solve_rows(
+    queries: Tensor | None, k_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, inverses: Tensor,
+    slots: Tensor, starts: Tensor, ends: Tensor, tokens: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Launch `solve_rows_kernel` for decodes; without queries, for prefills' tails, as `keep_rows_kernel`.
+
+    Returns what `outputs_kernel` reads of new tokens: [rows * tokens, Hv, Dk + 2 * chunk_size] in the dtype
+    of keys and [rows * tokens, Hv] float32; empty for tails.
+    """
+    check_slots(inverses=inverses)
+    (chunk_size, key_heads, key_dim), heads = k_inputs.shape[1:], inverses.shape[1]
+    size = 0 if queries is None else slots.shape[0] * tokens
+    solved = k_inputs.new_empty(size, heads, key_dim + 2 * chunk_size)
+    decays = inverses.new_empty(size, heads)
+    solve_rows_kernel[(heads * slots.shape[0],)](
+        queries, k_inputs, g_inputs, beta_inputs, inverses, solved, decays, slots, starts, ends,
+        *(pool.stride(0) for pool in (k_inputs, g_inputs, beta_inputs, inverses)),
+        tokens, heads, heads // key_heads, key_dim, chunk_size, queries is None,
+        BLOCK_K=max(16, triton.next_power_of_2(key_dim)),
+        num_warps=solve_warps(heads * slots.shape[0], key_dim), num_stages=1,
+    )  # fmt: skip
+    return solved, decays
+
+
+def solve_warps(programs: int, key_dim: int) -> int:
+    """One where the programs fill a GPU and the keys fit its registers; two end sooner.
+
+    Sums have one order with any number: products over K, and those over rows of 16 in threads of one warp.
+    """
+    return 1 if programs > 256 and key_dim <= 128 else 2
+
+
+@triton.jit
+def decay_sums(gates, chunk_size: tl.constexpr):
+    """Sums of binary logarithms from the start of the chunk, as fla-core's chunk_local_cumsum.
+
+    A product would be added to other numbers in one instruction, which does not round it; this is rounded.
+    """
+    sums = tl.cumsum(gates, axis=0)
+    return tl.fma(sums, tl.full((chunk_size,), LOG2_E, tl.float32), tl.zeros((chunk_size,), tl.float32))
+
+
+@triton.jit
+def of_blocks(row, column):
+    """Where a number lies among those of an inverse: 16 x 16 blocks on and below the diagonal, row by row."""
+    r, c = row // 16, column // 16
+    return (r * (r + 1) // 2 + c) * 256 + row % 16 * 16 + column % 16
+
+
+@triton.jit
+def _coupled(products, mask, decay, of_column):
+    """Products of keys or queries with keys, decayed from the column's token to the row's."""
+    return products * tl.where(mask, tl.exp2(decay[:, None] - of_column[None, :]), 0.0)
+
+
+@triton.jit
+def _new_rows(
+    keys, queries, g, beta, inverse, solved, solved_decays, row, r, start, end,
+    tokens: tl.constexpr, heads: tl.constexpr, key_stride: tl.constexpr, key_dim: tl.constexpr,
+    chunk_size: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Store the new rows of block row r: of the inverse, of the keys that read the state, and of scores;
+    without `queries`, those of the inverse only. Earlier rows of the inverse are stored.
+
+    As fla-core's chunk_gated_delta_rule_fwd_kkt_solve_kernel; for chunks of 32, solve_tril. Sums over block
+    columns are in their order; blocks that they have not are zeros, which change no sum.
+    """
+    operand: tl.constexpr = keys.dtype.element_ty
+    precision: tl.constexpr = "tf32" if chunk_size == 64 else "ieee"
+    i = tl.arange(0, 16)
+    t = tl.arange(0, chunk_size)
+    n = tl.arange(0, BLOCK_K)
+    token = 16 * r + i
+    in_block = token < end
+    is_new = in_block & (token >= start)
+    below = i[:, None] > i[None, :]
+    is_solved = (token < start)[:, None] & below
+    in_key = (n < key_dim)[None, :]
+    new = row * tokens + token - start
+
+    gates = tl.load(g + t * heads, mask=t < end, other=0.0)
+    block_key = tl.load(
+        keys + token[:, None] * key_stride + n[None, :], mask=in_block[:, None] & in_key, other=0.0
+    )
+    strength = tl.load(beta + token * heads, mask=in_block, other=0.0)
+    own = tl.load(inverse + of_blocks(token[:, None], token[None, :]), mask=is_solved, other=0.0)
+    if queries is not None:
+        query = tl.load(
+            queries + new[:, None] * key_stride + n[None, :], mask=is_new[:, None] & in_key, other=0.0
+        )
+    decays = decay_sums(gates, chunk_size)
+    decay = tl.gather(decays, token, 0)
+
+    coupling = tl.dot(block_key, tl.trans(block_key))
+    coupling = _coupled(coupling, below & in_block[:, None], decay, decay) * strength[:, None]
+    own = tl.where((token < start)[:, None], own, -coupling)
+    for own_row in range(tl.maximum(2, start - 16 * r), tl.minimum(16, end - 16 * r)):
+        solved_row = tl.sum(tl.where((i == own_row)[:, None], -coupling, 0.0), 0)
+        solved_row = tl.where(i < own_row, solved_row, 0.0)
+        solved_row = solved_row + tl.sum(solved_row[:, None] * own, 0)
+        own = tl.where((i == own_row)[:, None], solved_row, own)
+    own += i[:, None] == i[None, :]
+    tl.store(inverse + of_blocks(token[:, None], token[None, :]), own, mask=is_new[:, None])
+    if queries is not None:
+        of_pair = solved + new[:, None] * (heads * (key_dim + 2 * chunk_size)) + key_dim
+        tl.store(of_pair + token[None, :], own.to(operand), mask=is_new[:, None])
+        scores = tl.dot(query, tl.trans(block_key))
+        scores = _coupled(scores, (i[:, None] >= i[None, :]) & is_new[:, None], decay, decay)
+        tl.store(of_pair + chunk_size + token[None, :], scores.to(operand), mask=is_new[:, None])
+        is_later = is_new[:, None] & (t >= 16 * r + 16)[None, :]
+        tl.store(of_pair + t[None, :], tl.zeros((16, chunk_size), operand), mask=is_later)
+        tl.store(of_pair + chunk_size + t[None, :], tl.zeros((16, chunk_size), operand), mask=is_later)
+        tl.store(solved_decays + new * heads, decay, mask=is_new)
+
+    if chunk_size > 16:
+        left = tl.zeros((16, 16), dtype=tl.float32)
+        sums = tl.zeros((16, chunk_size), dtype=tl.float32)
+        for c in range(r):
+            column = 16 * c + i
+            key = tl.load(keys + column[:, None] * key_stride + n[None, :], mask=in_key, other=0.0)
+            above = tl.load(
+                inverse + of_blocks(column[:, None], t[None, :]),
+                mask=(column[:, None] // 16 >= t[None, :] // 16),
+                other=0.0,
+            )
+            of_column = tl.gather(decays, column, 0)
+            left = tl.dot(block_key, tl.trans(key))
+            left = _coupled(left, in_block[:, None], decay, of_column) * strength[:, None]
+            sums = tl.dot(left, above, sums, input_precision=precision)
+            if queries is not None:
+                scores = tl.dot(query, tl.trans(key))
+                scores = _coupled(scores, is_new[:, None], decay, of_column)
+                tl.store(of_pair + chunk_size + column[None, :], scores.to(operand), mask=is_new[:, None])
+        if r > 0:
+            further = -tl.dot(own, sums, input_precision=precision)
+            is_further = is_new[:, None] & (t < 16 * r - 16)[None, :]
+            tl.store(inverse + of_blocks(token[:, None], t[None, :]), further, mask=is_further)
+            column = 16 * r - 16 + i
+            above = tl.load(inverse + of_blocks(column[:, None], column[None, :]))
+            nearest = tl.dot(own, left, input_precision=precision)
+            nearest = -tl.dot(nearest, above, input_precision=precision)
+            tl.store(inverse + of_blocks(token[:, None], column[None, :]), nearest, mask=is_new[:, None])
+            if queries is not None:
+                tl.store(of_pair + t[None, :], further.to(operand), mask=is_further)
+                tl.store(of_pair + column[None, :], nearest.to(operand), mask=is_new[:, None])
+
+    if queries is not None:
+        tl.debug_barrier()  # below, a thread reads what another thread has stored above
+        read_key = tl.zeros((16, BLOCK_K), dtype=tl.float32)
+        for c in range(r + 1):
+            column = 16 * c + i
+            real = column < end
+            key = tl.load(
+                keys + column[:, None] * key_stride + n[None, :], mask=real[:, None] & in_key, other=0.0
+            )
+            block = tl.load(of_pair + column[None, :], mask=is_new[:, None], other=0.0)
+            scaled = key * tl.load(beta + column * heads, mask=real, other=0.0)[:, None]
+            scaled = scaled * tl.exp2(tl.gather(decays, column, 0))[:, None]
+            read_key = tl.dot(block, scaled.to(operand), read_key)
+        tl.store(of_pair - key_dim + n[None, :], read_key.to(operand), mask=is_new[:, None] & in_key)
+
+
+@triton.jit
+def solve_rows_kernel(
+    # Pointers
+    queries, k_inputs, g_inputs, beta_inputs, inverses, solved, solved_decays, slots, starts, ends,
+    # Strides
+    k_slot_stride: tl.int64, g_slot_stride: tl.int64, beta_slot_stride: tl.int64,
+    inverse_slot_stride: tl.int64,
+    # Dimensions
+    tokens: tl.constexpr, heads: tl.constexpr, heads_of_key: tl.constexpr, key_dim: tl.constexpr,
+    chunk_size: tl.constexpr,
+    # Meta-parameters
+    TAILS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """New tokens' rows of the inverse, of the keys that read the state, and of scores. A program has a row
+    and a value head; else as `keep_rows_kernel`.
+    """
+    inverse_size: tl.constexpr = chunk_size * (chunk_size + 16) // 2
+    key_stride: tl.constexpr = heads // heads_of_key * key_dim
+    solved_size: tl.constexpr = key_dim + 2 * chunk_size
+    head = tl.program_id(0) % heads
+    row = (tl.program_id(0) // heads).to(tl.int64)
+    slot = tl.load(slots + row)
+    if TAILS:
+        start = 0
+        end = (tl.load(ends + row + 1) - tl.load(starts + row)).to(tl.int32)
+    else:
+        start = tl.load(starts + row) % chunk_size
+        end = start + tl.load(ends + row)
+        queries += head // heads_of_key * key_dim
+    if (slot >= 0) & (end > start):
+        keys = k_inputs + slot * k_slot_stride + head // heads_of_key * key_dim
+        g = g_inputs + slot * g_slot_stride + head
+        beta = beta_inputs + slot * beta_slot_stride + head
+        inverse = inverses + slot * inverse_slot_stride + head * inverse_size
+        solved += head * solved_size
+        solved_decays += head
+        if tokens == 1:
+            _new_rows(
+                keys, queries, g, beta, inverse, solved, solved_decays, row, start // 16, start, end,
+                tokens, heads, key_stride, key_dim, chunk_size, BLOCK_K,
+            )  # fmt: skip
+        else:
+            for r in range(start // 16, (end + 15) // 16):
+                _new_rows(
+                    keys, queries, g, beta, inverse, solved, solved_decays, row, r, start, end,
+                    tokens, heads, key_stride, key_dim, chunk_size, BLOCK_K,
+                )  # fmt: skip
+                tl.debug_barrier()  # below, a thread reads what another thread has stored
