@@ -213,10 +213,12 @@ def board() -> str:
 
 
 def table() -> str:
-    rows = [("mambaslots_build_info", "the label `version`, and `model`: what is served")]
-    rows += [(metric(figure), figure.help) for figure in ALL.values()]
-    lines = [f"| `{name}` | {text} |" for name, text in rows]
-    return "\n".join(["| metric | means |", "|---|---|", *lines]) + "\n"
+    rows = [("mambaslots_build_info", "`version`, `model`", "what is served, and by which version")]
+    rows += [
+        (metric(figure), f"`{figure.label}`" if figure.label else "", figure.help) for figure in ALL.values()
+    ]
+    lines = [f"| `{name}` | {label} | {text} |" for name, label, text in rows]
+    return "\n".join(["| metric | labels | means |", "|---|---|---|", *lines]) + "\n"
 
 
 def page(text: str) -> str:
