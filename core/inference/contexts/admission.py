@@ -11,7 +11,7 @@ import torch
 from ...config import InferenceConfig
 from .cache.checkpoint_plan import Boundary, checked_boundaries
 from .cache.prefix_cache import PrefixCache
-from .cache.prefix_match import PrefixMatch
+from .cache.prefix_match import PrefixMatch, bring_back
 from .device_memory import DeviceMemory
 from .pool_sizes import num_live_slots
 from .request import DynamicInferenceRequest, Holding, RequestStep
@@ -223,7 +223,8 @@ class Admission:
         if holding is None and not self._has_slots():
             return False
         num_reachable = min(len(match.blocks), request.most_resumed // size)
-        return self._cache.slots.bring_back(match.blocks[:num_reachable], request.hashes.keys, start, size)
+        blocks, keys = match.blocks[:num_reachable], request.hashes.keys
+        return bring_back(self._cache.slots, blocks, keys, start, size)
 
     def _schedule_decode(self, request: DynamicInferenceRequest, holding: Holding) -> RequestStep | None:
         """A decode; one of a token that only the device knows neither needs nor completes a KV block."""

@@ -28,6 +28,21 @@ from .cache.prefix_tree import PrefixTree
 from .cache.state_slots import StateSlots
 
 
+class _HostTree(PrefixTree):
+    """The index of states over a host's own index of KV blocks, which are not registered here."""
+
+    def __init__(self, num_blocks: int, host_kv: Any) -> None:
+        super().__init__(num_blocks)
+        self.host_kv = host_kv
+
+    def hash_of(self, block: int) -> int:
+        return int(self.host_kv.block_hashes[block])
+
+    def keys_to(self, block: int) -> list[int]:
+        """The hash of the block alone: a host does not say what precedes it."""
+        return [self.hash_of(block)]
+
+
 class MambaSlotAllocator:
     """A pool of durable state slots, which a host's context holds for its prefix cache.
 
@@ -76,7 +91,7 @@ class MambaSlotAllocator:
         policy = checked_policy("context.prefix_caching_eviction_policy", self._policy())
         self._durable = self._new_states(self.max_slots, self._device())
         kv = context.kv_block_allocator
-        tree = kv.tree if isinstance(kv, KVBlockAllocator) else PrefixTree(self._num_blocks, self._hash_of)
+        tree = kv.tree if isinstance(kv, KVBlockAllocator) else _HostTree(self._num_blocks, kv)
         self.slots = StateSlots(self.max_slots, policy, tree)
         self.hash_to_block_id = tree.hash_to_block_id
         if isinstance(kv, KVBlockAllocator):
@@ -87,10 +102,6 @@ class MambaSlotAllocator:
     def _device(self) -> torch.device:
         """Where the live states are."""
         return _device_of_live_states(self.context)
-
-    def _hash_of(self, block: int) -> int:
-        """The block's prefix hash in the host's KV index, or -1."""
-        return int(self.context.kv_block_allocator.block_hashes[block])
 
     def _hashes_of(self, blocks: Sequence[int]) -> list[int]:
         kv = self.context.kv_block_allocator
@@ -144,11 +155,15 @@ class MambaSlotAllocator:
 
     def reserve(self, block_ids: Sequence[int]) -> list[int]:
         """See `StateSlots.reserve`."""
-        return self.slots.reserve(self._checked_blocks(block_ids))
+        blocks = self._checked_blocks(block_ids)
+        taken = {*self.slots.reserved.values(), *self.slots.tree.slot_by_block}
+        if len(set(blocks)) < len(blocks) or not taken.isdisjoint(blocks):
+            raise ValueError(f"block_ids is {blocks}; accepted: distinct blocks without state or reservation")
+        return self.slots.reserve(blocks)
 
     def commit(self, slots: Sequence[int], block_ids: Sequence[int] | None = None) -> list[int]:
         """See `StateSlots.commit`."""
-        slots = self._checked_slots(slots)
+        slots = self._checked_reserved(slots)
         blocks = None if block_ids is None else self._checked_blocks(block_ids)
         if blocks is not None and len(blocks) != len(slots):
             raise ValueError(
@@ -158,18 +173,21 @@ class MambaSlotAllocator:
 
     def release_reservation(self, slots: Sequence[int]) -> None:
         """See `StateSlots.release`."""
-        self.slots.release(self._checked_slots(slots))
+        self.slots.release(self._checked_reserved(slots))
 
     def pin(self, slot: int) -> None:
         """See `StateSlots.pin`."""
-        self.slots.pin(self._checked_slot(slot))
+        self.slots.pin(self._checked_committed(slot))
 
     def unpin(self, slot: int) -> None:
-        self.slots.unpin(self._checked_slot(slot))
+        slot = self._checked_slot(slot)
+        if slot not in self.slots.pins:
+            raise ValueError(f"slot is {slot}; accepted: a pinned slot")
+        self.slots.unpin(slot)
 
     def note_use(self, slot: int) -> None:
         """See `StateSlots.note_use`."""
-        self.slots.note_use(self._checked_slot(slot))
+        self.slots.note_use(self._checked_committed(slot))
 
     # ---- slots that enter the maps at once, and invalidation
 
@@ -179,7 +197,10 @@ class MambaSlotAllocator:
         Raises:
             MambaSlotCapacityError: too few slots can be freed; nothing is changed.
         """
-        return self.slots.allocate(self._checked_blocks(block_ids))
+        blocks = self._checked_blocks(block_ids)
+        if self.slots.reserved and (both := set(self.slots.reserved.values()).intersection(blocks)):
+            raise ValueError(f"block_ids names {min(both)}; accepted: blocks that no reservation will commit")
+        return self.slots.allocate(blocks)
 
     def invalidate_block(self, block_id: int) -> None:
         """Free the slot of `block_id`, if any, and drop its index key."""
@@ -291,6 +312,18 @@ class MambaSlotAllocator:
 
     def _checked_slots(self, slots: Sequence[int]) -> list[int]:
         return integers("slots", slots, 0, self.max_slots - 1)
+
+    def _checked_reserved(self, slots: Sequence[int]) -> list[int]:
+        slots, pins = self._checked_slots(slots), self.slots.pins
+        reserved = all(slot in self.slots.reserved and slot not in pins for slot in slots)
+        if len(set(slots)) < len(slots) or not reserved:
+            raise ValueError(f"slots is {list(slots)}; accepted: distinct reserved slots")
+        return slots
+
+    def _checked_committed(self, slot: int) -> int:
+        if self.slots.tree.block_of(self._checked_slot(slot)) < 0:
+            raise ValueError(f"slot is {slot}; accepted: a committed slot")
+        return int(slot)
 
 
 def _device_of_live_states(context: Any) -> torch.device:

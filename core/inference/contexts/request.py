@@ -88,6 +88,9 @@ class GeneratedToken(NamedTuple):
     top_log_probs: TopLogProbs | None = None
 
 
+_NOTHING_COUNTED = TokenLedger()
+
+
 @dataclass(eq=False)
 class DynamicInferenceRequest:
     """A prompt, its settings and its answer. What the request holds while it runs is its `holding`.
@@ -131,7 +134,7 @@ class DynamicInferenceRequest:
     prompt_log_probs: list[float] = field(default_factory=list)
     ttft_s: float | None = None
     holding: Holding | None = None
-    ledger: TokenLedger = field(default_factory=TokenLedger)
+    ledger: TokenLedger = _NOTHING_COUNTED
     num_counted: int = 0
     match: PrefixMatch | None = None
     owned: bool = False

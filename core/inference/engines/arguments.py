@@ -119,7 +119,8 @@ class RequestFactory:
     ) -> DynamicInferenceRequest:
         if plan is None:
             plan = self._config.checkpoint_plan
-        instance("checkpoint_plan", plan, CheckpointPlan).check_block_size(self._config.block_size_tokens)
+        elif plan is not self._config.checkpoint_plan:
+            instance("checkpoint_plan", plan, CheckpointPlan).check_block_size(self._config.block_size_tokens)
         return DynamicInferenceRequest(
             request_id=-1,
             prompt_tokens=tokens[:num_prompt_tokens],

@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 CONTEXTS = "inference/contexts/"
 POLICIES = "inference/contexts/cache/"
-HOST_KV = "self.tree._host_hash_of.__self__.context.kv_block_allocator"
+HOST_KV = "self.tree.host_kv"
 """How `StateSlots` can reach the host's KV allocator."""
 
 
@@ -71,11 +71,6 @@ FAULTS = {
                 CONTEXTS + "admission.py",
                 "match = self.match(request)",
                 "match = request.match or self.match(request)",
-            ),
-            (
-                POLICIES + "state_slots.py",
-                "if self.tree.block_of(slot) < 0:",
-                "if False:",
             ),
             (
                 POLICIES + "state_slots.py",

@@ -1,14 +1,29 @@
 """What is cached, where, and held by which sequence. Everything here is an integer; a host adds the tensors.
 
-prefix_cache, prefix_match           the calls of a sequence, in their order; what is found, and why not more
-pins                                 prefixes that stay until they are unpinned
-prefix_tree, removal                 the index: blocks and states; which leaf goes first, and what is gone
-kv_block_allocator, state_slots      who owns a block or a slot, the free lists, who is evicted next
-memory, borrowing                    both pools as units of one memory, whose sides may change
-checkpoint_plan                      which boundaries a step stores, what a sequence holds, slots reserved
-eviction, value_eviction, use_rates  policies: the interface with LRU, and the default one with its scores
-tier                                 copies of states in host memory and in files
-hashing, pool_stats                  chained hashes with their salt; counts
+A sequence calls `PrefixCache`, whose docstring lists the calls in their order. It works with one index, the
+pool of blocks and that of slots. They alone change the index:
+
+    prefix_cache ---- kv_block_allocator, state_slots ---- prefix_tree
+      |                     |                |
+    prefix_match,      memory, borrowing   eviction, value_eviction, tier
+    checkpoint_plan, pins
+
+prefix_cache         the calls of a sequence
+prefix_match         what is cached of a sequence, why its other tokens are computed, states from the tier
+checkpoint_plan      which boundaries a step stores, what a sequence holds, slots reserved for a step
+pins                 prefixes that stay until they are unpinned
+prefix_tree          the index: registered blocks, the states at their ends, what changed last
+removal              which leaf of blocks goes first, and what is gone under which hash
+kv_block_allocator   KV blocks: reference counts, the free list, eviction; checks the arguments of a host
+state_slots          slots: free, reserved, committed, live; pins; which states are evicted
+eviction             the interface of policies, and LRU
+value_eviction       the default policy: classes of states, their rates of use, the order by value
+state_tree           what that policy knows of prefixes, ghosts included
+use_rates            how soon requests come back to a state of each class
+memory, borrowing    free lists, dirty entries; both pools as units of one memory, whose sides may change
+tier                 which states have a copy in host memory or in a file
+hashing              chained hashes of blocks, and salts
+pool_stats           counts
 
 May import the standard library, numpy and the package's errors and checks; no torch, request or step.
 """

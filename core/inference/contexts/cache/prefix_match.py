@@ -1,4 +1,4 @@
-"""What is cached of a sequence, and why each of its other tokens is computed."""
+"""What is cached of a sequence, why each of its other tokens is computed, and states fetched from a tier."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from ....errors import MambaSlotCapacityError
 from .hashing import PrefixHashChain
 from .prefix_tree import PrefixTree
 from .removal import GhostList
+from .state_slots import StateSlots
 
 ComputeReason = Literal[
     "never_seen",
@@ -279,3 +281,35 @@ class TokenLedger:
 def _overlap(start: int, stop: int, low: int, high: int) -> int:
     """How many integers lie in both [start, stop) and [low, high)."""
     return max(0, min(stop, high) - max(start, low))
+
+
+def bring_back(
+    slots: StateSlots, blocks: Sequence[int], keys: Sequence[int], start: int, block_size_tokens: int
+) -> bool:
+    """Fetch the deepest state after token `start` of a path, if that beats computing it; waits for it.
+
+    May evict other states, which spill in turn. A bad copy is forgotten, and the next deepest is tried.
+    A collective where the model is split. Returns whether states changed: matches are stale then.
+    """
+    tier, changed = slots.tier, False
+    if tier is None or not (tier.host or tier.files):
+        return False
+    for depth in range(len(blocks), -(-start // block_size_tokens), -1):
+        key, block = keys[depth - 1], blocks[depth - 1]
+        worth = tier.is_worth(key, depth * block_size_tokens - start)
+        if not worth or block in slots.tree.slot_by_block:
+            continue
+        tier.pin(key)
+        try:
+            (slot,) = slots.reserve([block])
+        except MambaSlotCapacityError:
+            tier.pin(None)
+            return changed
+        changed = True
+        good = tier.fetch(key, slot)
+        slots.tree.note_copies_lost(tier.take_lost())
+        if good:
+            slots.commit([slot])
+            return True
+        slots.release([slot])
+    return changed

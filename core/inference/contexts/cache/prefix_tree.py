@@ -1,7 +1,7 @@
 """The index of cached prefixes: registered KV blocks, the states at their ends, and what was evicted."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 from .pool_stats import (
@@ -50,8 +50,7 @@ class PrefixTree:
             They are never set back.
     """
 
-    def __init__(self, num_blocks: int, hash_of: Callable[[int], int] | None = None) -> None:
-        """`hash_of(block)`: the hash in an index of a host's own, whose blocks are not registered here."""
+    def __init__(self, num_blocks: int) -> None:
         self._origin = num_blocks  # one more than the last block
         self.block_of_hash: dict[int, int] = {}
         self.ghosts = GhostList(2 * num_blocks)
@@ -77,7 +76,6 @@ class PrefixTree:
         self._hashes = [-1] * num_blocks
         self._tokens = [b""] * num_blocks
         self._root_digests: dict[int, bytes] = {}
-        self._host_hash_of = hash_of
 
     def clear(self) -> None:
         """Forget every block and ghost; `clear_states` forgets the states."""
@@ -98,8 +96,6 @@ class PrefixTree:
 
     def hash_of(self, block: int) -> int:
         """The hash that the block is registered under, or -1."""
-        if self._host_hash_of is not None:
-            return self._host_hash_of(block)
         return self._hashes[block] if self.parents[block] >= 0 else -1
 
     def content_of(self, block: int) -> tuple[Parent, bytes]:
@@ -109,8 +105,6 @@ class PrefixTree:
 
     def keys_to(self, block: int) -> list[int]:
         """The hashes of the registered blocks of a prefix, up to `block`, first block first; O(blocks)."""
-        if self._host_hash_of is not None:  # a host does not say what precedes the block
-            return [self._host_hash_of(block)]
         keys: list[int] = []
         parents, hashes = self.parents, self._hashes
         while 0 <= block != self._origin and len(keys) <= self._origin:

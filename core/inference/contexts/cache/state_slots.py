@@ -35,6 +35,7 @@ class StateSlots:
         pins: pinned slot -> how often it is pinned.
         live: the live slots; empty where live states have a pool of their own.
         policy: names victims.
+        tier: receives states that are evicted for others; None for no tier.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class StateSlots:
         Args:
             num_kv_blocks: so many ghosts of states are remembered, or 8 a slot if more.
             units: which units of a shared memory hold states; None for a memory of the slots' own.
-            tier: receives states that are evicted for others.
+            tier: see `tier`.
         """
         self.num_slots = num_slots
         self.tree = tree
-        self._tier = tier
+        self.tier = tier
         if tier is not None:
             tree.copies = tier
         self._units = units
@@ -129,13 +130,6 @@ class StateSlots:
 
     def reserve(self, block_ids: Sequence[int], keys: Sequence[int] = ()) -> list[int]:
         """Allocate one slot for each block's state; may evict. `keys`: the hashes from `make_room`."""
-        taken = set(self.reserved.values())
-        for i, block in enumerate(block_ids):
-            if block in self.tree.slot_by_block or block in taken:
-                raise ValueError(
-                    f"block_ids[{i}] is {block}; accepted: distinct blocks without state or reservation"
-                )
-            taken.add(block)
         slots = self._take(len(block_ids))
         self.reserved.update(zip(slots, block_ids, strict=True))
         self._planned.update(zip(slots, keys, strict=False))
@@ -145,17 +139,10 @@ class StateSlots:
         """Make reserved, written slots findable as states of `blocks`; None for those they are reserved for.
 
         Returns for each slot the one that holds the block's state now: itself, or an earlier one; -1 where
-        the block is not registered. Other slots are freed. A block of another prefix is a ValueError.
+        the block is not registered. Other slots are freed.
         """
-        self._require_reserved(slots)
         blocks = [self.reserved[slot] for slot in slots] if blocks is None else blocks
         keys = [self.tree.hash_of(block) if block >= 0 else -1 for block in blocks]
-        for slot, block, key in zip(slots, blocks, keys, strict=True):
-            if 0 < key != self._planned.get(slot, key):
-                raise ValueError(
-                    f"blocks has {block}, registered under hash {key}, for slot {slot}; accepted: the block "
-                    f"of hash {self._planned[slot]}, whose state the slot is reserved for"
-                )
         results = []
         for slot, block, key in zip(slots, blocks, keys, strict=True):
             # The block may be deregistered since; its number may then stand for another prefix.
@@ -177,7 +164,6 @@ class StateSlots:
             self._planned.clear()
             self.policy.unplan(None)  # also what an interrupted `make_room` planned
             slots = [slot for slot in self.reserved if slot not in self.pins]
-        self._require_reserved(slots)
         for slot in slots:
             del self.reserved[slot]
             if slot in self._planned:
@@ -188,12 +174,9 @@ class StateSlots:
 
     def pin(self, slot: int) -> None:
         """Keep a committed slot from eviction until `unpin`. A slot may be pinned several times."""
-        self._require_committed(slot)
         self.pins[slot] = self.pins.get(slot, 0) + 1
 
     def unpin(self, slot: int) -> None:
-        if slot not in self.pins:
-            raise ValueError(f"slot is {slot}; accepted: a pinned slot")
         self.pins[slot] -= 1
         if not self.pins[slot]:
             del self.pins[slot]
@@ -203,42 +186,8 @@ class StateSlots:
 
     def note_use(self, slot: int) -> None:
         """A request resumes from this committed slot, or an import brought its state again."""
-        self._require_committed(slot)
         self.policy.use(slot)
         self.tree.note_state_used(slot, self._clock())
-
-    # ---- copies in a tier
-
-    def bring_back(
-        self, blocks: Sequence[int], keys: Sequence[int], start: int, block_size_tokens: int
-    ) -> bool:
-        """Fetch the deepest state after token `start` of a path, if that beats computing it; waits for it.
-
-        May evict other states, which spill in turn. A bad copy is forgotten, and the next deepest is tried.
-        A collective where the model is split. Returns whether states changed: matches are stale then.
-        """
-        tier, changed = self._tier, False
-        if tier is None or not (tier.host or tier.files):
-            return False
-        for depth in range(len(blocks), -(-start // block_size_tokens), -1):
-            key, block = keys[depth - 1], blocks[depth - 1]
-            worth = tier.is_worth(key, depth * block_size_tokens - start)
-            if not worth or block in self.tree.slot_by_block:
-                continue
-            tier.pin(key)
-            try:
-                (slot,) = self.reserve([block])
-            except MambaSlotCapacityError:
-                tier.pin(None)
-                return changed
-            changed = True
-            good = tier.fetch(key, slot)
-            self.tree.note_copies_lost(tier.take_lost())
-            if good:
-                self.commit([slot])
-                return True
-            self.release([slot])
-        return changed
 
     # ---- live slots
 
@@ -265,9 +214,7 @@ class StateSlots:
         return slots
 
     def free_live(self, slots: Sequence[int]) -> None:
-        """Free live slots; ValueError, with nothing changed, where a slot is not live, or named twice."""
-        if len(set(slots)) < len(slots) or not self.live.issuperset(slots):
-            raise ValueError(f"slots is {list(slots)}; accepted: distinct live slots")
+        """Free live slots."""
         self.live.difference_update(slots)
         self._free_slots(slots)
 
@@ -275,12 +222,6 @@ class StateSlots:
 
     def allocate(self, blocks: Sequence[int]) -> list[int]:
         """Commit a slot, without a hash, for each block; a block has one slot at most."""
-        if self.reserved:
-            reserved = set(self.reserved.values()).intersection(blocks)
-            if reserved:
-                raise ValueError(
-                    f"block_ids names {min(reserved)}; accepted: blocks that no reservation will commit"
-                )
         slot_by_block = self.tree.slot_by_block
         new, keep = blocks, []
         if len(set(blocks)) < len(blocks) or not slot_by_block.keys().isdisjoint(blocks):
@@ -346,10 +287,10 @@ class StateSlots:
 
     def forget_copies(self, blocks: Sequence[int]) -> None:
         """Forget the copies of these blocks' states in the tier."""
-        if self._tier is not None:
+        if self.tier is not None:
             keys = [self.tree.hash_of(block) for block in blocks]
             self.tree.note_changes(keys)
-            self._tier.forget(keys)
+            self.tier.forget(keys)
 
     def clear(self, totals: bool = False, live: bool = False) -> None:
         """Forget every state, reservation, pin and ghost; also `totals`, and `live` slots become free."""
@@ -409,7 +350,7 @@ class StateSlots:
 
     def _spill(self, slots: Sequence[int], cause: StateRemovalCause = "new_state") -> None:
         """Copy states that are evicted to the tier, and forget them."""
-        tree, tier = self.tree, self._tier
+        tree, tier = self.tree, self.tier
         blocks = tree.blocks_of(slots)
         if tier is not None:
             tier.spill(slots, [tree.key_of(block) for block in blocks])
@@ -428,15 +369,6 @@ class StateSlots:
     def _free_slots(self, slots: Sequence[int]) -> None:
         self._dirty.note(slots)
         self.free.extend(slots)
-
-    def _require_reserved(self, slots: Sequence[int]) -> None:
-        reserved = all(slot in self.reserved and slot not in self.pins for slot in slots)
-        if len(set(slots)) < len(slots) or not reserved:
-            raise ValueError(f"slots is {list(slots)}; accepted: distinct reserved slots")
-
-    def _require_committed(self, slot: int) -> None:
-        if self.tree.block_of(slot) < 0:
-            raise ValueError(f"slot is {slot}; accepted: a committed slot")
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other or the KV hashes; O(slots)."""

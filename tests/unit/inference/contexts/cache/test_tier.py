@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from mambaslots.inference.contexts.cache.prefix_tree import PrefixTree
+from mambaslots.inference.contexts.cache.prefix_match import bring_back
 from mambaslots.inference.contexts.cache.state_slots import StateSlots
 from mambaslots.inference.contexts.cache.tier import HostTier, TierSlots
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.inference.kernels.row_checksum import RowChecksum
 from oracle.faulty_copies import CopyFailedError, FaultyCopies
-from oracle.kv_index import host_tree
+from oracle.kv_index import HashedTree, host_tree
 
 MODULUS = 1 << 64
 BYTES = 24
@@ -102,7 +102,7 @@ class BooksMachine(RuleBasedStateMachine):
         self.tier = HostTier(host_slots, FaultyCopies(copies, Random(seed), share))
         self.registered: set[int] = set()
         self.share = share
-        self.slots = StateSlots(slots, "lru", PrefixTree(10, self.hash_of), tier=self.tier)
+        self.slots = StateSlots(slots, "lru", HashedTree(10, self.hash_of), tier=self.tier)
         self.ever: set[int] = set()  # keys whose states were taken since they were registered
 
     def hash_of(self, block: int) -> int:
@@ -126,7 +126,7 @@ class BooksMachine(RuleBasedStateMachine):
     def bring_back(self, block: int) -> None:
         if block in self.registered:
             there = block in self.slots.tree.slot_by_block
-            came = self.slots.bring_back([block], [block + 100], 0, 1)
+            came = bring_back(self.slots, [block], [block + 100], 0, 1)
             assert not (came and there)
             assert not came or self.share or block in self.slots.tree.slot_by_block
             assert came or self.share or there or block + 100 not in self.tier
@@ -202,10 +202,10 @@ def test_a_bad_copy_that_cost_another_state_is_reported() -> None:
     for block in (5, 4):
         slots.commit(slots.reserve([block]))
     copies.rows ^= 1
-    assert slots.bring_back([4, 5], [104, 105], 1, 1)
+    assert bring_back(slots, [4, 5], [104, 105], 1, 1)
     assert not slots.tree.slot_by_block
     assert list(tier.host.copies) == [104]
-    assert slots.bring_back([4], [104], 0, 1)
+    assert bring_back(slots, [4], [104], 0, 1)
     assert 4 in slots.tree.slot_by_block
 
 
@@ -214,6 +214,6 @@ def test_a_tier_without_tensors_finds_every_copy() -> None:
     slots = StateSlots(1, "lru", host_tree(100), tier=tier)
     for block in (1, 2):
         slots.commit(slots.reserve([block]))
-    assert slots.bring_back([1], [101], 0, 1)
+    assert bring_back(slots, [1], [101], 0, 1)
     assert 1 in slots.tree.slot_by_block
     assert tier.stats().num_states_fetched == 1
