@@ -306,8 +306,8 @@ def readme() -> str:
         ],
         [
             "Keeps evicted states in host memory",
-            f"with a tenth of the states on the GPU, {100 * tier['tier']['share']:.0f} % resumed; without host "
-            f"memory {100 * tier['a tenth']['share']:.0f} %",
+            f"with a tenth of the states on the GPU, {100 * tier['tier']['share']:.0f} % resumed; without "
+            f"host memory {100 * tier['a tenth']['share']:.0f} %",
             "`python benchmarks/host_tier.py`",
         ],
         [
