@@ -230,6 +230,9 @@ PLAN_SYNTAX = (
 )
 """The syntax of `parse_plan`, for a help text."""
 _PLAN_SWITCHES = ("tail", "branch", "chunk_ends")
+_PLAN_NUMBERS = {
+    "every": ("decode", "prefill_interval"), "decode": ("decode",), "prefill_interval": ("prefill_interval",),
+}  # fmt: skip
 
 
 def parse_plan(spec: str) -> CheckpointPlan:
@@ -240,34 +243,24 @@ def parse_plan(spec: str) -> CheckpointPlan:
     """
     settings: dict[str, object] = {}
     for part in filter(None, (word.strip() for word in spec.split(","))):
-        settings_of_part = _settings_of_part(part)
-        if settings_of_part is None:
+        name, equals, text = part.partition("=")
+        name, switch = name.strip(), name.strip().removeprefix("no-")
+        numbers = [int(number) if number.strip().isdecimal() else None for number in text.split("+")]
+        value: object = numbers[0]
+        names = _PLAN_NUMBERS.get(name, ()) if len(numbers) == 1 and value is not None else ()
+        if not equals and switch in _PLAN_SWITCHES:
+            names, value = (switch,), switch == name
+        elif name == "decode" and text in ("rolling", "off"):
+            names, value = (name,), text
+        elif name == "marks" and None not in numbers:
+            names, value = (name,), tuple(numbers)
+        if not names:
             raise ValueError(f"plan has {part!r}; accepted: {PLAN_SYNTAX}")
-        for name, value in settings_of_part.items():
-            if name in settings:
-                raise ValueError(f"plan is {spec!r}; accepted: {name} once")
-            settings[name] = value
+        for each in names:
+            if each in settings:
+                raise ValueError(f"plan is {spec!r}; accepted: {each} once")
+            settings[each] = value
     return CheckpointPlan(**settings)  # type: ignore[arg-type]
-
-
-def _settings_of_part(part: str) -> dict[str, object] | None:
-    """The settings that a part names; None for what is no part."""
-    name, equals, text = part.partition("=")
-    name = name.strip()
-    if not equals and name.removeprefix("no-") in _PLAN_SWITCHES:
-        return {name.removeprefix("no-"): not name.startswith("no-")}
-    if equals and name == "decode" and text in ("rolling", "off"):
-        return {name: text}
-    numbers = [int(number) if number.strip().isdecimal() else None for number in text.split("+")]
-    if not equals or None in numbers:
-        return None
-    if name == "marks":
-        return {name: tuple(numbers)}
-    if len(numbers) == 1 and name == "every":
-        return dict.fromkeys(("decode", "prefill_interval"), numbers[0])
-    if len(numbers) == 1 and name in ("decode", "prefill_interval"):
-        return {name: numbers[0]}
-    return None
 
 
 def shown_plan(plan: CheckpointPlan) -> str:
