@@ -90,12 +90,10 @@ class ServerSettings:
             )
         keys = {f"api_keys: the key of tenant {tenant!r}": key for tenant, key in self.api_keys.items()}
         for tenant in self.api_keys:
-            if not isinstance(tenant, str) or not tenant:
-                raise ValueError(f"api_keys has the tenant {shown(tenant)}; accepted: a string, not empty")
-            if tenant in _LABELS:
+            if not isinstance(tenant, str) or tenant in ("", *_LABELS):
                 raise ValueError(
-                    f"api_keys has the tenant {tenant!r}; accepted: a name that is not 'default' or 'other', "
-                    "which are labels of the metrics"
+                    f"api_keys has the tenant {shown(tenant)}; accepted: a name that is not 'default' or "
+                    "'other', which are labels of the metrics"
                 )
         if self.admin_key is not None:
             keys["admin_key"] = self.admin_key

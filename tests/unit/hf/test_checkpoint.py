@@ -13,7 +13,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-from mambaslots import hf  # noqa: E402
+from mambaslots import files, hf  # noqa: E402
 from oracle.hf_checkpoints import (  # noqa: E402
     INDEX,
     WHOLE,
@@ -119,6 +119,19 @@ def test_a_checkpoint_without_its_embeddings_may_have_the_head_that_they_are_tie
         tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")})
     )
     assert_equal(hf.load(tmp_path).model, reference_model("granitemoehybrid dense"))
+
+
+def test_a_load_that_takes_long_logs_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_checkpoint(MOE, tmp_path)
+    monkeypatch.setattr(files, "PROGRESS_S", -1.0)
+    with caplog.at_level(logging.INFO, "mambaslots.files"):
+        hf.load(tmp_path)
+    bars = [message.partition("[")[2].partition("]")[0].rstrip() for message in caplog.messages]
+    assert bars == sorted(bars)
+    assert bars[-1] == "#" * 20
+    assert caplog.messages[-1].endswith(" GB of weights")
 
 
 def test_a_conversion_of_another_kind_is_refused() -> None:
