@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -81,9 +81,10 @@ class WeightSource:
         groups = list(self.groups.values())
         if part is not None:
             groups = [[names[i] for span in part.ranges for i in span] for names in groups]
-        dim = self.dim - self.stacks if len(groups) > 1 else 0
-        widths = [checkpoint.shape(names[0])[dim] for names in groups] if len(groups) > 1 else None
-        views = [weight] if widths is None else torch.split_with_sizes(weight, widths, self.dim)
+        views: Sequence[Tensor] = [weight]
+        if len(groups) > 1:
+            widths = [checkpoint.shape(names[0])[self.dim - self.stacks] for names in groups]
+            views = torch.split_with_sizes(weight, widths, self.dim)
         for names, view in zip(groups, views, strict=True):
             yield from zip(names, view.unbind() if self.stacks else [view], strict=True)
 
@@ -153,7 +154,7 @@ def _match(
             continue
         converter = None if pattern is None else by_pattern[pattern]
         source = by_target.setdefault(target, WeightSource.of(target, converter))
-        if source.names and pattern is None:
+        if source.names and pattern not in source.groups:
             raise CheckpointError(f"{source.names[0]} and {name} of the checkpoint are both {target}")
         source.groups[pattern or target].append(name)
     return by_target, strange
