@@ -95,10 +95,7 @@ class EngineState:
     """
 
     def __init__(
-        self,
-        context: DynamicInferenceContext,
-        drafter: Drafter | None,
-        invariance: "BatchInvariance | None" = None,
+        self, context: DynamicInferenceContext, drafter: Drafter | None, invariance: "BatchInvariance | None"
     ) -> None:
         self.requests: dict[int, DynamicInferenceRequest] = {}
         self.unclaimed: dict[int, RequestResult] = {}
