@@ -83,7 +83,9 @@ class FakeHost:
     def __post_init__(self) -> None:
         self.kv_block_allocator = FakeKV(self.num_blocks, self.names)
         self.prefix_caching_eviction_policy = self.policy
-        setattr(self, "mamba_chunk_size" if self.names == "0.19" else "ssm_chunk_alignment", self.chunk)
+        self.mamba_chunk_size = self.chunk
+        if self.names == "0.20":
+            self.ssm_chunk_alignment = self.chunk
         self.max_mamba_intermediate_states_per_step = 3 * self.max_requests
         self.batch_dimensions = SimpleNamespace(prefill_req_count=0, decode_req_count=0)
         self.paused_request_count = 0
