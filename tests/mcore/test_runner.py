@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +12,29 @@ import pytest
 import torch
 from mambaslots.mcore.run_script import WITHOUT_CUDA
 from mcore.engine_cases import tokens
+from oracle.fresh_process import run_code, run_script
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "mcore" / "serve_one_prompt.py"
 
 
+AS_MAIN = """
+import runpy, sys
+name = sys.argv.pop(1)
+runpy.run_module(name, run_name="__main__", alter_sys=True)
+"""
+
+
 def run(*command: str | Path, exit_code: int = 0) -> dict[str, Any]:
-    """What the script prints on its last line, and `stderr`; mcore_rig's own settings are not inherited."""
+    """What `python command` prints on its last line, and `stderr`, without mcore_rig's own settings."""
     settings = {name: value for name, value in os.environ.items() if name not in WITHOUT_CUDA}
     paths = [str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, *command],
-        env=settings | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = settings | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    words = list(map(str, command))
+    if words[0] == "-m":
+        done = run_code(AS_MAIN, *words[1:], env=environment)
+    else:
+        done = run_script(*words, env=environment)
     assert done.returncode == exit_code, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1]) | {"stderr": done.stderr.splitlines()}
 

@@ -482,6 +482,7 @@ class TestCost:
 class TestMachineCode:
     """On a Hopper GPU, in a process without the interpreter."""
 
+    @pytest.mark.long
     def test_products_read_shared_memory(self, tmp_path):
         """Of few numbers, keys of one tile: ptxas gave a product the address of an argument."""
         environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
