@@ -100,7 +100,7 @@ class StateNode:
     def present_above(self) -> "StateNode":
         """The next shallower state that is present."""
         above = self.parent
-        while above is not None and not above.present:
+        while above is not None and above.slot == GHOST:
             above = above.parent
         assert above is not None
         return above
@@ -110,7 +110,7 @@ class StateNode:
         stack = list(self.continued)
         while stack:
             node = stack.pop()
-            if node.present:
+            if node.slot != GHOST:
                 yield node
             else:
                 stack.extend(node.continued)
@@ -120,7 +120,7 @@ class StateNode:
         above = self.parent
         while change and above is not None:
             above.below += change
-            if above.present:
+            if above.slot != GHOST:
                 return [above] if above.parent is not None else []
             above = above.parent
         return []

@@ -307,7 +307,7 @@ class ValueEviction(EvictionPolicy):
     def _rerate(self, node: StateNode) -> None:
         rate = self._rates.rates[node.kind][node.bucket]
         change, node.rate = rate - node.rate, rate
-        self._push([node] if node.present else node.add_demand(change))
+        self._push([node] if node.slot != GHOST else node.add_demand(change))
 
     # ---- the order
 
@@ -335,10 +335,10 @@ class ValueEviction(EvictionPolicy):
     def _push(self, nodes: Iterable[StateNode]) -> None:
         """Give these present nodes entries of their values now."""
         for node in nodes:
-            entry = (self.value(node), node.serial, node)
-            if node.entry is not None and node.entry[:2] == entry[:2]:
+            value, former = self.value(node), node.entry
+            if former is not None and former[0] == value and former[1] == node.serial:
                 continue
-            node.entry = entry
+            node.entry = entry = (value, node.serial, node)
             heapq.heappush(self._heap, entry)
             if len(self._heap) > 4 * len(self._slots) + 256:
                 self._heap = [entry for entry in self._heap if entry[2].entry is entry]
