@@ -171,7 +171,8 @@ def test_tokens_recomputed_in_shared_blocks_do_not_write_their_kv_again() -> Non
         host.step()
         host.add_chunk(number)  # goes on within the third shared block
         host.step(finish=(number,))
-        torch.testing.assert_close(host.context.memory_buffer[:, :, shared], before[:, :, shared])
+        now, then = host.context.memory_buffer[:, :, shared], before[:, :, shared]
+        assert torch.equal(now.view(torch.uint8), then.view(torch.uint8))  # the host's new memory may be NaN
         host.check_idle()
 
 
