@@ -25,6 +25,7 @@ from .overrides import (
     MissingHostError,
     Original,
     OtherSettingsError,
+    UnknownHostError,
     apply,
     hashes_of_tree,
     overrides_for,
@@ -113,7 +114,9 @@ def install(
 
     Raises:
         RuntimeError: it is installed with other settings; the message names those that differ.
-            UnknownHostError, which is one: a method to be corrected is not one we know. Nothing is changed.
+            UnknownHostError, which is one: a method to be corrected is missing; or the source of one is not
+            known, and the self-test, which then replays the faults in about a second, fails. Nothing is
+            changed.
         ImportError: megatron-core is missing.
     """
     plan = instance("plan", CheckpointPlan() if plan is None else plan, CheckpointPlan)
@@ -131,20 +134,39 @@ def install(
         _require_same(HostSlotAllocator.settings, settings)
         return installation
     built_contexts.clear()
-    _applied.extend(apply(overrides, version))
+    applied, unknown = apply(overrides, version)
+    _applied.extend(applied)
     for module in (_ALLOCATOR_MODULE, DYNAMIC_CONTEXT.partition(":")[0]):
         _replace(importlib.import_module(module), "MambaSlotAllocator", HostSlotAllocator)
     if hasattr(own := importlib.import_module(_ALLOCATOR_MODULE), "MambaSlotCapacityError"):
         _replace(own, "MambaSlotCapacityError", HostCapacityError)
     context = owner_class(DYNAMIC_CONTEXT)
     _replace(context, "initialize_all_tensors", _noting(context.initialize_all_tensors))
+    if unknown:
+        _vouch(version, unknown)
     HostSlotAllocator.settings = settings
-    if name not in TESTED_VERSIONS:
+    if name not in TESTED_VERSIONS and not unknown:
         _logger.warning(
             "megatron-core %s is not among the tested versions (%s); all replaced methods have known sources",
             name, ", ".join(TESTED_VERSIONS),
         )  # fmt: skip
     return installation
+
+
+def _vouch(version: str, unknown: list[str]) -> None:
+    """Replay the faults on a host whose sources are not known; uninstalls and raises where one is there."""
+    try:
+        failures = importlib.import_module(f"{__package__}.self_test").failures()
+    except Exception as error:
+        failures = [f"it does not start ({type(error).__name__}: {error})"]
+    built_contexts.clear()
+    if failures or not __debug__:
+        uninstall()
+        found = ", ".join(failures[:3]) or "python -O runs none of its checks"
+        raise UnknownHostError(f"megatron-core {version}: {'; '.join(unknown)}; its self-test fails: {found}")
+    _logger.warning(
+        "megatron-core %s: %s; its self-test passes with what replaces them", version, "; ".join(unknown)
+    )
 
 
 def _require_same(first: Settings, now: Settings) -> None:
@@ -168,8 +190,11 @@ def describe_outlook() -> str:
     if root is None:
         return "nothing: megatron-core is not installed"
     name, (overrides, hashes) = version_of_tree(root), hashes_of_tree(root)
-    if objections := unknown_methods(overrides, hashes):
+    objections, unknown = unknown_methods(overrides, hashes)
+    if objections:
         return f"refuse megatron-core {name}: {'; '.join(objections)}"
+    if unknown:
+        return f"install on megatron-core {name} if its self-test passes: {'; '.join(unknown)}"
     tested = "tested" if name in TESTED_VERSIONS else f"not tested; tested are {', '.join(TESTED_VERSIONS)}"
     known = f"the sources of all {len(overrides)} replaced methods are known"
     return f"install on megatron-core {name} ({tested}): {known}"

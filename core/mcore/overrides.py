@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
-from .versions import KNOWN_SOURCES, KV_ALLOCATOR, SERIES, hashes_in, series_of, source_hash
+from .versions import (
+    KNOWN_SOURCES,
+    KV_ALLOCATOR,
+    MAMBA_MIXER,
+    SERIES,
+    hashes_in,
+    series_of,
+    source_hash,
+)
 
 Replacement = Callable[..., Any]
 """Called as `replacement(original, self, *args, **kwargs)`; `original` is the host's own method."""
@@ -88,29 +96,42 @@ Original = tuple[Any, str, Callable[..., Any]]
 """A class or module, a name in it, and what was there before: the arguments of `setattr` that undo."""
 
 
-def apply(overrides: Iterable[Override], version: str) -> list[Original]:
-    """Replace the methods. UnknownHostError, with nothing changed, where the source of one is not known."""
+def apply(overrides: Iterable[Override], version: str) -> tuple[list[Original], list[str]]:
+    """Replace the methods.
+
+    Returns:
+        What undoes it, and for each method whose source is not known: its name, and the source.
+
+    Raises:
+        UnknownHostError: a method is missing, or would have to be known; nothing is changed.
+    """
     found = {entry: owner_class(entry.owner).__dict__.get(entry.method) for entry in overrides}
     hashes = {entry.name: source_hash(method) for entry, method in found.items() if method is not None}
-    if objections := unknown_methods(found, hashes):
+    objections, unknown = unknown_methods(found, hashes)
+    if objections:
         raise UnknownHostError(f"megatron-core {version}: {'; '.join(objections)}")
     applied: list[Original] = []
     for entry, method in found.items():
         owner = owner_class(entry.owner)
         applied.append((owner, entry.method, method))
         setattr(owner, entry.method, _bound(entry, method))
-    return applied
+    return applied, unknown
 
 
-def unknown_methods(overrides: Iterable[Override], hashes: Mapping[str, str]) -> list[str]:
-    """For each override whose method is missing or not known: its name, and which; `hashes`: name -> hash."""
-    names = [entry.name for entry in overrides]
-    objections = {name: f"is not one we know (source {hashes[name]})" for name in names if name in hashes}
-    return [
-        f"{name} {objections.get(name, 'does not exist')}"
-        for name in names
-        if hashes.get(name) not in KNOWN_SOURCES.get(name, ())
-    ]
+def unknown_methods(overrides: Iterable[Override], hashes: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Why a host is refused, and which methods a self-test has to vouch for; `hashes`: name -> hash.
+
+    Refused are missing methods, and unknown ones of the mixer, whose kernels the self-test does not run.
+    """
+    refused, vouched = [], []
+    for entry in overrides:
+        digest = hashes.get(entry.name)
+        if digest is None:
+            refused.append(f"{entry.name} does not exist")
+        elif digest not in KNOWN_SOURCES.get(entry.name, ()):
+            names = refused if entry.owner == MAMBA_MIXER else vouched
+            names.append(f"{entry.name} is not one we know (source {digest})")
+    return refused, vouched
 
 
 def _bound(entry: Override, original: Any) -> Any:

@@ -23,8 +23,8 @@ from typing import Any
 import mambaslots.mcore
 import mcore_rig
 import torch
-from mcore.recurrent_host import BLOCK, MODES, SERIES, RecurrentHost, cpu_as_gpu, make_context, tokens
-from mcore_rig import free_blocks, num_blocks
+from mambaslots.mcore.recurrence import BLOCK, MODES, SERIES, RecurrentHost, make_context, tokens
+from mcore_rig import cpu_as_gpu, free_blocks, num_blocks
 from megatron.core import parallel_state
 
 Options = tuple[dict[str, Any], dict[str, Any]]

@@ -12,8 +12,9 @@ import megatron.core
 import pytest
 from mambaslots.mcore.install import built_contexts, idle_reason
 from mambaslots.mcore.overrides import REGISTRY
+from mambaslots.mcore.recurrence import BLOCK, MODES, RecurrentHost, make_context, tokens
 from mambaslots.mcore.run_script import as_dict, described
-from mcore.recurrent_host import BLOCK, MODES, RecurrentHost, cpu_as_gpu, make_context, tokens
+from mcore_rig import cpu_as_gpu
 
 
 @pytest.fixture(autouse=True)

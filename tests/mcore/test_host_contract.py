@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import mambaslots.mcore
 import pytest
-from mcore.recurrent_host import BLOCK, RecurrentHost, cpu_as_gpu, make_context, tokens
+from mambaslots.mcore.recurrence import BLOCK, RecurrentHost, make_context, tokens
+from mcore_rig import cpu_as_gpu
 
 
 @pytest.fixture(autouse=True)

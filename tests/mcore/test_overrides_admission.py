@@ -10,8 +10,8 @@ import torch
 from mambaslots.inference.contexts import mamba_slot_allocator
 from mambaslots.mcore import slot_allocator
 from mambaslots.mcore.mixer import carried_windows
-from mcore.recurrent_host import BLOCK, WIDTH, RecurrentHost, cpu_as_gpu, make_context, tokens
-from mcore_rig import free_blocks
+from mambaslots.mcore.recurrence import BLOCK, WIDTH, RecurrentHost, make_context, tokens
+from mcore_rig import cpu_as_gpu, free_blocks
 from megatron.core.inference.contexts import dynamic_context
 
 

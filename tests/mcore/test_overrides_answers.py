@@ -7,7 +7,8 @@ import mambaslots.mcore
 import pytest
 import torch
 from mambaslots.mcore.host_record import RequestTrack
-from mcore.recurrent_host import BLOCK, RecurrentHost, cpu_as_gpu, make_context, tokens
+from mambaslots.mcore.recurrence import BLOCK, RecurrentHost, make_context, tokens
+from mcore_rig import cpu_as_gpu
 from megatron.core.inference.inference_request import compute_block_hashes_batched
 
 PROMPT = tokens(2 * BLOCK + 3, seed=1)

@@ -8,7 +8,8 @@ import mambaslots.mcore
 import pytest
 import torch
 from mambaslots.mcore.mixer import checkpoint_rows
-from mcore.recurrent_host import BLOCK, MODES, STATE_BYTES, RecurrentHost, cpu_as_gpu, make_context, tokens
+from mambaslots.mcore.recurrence import BLOCK, MODES, STATE_BYTES, RecurrentHost, make_context, tokens
+from mcore_rig import cpu_as_gpu
 from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaMetadata
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -7,7 +7,8 @@ from typing import Any
 import mambaslots as ms
 import mambaslots.mcore
 import pytest
-from mcore.recurrent_host import BLOCK, KV_BLOCK_BYTES, RecurrentHost, cpu_as_gpu, make_context, tokens
+from mambaslots.mcore.recurrence import BLOCK, KV_BLOCK_BYTES, RecurrentHost, make_context, tokens
+from mcore_rig import cpu_as_gpu
 
 
 @pytest.fixture(scope="module", autouse=True)

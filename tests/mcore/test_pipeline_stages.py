@@ -9,8 +9,8 @@ import mambaslots.mcore
 import mcore_rig
 import pytest
 import torch
+from mambaslots.mcore.recurrence import SERIES, make_context
 from mcore.pipeline_stage import REFUSED, SERVED, SERVED_BY_STOCK, prompts
-from mcore.recurrent_host import SERIES, make_context
 from oracle.fresh_process import run_script
 
 ROOT = Path(__file__).parents[2]

@@ -14,9 +14,10 @@ import mambaslots as ms
 import mambaslots.mcore
 import pytest
 from mambaslots.mcore.install import _applied
+from mambaslots.mcore.recurrence import make_context
 from mambaslots.mcore.run_script import main
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
-from mcore.recurrent_host import cpu_as_gpu, make_context
+from mcore_rig import cpu_as_gpu
 from megatron.core.inference.contexts import dynamic_context
 
 NOTHING_BUILT = "mambaslots.mcore: no DynamicInferenceContext was built, so mambaslots had nothing to do"
@@ -184,7 +185,8 @@ def test_statistics_that_cannot_be_written_are_one_line(
 
 BUILDS = """
 import mambaslots.mcore
-from mcore.recurrent_host import BLOCK, RecurrentHost, cpu_as_gpu, make_context, tokens
+from mambaslots.mcore.recurrence import BLOCK, RecurrentHost, make_context, tokens
+from mcore_rig import cpu_as_gpu
 
 with cpu_as_gpu():
     kept = RecurrentHost(make_context())
@@ -217,7 +219,8 @@ def test_contexts_that_were_built_before_an_uninstall_are_reported(
 
 INSTALLS = """
 import mambaslots.mcore
-from mcore.recurrent_host import BLOCK, RecurrentHost, cpu_as_gpu, make_context, tokens
+from mambaslots.mcore.recurrence import BLOCK, RecurrentHost, make_context, tokens
+from mcore_rig import cpu_as_gpu
 
 with cpu_as_gpu():
     with mambaslots.mcore.installed(eviction="lru"):

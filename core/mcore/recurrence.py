@@ -8,34 +8,30 @@ state must be that of its own tokens, and each of its KV positions must hold its
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from mambaslots.mcore.versions import series_of
-from mcore_rig import cpu_as_gpu as cpu_as_gpu
+
+from .overrides import owner_class
+from .versions import DYNAMIC_CONTEXT, INFERENCE_REQUEST, KV_ALLOCATOR, series_of
 
 with warnings.catch_warnings():  # of optional packages that are not here
     warnings.simplefilter("ignore")
-    from megatron.core.inference.config import (
-        InferenceConfig,
-        KVCacheManagementMode,
-        MambaInferenceStateConfig,
-        PrefixCachingEvictionPolicy,
-    )
-    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
-    from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
-    from megatron.core.inference.inference_request import DynamicInferenceRequest
-    from megatron.core.inference.sampling_params import SamplingParams
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    _config: Any = import_module("megatron.core.inference.config")
+    _request: Any = import_module(INFERENCE_REQUEST)
+    _sampling: Any = import_module("megatron.core.inference.sampling_params")
+    _transformer: Any = import_module("megatron.core.transformer.transformer_config")
+    import_module("megatron.core.models.gpt.experimental_attention_variant_module_specs")  # as a config does
 
-SERIES = series_of(vars(KVBlockAllocator))
-"""Of the megatron-core that the tests run on."""
+SERIES = series_of(vars(owner_class(KV_ALLOCATOR)))
+"""Of the megatron-core that is imported."""
 BLOCK, CHUNK, WIDTH = 8, 4, 4
 STATE_BYTES = 4 * (WIDTH + 1)
 KV_BLOCK_BYTES = 4 * 2 * BLOCK
-MODES = KVCacheManagementMode
+MODES = _config.KVCacheManagementMode
 
 
 def make_context(
@@ -55,7 +51,7 @@ def make_context(
     """
     scratch = min(-(-max_tokens // BLOCK), 3 * max_requests)
     budget = (blocks + 1.5) * KV_BLOCK_BYTES + max_requests * STATE_BYTES
-    model = TransformerConfig(
+    model = _transformer.TransformerConfig(
         num_layers=len(layers) * stages, hidden_size=1, num_attention_heads=1, params_dtype=torch.float32,
         is_hybrid_model=True, use_cpu_initialization=True,
         pipeline_model_parallel_size=stages, pipeline_dtype=torch.float32,
@@ -72,15 +68,15 @@ def make_context(
         "max_sequence_length": 32 * BLOCK,
         "buffer_size_gb": budget / 2**30,
         "prefix_caching_mamba_gb": (slots + scratch + 0.5) * STATE_BYTES / 2**30,
-        "mamba_inference_state_config": MambaInferenceStateConfig.from_model(
+        "mamba_inference_state_config": _config.MambaInferenceStateConfig.from_model(
             SimpleNamespace(decoder=decoder, config=model)
         ),
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
-        "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy(policy),
+        "prefix_caching_eviction_policy": _config.PrefixCachingEvictionPolicy(policy),
         "use_cuda_graphs_for_non_decode_steps": False,
     }
-    return DynamicInferenceContext(model, InferenceConfig(**(settings | options)))
+    return owner_class(DYNAMIC_CONTEXT)(model, _config.InferenceConfig(**(settings | options)))
 
 
 def tokens(length: int, seed: int) -> list[int]:
@@ -108,10 +104,12 @@ class RecurrentHost:
     def add(self, prompt: list[int], chunk: int | None = None, hashed: bool = True, **sampling: Any) -> int:
         """Add a request's first chunk; returns its id."""
         number, self.next_id = self.next_id, self.next_id + 1
-        request = DynamicInferenceRequest(
+        request = _request.DynamicInferenceRequest(
             request_id=number,
             prompt_tokens=torch.tensor(prompt),
-            sampling_params=SamplingParams(num_tokens_to_generate=10**6, termination_id=-1, **sampling),
+            sampling_params=_sampling.SamplingParams(
+                num_tokens_to_generate=10**6, termination_id=-1, **sampling
+            ),
             block_size_tokens=BLOCK,
             enable_prefix_caching=hashed,
         )
