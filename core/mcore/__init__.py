@@ -7,6 +7,7 @@ overrides, host_record               how one method is replaced; what is remembe
 slot_allocator                       our allocator as the host's context holds it
 admission, mixer, cached_answers, lifecycle, stages
                                      the corrections: prefills, the mixer, answers, resets, pipeline stages
+self_test, recurrence                what is asked of a host whose sources are not known; import megatron-core
 
 May import `contexts`, `cache`, `kernels`; no engine of ours.
 """

@@ -123,7 +123,8 @@ def unknown_methods(overrides: Iterable[Override], hashes: Mapping[str, str]) ->
 
     Refused are missing methods, and unknown ones of the mixer, whose kernels the self-test does not run.
     """
-    refused, vouched = [], []
+    refused: list[str] = []
+    vouched: list[str] = []
     for entry in overrides:
         digest = hashes.get(entry.name)
         if digest is None:

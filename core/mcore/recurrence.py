@@ -221,13 +221,15 @@ class RecurrentHost:
 
     def _active(self) -> list[int]:
         context = self.context
-        return context.request_ids[context.paused_request_count : context.total_request_count].tolist()
+        ids = context.request_ids[context.paused_request_count : context.total_request_count]
+        return [int(number) for number in ids]
 
     def _sample(self, number: int, sample: dict[int, int] | None) -> int:
         return (sample or {}).get(number, 1 + sum(self.running[number].sequence) % 997)
 
     def _forward(self, inputs: torch.Tensor) -> None:
-        context, metadata = self.context, getattr(self.context, "mamba_metadata", None)
+        context: Any = self.context
+        metadata: Any = getattr(context, "mamba_metadata", None)
         view, count = context.gpu_view, context.active_token_count
         ids = inputs[:count].float()
         blocks, places = view.token_to_block_idx[:count].long(), view.token_to_local_position_within_kv_block

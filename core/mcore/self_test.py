@@ -155,12 +155,13 @@ def _on_cpu() -> Iterator[None]:
     def pageable(make: Any) -> Any:
         return lambda *args, pin_memory=False, **named: make(*args, **named)
 
-    cuda = {"current_device": lambda: torch.device("cpu"), "synchronize": nothing}
+    cuda: dict[str, Any] = {"current_device": lambda: torch.device("cpu"), "synchronize": nothing}
     cuda |= dict.fromkeys(("Event", "Stream", "current_stream"), stream)
     makers = ("full", "empty", "zeros", "ones", "empty_like", "tensor", "arange")
     with ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **cuda))
-        stack.enter_context(mock.patch.multiple(torch, **{n: pageable(getattr(torch, n)) for n in makers}))
+        for name in makers:
+            stack.enter_context(mock.patch.object(torch, name, pageable(getattr(torch, name))))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, *args: tensor))
         stack.enter_context(warnings.catch_warnings(action="ignore"))
         stack.callback(logging.disable, logging.root.manager.disable)
