@@ -188,11 +188,10 @@ class HostSlotAllocator(MambaSlotAllocator):
         if missing <= 0:
             return
         fixed = {*self.slots.pins, *map(slot_of.get, blocks)}
-        block_of = {
-            slot: block
-            for block, slot in slot_of.items()
-            if slot not in fixed and not kv.block_ref_counts[block]
-        }
+        block_of = {slot: block for block, slot in slot_of.items() if slot not in fixed}
+        listed = torch.tensor(list(block_of.values()), dtype=torch.int64, device="cpu")
+        holders = kv.block_ref_counts[listed].tolist()
+        block_of = {slot: block_of[slot] for slot, held in zip(block_of, holders, strict=True) if not held}
         if len(block_of) < missing:
             raise HostCapacityError(required, len(block_of) + self.free_count)
         states = set(slot_of.values())

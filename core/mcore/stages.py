@@ -40,7 +40,7 @@ class Stage:
 
     @property
     def has_mamba(self) -> bool:
-        return self.states is not None and _recurrent_layers(self.states) > 0
+        return bool(self.states and self.states.conv_states_shape and _recurrent_layers(self.states))
 
 
 def _recurrent_layers(states: Any) -> int:

@@ -91,6 +91,13 @@ def test_a_model_without_mamba_layers_stays_one_without_states(machine: None) ->
     assert context.config.mamba_inference_state_config is None
 
 
+def test_gated_delta_nets_have_states_where_megatron_core_gives_them_any(machine: None) -> None:
+    with mambaslots.mcore.installed():
+        context = make_context(layers="G*", enable_prefix_caching=False)
+    assert context.is_hybrid_model is (SERIES == "0.20")
+    assert context.num_mamba_layers == (SERIES == "0.20")
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import mambaslots as ms
 import pytest
 import torch
 from hypothesis import given
@@ -296,3 +297,44 @@ def test_pending_rows_can_be_cleared_alone():
     slots.commit_intermediate_states()
     assert not slots._has_intermediates
     assert planned(slots) == ([], [], -1)
+
+
+# ---- allocations that a host asks for in 0.20
+
+
+def test_in_0_20_no_state_of_a_block_that_a_request_holds_is_freed_for_another():
+    host, slots = make(2, names="0.20")
+    slots.allocate_slots_batch([0])
+    before = picture(slots)
+    with pytest.raises(
+        ms.MambaSlotCapacityError, match="requires 2 new durable slots, but only 1 free or ev"
+    ):
+        slots.allocate_slots_batch([1, 2])
+    assert picture(slots) == before
+    host.kv_block_allocator.block_ref_counts[0] = 0
+    assert sorted(slots.allocate_slots_batch([1, 2])) == [0, 1]
+    assert not slots.has_state(0)
+
+
+def test_in_0_20_the_state_of_the_block_that_was_used_longest_ago_goes_first():
+    host, slots = make(4, names="0.20")
+    slots.allocate_slots_batch([0, 1, 2, 3])
+    host.kv_block_allocator.block_ref_counts[:] = 0
+    host.kv_block_allocator.block_timestamps[:4] = torch.tensor([40, 10, 30, 20])
+    slots.allocate_slots_batch([4, 5, 0])
+    assert [block for block in range(6) if slots.has_state(block)] == [0, 2, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"gdp_num_householder": 2}, "gdp_num_householder is 2; accepted: 0"),
+        ({"ssm_chunk_alignment": 3}, "ssm_chunk_alignment is 3; accepted: a multiple of 2"),
+    ],
+)
+def test_kernels_without_states_inside_a_prefill_are_refused(setting, message):
+    host = FakeHost(names="0.20")
+    vars(host).update(setting)
+    for error in (ValueError, AssertionError):
+        with pytest.raises(error, match=message):
+            host.mcore_allocator(3)
