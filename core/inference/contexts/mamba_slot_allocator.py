@@ -1,6 +1,8 @@
 """The slot allocator that an engine with a paged KV cache of its own plugs in."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import countOf
 from typing import Any
 
@@ -11,9 +13,8 @@ from ...validation import (
     INT32_MAX,
     addressable,
     checked_integers,
-    described,
     float_dtype,
-    holds_data,
+    instance,
     integer,
     integers,
     ints_within,
@@ -22,25 +23,21 @@ from ...validation import (
 )
 from ..kernels.state_copy import copy_states
 from ..kernels.state_tensors import StateTensors
+from .cache.checkpoint_plan import CheckpointPlan, checked_boundaries
 from .cache.eviction import PolicyChoice, checked_policy
 from .cache.kv_block_allocator import MAX_HASH, KVBlockAllocator
-from .cache.prefix_tree import PrefixTree
 from .cache.state_slots import StateSlots
+from .host_context import HostTree, block_count, device_of_live_states, size_of
+
+_MOST_OFFSETS = 3  # a request's, as megatron-core sizes its scratch
 
 
-class _HostTree(PrefixTree):
-    """The index of states over a host's own index of KV blocks, which are not registered here."""
+@dataclass(frozen=True)
+class StateSource:
+    """Where a launched step's state is: in scratch row `index`, or the live slot of request row `index`."""
 
-    def __init__(self, num_blocks: int, host_kv: Any) -> None:
-        super().__init__(num_blocks)
-        self.host_kv = host_kv
-
-    def hash_of(self, block: int) -> int:
-        return int(self.host_kv.block_hashes[block])
-
-    def keys_to(self, block: int) -> list[int]:
-        """The hash of the block alone: a host does not say what precedes it."""
-        return [self.hash_of(block)]
+    in_scratch: bool
+    index: int
 
 
 class MambaSlotAllocator:
@@ -52,15 +49,30 @@ class MambaSlotAllocator:
     (`mamba_conv_states`, `mamba_ssm_states`, [layers, live slots, ...]). Where the KV allocator reports
     deregistered blocks (`observe_deregistration`, or megatron-core's `on_blocks_deregistered`), the
     constructor subscribes, so that a reused KV block never keeps the state of its former prefix. Copies from
-    and to live states read `mamba_metadata.request_to_mamba_state_idx`. `prefix_caching_eviction_policy` is
-    a name or an `EvictionPolicy`, by default "lru".
+    and to live states read `mamba_metadata.request_to_mamba_state_idx`.
+
+    States inside a prefill: `compute_and_store_offsets` plans the row of a request when a chunk is added; the
+    step's kernels write states to scratch; `commit_intermediate_states` copies them, and those at the ends of
+    chunks, to durable slots. These calls read the context's rows (`request_to_kv_block_ids`,
+    `paused_request_count`, `batch_dimensions`, `mamba_metadata`), and the constructor these settings:
+
+        prefix_caching_eviction_policy           a name or an `EvictionPolicy`, by default "lru"
+        checkpoint_plan                          by default `CheckpointPlan()`
+        max_requests                             rows of requests, by default 0
+        max_mamba_intermediate_states_per_step   scratch rows for the states of one step, by default 0
+        mamba_chunk_size, ssm_chunk_alignment    kernels store states inside a prefill at multiples of it
+        block_size_tokens                        tokens of a KV block, by default as the kernels' multiple
 
     Example: `MambaSlotAllocator(context, 64, 24, (4096, 4), (64, 64, 128), torch.bfloat16, torch.float32)`
-    keeps 64 states of 24 layers.
+    keeps 64 states of 24 layers. With blocks of 256 tokens, 600 tokens of a prompt planned and a `marks` plan
+    at 256, the state after token 256 is scratch row 0 until it is committed.
 
     Attributes:
+        block_to_slot [blocks] int32, slot_to_block [max_slots] int32: CPU tensors, made at each read.
         hash_to_block_id: dict from prefix hash to the block whose slot holds the state after that prefix.
         conv_states, ssm_states [layers, max_slots, ...]: the durable states.
+        intermediate_conv_out, intermediate_ssm_out [layers, max_intermediate_count, ...]: the scratch.
+        num_dropped: planned boundaries whose states could not be stored.
         slots: which slots are free, reserved, committed or pinned, and which is evicted next; its `counts`,
             `pins` and `num_available`, and `slots.tree.ghosts`, why states are gone.
     """
@@ -87,13 +99,33 @@ class MambaSlotAllocator:
         addressable("conv_states_shape", self._conv_shape, (*rows, *self._conv_shape), conv_states_dtype)
         addressable("ssm_states_shape", self._ssm_shape, (*rows, *self._ssm_shape), ssm_states_dtype)
         self._dtypes = conv_states_dtype, ssm_states_dtype
-        self._num_blocks = _block_count(context)
+        self._num_blocks = block_count(context)
         policy = checked_policy("context.prefix_caching_eviction_policy", self._policy())
+        self._plan = self._checkpoint_plan()
+        self._grid = self._kernel_grid()
+        self._block_size = size_of(context, "block_size_tokens", self._grid, minimum=1)
+        self._plan.check_block_size(self._block_size)
         self._durable = self._new_states(self.max_slots, self._device())
         kv = context.kv_block_allocator
-        tree = kv.tree if isinstance(kv, KVBlockAllocator) else _HostTree(self._num_blocks, kv)
+        tree = kv.tree if isinstance(kv, KVBlockAllocator) else HostTree(self._num_blocks, kv)
         self.slots = StateSlots(self.max_slots, policy, tree)
         self.hash_to_block_id = tree.hash_to_block_id
+        if self._block_size % self._grid:
+            warnings.warn(
+                f"block_size_tokens is {self._block_size}, no multiple of the SSD chunk ({self._grid}): most "
+                "block boundaries have no state inside a prefill, and few prompts will resume",
+                stacklevel=2,
+            )
+        self.max_intermediate_count = size_of(context, "max_mamba_intermediate_states_per_step")
+        self._scratch = self._new_states(self.max_intermediate_count, self.ssm_states.device)
+        self._has_intermediates = False
+        self.num_dropped = 0
+        shape = size_of(context, "max_requests"), _MOST_OFFSETS
+        with torch.inference_mode(False):  # others than inference tensors can be written anywhere
+            self._intermediate_offsets_cpu = torch.zeros(shape, dtype=torch.int32, device="cpu")
+            self._intermediate_counts_cpu = torch.zeros(shape[0], dtype=torch.int32, device="cpu")
+            self._intermediate_block_ids_cpu = torch.full(shape, -1, dtype=torch.int32, device="cpu")
+            self._eos_cache_block_id_cpu = torch.full(shape[:1], -1, dtype=torch.int32, device="cpu")
         if isinstance(kv, KVBlockAllocator):
             kv.observe_deregistration(self.on_kv_blocks_deregistered)
         elif hasattr(kv, "on_blocks_deregistered"):
@@ -101,7 +133,17 @@ class MambaSlotAllocator:
 
     def _device(self) -> torch.device:
         """Where the live states are."""
-        return _device_of_live_states(self.context)
+        return device_of_live_states(self.context)
+
+    def _checkpoint_plan(self) -> CheckpointPlan:
+        """The checkpoint plan that the host states."""
+        plan = getattr(self.context, "checkpoint_plan", None)
+        return instance("context.checkpoint_plan", CheckpointPlan() if plan is None else plan, CheckpointPlan)
+
+    def _kernel_grid(self) -> int:
+        """The tokens after which the host's kernels can store a state."""
+        chunk = size_of(self.context, "mamba_chunk_size") or 1
+        return size_of(self.context, "ssm_chunk_alignment") or chunk
 
     def _hashes_of(self, blocks: Sequence[int]) -> list[int]:
         kv = self.context.kv_block_allocator
@@ -132,10 +174,30 @@ class MambaSlotAllocator:
     def ssm_states(self) -> Tensor:
         return self._durable.ssm
 
+    @property
+    def intermediate_conv_out(self) -> Tensor:
+        return self._scratch.conv
+
+    @property
+    def intermediate_ssm_out(self) -> Tensor:
+        return self._scratch.ssm
+
     def _live_states(self) -> StateTensors:
         return StateTensors(self.context.mamba_conv_states, self.context.mamba_ssm_states)
 
     # ---- lookup
+
+    @property
+    def block_to_slot(self) -> Tensor:
+        slots = torch.full((self._num_blocks,), -1, dtype=torch.int32, device="cpu")
+        by_block = self.slots.tree.slot_by_block
+        slots[list(by_block)] = torch.tensor(list(by_block.values()), dtype=torch.int32, device="cpu")
+        return slots
+
+    @property
+    def slot_to_block(self) -> Tensor:
+        blocks = [self.slots.tree.block_of(slot) for slot in range(self.max_slots)]
+        return torch.tensor(blocks, dtype=torch.int32, device="cpu")
 
     @property
     def free_count(self) -> int:
@@ -294,11 +356,163 @@ class MambaSlotAllocator:
         if slot in slots.pins or unowned or slots.tree.key_of(block) > 0:
             raise ValueError(f"slot is {slot}; accepted: one reserved, or allocated and not registered yet")
 
+    # ---- before the step
+
+    def compute_and_store_offsets(
+        self,
+        req: Any,
+        current_id: int,
+        skip_tokens: int,
+        prefill_chunk_length: int,
+        num_matched_blocks: int,
+        matched_block_ids: list[int],
+        overall_required_blocks: int,
+    ) -> None:
+        """Choose the boundaries to store in the part of a prompt that request row `current_id` computes.
+
+        The part is tokens [finished + skip_tokens, finished + prefill_chunk_length) of `req.prompt_tokens`,
+        where finished is `req.finished_chunk_token_count`. Of the blocks after those that earlier parts
+        allocated, `num_matched_blocks` were found in the KV cache. A request without block hashes
+        (`req.precomputed_block_hashes` is empty) stores no state, because no request could find the state.
+        """
+        context, block = self.context, self._block_size
+        row = integer("current_id", current_id, 0, len(self._intermediate_counts_cpu) - 1)
+        try:
+            finished, prompt = int(req.finished_chunk_token_count), len(req.prompt_tokens)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"req is {shown(req)}; accepted: what has prompt_tokens and finished_chunk_token_count"
+            ) from error
+        longest = context.request_to_kv_block_ids.shape[1] * block - finished
+        start = finished + integer("skip_tokens", skip_tokens, 0)
+        stop = finished + integer("prefill_chunk_length", prefill_chunk_length, 0, longest)
+        num_matched_blocks = integer("num_matched_blocks", num_matched_blocks, 0)
+        self._clear_rows(slice(row, row + 1))
+        if not getattr(req, "precomputed_block_hashes", True) or stop <= start:
+            return
+        seen = (-(-finished // block) + num_matched_blocks) * block if num_matched_blocks else 0
+        boundaries = checked_boundaries(self._plan, start, stop, prompt, block, seen)
+        blocks = context.request_to_kv_block_ids[row]
+        inside = [b.position for b in boundaries if b.position < stop]
+        on_grid = [position for position in inside if (position - start) % self._grid == 0]
+        num_free = self.max_intermediate_count - int(self._intermediate_counts_cpu.sum())
+        chosen = sorted(on_grid[: max(0, min(_MOST_OFFSETS, num_free))])
+        self.num_dropped += len(inside) - len(chosen)
+        for column, position in enumerate(chosen):
+            self._intermediate_offsets_cpu[row, column] = position - start
+            self._intermediate_block_ids_cpu[row, column] = blocks[position // block - 1]
+        self._intermediate_counts_cpu[row] = len(chosen)
+        if any(b.position == stop for b in boundaries):
+            self._eos_cache_block_id_cpu[row] = blocks[stop // block - 1]
+            self._has_intermediates = True
+        self._has_intermediates |= bool(chosen)
+
+    def _prefill_rows(self) -> slice:
+        context = self.context
+        start = context.paused_request_count + context.batch_dimensions.decode_req_count
+        return slice(start, start + context.batch_dimensions.prefill_req_count)
+
+    def get_intermediate_cpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Offsets [prefills, width] and counts [prefills], int32 on the CPU; (None, None) without a plan."""
+        rows = self._prefill_rows()
+        if not self._has_intermediates or rows.start == rows.stop:
+            return None, None
+        return self._intermediate_offsets_cpu[rows], self._intermediate_counts_cpu[rows]
+
+    # ---- after the step
+
+    def commit_intermediate_states(self) -> None:
+        """Copy states from scratch, and those at the ends of chunks, into durable slots.
+
+        Call once a step, after the forward or the graph replay. Makes one batched copy from each of the two
+        pools. Where slots are short, states are not kept; the call does not fail.
+        """
+        try:
+            self._commit(self._prompt_states())
+        finally:
+            self._clear_rows(self._prefill_rows())
+            self._has_intermediates = False
+
+    def _commit(self, prompts: dict[int, StateSource]) -> None:
+        """Copy and commit the states of prompts."""
+        self.slots.commit(list(self._take(prompts).values()))
+
+    def _prompt_states(self) -> dict[int, StateSource]:
+        """Block -> where its state is, for the step's planned boundaries that have no state yet.
+
+        Boundaries inside a prefill come first, ends of steps last. Unregistered blocks are skipped. The
+        kernels fill scratch rows request after request; `mamba_metadata.per_request_intermediate_counts`
+        says how many rows each request has.
+        """
+        context, rows = self.context, self._prefill_rows()
+        if rows.start == rows.stop:
+            return {}
+        places: list[tuple[int, StateSource]] = []
+        if context.mamba_metadata.intermediate_count > 0:
+            planned = self._intermediate_block_ids_cpu[rows].tolist()
+            counts = context.mamba_metadata.per_request_intermediate_counts
+            in_order = [block for row, count in zip(planned, counts, strict=False) for block in row[:count]]
+            places += [(block, StateSource(True, row)) for row, block in enumerate(in_order)]
+        ends = enumerate(self._eos_cache_block_id_cpu[rows].tolist(), rows.start)
+        places += [(block, StateSource(False, row)) for row, block in ends]
+        places = [(block, place) for block, place in places if block >= 0]
+        hashes = self._hashes_of([block for block, _ in places])
+        tree, reserved = self.slots.tree, set(self.slots.reserved.values())
+        sources: dict[int, StateSource] = {}
+        for (block, place), key in zip(places, hashes, strict=True):
+            findable = key > 0 and tree.hash_to_block_id.get(key, block) == block
+            if findable and block not in reserved and block not in tree.slot_by_block:
+                sources.setdefault(block, place)
+        return sources
+
+    def _take(self, sources: Mapping[int, StateSource]) -> dict[int, int]:
+        """Reserve slots for states of blocks and copy the states there, with one copy per kind of source.
+
+        Where slots are short, the last of `sources` get slots, and the others become ghosts.
+
+        Returns:
+            Block -> reserved slot. Where a copy raises, nothing stays reserved.
+        """
+        slots, blocks = self.slots, list(sources)
+        num_refused = max(0, len(blocks) - slots.num_available)
+        chosen, refused = blocks[num_refused:], blocks[:num_refused]
+        slots.tree.note_refused(self._hashes_of(refused))
+        reserved = slots.reserve(chosen)
+        try:
+            for in_scratch in (True, False):
+                pairs = [
+                    (sources[block].index, slot)
+                    for block, slot in zip(chosen, reserved, strict=True)
+                    if sources[block].in_scratch is in_scratch
+                ]
+                indices, taken = [index for index, _ in pairs], [slot for _, slot in pairs]
+                if pairs and in_scratch:
+                    copy_states(self._scratch, indices, self._durable, taken)
+                elif pairs:
+                    self.store_from_live_batch(taken, indices)
+        except BaseException:
+            slots.release(reserved)
+            raise
+        return dict(zip(chosen, reserved, strict=True))
+
+    def _clear_rows(self, rows: slice) -> None:
+        self._intermediate_offsets_cpu[rows] = 0
+        self._intermediate_counts_cpu[rows] = 0
+        self._intermediate_block_ids_cpu[rows] = -1
+        self._eos_cache_block_id_cpu[rows] = -1
+
     # ---- reset and checks
 
     def reset(self) -> None:
-        """Drop every state, reservation, pin and ghost."""
+        """Drop every state, reservation, pin, pending checkpoint and ghost, and zero the scratch."""
         self.slots.clear()
+        self._clear_pending()
+
+    def _clear_pending(self) -> None:
+        self._clear_rows(slice(None))
+        self._has_intermediates = False
+        for tensor in self._scratch:
+            tensor.zero_()
 
     def check_integrity(self) -> None:
         """Raise AssertionError where slots, blocks and KV hashes contradict each other; O(blocks + slots)."""
@@ -324,26 +538,3 @@ class MambaSlotAllocator:
         if self.slots.tree.block_of(self._checked_slot(slot)) < 0:
             raise ValueError(f"slot is {slot}; accepted: a committed slot")
         return int(slot)
-
-
-def _device_of_live_states(context: Any) -> torch.device:
-    live = getattr(context, "mamba_ssm_states", None)
-    if not isinstance(live, Tensor) or not holds_data(live):
-        raise ValueError(
-            f"context.mamba_ssm_states {described(live)}; accepted: the live states, a tensor that holds data"
-        )
-    return live.device
-
-
-def _block_count(context: object) -> int:
-    """The number of KV blocks of a host; a ValueError for an object that is no host."""
-    kv = getattr(context, "kv_block_allocator", None)
-    if kv is None:
-        raise ValueError(f"context is {shown(context)}; accepted: a host that has a kv_block_allocator")
-    name = next((name for name in ("total_count", "pool_size") if hasattr(kv, name)), "")
-    if not name or not (isinstance(kv, KVBlockAllocator) or hasattr(kv, "block_hashes")):
-        raise ValueError(
-            f"context.kv_block_allocator is {shown(kv)}; accepted: what has block_hashes, and total_count or "
-            "pool_size"
-        )
-    return integer(f"context.kv_block_allocator.{name}", getattr(kv, name), 0, INT32_MAX)

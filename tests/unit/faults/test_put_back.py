@@ -142,7 +142,7 @@ FAULTS = {
         "fault_10",
         (
             (
-                "mcore/slot_allocator.py",
+                CONTEXTS + "mamba_slot_allocator.py",
                 'if not getattr(req, "precomputed_block_hashes", True) or stop <= start:',
                 "if stop <= start:",
             ),
@@ -184,7 +184,7 @@ FAULTS = {
         "fault_12_a_pool",
         (
             (
-                "mcore/slot_allocator.py",
+                CONTEXTS + "mamba_slot_allocator.py",
                 "num_refused = max(0, len(blocks) - slots.num_available)",
                 "num_refused = 0",
             ),
@@ -226,7 +226,7 @@ FAULTS = {
         "fault_16",
         (
             (
-                "mcore/slot_allocator.py",
+                CONTEXTS + "mamba_slot_allocator.py",
                 "if any(b.position == stop for b in boundaries):",
                 "if False:",
             ),
@@ -236,7 +236,7 @@ FAULTS = {
         "fault_17",
         (
             (
-                "mcore/slot_allocator.py",
+                CONTEXTS + "mamba_slot_allocator.py",
                 "(-(-finished // block) + num_matched_blocks) * block",
                 "num_matched_blocks * block",
             ),
@@ -272,7 +272,7 @@ FAULTS = {
     ),
     "20b a foreign host's is passed over in silence": PutBack(
         "fault_20",
-        (("mcore/slot_allocator.py", "if block % grid:", "if False:"),),
+        ((CONTEXTS + "mamba_slot_allocator.py", "if self._block_size % self._grid:", "if False:"),),
     ),
     "21a a resumed state is copied first": PutBack(
         "fault_21_resuming",

@@ -15,8 +15,9 @@ from weakref import ref
 import mambaslots as ms
 import pytest
 import torch
+from mambaslots.inference.contexts.mamba_slot_allocator import StateSource
 from mambaslots.inference.kernels import state_copy
-from mambaslots.mcore.slot_allocator import HostSlotAllocator, Settings, StateSource
+from mambaslots.mcore.slot_allocator import HostSlotAllocator, Settings
 from oracle.context_driver import BLOCK, make_context, make_request, prefill, run, schedule
 from oracle.serving import random_tokens, serve_checked, small_engine
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from mambaslots.mcore.slot_allocator import StateSource
+from mambaslots.inference.contexts.mamba_slot_allocator import StateSource
 from oracle.fake_host import Chunk, FakeHost, FakeRequest, durable, same_bytes
 
 

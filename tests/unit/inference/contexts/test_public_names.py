@@ -11,16 +11,18 @@ WIDEST = 25
 HOST_CONTRACT = {
     "MambaSlotAllocator": {
         # as megatron-core names them
-        "allocate_slots_batch", "context", "conv_states", "free_count", "get_slot", "has_state",
-        "hash_to_block_id", "invalidate_block", "max_slots", "num_mamba_layers", "on_kv_blocks_deregistered",
-        "register_block_hashes_batch", "reset", "restore_to_live", "ssm_states", "store_from_live_batch",
-        "store_from_tensors",
+        "allocate_slots_batch", "block_to_slot", "commit_intermediate_states", "compute_and_store_offsets",
+        "context", "conv_states", "free_count", "get_intermediate_cpu_data", "get_slot", "has_state",
+        "hash_to_block_id", "intermediate_conv_out", "intermediate_ssm_out", "invalidate_block",
+        "max_intermediate_count", "max_slots", "num_mamba_layers", "on_kv_blocks_deregistered",
+        "register_block_hashes_batch", "reset", "restore_to_live", "slot_to_block", "ssm_states",
+        "store_from_live_batch", "store_from_tensors",
         # reservations, pins and use
         "commit", "note_use", "pin", "release_reservation", "reserve", "unpin",
         # checks
         "check_integrity",
-        # its pool
-        "slots",
+        # its pool, and what it could not plan
+        "slots", "num_dropped",
     },
 }  # fmt: skip
 
@@ -46,5 +48,6 @@ def test_the_slot_allocator_has_the_names_of_the_host_contract_and_no_others() -
     assert {name: found[name] for name in HOST_CONTRACT} == HOST_CONTRACT
 
 
-def test_no_class_is_wide() -> None:
-    assert {name: len(names) for name, names in classes().items() if len(names) > WIDEST} == {}
+def test_no_class_is_wide_but_the_one_that_hosts_plug_in() -> None:
+    wide = {name: len(names) for name, names in classes().items() if len(names) > WIDEST}
+    assert wide.keys() == HOST_CONTRACT.keys()
