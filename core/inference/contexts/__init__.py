@@ -5,7 +5,7 @@ step_inputs, step_builder            what a model reads in one step, and the one
 states, device_memory, pool_sizes    where each state is; the tensors of the pools, and how large they are
 tier_copies, state_files             the bytes of the tiers: pinned host memory, and files
 dynamic_context                      all of it: schedule, begin_step, end_step
-mamba_slot_allocator                 states for another engine, with a KV cache of its own
+mamba_slot_allocator, host_context   states for another engine, with a KV cache of its own, and its settings
 
 May import `cache`, which decides, and `kernels`, which move and compute; no scheduler and no model.
 """
