@@ -76,6 +76,8 @@ def make_context(
         "prefix_caching_eviction_policy": _config.PrefixCachingEvictionPolicy(policy),
         "use_cuda_graphs_for_non_decode_steps": False,
     }
+    if stages == 1:  # whatever the process has split its own model into
+        settings["pg_collection"] = SimpleNamespace(tp=None, pp=None, ep=None)
     return owner_class(DYNAMIC_CONTEXT)(model, _config.InferenceConfig(**(settings | options)))
 
 

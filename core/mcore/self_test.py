@@ -163,6 +163,8 @@ def _on_cpu() -> Iterator[None]:
         for name in makers:
             stack.enter_context(mock.patch.object(torch, name, pageable(getattr(torch, name))))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, *args: tensor))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
         stack.enter_context(warnings.catch_warnings(action="ignore"))
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.WARNING)
