@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..inference.contexts.cache.hashing import GhostList
 from ..inference.contexts.cache.pool_stats import SlotCounts
 from ..inference.contexts.cache.prefix_match import ComputeReason, Span, TokenLedger
-from ..inference.contexts.cache.removal import GhostList
 from .versions import INFERENCE_REQUEST
 
 NO_SLOTS = SlotCounts(0, 0, 0, 0, 0)

@@ -11,7 +11,8 @@ from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec, durable_tensors
 from ...validation import addressable
 from ..kernels.state_tensors import numbers_on
-from .cache.memory import DirtyEntries, MemoryCleaner, UnitSizes
+from .cache.free_lists import DirtyEntries, MemoryCleaner
+from .cache.memory import UnitSizes
 from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes, input_bytes, input_shapes, num_live_slots
 from .states import StatePool, zeroed
 

@@ -11,7 +11,7 @@ from ...state_spec import SCALES, SlotLayout, StateTensor
 from ...validation import addressable
 from ..kernels.state_copy import copy_states, decode_states, encode_states
 from ..kernels.state_tensors import CodedTensor, StateTensors
-from .cache.memory import DirtyEntries
+from .cache.free_lists import DirtyEntries
 from .cache.prefix_cache import PrefixCache
 from .request import Holding, RequestStep
 

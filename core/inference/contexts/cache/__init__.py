@@ -13,16 +13,16 @@ prefix_match         what is cached of a sequence, why its other tokens are comp
 checkpoint_plan      which boundaries a step stores, what a sequence holds, slots reserved for a step
 pins                 prefixes that stay until they are unpinned
 prefix_tree          the index: registered blocks, the states at their ends, what changed last
-removal              which leaf of blocks goes first, and what is gone under which hash
+free_lists           free blocks, dirty entries, and which leaf of the tree is freed next
 kv_block_allocator   KV blocks: reference counts, the free list, eviction; checks the arguments of a host
 state_slots          slots: free, reserved, committed, live; pins; which states are evicted
 eviction             the interface of policies, and LRU
 value_eviction       the default policy: classes of states, their rates of use, the order by value
 state_tree           what that policy knows of prefixes, ghosts included
 use_rates            how soon requests come back to a state of each class
-memory, borrowing    free lists, dirty entries; both pools as units of one memory, whose sides may change
+memory, borrowing    both pools as units of one memory, whose sides may change
 tier                 which states have a copy in host memory or in a file
-hashing              chained hashes of blocks, and salts
+hashing              chained hashes of blocks, salts, and what is gone under which hash
 pool_stats           counts
 
 May import the standard library, numpy and the package's errors and checks; no torch, request or step.

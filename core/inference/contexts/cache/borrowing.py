@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from .free_lists import BlocksByUnit, MemoryCleaner
 from .kv_block_allocator import KVBlockAllocator
-from .memory import BlocksByUnit, MemoryCleaner, MemoryUnits
+from .memory import MemoryUnits
 from .state_slots import StateSlots
 
 MOST_LOOKS = 64

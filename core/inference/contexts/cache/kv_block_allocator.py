@@ -9,7 +9,8 @@ from typing import Protocol
 
 from ....errors import KVBlockCapacityError
 from ....validation import INT32_MAX, boolean, checked_integers, integer, shown
-from .memory import BlocksByUnit, BlockStack, DirtyEntries, FreeBlocks, MemoryUnits
+from .free_lists import BlocksByUnit, BlockStack, DirtyEntries, FreeBlocks
+from .memory import MemoryUnits
 from .pool_stats import Clock, KVRemovalCause
 from .prefix_tree import Parent, PrefixTree
 from .state_slots import StateSlots

@@ -1,9 +1,8 @@
-"""Memory as numbers: units that hold states or KV blocks, free lists, and entries that are not zero yet."""
+"""Memory as numbers: units that hold states or KV blocks."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import NamedTuple, Self
 
 ALIGNMENT = 256
@@ -12,7 +11,6 @@ MOST_WASTE = 0.02
 _MOST_OF_A_UNIT = 24
 _MOST_NUMBERS = 1 << 18
 """Slots, or blocks, that a memory numbers at most: the bookkeeping of each costs some hundred bytes."""
-Zero = Callable[[Sequence[int]], None]
 
 
 class UnitSizes(NamedTuple):
@@ -199,144 +197,3 @@ class MemoryUnits:
 
     def _units_with(self, states: bool) -> list[int]:
         return [unit for unit, holds in enumerate(self.holds_states) if holds == states]
-
-
-class BlockStack(list[int]):
-    """A stack: the block freed last is allocated first."""
-
-    def restart(self, free: list[int]) -> None:
-        """These blocks are free now, and no others; the last one is allocated first."""
-        self[:] = free
-
-    def take(self, num_blocks: int) -> list[int]:
-        cut = len(self) - num_blocks
-        blocks = self[cut:][::-1]
-        del self[cut:]
-        return blocks
-
-
-class BlocksByUnit:
-    """Best fit: a call's blocks come from units with just enough free blocks; O(blocks of a unit)."""
-
-    def __init__(self, total_count: int, blocks_per_unit: int) -> None:
-        self._size = blocks_per_unit
-        self._of_unit: list[list[int]] = [[] for _ in range(total_count // blocks_per_unit)]
-        # Number of free blocks -> the units that have so many, in the order in which they came to have them.
-        self._units_with: list[dict[int, None]] = []
-        self._num_free = 0
-
-    def __len__(self) -> int:
-        return self._num_free
-
-    @property
-    def whole_units(self) -> list[int]:
-        return list(self._units_with[self._size])
-
-    def restart(self, free: list[int]) -> None:
-        self._of_unit = [[] for _ in self._of_unit]
-        for block in free:
-            self._of_unit[block // self._size].append(block)
-        self._units_with = [{} for _ in range(self._size + 1)]
-        for unit, blocks in enumerate(self._of_unit):
-            self._units_with[len(blocks)][unit] = None
-        self._num_free = len(free)
-
-    def take(self, num_blocks: int) -> list[int]:
-        taken: list[int] = []
-        while num_missing := num_blocks - len(taken):
-            enough = range(min(num_missing, self._size), self._size + 1)
-            count = next((n for n in enough if self._units_with[n]), 0)
-            count = count or next(n for n in range(enough.start - 1, 0, -1) if self._units_with[n])
-            unit = next(iter(self._units_with[count]))
-            cut = max(0, count - num_missing)
-            taken += self._of_unit[unit][cut:][::-1]
-            self._set(unit, self._of_unit[unit][:cut])
-        return taken
-
-    def extend(self, blocks: Iterable[int]) -> None:
-        by_unit: dict[int, list[int]] = {}
-        for block in blocks:
-            by_unit.setdefault(block // self._size, []).append(block)
-        for unit, free in by_unit.items():
-            self._set(unit, self._of_unit[unit] + free)
-
-    def withdraw(self, unit: int) -> None:
-        """Take the blocks of a unit that is wholly free."""
-        self._set(unit, [])
-
-    def _set(self, unit: int, free: list[int]) -> None:
-        before = len(self._of_unit[unit])
-        del self._units_with[before][unit]
-        self._units_with[len(free)][unit] = None
-        self._of_unit[unit] = free
-        self._num_free += len(free) - before
-
-    def __iter__(self) -> Iterator[int]:
-        return chain.from_iterable(self._of_unit)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError where a count of free blocks is off."""
-        for count, units in enumerate(self._units_with):
-            assert all(len(self._of_unit[unit]) == count for unit in units), "a unit's count of blocks is off"
-        assert sum(map(len, self._units_with)) == len(self._of_unit), "a unit is counted nowhere, or twice"
-        assert len(list(self)) == self._num_free, "the count of free blocks is off"
-
-
-FreeBlocks = BlockStack | BlocksByUnit
-
-
-class DirtyEntries:
-    """Dirty set of one pool: its free entries that are not zero yet; empty without `zero`.
-
-    The pool notes what it frees; `clean` zeroes what it allocates, `scrub` all others. An entry is zeroed
-    before it is dropped from the set: an interrupted call zeroes it again.
-    """
-
-    def __init__(self, zero: Zero | None = None) -> None:
-        """`zero`: fills entries with zeros, in stream order; called with distinct numbers in order."""
-        self._zero = zero
-        self._entries: set[int] = set()
-
-    @property
-    def is_active(self) -> bool:
-        return self._zero is not None
-
-    def note(self, entries: Iterable[int]) -> None:
-        """Note that these entries are free."""
-        if self._zero is not None:
-            self._entries.update(entries)
-
-    def clean(self, entries: Iterable[int]) -> None:
-        """Zero those of these entries that are dirty, before they are allocated."""
-        if self._entries and self._zero is not None:
-            found = self._entries.intersection(entries)
-            if found:
-                self._zero(sorted(found))
-                self._entries -= found
-
-    def has_any(self, entries: Iterable[int]) -> bool:
-        return not self._entries.isdisjoint(entries)
-
-    def withdraw(self, entries: Iterable[int]) -> None:
-        """Note that these entries are zero, or that another pool owns their memory."""
-        self._entries.difference_update(entries)
-
-    def scrub(self) -> None:
-        """Zero all dirty entries."""
-        if self._entries:
-            self.clean(self._entries.copy())
-
-    def clear(self) -> None:
-        """Note that the pool has no memory, or is all zeros."""
-        self._entries.clear()
-
-
-class MemoryCleaner:
-    """Zeroes freed entries of the pools before another owner can have them; this one zeroes nothing."""
-
-    def __init__(self) -> None:
-        self.blocks = DirtyEntries()
-        self.slots = DirtyEntries()
-
-    def move_unit(self, unit: int, entries: Sequence[int], dirty: DirtyEntries) -> None:
-        """Zero a unit of shared memory before it changes sides; `entries`, `dirty`: of the freeing side."""

@@ -17,9 +17,10 @@ from .checkpoint_plan import (
     reserve_states,
 )
 from .eviction import PolicyChoice, checked_policy
+from .free_lists import MemoryCleaner
 from .hashing import PrefixHashChain
 from .kv_block_allocator import KVBlockAllocator
-from .memory import MemoryCleaner, MemoryDivision, MemoryUnits
+from .memory import MemoryDivision, MemoryUnits
 from .pins import PinnedPrefix, PinnedPrefixes
 from .pool_stats import Clock, PoolStats, TierStats
 from .prefix_match import PrefixMatch, Span, match_prefix

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ....errors import MambaSlotCapacityError
-from .hashing import PrefixHashChain
+from .hashing import GhostList, PrefixHashChain
 from .prefix_tree import PrefixTree
-from .removal import GhostList
 from .state_slots import StateSlots
 
 ComputeReason = Literal[

@@ -4,6 +4,8 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
+from .free_lists import LeafOrder
+from .hashing import GhostList
 from .pool_stats import (
     EVICTIONS,
     KV_REMOVAL_CAUSES,
@@ -12,7 +14,6 @@ from .pool_stats import (
     StateRemovalCause,
     Turnover,
 )
-from .removal import GhostList, LeafOrder
 from .tier import HostTier
 
 Parent = int | bytes

@@ -5,7 +5,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from ....errors import MambaSlotCapacityError
 from .eviction import LRUEviction, PolicyChoice
-from .memory import DirtyEntries, MemoryUnits
+from .free_lists import DirtyEntries
+from .memory import MemoryUnits
 from .pool_stats import EVICTIONS, Clock, SlotCounts, StateRemovalCause
 from .prefix_tree import PrefixTree
 from .tier import HostTier
@@ -236,7 +237,7 @@ class StateSlots:
         self.tree.name_states(blocks, slots, keys)
         self.policy.name(slots, keys, lambda i: self.tree.keys_to(blocks[i]))
 
-    # ---- removal
+    # ---- eviction and what ends with a block
 
     def evict(
         self, num_slots: int, keep: Collection[int] = (), cause: StateRemovalCause = "new_state"

@@ -4,13 +4,13 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
+from mambaslots.inference.contexts.cache.hashing import GhostList
 from mambaslots.inference.contexts.cache.prefix_match import (
     COMPUTE_REASONS,
     Span,
     TokenLedger,
     compute_spans,
 )
-from mambaslots.inference.contexts.cache.removal import GhostList
 
 
 @st.composite
