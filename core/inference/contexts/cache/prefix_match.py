@@ -86,7 +86,7 @@ def compute_spans(
     return tuple(spans)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class MatchBasis:
     """What a match was asked for, and when it was right; `match_prefix` writes it, and judges by it.
 
@@ -187,7 +187,13 @@ def match_prefix(
         spans = (*spans, Span(asked * size, num_tokens, "disabled"))
     slot = tree.slot_of(blocks[depth - 1]) if depth else -1
     basis = MatchBasis(
-        num_tokens, _last_key(chain, num_tokens), num_held, max_resume_tokens, tree.clock, ghosts.num_lapses
+        num_tokens=num_tokens,
+        last_key=_last_key(chain, num_tokens),
+        num_held=num_held,
+        max_resume_tokens=max_resume_tokens,
+        clock=tree.clock,
+        state_clock=tree.state_clock,
+        num_lapses=ghosts.num_lapses,
     )
     match = PrefixMatch(blocks, depth * size, slot, num_seen * size, spans, basis)
     if known == match and known.basis.num_tokens == num_tokens:

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from mambaslots.inference.contexts.cache import prefix_match
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
-from mambaslots.inference.contexts.cache.prefix_match import PrefixMatch
+from mambaslots.inference.contexts.cache.prefix_match import PrefixMatch, compute_spans
 from mambaslots.inference.contexts.cache.prefix_tree import PrefixTree
 from oracle.kv_index import eviction_order
 
@@ -120,6 +121,42 @@ def test_a_match_is_itself_as_long_as_nothing_changes(cache):
     assert cache.match(path.chain, 20, known=match) is match
     nothing = cache.match(chain_of([90] * 8), 8)
     assert cache.match(chain_of([90] * 8), 8, known=nothing) is nothing
+
+
+@pytest.fixture
+def span_calls(monkeypatch):
+    """One entry for each time that the spans of a match are computed."""
+    calls = []
+
+    def counting(*args, **kwargs):
+        calls.append(args)
+        return compute_spans(*args, **kwargs)
+
+    monkeypatch.setattr(prefix_match, "compute_spans", counting)
+    return calls
+
+
+@pytest.mark.parametrize("capacity", [None, 1])
+def test_the_spans_of_a_match_are_computed_once_until_something_changes(cache, span_calls, capacity):
+    path = computed(cache, DOCUMENT, [3])
+    if capacity is not None:  # every ghost is a lapse
+        cache.tree.ghosts.capacity = capacity
+    other = computed(cache, [50, 51, 52, 53], [1])
+    span_calls.clear()
+    match = cache.match(path.chain, 20)
+    assert len(span_calls) == 1
+    for _ in range(3):
+        assert cache.match(path.chain, 20, known=match) is match
+    assert len(span_calls) == 1
+    take_state(cache, other, 2)
+    assert cache.match(path.chain, 20, known=match) is match
+    assert len(span_calls) == 2  # states have changed
+    cache.tree.ghosts.add_all([901, 902], "block")
+    cache.tree.ghosts.add_all([903, 904], "block")
+    assert cache.match(path.chain, 20, known=match) is match
+    assert len(span_calls) == 2 + (capacity is not None)  # ghosts were forgotten
+    assert cache.match(path.chain, 20, known=match) is match
+    assert len(span_calls) == 2 + (capacity is not None)
 
 
 def test_what_happens_to_other_prefixes_leaves_a_match_alone(cache):
