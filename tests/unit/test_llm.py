@@ -105,6 +105,28 @@ def test_memory_of_a_cpu_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPa
     assert pool_sizes.free_gb(torch.device("cpu")) == 16.0
 
 
+@pytest.mark.parametrize(
+    ("limit", "stat", "free"),
+    [
+        ("max", "inactive_file 5000\n", None),
+        ("10000", "anon 1000\nactive_file 2000\ninactive_file 5000\n", 8000),  # the kernel takes it back
+        ("10000", "anon 1000\n", 3000),
+        ("10000", None, 3000),
+        ("10000", "inactive_file 9000\n", 10_000),  # read after memory.current, which was less
+        (None, None, None),
+    ],
+    ids=["no limit", "page cache", "no page cache", "no statistics", "more than is used", "no group"],
+)
+def test_memory_of_a_control_group(
+    tmp_path: Path, limit: str | None, stat: str | None, free: int | None
+) -> None:
+    files = {"memory.max": limit, "memory.current": limit and "7000", "memory.stat": stat}
+    for name, text in files.items():
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    assert pool_sizes._group_ram(tmp_path) == free
+
+
 def test_a_configuration_without_sizes_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_sizes, "_available_ram", lambda: 1 << 30)
     engine = ms.DynamicInferenceEngine(ms.load(MODEL).model, ms.InferenceConfig())

@@ -212,10 +212,24 @@ def _available_ram() -> int:
         with open("/proc/meminfo") as lines:
             named = dict(line.split(":", 1) for line in lines)
         available = int(named["MemAvailable"].split()[0]) * 1024
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            available = min(available, int(limit) - int((group / "memory.current").read_text()))
     except (OSError, KeyError, ValueError):
-        pass  # no Linux, or no control groups: what is known by now
-    return max(available, 0)
+        pass  # no Linux: what is known by now
+    of_group = _group_ram(Path("/sys/fs/cgroup"))
+    return max(available if of_group is None else min(available, of_group), 0)
+
+
+def _group_ram(group: Path) -> int | None:
+    """Bytes that a control group (version 2) may still use; None without a group or a limit.
+
+    The page cache of files that were not used lately counts as free, as it does in MemAvailable.
+    """
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # "max" is no limit
+        return None
+    try:
+        named = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        reclaimable = int(named["inactive_file"])
+    except (OSError, KeyError, ValueError):
+        reclaimable = 0
+    return limit - max(used - reclaimable, 0)
