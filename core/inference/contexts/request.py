@@ -88,6 +88,8 @@ class GeneratedToken(NamedTuple):
     top_log_probs: TopLogProbs | None = None
 
 
+NO_ID = -1
+"""In place of the id of a request that has none yet."""
 _NOTHING_COUNTED = TokenLedger()
 
 
@@ -96,6 +98,7 @@ class DynamicInferenceRequest:
     """A prompt, its settings and its answer. What the request holds while it runs is its `holding`.
 
     Attributes:
+        request_id: the engine's number of the request; `NO_ID` until it has one.
         seed: seed of the request's random numbers.
         next_token: the token after the prompt, of a request that scores: it generates nothing, and ends with
             the log-prob of this token.

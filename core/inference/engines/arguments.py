@@ -16,7 +16,7 @@ from ...validation import instance, integer, integers, is_unordered, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.hashing import PrefixHashChain, SaltKey, drawn_key, given_key, salt_bytes
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.request import DynamicInferenceRequest
+from ..contexts.request import NO_ID, DynamicInferenceRequest
 from .drafter import Drafter, NgramDrafter
 
 Prompt = Sequence[int] | Tensor
@@ -32,7 +32,7 @@ class RequestFactory:
     """
 
     def __init__(self, context: DynamicInferenceContext, salt_key: SaltKey, seed: int) -> None:
-        self.next_ids = 0, -1
+        self.next_ids = 0, NO_ID - 1
         self._context, self._config = context, context.config
         self._salt_key, self._seed = salt_key, seed
 
@@ -122,7 +122,7 @@ class RequestFactory:
         elif plan is not self._config.checkpoint_plan:
             instance("checkpoint_plan", plan, CheckpointPlan).check_block_size(self._config.block_size_tokens)
         return DynamicInferenceRequest(
-            request_id=-1,
+            request_id=NO_ID,
             prompt_tokens=tokens[:num_prompt_tokens],
             sampling=sampling,
             plan=plan,

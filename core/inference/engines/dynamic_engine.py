@@ -13,7 +13,7 @@ from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pool_sizes import sized
-from ..contexts.request import DynamicInferenceRequest, GeneratedToken
+from ..contexts.request import NO_ID, DynamicInferenceRequest, GeneratedToken
 from .arguments import (
     Prompt,
     RequestFactory,
@@ -358,7 +358,7 @@ class DynamicInferenceEngine:
             return [request.result for request in requests if request.result is not None]
         except BaseException as error:
             for request in requests:
-                if request.arrival_s:  # else it has no id yet
+                if request.request_id != NO_ID:
                     self.state.abandoned.append((request.request_id, "cancelled"))
             self._note_interrupt(error)
             raise

@@ -548,3 +548,26 @@ def test_a_rebuild_keeps_the_counts_and_what_it_forgets_counts_as_reset() -> Non
     }
     engine.reset()
     assert not any(counts_since_the_beginning(engine).values())
+
+
+def test_a_request_of_time_zero_is_cancelled_like_any_other() -> None:
+    """Clocks may start at zero; whether a request has an id does not depend on when it came."""
+    engine = small_engine()
+    with (
+        patch("mambaslots.inference.engines.arguments.time.perf_counter", return_value=0.0),
+        patch.object(engine, "_advance", side_effect=InjectedError),
+        suppress(InjectedError),
+    ):
+        engine.generate([HEADS[4], HEADS[2]])
+    assert not engine.has_unfinished_requests()
+    assert_idle(engine)
+
+
+def test_an_interrupt_before_a_request_has_an_id_cancels_no_other_one() -> None:
+    engine = small_engine()
+    other = engine.factory.sequence("sequence", HEADS[4], 1, None, None)
+    engine.factory.number(other, is_users=False, owned=True)
+    engine.state.add(other)
+    with patch.object(engine.factory, "number", side_effect=Interrupted), suppress(Interrupted):
+        engine.generate([HEADS[2]])
+    assert list(engine.state.requests) == [other.request_id]
