@@ -100,6 +100,42 @@ def test_a_prefix_that_others_resumed_from_is_forgotten_with_the_request() -> No
     assert_idle(engine)
 
 
+def test_earlier_parts_of_a_prompt_are_found_until_the_part_with_invalid_logits() -> None:
+    """Only a prompt's last part has logits: with them, what the parts before registered is forgotten."""
+    engine = small_engine(max_tokens_per_step=16, checkpoint_plan=ms.CheckpointPlan(prefill_interval=8))
+    prompt, tree = random_tokens(40, seed=6), engine.context.prefix_cache.tree
+    bad = engine.add_request(prompt, ms.SamplingParams(max_tokens=4))
+    with spoiling(engine, SPOILS["NaN"], bad, 0):
+        for stop in (16, 32):
+            assert engine.step().finished == ()
+            assert resumable(engine, prompt) == stop
+        (result,) = engine.step().finished
+    assert result.finish_reason == "invalid_logits"
+    assert resumable(engine, prompt) == 0
+    assert (tree.block_of_hash, tree.slot_by_block) == ({}, {})
+    assert_idle(engine)
+
+
+def test_blocks_that_another_request_resumed_from_meanwhile_stay_without_their_states() -> None:
+    client = Client(
+        small_engine(max_tokens_per_step=24, checkpoint_plan=ms.CheckpointPlan(prefill_interval=8))
+    )
+    engine, prompt = client.engine, random_tokens(40, seed=6)
+    bad = engine.add_request(prompt, ms.SamplingParams(max_tokens=4))
+    with spoiling(engine, SPOILS["NaN"], bad, 0):
+        client.step()
+        client.ask(Asked((*prompt[:16], 3), 9))
+        while bad in engine.state.requests:
+            client.step()
+            engine.check_integrity()
+    assert engine.context.requests  # the other one runs, and holds the blocks of 16 tokens
+    assert len(engine.context.prefix_cache.tree.block_of_hash) == 2
+    assert resumable(engine, prompt) == 0
+    client.finish()
+    assert client.results[0].num_resumed_tokens == 16
+    assert_idle(engine)
+
+
 def test_a_block_that_another_request_computes_in_the_same_step_stays() -> None:
     client = Client(small_engine())
     prompt = tuple(random_tokens(16, seed=5))
