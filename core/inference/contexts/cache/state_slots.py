@@ -140,10 +140,16 @@ class StateSlots:
         """Make reserved, written slots findable as states of `blocks`; None for those they are reserved for.
 
         Returns for each slot the one that holds the block's state now: itself, or an earlier one; -1 where
-        the block is not registered. Other slots are freed.
+        the block is not registered. Other slots are freed. A block of another prefix is a ValueError.
         """
         blocks = [self.reserved[slot] for slot in slots] if blocks is None else blocks
         keys = [self.tree.hash_of(block) if block >= 0 else -1 for block in blocks]
+        for slot, block, key in zip(slots, blocks, keys, strict=True):
+            if 0 < key != self._planned.get(slot, key):
+                raise ValueError(
+                    f"blocks has {block}, registered under hash {key}, for slot {slot}; accepted: the block "
+                    f"of hash {self._planned[slot]}, whose state the slot is reserved for"
+                )
         results = []
         for slot, block, key in zip(slots, blocks, keys, strict=True):
             # The block may be deregistered since; its number may then stand for another prefix.
