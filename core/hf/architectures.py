@@ -311,9 +311,9 @@ def skeleton(config: "PreTrainedConfig", dtype: torch.dtype) -> "PreTrainedModel
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             text, dtype=dtype, attn_implementation=ATTENTION_NAME, experts_implementation=EXPERTS_NAME
         )
-    wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    wide = [f".{name}." for name in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if dtype.itemsize < 4 and wide.intersection(name.split(".")):
+        if dtype.itemsize < 4 and any(part in f".{name}." for part in wide):
             tensor.data = tensor.data.float()
     return model.eval().requires_grad_(False)
 

@@ -10,13 +10,13 @@ from ..version import NEWEST_TESTED
 
 
 def moved_hook(error: Exception) -> ImportError | None:
-    """What to raise where a call into transformers fails and its version is not the tested one; else None.
+    """What to raise where a call into transformers fails and its version is newer than tested; else None.
 
-    Example: "transformers 5.24.0 has no transformers.core_model_loading.rename_source_key, on which
-    mambaslots.hf relies; tested: transformers 5.23".
+    Example: "transformers 5.25.0 has no transformers.core_model_loading.rename_source_key, on which
+    mambaslots.hf relies; newest tested: transformers 5.24".
     """
     here, tested = importlib.metadata.version("transformers"), NEWEST_TESTED["transformers"]
-    if Version(here).release[:2] == Version(tested).release:
+    if Version(here).release[:2] <= Version(tested).release:
         return None
     match error:
         case ImportError() if (error.name or "").partition(".")[0] != "transformers":
@@ -28,7 +28,7 @@ def moved_hook(error: Exception) -> ImportError | None:
         case _:
             moved = f"differs ({type(error).__name__}: {' '.join(str(error).split())})"
     return ImportError(
-        f"transformers {here} {moved}, on which mambaslots.hf relies; tested: transformers {tested}"
+        f"transformers {here} {moved}, on which mambaslots.hf relies; newest tested: transformers {tested}"
     )
 
 

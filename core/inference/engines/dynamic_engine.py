@@ -281,7 +281,7 @@ class DynamicInferenceEngine:
         params = one_each("sampling_params", sampling_params, len(listed))
         salts = one_each("cache_salt", cache_salt, len(listed))
         plans = one_each("checkpoint_plan", checkpoint_plan, len(listed))
-        self.check_usable("generate")
+        self._check_allocated("generate")
         requests = [  # all of them are checked before one has an id
             self.factory.request(prompt, sampling, salt, plan, name)
             for (name, prompt), sampling, salt, plan in zip(listed, params, salts, plans, strict=True)
@@ -319,7 +319,7 @@ class DynamicInferenceEngine:
         starts = one_each("start", start, len(listed), "sequence")
         salts = one_each("cache_salt", cache_salt, len(listed), "sequence")
         plans = one_each("checkpoint_plan", checkpoint_plan, len(listed), "sequence")
-        self.check_usable("score")
+        self._check_allocated("score")
         arguments = zip(listed, starts, salts, plans, strict=True)
         requests = [
             self.factory.sequence(f"sequences[{i}]", sequence, first, salt, plan)
@@ -448,10 +448,14 @@ class DynamicInferenceEngine:
             self._apply(self.state.unpin, index)
 
     def _hashed(self, call: str, tokens: Prompt, cache_salt: Salt) -> tuple[list[int], PrefixHashChain]:
+        self._check_allocated(call)
+        return self.factory.prefix(tokens, cache_salt)
+
+    def _check_allocated(self, call: str) -> None:
+        """`check_usable` of a call that computes."""
         self.check_usable(call)
         if not self.context.memory.allocated:
             raise RuntimeError(f"{call} is called on a suspended engine; resume it first")
-        return self.factory.prefix(tokens, cache_salt)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix and pin. Requests under way go on, but cache nothing any more."""

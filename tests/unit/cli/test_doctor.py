@@ -52,7 +52,9 @@ def test_a_model_that_computes_something_else_does_not_work(
 
 
 def test_newer_versions_than_the_tested_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [line.split()[0] for line in untested()] == []
+    for name in NEWEST_TESTED:
+        monkeypatch.setitem(NEWEST_TESTED, name, "9999.0")
+    assert untested() == []
     minor = ".".join(TORCH.split(".")[:2])
     monkeypatch.setitem(NEWEST_TESTED, "torch", minor)
     assert untested() == []  # a patch of a tested minor version is

@@ -1,5 +1,6 @@
 """Which configs and models are served, what is refused, and models that are built on the meta device."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,11 +33,13 @@ def test_a_skeleton_with_weights_answers_like_transformers(case: str) -> None:
     assert max(errors.values()) < 1e-4
 
 
-def test_a_skeleton_keeps_in_float32_what_transformers_keeps() -> None:
+def test_a_skeleton_keeps_in_float32_what_transformers_keeps(tmp_path: Path) -> None:
+    reference_model("nemotron_h MoE").save_pretrained(tmp_path)
+    loaded = type(reference_model("nemotron_h MoE")).from_pretrained(tmp_path, dtype=torch.bfloat16)
     model = architectures.skeleton(tiny_config("nemotron_h MoE"), torch.bfloat16)
-    dtypes = {name.rpartition(".")[2]: tensor.dtype for name, tensor in model.named_buffers()}
-    assert dtypes["e_score_correction_bias"] == torch.float32
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    expected = {name: tensor.dtype for name, tensor in loaded.state_dict().items()}
+    assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == expected
+    assert set(expected.values()) == {torch.bfloat16, torch.float32}
 
 
 def test_the_spec_names_the_states_of_each_kind() -> None:
