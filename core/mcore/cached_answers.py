@@ -93,8 +93,10 @@ class AnswerStates:
         here.
         """
         context, slots = self._context, self._slots
-        tracks, states, size = record_of(context).tracks, slots.tree.slot_by_block, context.block_size_tokens
         found: dict[int, Crossing] = {}
+        if not (tracks := record_of(context).tracks):
+            return found
+        states, size = slots.tree.slot_by_block, context.block_size_tokens
         for crossing in crossings(context):
             track = tracks.get(crossing.request_id)
             if track is None:

@@ -14,7 +14,7 @@ from ..inference.contexts.cache.checkpoint_plan import (
     make_room_by_rolling,
 )
 from ..inference.contexts.cache.eviction import PolicyChoice
-from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator, StateSource
+from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from ..inference.kernels.state_copy import copy_states
 from ..inference.kernels.state_tensors import StateTensors
 from ..validation import integers
@@ -185,18 +185,28 @@ class HostSlotAllocator(MambaSlotAllocator):
             record = record_of(self.context)
             record.slots, record.dropped = self.slots.counts, self.num_dropped
 
-    def _commit(self, prompts: dict[int, StateSource]) -> None:
-        answers = self.answers
-        if answers is None:
-            super()._commit(prompts)
+    def _commit(
+        self, inner: list[int], scratch_rows: list[int], ends: list[int], rows: list[int], hashes: list[int]
+    ) -> None:
+        reached = self.answers.reached() if self.answers is not None else {}
+        crossed = [(block, crossing) for block, crossing in reached.items() if block not in (*inner, *ends)]
+        if self.answers is None or not crossed:
+            super()._commit(inner, scratch_rows, ends, rows, hashes)
             return
-        decoded = {block: crossing for block, crossing in answers.reached().items() if block not in prompts}
-        sources = {block: StateSource(False, crossing.row) for block, crossing in decoded.items()}
-        sources |= prompts  # last: where slots are short, the decode states are dropped first
-        make_room_by_rolling(self.slots, answers.tracks(decoded.values()), len(sources))
-        taken = self._take(sources)
-        answers.commit([(decoded[block], slot) for block, slot in taken.items() if block in decoded])
-        self.slots.commit([slot for block, slot in taken.items() if block in prompts])
+        make_room_by_rolling(
+            self.slots, self.answers.tracks(c for _, c in crossed), len(crossed) + len(hashes)
+        )
+        room = max(0, self.slots.num_available - len(hashes))  # the states of prompts come first
+        self.slots.tree.note_refused(self._hashes_of([block for block, _ in crossed[room:]]))
+        del crossed[room:]
+        slots = self.slots.reserve([block for block, _ in crossed])
+        try:
+            self.store_from_live_batch(slots, [crossing.row for _, crossing in crossed])
+            super()._commit(inner, scratch_rows, ends, rows, hashes)
+        except BaseException:
+            self.slots.release(slots)
+            raise
+        self.answers.commit([(crossing, slot) for (_, crossing), slot in zip(crossed, slots, strict=True)])
 
     # ---- lifetime
 

@@ -1,8 +1,7 @@
 """The slot allocator that an engine with a paged KV cache of its own plugs in."""
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from operator import countOf
 from typing import Any
 
@@ -30,14 +29,6 @@ from .cache.state_slots import StateSlots
 from .host_context import HostTree, block_count, device_of_live_states, size_of
 
 _MOST_OFFSETS = 3  # a request's, as megatron-core sizes its scratch
-
-
-@dataclass(frozen=True)
-class StateSource:
-    """Where a launched step's state is: in scratch row `index`, or the live slot of request row `index`."""
-
-    in_scratch: bool
-    index: int
 
 
 class MambaSlotAllocator:
@@ -425,75 +416,72 @@ class MambaSlotAllocator:
         """Copy states from scratch, and those at the ends of chunks, into durable slots.
 
         Call once a step, after the forward or the graph replay. Makes one batched copy from each of the two
-        pools. Where slots are short, states are not kept; the call does not fail.
+        pools. Where slots are short, the states at the ends of chunks are dropped first; the call does not
+        fail.
         """
         try:
-            self._commit(self._prompt_states())
+            self._commit(*self._collect_commit_data())
         finally:
-            self._clear_rows(self._prefill_rows())
-            self._has_intermediates = False
+            self._clear_intermediate_state()
 
-    def _commit(self, prompts: dict[int, StateSource]) -> None:
-        """Copy and commit the states of prompts."""
-        self.slots.commit(list(self._take(prompts).values()))
+    def _commit(
+        self, inner: list[int], scratch_rows: list[int], ends: list[int], rows: list[int], hashes: list[int]
+    ) -> None:
+        """Copy and commit what `_collect_commit_data` returns, as far as slots go."""
+        slots, blocks = self.slots, inner + ends
+        count = min(len(blocks), slots.num_available)
+        slots.tree.note_refused(hashes[count:])
+        if not count:
+            return
+        chosen, num_inner = blocks[:count], min(len(inner), count)
+        taken = slots.allocate(chosen)
+        try:
+            self._copy_intermediate_to_cache(scratch_rows[:num_inner], taken[:num_inner])
+            self.store_from_live_batch(taken[num_inner:], rows[: count - num_inner])
+        except BaseException:
+            slots.forget(chosen)
+            raise
+        self.register_block_hashes_batch(chosen, hashes[:count])
 
-    def _prompt_states(self) -> dict[int, StateSource]:
-        """Block -> where its state is, for the step's planned boundaries that have no state yet.
+    def _collect_commit_data(self) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+        """The step's planned boundaries that have no state yet.
 
-        Boundaries inside a prefill come first, ends of steps last. Unregistered blocks are skipped. The
-        kernels fill scratch rows request after request; `mamba_metadata.per_request_intermediate_counts`
-        says how many rows each request has.
+        Returns:
+            Blocks inside prefills and their scratch rows, blocks at the ends of chunks and their request
+                rows, and the hashes of all these blocks. Unregistered blocks are skipped. The kernels fill
+                scratch rows request after request; `mamba_metadata.per_request_intermediate_counts` says
+                how many rows each request has.
         """
         context, rows = self.context, self._prefill_rows()
         if rows.start == rows.stop:
-            return {}
-        places: list[tuple[int, StateSource]] = []
+            return [], [], [], [], []
+        ends = self._eos_cache_block_id_cpu[rows].tolist()
+        places = [(block, row, False) for row, block in enumerate(ends, rows.start)]
         if context.mamba_metadata.intermediate_count > 0:
             planned = self._intermediate_block_ids_cpu[rows].tolist()
             counts = context.mamba_metadata.per_request_intermediate_counts
             in_order = [block for row, count in zip(planned, counts, strict=False) for block in row[:count]]
-            places += [(block, StateSource(True, row)) for row, block in enumerate(in_order)]
-        ends = enumerate(self._eos_cache_block_id_cpu[rows].tolist(), rows.start)
-        places += [(block, StateSource(False, row)) for row, block in ends]
-        places = [(block, place) for block, place in places if block >= 0]
-        hashes = self._hashes_of([block for block, _ in places])
+            places = [(block, row, True) for row, block in enumerate(in_order)] + places
+        places = [place for place in places if place[0] >= 0]
+        hashes = self._hashes_of([block for block, *_ in places])
         tree, reserved = self.slots.tree, set(self.slots.reserved.values())
-        sources: dict[int, StateSource] = {}
-        for (block, place), key in zip(places, hashes, strict=True):
+        found: dict[int, tuple[int, int, bool]] = {}
+        for (block, row, is_inner), key in zip(places, hashes, strict=True):
             findable = key > 0 and tree.hash_to_block_id.get(key, block) == block
             if findable and block not in reserved and block not in tree.slot_by_block:
-                sources.setdefault(block, place)
-        return sources
+                found.setdefault(block, (row, key, is_inner))
+        num_inner = sum(is_inner for _, _, is_inner in found.values())
+        blocks, source_rows = list(found), [row for row, _, _ in found.values()]
+        keys = [key for _, key, _ in found.values()]
+        return blocks[:num_inner], source_rows[:num_inner], blocks[num_inner:], source_rows[num_inner:], keys
 
-    def _take(self, sources: Mapping[int, StateSource]) -> dict[int, int]:
-        """Reserve slots for states of blocks and copy the states there, with one copy per kind of source.
+    def _copy_intermediate_to_cache(self, scratch_rows: list[int], slots: list[int]) -> None:
+        copy_states(self._scratch, scratch_rows, self._durable, slots)
 
-        Where slots are short, the last of `sources` get slots, and the others become ghosts.
-
-        Returns:
-            Block -> reserved slot. Where a copy raises, nothing stays reserved.
-        """
-        slots, blocks = self.slots, list(sources)
-        num_refused = max(0, len(blocks) - slots.num_available)
-        chosen, refused = blocks[num_refused:], blocks[:num_refused]
-        slots.tree.note_refused(self._hashes_of(refused))
-        reserved = slots.reserve(chosen)
-        try:
-            for in_scratch in (True, False):
-                pairs = [
-                    (sources[block].index, slot)
-                    for block, slot in zip(chosen, reserved, strict=True)
-                    if sources[block].in_scratch is in_scratch
-                ]
-                indices, taken = [index for index, _ in pairs], [slot for _, slot in pairs]
-                if pairs and in_scratch:
-                    copy_states(self._scratch, indices, self._durable, taken)
-                elif pairs:
-                    self.store_from_live_batch(taken, indices)
-        except BaseException:
-            slots.release(reserved)
-            raise
-        return dict(zip(chosen, reserved, strict=True))
+    def _clear_intermediate_state(self) -> None:
+        """Nothing is planned for the prefills of the step."""
+        self._clear_rows(self._prefill_rows())
+        self._has_intermediates = False
 
     def _clear_rows(self, rows: slice) -> None:
         self._intermediate_offsets_cpu[rows] = 0

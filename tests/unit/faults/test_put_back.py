@@ -185,8 +185,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "mamba_slot_allocator.py",
-                "num_refused = max(0, len(blocks) - slots.num_available)",
-                "num_refused = 0",
+                "count = min(len(blocks), slots.num_available)",
+                "count = len(blocks)",
             ),
         ),
     ),

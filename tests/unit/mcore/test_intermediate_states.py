@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from mambaslots.inference.contexts.mamba_slot_allocator import StateSource
 from oracle.fake_host import Chunk, FakeHost, FakeRequest, durable, same_bytes
 
 
@@ -113,16 +112,15 @@ def test_collected_scratch_rows_follow_the_kernels_order():
     host.plan(slots, chunks[1], [4, 5, 6])
     host.kv_block_allocator.register(range(1, 7), range(11, 17))
     host.forward(slots, chunks)
-    scratch = {block: StateSource(True, row) for row, block in enumerate((1, 2, 4, 5))}
-    ends = {block: StateSource(False, row) for row, block in enumerate((3, 6))}
-    assert list(slots._prompt_states().items()) == list((scratch | ends).items())
+    hashes = [11, 12, 14, 15, 13, 16]
+    assert slots._collect_commit_data() == ([1, 2, 4, 5], [0, 1, 2, 3], [3, 6], [0, 1], hashes)
 
 
 def test_there_is_nothing_to_collect_without_prefills_or_plans():
     host, slots = make()
-    assert slots._prompt_states() == {}
+    assert slots._collect_commit_data() == ([], [], [], [], [])
     host.batch_dimensions.prefill_req_count = 2
-    assert slots._prompt_states() == {}
+    assert slots._collect_commit_data() == ([], [], [], [], [])
 
 
 def test_a_commit_clears_the_rows_of_this_steps_prefills_alone():
@@ -135,14 +133,14 @@ def test_a_commit_clears_the_rows_of_this_steps_prefills_alone():
     assert slots._eos_cache_block_id_cpu.tolist() == [-1, -1, 6, -1]
 
 
-def test_the_deepest_state_of_a_prompt_is_the_last_to_be_given_up():
+def test_where_slots_are_short_the_first_state_that_was_planned_is_kept():
     host, slots = make(1, optional={"checkpoint_plan": CheckpointPlan(marks=(4,))})
     chunk = Chunk(prompt(1, 12), 0, 0, 12)
     host.plan(slots, chunk, [1, 2, 3])
     host.kv_block_allocator.register([1, 2, 3], [11, 12, 13])
     host.forward(slots, [chunk])
     slots.commit_intermediate_states()
-    assert slots.hash_to_block_id == {13: 3}
+    assert slots.hash_to_block_id == {11: 1}
 
 
 def test_a_block_with_a_reservation_is_left_to_its_owner():
