@@ -475,8 +475,8 @@ class MambaSlotAllocator:
         keys = [key for _, key, _ in found.values()]
         return blocks[:num_inner], source_rows[:num_inner], blocks[num_inner:], source_rows[num_inner:], keys
 
-    def _copy_intermediate_to_cache(self, scratch_rows: list[int], slots: list[int]) -> None:
-        copy_states(self._scratch, scratch_rows, self._durable, slots)
+    def _copy_intermediate_to_cache(self, src_offsets: list[int], slots: list[int]) -> None:
+        copy_states(self._scratch, src_offsets, self._durable, slots)
 
     def _clear_intermediate_state(self) -> None:
         """Nothing is planned for the prefills of the step."""
