@@ -1,8 +1,8 @@
-"""How large the house is: sizes by room, widest classes, import circles, public names, one request.
+"""How large the house is: sizes by package, widest classes, import circles, public names, one request.
 
     python tools/house.py            (make house)
 
-Rooms are folders of core/. Code lines have neither docstrings nor comments nor blanks. The walk serves a
+Packages are folders of core/. Code lines have neither docstrings nor comments nor blanks. The walk serves a
 prompt and its extension, and counts the files and functions of core/ that run, without models and kernels.
 """
 
@@ -131,7 +131,7 @@ def main() -> None:
     sources = {file: file.read_text() for file in files}
     lines = {file: source.count("\n") for file, source in sources.items()}
     code = {file: code_lines(source) for file, source in sources.items()}
-    print(f"{'room':<28}{'files':>7}{'lines':>9}{'code':>9}")
+    print(f"{'package':<28}{'files':>7}{'lines':>9}{'code':>9}")
     for room in [*sorted({room_of(file) for file in files}), ""]:
         own = [file for file in files if not room or room_of(file) == room]
         sizes = [sum(counts[file] for file in own) for counts in (lines, code)]

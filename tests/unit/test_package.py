@@ -16,28 +16,25 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core"
 
 
-def rooms_of_table() -> dict[str, set[str]]:
-    """For each room of docs/architecture.md, from the top down, the rooms that it may import.
-
-    Rooms are packages, and each file of the root.
-    """
-    section = (ROOT / "docs/architecture.md").read_text().split("## Rooms\n")[1].split("\n## ")[0]
+def imports_of_table() -> dict[str, set[str]]:
+    """For each package and file of the root in docs/architecture.md, from the top down, what it may import."""
+    section = (ROOT / "docs/architecture.md").read_text().split("## Packages\n")[1].split("\n## ")[0]
     cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
     rows = [(re.findall(r"`([\w/]+)`", name), allowed) for name, _, allowed in cells]
-    rooms: dict[str, set[str]] = {}
+    may_import: dict[str, set[str]] = {}
     below: set[str] = set()
     for names, allowed in reversed(rows):
         named = set(re.findall(r"`(\w+)`", allowed))
-        packages = {room for room in below if room.split(".")[-1] in named}
+        packages = {owner for owner in below if owner.split(".")[-1] in named}
         assert len(packages) == len(named), f"{names} may import {named}, of which only {packages} are below"
-        for room in (name.replace("/", ".") for name in reversed(names)):
-            in_root = {other for other in rooms if (CORE / f"{other}.py").is_file()}
-            rooms[room] = in_root | (below if allowed == "every room" else packages)
-        below = set(rooms)
-    return dict(reversed(rooms.items()))
+        for owner in (name.replace("/", ".") for name in reversed(names)):
+            in_root = {other for other in may_import if (CORE / f"{other}.py").is_file()}
+            may_import[owner] = in_root | (below if allowed == "all" else packages)
+        below = set(may_import)
+    return dict(reversed(may_import.items()))
 
 
-ROOMS = rooms_of_table()
+MAY_IMPORT = imports_of_table()
 
 PUBLIC_PACKAGES = {
     f"mambaslots.{name}"
@@ -45,14 +42,14 @@ PUBLIC_PACKAGES = {
 }
 
 
-def room_of(module: str) -> str:
-    rooms = (room for room in ROOMS if module == room or module.startswith(f"{room}."))
-    return max(rooms, key=len)
+def owner_of(module: str) -> str:
+    owners = (owner for owner in MAY_IMPORT if module == owner or module.startswith(f"{owner}."))
+    return max(owners, key=len)
 
 
 def forbidden(module: str, imported: str) -> bool:
-    own, other = room_of(module), room_of(imported)
-    return other != own and other not in ROOMS[own]
+    own, other = owner_of(module), owner_of(imported)
+    return other != own and other not in MAY_IMPORT[own]
 
 
 def imports_of_modules() -> dict[str, set[str]]:
@@ -73,11 +70,16 @@ def imports_of_modules() -> dict[str, set[str]]:
     return graph
 
 
-def test_a_room_imports_only_what_the_table_of_rooms_names() -> None:
+def test_a_package_imports_only_what_its_row_names() -> None:
     graph = imports_of_modules()
     assert [(module, other) for module in graph for other in graph[module] if forbidden(module, other)] == []
-    found = {(room_of(module), room_of(other)) for module in graph for other in graph[module]}
-    named = {(own, other) for own in ROOMS for other in ROOMS[own] if not (CORE / f"{other}.py").is_file()}
+    found = {(owner_of(module), owner_of(other)) for module in graph for other in graph[module]}
+    named = {
+        (own, other)
+        for own in MAY_IMPORT
+        for other in MAY_IMPORT[own]
+        if not (CORE / f"{other}.py").is_file()
+    }
     assert {pair for pair in named - found if pair[0] not in ("__init__", "__main__")} == set()
 
 
@@ -100,15 +102,15 @@ def test_an_import_that_the_table_does_not_name_is_noticed(module: str, imported
 
 
 def test_the_docstring_of_a_package_says_what_the_table_says() -> None:
-    for room in ROOMS:
-        file = CORE / room.replace(".", "/") / "__init__.py"
+    for owner in MAY_IMPORT:
+        file = CORE / owner.replace(".", "/") / "__init__.py"
         if file.is_file():
             says = " ".join((ast.get_docstring(ast.parse(file.read_text())) or "").split())
             sentence = re.search(r"May import ([^.;]+)", says)
-            assert sentence, room
-            packages = {name for name in ROOMS[room] if not (CORE / f"{name}.py").is_file()}
+            assert sentence, owner
+            packages = {name for name in MAY_IMPORT[owner] if not (CORE / f"{name}.py").is_file()}
             assert set(re.findall(r"`(\w+)`", sentence[1])) == {name.split(".")[-1] for name in packages}, (
-                room
+                owner
             )
 
 
