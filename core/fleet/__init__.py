@@ -12,7 +12,8 @@ known_replicas                       which replicas answer, which states they ho
 request_router, calls                Ray's choice of a replica by that; calls of one replica and of all
 figures                              the replicas' figures as one engine's
 
-May import `serve`, `monitor`, `net`, `engines`, `contexts`, `cache`; no model and no tokenizer.
+May import `serve`, `monitor`, `net`, `engines`, `contexts`, `cache`. Replicas make their engines, and the
+ingress loads its text, by functions of the caller.
 """
 
 from .settings import FleetSettings, check_installed

@@ -74,7 +74,7 @@ async def take_over(replica: str, settings: FleetSettings, engine: AsyncEngine) 
             num_states += report.imported.states
             if report.failure:
                 break
-        logger.warning(
+        logger.info(
             "mambaslots: %s took over %d states from %s, %.1f s after it began to ask",
             replica, num_states, donor, time.monotonic() - begun_s,
         )  # fmt: skip

@@ -10,7 +10,8 @@ generation                           an engine as the server sees it; its stream
 http_answers                         an answer's text and tokens as OpenAI's JSON, whole and in chunks
 errors, metrics                      the errors that clients see; Prometheus' text
 
-May import `monitor`, `text`, `engines`, `contexts`, `cache`; no model.
+May import `monitor`, `text`, `engines`, `contexts`, `cache`. Of a model it sees its engine and, in a
+`LoadedModel`, its text.
 """
 
 from typing import TYPE_CHECKING, Any

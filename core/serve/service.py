@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from email.message import Message
 from functools import partial
 from typing import Any
 
@@ -286,9 +287,10 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
     RequestError: the content is of another type (415), or longer than `max_bytes` (413).
     """
-    kind, _, parameters = request.headers.get("content-type", "").partition(";")
-    charset = parameters.strip().lower().removeprefix("charset=").strip('"')
-    if kind.strip().lower() != "application/json" or charset not in ("", "utf-8", "utf8"):
+    content = Message()
+    content["content-type"] = request.headers.get("content-type", "")
+    is_utf8 = content.get_content_charset("utf-8") in ("utf-8", "utf8")
+    if content.get_content_type() != "application/json" or not is_utf8:
         raise RequestError(415, "the header Content-Type names another type; accepted: application/json")
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         raise RequestError(415, "the header Content-Encoding names an encoding; accepted: none")

@@ -76,7 +76,8 @@ class ChatTemplate:
             ValueError: the template refuses the messages, or they hold something else than JSON.
         """
         try:
-            plain = json.loads(json.dumps({"messages": messages} | self._variables | variables))
+            given = {"messages": messages} | self._variables | variables
+            plain = json.loads(json.dumps(given, default=_as_dict))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"the messages cannot be given to a template: {error}") from error
         try:
@@ -89,6 +90,13 @@ class ChatTemplate:
 def _as_it_is(context: Context, value: Any) -> Any:
     """`value`. Because this asks for the context, Jinja computes no constant when a template is only read."""
     return value
+
+
+def _as_dict(value: object) -> dict[Any, Any]:
+    """A mapping as JSON's encoder takes it."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a {type(value).__name__} is no JSON value")
 
 
 def _raise(message: str) -> None:

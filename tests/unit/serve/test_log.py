@@ -1,5 +1,6 @@
 """What the log says of each request."""
 
+import json
 import logging
 import socket
 import time
@@ -135,6 +136,24 @@ def test_a_body_that_does_not_end_is_not_waited_for(served: Served, lines: Lines
     assert received.startswith(b"HTTP/1.1 408 ")
     assert b"the body was not complete within" in received
     assert lines.last() == "POST /v1/completions 408"
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ("application/json; charset=utf-8", 200),
+        ('application/json; profile="a;b"; charset="UTF-8"', 200),
+        ("application/json; charset=utf8", 200),
+        ("Application/JSON; version=1", 200),
+        ("application/json; charset=latin-1", 415),
+        ("text/plain", 415),
+        ("", 415),
+    ],
+)
+def test_the_content_type_has_parameters(served: Served, given: str, status: int) -> None:
+    body = json.dumps({"prompt": [1, 2], "max_tokens": 1}).encode()
+    headers = {"content-type": given, "authorization": "Bearer key-of-ann"}
+    assert served.post("/v1/completions", body, **headers).status == status
 
 
 @pytest.mark.parametrize("path", ["/", "/health"])

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import mambaslots as ms
@@ -338,3 +339,14 @@ def test_defaults_that_no_model_accepts_are_refused_at_once(
 ) -> None:
     with pytest.raises(CheckpointError, match=f"generation_config.json: {message}"):
         defaults(tmp_path, **said)
+
+
+def test_any_mapping_is_a_message_and_nothing_else_is() -> None:
+    template = ChatTemplate("{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    messages = [MappingProxyType({"role": "user", "content": "Hi"})]
+    tools = [MappingProxyType({"function": MappingProxyType({"name": "weather"})})]
+    assert template.render(messages, tools=tools) == '[{"function": {"name": "weather"}}]Hi'
+    text = TextCodec(ByteTokenizer({}), template)
+    assert text.decode(text.encode_chat(messages, tools=tools)) == template.render(messages, tools=tools)
+    with pytest.raises(ValueError, match="the messages cannot be given to a template: .*set"):
+        template.render([{"role": "user", "content": {("a", "b")}}])
