@@ -17,7 +17,7 @@ CORE = ROOT / "core"
 
 
 def imports_of_table() -> dict[str, set[str]]:
-    """For each package and file of the root in docs/architecture.md, from the top down, what it may import."""
+    """What each package and file of the root may import by docs/architecture.md, from the top down."""
     section = (ROOT / "docs/architecture.md").read_text().split("## Packages\n")[1].split("\n## ")[0]
     cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
     rows = [(re.findall(r"`([\w/]+)`", name), allowed) for name, _, allowed in cells]
