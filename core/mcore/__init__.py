@@ -12,8 +12,9 @@ self_test, recurrence                what is asked of a host whose sources are n
 May import `contexts`, `cache`, `kernels`; no engine of ours.
 """
 
+from .built_contexts import stats
 from .host_record import HostStats
-from .install import install, installed, stats, uninstall
+from .install import install, installed, uninstall
 from .overrides import UnknownHostError
 
 __all__ = ["HostStats", "UnknownHostError", "install", "installed", "stats", "uninstall"]

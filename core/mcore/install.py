@@ -1,11 +1,10 @@
 """Putting our slot allocator and the corrections into megatron-core, and taking them out again."""
 
-import functools
 import importlib
 import importlib.util
+import inspect
 import logging
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib import metadata
@@ -20,13 +19,13 @@ from ..inference.contexts.cache.eviction import EvictionPolicy, PolicyChoice, ch
 from ..validation import boolean, instance, shown
 from ..version import VERSION
 from . import admission, cached_answers, lifecycle, mixer, stages
-from .host_record import NO_SLOTS, HostStats, record_of
+from .built_contexts import built_contexts, noting, refuse_to_serve
 from .overrides import (
     MissingHostError,
-    Original,
     OtherSettingsError,
+    Override,
     UnknownHostError,
-    apply,
+    checked_methods,
     hashes_of_tree,
     overrides_for,
     owner_class,
@@ -40,7 +39,8 @@ CORRECTIONS = (admission, cached_answers, lifecycle, mixer, stages)
 """The modules whose overrides are in REGISTRY; their import registers them."""
 
 _logger = logging.getLogger(__package__)
-_applied: list[Original] = []
+_replaced: list[tuple[Any, str, Any]] = []
+"""A class or module, a name in it, and what was there before: the arguments of `setattr` that undo."""
 
 
 @dataclass(frozen=True)
@@ -130,21 +130,20 @@ def install(
     name = version.partition("+")[0]
     overrides = overrides_for(series_of(vars(owner_class(KV_ALLOCATOR))))
     installation = Installation(name, len(overrides), settings)
-    if _applied:
+    if _replaced:
         _require_same(HostSlotAllocator.settings, settings)
         return installation
-    built_contexts.clear()
-    applied, unknown = apply(overrides, version)
-    _applied.extend(applied)
-    for module in (_ALLOCATOR_MODULE, DYNAMIC_CONTEXT.partition(":")[0]):
-        _replace(importlib.import_module(module), "MambaSlotAllocator", HostSlotAllocator)
-    if hasattr(own := importlib.import_module(_ALLOCATOR_MODULE), "MambaSlotCapacityError"):
-        _replace(own, "MambaSlotCapacityError", HostCapacityError)
-    context = owner_class(DYNAMIC_CONTEXT)
-    _replace(context, "initialize_all_tensors", _noting(context.initialize_all_tensors))
-    if unknown:
-        _vouch(version, unknown)
-    HostSlotAllocator.settings = settings
+    methods, unknown = checked_methods(overrides, version)
+    try:
+        _replace_all(methods)
+        if unknown:
+            _vouch(version, unknown)
+        HostSlotAllocator.settings = settings
+    except BaseException:
+        _restore()
+        raise
+    finally:
+        built_contexts.clear()
     if name not in TESTED_VERSIONS and not unknown:
         _logger.warning(
             "megatron-core %s is not among the tested versions (%s); all replaced methods have known sources",
@@ -153,20 +152,28 @@ def install(
     return installation
 
 
+def _replace_all(methods: Mapping[Override, Any]) -> None:
+    context, own = owner_class(DYNAMIC_CONTEXT), importlib.import_module(_ALLOCATOR_MODULE)
+    for entry, method in methods.items():
+        _replace(owner_class(entry.owner), entry.method, entry.bound(method))
+    for module in (own, importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])):
+        _replace(module, "MambaSlotAllocator", HostSlotAllocator)
+    if hasattr(own, "MambaSlotCapacityError"):
+        _replace(own, "MambaSlotCapacityError", HostCapacityError)
+    _replace(context, "initialize_all_tensors", noting(context.initialize_all_tensors))
+
+
 def _vouch(version: str, unknown: list[str]) -> None:
-    """Replay the faults on a host whose sources are not known; uninstalls and raises where one is there."""
+    """Replay the faults on a host whose sources are not known; UnknownHostError where one is there."""
     try:
         failures = importlib.import_module(f"{__package__}.self_test").failures()
     except Exception as error:
         failures = [f"it does not start ({type(error).__name__}: {error})"]
-    built_contexts.clear()
-    if failures or not __debug__:
-        uninstall()
-        found = ", ".join(failures[:3]) or "python -O runs none of its checks"
-        raise UnknownHostError(f"megatron-core {version}: {'; '.join(unknown)}; its self-test fails: {found}")
-    _logger.warning(
-        "megatron-core %s: %s; its self-test passes with what replaces them", version, "; ".join(unknown)
-    )
+    methods = "; ".join(unknown)
+    if failures:
+        found = ", ".join(failures[:3])
+        raise UnknownHostError(f"megatron-core {version}: {methods}; its self-test fails: {found}")
+    _logger.warning("megatron-core %s: %s; its self-test passes with what replaces them", version, methods)
 
 
 def _require_same(first: Settings, now: Settings) -> None:
@@ -212,8 +219,15 @@ def _host_version() -> str:
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:
-    _applied.append((owner, name, getattr(owner, name)))
+    _replaced.append((owner, name, inspect.getattr_static(owner, name)))
     setattr(owner, name, replacement)
+
+
+def _restore() -> None:
+    while _replaced:
+        setattr(*_replaced[-1])
+        _replaced.pop()
+    HostSlotAllocator.settings = Settings()
 
 
 def uninstall() -> None:
@@ -221,14 +235,10 @@ def uninstall() -> None:
 
     Contexts that were built in between raise RuntimeError when they are to serve.
     """
-    if not _applied:
+    if not _replaced:
         raise RuntimeError("mambaslots.mcore is not installed")
-    while _applied:
-        setattr(*_applied.pop())
-    HostSlotAllocator.settings = Settings()
-    for context in filter(None, (built.context for built in built_contexts)):
-        for name in _SERVING:  # megatron-core's own methods would read the context's cache wrongly
-            setattr(context, name, _refuse)
+    _restore()
+    refuse_to_serve()
 
 
 @contextmanager
@@ -238,95 +248,10 @@ def installed(
     cache_answers: bool = True,
 ) -> Iterator[Installation]:
     """Installed within the block; see `install`. Where it is installed already, it stays so afterwards."""
-    nested = bool(_applied)
+    nested = bool(_replaced)
     installation = install(plan, eviction, cache_answers)
     try:
         yield installation
     finally:
         if not nested:
             uninstall()
-
-
-# ---- the contexts that were built under the drop-in: their counts, and why one caches nothing
-
-SETTINGS = "pass enable_prefix_caching=True and a prefix_caching_mamba_gb to its InferenceConfig"
-_SERVING = ("add_request", "initialize_attention_state")
-
-
-def stats(context: Any) -> HostStats:
-    """The counts of a context that was built after `install`; ValueError for any other."""
-    if "mamba_slot_allocator" not in getattr(context, "__dict__", ()):
-        raise ValueError(f"context is {type(context).__name__}; accepted: a DynamicInferenceContext")
-    slots = context.mamba_slot_allocator
-    if slots is None:
-        return HostStats.of(record_of(context), NO_SLOTS, 0)
-    if not isinstance(slots, HostSlotAllocator):
-        raise ValueError("context is on megatron-core's own allocator; accepted: one built after install()")
-    return HostStats.of(record_of(context), slots.slots.counts, slots.num_dropped)
-
-
-class BuiltContext:
-    """One context, which may be gone.
-
-    Attributes:
-        number: 1 for the first context.
-        idle_reason: why the context caches no state, as a sentence; "" where it does.
-    """
-
-    def __init__(self, context: Any, number: int) -> None:
-        self.number, self.idle_reason = number, idle_reason(context)
-        self._context = weakref.ref(context)
-        self._record = record_of(context)
-
-    @property
-    def context(self) -> Any:
-        """The context, or None once it is gone."""
-        return self._context()
-
-    @property
-    def stats(self) -> HostStats:
-        """The context's counts; of a context that is gone the counts of slots are those of its last step."""
-        if (context := self.context) is not None:
-            return stats(context)
-        return HostStats.of(self._record, self._record.slots, self._record.dropped)
-
-
-built_contexts: list[BuiltContext] = []
-"""All contexts that were built since the last `install`, in their order."""
-
-
-def idle_reason(context: Any) -> str:
-    """Why no state of this context is cached, with what to change, or "" where states are cached."""
-    if not context.enable_prefix_caching:
-        return f"enable_prefix_caching is False, so mambaslots has nothing to do; {SETTINGS}"
-    if not context.is_hybrid_model:
-        return "its model has no Mamba layers, so megatron-core's own KV cache serves it"
-    if context.mamba_slot_allocator is None:
-        budget = context.config.prefix_caching_mamba_gb
-        return (
-            f"prefix_caching_mamba_gb is {budget}, so every prompt token is computed, and only KV blocks are "
-            f"shared; {SETTINGS}"
-        )
-    return ""
-
-
-def _noting(initialize_all_tensors: Callable[..., None]) -> Callable[..., None]:
-    """The host's method that ends the building of a context; a warning says why nothing is cached."""
-
-    @functools.wraps(initialize_all_tensors)
-    def initialize(context: Any, *args: Any, **kwargs: Any) -> None:
-        initialize_all_tensors(context, *args, **kwargs)
-        if all(each.context is not context for each in built_contexts):
-            built = BuiltContext(context, len(built_contexts) + 1)
-            built_contexts.append(built)
-            if built.idle_reason:
-                _logger.warning("context %d caches no states: %s", built.number, built.idle_reason)
-
-    return initialize
-
-
-def _refuse(*args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(
-        "this context was built while mambaslots.mcore was installed, and uninstall() has been called since: "
-        "megatron-core's own methods would answer wrongly from its cache; build a new context and engine"
-    )

@@ -11,7 +11,6 @@ from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from .versions import (
     KNOWN_SOURCES,
     KV_ALLOCATOR,
-    MAMBA_MIXER,
     SERIES,
     hashes_in,
     series_of,
@@ -56,12 +55,30 @@ class Override:
     def name(self) -> str:
         return f"{self.owner.partition(':')[2]}.{self.method}"
 
+    def bound(self, original: Any) -> Any:
+        """What replaces `original`; contexts on the host's own allocator still get `original`."""
+        if isinstance(original, classmethod):
+            return classmethod(self.bound(original.__func__))
+        replacement = self.replacement
+
+        @functools.wraps(original)
+        def method(host: Any, *args: Any, **kwargs: Any) -> Any:
+            if _is_on_stock(host):
+                return original(host, *args, **kwargs)
+            return replacement(original, host, *args, **kwargs)
+
+        method.__doc__ = replacement.__doc__
+        return method
+
 
 def owner_class(owner: str) -> Any:
     """The class "module:Class" of megatron-core."""
     module, _, name = owner.partition(":")
     return getattr(importlib.import_module(module), name)
 
+
+NOT_REPLAYED = ("MambaMixer._ssm_prefill", "DynamicInferenceContext.commit_sampled_tokens")
+"""Methods that the self-test does not call: it runs no kernels of the mixer, and no async scheduling."""
 
 REGISTRY: list[Override] = []
 """Every override, in the order of definition."""
@@ -92,36 +109,28 @@ def hashes_of_tree(root: Path) -> tuple[list[Override], dict[str, str]]:
     return overrides, {entry.name: by_owner[entry.owner][entry.method] for entry in found}
 
 
-Original = tuple[Any, str, Callable[..., Any]]
-"""A class or module, a name in it, and what was there before: the arguments of `setattr` that undo."""
-
-
-def apply(overrides: Iterable[Override], version: str) -> tuple[list[Original], list[str]]:
-    """Replace the methods.
+def checked_methods(overrides: Iterable[Override], version: str) -> tuple[dict[Override, Any], list[str]]:
+    """The host's methods that are to be replaced.
 
     Returns:
-        What undoes it, and for each method whose source is not known: its name, and the source.
+        Override -> the host's own method, and for each method whose source is not known: its name, and the
+            source.
 
     Raises:
-        UnknownHostError: a method is missing, or would have to be known; nothing is changed.
+        UnknownHostError: a method is missing, or would have to be known.
     """
-    found = {entry: owner_class(entry.owner).__dict__.get(entry.method) for entry in overrides}
+    found = {entry: vars(owner_class(entry.owner)).get(entry.method) for entry in overrides}
     hashes = {entry.name: source_hash(method) for entry, method in found.items() if method is not None}
     objections, unknown = unknown_methods(found, hashes)
     if objections:
         raise UnknownHostError(f"megatron-core {version}: {'; '.join(objections)}")
-    applied: list[Original] = []
-    for entry, method in found.items():
-        owner = owner_class(entry.owner)
-        applied.append((owner, entry.method, method))
-        setattr(owner, entry.method, _bound(entry, method))
-    return applied, unknown
+    return found, unknown
 
 
 def unknown_methods(overrides: Iterable[Override], hashes: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Why a host is refused, and which methods a self-test has to vouch for; `hashes`: name -> hash.
 
-    Refused are missing methods, and unknown ones of the mixer, whose kernels the self-test does not run.
+    Refused are missing methods, and unknown ones of `NOT_REPLAYED`.
     """
     refused: list[str] = []
     vouched: list[str] = []
@@ -130,24 +139,9 @@ def unknown_methods(overrides: Iterable[Override], hashes: Mapping[str, str]) ->
         if digest is None:
             refused.append(f"{entry.name} does not exist")
         elif digest not in KNOWN_SOURCES.get(entry.name, ()):
-            names = refused if entry.owner == MAMBA_MIXER else vouched
+            names = refused if entry.name in NOT_REPLAYED else vouched
             names.append(f"{entry.name} is not one we know (source {digest})")
     return refused, vouched
-
-
-def _bound(entry: Override, original: Any) -> Any:
-    if isinstance(original, classmethod):
-        return classmethod(_bound(entry, original.__func__))
-    replacement = entry.replacement
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_on_stock(self):
-            return original(self, *args, **kwargs)
-        return replacement(original, self, *args, **kwargs)
-
-    method.__doc__ = replacement.__doc__
-    return method
 
 
 def _is_on_stock(host: Any) -> bool:

@@ -6,7 +6,6 @@ state must be that of its own tokens, and each of its KV positions must hold its
 """
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from random import Random
@@ -85,6 +84,12 @@ def tokens(length: int, seed: int) -> list[int]:
     return Random(seed).choices(range(1, 1000), k=length)
 
 
+def expect(what: str, found: object, right: object) -> None:
+    """AssertionError unless `found` equals `right`."""
+    if found != right:
+        raise AssertionError(f"{what}: {found}; expected: {right}")
+
+
 @dataclass
 class Running:
     """A request in the context, and all its tokens; the last may not be computed yet."""
@@ -161,51 +166,6 @@ class RecurrentHost:
         for number in (*finished, *([] if evicted is None else evicted.tolist())):
             del self.running[number]
 
-    def overlapped_step(self, finish: tuple[int, ...] = ()) -> None:
-        """One step of async scheduling: the next forward is launched before the tokens reach the CPU.
-
-        `finish` ends requests at the token sampled from the forward before.
-        """
-        context = self.context
-        ids = self._active()
-        sampled = torch.tensor([self.running[number].sequence[-1] for number in ids])
-        context.prepare_requests()
-        context.initialize_attention_state(transfer_bookkeeping_to_gpu=False)
-        context.copy_async_sched_sample_to_forward(sampled)
-        context.transfer_bookkeeping_to_gpu(skip_token_input_ids=True, record_done_event=True)
-        context.token_to_input_ids.fill_(-1)  # what was sampled is not on the CPU
-        self._forward(context.gpu_view.token_to_input_ids)
-        context.mamba_slot_allocator.commit_intermediate_states()
-        self.check()
-        mask = torch.tensor([number not in finish for number in ids], dtype=torch.uint8)
-        _, survivors = context.resolve_requests(mask)
-        context.commit_sampled_tokens(sampled[survivors])
-        for number in finish:
-            del self.running[number]
-        for number in self._active():
-            self.running[number].sequence.append(self._sample(number, None))
-
-    def async_step(self, finish: tuple[int, ...] = (), admit: Callable[[], object] = lambda: None) -> None:
-        """One step of async scheduling without overlap: the pending samples, admission, the next forward."""
-        context, ids = self.context, self._active()
-        if ids:
-            sampled = torch.tensor([self.running[n].sequence[-1] if self._decodes(n) else 0 for n in ids])
-            mask = torch.tensor([n not in finish for n in ids], dtype=torch.uint8)
-            self._forget(finish, context.update_requests(mask, sampled))
-        admit()
-        if not self._active():
-            return
-        context.initialize_attention_state()
-        self._forward(context.gpu_view.token_to_input_ids)
-        context.mamba_slot_allocator.commit_intermediate_states()
-        self.check()
-        for number in self._active():
-            if self._decodes(number):
-                self.running[number].sequence.append(self._sample(number, None))
-
-    def _decodes(self, number: int) -> bool:
-        return self.running[number].prefilled
-
     def serve(
         self, prompt: list[int], new_tokens: int = 1, chunk: int | None = None
     ) -> tuple[int, list[int]]:
@@ -257,14 +217,14 @@ class RecurrentHost:
                 context.mamba_conv_states[0, live].clone(),
             )
             for _ in range(metadata.per_request_intermediate_counts[i] if row < len(positions) else 0):
-                assert ends[chunks[row] + 1] == positions[row]  # both name the same place
+                expect("the end of a checkpoint's chunk", ends[chunks[row] + 1], positions[row])
                 inside = packed[start : positions[row]]
                 allocator = context.mamba_slot_allocator
                 allocator.intermediate_ssm_out[0, row] = state + inside.sum()
                 allocator.intermediate_conv_out[0, row] = torch.cat([window[0], inside])[-WIDTH:]
                 row += 1
             self._advance(live, packed[start:stop])
-        assert row == len(positions)
+        expect("checkpoints of the step", row, len(positions))
 
     def _advance(self, live: int, inputs: torch.Tensor) -> None:
         context = self.context
@@ -280,32 +240,34 @@ class RecurrentHost:
         ends = context.request_kv_length_offsets + context.request_query_lengths
         for row in range(context.paused_request_count, context.total_request_count):
             sequence = self.running[int(context.request_ids[row])].sequence[: int(ends[row])]
-            assert len(sequence) == int(ends[row])
+            expect(f"tokens of row {row}", len(sequence), int(ends[row]))
             if context.num_mamba_layers:
                 live = int(context.mamba_metadata.request_to_mamba_state_idx[row])
-                assert float(context.mamba_ssm_states[0, live]) == sum(sequence)
-                assert context.mamba_conv_states[0, live, 0].tolist() == ([0.0] * WIDTH + sequence)[-WIDTH:]
-            table = context.request_to_kv_block_ids[row].tolist()
+                window = context.mamba_conv_states[0, live, 0].tolist()
+                expect(f"the state of row {row}", float(context.mamba_ssm_states[0, live]), sum(sequence))
+                expect(f"the window of row {row}", window, ([0.0] * WIDTH + sequence)[-WIDTH:])
+            blocks = context.request_to_kv_block_ids[row].tolist()
             for position, token in enumerate(sequence):
-                key = context.memory_buffer[0, 0, table[position // size], position % size, 0, 0]
-                assert float(key) == token, f"row {row}, position {position}"
+                key = context.memory_buffer[0, 0, blocks[position // size], position % size, 0, 0]
+                expect(f"the key of row {row} at position {position}", float(key), token)
         self.check_cache()
 
     def check_cache(self) -> None:
-        context, slots = self.context, self.context.mamba_slot_allocator
-        kv = context.kv_block_allocator
+        kv, slots = self.context.kv_block_allocator, self.context.mamba_slot_allocator
         for key, block in kv.kv_hash_to_block_id.items():
-            assert int(kv.block_hashes[block]) == key
+            expect(f"the hash of block {block}", int(kv.block_hashes[block]), key)
         if hasattr(slots, "check_integrity"):
             slots.check_integrity()
-            assert slots.hash_to_block_id.items() <= kv.kv_hash_to_block_id.items()
+            expect(
+                "states without KV", slots.hash_to_block_id.items() - kv.kv_hash_to_block_id.items(), set()
+            )
 
     def check_idle(self) -> None:
         """Nothing is held once every request is gone."""
-        context, slots = self.context, self.context.mamba_slot_allocator
-        assert context.total_request_count == 0
-        assert int(context.kv_block_allocator.block_ref_counts.sum()) == 0
-        assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
-        assert not slots.slots.pins
-        assert not slots.slots.reserved
+        context, slots = self.context, self.context.mamba_slot_allocator.slots
+        free = context.mamba_metadata.mamba_state_free_slot_count
+        expect("requests", context.total_request_count, 0)
+        expect("references to blocks", int(context.kv_block_allocator.block_ref_counts.sum()), 0)
+        expect("free live slots", free, context.max_requests)
+        expect("pinned and reserved slots", (slots.pins, slots.reserved), ({}, {}))
         self.check_cache()

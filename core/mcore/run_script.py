@@ -18,7 +18,8 @@ import torch
 from ..config import PLAN_SYNTAX, parse_plan
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.eviction import EVICTION_POLICIES
-from .install import SETTINGS, BuiltContext, Installation, built_contexts, install, shown_versions
+from .built_contexts import SETTINGS, BuiltContext, built_contexts
+from .install import Installation, install, shown_versions
 from .overrides import MissingHostError, OtherSettingsError, UnknownHostError
 
 COMMAND = "python -m mambaslots.mcore"

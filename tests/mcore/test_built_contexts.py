@@ -10,7 +10,7 @@ from typing import Any
 import mambaslots.mcore
 import megatron.core
 import pytest
-from mambaslots.mcore.install import built_contexts, idle_reason
+from mambaslots.mcore.built_contexts import built_contexts, idle_reason
 from mambaslots.mcore.overrides import REGISTRY
 from mambaslots.mcore.recurrence import BLOCK, MODES, RecurrentHost, make_context, tokens
 from mambaslots.mcore.run_script import as_dict, described

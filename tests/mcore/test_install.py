@@ -18,8 +18,9 @@ import torch
 from mambaslots.inference.contexts.cache.eviction import LRUEviction
 from mambaslots.mcore import UnknownHostError, versions
 from mambaslots.mcore.__main__ import main
-from mambaslots.mcore.install import built_contexts, describe_outlook
-from mambaslots.mcore.overrides import REGISTRY, Override, overrides_for, owner_class
+from mambaslots.mcore.built_contexts import built_contexts
+from mambaslots.mcore.install import describe_outlook
+from mambaslots.mcore.overrides import NOT_REPLAYED, REGISTRY, Override, overrides_for, owner_class
 from mambaslots.mcore.recurrence import BLOCK, MODES, SERIES, RecurrentHost, make_context, tokens
 from mambaslots.mcore.self_test import REPRODUCTIONS
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
@@ -277,10 +278,8 @@ def test_the_outlook_is_what_install_does(monkeypatch: pytest.MonkeyPatch) -> No
 def test_sources_that_are_not_known_are_accepted_where_the_faults_are_gone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("mambaslots.mcore.overrides.KNOWN_SOURCES", {})
-    if SERIES == "0.19":  # the self-test does not run the mixer's kernels
-        mixer = {name: hashes for name, hashes in versions.KNOWN_SOURCES.items() if "Mixer" in name}
-        monkeypatch.setattr("mambaslots.mcore.overrides.KNOWN_SOURCES", mixer)
+    known = {name: versions.KNOWN_SOURCES[name] for name in NOT_REPLAYED}
+    monkeypatch.setattr("mambaslots.mcore.overrides.KNOWN_SOURCES", known)
     plan = ms.CheckpointPlan(prefill_interval=3 * 7 * BLOCK)
     with mambaslots.mcore.installed(plan):
         assert HostSlotAllocator.settings.plan == plan
@@ -289,15 +288,45 @@ def test_sources_that_are_not_known_are_accepted_where_the_faults_are_gone(
         assert [host.serve(tokens(BLOCK + 1, seed=1))[0] for _ in range(2)] == [0, BLOCK]
     (record,) = caplog.records
     assert record.getMessage().endswith("its self-test passes with what replaces them")
-    assert record.getMessage().count("is not one we know") == len(replaced()) - (SERIES == "0.19")
+    unknown = [each for each in replaced() if each.name not in NOT_REPLAYED]
+    assert record.getMessage().count("is not one we know") == len(unknown)
 
 
-def test_an_unknown_mixer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    if SERIES == "0.20":
-        pytest.skip("0.20 has mended the mixer, which is not replaced")
-    monkeypatch.setattr("mambaslots.mcore.overrides.KNOWN_SOURCES", {})
-    with pytest.raises(UnknownHostError, match=r"MambaMixer\._ssm_prefill is not one we know"):
+def interrupted() -> list[str]:
+    raise KeyboardInterrupt
+
+
+def test_a_self_test_that_is_interrupted_leaves_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {name: hashes for name, hashes in versions.KNOWN_SOURCES.items() if "add_request" not in name}
+    monkeypatch.setattr("mambaslots.mcore.overrides.KNOWN_SOURCES", known)
+    monkeypatch.setattr("mambaslots.mcore.self_test.failures", interrupted)
+    before = host_methods()
+    with pytest.raises(KeyboardInterrupt):
         mambaslots.mcore.install()
+    assert host_methods() == before
+    assert not built_contexts
+    with pytest.raises(KeyboardInterrupt):  # asked again, and not taken for installed
+        mambaslots.mcore.install()
+
+
+def test_a_host_without_a_name_that_is_replaced_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = host_methods()
+    with monkeypatch.context() as patch:
+        patch.delattr(dynamic_context, "MambaSlotAllocator")
+        with pytest.raises(AttributeError, match="MambaSlotAllocator"):
+            mambaslots.mcore.install()
+    assert host_methods() == before
+    with pytest.raises(RuntimeError, match="not installed"):
+        mambaslots.mcore.uninstall()
+
+
+def test_unknown_methods_that_the_self_test_does_not_call_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mambaslots.mcore.overrides.KNOWN_SOURCES", {})
+    with pytest.raises(UnknownHostError, match=r"commit_sampled_tokens is not one we know") as refusal:
+        mambaslots.mcore.install()
+    assert ("MambaMixer._ssm_prefill is not one we know" in str(refusal.value)) == (SERIES == "0.19")
 
 
 @pytest.mark.parametrize("reproduction", REPRODUCTIONS, ids=lambda each: each.__name__)

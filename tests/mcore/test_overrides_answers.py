@@ -8,6 +8,7 @@ import pytest
 import torch
 from mambaslots.mcore.host_record import RequestTrack
 from mambaslots.mcore.recurrence import BLOCK, RecurrentHost, make_context, tokens
+from mcore.async_host import AsyncHost
 from mcore_rig import cpu_as_gpu
 from megatron.core.inference.inference_request import compute_block_hashes_batched
 
@@ -95,7 +96,7 @@ def test_a_short_prompt_counts_too() -> None:
 
 def test_with_async_scheduling_a_state_waits_for_its_last_token() -> None:
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = AsyncHost(make_context())
         slots = host.context.mamba_slot_allocator
         host.async_step(admit=lambda: host.add(PROMPT))
         host.async_step()
@@ -112,7 +113,7 @@ def test_with_async_scheduling_a_state_waits_for_its_last_token() -> None:
 
 def test_with_async_scheduling_a_request_that_ends_on_a_boundary_leaves_no_reservation() -> None:
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = AsyncHost(make_context())
         host.async_step(admit=lambda: host.add(PROMPT))
         host.async_step()
         (one,) = host.running.values()

@@ -8,6 +8,7 @@ import mambaslots as ms
 import mambaslots.mcore
 import pytest
 from mambaslots.mcore.recurrence import BLOCK, KV_BLOCK_BYTES, RecurrentHost, make_context, tokens
+from mcore.async_host import AsyncHost
 from mcore_rig import cpu_as_gpu
 
 
@@ -81,10 +82,10 @@ def fits(add: Callable[..., object], *arguments: Any) -> bool:
     return True
 
 
-def async_traffic(seed: int, steps: int, **sizes: Any) -> RecurrentHost:
+def async_traffic(seed: int, steps: int, **sizes: Any) -> AsyncHost:
     """As the engine does it: overlapped steps while all requests decode, else update, admit and launch."""
     traffic, random = Traffic(seed), Random(seed)
-    host = RecurrentHost(make_context(**sizes))
+    host = AsyncHost(make_context(**sizes))
     context = host.context
 
     def admit() -> None:

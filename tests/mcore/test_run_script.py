@@ -13,7 +13,7 @@ from pathlib import Path
 import mambaslots as ms
 import mambaslots.mcore
 import pytest
-from mambaslots.mcore.install import _applied
+from mambaslots.mcore.install import _replaced
 from mambaslots.mcore.recurrence import make_context
 from mambaslots.mcore.run_script import main
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
@@ -30,7 +30,7 @@ def _process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(os, "environ", os.environ.copy())
     yield
-    if _applied:
+    if _replaced:
         mambaslots.mcore.uninstall()
 
 

@@ -1,0 +1,100 @@
+"""The contexts that were built under the drop-in: their counts, and why one caches nothing."""
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from .host_record import NO_SLOTS, HostStats, record_of
+from .slot_allocator import HostSlotAllocator
+
+_logger = logging.getLogger(__package__)
+SETTINGS = "pass enable_prefix_caching=True and a prefix_caching_mamba_gb to its InferenceConfig"
+_SERVING = ("add_request", "initialize_attention_state")
+
+
+def stats(context: Any) -> HostStats:
+    """The counts of a context that was built after `install`; ValueError for any other."""
+    if "mamba_slot_allocator" not in getattr(context, "__dict__", ()):
+        raise ValueError(f"context is {type(context).__name__}; accepted: a DynamicInferenceContext")
+    slots = context.mamba_slot_allocator
+    if slots is None:
+        return HostStats.of(record_of(context), NO_SLOTS, 0)
+    if not isinstance(slots, HostSlotAllocator):
+        raise ValueError("context is on megatron-core's own allocator; accepted: one built after install()")
+    return HostStats.of(record_of(context), slots.slots.counts, slots.num_dropped)
+
+
+class BuiltContext:
+    """One context, which may be gone.
+
+    Attributes:
+        number: 1 for the first context.
+        idle_reason: why the context caches no state, as a sentence; "" where it does.
+    """
+
+    def __init__(self, context: Any, number: int) -> None:
+        self.number, self.idle_reason = number, idle_reason(context)
+        self._context = weakref.ref(context)
+        self._record = record_of(context)
+
+    @property
+    def context(self) -> Any:
+        """The context, or None once it is gone."""
+        return self._context()
+
+    @property
+    def stats(self) -> HostStats:
+        """The context's counts; of a context that is gone the counts of slots are those of its last step."""
+        if (context := self.context) is not None:
+            return stats(context)
+        return HostStats.of(self._record, self._record.slots, self._record.dropped)
+
+
+built_contexts: list[BuiltContext] = []
+"""All contexts that were built since the last `install`, in their order."""
+
+
+def idle_reason(context: Any) -> str:
+    """Why no state of this context is cached, with what to change, or "" where states are cached."""
+    if not context.enable_prefix_caching:
+        return f"enable_prefix_caching is False, so mambaslots has nothing to do; {SETTINGS}"
+    if not context.is_hybrid_model:
+        return "its model has no Mamba layers, so megatron-core's own KV cache serves it"
+    if context.mamba_slot_allocator is None:
+        budget = context.config.prefix_caching_mamba_gb
+        return (
+            f"prefix_caching_mamba_gb is {budget}, so every prompt token is computed, and only KV blocks are "
+            f"shared; {SETTINGS}"
+        )
+    return ""
+
+
+def noting(initialize_all_tensors: Callable[..., None]) -> Callable[..., None]:
+    """The host's method that ends the building of a context; a warning says why nothing is cached."""
+
+    @functools.wraps(initialize_all_tensors)
+    def initialize(context: Any, *args: Any, **kwargs: Any) -> None:
+        initialize_all_tensors(context, *args, **kwargs)
+        if all(each.context is not context for each in built_contexts):
+            built = BuiltContext(context, len(built_contexts) + 1)
+            built_contexts.append(built)
+            if built.idle_reason:
+                _logger.warning("context %d caches no states: %s", built.number, built.idle_reason)
+
+    return initialize
+
+
+def refuse_to_serve() -> None:
+    """Let every context raise RuntimeError where it is to serve: the host's own methods misread its cache."""
+    for context in filter(None, (built.context for built in built_contexts)):
+        for name in _SERVING:
+            setattr(context, name, _refuse)
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "this context was built while mambaslots.mcore was installed, and uninstall() has been called since: "
+        "megatron-core's own methods would answer wrongly from its cache; build a new context and engine"
+    )
