@@ -348,5 +348,5 @@ def test_any_mapping_is_a_message_and_nothing_else_is() -> None:
     assert template.render(messages, tools=tools) == '[{"function": {"name": "weather"}}]Hi'
     text = TextCodec(ByteTokenizer({}), template)
     assert text.decode(text.encode_chat(messages, tools=tools)) == template.render(messages, tools=tools)
-    with pytest.raises(ValueError, match="the messages cannot be given to a template: .*set"):
+    with pytest.raises(ValueError, match=r"the messages cannot be given to a template: .*set"):
         template.render([{"role": "user", "content": {("a", "b")}}])
