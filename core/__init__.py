@@ -9,8 +9,7 @@ state_spec, parallel_groups  what a model keeps of a sequence; how a model is sp
 files, errors, validation    a checkpoint's files; errors of capacity and of an engine; argument checks
 version                      this version, and the newest tested ones of others
 
-May import every room. The other files here are rooms of their own, which docs/architecture.md lists; most
-import none.
+May import every room. docs/architecture.md says what each of the other files here may import.
 """
 
 from importlib import import_module

@@ -1,8 +1,7 @@
 """What the endpoints share: requests become jobs of the engine, within the server's limits."""
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from functools import partial
@@ -23,16 +22,11 @@ from .http_answers import Form
 from .requests import MAX_CHOICES, AnswerRequest, ChatRequest, CompletionRequest, Context
 from .settings import ServerSettings
 
-logger = logging.getLogger(__package__)
-
 _DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's server
 _LONGEST_STEP_S = 30.0
-_LONG_BODY_BYTES = 2**18
 _SALT_HEADER = "x-cache-salt"
-_MAX_DEPTH = 64  # objects and lists within one another; templates and tools need a fraction of it
 _MAX_READ_BYTES = 64 * 2**20
 """Of a body that is too long so much is read before it is refused."""
-_LONGEST_PAUSE_S = 0.5
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -53,7 +47,6 @@ class Preparation:
             vocab_size=facts.vocab_size,
             max_prompts=min(MAX_CHOICES, settings.max_waiting_requests),
         )
-        self._has_seen_tools = False
 
     def completion(self, body: bytes, header_salt: str | None) -> Job:
         request = CompletionRequest.read(parsed_object(body), self._context, header_salt)
@@ -86,11 +79,7 @@ class Preparation:
         except ValueError as error:
             raise bad_field("messages", str(error)) from None
         default = self._loaded.generation.max_tokens
-        job = self._job("messages", [(prompt.tokens, prompt.marks)], request, default)
-        if "tools" in variables and not self._has_seen_tools:
-            self._has_seen_tools = True
-            warn_of_ignored_tools(text, messages, variables)
-        return job
+        return self._job("messages", [(prompt.tokens, prompt.marks)], request, default)
 
     def _too_long(self, num_prompt_tokens: int, most: int) -> RequestError:
         message = (
@@ -136,7 +125,7 @@ class Preparation:
         stops = () if request.ignore_eos else self._loaded.generation.params.stop_token_ids
         seed = None if request.seed is None else (request.seed + number) & INT64_MAX
         try:
-            return self._loaded.sampling_params(
+            return self._loaded.generation.sampling_params(
                 **request.sampling,
                 max_tokens=most,
                 stop_token_ids=(*stops, *request.stop_token_ids),
@@ -148,41 +137,26 @@ class Preparation:
             raise bad_argument(error, type(request).model_fields) from None
 
 
-def warn_of_ignored_tools(text: TextCodec, messages: list[dict[str, Any]], variables: dict[str, Any]) -> None:
-    """Warn where the model's template writes the same text with and without tools."""
-    assert text.chat_template is not None
-    without = {name: value for name, value in variables.items() if name != "tools"}
-    try:
-        with_tools = text.chat_template.render(messages, **variables)
-        ignores_tools = with_tools == text.chat_template.render(messages, **without)
-    except ValueError:  # it wants tools
-        return
-    if ignores_tools:
-        logger.warning(
-            "a client sends tools, and the chat template ignores them: the model never sees a tool"
-        )
-
-
 class Service:
     """Admits requests to the engine.
 
-    Bodies are parsed, and prompts encoded, in two worker threads: long bodies have one of their own, so that
-    short ones do not wait for them. The parser of JSON lets no other thread run, neither the event loop
-    nor the engine's: `max_body_bytes` bounds how long all streams stop for a body.
+    Bodies are parsed, and prompts encoded, in two worker threads. The parser of JSON lets no other thread
+    run, neither the event loop nor the engine's: `max_body_bytes` bounds how long all streams stop for a
+    body.
     """
 
     def __init__(
         self, engine: ServedEngine, loaded: LoadedModel | LoadedText, settings: ServerSettings
     ) -> None:
         self.engine = engine
-        self.loaded = loaded
         self.settings = settings
         facts = engine.facts
         longest = max(2 * 2**20, 2**20 + 16 * facts.max_sequence_length)  # as token ids or as text
         self.max_body_bytes = settings.max_body_bytes or longest
         self.preparation = Preparation(facts, loaded, settings)
         self.is_draining = False
-        self._text_threads = [ThreadPoolExecutor(1, f"mambaslots-{name}") for name in ("text", "long-text")]
+        self._text = loaded.text
+        self._text_threads = ThreadPoolExecutor(2, "mambaslots-text")
         self._num_open = 0
         self._none_open = asyncio.Event()
 
@@ -206,8 +180,7 @@ class Service:
         """Cancel all requests, and end the threads. A step that hangs is abandoned after 30 s."""
         self.is_draining = True
         await self.engine.close(_LONGEST_STEP_S)
-        for thread in self._text_threads:
-            thread.shutdown(wait=False, cancel_futures=True)
+        self._text_threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def trouble(self) -> RequestError | None:
@@ -243,15 +216,14 @@ class Service:
             body_deadline = min(deadline, loop.time() + self.settings.body_timeout_s)
             body = await before(body_deadline, read_body(request, self.max_body_bytes), body_too_slow())
             salt, tenant = _header_salt(request), request.state.tenant
-            thread = self._text_threads[len(body) > _LONG_BODY_BYTES]
-            job = await before(deadline, loop.run_in_executor(thread, job_of, body, salt))
+            job = await before(deadline, loop.run_in_executor(self._text_threads, job_of, body, salt))
             if self._num_open + len(job.choices) - 1 > self._max_open:
                 raise refusal("queue_full")
             self._num_open += len(job.choices) - 1
             num_answers = len(job.choices)
             return (StreamedAnswer if job.request.stream else GeneratedAnswer)(
                 self.engine,
-                self.loaded.text,
+                self._text,
                 job,
                 tenant,
                 engine_salt(tenant, job.request.cache_salt, bool(self.settings.api_keys)),
@@ -297,38 +269,19 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     most = max(max_bytes, _MAX_READ_BYTES)
     num_bytes = int(request.headers.get("content-length", "0"))  # uvicorn refuses all but numbers
     parts: list[bytes] = []
-    closes = num_bytes > most
-    if not closes:
-        num_bytes, closes = await _read_parts(request.stream(), parts, max_bytes, most)
+    if num_bytes <= most:
+        num_bytes = 0
+        async for part in request.stream():  # to the end, so that the client reads the answer
+            num_bytes += len(part)
+            if num_bytes <= max_bytes:
+                parts.append(part)
+            elif num_bytes > most:
+                break
     if num_bytes <= max_bytes:
         return b"".join(parts)
     message = f"the body is longer than the limit of {max_bytes} bytes"
-    headers = {"connection": "close"} if closes else {}
+    headers = {"connection": "close"} if num_bytes > most else {}
     raise RequestError(413, message, code="body_too_long", headers=headers)
-
-
-async def _read_parts(
-    stream: AsyncIterator[bytes], parts: list[bytes], max_bytes: int, most: int
-) -> tuple[int, bool]:
-    """Read to the end, and keep up to `max_bytes`: a client that is cut off while it sends sees no answer.
-
-    Returns the bytes that were read, and whether there may be more: after `most`, or after a pause in what is
-    dropped.
-    """
-    num_bytes = 0
-    try:
-        async with asyncio.timeout(None) as limit:
-            async for part in stream:
-                num_bytes += len(part)
-                if num_bytes > most:
-                    return num_bytes, True
-                if num_bytes <= max_bytes:
-                    parts.append(part)
-                else:
-                    limit.reschedule(asyncio.get_running_loop().time() + _LONGEST_PAUSE_S)
-    except TimeoutError:
-        return num_bytes, True
-    return num_bytes, False
 
 
 def body_too_slow() -> RequestError:
@@ -340,32 +293,12 @@ def body_too_slow() -> RequestError:
 def parsed_object(body: bytes) -> dict[str, Any]:
     """The JSON object that `body` holds; its numbers are finite, and its strings are Unicode.
 
-    RequestError: it is no UTF-8, no JSON or no object, or is nested too deeply.
+    RequestError: it is no UTF-8, no JSON or no object, or is nested deeper than the parser goes.
     """
     try:
-        parsed = _OBJECT.decode(body)
+        return _OBJECT.decode(body)
     except RecursionError:
-        raise _too_deep() from None
+        raise RequestError(400, "the body's objects and lists are nested too deeply") from None
     except ValueError as error:
         reason = str(error).removeprefix("JSON is malformed: ").partition(" - at ")[0]
         raise RequestError(400, f"the body is no JSON object in UTF-8: {reason}") from None
-    _check_depth(parsed)
-    return parsed
-
-
-def _check_depth(parsed: dict[str, Any]) -> None:
-    level: list[Any] = [parsed]
-    for _ in range(_MAX_DEPTH):
-        inner: list[Any] = []
-        for container in level:
-            values = container.values() if type(container) is dict else container
-            if not {list, dict}.isdisjoint(map(type, values)):
-                inner += (value for value in values if type(value) in (list, dict))
-        if not inner:
-            return
-        level = inner
-    raise _too_deep()
-
-
-def _too_deep() -> RequestError:
-    return RequestError(400, f"the body is nested deeper than {_MAX_DEPTH} objects and lists")

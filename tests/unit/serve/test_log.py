@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from mambaslots.serve.service import warn_of_ignored_tools
-from mambaslots.text import ByteTokenizer, ChatTemplate, TextCodec
 from oracle.served import Served, serving, small_config, tiny_loaded
 
 PROMPT = [5 + i % 80 for i in range(100)]
@@ -93,35 +91,6 @@ def test_what_is_refused_has_its_route_and_nothing_of_its_query(served: Served, 
     assert lines.last() == "GET /metrics 403"
 
 
-TOOLS = [{"type": "function", "function": {"name": "weather"}}]
-
-
-@pytest.mark.parametrize(
-    ("template", "ignores"),
-    [
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", True),
-        ("{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% endfor %}", False),
-        ("{{ tools[0].type }}{% for m in messages %}{{ m.content }}{% endfor %}", False),
-    ],
-)
-def test_tools_that_a_template_ignores_are_warned_of(
-    caplog: pytest.LogCaptureFixture, template: str, ignores: bool
-) -> None:
-    codec = TextCodec(ByteTokenizer({}), ChatTemplate(template))
-    warn_of_ignored_tools(codec, [{"role": "user", "content": "Hi"}], {"tools": TOOLS})
-    logged = [(record.name, record.levelname) for record in caplog.records]
-    assert logged == [("mambaslots.serve", "WARNING")] * ignores
-
-
-def test_the_server_warns_once_of_ignored_tools(lines: "Lines", caplog: pytest.LogCaptureFixture) -> None:
-    loaded = tiny_loaded(template="{% for m in messages %}{{ m.content }}{% endfor %}")
-    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "max_tokens": 1}
-    with serving(loaded, small_config(num_kv_blocks=64)) as other:
-        for _ in range(2):
-            assert other.post("/v1/chat/completions", body).status == 200
-    assert [record.name for record in caplog.records].count("mambaslots.serve") == 1
-
-
 # ---- odd requests
 
 
@@ -136,6 +105,30 @@ def test_a_body_that_does_not_end_is_not_waited_for(served: Served, lines: Lines
     assert received.startswith(b"HTTP/1.1 408 ")
     assert b"the body was not complete within" in received
     assert lines.last() == "POST /v1/completions 408"
+
+
+@pytest.mark.parametrize("depth", [50, 500, 950, 2_000, 100_000])
+def test_a_body_may_be_nested_deeply(served: Served, depth: int) -> None:
+    nested = '{"a":' * depth + "1" + "}" * depth
+    chat = '"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1'
+    for path, fields in (
+        ("completions", f'"prompt": [1], "max_tokens": 1, "metadata": {nested}'),
+        ("completions", f'"prompt": {nested}'),
+        ("completions", f'"prompt": [1], "response_format": {nested}'),
+        ("chat/completions", f'{chat}, "chat_template_kwargs": {{"style": {nested}}}'),
+        (
+            "chat/completions",
+            f'{chat}, "tools": [{{"type": "function", "function": {{"name": "f", "parameters": {nested}}}}}]',
+        ),
+        ("chat/completions", f'"messages": [{{"role": "user", "content": {nested}}}]'),
+        (
+            "chat/completions",
+            f'"messages": [{{"role": "user", "content": "Hi", "reasoning": {nested}}}], "max_tokens": 1',
+        ),
+    ):
+        reply = served.post(f"/v1/{path}", f"{{{fields}}}".encode(), **KEY)
+        assert reply.status in (200, 400), (path, fields[:100])
+        assert reply.status == 400 or depth < 2_000
 
 
 @pytest.mark.parametrize(
