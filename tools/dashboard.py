@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mambaslots.monitor.metrics import COUNTERS, DURATIONS, GAUGES, Figure
+from mambaslots.monitor.metrics import COUNTERS, DURATIONS, FAILED_ACCEPTS, GAUGES, Figure
 
 DOCS = Path(__file__).parents[1] / "docs"
 BOARD, PAGE = DOCS / "grafana.json", DOCS / "operations.md"
-ALL = {figure.name: figure for figure in (*COUNTERS, *GAUGES, *DURATIONS)}
+ALL = {figure.name: figure for figure in (*COUNTERS, *GAUGES, *DURATIONS, FAILED_ACCEPTS)}
 COLUMNS, HEIGHT = 24, 8
 TABLE = re.compile(r"(<!-- metrics \(tools/dashboard\.py\) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -76,6 +76,7 @@ ROWS: dict[str, Sequence[Panel]] = {
               "accepted drafted tokens of all drafted"),
         Panel("Warnings", 6, ["warnings warnings"], style="number"),
         Panel("Rebuilds of the cache", 6, ["cache_rebuilds rebuilds"], style="number"),
+        Panel("Connections not accepted", 6, ["failed_accepts failures"], style="number"),
     ),
     "Tenants": (
         Panel("Hit rate by tenant", 12, ["tenant_resumed_prompt_tokens / tenant_prompt_tokens"],
@@ -86,7 +87,7 @@ ROWS: dict[str, Sequence[Panel]] = {
 
 
 def metric(figure: Figure) -> str:
-    suffix = "_total" if figure in COUNTERS else "_seconds" if figure in DURATIONS else ""
+    suffix = "_total" if figure in (*COUNTERS, FAILED_ACCEPTS) else "_seconds" if figure in DURATIONS else ""
     return f"mambaslots_{figure.name}{suffix}"
 
 

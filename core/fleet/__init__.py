@@ -5,7 +5,7 @@ answers in parts. Ray starts, watches and replaces both.
 
 settings                             what a fleet is made of
 server                               the process to start: Ray's cluster, the deployments, signals
-ingress                              HTTP in front of all
+ingress, cut_answers                 HTTP in front of all; what clients read where the ingress dies
 fleet_engine, replica_answers        an engine over replicas, which continues elsewhere where one is lost
 replica, warming, guard              one replica and its ranks; its first states; what ends a stopped process
 known_replicas                       which replicas answer, which states they hold, which requests they have

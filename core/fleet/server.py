@@ -35,6 +35,7 @@ OWN_DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent
     "RAY_worker_niceness": "0",  # Ray's is 15: any other process of the machine would go first
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # a process that is silent does not drain
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mambaslots.fleet.cut_answers.middlewares",
 }
 _LOGGERS = ("ray", "ray.serve")
 

@@ -101,4 +101,10 @@ DURATIONS = (
     Figure("inter_token", "between two tokens of an answer", "inter_token", page="latency.inter_token_s"),
     Figure("step", "one step of all running requests", "step", page="latency.step_s"),
 )  # fmt: skip
+FAILED_ACCEPTS = Figure(
+    "failed_accepts",
+    "connections could not be accepted for want of descriptors or memory, at most two a second",
+    "count",
+)
+"""Of a server that accepts connections itself."""
 FIGURES = (*COUNTERS, *GAUGES, *DURATIONS)

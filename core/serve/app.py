@@ -16,10 +16,12 @@ from starlette.staticfiles import StaticFiles
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel, LoadedText
 from ..validation import instance
+from .connections import FailedAccepts
 from .errors import JSONAnswer, RequestError, json_bytes
 from .gate import Gate, Keys
 from .generation import LocalEngine, ServedEngine
 from .http_answers import ChatForm, Form
+from .metrics import connections_text
 from .service import Service
 from .settings import ServerSettings
 
@@ -147,6 +149,9 @@ async def health(request: Request) -> Response:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     content, media_type = await _service(request).engine.metrics_text()
+    failed_accepts: FailedAccepts | None = getattr(request.app.state, "failed_accepts", None)
+    if failed_accepts is not None:
+        content += connections_text(failed_accepts.count)
     return Response(content, media_type=media_type)
 
 

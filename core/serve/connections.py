@@ -1,4 +1,4 @@
-"""Connections of clients, and what happens where no descriptors are left for more."""
+"""Connections of clients: those that send nothing more, and those for which no descriptors are left."""
 
 import asyncio
 import errno
@@ -6,6 +6,7 @@ import logging
 import resource
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
@@ -16,6 +17,7 @@ _FAILURE_S = 0.5
 """The loop tries again after a second, and reports a failure once for each place of its backlog."""
 _SETTLED_S = 0.05
 """Connections that were accepted at once are known so long afterwards."""
+_FIRST_PROBE_S, _LONGEST_PROBE_S = 0.004, 0.5
 
 
 def raise_descriptor_limit() -> None:
@@ -28,7 +30,14 @@ def raise_descriptor_limit() -> None:
 
 
 class Connection(H11Protocol):
-    """A connection that knows since when its client has asked for nothing."""
+    """A connection whose client may end its sending side: the requests that it has sent are answered.
+
+    Only what is sent to a client shows whether it still reads. Until the answer begins it gets "100 Continue"
+    up to twice a second, which clients skip; one that has gone is noticed by the second.
+    """
+
+    has_ended = False
+    """Whether the client sends nothing more."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -40,31 +49,67 @@ class Connection(H11Protocol):
         has_request = self.cycle is not None and not self.cycle.response_complete
         return not (has_request or self.transport.is_closing() or self.transport.get_write_buffer_size())
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        cycle = self.cycle
+        if (
+            cycle is None
+            or cycle.response_complete
+            or cycle.more_body
+            or cycle.scope["http_version"] == "1.0"
+        ):
+            return False
+        if not self.has_ended:
+            self.has_ended = True
+            self._probe(_FIRST_PROBE_S)
+        return True
+
+    def _probe(self, seconds: float) -> None:
+        """Send something until the answer begins: where nobody reads, the connection is lost."""
+        if self.transport.is_closing() or self.cycle.response_started:
+            return
+        self.transport.write(
+            self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
+        )
+        self.loop.call_later(seconds, self._probe, min(2 * seconds, _LONGEST_PROBE_S))
+
     def on_response_complete(self) -> None:
         self.silent_since_s = self.loop.time()
-        super().on_response_complete()
+        answered = self.cycle
+        super().on_response_complete()  # begins with the next request, where it has come
+        if self.has_ended and self.cycle is answered:
+            self.transport.close()
+        elif self.has_ended:
+            self._probe(_FIRST_PROBE_S)
 
 
 class FailedAccepts:
-    """Closes silent connections where the loop can accept no more, so that others get their places."""
+    """What a loop does that cannot accept connections: silent ones are closed, and others get their places.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, state: ServerState) -> None:
-        """Handle the failures of the loop's listeners; `state` has the connections."""
-        self._state = state
+    Attributes:
+        count: failures so far, at most two a second.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
         self._failed_s = 0.0
-        loop.set_exception_handler(self._handle)
 
-    def _handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if not ("socket" in context and isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES):
-            loop.default_exception_handler(context)
-        elif loop.time() - self._failed_s > _FAILURE_S:
-            self._failed_s = loop.time()
-            loop.call_later(_SETTLED_S, self._make_room, error)
+    def watch(self, loop: asyncio.AbstractEventLoop, state: ServerState) -> None:
+        """Handle the failures of a loop's listeners; `state` has the connections."""
 
-    def _make_room(self, error: OSError) -> None:
+        def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            error = context.get("exception")
+            if not ("socket" in context and isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES):
+                loop.default_exception_handler(context)
+            elif loop.time() - self._failed_s > _FAILURE_S:
+                self._failed_s = loop.time()
+                loop.call_later(_SETTLED_S, self._make_room, error, state)
+
+        loop.set_exception_handler(handle)
+
+    def _make_room(self, error: OSError, state: ServerState) -> None:
         """Close half of the silent connections, first those that never sent a request, by their age."""
-        connections = [one for one in self._state.connections if isinstance(one, Connection)]
+        self.count += 1
+        connections = [one for one in state.connections if isinstance(one, Connection)]
         silent = [one for one in connections if one.is_silent]
         silent.sort(key=lambda one: (one.cycle is not None, one.silent_since_s))
         closed = silent[: (len(silent) + 1) // 2]

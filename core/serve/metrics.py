@@ -15,7 +15,7 @@ from prometheus_client.core import (
 )
 
 from ..monitor.figures import Latency
-from ..monitor.metrics import COUNTERS, DURATIONS, GAUGES, Figure
+from ..monitor.metrics import COUNTERS, DURATIONS, FAILED_ACCEPTS, GAUGES, Figure
 from ..monitor.monitor import Monitor
 from ..version import VERSION
 
@@ -36,6 +36,12 @@ def metrics_text(monitor: Monitor) -> tuple[bytes, str]:
     holds content of a prompt.
     """
     return text_of(monitor_metrics(monitor))
+
+
+def connections_text(num_failed_accepts: int) -> bytes:
+    """What a server that accepts connections itself adds to the metrics of its engine."""
+    row = FAILED_ACCEPTS.name, _sentence(FAILED_ACCEPTS), num_failed_accepts, ""
+    return text_of(families(CounterMetricFamily, [row]))[0]
 
 
 def monitor_metrics(monitor: Monitor) -> Iterator[Metric]:

@@ -83,6 +83,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         logging.getLogger("uvicorn.access").disabled = True  # also where it has a handler
         self._app = app
+        app.state.failed_accepts = FailedAccepts()
         self._listener = listener
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -91,7 +92,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        FailedAccepts(self._loop, self.server_state)
+        self._app.state.failed_accepts.watch(self._loop, self.server_state)
         await super().startup(sockets)
         settings: ServerSettings = self._app.state.settings
         address = url(settings.host, self._listener.getsockname()[1])

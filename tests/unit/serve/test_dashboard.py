@@ -16,7 +16,7 @@ pytest.importorskip("prometheus_client")
 
 from mambaslots.fleet.figures import fleet_metrics_text
 from mambaslots.monitor import Monitor
-from mambaslots.serve.metrics import metrics_text
+from mambaslots.serve.metrics import connections_text, metrics_text
 from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.append(str(Path(__file__).parents[3] / "tools"))
@@ -34,7 +34,7 @@ def labels_of() -> dict[str, set[str]]:
     monitor = Monitor(engine, model_name="small")
     engine.generate([[1, 2, 3]], ms.SamplingParams(max_tokens=2))
     found: dict[str, set[str]] = {}
-    text = metrics_text(monitor)[0]
+    text = metrics_text(monitor)[0] + connections_text(0)
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)

@@ -336,6 +336,11 @@ def test_out_of_descriptors_silent_connections_are_closed_and_others_served() ->
         assert time.monotonic() - begun_s < 10
         for connection in kept:  # those without any request are closed first
             assert health_over(connection) == 200
+        figures = server.ask("/metrics")[1].decode().splitlines()
+        (count,) = [
+            line.split()[1] for line in figures if line.startswith("mambaslots_failed_accepts_total ")
+        ]
+        assert float(count) >= 1
         server.process.terminate()
         code, errors = server.end()
     assert code == 0

@@ -1,0 +1,53 @@
+"""What a client reads where the ingress is lost before its answer is complete. Ray's HTTP proxy runs it."""
+
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..serve.errors import RequestError, json_bytes
+
+_LOST = RequestError(
+    503,
+    "the process that passes on answers was lost; send the request again",
+    code="no_replica",
+    headers={"retry-after": "1"},
+)
+
+
+def middlewares() -> list[Middleware]:
+    """Those of the proxy; `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names this function."""
+    return [Middleware(CutAnswers)]
+
+
+class CutAnswers:
+    """ASGI middleware: status 503 where no answer has begun, an error event at the end of a cut stream.
+
+    An answer of another kind that has begun stays cut: its length was announced, or its JSON is open.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = ended = is_stream = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started, ended, is_stream
+            if message["type"] == "http.response.start":
+                started = True
+                is_stream = any(
+                    name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+                    for name, value in message["headers"]
+                )
+            elif message["type"] == "http.response.body":
+                ended = not message.get("more_body", False)
+            await send(message)
+
+        await self._app(scope, receive, watched)
+        if not started:
+            await _LOST.response(scope, receive, send)
+        elif is_stream and not ended:
+            event = b"data: " + json_bytes(_LOST.body) + b"\n\n"
+            await send({"type": "http.response.body", "body": event})
