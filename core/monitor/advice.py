@@ -1,11 +1,10 @@
 """Why prompt tokens were computed, and the setting that would have saved them."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..cache_stats import EngineStats
-from ..inference.contexts.cache.pool_stats import EVICTIONS
+from ..cache_stats import CacheStats, EngineStats
 from ..inference.contexts.cache.prefix_match import ComputeReason
 from ..inference.contexts.pool_sizes import GIGABYTE
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -15,7 +14,6 @@ logger = logging.getLogger("mambaslots.monitor")
 MAX_LOST_SHARE = 0.2
 WINDOW_TOKENS = 50_000
 """A reason that costs more than this share of so many prompt tokens is warned of."""
-_UNUSED = 0.8  # a larger share of evicted states without a use is warned of
 _SENTENCES: dict[ComputeReason, str] = {
     "never_seen": "no earlier request had these tokens at this place",
     "kv_evicted": "their KV was evicted; more num_kv_blocks (or total_gb) keep it longer",
@@ -74,9 +72,8 @@ class MissWatch:
         spec, config = engine.context.spec, engine.config
         self.warnings: list[str] = []
         self._config = config
-        self._num_slots = engine.context.prefix_cache.pins.max_slots
-        self._slot_bytes = spec.slot_bytes
-        self._kv_block_bytes = spec.kv_block_bytes(config.block_size_tokens)
+        self._slot_gb = spec.slot_bytes / GIGABYTE
+        self._kv_block_gb = spec.kv_block_bytes(config.block_size_tokens) / GIGABYTE
         self._grid = spec.grid
         self._start = stats
         self._given: set[str] = set()
@@ -87,70 +84,42 @@ class MissWatch:
                 "num_mamba_slots",
             )
 
-    def look(self, stats: EngineStats, num_slots_of_pins: int = 0) -> None:
-        """Judge what has happened since the last look. `num_slots_of_pins`: slots of pinned prefixes."""
-        if not self._config.enable_prefix_caching:
-            return
-        if num_slots_of_pins >= self._num_slots:
-            self._warn(
-                "pins",
-                f"pinned prefixes keep all {self._num_slots} state slots but those of idle rows: where all "
-                "rows run, no new state can be cached; unpin some, or raise num_mamba_slots",
-            )
+    def look(self, stats: EngineStats) -> None:
+        """Judge what has happened since the last look, once it is a window of prompt tokens."""
         before, now = self._start.cache, stats.cache
         if now.num_prompt_tokens < before.num_prompt_tokens:  # the engine was reset
             self._start = stats
-        elif now.num_prompt_tokens - before.num_prompt_tokens >= WINDOW_TOKENS:
-            for key, sentence in self._losses(stats):
-                self._warn(key, sentence)
+        elif self._config.enable_prefix_caching and now.num_prompt_tokens - before.num_prompt_tokens >= (
+            WINDOW_TOKENS
+        ):
+            self._judge(now, before)
             self._start = stats
 
-    def _losses(self, stats: EngineStats) -> Iterator[tuple[str, str]]:
-        now, before = stats.cache, self._start.cache
+    def _judge(self, now: CacheStats, before: CacheStats) -> None:
         num_tokens = now.num_prompt_tokens - before.num_prompt_tokens
         lost = differences(now.computed_by_reason, before.computed_by_reason)
-        left = differences(now.states_removed_by_cause, before.states_removed_by_cause)
-        kv_left = differences(now.kv_blocks_removed_by_cause, before.kv_blocks_removed_by_cause)
-
-        def share(*reasons: ComputeReason) -> float:
-            return sum(lost[reason] for reason in reasons) / num_tokens
-
-        def opening(*reasons: ComputeReason) -> str:
-            names = " and ".join(reasons)
-            return f"{share(*reasons):.0%} of {num_tokens} prompt tokens were computed because of {names}: "
-
-        states: tuple[ComputeReason, ...] = ("state_evicted", "capacity")
-        if share(*states) > MAX_LOST_SHARE:
-            reasons = [reason for reason in states if lost[reason]]
-            num_refused = max(0, now.num_states_refused - before.num_states_refused)
-            number = left["new_state"] + left["live_state"] + num_refused
-            more = self._more("num_mamba_slots", number, "states", self._slot_bytes)
-            yield "states", opening(*reasons) + more
-            unused = max(0, now.num_states_evicted_unused - before.num_states_evicted_unused)
-            evicted = sum(count for cause, count in left.items() if cause in EVICTIONS)
-            if evicted and unused / evicted > _UNUSED:
-                yield (
-                    "unused",
-                    f"{unused} of {evicted} evicted states had never been resumed from, and others were "
-                    "missed: take fewer states by checkpoint_plan (a longer prefill_interval, "
-                    "chunk_ends=False, decode='off')",
+        states = differences(now.states_removed_by_cause, before.states_removed_by_cause)
+        blocks = differences(now.kv_blocks_removed_by_cause, before.kv_blocks_removed_by_cause)
+        num_refused = max(0, now.num_states_refused - before.num_states_refused)
+        num_states = max(1, states["new_state"] + states["live_state"] + num_refused)
+        num_blocks = max(1, blocks["new_block"])
+        advice: dict[tuple[ComputeReason, ...], str] = {
+            ("state_evicted", "capacity"): f"raise num_mamba_slots by up to {num_states}, or total_gb by "
+            f"{num_states * self._slot_gb:.3g}: the states lost meanwhile",
+            ("kv_evicted",): f"raise num_kv_blocks by up to {num_blocks}, or total_gb by "
+            f"{num_blocks * self._kv_block_gb:.3g}: the KV blocks lost meanwhile",
+            **{(reason,): _SENTENCES[reason] for reason in _ADVISED},
+        }
+        if self._config.block_size_tokens > self._grid:
+            advice["partial_block",] = _SMALLER_BLOCK.format(grid=self._grid)
+        for reasons, sentence in advice.items():
+            share = sum(lost[reason] for reason in reasons) / num_tokens
+            if share > MAX_LOST_SHARE:
+                names = " and ".join(reason for reason in reasons if lost[reason])
+                self._warn(
+                    reasons[0],
+                    f"{share:.0%} of {num_tokens} prompt tokens were computed because of {names}: {sentence}",
                 )
-        if share("kv_evicted") > MAX_LOST_SHARE:
-            number = kv_left["new_block"]
-            more = self._more("num_kv_blocks", number, "KV blocks", self._kv_block_bytes)
-            yield "kv_evicted", opening("kv_evicted") + more
-        if share("partial_block") > MAX_LOST_SHARE and self._config.block_size_tokens > self._grid:
-            yield "block", opening("partial_block") + _SMALLER_BLOCK.format(grid=self._grid)
-        for reason in _ADVISED:
-            if share(reason) > MAX_LOST_SHARE:
-                yield reason, opening(reason) + _SENTENCES[reason]
-
-    def _more(self, setting: str, number: int, what: str, bytes_each: int) -> str:
-        number = max(1, number)
-        if self._config.total_gb is not None:
-            gb = number * bytes_each / GIGABYTE
-            return f"raise total_gb by up to {gb:.3g}: the {number} {what} lost meanwhile"
-        return f"raise {setting} by up to {number}: the {what} lost meanwhile"
 
     def _warn(self, key: str, sentence: str) -> None:
         if key not in self._given:

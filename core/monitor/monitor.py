@@ -25,7 +25,7 @@ from .metrics import FIGURES
 logger = logging.getLogger(__name__)
 
 NUM_REQUESTS = 100
-_DESCRIBE_EVERY_S = 30.0
+_JUDGE_EVERY_S = 30.0
 _LOOK_EVERY_S = 0.25
 
 
@@ -82,7 +82,7 @@ class Monitor:
         self._ended: deque[dict[str, Any]] = deque(maxlen=NUM_REQUESTS)
         self._counts = MonitorFigures(stats, config.max_requests)
         self._description = engine.describe().splitlines()
-        self._described_s = now
+        self._judged_s = now
         self._next_look_s = now
         engine.observe(self)
 
@@ -189,15 +189,15 @@ class Monitor:
         record.last_token_s = now
 
     def _look(self, now: float) -> None:
-        """Record and judge the engine's figures every 0.25 s."""
+        """Record the engine's figures every 0.25 s, and judge and describe the engine every 30 s."""
         if now < self._next_look_s:
             return
         self._next_look_s = now + _LOOK_EVERY_S
         stats = self._stats()
         self._series.note(now, stats, self._counts.num_generated)
-        self._misses.look(stats, len(self.engine.context.prefix_cache.pins.slot_pins))
-        if now - self._described_s >= _DESCRIBE_EVERY_S:
-            self._described_s = now
+        if now - self._judged_s >= _JUDGE_EVERY_S:
+            self._judged_s = now
+            self._misses.look(stats)
             self._description = self.engine.describe().splitlines()
 
     # ---- what an operator reads

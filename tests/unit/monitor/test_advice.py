@@ -6,6 +6,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 from mambaslots.monitor import Monitor, advice
+from mambaslots.monitor import monitor as monitor_module
 from oracle.serving import random_tokens, small_engine
 
 PARAMS = ms.SamplingParams(max_tokens=1)
@@ -15,6 +16,7 @@ TEXTS = [random_tokens(40, seed) for seed in range(24)]
 @pytest.fixture(autouse=True)
 def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advice, "WINDOW_TOKENS", 400)
+    monkeypatch.setattr(monitor_module, "_JUDGE_EVERY_S", 0.0)
 
 
 class Clock:
@@ -44,16 +46,14 @@ def test_states_that_are_evicted_ask_for_slots(caplog: pytest.LogCaptureFixture)
         warnings = warned(TEXTS[:6], num_mamba_slots=4)
     assert warnings == [record.getMessage() for record in caplog.records]
     assert {record.name for record in caplog.records} == {"mambaslots.monitor"}
-    slots, unused = warnings
+    (slots,) = warnings
     assert "state_evicted" in slots
     assert "raise num_mamba_slots by up to" in slots
-    assert "evicted states had never been resumed from" in unused
-    assert "checkpoint_plan" in unused
 
 
 def test_as_many_slots_more_as_the_warning_says_are_enough() -> None:
-    (slots, _) = warned(TEXTS[:6], num_mamba_slots=4)
-    number = int(slots.split("by up to ")[1].split(":")[0])
+    (slots,) = warned(TEXTS[:6], num_mamba_slots=4)
+    number = int(slots.split("by up to ")[1].split(",")[0])
     assert warned(TEXTS[:6], num_mamba_slots=4 + number) == []
 
 
@@ -107,16 +107,6 @@ def test_a_model_that_allows_no_shorter_block_is_not_warned_of() -> None:
     assert warned([random_tokens(3, seed) for seed in range(200)], repeats=1, block_size_tokens=4) == []
 
 
-def test_pins_that_keep_all_slots_are_named() -> None:
-    engine = small_engine(num_mamba_slots=1)
-    monitor = Monitor(engine, model_name="small", clock=Clock())
-    engine.warm(TEXTS[0])
-    engine.pin(TEXTS[0])
-    engine.generate(TEXTS[1:3], PARAMS)
-    (warning,) = monitor.snapshot()["warnings"]
-    assert "pinned prefixes keep all 1 state slots" in warning
-
-
 @pytest.mark.parametrize(
     ("prompts", "repeats"),
     [
@@ -135,7 +125,7 @@ def test_states_of_prompts_that_never_come_again_are_no_alarm() -> None:
 
 def test_a_reason_is_warned_of_by_its_share_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = small_engine(num_mamba_slots=4, eviction_policy="lru")
-    for share, window, expected in ((0.99, 400, 0), (0.2, 10**9, 0), (0.2, 400, 2)):
+    for share, window, expected in ((0.99, 400, 0), (0.2, 10**9, 0), (0.2, 400, 1)):
         monkeypatch.setattr(advice, "MAX_LOST_SHARE", share)
         monkeypatch.setattr(advice, "WINDOW_TOKENS", window)
         monitor = Monitor(engine, model_name="small", clock=Clock())
