@@ -61,45 +61,23 @@ class PaddedChunks:
 
 
 def pass_states(
-    step: Callable[..., Tensor],
-    parts: tuple[Tensor, ...],
-    initial: Tensor,
-    seq_idx: Tensor,
-    row_chunk_starts: Tensor,
+    step: Callable[..., Tensor], parts: tuple[Tensor, ...], initial: Tensor, seq_idx: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The recurrence between chunks: leaving = step(entering, *parts of the chunk), in order within each row.
 
-    Costs one step a chunk of the longest row. Rows are ranked by length, so that the k-th chunks of all rows
-    that have one are neighbours, in the order of the ranked states.
-
     Args:
-        step: (states [n, ...], parts [n, ...]) -> the next states [n, ...], of n chunks of n rows.
+        step: (state [1, ...], parts [1, ...]) -> the next state [1, ...], for one chunk.
         parts: what `step` reads of each chunk, [chunks, ...] each.
         initial: [rows, ...] the states before the rows' first chunks.
-        seq_idx, row_chunk_starts: [chunks] and [rows + 1] int64, as in `PrefillChunks`.
+        seq_idx: [chunks] the row of each chunk.
 
     Returns: the states that enter and that leave each chunk, [chunks, ...] both, and each row's last state,
         [rows, ...].
     """
-    rows = initial.shape[0]
-    counts = row_chunk_starts.diff()
-    ranked = counts.argsort(descending=True, stable=True)
-    rank = ranked.argsort()
-    ordinal = torch.arange(seq_idx.shape[0], device=seq_idx.device) - row_chunk_starts[seq_idx]
-    order = (ordinal * rows + rank[seq_idx]).argsort()
-    sizes = torch.bincount(ordinal).tolist()
-
-    entering, leaving = [initial[:0]], [initial[:0]]
-    state = initial[ranked]
-    for size, *several in zip(sizes, *(torch.split(part[order], sizes) for part in parts), strict=True):
-        state = state[:size]
-        entering.append(state)
-        state = step(state, *several)
-        leaving.append(state)
-
-    chunk_place = order.argsort()
-    left = torch.cat(leaving)[chunk_place]
-    own = torch.arange(rows, device=initial.device)
-    last_or_initial = torch.where(counts > 0, rows + row_chunk_starts[1:] - 1, own)
-    final = torch.cat([initial, left])[last_or_initial]
-    return torch.cat(entering)[chunk_place], left, final
+    final = initial.clone()
+    entering, leaving = initial.new_empty(2, len(seq_idx), *initial.shape[1:])
+    for chunk, row in enumerate(seq_idx.tolist()):
+        entering[chunk] = final[row]
+        state = step(final[row : row + 1], *(part[chunk : chunk + 1] for part in parts))
+        leaving[chunk] = final[row] = state[0]
+    return entering, leaving, final

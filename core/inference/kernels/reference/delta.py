@@ -81,8 +81,7 @@ def gated_delta_rule_scan(
         _next_states,
         (from_start[..., -1], read_keys, written, (keys * to_end[..., None]).mT),
         read_states(states, sources).to(dtype),
-        seq_idx[: chunks.num_chunks].long(),
-        row_chunk_starts.long(),
+        seq_idx[: chunks.num_chunks],
     )
     new_values = written - read_keys @ entering
     carried = (queries * from_start[..., None]) @ entering

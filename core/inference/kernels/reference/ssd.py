@@ -55,8 +55,7 @@ def ssd_chunk_scan(
         _next_states,
         (updates.flatten(1, 2), log_decay[..., -1].exp().flatten(1, 2)),
         read_states(ssm_states, sources).to(dtype),
-        seq_idx[: chunks.num_chunks].long(),
-        row_chunk_starts.long(),
+        seq_idx[: chunks.num_chunks],
     )
     carried = queries[:, :, None] @ torch.unflatten(entering, 1, grouped).mT
     y = y + carried * log_decay.exp()[..., None]

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.engines import steps
 from mambaslots.inference.kernels.log_probs import log_softmax
-from mambaslots.inference.kernels.reference import token_draws
+from mambaslots.inference.kernels.reference.token_draws import drawn_token
 from oracle.sampled_rows import sample_rows, sampled, token_distribution
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def sample(*arguments: Any) -> list[int]:
@@ -70,8 +69,7 @@ def test_a_draw_is_the_first_token_at_which_exact_sums_pass_the_number(vocabular
     probabilities[-10:] = 0
     sums = list(accumulate(int(float(p) * 2**53) for p in probabilities))
     uniforms = [0.0, 2**-53, 0.25, 0.999, 1 - 2**-53, *(steps._uniform(3, i) for i in range(200))]
-    rows = probabilities.repeat(len(uniforms), 1)
-    drawn = token_draws._draw(rows, torch.tensor(uniforms, dtype=torch.float64)[:, None]).tolist()
+    drawn = [drawn_token(probabilities, u) for u in uniforms]
     assert drawn == [bisect_right(sums, min(int(sums[-1] * u), sums[-1] - 1)) for u in uniforms]
     assert max(drawn) < vocabulary - 10
 
@@ -149,33 +147,6 @@ def test_of_equally_likely_tokens_those_with_the_lowest_ids_are_kept() -> None:
         (ms.SamplingParams(top_p=0.5, seed=1), {0, 4}),
     ):
         assert set(sample(logits, [params] * 2000, range(2000))) == kept
-
-
-class Operations(TorchDispatchMode):
-    """Counts torch operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
-def num_operations(rows: int, vocabulary: int) -> int:
-    kinds = ({}, {"temperature": 1.0}, {"top_k": 3}, {"top_p": 0.9}, {"top_k": 9, "top_p": 0.5})
-    params = [ms.SamplingParams(**kinds[i % 5], seed=i) for i in range(rows)]
-    logits = logits_of(rows, vocabulary, 1, 1.0, False, 0)
-    with Operations() as operations:
-        sample(logits, params, range(rows))
-    return operations.count
-
-
-def test_the_number_of_operations_does_not_grow_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert num_operations(1000, 60) == num_operations(10, 60) < 250
-    monkeypatch.setattr(token_draws, "_PART_ELEMENTS", 1)  # as if the rows were long: many parts
-    assert num_operations(1280, 60) == num_operations(640, 60)
 
 
 def test_rows_are_not_sorted_that_need_only_a_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
