@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from ..config import InferenceConfig
 from ..inference.contexts.pool_sizes import GIGABYTE
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
+from ..mcore.install import describe_outlook
 from ..models import HybridConfig, HybridLM
 from ..request import SamplingParams
 from ..version import untested
@@ -58,7 +59,11 @@ def run(options: argparse.Namespace) -> int:
     findings["packages"] += [f"NOT TESTED: {newer}" for newer in untested()]
     findings["devices"] = describe_devices()
     findings["kernels"] = describe_kernels(device)
-    titles = {"packages": "packages", "devices": "GPUs", "kernels": "what would run"}
+    findings["megatron"] = [describe_outlook()]
+    titles = {
+        "packages": "packages", "devices": "GPUs", "kernels": "what would run",
+        "megatron": "what `mambaslots run` would do",
+    }  # fmt: skip
     for lines, title in titles.items():
         print(f"\n{title}:")
         for line in findings[lines]:

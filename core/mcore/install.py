@@ -1,12 +1,14 @@
 """Putting our slot allocator and the corrections into megatron-core, and taking them out again."""
 
 import importlib
+import importlib.util
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +26,13 @@ from .overrides import (
     Override,
     UnknownHostError,
     checked_methods,
+    hashes_of_tree,
     overrides_for,
     owner_class,
+    unknown_methods,
 )
 from .slot_allocator import HostCapacityError, HostSlotAllocator, Settings
-from .versions import DYNAMIC_CONTEXT, KV_ALLOCATOR, TESTED_VERSIONS, series_of
+from .versions import DYNAMIC_CONTEXT, KV_ALLOCATOR, TESTED_VERSIONS, series_of, version_of_tree
 
 _ALLOCATOR_MODULE = "megatron.core.inference.contexts.mamba_slot_allocator"
 CORRECTIONS = (admission, cached_answers, lifecycle, mixer, stages)
@@ -182,6 +186,25 @@ def _require_same(first: Settings, now: Settings) -> None:
             f"{given}; accepted: {accepted}, with which mambaslots.mcore was installed first, or uninstall() "
             "before this call"
         )
+
+
+def describe_outlook() -> str:
+    """One line: what `install` would do with the installed megatron-core, which is read and not imported."""
+    spec = importlib.util.find_spec("megatron")
+    folders = spec.submodule_search_locations if spec is not None else None
+    roots = [Path(folder).parent for folder in folders or ()]
+    root = next((root for root in roots if (root / "megatron" / "core").is_dir()), None)
+    if root is None:
+        return "nothing: megatron-core is not installed"
+    name, (overrides, hashes) = version_of_tree(root), hashes_of_tree(root)
+    objections, unknown = unknown_methods(overrides, hashes)
+    if objections:
+        return f"refuse megatron-core {name}: {'; '.join(objections)}"
+    if unknown:
+        return f"install on megatron-core {name} if its self-test passes: {'; '.join(unknown)}"
+    tested = "tested" if name in TESTED_VERSIONS else f"not tested; tested are {', '.join(TESTED_VERSIONS)}"
+    known = f"the sources of all {len(overrides)} replaced methods are known"
+    return f"install on megatron-core {name} ({tested}): {known}"
 
 
 def _host_version() -> str:

@@ -2,14 +2,18 @@
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from .versions import (
     KNOWN_SOURCES,
+    KV_ALLOCATOR,
     SERIES,
+    hashes_in,
+    series_of,
     source_hash,
 )
 
@@ -97,29 +101,47 @@ def overrides_for(series: str) -> list[Override]:
     return [entry for entry in REGISTRY if series in entry.series]
 
 
+def hashes_of_tree(root: Path) -> tuple[list[Override], dict[str, str]]:
+    """What is replaced in the megatron-core in the folder `root`, and override -> hash of what is there."""
+    by_owner = {owner: hashes_in(root, owner) for owner in {entry.owner for entry in REGISTRY}}
+    overrides = overrides_for(series_of(by_owner[KV_ALLOCATOR]))
+    found = [entry for entry in overrides if entry.method in by_owner[entry.owner]]
+    return overrides, {entry.name: by_owner[entry.owner][entry.method] for entry in found}
+
+
 def checked_methods(overrides: Iterable[Override], version: str) -> tuple[dict[Override, Any], list[str]]:
     """The host's methods that are to be replaced.
 
     Returns:
-        Override -> the host's own method, and for each method that the self-test has to vouch for, as its
-            source is not known: its name, and the source.
+        Override -> the host's own method, and for each method whose source is not known: its name, and the
+            source.
 
     Raises:
-        UnknownHostError: a method is missing, or one of `NOT_REPLAYED` is not known.
+        UnknownHostError: a method is missing, or would have to be known.
     """
     found = {entry: vars(owner_class(entry.owner)).get(entry.method) for entry in overrides}
+    hashes = {entry.name: source_hash(method) for entry, method in found.items() if method is not None}
+    objections, unknown = unknown_methods(found, hashes)
+    if objections:
+        raise UnknownHostError(f"megatron-core {version}: {'; '.join(objections)}")
+    return found, unknown
+
+
+def unknown_methods(overrides: Iterable[Override], hashes: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Why a host is refused, and which methods a self-test has to vouch for; `hashes`: name -> hash.
+
+    Refused are missing methods, and unknown ones of `NOT_REPLAYED`.
+    """
     refused: list[str] = []
-    unknown: list[str] = []
-    for entry, method in found.items():
-        digest = "" if method is None else source_hash(method)
-        if not digest:
+    vouched: list[str] = []
+    for entry in overrides:
+        digest = hashes.get(entry.name)
+        if digest is None:
             refused.append(f"{entry.name} does not exist")
         elif digest not in KNOWN_SOURCES.get(entry.name, ()):
-            names = refused if entry.name in NOT_REPLAYED else unknown
+            names = refused if entry.name in NOT_REPLAYED else vouched
             names.append(f"{entry.name} is not one we know (source {digest})")
-    if refused:
-        raise UnknownHostError(f"megatron-core {version}: {'; '.join(refused)}")
-    return found, unknown
+    return refused, vouched
 
 
 def _is_on_stock(host: Any) -> bool:

@@ -11,6 +11,7 @@ import inspect
 import textwrap
 import warnings
 from collections.abc import Callable, Container, Mapping
+from pathlib import Path
 from typing import Any
 
 DYNAMIC_CONTEXT = "megatron.core.inference.contexts.dynamic_context:DynamicInferenceContext"
@@ -62,8 +63,7 @@ KNOWN_SOURCES: Mapping[str, tuple[str, ...]] = {
 def source_hash(method: Callable[..., Any]) -> str:
     """12 hex digits of SHA-256 of a function's source without docstring, comments, decorators and layout."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes in docstrings
-            tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
+        tree = _parsed(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
     except (OSError, TypeError, SyntaxError):
         return "unreadable"
     return hash_of(tree.body[0])
@@ -77,3 +77,36 @@ def hash_of(function: ast.stmt) -> str:
     function.body = body or [ast.Pass()]
     function.decorator_list = []
     return hashlib.sha256(ast.unparse(function).encode()).hexdigest()[:12]
+
+
+def hashes_in(root: Path, owner: str) -> dict[str, str]:
+    """Method -> hash, for the class `owner` ("module:Class") in the folder `root`; {} without it."""
+    module, _, name = owner.partition(":")
+    path = root.joinpath(*module.split(".")).with_suffix(".py")
+    return {
+        part.name: hash_of(part)
+        for node in (_parsed(path.read_text()).body if path.is_file() else ())
+        if isinstance(node, ast.ClassDef) and node.name == name
+        for part in node.body
+        if isinstance(part, ast.FunctionDef)
+    }
+
+
+def version_of_tree(root: Path) -> str:
+    """What the megatron-core in the folder `root` says of its version, as "0.19.2"."""
+    path = root / "megatron" / "core" / "package_info.py"
+    numbers = {
+        target.id: node.value.value
+        for node in (_parsed(path.read_text()).body if path.is_file() else ())
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    parts = [numbers.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
+    return "without a version" if None in parts else ".".join(map(str, parts)) + str(numbers["PRE_RELEASE"])
+
+
+def _parsed(source: str) -> ast.Module:
+    with warnings.catch_warnings():  # for escapes in docstrings
+        warnings.simplefilter("ignore", SyntaxWarning)
+        return ast.parse(source)

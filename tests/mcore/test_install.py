@@ -3,9 +3,11 @@
 import ast
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mambaslots as ms
@@ -17,6 +19,7 @@ from mambaslots.inference.contexts.cache.eviction import LRUEviction
 from mambaslots.mcore import UnknownHostError, versions
 from mambaslots.mcore.__main__ import main
 from mambaslots.mcore.built_contexts import built_contexts
+from mambaslots.mcore.install import describe_outlook
 from mambaslots.mcore.overrides import NOT_REPLAYED, REGISTRY, Override, overrides_for, owner_class
 from mambaslots.mcore.recurrence import BLOCK, MODES, SERIES, RecurrentHost, make_context, tokens
 from mambaslots.mcore.self_test import REPRODUCTIONS
@@ -259,6 +262,19 @@ def test_a_missing_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         mambaslots.mcore.install()
 
 
+def test_the_outlook_is_what_install_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    version, number = megatron.core.__version__.partition("+")[0], len(replaced())
+    known_sources = f"the sources of all {number} replaced methods are known"
+    assert describe_outlook() == f"install on megatron-core {version} (tested): {known_sources}"
+    monkeypatch.setattr(sys.modules[describe_outlook.__module__], "TESTED_VERSIONS", ("0.18.0",))
+    assert f"{version} (not tested; tested are 0.18.0): " in describe_outlook()
+    known = {name: hashes for name, hashes in versions.KNOWN_SOURCES.items() if "add_request" not in name}
+    monkeypatch.setattr("mambaslots.mcore.overrides.KNOWN_SOURCES", known)
+    said, reasons = describe_outlook().split(": ", 1)
+    assert said == f"install on megatron-core {version} if its self-test passes"
+    assert re.fullmatch(r"DynamicInferenceContext\.add_request is not one we know \(source \w{12}\)", reasons)
+
+
 def test_sources_that_are_not_known_are_accepted_where_the_faults_are_gone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -321,6 +337,17 @@ def test_the_self_test_finds_each_fault_in_stock(reproduction: Callable[[], None
         reproduction()
 
 
+def test_the_outlook_names_methods_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "megatron")])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    assert describe_outlook().count(" does not exist") == len(overrides_for("0.19"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert describe_outlook() == "nothing: megatron-core is not installed"
+
+
 # ---- the table
 
 
@@ -349,10 +376,11 @@ def trees() -> list[Path]:
     "root", [Path(megatron.core.__file__).parents[2], *trees()], ids=lambda root: root.name
 )
 def test_the_table_is_what_the_sources_say(root: Path) -> None:
-    from recompute_sources import hashes_of_tree, sources
+    from recompute_sources import sources
 
     found = sources([root])
-    assert found.keys() == {entry.name for entry in hashes_of_tree(root)[0]}
+    series = "0.20" if versions.version_of_tree(root) >= "0.20" else "0.19"
+    assert found.keys() == {entry.name for entry in overrides_for(series)}
     for name, (digest,) in found.items():
         assert digest in versions.KNOWN_SOURCES[name], name
 

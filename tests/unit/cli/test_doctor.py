@@ -26,6 +26,9 @@ def test_the_doctor_says_what_is_there_and_works(
     findings = json.loads(path.read_text())
     assert printed.splitlines()[-1] == "works"
     assert f"torch {TORCH}" in findings["packages"]
+    (outlook,) = findings["megatron"]
+    assert f"\nwhat `mambaslots run` would do:\n  {outlook}\n" in printed
+    assert outlook.startswith(("install on megatron-core ", "refuse megatron-core ", "nothing: "))
     assert any(line.startswith("attention") for line in findings["kernels"])
     assert all(check["passed"] for check in findings["checks"])
 
