@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .host_record import NO_SLOTS, HostStats, record_of
+from .host_record import HostStats, record_of
 from .slot_allocator import HostSlotAllocator
 
 _logger = logging.getLogger(__package__)
@@ -19,11 +19,11 @@ def stats(context: Any) -> HostStats:
     if "mamba_slot_allocator" not in getattr(context, "__dict__", ()):
         raise ValueError(f"context is {type(context).__name__}; accepted: a DynamicInferenceContext")
     slots = context.mamba_slot_allocator
-    if slots is None:
-        return HostStats.of(record_of(context), NO_SLOTS, 0)
-    if not isinstance(slots, HostSlotAllocator):
+    if not isinstance(slots, HostSlotAllocator | None):
         raise ValueError("context is on megatron-core's own allocator; accepted: one built after install()")
-    return HostStats.of(record_of(context), slots.slots.counts, slots.num_dropped)
+    if slots is not None:
+        slots.note_counts()
+    return HostStats.of(record_of(context))
 
 
 class BuiltContext:
@@ -49,7 +49,7 @@ class BuiltContext:
         """The context's counts; of a context that is gone the counts of slots are those of its last step."""
         if (context := self.context) is not None:
             return stats(context)
-        return HostStats.of(self._record, self._record.slots, self._record.dropped)
+        return HostStats.of(self._record)
 
 
 built_contexts: list[BuiltContext] = []

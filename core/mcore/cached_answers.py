@@ -186,10 +186,7 @@ def update_requests(
     """Also note what each request has sampled, before rows are released and moved."""
     if self.enable_prefix_caching and self.is_hybrid_model:
         _append(self, self.paused_request_count, new_tokens)
-    result = original(self, active_requests_mask, new_tokens, new_speculative_tokens)
-    evicted = (result or {}).get("evict_request_ids")
-    record_of(self).restart_left([] if evicted is None else evicted.tolist())
-    return result
+    return original(self, active_requests_mask, new_tokens, new_speculative_tokens)
 
 
 @override(DYNAMIC_CONTEXT, "commit_sampled_tokens", faults=(18,))
@@ -203,7 +200,6 @@ def commit_sampled_tokens(
     original(self, sampled_tokens_cpu, sampled_mtp_tokens_cpu)
     if self.enable_prefix_caching and self.is_hybrid_model:
         _append(self, self.paused_request_count, sampled_tokens_cpu)
-    record_of(self).restart_left([])
 
 
 @override(DYNAMIC_CONTEXT, "release_memory_blocks_from_request_indexes", faults=(18,))

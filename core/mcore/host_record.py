@@ -1,7 +1,6 @@
 """What the corrections remember about one host context: its running requests, and its counts."""
 
 import importlib
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,12 +9,9 @@ import torch
 from torch import Tensor
 
 from ..inference.contexts.cache.hashing import GhostList
-from ..inference.contexts.cache.pool_stats import SlotCounts
+from ..inference.contexts.cache.pool_stats import SlotCounts, StateRemovalCause, Turnover
 from ..inference.contexts.cache.prefix_match import ComputeReason, Span, TokenLedger
 from .versions import INFERENCE_REQUEST
-
-NO_SLOTS = SlotCounts(0, 0, 0, 0, 0)
-"""The counts of a context without an allocator."""
 
 
 class HostCallError(ValueError, AssertionError):
@@ -75,72 +71,55 @@ class HostRecord:
 
     Attributes:
         tracks: request id -> its tokens, of requests in the context whose blocks are hashed.
-        ledger: what became of prompt tokens; tokens already counted before a restart are recomputed ones.
+        spans: request id -> why its prompt tokens are computed.
+        ledger: what became of prompt tokens; a request that restarts counts as another one.
         kv_ghosts: hashes of KV blocks that were evicted.
-        retired: counts of allocators that were replaced on resume.
+        turnover: how many states entered and were evicted, also with allocators before a resume.
         slots, dropped: counts of the allocator after its last step.
     """
 
     requests: int = 0
     hits: int = 0
     tracks: dict[int, RequestTrack] = field(default_factory=dict)
+    spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
     ledger: TokenLedger = field(default_factory=TokenLedger)
     kv_ghosts: GhostList = field(default_factory=lambda: GhostList(65536))
-    retired: Counter[str] = field(default_factory=Counter)
-    slots: SlotCounts = NO_SLOTS
+    turnover: Turnover[StateRemovalCause] | None = None
+    slots: SlotCounts = field(default_factory=lambda: SlotCounts(0, 0, 0, 0, 0))
     dropped: int = 0
-    _spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
-    _counted: dict[int, int] = field(default_factory=dict)
-    _restarting: dict[int, int] = field(default_factory=dict)
-    _left: dict[int, int] = field(default_factory=dict)
 
     def begin(self, request: Any, block_size_tokens: int, spans: tuple[Span, ...]) -> None:
         """A request's first chunk was added; `spans` say why its tokens are computed."""
         request_id = request.request_id
+        self.requests += 1
         self.forget([request_id])
-        self._spans[request_id] = spans
-        self._counted[request_id] = self._restarting.pop(request_id, 0)
-        self.requests += not self._counted[request_id]
+        self.spans[request_id] = spans
         if track := RequestTrack.of(request, block_size_tokens):
             self.tracks[request_id] = track
 
     def count_chunk(self, request_id: int, finished: int, skipped: int, length: int) -> None:
         """Count prompt tokens [finished, finished + length), the first `skipped` of them resumed."""
-        num_counted, stop = self._counted.get(request_id, 0), finished + length
+        stop = finished + length
         self.hits += skipped > 0
         self.ledger += TokenLedger.of_step(
             resumed_from=finished,
             start=finished + skipped,
             stop=stop,
-            spans=self._spans.get(request_id, ()),
-            num_counted=num_counted,
+            spans=self.spans.get(request_id, ()),
+            num_counted=0,
             num_prompt_tokens=stop,
         )
-        self._counted[request_id] = max(num_counted, stop)
 
     def forget(self, request_ids: Iterable[int]) -> None:
         """These requests left the context."""
         for request_id in request_ids:
             self.tracks.pop(request_id, None)
-            self._spans.pop(request_id, None)
-            self._left[request_id] = self._counted.pop(request_id, 0)
-
-    def restart_left(self, request_ids: Iterable[int]) -> None:
-        """Of the requests that left since the last call, these will be added again from their beginning."""
-        for request_id in request_ids:
-            self._restarting[request_id] = self._left.get(request_id, 0)
-        self._left.clear()
-
-    def restart_all(self) -> None:
-        """Every request leaves, and will be added again."""
-        running = list(self._counted)
-        self.forget(running)
-        self.restart_left(running)
+            self.spans.pop(request_id, None)
 
     def clear(self) -> None:
-        """Every request is dropped."""
-        self.forget(list(self._counted))
-        self._left.clear()
+        """Every request left the context."""
+        self.tracks.clear()
+        self.spans.clear()
 
 
 def record_of(context: Any) -> HostRecord:
@@ -156,12 +135,10 @@ class HostStats:
     """A snapshot of one context. Token counts count prompt tokens.
 
     Attributes:
-        num_requests: requests that were added.
+        num_requests: requests that were added; one that is evicted and restarts is added twice.
         num_hits: chunks that resumed from a state.
         num_prompt_tokens: num_resumed_tokens + num_computed_tokens.
         computed_by_reason: why tokens were computed; see `cache_stats.COMPUTE_REASONS`.
-        num_recomputed_tokens: tokens computed again after a request was evicted and restarted; no other count
-            includes them.
         num_dropped_checkpoints: planned boundaries whose states could not be stored.
     """
 
@@ -171,7 +148,6 @@ class HostStats:
     num_resumed_tokens: int
     num_computed_tokens: int
     computed_by_reason: Mapping[ComputeReason, int]
-    num_recomputed_tokens: int
     num_free_slots: int
     num_reserved_slots: int
     num_committed_slots: int
@@ -180,19 +156,22 @@ class HostStats:
     num_dropped_checkpoints: int
 
     @classmethod
-    def of(cls, record: HostRecord, slots: SlotCounts, num_dropped: int) -> "HostStats":
-        """Put together what a context and its allocator count."""
-        retired = record.retired
+    def of(cls, record: HostRecord) -> "HostStats":
+        """The counts of the context with this record."""
+        ledger, slots = record.ledger, record.slots
         return cls(
             num_requests=record.requests,
             num_hits=record.hits,
-            **record.ledger.counts(),
+            num_prompt_tokens=ledger.num_prompt_tokens,
+            num_resumed_tokens=ledger.resumed,
+            num_computed_tokens=ledger.computed.total(),
+            computed_by_reason=ledger.by_reason(),
             num_free_slots=slots.free,
             num_reserved_slots=slots.reserved,
             num_committed_slots=slots.committed,
-            num_states_committed=retired["committed"] + slots.committed_total,
-            num_states_evicted=retired["evicted"] + slots.evicted_total,
-            num_dropped_checkpoints=retired["dropped"] + num_dropped,
+            num_states_committed=slots.committed_total,
+            num_states_evicted=slots.evicted_total,
+            num_dropped_checkpoints=record.dropped,
         )
 
     @property

@@ -3,7 +3,6 @@
 import importlib
 import logging
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +10,11 @@ import torch
 from torch import Tensor
 
 from ..validation import INT32_MAX
-from .host_record import NO_SLOTS, HostRecord, record_of
+from .host_record import record_of
 from .overrides import override
 from .versions import DYNAMIC_CONTEXT, MAMBA_METADATA
 
 _logger = logging.getLogger(__package__)
-_BATCH_INVARIANT_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 
 
 @override(DYNAMIC_CONTEXT, "_allocate_mamba_cache", faults=(14, 15))
@@ -26,7 +24,6 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
     The stock method of 0.19 sizes each stage alone, so that stages evict and skip differently; that of 0.20
     divides by zero on a stage without Mamba layers. Here such a stage takes the number of the others.
     """
-    _warn_of_batch_invariance()
     host = importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])
     own = _affordable_slots(self, mamba_gb)
     slots = _fewest(own, self.pipeline_parallel_group, host)
@@ -54,16 +51,6 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
         "%d durable slots (%.1f MiB), %d scratch slots (%.1f MiB), %.1f KiB a state",
         slots, slots * state / 2**20, scratch, scratch * state / 2**20, state / 2**10,
     )  # fmt: skip
-
-
-def _warn_of_batch_invariance() -> None:
-    """Say that answers depend on what is cached, where megatron-core's batch-invariant mode is on."""
-    kernels: Any = sys.modules.get(_BATCH_INVARIANT_KERNELS)
-    if kernels is not None and kernels.is_batch_invariant_mode_enabled():
-        _logger.warning(
-            "batch_invariant_mode is on, and does not cover Mamba layers: the bits of an answer "
-            "depend on where the answer resumed, because decodes round states otherwise than prefills do"
-        )
 
 
 def _fewest(slots: int, group: Any, host: Any) -> int:
@@ -129,22 +116,12 @@ def deallocate_inference_state_buffers(original: Callable[..., None], self: Any)
     if mode == "OFFLOAD":
         allocator.offload_pool()
         return
-    record = record_of(self)
-    record.restart_all()
+    record_of(self).clear()
     allocator.release_pool()
     if self.unified_memory_level == 0 and not self._uses_torch_memory_saver:
-        _keep_counts(record, allocator)
         allocator.retire()
         self.kv_block_allocator.on_blocks_deregistered = None
         self.mamba_slot_allocator = None
-
-
-def _keep_counts(record: HostRecord, allocator: Any) -> None:
-    counts = allocator.slots.counts
-    record.retired["committed"] += counts.committed_total
-    record.retired["evicted"] += counts.evicted_total
-    record.retired["dropped"] += allocator.num_dropped
-    record.slots, record.dropped = NO_SLOTS, 0
 
 
 @override(DYNAMIC_CONTEXT, "reinitialize_inference_state_buffers", faults=(6, 14))

@@ -246,11 +246,10 @@ def _described(context: BuiltContext) -> list[str]:
         f"{stats.num_committed_slots:,} of {num_slots:,} slots hold one, {stats.num_states_committed:,} "
         f"taken, {stats.num_states_evicted:,} evicted, {stats.num_dropped_checkpoints:,} planned and dropped"
     )
-    again = f", computed again {stats.num_recomputed_tokens:,}" if stats.num_recomputed_tokens else ""
     return [
         f"{name}: requests {stats.num_requests:,}, prompt tokens {stats.num_prompt_tokens:,}, resumed "
         f"{stats.num_resumed_tokens:,} (hit rate {stats.hit_rate:.1%}), computed "
-        f"{stats.num_computed_tokens:,}{again}",
+        f"{stats.num_computed_tokens:,}",
         f"  computed by reason: {', '.join(reasons) or 'none'}",
         f"  states: {states}",
     ]

@@ -58,6 +58,9 @@ class HostSlotAllocator(MambaSlotAllocator):
     def __init__(self, context: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(context, *args, **kwargs)
         self.answers = AnswerStates(context, self.slots, self._plan) if self.settings.cache_answers else None
+        self._record, tree = record_of(context), self.slots.tree
+        self._record.turnover = tree.state_turnover = self._record.turnover or tree.state_turnover
+        self.num_dropped = self._record.dropped
         self._restore_pins: list[int] = []
         self._backup: StateTensors | None = None
 
@@ -173,7 +176,7 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
         super().on_kv_blocks_deregistered(block_ids_list, hashes_to_delete)
-        record_of(self.context).kv_ghosts.add_all(hashes_to_delete, "block")
+        self._record.kv_ghosts.add_all(hashes_to_delete, "block")
 
     # ---- after the step
 
@@ -182,8 +185,11 @@ class HostSlotAllocator(MambaSlotAllocator):
         try:
             super().commit_intermediate_states()
         finally:
-            record = record_of(self.context)
-            record.slots, record.dropped = self.slots.counts, self.num_dropped
+            self.note_counts()
+
+    def note_counts(self) -> None:
+        """Let the context's record have the counts of now; it outlives the context."""
+        self._record.slots, self._record.dropped = self.slots.counts, self.num_dropped
 
     def _commit(
         self, inner: list[int], scratch_rows: list[int], ends: list[int], rows: list[int], hashes: list[int]
@@ -235,6 +241,7 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     def retire(self) -> None:
         """Free scratch, too: the host drops its graphs, and builds another allocator."""
+        self.note_counts()
         conv, ssm = self._scratch
         self._scratch = StateTensors(conv[:, :0].clone(), ssm[:, :0].clone())
 

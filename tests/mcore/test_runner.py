@@ -145,6 +145,5 @@ def test_stats_account_for_every_prompt_token_and_every_slot(model: Any) -> None
     assert stats.num_resumed_tokens == sum(one.num_resumed_tokens for one in served) > 0
     assert stats.num_computed_tokens == stats.num_prompt_tokens - stats.num_resumed_tokens
     assert sum(stats.computed_by_reason.values()) == stats.num_computed_tokens
-    assert stats.num_recomputed_tokens == 0
     assert stats.num_free_slots + stats.num_reserved_slots + stats.num_committed_slots == 3
     assert stats.num_states_committed - stats.num_states_evicted >= stats.num_committed_slots
