@@ -5,8 +5,9 @@ Importing this package imports no megatron-core; `install` does.
 install, run_script, versions        what a user calls; the runner; which sources of the host are known
 overrides, host_record               how one method is replaced; what is remembered of one host context
 slot_allocator                       our allocator as the host's context holds it
-admission, mixer, cached_answers, lifecycle, stages
-                                     the corrections: prefills, the mixer, answers, resets, pipeline stages
+admission, mixer, gated_delta_net, cached_answers, lifecycle, stages
+                                     the corrections: prefills, the recurrent layers, answers, resets,
+                                     pipeline stages
 self_test, recurrence                what is asked of a host whose sources are not known; import megatron-core
 
 May import `contexts`, `cache`, `kernels`; no engine of ours.

@@ -18,7 +18,7 @@ from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.eviction import EvictionPolicy, PolicyChoice, checked_policy
 from ..validation import boolean, instance, shown
 from ..version import VERSION
-from . import admission, cached_answers, lifecycle, mixer, stages
+from . import admission, cached_answers, gated_delta_net, lifecycle, mixer, stages
 from .built_contexts import built_contexts, noting, refuse_to_serve
 from .overrides import (
     MissingHostError,
@@ -35,7 +35,7 @@ from .slot_allocator import HostCapacityError, HostSlotAllocator, Settings
 from .versions import DYNAMIC_CONTEXT, KV_ALLOCATOR, TESTED_VERSIONS, series_of, version_of_tree
 
 _ALLOCATOR_MODULE = "megatron.core.inference.contexts.mamba_slot_allocator"
-CORRECTIONS = (admission, cached_answers, lifecycle, mixer, stages)
+CORRECTIONS = (admission, cached_answers, gated_delta_net, lifecycle, mixer, stages)
 """The modules whose overrides are in REGISTRY; their import registers them."""
 
 _logger = logging.getLogger(__package__)

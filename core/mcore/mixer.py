@@ -77,6 +77,7 @@ def update_intermediate_metadata(
     )
     self.intermediate_real_count = sent(self._intermediate_real_count_buffer, [len(chunks)])
     self.per_request_intermediate_counts = counts
+    self._mambaslots_positions = positions
     self.intermediate_count = len(chunks)
 
 

@@ -20,6 +20,7 @@ KV_ALLOCATOR = "megatron.core.inference.contexts.kv_block_allocator:KVBlockAlloc
 MHA_METADATA = "megatron.core.inference.contexts.attention_context.mha_metadata:MHAMetadata"
 MAMBA_METADATA = "megatron.core.inference.contexts.attention_context.mamba_metadata:MambaMetadata"
 MAMBA_MIXER = "megatron.core.ssm.mamba_mixer:MambaMixer"
+GATED_DELTA_NET = "megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet"
 INFERENCE_REQUEST = "megatron.core.inference.inference_request"
 
 TESTED_VERSIONS = ("0.19.0", "0.19.2", "0.20.0")
@@ -47,6 +48,8 @@ KNOWN_SOURCES: Mapping[str, tuple[str, ...]] = {
     "DynamicInferenceContext.reset_metadata": ("b00e03d114d2", "c22305e2da43"),
     "DynamicInferenceContext.resume_paused_requests": ("c3f9a29767ba",),
     "DynamicInferenceContext.update_requests": ("8824320f6b11", "ec7caa934999"),
+    "GatedDeltaNet.forward": ("d5d252b0d7f2",),
+    "GatedDeltaNet.ssm_prefill": ("f29629e3d874",),
     "KVBlockAllocator.register_kv_block_hashes": ("fe88abb8b311", "333edf2d4bf6"),
     "MHAMetadata.set_state_data": ("0bbbda3871e5",),
     "MambaInferenceStateConfig.from_model": ("177c5f3cb681", "32826d187cea"),

@@ -27,6 +27,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")  # bars while megatron-core captures 
 if not torch.cuda.is_available():  # read when triton, and megatron-core's kernels, are imported
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["MAMBA_DETERMINISTIC"] = "1"  # one autotuning configuration: nothing is timed
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling functions takes a minute, and saves no time here
 
 from .cuda_on_cpu import cpu_as_gpu
 from .machine import on_this_machine, what_runs

@@ -1,6 +1,10 @@
-"""A hybrid stack of megatron-core's layers without transformer-engine: M (Mamba), * (attention), - (MLP)."""
+"""A hybrid stack of megatron-core's layers without transformer-engine.
+
+M (Mamba), G (gated delta net, which 0.20 serves), * (attention), - (MLP).
+"""
 
 from functools import partial
+from importlib.util import find_spec
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -58,5 +62,27 @@ def hybrid_stack_spec(ssd_chunk: int) -> ModuleSpec:
     )
     return ModuleSpec(
         module=HybridStack,
-        submodules=HybridStackSubmodules(mamba_layer=mamba, attention_layer=attention, mlp_layer=mlp),
+        submodules=HybridStackSubmodules(
+            mamba_layer=mamba, attention_layer=attention, mlp_layer=mlp, **_gated_delta_net()
+        ),
     )
+
+
+def _gated_delta_net() -> dict[str, ModuleSpec]:
+    """The G layer, where megatron-core serves it."""
+    if find_spec("megatron.core.ssm.ssm_inference") is None:
+        return {}
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules  # imports fla
+
+    parts = GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
+    )
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=WrappedTorchNorm,
+            self_attention=ModuleSpec(module=GatedDeltaNet, submodules=parts),
+            self_attn_bda=get_bias_dropout_add,
+        ),
+    )
+    return {"gdn_layer": layer}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from . import stand_ins
+from . import fla_stand_ins, stand_ins
 from .cuda_on_cpu import kernels_on_cpu, replaced
 
 with warnings.catch_warnings():  # of optional packages that are not here
@@ -66,6 +66,7 @@ def what_runs() -> dict[str, str]:
         "mamba_ssm": _own_or("mamba_ssm", f"gated norm: {torch_or}"),
         "transformer_engine": _own_or("transformer_engine", "megatron-core's linear layers, torch's norms"),
         "convolution, scan, decode": "megatron-core's kernels in Triton (megatron/core/ssm/ops)",
+        "gated delta net": "fla" if torch.cuda.is_available() else torch_or.replace("stand", "fla_stand"),
     }
 
 
@@ -138,6 +139,16 @@ def _missing_packages() -> Iterator[None]:
                 ExtendedRMSNorm=stand_ins.GatedRMSNorm,
                 is_mamba_min_version=new_enough,
             )
+        if not torch.cuda.is_available() and find_spec("megatron.core.ssm.ssm_inference") is not None:
+            gated_delta_net = importlib.import_module("megatron.core.ssm.gated_delta_net.gdn")
+            replace(
+                gated_delta_net,
+                chunk_gated_delta_rule=fla_stand_ins.chunk_gated_delta_rule,
+                fused_recurrent_gated_delta_rule=fla_stand_ins.fused_recurrent_gated_delta_rule,
+                causal_conv1d=fla_stand_ins.causal_conv1d,
+                causal_conv1d_update=fla_stand_ins.causal_conv1d_update,
+            )
+            replace(importlib.import_module("megatron.core.ssm.gated_delta_net.common"), HAVE_FLA=True)
         if find_spec("transformer_engine") is None:
             replace(hybrid_block, TENorm=WrappedTorchNorm)
         yield

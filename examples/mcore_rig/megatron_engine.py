@@ -142,7 +142,8 @@ def make_engine(
     use_cuda_graphs(model, cuda_graphs)
     states = MambaInferenceStateConfig.from_model(model)
     layers = model.decoder.layer_type_list
-    state_bytes = layers.count("M") and layers.count("M") * (
+    recurrent = layers.count("M") + layers.count("G")
+    state_bytes = recurrent and recurrent * (
         torch.Size(states.conv_states_shape).numel() * states.conv_states_dtype.itemsize
         + torch.Size(states.ssm_states_shape).numel() * states.ssm_states_dtype.itemsize
     )

@@ -14,9 +14,9 @@ class Shape:
     """A hybrid model, and how it is served.
 
     Attributes:
-        pattern: the layers: M (Mamba), * (attention), - (MLP).
+        pattern: the layers: M (Mamba), G (gated delta net), * (attention), - (MLP).
         vocabulary: tokens; those below 256 stand for bytes.
-        ssd_chunk: tokens of a chunk of the SSD kernels; cached states lie on multiples of it.
+        ssd_chunk: tokens of a chunk of the recurrent layers' kernels; cached states lie on multiples of it.
         block: tokens of a KV block, a multiple of `ssd_chunk`.
         max_sequence_length: tokens of a prompt with its answer.
         settings: of megatron-core's TransformerConfig.
@@ -50,6 +50,19 @@ TINY = Shape(
     },
     far_reaching=True,
 )  # fmt: skip
+TINY_GATED_DELTA_NET = Shape(
+    "G*G-",
+    vocabulary=256,
+    ssd_chunk=64,  # of fla's kernels
+    block=64,
+    max_sequence_length=1024,
+    settings={
+        "hidden_size": 32, "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "mamba_num_heads": 2, "mamba_num_groups": 1, "num_attention_heads": 2,
+        "normalization": "RMSNorm", "activation_func": F.silu, "add_bias_linear": False,
+    },
+    far_reaching=True,
+)  # fmt: skip
 NEMOTRON_8B = Shape(
     "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
     vocabulary=131072,
@@ -63,4 +76,4 @@ NEMOTRON_8B = Shape(
         "add_bias_linear": False,
     },
 )  # fmt: skip
-SHAPES = {"tiny": TINY, "8b": NEMOTRON_8B}
+SHAPES = {"tiny": TINY, "tiny gdn": TINY_GATED_DELTA_NET, "8b": NEMOTRON_8B}

@@ -356,7 +356,7 @@ def test_every_override_says_what_it_changes_and_is_known_for_the_installed_vers
     assert len(REGISTRY) == len(versions.KNOWN_SOURCES)
     for each in REGISTRY:
         assert each.replacement.__doc__, each.name
-        assert each.faults, each.name
+        assert each.faults or each.owner == versions.GATED_DELTA_NET, each.name
 
 
 def test_the_faults_of_context_and_mixer_are_all_corrected() -> None:
