@@ -22,7 +22,6 @@ from transformers.core_model_loading import (
 
 from ..files import CheckpointError, LoadProgress
 from .checkpoint import Checkpoint
-from .moved_hooks import names_moved_hooks
 from .weight_part import WeightPart
 
 Parts = Mapping[str, WeightPart | None]
@@ -221,7 +220,6 @@ def listed(names: Collection[str]) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-@names_moved_hooks
 def load_weights(
     model: PreTrainedModel, folder: Path, blocks: tuple[int, int] | None, device: torch.device,
     parts: Parts,
