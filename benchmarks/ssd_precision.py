@@ -1,8 +1,8 @@
 """What does a precision cost the SSD scan of one Mamba layer, and how far is it from float64?
 
-`ssd_chunk_scan` multiplies x, B and C of 16 bits as they are where MAMBASLOTS_SSD_OPERANDS=model: "bfloat16",
-"float16". It multiplies float32 as it is: "float32". Each precision has a process of its own, as what is
-compiled stays. "bfloat16 widened" has inputs of bfloat16 and MAMBASLOTS_SSD_OPERANDS=float32.
+x, B and C are multiplied as they are: "bfloat16", "float16", "float32"; `ssd_chunk_scan` itself widens
+float16. "bfloat16 widened" has inputs of bfloat16, whose operands are widened to float32. Each precision has
+a process of its own, as what is compiled stays.
 
 time        of one layer's scan of a row of 4,096 tokens that resumes from a state and stores one, at the
             shapes of Nemotron-H-8B, and of its stages; medians on a GPU. "2 more" also stores two states
@@ -41,8 +41,8 @@ def measured(precision: str, device: str) -> dict[str, Any]:
     gpu = device == "cuda"
     widened = precision == "bfloat16 widened"
     inputs = getattr(torch, "bfloat16" if widened else precision, torch.float32)
-    os.environ[module.OPERANDS_VARIABLE] = "float32" if widened else "model"
-    operands = module.operand_dtype(inputs)
+    operands = torch.float32 if widened else inputs
+    module.operand_dtype = lambda dtype: operands
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -24,12 +24,9 @@ class GpuKernelSet(KernelSet):
 
         Raises:
             ImportError: fla-core is not installed, for gated delta nets.
-            ValueError: the chunk size, or the keys of a delta net, are none that the kernels take, or
-                MAMBASLOTS_SSD_OPERANDS has a value that is not accepted.
+            ValueError: the chunk size, or the keys of a delta net, are none that the kernels take.
         """
         shapes = {tensor.name: tensor.shape for tensor in spec.states if tensor.num_layers}
-        if "ssm" in shapes:
-            ssd.operand_dtype(spec.kv_dtype)
         if "delta" in shapes:
             delta.check_sizes(spec.chunk_size or 0, shapes["delta"][1])
             delta.stages()

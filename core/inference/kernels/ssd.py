@@ -4,12 +4,9 @@ The scan runs the stages of `ssd_stages`. None chooses its tiles by timing them,
 row's outputs, and the states at its chunks' ends, depend on the row alone. `ssd_replay` repeats these sums
 for single tokens.
 
-Products multiply numbers of the model's dtype and add in float32, as mamba_ssm and megatron-core do. The
-environment variable MAMBASLOTS_SSD_OPERANDS=float32 widens the numbers first; "model" is the default. Sums of
-dt * A, decays, states and the recurrence between chunks are float32 either way.
+Products multiply numbers of the model's dtype, of float16 widened, and add in float32, as mamba_ssm and
+megatron-core do. Sums of dt * A, decays, states and the recurrence between chunks are float32.
 """
-
-import os
 
 import torch
 import triton
@@ -112,9 +109,6 @@ def update_kernel(
                 tl.store(place, state.to(states.dtype.element_ty), mask=inside)
 
 
-OPERANDS_VARIABLE = "MAMBASLOTS_SSD_OPERANDS"
-
-
 def ssd_chunk_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
     sources: Tensor, destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
@@ -122,14 +116,13 @@ def ssd_chunk_scan(
 ) -> Tensor:  # fmt: skip
     """As `reference.ssd.ssd_chunk_scan`, in four launches, without a copy of a state.
 
-    Multiplies numbers of the dtype of x, or of float32 where MAMBASLOTS_SSD_OPERANDS says so; everything else
-    is float32. The same inputs and cuts give the same bits whichever rows share the batch and, in a float32
-    pool, however the cuts are spread over calls. The last stride of x, B and C is 1. Destinations of a row
-    and of its chunks may be its own source, no other row's. `seq_idx` is not read. Nothing synchronises, and
-    a CUDA graph can capture a call.
+    Multiplies numbers of `operand_dtype`; everything else is float32. The same inputs and cuts give the same
+    bits whichever rows share the batch and, in a float32 pool, however the cuts are spread over calls. The
+    last stride of x, B and C is 1. Destinations of a row and of its chunks may be its own source, no other
+    row's. `seq_idx` is not read. Nothing synchronises, and a CUDA graph can capture a call.
 
     Raises:
-        ValueError: a last stride is not 1, or MAMBASLOTS_SSD_OPERANDS has another value.
+        ValueError: a last stride is not 1.
     """
     operands = operand_dtype(x.dtype)
     chunk_dt, log_decays = chunk_cumsum(dt, A, chunk_size, cu_chunk_seqlens)
@@ -142,11 +135,8 @@ def ssd_chunk_scan(
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of what the scan multiplies for inputs of `dtype`, by MAMBASLOTS_SSD_OPERANDS."""
-    operands = os.environ.get(OPERANDS_VARIABLE, "float32" if dtype == torch.float16 else "model")
-    if operands not in ("model", "float32"):
-        raise ValueError(f"{OPERANDS_VARIABLE} is {operands!r}; accepted: 'model', 'float32'")
-    return dtype if operands == "model" else torch.float32
+    """The dtype of what the scan multiplies for inputs of `dtype`: sums of float16 soon reach 65,504."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def describe(dtype: torch.dtype) -> str:

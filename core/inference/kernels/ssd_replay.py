@@ -43,7 +43,7 @@ def ssd_replay(
     x; slots, sources and destinations are int64, starts and lengths int32.
 
     Raises:
-        ValueError: a tensor has other strides, or MAMBASLOTS_SSD_OPERANDS has a value that is not accepted.
+        ValueError: a tensor has other strides.
     """
     check_last_stride(x=x, B=B, C=C)
     check_slots(ssm_states=ssm_states, x_inputs=x_inputs, B_inputs=B_inputs, gates=gates)

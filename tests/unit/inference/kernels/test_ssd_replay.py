@@ -244,13 +244,12 @@ class TestBits:
         assert kept.x_inputs[1].isnan().all()  # an empty tail
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("operands", ["bfloat16", "float16", "float16 as float32"])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize(("sizes", "chunk_size"), [((128, 64, 8, 128), 128), ((48, 64, 1, 128), 256)])
-    def test_bits_at_the_sizes_of_models(self, monkeypatch, sizes, chunk_size, operands):
+    def test_bits_at_the_sizes_of_models(self, sizes, chunk_size, dtype):
         """Nemotron-H-8B's and Granite-4-H's layers: one token, drafts, and 64 tokens, at many places."""
         device = kernel_device("cuda")
-        monkeypatch.setenv("MAMBASLOTS_SSD_OPERANDS", "float32" if "as" in operands else "model")
-        layer = Layer(*sizes, dtype=getattr(torch, operands.split()[0]))
+        layer = Layer(*sizes, dtype=dtype)
         length = 2 * chunk_size + 77
         whole, states = prefill(layer, 1, length, chunk_size, device)
         for tokens in (1, 4, 64):

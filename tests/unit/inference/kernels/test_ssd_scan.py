@@ -101,21 +101,13 @@ class TestValues:
         scan_and_check(Batch(layer, rows, 16, (1, 1, 1)), pool, device, 4 * unit, unit)
 
     @pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-11)])
-    def test_narrow_inputs_are_widened_where_the_setting_says_so(self, device, monkeypatch, dtype, rounding):
+    def test_narrow_inputs_are_widened_for_products(self, device, monkeypatch, dtype, rounding):
         """Nothing but outputs is rounded; to bfloat16 the interpreter cuts float32, where a GPU rounds."""
-        monkeypatch.setenv(module.OPERANDS_VARIABLE, "float32")
+        monkeypatch.setattr(module, "operand_dtype", lambda _: torch.float32)
         layer = Layer(dtype=dtype)
         rows = [Row(0, 5, 40, source=0, destination=1, checkpoints={32: 2})]
         pool = poisoned_pool(layer, rows, 3)
         scan_and_check(Batch(layer, rows, 16), pool, device, rounding, 1e-5)
-
-    def test_other_operands_are_refused(self, monkeypatch):
-        layer = Layer()
-        monkeypatch.setenv(module.OPERANDS_VARIABLE, "tf32")
-        with pytest.raises(
-            ValueError, match="MAMBASLOTS_SSD_OPERANDS is 'tf32'; accepted: 'model', 'float32'"
-        ):
-            Batch(layer, [Row(0, 0, 3)], 16).scan(ssd_chunk_scan, layer.pool(1))
 
     # The interpreter cuts float32 to bfloat16, where a GPU rounds.
     @pytest.mark.parametrize(("stored", "rounding"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-12)])
@@ -258,9 +250,6 @@ class TestCost:
             plan.check(before, pool, y.cpu())
 
 
-def test_scores_of_float16_are_widened_unless_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MAMBASLOTS_SSD_OPERANDS", raising=False)
+def test_scores_of_float16_are_widened() -> None:
     assert module.operand_dtype(torch.float16) == torch.float32  # 65,504 is soon reached by a sum of products
     assert module.operand_dtype(torch.bfloat16) == torch.bfloat16
-    monkeypatch.setenv("MAMBASLOTS_SSD_OPERANDS", "model")
-    assert module.operand_dtype(torch.float16) == torch.float16
