@@ -27,10 +27,6 @@ from .settings import ServerSettings
 
 router = APIRouter()
 page_router = APIRouter(include_in_schema=False)
-_ROUTING_MESSAGES = {
-    "Not Found": "there is no such path",
-    "Method Not Allowed": "this path does not accept this method",
-}
 
 
 def make_app(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: ServerSettings) -> FastAPI:
@@ -97,8 +93,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _middleware(settings: ServerSettings) -> list[Middleware]:
-    routes = [*router.routes, *page_router.routes]
-    gate = Middleware(Gate, keys=Keys(settings.api_keys, settings.admin_key), routes=routes)
+    gate = Middleware(Gate, keys=Keys(settings.api_keys, settings.admin_key))
     if not settings.allowed_origins:
         return [gate]
     cross_origin = Middleware(
@@ -174,10 +169,10 @@ def _model(request: Request) -> dict[str, Any]:
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     """Routing's error: a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
-    message = _ROUTING_MESSAGES.get(error.detail, error.detail)
-    if error.detail == "Not Found":
+    message = "this path does not accept this method"
+    if error.status_code == 404:
         paths = (str(getattr(route, "path", "")).replace(":path}", "}") for route in router.routes)
-        message += f"; accepted: {', '.join(dict.fromkeys(paths))}"
+        message = f"there is no such path; accepted: {', '.join(dict.fromkeys(paths))}"
     return RequestError(error.status_code, message, headers=error.headers).response
 
 
@@ -204,7 +199,7 @@ async def file(name: str, request: Request) -> Response:
     try:
         response = await _FILES.get_response(name, request.scope)
     except (HTTPException, ValueError):
-        raise HTTPException(404, "the page has no such file") from None
+        raise RequestError(404, "the page has no such file") from None
     response.headers.update(_PAGE_HEADERS | {"Cache-Control": "no-cache"})
     return response
 
@@ -214,7 +209,7 @@ async def status(request: Request) -> Response:
     """`Monitor.snapshot()`, of one engine or of all replicas."""
     snapshot = await request.app.state.engine.snapshot()
     if snapshot is None:
-        raise HTTPException(404, "no replica reports its figures")
+        raise RequestError(404, "no replica reports its figures")
     content = await run_in_threadpool(json_bytes, snapshot)  # the event loop does not wait for it
     return Response(
         content, media_type="application/json", headers=_PAGE_HEADERS | {"Cache-Control": "no-store"}

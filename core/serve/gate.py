@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
-from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import RequestError
@@ -23,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_TENANT = "default"
 """The tenant of every request to a server without keys."""
-ENDED_BY = "ended_by"
-"""The key of a request's state under which stands what ended its answer before it was complete."""
+BROKEN_BY = "broken_by"
+"""The key of a request's state for the code of what ended its answer before it was complete."""
 _POLLED = ("/", "/page/{name}", "/status.json", "/metrics", "/health")
 """Routes that programs ask every few seconds."""
 _OPEN_PATHS = ("/", "/health")
@@ -39,16 +38,15 @@ class BrokenAnswerError(Exception):
 class Gate:
     """ASGI middleware. Gives each request an id and admits it if its key is right.
 
-    The log has a line for each request: id, method, route, status and seconds; and what ended an answer
-    before it was complete. The line is at DEBUG where a program polls figures and gets them. An exception
-    is logged as its type and where it was raised: messages of exceptions may quote what clients sent.
+    The log has a line for each request: id, method, route ("-" where it is not admitted), status and seconds;
+    and what ended an answer before it was complete. The line is at DEBUG where a program polls figures and
+    gets them. An exception is logged as its type and where it was raised: messages of exceptions may quote
+    what clients sent.
     """
 
-    def __init__(self, app: ASGIApp, keys: "Keys", routes: Sequence[BaseRoute] = ()) -> None:
-        """`routes` name requests in the log that are not admitted."""
+    def __init__(self, app: ASGIApp, keys: "Keys") -> None:
         self._app = app
         self._keys = keys
-        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,20 +79,13 @@ class Gate:
             internal = RequestError(500, f"an internal error; the log of the server has {request_id}")
             await internal.response(scope, receive, send_with_id)
         finally:
-            route = self._route_of(scope)
+            route = getattr(scope.get("route"), "path", "-")  # other paths may be secrets
             seconds = time.perf_counter() - begin
             level = logging.DEBUG if route in _POLLED and status < 400 else logging.INFO
             shown = str(status or "gone")
-            if status and ENDED_BY in scope["state"]:
-                shown += f", ended by {scope['state'][ENDED_BY]},"
+            if status and BROKEN_BY in scope["state"]:
+                shown += f" broken by {scope['state'][BROKEN_BY]}"
             logger.log(level, "%s: %s %s %s %.3f s", request_id, scope["method"], route, shown, seconds)
-
-    def _route_of(self, scope: Scope) -> str:
-        """The route of a request, also of one that was refused; "-" for other paths, which may be secrets."""
-        route = scope.get("route")
-        if route is None:
-            route = next((each for each in self._routes if each.matches(scope)[0] is not Match.NONE), None)
-        return getattr(route, "path", "-")
 
 
 def _check_lengths(headers: _Headers) -> None:
@@ -127,28 +118,32 @@ class Keys:
 
     def __init__(self, api_keys: Mapping[str, str], admin_key: str | None) -> None:
         self._tenants = [(tenant, _digest(key.encode())) for tenant, key in api_keys.items()]
-        self._admin = None if admin_key is None else _digest(admin_key.encode())
+        self._admin = [] if admin_key is None else [(DEFAULT_TENANT, _digest(admin_key.encode()))]
 
     def admit(self, path: str, headers: _Headers) -> str:
-        """The tenant whose request has these headers; RequestError 401 for a wrong key, 403 for none."""
+        """The tenant whose request has these headers.
+
+        RequestError 401: the key is missing or wrong; 403: the path is closed.
+        """
         is_tenants = path.startswith("/v1/")
         is_open = path in _OPEN_PATHS or path.startswith(_OPEN_FOLDERS)
         if is_open or not (self._tenants if is_tenants else self._admin or self._tenants):
             return DEFAULT_TENANT
-        if not is_tenants and self._admin is None:
+        if not is_tenants and not self._admin:
             raise RequestError(403, "this path is for the operator, and the server has no admin_key")
         given, tenant = _digest(_bearer(headers)), None
-        for name, digest in self._tenants:  # all of them, so that the time is the same
+        for name, digest in self._tenants if is_tenants else self._admin:  # all: the time is the same
             if hmac.compare_digest(given, digest):
                 tenant = name
-        is_admin = self._admin is not None and hmac.compare_digest(given, self._admin)
-        if is_tenants and tenant is None:
-            reason = "this is the admin key" if is_admin else "the API key is wrong"
-            raise _refused(reason, "the key of a tenant")
-        if not is_tenants and not is_admin:
-            reason = "the admin key is wrong" if tenant is None else "this is a tenant's key"
-            raise _refused(reason, "the admin key")
-        return tenant or DEFAULT_TENANT
+        if tenant is None:
+            whose = "a tenant's key" if is_tenants else "the admin key"
+            raise RequestError(
+                401,
+                f"the key is missing or wrong; accepted: the header Authorization: Bearer, with {whose}",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return tenant
 
 
 def engine_salt(tenant: str, client_salt: str | None, has_keys: bool) -> bytes | None:
@@ -167,18 +162,10 @@ def _digest(key: bytes) -> bytes:
 
 
 def _bearer(headers: _Headers) -> bytes:
+    """The key in the headers; b"", which is nobody's, where there is none or more than one."""
     values = [value for name, value in headers if name == b"authorization"]
-    if len(values) != 1:
-        raise _refused("the header Authorization is missing" if not values else "there are several keys")
-    scheme, _, key = values[0].strip().partition(b" ")
-    if scheme.lower() != b"bearer" or not key.strip():
-        raise _refused("the header Authorization is of another form")
-    return key.strip()
-
-
-def _refused(reason: str, accepted: str = "Authorization: Bearer and a key of this server") -> RequestError:
-    message = f"{reason}; accepted: {accepted}"
-    return RequestError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+    scheme, _, key = values[0].strip().partition(b" ") if len(values) == 1 else (b"", b"", b"")
+    return key.strip() if scheme.lower() == b"bearer" else b""
 
 
 # ---- the header Host

@@ -20,7 +20,7 @@ from ..monitor import Monitor
 from ..request import RequestResult, SamplingParams
 from ..text import TextCodec
 from .errors import JSONAnswer, RequestError, bad_argument, json_bytes, refusal
-from .gate import ENDED_BY
+from .gate import BROKEN_BY
 from .http_answers import AnswerText, Form, Piece, usage
 from .metrics import metrics_text
 from .requests import AnswerRequest
@@ -30,13 +30,6 @@ Emit = Callable[[int, Piece], Awaitable[None]]
 
 _LAST_EVENT_S = 1.0
 """Seconds in which a client must read the error that ends its stream."""
-_CAUSES = {
-    "timeout": "the timeout",
-    "cancelled": "the shutdown",
-    "engine_dead": "the engine's failure",
-    "no_replica": "the loss of replicas",
-    "capacity": "too little memory",
-}
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -250,7 +243,7 @@ class GeneratedAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if not await _until_gone(receive, self._answer(scope, receive, send)):
-                scope["state"][ENDED_BY] = "the client"
+                scope["state"][BROKEN_BY] = "client"
         finally:
             self.finished()
 
@@ -339,7 +332,7 @@ class StreamedAnswer(GeneratedAnswer):
             if not self._started:
                 raise
             shown = error if isinstance(error, RequestError) else RequestError(500, "an internal error")
-            scope["state"][ENDED_BY] = _CAUSES.get(shown.code or "", "an error")
+            scope["state"][BROKEN_BY] = shown.code or "error"
             async with asyncio.timeout(_LAST_EVENT_S):
                 await self._send(send, shown.body)
                 await send({"type": "http.response.body", "body": b""})

@@ -51,25 +51,6 @@ class Piece:
         return cls("".join(piece.text for piece in pieces), tokens, pieces[-1].finish_reason)
 
 
-class TokenTexts:
-    """What single tokens add to a text; tokenizers may write a token otherwise at the beginning of a text."""
-
-    def __init__(self, text: TextCodec | None) -> None:
-        self._text = text
-        self._last: tuple[int, str] | None = None
-        """The last previous token, and its text."""
-
-    def after(self, previous: int, token: int) -> str:
-        """The text of `token` after `previous`; "" for special tokens."""
-        if self._text is None:
-            return ""
-        if self._last is None or self._last[0] != previous:
-            self._last = previous, self._text.decode([previous])
-        before = self._last[1]
-        both = self._text.decode([previous, token])
-        return both[len(before) :] if both.startswith(before) else self._text.decode([token])
-
-
 class AnswerText:
     """The text of one answer, cut before its first stop string, and the tokens that belong to it.
 
@@ -83,7 +64,7 @@ class AnswerText:
     ) -> None:
         self.num_tokens = 0
         self._detokenizer = text.detokenizer() if text is not None else None
-        self._texts = TokenTexts(text)
+        self._text = text
         self._stops = StopStrings(stops)
         self._keeps_tokens = keeps_tokens
         self._previous = previous
@@ -124,9 +105,17 @@ class AnswerText:
         return Piece(text, tokens)
 
     def _answer_token(self, generated: GeneratedToken) -> AnswerToken:
-        likely = generated.top_log_probs or ()
-        top = tuple((self._texts.after(self._previous, token), log_prob) for token, log_prob in likely)
-        text = self._texts.after(self._previous, generated.token)
+        before = self._text.decode([self._previous]) if self._text is not None else ""
+
+        def text_of(token: int) -> str:
+            """What it adds; tokenizers may write a token otherwise at the beginning of a text."""
+            if self._text is None:
+                return ""
+            both = self._text.decode([self._previous, token])
+            return both[len(before) :] if both.startswith(before) else self._text.decode([token])
+
+        top = tuple((text_of(token), log_prob) for token, log_prob in generated.top_log_probs or ())
+        text = text_of(generated.token)
         return AnswerToken(generated.token, text, self._num_characters, generated.log_prob, top)
 
     def _placed(self, piece: str) -> str:

@@ -55,18 +55,8 @@ _SAMPLING = (
     "logit_bias", "min_tokens",
 )  # fmt: skip
 """Fields that are arguments of `SamplingParams` as they are."""
-
-_ACCEPTED = {
-    "bool_type": "true or false",
-    "int_type": "an integer",
-    "float_type": "a number",
-    "string_type": "a string",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-}
-"""What is accepted, by pydantic's type of the error; of other types its message says it."""
+_NOT_SAID = "^(Input should be|(List|String) should have) | after validation.*| or (instance|object) .*"
+"""What of pydantic's messages is not repeated."""
 
 
 def _number(value: Any) -> Any:
@@ -416,8 +406,5 @@ def _first_error(error: ValidationError, body: dict[str, Any]) -> RequestError:
     if first["type"] == "value_error":
         accepted = str(first["ctx"]["error"])
     else:
-        message = re.sub(
-            "^(Input should be|(List|String) should have) | after validation.*", "", first["msg"]
-        )
-        accepted = _ACCEPTED.get(first["type"], message)
+        accepted = re.sub(_NOT_SAID, "", first["msg"]).replace("a valid dictionary", "an object")
     return bad_field(name, f"{name} is {short(value)}; accepted: {accepted}")

@@ -84,7 +84,7 @@ def test_arguments_that_are_no_json_stay_what_the_model_wrote(served: Served) ->
     [
         (None, {}, "messages is missing"),
         ([], {}, "messages is []; accepted: at least 1 item"),
-        ("Hi", {}, "messages is 'Hi'; accepted: a list"),
+        ("Hi", {}, "messages is 'Hi'; accepted: a valid list"),
         (["Hi"], {}, r"messages[0] is 'Hi'; accepted: an object"),
         ([{"role": "robot", "content": ""}], {}, "messages[0].role is 'robot'; accepted: 'system', 'dev"),
         ([USER, {"role": "user"}], {}, "messages[1].content is null; accepted: a string, or a list"),

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.request import GeneratedToken
-from mambaslots.serve.http_answers import AnswerText, AnswerToken, StopStrings, TokenTexts
+from mambaslots.serve.http_answers import AnswerText, AnswerToken, Piece, StopStrings
 from mambaslots.text import ByteTokenizer, TextCodec
 from oracle.stops import cut_by_force, num_undecided
 
@@ -74,8 +74,9 @@ def test_a_token_s_text_has_the_blank_before_it() -> None:
     assert piece.tokens == [
         AnswerToken(2, " world", 0, -0.5), AnswerToken(3, "s", 5, -0.5), AnswerToken(1, " Hello", 6, -0.5),
     ]  # fmt: skip
-    texts = TokenTexts(TextCodec(Words()))
-    assert [texts.after(0, 1), texts.after(2, 1), texts.after(2, 0)] == ["Hello", " Hello", ""]
+    begun = AnswerText(TextCodec(Words()), (), previous=0, keeps_tokens=True)
+    pushed = begun.push([GeneratedToken(token, -0.5) for token in (1, 2, 0)]), begun.finish()
+    assert [token.text for token in Piece.joined(pushed).tokens] == ["Hello", " world", ""]
 
 
 # ---- stop strings, against a search that looks at every beginning of the text

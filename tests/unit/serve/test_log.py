@@ -51,7 +51,7 @@ def test_how_a_request_ended(served: Served, lines: Lines, streams: bool) -> Non
     served.post("/v1/completions", LONG | {"max_tokens": 2, "stream": streams}, **KEY)
     assert lines.last() == "POST /v1/completions 200"
     served.post("/v1/completions", LONG | {"stream": streams}, **KEY)
-    outcome = "200, ended by the timeout," if streams else "504"
+    outcome = "200 broken by timeout" if streams else "504"
     assert lines.last() == f"POST /v1/completions {outcome}"
 
 
@@ -62,7 +62,7 @@ def test_a_client_that_leaves_its_stream(served: Served, lines: Lines) -> None:
     with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
         client.sendall(head.encode() + body)
         assert client.recv(15).startswith(b"HTTP/1.1 200")
-    assert lines.last() == "POST /v1/completions 200, ended by the client,"
+    assert lines.last() == "POST /v1/completions 200 broken by client"
 
 
 def test_a_stream_that_the_shutdown_ends(lines: Lines) -> None:
@@ -75,20 +75,19 @@ def test_a_stream_that_the_shutdown_ends(lines: Lines) -> None:
             client.sendall(head.encode() + body)
             assert client.recv(15).startswith(b"HTTP/1.1 200")
             other.do(service.close)
-            assert lines.last() == "POST /v1/completions 200, ended by the shutdown,"
+            assert lines.last() == "POST /v1/completions 200 broken by cancelled"
 
 
-def test_what_is_refused_has_its_route_and_nothing_of_its_query(served: Served, lines: Lines) -> None:
-    for method, path, route in (
-        ("POST", "/v1/completions?q=peculiar", "/v1/completions"),
-        ("GET", "/v1/completions", "/v1/completions"),
-        ("GET", "/v1/models/peculiar", "/v1/models/{name:path}"),
-        ("GET", "/v1/peculiar?q=peculiar", "-"),
+def test_what_is_not_admitted_shows_nothing_of_its_path(served: Served, lines: Lines) -> None:
+    for method, path in (
+        ("POST", "/v1/completions?q=peculiar"),
+        ("GET", "/v1/models/peculiar"),
+        ("GET", "/v1/peculiar?q=peculiar"),
     ):
         assert served.send(method, path).status == 401
-        assert lines.last() == f"{method} {route} 401"
+        assert lines.last() == f"{method} - 401"
     assert served.get("/metrics").status == 403
-    assert lines.last() == "GET /metrics 403"
+    assert lines.last() == "GET - 403"
 
 
 # ---- odd requests
