@@ -68,12 +68,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--no-answers", dest="cache_answers", action="store_false", help="do not cache generated tokens"
     )
     parser.add_argument(
-        "--stats",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="what became of prompt tokens, on stderr when the script ends (on)",
-    )
-    parser.add_argument(
         "--json",
         type=new_file,
         metavar="PATH",
@@ -92,12 +86,11 @@ def main(arguments: Sequence[str], command: str = COMMAND) -> int:
         command: how messages name the command.
 
     Returns:
-        The script's exit code; 1 where the drop-in cannot be installed, 2 where the script installs it with
-            other settings.
+        0; 1 where the drop-in cannot be installed, 2 where the script installs it with other settings.
 
     Raises:
         SystemExit: --help, --version (0) and wrong options (2).
-        BaseException: what the script raises, after the report.
+        BaseException: what the script raises, also SystemExit, after the report.
     """
     parser = _Parser(
         prog=command,
@@ -110,9 +103,14 @@ def main(arguments: Sequence[str], command: str = COMMAND) -> int:
     rank = int(os.environ.get("RANK", "0"))
     with _log_to_stderr(logging.ERROR if rank else logging.INFO):
         _interpret_without_cuda(speaks=not rank)
-        installation = _install(options, speaks=not rank)
-        if isinstance(installation, int):
-            return installation
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of what megatron-core imports
+                installation = install(options.plan, options.eviction, options.cache_answers)
+        except (UnknownHostError, MissingHostError, OtherSettingsError, ValueError) as error:
+            _say(f"error: {error}")
+            return 1 if isinstance(error, UnknownHostError | MissingHostError) else 2
+        if not rank:
+            _say(installation.describe())
         sys.argv[:] = [str(options.script), *options.arguments]
         sys.path.insert(0, str(options.script.resolve().parent))
         exit_code = 1
@@ -120,7 +118,8 @@ def main(arguments: Sequence[str], command: str = COMMAND) -> int:
             runpy.run_path(str(options.script), run_name="__main__")
             exit_code = 0
         except SystemExit as leaving:
-            exit_code = _exit_code(leaving)
+            exit_code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+            raise
         except OtherSettingsError as error:  # of an `install` in the script; this command's came first
             _say(f"error: {error}")
             exit_code = 2
@@ -129,24 +128,8 @@ def main(arguments: Sequence[str], command: str = COMMAND) -> int:
     return exit_code
 
 
-def _install(options: argparse.Namespace, speaks: bool) -> Installation | int:
-    """Install, and say so in one line; where it cannot be, say why in one line and return the exit code."""
-    try:
-        with _quiet_import():
-            installation = install(options.plan, options.eviction, options.cache_answers)
-    except (UnknownHostError, MissingHostError) as error:
-        _say(f"error: {error}")
-        return 1
-    except (OtherSettingsError, ValueError) as error:
-        _say(f"error: {error}")
-        return 2
-    if speaks:
-        _say(installation.describe())
-    return installation
-
-
 def _report(options: argparse.Namespace, installation: Installation, rank: int, exit_code: int) -> None:
-    if options.stats and (rank == 0 or exit_code):
+    if rank == 0 or exit_code:
         for line in described(built_contexts):
             _say(line if rank == 0 else f"rank {rank}: {line}")
     if options.json is not None:
@@ -154,16 +137,6 @@ def _report(options: argparse.Namespace, installation: Installation, rank: int, 
             write_json(options.json, rank, as_dict(installation, built_contexts, rank, exit_code))
         except OSError as error:
             _say(f"error: {options.json} cannot be written: {error.strerror}")
-
-
-def _exit_code(leaving: SystemExit) -> int:
-    """As Python's own: a number as it is, nothing is 0, anything else is printed and is 1."""
-    if leaving.code is None:
-        return 0
-    if isinstance(leaving.code, int):
-        return leaving.code
-    print(leaving.code, file=sys.stderr)
-    return 1
 
 
 def _interpret_without_cuda(speaks: bool) -> None:
@@ -178,24 +151,6 @@ def _interpret_without_cuda(speaks: bool) -> None:
     if speaks:
         settings = " ".join(f"{name}={value}" for name, value in missing.items())
         _say(f"no CUDA device is visible; setting {settings}")
-
-
-@contextmanager
-def _quiet_import() -> Iterator[None]:
-    """Show no warning of what is imported.
-
-    megatron-core and torch name optional packages and settings that the cache does not need. What `install`
-    itself warns of is said in the form of our lines.
-    """
-    logger = logging.getLogger("torch.utils.cpp_extension")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(before)
 
 
 @contextmanager
