@@ -48,15 +48,15 @@ COUNTERS = (
            page="tokens.prompt"),
     Figure("resumed_prompt_tokens", "prompt tokens that were not computed", _CACHE + "num_resumed_tokens",
            page="tokens.resumed"),
-    Figure("computed_prompt_tokens", "computed prompt tokens, by why they were not resumed",
+    Figure("computed_prompt_tokens", "computed prompt tokens, by the reason",
            _CACHE + "computed_by_reason", "reason", "tokens.by_reason"),
-    Figure("recomputed_tokens", "tokens computed again after a preemption or a failed step; if it grows, "
-           "answers outgrow the KV pool", _CACHE + "num_recomputed_tokens", page="tokens.recomputed"),
+    Figure("recomputed_tokens", "tokens computed again after a preemption or a failed step; it grows if "
+           "answers need more KV than there is", _CACHE + "num_recomputed_tokens", page="tokens.recomputed"),
     Figure("generated_tokens", "tokens of users' answers", "num_generated", page="tokens.generated"),
-    Figure("drafted_tokens", "tokens that drafts guessed", _DRAFTS + "num_drafted"),
-    Figure("accepted_drafted_tokens", "drafted tokens that were right", _DRAFTS + "num_accepted"),
+    Figure("drafted_tokens", "drafted tokens", _DRAFTS + "num_drafted"),
+    Figure("accepted_drafted_tokens", "drafted tokens that were accepted", _DRAFTS + "num_accepted"),
     Figure("requests_added", "users' requests that were queued", "num_added"),
-    Figure("requests_ended", "users' requests that ended, by how", "num_ended", "finish_reason"),
+    Figure("requests_ended", "users' requests that ended, by finish reason", "num_ended", "finish_reason"),
     Figure("states_committed", "states that became findable", _CACHE + "num_states_committed"),
     Figure("states_left", "states removed from the cache, by cause", _CACHE + "states_removed_by_cause",
            "cause", "evictions.by_cause"),
@@ -64,9 +64,9 @@ COUNTERS = (
            _CACHE + "num_states_refused"),
     Figure("states_evicted_unused", "evicted states that no request had resumed from",
            _CACHE + "num_states_evicted_unused"),
-    Figure("tier_states_fetched", "states copied back to the device, by the tier they were in",
+    Figure("tier_states_fetched", "states copied back to the device, by tier",
            "fetched_by_tier", "tier"),
-    Figure("tier_copies_damaged", "copies of states with a wrong checksum; their tokens were computed",
+    Figure("tier_copies_damaged", "copies of states with a wrong checksum; their tokens were computed again",
            _TIERS + "num_copies_damaged"),
     Figure("kv_blocks_registered", "KV blocks that became findable", _CACHE + "num_kv_blocks_registered"),
     Figure("kv_blocks_left", "findable KV blocks removed from the cache, by cause",
@@ -103,7 +103,7 @@ DURATIONS = (
 )  # fmt: skip
 FAILED_ACCEPTS = Figure(
     "failed_accepts",
-    "connections could not be accepted for want of descriptors or memory, at most two a second",
+    "failed accepts of connections, because descriptors or memory ran out; at most two a second",
     "count",
 )
 """Of a server that accepts connections itself."""
