@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_SPECULATIVE_TOKENS = 63  # kernels are compiled for a number of tokens a row, and unroll over them
 DurableDtype = Literal["bfloat16", "int8"]
 DURABLE_DTYPES: tuple[DurableDtype, ...] = get_args(DurableDtype)
-FreeMemory = Literal["keep", "zero", "nan"]
+FreeMemory = Literal["keep", "zero"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class InferenceConfig:
         block_size_tokens: tokens of one KV block; with prefix caching a multiple of the model's grid.
         max_requests: requests that run at once.
         max_tokens_per_step: tokens computed in one step; at least `max_requests`, and at least one block.
-            With `decode_by_replay` at least one chunk.
+            With `decode_by_replay` at least `max_requests` - 1 and one chunk.
         max_sequence_length: longest prompt plus answer.
         num_kv_blocks: blocks of the KV pool.
         num_mamba_slots: cached states, in addition to the live states of `max_requests` requests (times
@@ -83,8 +83,7 @@ class InferenceConfig:
     Memory:
         free_memory: what free memory holds: states, KV blocks, inputs of decodes, rows of host memory, files.
             "keep": stale values. "zero": zeros before another request can get it, which costs a write of what
-            is freed. "nan", to debug a model: NaN before every forward (the largest finite number in unused
-            rows of a block in use); a step with invalid logits raises RuntimeError.
+            is freed.
 
     Example: `InferenceConfig(block_size_tokens=256, num_kv_blocks=1024, num_mamba_slots=64)` caches the KV of
     262,144 tokens and at least 64 states.

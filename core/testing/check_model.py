@@ -181,7 +181,7 @@ class _Token(NamedTuple):
 class _Trial:
     """Serves the texts with a model, and compares each result with the first one of the same prefix.
 
-    The engine fills free memory with NaN before each call. The model's answers are not used: requests
+    Memory that a step does not read holds NaN before each call. The model's answers are not used: requests
     generate the rest of their texts.
     """
 
@@ -212,7 +212,6 @@ class _Trial:
             "max_sequence_length": longest,
             "num_kv_blocks": (3 + rows) * -(-longest // min(self.block, 8)),
             "num_mamba_slots": 24 if settings.get("enable_prefix_caching", True) else None,
-            "free_memory": "nan",
         }
         drafter = self if "num_speculative_tokens" in settings else None
         engine = DynamicInferenceEngine(self, InferenceConfig(**(sizes | settings)), drafter=drafter)
@@ -279,6 +278,7 @@ class _Trial:
         unnamed = _unnamed(inputs, slots)
         for pool, others in zip((*states, kv), unnamed, strict=True):
             pool[others] = float("nan")
+        _poison_unread(inputs, slots, places)
         before = [pool.clone() for pool in (*states, kv)]
         logits = self._logits(inputs)
         for name, (value, old) in indices.items():
@@ -369,6 +369,25 @@ def _unnamed(inputs: StepInputs, slots: Collection[int]) -> list[tuple[slice | l
     free = [block for block in range(inputs.kv_cache.shape[2]) if block not in held]
     every = slice(None)
     return [*[(every, others) for _ in inputs.state_pool.tensors], (every, every, free)]
+
+
+def _poison_unread(inputs: StepInputs, slots: Collection[int], places: Collection[int]) -> None:
+    """Fill destinations that are no sources with NaN, and rows of KV that are written now or later.
+
+    In blocks with stored KV these rows get the largest finite number: kernels may multiply them by 0.
+    """
+    sources = set(inputs.state_sources.tolist())
+    for states in inputs.state_pool.tensors:
+        states[:, [slot for slot in slots if slot not in sources]] = float("nan")
+    kv, size = inputs.kv_cache, inputs.kv_cache.shape[3]
+    num_stored: dict[int, int] = {}  # block -> its leading rows whose KV is stored
+    for table, length in zip(inputs.block_table.tolist(), inputs.kv_lengths.tolist(), strict=True):
+        for index, block in enumerate(table[: -(-length // size)]):
+            rows = range(block * size, block * size + min(size, length - index * size))
+            stored = sum(place not in places for place in rows)
+            num_stored[block] = max(stored, num_stored.get(block, 0))
+    for block, stored in num_stored.items():
+        kv[:, :, block, stored:] = torch.finfo(kv.dtype).max if stored else float("nan")
 
 
 def _check_foreign_writes(

@@ -2,9 +2,9 @@
 
 What holds poison within `poisoned()`:
 
-free memory of pools: `InferenceConfig.free_memory` is "nan" by default. So state slots that hold
-    nothing, free KV blocks, rows of KV blocks that no token is stored in, staging slots, inputs beside those
-    that a decode replays, and free rows of host memory are poisoned before every forward.
+free memory of pools, of engines without `free_memory="zero"`: state slots that hold nothing, free KV blocks,
+    rows of KV blocks that no token is stored in, staging slots, inputs beside those that a decode replays,
+    and free rows of host memory are poisoned before every forward.
 scratch: `torch.empty` and its kin give NaN, the largest integer or True: outputs and scratch of kernels, the
     device memory through which states leave for host memory, and results on their way to the CPU. A captured
     graph fills its scratch anew at each replay.
@@ -16,23 +16,21 @@ padding: every step is padded by odd amounts, where the engine does not pad it b
 torch's own `fill_uninitialized_memory` comes with deterministic algorithms, others than those that serve.
 """
 
-import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Literal, get_args
 from unittest.mock import patch
 
-import mambaslots as ms
 import torch
 from mambaslots.inference.contexts.step_builder import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
 from mambaslots.inference.engines.dynamic_engine import DynamicInferenceEngine
-from mambaslots.inference.engines.memory_poison import MemoryPoison
 from mambaslots.inference.engines.runner import GraphRunner
 from mambaslots.inference.engines.steps import StepRunner
 from mambaslots.net.transfer.pieces import Staging
+from oracle.memory_poison import poison
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
@@ -90,11 +88,8 @@ def poisoned(without: Collection[Part] = ()) -> Iterator[None]:
             for owner, name, wrap in wraps if part not in without else ():
                 stack.enter_context(_wrapped(owner, name, wrap))
         if "memory" not in without:
-            init: Any = inspect.unwrap(ms.InferenceConfig.__init__)
-            defaults = (init.__kwdefaults__ or {}) | {"free_memory": "nan"}
-            stack.enter_context(patch.object(init, "__kwdefaults__", defaults))
-        if "check" in without:
-            stack.enter_context(patch.object(MemoryPoison, "check", lambda self, invalid: None))
+            wrap = partial(_poisoned_at_start, checks="check" not in without)
+            stack.enter_context(_wrapped(DynamicInferenceEngine, "__init__", wrap))
         yield
 
 
@@ -102,6 +97,19 @@ def poisoned(without: Collection[Part] = ()) -> Iterator[None]:
 def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
     with patch.object(owner, name, wrap(getattr(owner, name))):
         yield
+
+
+# ---- free memory
+
+
+def _poisoned_at_start(init: Callable[..., None], *, checks: bool) -> Callable[..., None]:
+    @wraps(init)
+    def poisoned_init(self: DynamicInferenceEngine, *args: Any, **settings: Any) -> None:
+        init(self, *args, **settings)
+        if self.config.free_memory != "zero":
+            poison(self, checks=checks)
+
+    return poisoned_init
 
 
 # ---- scratch

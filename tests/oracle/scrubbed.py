@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import mambaslots as ms
 import torch
 from mambaslots.inference.contexts.request import RequestStep
-from mambaslots.inference.engines.memory_poison import free_memory
+from oracle.memory_poison import free_memory
 
 
 def assert_scrubbed(engine: ms.DynamicInferenceEngine) -> None:

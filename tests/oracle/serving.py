@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from mambaslots.inference.contexts.cache.hashing import PUBLIC_ROOT, PrefixHashChain
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
+from oracle.memory_poison import poison
 from oracle.model_kinds import KINDS, OF_TRANSFORMERS, PLAIN, kind_of_model, present_kind
 from oracle.recurrent_lm import RecurrentLM
 from oracle.stored_states import stored_apart
@@ -85,9 +86,9 @@ def fetch_always(engine: ms.DynamicInferenceEngine, min_tokens: int = 1) -> ms.D
 
 
 def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
-    """`overrides`: settings; also `model`, `make_drafter`, called for a drafter, `in_place`, `seed`, and
-    `encoded`: whether
-    durable slots are a store of their own, which rounds nothing.
+    """`overrides`: settings; also `model`, `make_drafter`, called for a drafter, `in_place`, `seed`,
+    `poisoned`: whether free memory holds NaN, and `encoded`: whether durable slots are a store of their own,
+    which rounds nothing.
     """
     settings: dict[str, object] = (
         {
@@ -106,6 +107,7 @@ def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
     seed = settings.pop("seed", 0)
     make_drafter, in_place = settings.pop("make_drafter", None), settings.pop("in_place", False)
     model = settings.pop("model", None) or small_model()
+    is_poisoned = settings.pop("poisoned", False)
     if in_place:
         from oracle.drafters import InPlaceModel
 
@@ -113,7 +115,8 @@ def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
     with stored_apart(settings) if settings.pop("encoded", False) else nullcontext():
         config = ms.InferenceConfig(**settings)  # type: ignore[arg-type]
         drafter = make_drafter and make_drafter()
-        return fetch_always(ms.DynamicInferenceEngine(model, config, drafter=drafter, seed=seed))
+        engine = fetch_always(ms.DynamicInferenceEngine(model, config, drafter=drafter, seed=seed))
+    return poison(engine) if is_poisoned else engine
 
 
 def expected_answer(prompt: tuple[int, ...], length: int) -> tuple[list[int], list[float]]:

@@ -34,7 +34,7 @@ def test_a_configuration_has_at_most_twenty_fields() -> None:
         ({"num_kv_blocks": None, "num_mamba_slots": None, "total_gb": math.nan}, "total_gb is nan"),
         ({"num_kv_blocks": None, "num_mamba_slots": None, "total_gb": math.inf}, "total_gb is inf"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching is 1; accepted: True or False"),
-        ({"free_memory": True}, "free_memory is True; accepted: one of 'keep', 'zero', 'nan'"),
+        ({"free_memory": True}, "free_memory is True; accepted: one of 'keep', 'zero'"),
         ({"salt_key": "short"}, "salt_key is 5 bytes; accepted: bytes or a str of at least 16 bytes"),
         ({"eviction_policy": "fifo"}, "'fifo'; accepted: one of 'value', 'lru'"),
         ({"block_size_tokens": 4096, "max_tokens_per_step": 8192}, "no prompt ever holds a whole block"),

@@ -20,6 +20,7 @@ from mambaslots.net.transfer.format import TransferError
 from oracle.everything import Fuzzer, Totals
 from oracle.faults import InjectedError, failing
 from oracle.ledger import TOLERANCE, Entry, LeftWrongError, check_objects, objects
+from oracle.memory_poison import is_poisoned
 from oracle.recurrent_lm import RecurrentLM
 from oracle.scrubbed import assert_scrubbed
 from oracle.stored_states import RoundedEngine
@@ -297,7 +298,7 @@ class EngineRound(Fuzzer):
 
     def _note_steps(self) -> None:
         self.tally.events["paused"] += self.engine.state.scheduler.num_paused
-        self.tally.events["steps poisoned"] += self.engine.config.free_memory == "nan"
+        self.tally.events["steps poisoned"] += is_poisoned(self.engine)
 
     def _check(self, entry: Entry, result: ms.RequestResult) -> None:
         super()._check(entry, result)
@@ -414,7 +415,7 @@ class EngineRound(Fuzzer):
         self.tally.events["failed steps"] += seen["failed"]
 
     def _spoil(self) -> None:
-        if self.engine.config.free_memory != "nan":  # which takes NaN for a read of free memory
+        if not is_poisoned(self.engine):  # which takes NaN for a read of free memory
             super()._spoil()
 
     def _reset(self) -> None:

@@ -15,6 +15,7 @@ from mambaslots.models import HybridConfig, HybridLM
 from mambaslots.replay.generate import GENERATORS, Draws
 from mambaslots.replay.trace import Tokens, TraceRequest
 from oracle.faulty_copies import CopyFailedError, FaultyCopies, make_faulty
+from oracle.memory_poison import poison
 from oracle.model_kinds import KINDS, WITH_ATTENTION, kind_of_model
 from oracle.random_engine import random_plan
 from oracle.serving import small_config
@@ -245,8 +246,7 @@ def small_world(random: Random, turn: int, folder: Path) -> World:
         "durable_state_dtype": encoded,
         "salt_key": random.randbytes(16),
     }
-    choices = ["keep", "keep", "zero"] if settings["async_scheduling"] else ["keep", "keep", "zero", "nan"]
-    settings["free_memory"] = random.choice(choices)
+    settings["free_memory"] = random.choice(["keep", "keep", "keep", "zero"])
     if random.random() < 0.3 and kind in WITH_ATTENTION:
         settings["total_gb"] = _least_total(settings, model.state_spec()) * random.uniform(1.0, 3.0)
     else:
@@ -258,6 +258,8 @@ def small_world(random: Random, turn: int, folder: Path) -> World:
         settings |= _deep_tiers(random, model.state_spec(), folder)
     drafter = _drafter(random, 256) if drafts else None
     engine = ms.DynamicInferenceEngine(model, ms.InferenceConfig(**settings), drafter=drafter)
+    if settings["free_memory"] == "keep" and not settings["async_scheduling"] and random.random() < 0.3:
+        poison(engine)
     copies = _make_faulty(engine, random, FaultyCopies)
     uncached = ms.InferenceConfig(
         block_size_tokens=block, max_requests=8, max_tokens_per_step=256, max_sequence_length=longest,

@@ -112,10 +112,11 @@ class DynamicInferenceContext:
                 f"{setting} is True, and the model {because}; accepted: a model whose state_spec() has "
                 "`replays`"
             )
-        if config.max_tokens_per_step < self._chunk_size:
+        least = self._chunk_size + config.max_requests - 1
+        if config.max_tokens_per_step < least:
             raise ValueError(
                 f"max_tokens_per_step is {config.max_tokens_per_step}; accepted with {setting}: at least "
-                f"{self._chunk_size}, one chunk, because a prompt is cut at multiples of it"
+                f"{least}, a decode of each other request and one chunk, at which prompts are cut"
             )
 
     def _empty_rows(self) -> None:

@@ -116,8 +116,6 @@ class DynamicInferenceRequest:
         match: what was cached of the tokens at the last match; `Admission` writes it.
         owned: whether a stream or a call of `generate` owns the result.
         result: None until the request has ended; the engine writes it.
-        num_overtaken: later requests that were admitted while this one waited for memory or for a state; the
-            scheduler writes it.
         awaited_tokens, awaits_states: up to which boundary the request waited for a state in the last step (0
             for none), and whether it may wait again; the scheduler writes them.
     """
@@ -142,7 +140,6 @@ class DynamicInferenceRequest:
     match: PrefixMatch | None = None
     owned: bool = False
     result: RequestResult | None = None
-    num_overtaken: int = 0
     awaited_tokens: int = 0
     awaits_states: bool = True
     _token_view: TokenView | None = None

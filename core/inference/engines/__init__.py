@@ -12,7 +12,7 @@ runner, dummy_steps                 the protocol of a model, and its CUDA graphs
 streams, async_engine, engine_thread
                                     an answer as its reader sees it; an engine in a thread of its own
 batch_invariance, product_check     the promise of bits: the mode, and its check at an engine's start
-engine_observer, memory_poison      what a step did, for those who watch; NaN in free memory
+engine_observer                     what a step did, for those who watch
 
 May import `contexts`, `cache` and `kernels`; a model through the protocol in `runner`; no server, no network.
 """

@@ -12,9 +12,7 @@ from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from .drafter import Drafter
 
-MOST_OVERTAKING = 64
-"""Requests that may be admitted while an earlier one waits for memory, before no further one passes."""
-_MAX_PASSED = 128  # so many waiting requests are passed in a step, before no further one is looked at
+_MOST_AWAITING = 128  # so many waiting requests await a state in a step, before no further one is looked at
 
 
 class Scheduler:
@@ -25,9 +23,9 @@ class Scheduler:
     request can go on, the request that was admitted last is preempted and waits at the head of the queue. So
     the oldest request always finishes.
 
-    A waiting request that gets no memory now lets later ones pass. After `MOST_OVERTAKING` of them no
-    further one passes, unless pinned prefixes leave too few blocks for the request: such a request waits,
-    and holds no other request up, until prefixes are unpinned.
+    No request is admitted before an earlier one that gets no memory now, unless pinned prefixes leave too
+    few blocks for the earlier one: such a request waits, and holds no other request up, until prefixes are
+    unpinned.
 
     A request is admitted when there are blocks for its prompt. No block is reserved for its answer, because
     the length of an answer is rarely known. Where answers outgrow the pool, the requests that were admitted
@@ -142,7 +140,7 @@ class Scheduler:
         steps: list[RequestStep] = []
         self.num_paused = 0
         budget = self._config.max_tokens_per_step
-        for request in self._in_turn():
+        for request in sorted(self.running, key=_is_prefill):
             if budget == 0:
                 break
             if not self._fits_a_cut(_num_missing(request), budget):
@@ -155,16 +153,6 @@ class Scheduler:
                 budget -= step.length
         return steps
 
-    def _in_turn(self) -> list[DynamicInferenceRequest]:
-        """Running requests: decodes, then prefills; the first prefill before decodes that leave it no cut."""
-        ordered = sorted(self.running, key=_is_prefill)
-        decodes = sum(not _is_prefill(request) for request in ordered)
-        if decodes < len(ordered):
-            first = ordered[decodes]
-            if not self._fits_a_cut(_num_missing(first), self._config.max_tokens_per_step - decodes):
-                return [first, *ordered[:decodes], *ordered[decodes + 1 :]]
-        return ordered
-
     def _fits_a_cut(self, num_missing: int, budget: int) -> bool:
         """Whether a prefill of `num_missing` tokens ends within `budget` tokens, or can be cut there."""
         return not self._replays or budget >= min(self._chunk_size, num_missing)
@@ -175,38 +163,32 @@ class Scheduler:
         num_free_rows = self._config.max_requests - len(self._context.requests)
         if not self.waiting or budget <= 0 or num_free_rows <= 0:
             return
-        limit = MOST_OVERTAKING
         promised = PromisedStates(self._context.prefix_cache, steps)
-        passed: list[DynamicInferenceRequest] = []
+        num_awaiting = 0
         new: list[RequestStep] = []
         # No request of this step takes the state that another one resumes from, as long as there are others.
         next_slots = self._context.admission.resume_slots([*islice(self.waiting.values(), num_free_rows)])
         for i, request in enumerate(self.waiting.values()):
             match = self._context.admission.match(request)
             if not self._fits_a_cut(len(request.tokens) - match.resume_tokens, budget):
-                break  # too few tokens are left in this step: that overtakes no request
-            step = None
-            if request.num_overtaken >= limit or not promised.is_awaited_by(request, match):
-                step = self._context.admission.schedule(request, budget, next_slots[i + 1 :])
+                break
+            if promised.is_awaited_by(request, match):
+                num_awaiting += 1
+                if num_awaiting == _MOST_AWAITING:
+                    break
+                continue
+            step = self._context.admission.schedule(request, budget, next_slots[i + 1 :])
             if step is None:
-                if not self._fits_beside_pins(request, match):
-                    continue
-                passed.append(request)
-                if request.num_overtaken >= limit or len(passed) == _MAX_PASSED:
+                if self._fits_beside_pins(request, match):
                     break
                 continue
             new.append(step)
             promised.add(step)
             budget -= step.length
-            for overtaken in passed:
-                overtaken.num_overtaken += 1
             if budget <= 0 or len(new) == num_free_rows:
-                break
-            if any(overtaken.num_overtaken >= limit for overtaken in passed):
                 break
         for step in new:
             request = step.request
-            request.num_overtaken = 0
             self.admitted[request] = len(request.tokens)
             self.running.append(request)
             del self.waiting[request.request_id]

@@ -20,7 +20,6 @@ from ..kernels.reference.token_draws import WHOLE, TokenDraw
 from ..kernels.state_tensors import numbers_on
 from .engine_observer import NewTokens
 from .logits_changes import LogitsChanges
-from .memory_poison import MemoryPoison
 from .runner import GraphRunner, Model
 from .scheduler import Scheduler
 
@@ -47,7 +46,6 @@ class StepRunner:
         self.logits_changes = LogitsChanges(context.spec.device)
         self.in_model = False
         self._context = context
-        self._poison = MemoryPoison(context) if context.config.free_memory == "nan" else None
         self._looks_ahead = context.config.why_steps_wait(context.spec.device) is None
 
     def make(
@@ -65,8 +63,6 @@ class StepRunner:
             tokens_there = step.tokens_of([one.request for one in following])
             self.unread = self._launch(model, following, tokens_there)
         tokens = step.wait()
-        if self._poison is not None:
-            self._poison.check(step.invalid)
         if self.graphs is not None:
             self.graphs.after_step(model)
         return step.steps, tokens, step.invalid
@@ -87,8 +83,6 @@ class StepRunner:
         if self.invariance is not None:
             self.invariance.check_switches()
         inputs = self._context.begin_step(scheduled, self.padded, sampled_tokens)  # reserve, publish
-        if self._poison is not None:
-            self._poison.fill()
         sampled = SampledStep(self._context.steps, self.run(model, inputs), self.logits_changes)
         # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
         self._context.end_step(sampled.num_accepted, sampled.is_valid)

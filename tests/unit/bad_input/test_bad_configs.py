@@ -56,7 +56,7 @@ CONFIG_ARGUMENTS: dict[str, Bad] = {
     "num_mamba_slots": bad.integer(1, INT32_MAX, optional=True),
     "enable_prefix_caching": bad.boolean(),
     "eviction_policy": bad.choice("lru", "value"),
-    "free_memory": bad.choice("keep", "zero", "nan"),
+    "free_memory": bad.choice("keep", "zero"),
     "decode_by_replay": bad.boolean(),
     "salt_key": bad.anything(bytes, str, type(None)).also("", b"", "short", b"x" * 15, bytearray(32)),
     "checkpoint_plan": bad.anything(ms.CheckpointPlan).also(ms.CheckpointPlan, "rolling"),

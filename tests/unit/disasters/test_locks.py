@@ -246,7 +246,7 @@ def moved(engine: ms.DynamicInferenceEngine) -> tuple[int, int]:
 def test_one_side_starves_while_the_other_is_idle_and_memory_moves(kind: str, mode: str) -> None:
     """Long prefixes, which are mostly KV, until units move; then short ones, which are mostly states."""
     settings = {"plain": {}, "drafts": {"num_speculative_tokens": 2}, "replay": {"decode_by_replay": True}}
-    engine, hits = shared_engine(2, free_memory="nan", **settings[mode]), 0
+    engine, hits = shared_engine(2, poisoned=True, **settings[mode]), 0
     for turn, (length, side) in enumerate([(50, 1), (8, 0)]):
         before = moved(engine)
         for seed in range(40):

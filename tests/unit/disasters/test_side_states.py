@@ -36,7 +36,7 @@ def state_bytes() -> int:
 
 
 def engine_of(**settings: Any) -> ms.DynamicInferenceEngine:
-    engine = small_engine(**({"free_memory": "nan"} | settings))
+    engine = small_engine(**({"poisoned": True} | settings))
     engine.set_weights_version("one")
     return engine
 

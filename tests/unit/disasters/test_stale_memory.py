@@ -6,8 +6,8 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots.inference.contexts.device_memory import DeviceMemory
-from mambaslots.inference.engines.memory_poison import MemoryPoison
 from oracle.drafters import MODES
+from oracle.memory_poison import MemoryPoison
 from oracle.serving import random_tokens, serve_checked, small_engine
 from torch import Tensor
 

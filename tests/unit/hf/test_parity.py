@@ -20,6 +20,7 @@ from mambaslots.hf.served_model import ServedModel
 from oracle.float64_casts import Float64Casts
 from oracle.hf_models import CONFIGS, VOCABULARY, reference_logits, reference_model, served_model
 from oracle.hf_steps import step_errors, texts
+from oracle.memory_poison import poison
 
 Record = Callable[[str, str, str, float], None]
 Mode = Callable[[], AbstractContextManager[Any]]
@@ -136,9 +137,8 @@ def _check_engine(case: str, dtype: torch.dtype, mode: Mode, tolerance: float) -
         max_sequence_length=320,
         num_kv_blocks=64,
         num_mamba_slots=24,
-        free_memory="nan",
     )
-    engine = ms.DynamicInferenceEngine(model, config)
+    engine = poison(ms.DynamicInferenceEngine(model, config))
     long, short = texts(VOCABULARY)
     prompts = [list(long), [*long[:70], *short], list(short)]
     errors = []

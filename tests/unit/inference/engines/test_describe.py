@@ -30,7 +30,6 @@ def test_on_a_cpu() -> None:
         ({"async_scheduling": True}, "launched before the tokens of the step before are read"),
         ({"async_scheduling": False}, "because of async_scheduling"),
         ({"num_speculative_tokens": 2}, "because of num_speculative_tokens"),
-        ({"async_scheduling": True, "free_memory": "nan"}, "launched before the tokens of"),
     ],
 )
 def test_how_steps_are_launched(setting: dict[str, object], said: str) -> None:

@@ -174,8 +174,8 @@ def test_poisoned_memory_holds_nan_where_it_may_not_be_read() -> None:
     plan = ms.CheckpointPlan(prefill_interval=BLOCK)
     for dtype in DTYPES:
         answers = []
-        for free_memory in ("keep", "nan"):
-            engine = small_engine(durable_state_dtype=dtype, free_memory=free_memory, checkpoint_plan=plan)
+        for is_poisoned in (False, True):
+            engine = small_engine(durable_state_dtype=dtype, poisoned=is_poisoned, checkpoint_plan=plan)
             prompts = [random_tokens(30, seed=2), [*random_tokens(30, seed=2), 4], random_tokens(9, seed=3)]
             answers.append([engine.generate([prompt], params(4))[0] for prompt in prompts])
         assert [one.tokens for one in answers[0]] == [one.tokens for one in answers[1]]

@@ -1,4 +1,4 @@
-"""With `free_memory="nan"`, memory that may not be read is NaN before every forward, and all answers stay."""
+"""In a poisoned engine, memory that may not be read is NaN before every forward, and all answers stay."""
 
 from dataclasses import replace
 
@@ -6,9 +6,9 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots.inference.contexts.tier_copies import HostCopies
-from mambaslots.inference.engines.memory_poison import free_memory
 from oracle import drafters
 from oracle.ema_lm import EmaLM
+from oracle.memory_poison import free_memory
 from oracle.model_kinds import WITH_ATTENTION
 from oracle.serving import (
     assert_answers,
@@ -62,7 +62,7 @@ class Watched:
 @pytest.mark.parametrize("kind", WITH_ATTENTION, indirect=True)
 def test_everything_free_is_nan_and_nothing_else(kind: str) -> None:
     model = Watched()
-    engine = small_engine(model=model, free_memory="nan", num_kv_blocks=32, num_mamba_slots=8)
+    engine = small_engine(model=model, poisoned=True, num_kv_blocks=32, num_mamba_slots=8)
     prompts = [random_tokens(length, seed=length) for length in (20, 33)]
     for prompt, result in zip(prompts, engine.generate(prompts, _params()), strict=True):
         assert_answers(prompt, result)
@@ -92,7 +92,7 @@ def test_answers_do_not_depend_on_free_memory(mode: str) -> None:
     """Repeats, extensions and forks with few slots and blocks, so that many are evicted and paused."""
     settings: dict[str, object] = dict(drafters.MODES[mode]) if mode else {}
     engine = small_engine(
-        free_memory="nan", num_kv_blocks=14, num_mamba_slots=3, max_tokens_per_step=24, **settings
+        poisoned=True, num_kv_blocks=14, num_mamba_slots=3, max_tokens_per_step=24, **settings
     )
     stem = random_tokens(30, seed=1)
     prompts = [stem, stem[:17] + random_tokens(9, seed=2), stem + random_tokens(20, seed=3), stem]
@@ -102,7 +102,7 @@ def test_answers_do_not_depend_on_free_memory(mode: str) -> None:
 
 
 def test_requests_outlive_resets_suspension_and_failed_steps() -> None:
-    engine = small_engine(free_memory="nan")
+    engine = small_engine(poisoned=True)
     prompt = random_tokens(20, seed=5)
     request = engine.add_request(prompt, _params())
     engine.step()
@@ -128,19 +128,19 @@ def test_a_model_that_reads_free_memory_fails_loudly_and_only_then(ahead: bool) 
     settings: dict[str, object] = {"model": ReadsBeyond(), "block_size_tokens": 8, "num_kv_blocks": 16}
     plain = small_engine(**settings).generate(prompts, _params())
     assert [len(result.tokens) for result in plain] == [5, 5]
-    engine = small_engine(free_memory="nan", async_scheduling=ahead, **settings)
-    with pytest.raises(RuntimeError, match=r"requests \[1\] are NaN or infinite, and free_memory is 'nan'"):
+    engine = small_engine(poisoned=True, async_scheduling=ahead, **settings)
+    with pytest.raises(RuntimeError, match=r"requests \[1\] are NaN or infinite, and free memory holds NaN"):
         engine.generate(prompts, _params())
     engine.check_integrity()
     assert engine.state.steps.unread is None
-    kept = small_engine(free_memory="nan", **settings | {"model": EmaLM()}).generate(prompts, _params())
+    kept = small_engine(poisoned=True, **settings | {"model": EmaLM()}).generate(prompts, _params())
     assert [result.tokens for result in kept] == [result.tokens for result in plain]
 
 
 def test_host_memory_without_a_copy_is_nan() -> None:
     slot_bytes = small_model().state_spec().slot_bytes
     engine = small_engine(
-        free_memory="nan", num_mamba_slots=1, max_requests=1,
+        poisoned=True, num_mamba_slots=1, max_requests=1,
         host_cache_gb=6 * slot_bytes / (1 << 30),
     )  # fmt: skip
     tier = engine.context.prefix_cache.tier
@@ -182,7 +182,7 @@ def test_on_a_gpu_it_precedes_the_forward_and_the_replay_of_a_graph(
         engine = small_engine(
             model=ms.models.HybridLM(config, seed=3).to("cuda"), block_size_tokens=block,
             max_tokens_per_step=256, max_sequence_length=512, num_cuda_graphs=graphs,
-            free_memory="nan" if poison else "keep",
+            poisoned=poison,
         )  # fmt: skip
         prompts = [random_tokens(length, seed=length) for length in (20, 40, 7)]
         return [result.tokens for _ in range(2) for result in engine.generate(prompts, _params())]

@@ -104,7 +104,7 @@ def test_units_move_by_themselves_where_traffic_changes() -> None:
 @pytest.mark.sampled(num_units=(3,))
 @pytest.mark.parametrize("num_units", [3, 6])
 def test_answers_are_the_recurrences_while_units_change_sides(kind: str, num_units: int) -> None:
-    engine = engine_of(num_units, free_memory="nan")
+    engine = engine_of(num_units, poisoned=True)
     Churn(engine)
     traffic(engine, rounds=12)
     assert min(moves(engine)) > 2
@@ -122,7 +122,7 @@ def test_answers_are_the_recurrences_while_units_change_sides(kind: str, num_uni
     ids=["drafts", "replay", "lru"],
 )
 def test_other_ways_to_serve_do_too(settings: dict[str, Any]) -> None:
-    engine = engine_of(5, free_memory="nan", **settings)
+    engine = engine_of(5, poisoned=True, **settings)
     Churn(engine)
     traffic(engine, rounds=4)
     assert sum(moves(engine)) > 0

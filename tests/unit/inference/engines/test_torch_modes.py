@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "n-grams": {"num_speculative_tokens": 3},
     "in place": {"in_place": True, "num_speculative_tokens": 2},
     "few slots": {"num_mamba_slots": 2, "num_kv_blocks": 20, "max_tokens_per_step": 13},
-    "poisoned": {"free_memory": "nan"},
+    "poisoned": {"poisoned": True},
 }
 
 

@@ -1,19 +1,50 @@
-"""A debug setting: free memory holds NaN."""
+"""Engines whose free memory holds NaN, and which fail where logits are NaN or infinite."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import mambaslots as ms
 import torch
+from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
+from mambaslots.inference.contexts.request import RequestStep
+from mambaslots.inference.engines.steps import StepRunner
+from mambaslots.inference.kernels.state_tensors import numbers_on
 from torch import Tensor
-
-from ..contexts.dynamic_context import DynamicInferenceContext
-from ..kernels.state_tensors import numbers_on
 
 _NAN_BYTE = 0xFF
 """Floats of such bytes are NaN, in bfloat16 and every wider dtype; so are int8 numbers with such a scale."""
 
 
+INVALID = "are NaN or infinite, and free memory holds NaN"
+
+
+def poison(engine: ms.DynamicInferenceEngine, *, checks: bool = True) -> ms.DynamicInferenceEngine:
+    """The engine; free memory holds NaN before each forward. `checks`: invalid logits raise RuntimeError."""
+    if not is_poisoned(engine):
+        engine.context.observers.insert(0, MemoryPoison(engine.context))
+        if checks:
+            _refuse_invalid_logits(engine.state.steps)
+    return engine
+
+
+def is_poisoned(engine: ms.DynamicInferenceEngine) -> bool:
+    return any(isinstance(observer, MemoryPoison) for observer in engine.context.observers)
+
+
+def _refuse_invalid_logits(steps: StepRunner) -> None:
+    make = steps.make
+
+    def checked(*arguments: Any) -> Any:
+        made = make(*arguments)
+        if made[2]:
+            raise RuntimeError(f"the logits of the requests {list(made[2])} {INVALID}")
+        return made
+
+    steps.make = checked  # type: ignore[method-assign]
+
+
 class MemoryPoison:
-    """Fills the free memory of a context with NaN.
+    """Fills the free memory of a context with NaN at the beginning of each step, as an observer.
 
     Free are state slots without a committed or live state (slots reserved by the step, too), KV blocks
     without reference and hash, inputs before a request's last grid point where decodes replay, and rows of
@@ -28,14 +59,11 @@ class MemoryPoison:
         self._context = context
         self.fill()
 
-    def check(self, invalid: Sequence[int]) -> None:
-        """Raise RuntimeError where requests have invalid logits."""
-        if invalid:
-            raise RuntimeError(
-                f"the logits of the requests {list(invalid)} are NaN or infinite, and free_memory is 'nan': "
-                "the model has read memory that the step does not name, or computes NaN by itself; "
-                "mambaslots.testing.check_model(model) finds out which"
-            )
+    def step_begun(self, steps: Sequence[RequestStep], inputs: ms.StepInputs) -> None:
+        self.fill()
+
+    def step_ended(self, steps: Sequence[RequestStep]) -> None:
+        """Nothing is to be done."""
 
     def fill(self) -> None:
         """Fill all free memory with NaN; between steps, or after a step is begun and before its forward."""
