@@ -56,7 +56,6 @@ EXCEPTIONS: dict[str, tuple[tuple[Part, ...], str]] = {
     _ENGINES + "test_cuda_graphs.py::TestBits": (("memory",), "as before"),
     _ENGINES + "test_scrub.py::test_on_a_gpu": (("memory",), "its free memory is zeros"),
     _ENGINES + "test_no_sync.py::test_one_copy": (("memory", "check"), "counts copies"),
-    _ENGINES + "test_sampling.py::test_the_number_of_operations": (("scratch",), "counts operations"),
 }
 """Tests that run with less poison, by the beginnings of their ids: what is left out, and why."""
 
