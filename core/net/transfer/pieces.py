@@ -25,74 +25,55 @@ WaitFor = Callable[[Callable[[], bool]], None]
 _ALIGNMENT = 16
 
 
-class Slice(NamedTuple):
-    """Some layers and rows of a tensor, within a piece."""
+class PieceSlice(NamedTuple):
+    """Some layers and rows of one tensor: what a piece holds."""
 
     name: str
-    layers: tuple[int, int]  # (first, stop), counted from the first layer of the part that is sent
-    rows: tuple[int, int]  # (first, stop), counted in the blocks or states that are sent
-    offset: int  # of the first byte in the piece
-    shape: tuple[int, ...]  # of the numbers in the piece, in the order of the pool's dimensions
+    layers: slice  # counted from the first layer of the part that is sent
+    rows: slice  # counted in the blocks or states that are sent
+    shape: tuple[int, ...]  # of the numbers, in the order of the pool's dimensions
     dtype: torch.dtype
 
     @property
-    def stop(self) -> int:
-        """The end of its bytes in the piece."""
-        return self.offset + prod(self.shape) * self.dtype.itemsize
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 class PieceLayout:
     """The pieces of one part, in the order in which they are sent; both sides compute the same.
 
     Attributes:
-        pieces: the slices of each piece.
+        pieces: what each piece holds.
         sizes: the bytes of each piece, multiples of 16.
         buffer_bytes: what a buffer for any piece of this part holds, whatever the number of rows.
     """
 
     def __init__(self, form: PrefixFormat, part: Shard, num_blocks: int, num_states: int) -> None:
         """Of `num_blocks` rows of KV and `num_states` rows of the other tensors."""
-        cells = {name: _cell_bytes(name, tensor, part) for name, tensor in form.tensors.items()}
-        self.buffer_bytes = _aligned(max(PIECE_BYTES, *cells.values()))
-        self.pieces: list[list[Slice]] = []
-        self.sizes: list[int] = []
+        cells = {name: _slice(name, tensor, part) for name, tensor in form.tensors.items()}
+        self.buffer_bytes = _aligned(max(PIECE_BYTES, *(cell.num_bytes for cell in cells.values())))
+        self.pieces: list[PieceSlice] = []
         for name, tensor in sorted(form.tensors.items()):
             num_layers, num_rows = part[name].layers.count, num_blocks if name == KV else num_states
-            if not cells[name] * num_layers * num_rows:
+            if not cells[name].num_bytes * num_layers * num_rows:
                 continue
             # Whole rows where a piece holds one, else some layers of a row.
-            layers_at_once = max(1, min(num_layers, self.buffer_bytes // cells[name]))
-            row_step = num_rows if layers_at_once == num_layers else 1
-            for row in range(0, num_rows, row_step):
+            cells_at_once = self.buffer_bytes // cells[name].num_bytes
+            layers_at_once, rows_at_once = min(num_layers, cells_at_once), max(1, cells_at_once // num_layers)
+            for row in range(0, num_rows, rows_at_once):
+                rows = slice(row, min(num_rows, row + rows_at_once))
                 for layer in range(0, num_layers, layers_at_once):
-                    layers = layer, min(num_layers, layer + layers_at_once)
-                    self._add(name, tensor, part[name].units.count, layers, (row, row + row_step))
+                    layers = slice(layer, min(num_layers, layer + layers_at_once))
+                    self.pieces.append(_slice(name, tensor, part, layers, rows))
+        self.sizes = [_aligned(piece.num_bytes) for piece in self.pieces]
 
     @property
     def num_bytes(self) -> int:
         """Of all pieces."""
         return sum(self.sizes)
 
-    def _add(
-        self, name: str, tensor: TensorFormat, units: int, layers: tuple[int, int], rows: tuple[int, int]
-    ) -> None:
-        row, (first, stop) = rows[0], layers
-        row_bytes = prod(_shape(name, tensor, stop - first, 1, units)) * tensor.torch_dtype.itemsize
-        while row < rows[1]:
-            used = self.sizes[-1] if self.sizes else self.buffer_bytes
-            num_rows = min(rows[1] - row, (self.buffer_bytes - used) // row_bytes)
-            if not num_rows:
-                self.pieces.append([])
-                self.sizes.append(0)
-                continue
-            shape = _shape(name, tensor, stop - first, num_rows, units)
-            piece = Slice(name, layers, (row, row + num_rows), used, shape, tensor.torch_dtype)
-            self.pieces[-1].append(piece)
-            self.sizes[-1] = _aligned(piece.stop)
-            row += num_rows
 
-
-class Copy(NamedTuple):
+class PieceCopy(NamedTuple):
     """A copy between rows of a pool and some bytes of a buffer."""
 
     pool: Tensor  # some layers, perhaps viewed as wider words
@@ -113,27 +94,23 @@ class PartCopies:
         places = rows[: len(blocks)], rows[len(blocks) :]
         self._rows = {name: places[0 if name == KV else 1] for name in self._regions}
 
-    def between(self, piece: Sequence[Slice], buffer: Tensor) -> list[Copy]:
-        """The copies between the pools and a piece in `buffer`, [bytes] uint8 on their device."""
-        copies = []
+    def between(self, piece: PieceSlice, buffer: Tensor) -> PieceCopy:
+        """The copy between a pool and a piece in `buffer`, [bytes] uint8 on its device."""
+        dim = 2 if piece.name == KV else 1
         with torch.inference_mode():
-            for each in piece:
-                region, dim = self._regions[each.name][slice(*each.layers)], _row_dim(each.name)
-                pool, values = _widened(region, _values(each, buffer), dim)
-                copies.append(Copy(pool, dim, self._rows[each.name][slice(*each.rows)], values))
-        return copies
+            values = buffer[: piece.num_bytes].view(piece.dtype).view(piece.shape)
+            pool, values = _widened(self._regions[piece.name][piece.layers], values, dim)
+            return PieceCopy(pool, dim, self._rows[piece.name][piece.rows], values)
 
-    def gather(self, copies: Sequence[Copy]) -> None:
-        """Copy from the pools into a buffer."""
+    def gather(self, copy: PieceCopy) -> None:
+        """Copy from the pool into a buffer."""
         with torch.inference_mode():
-            for copy in copies:
-                torch.index_select(copy.pool, copy.dim, copy.rows, out=copy.values)
+            torch.index_select(copy.pool, copy.dim, copy.rows, out=copy.values)
 
-    def scatter(self, copies: Sequence[Copy]) -> None:
-        """Copy from a buffer into the pools."""
+    def scatter(self, copy: PieceCopy) -> None:
+        """Copy from a buffer into the pool."""
         with torch.inference_mode():
-            for copy in copies:
-                copy.pool.index_copy_(copy.dim, copy.rows, copy.values)
+            copy.pool.index_copy_(copy.dim, copy.rows, copy.values)
 
 
 def _regions(access: CacheAccess, part: Shard) -> Mapping[str, Tensor]:
@@ -148,28 +125,20 @@ def _regions(access: CacheAccess, part: Shard) -> Mapping[str, Tensor]:
     return regions
 
 
-def _row_dim(name: str) -> int:
-    return 2 if name == KV else 1
-
-
-def _shape(name: str, tensor: TensorFormat, layers: int, rows: int, units: int) -> tuple[int, ...]:
+def _slice(
+    name: str, tensor: TensorFormat, part: Shard, layers: slice = slice(0, 1), rows: slice = slice(0, 1)
+) -> PieceSlice:
+    """These layers and rows of a part; by default one row of one layer."""
+    num_layers, num_rows, units = layers.stop - layers.start, rows.stop - rows.start, part[name].units.count
+    shape: tuple[int, ...] = num_layers, num_rows, units, *tensor.shape
     if name == KV:
         both, block_size, head_dim = tensor.shape
-        return layers, both, rows, block_size, units, head_dim
-    return layers, rows, units, *tensor.shape
-
-
-def _cell_bytes(name: str, tensor: TensorFormat, part: Shard) -> int:
-    """Bytes of one row of one layer."""
-    return prod(_shape(name, tensor, 1, 1, part[name].units.count)) * tensor.torch_dtype.itemsize
+        shape = num_layers, both, num_rows, block_size, units, head_dim
+    return PieceSlice(name, layers, rows, shape, tensor.torch_dtype)
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _values(piece: Slice, buffer: Tensor) -> Tensor:
-    return buffer[piece.offset : piece.stop].view(piece.dtype).view(piece.shape)
 
 
 def _widened(pool: Tensor, values: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import importlib.util
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Lock, Thread
 from typing import Any, NamedTuple
 
@@ -188,6 +188,11 @@ class Peer:
         except TransferError:
             raise
         except (RuntimeError, PeerLostError) as error:
+            if self.link is not None:  # it may have said why before it closed the connection
+                with suppress(PeerLostError):
+                    while (found := self.link.receive(0.0)) is not None:
+                        self.take(*found)
+            self.check_not_refused()
             raise TransferError(f"{self.name} was lost: {error}") from error
 
 
