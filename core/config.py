@@ -57,8 +57,8 @@ class InferenceConfig:
             and windows in bfloat16; "int8" with matrices in int8, a scale for each head and state index, and
             windows in bfloat16. A request that resumes starts from a rounded state, so that its tokens may
             differ from those without a cache. Not with `decode_by_replay` or `batch_invariant`.
-        host_cache_gb: pinned host memory for evicted states; 0.0 for none. A state is copied back where that
-            is faster than to compute its tokens, as measured at start.
+        host_cache_gb: pinned host memory for evicted states; 0.0 for none. A state is copied back if it
+            saves a token for each MiB of its size, from a file for each 64 KiB.
         disk_cache: a directory and the GB of its files, for states that host memory has no room for;
             None for none. The files hold what prompts hold.
         salt_key: the secret under which cache salts are hashed, at least 16 bytes. Replicas that exchange

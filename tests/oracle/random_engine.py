@@ -6,7 +6,6 @@ from random import Random
 
 import mambaslots as ms
 from mambaslots.inference.engines.runner import Model
-from oracle.serving import fetch_always
 
 from .faulty_copies import make_faulty
 from .ledger import Entry
@@ -91,8 +90,9 @@ def random_engine(random: Random) -> tuple[ms.DynamicInferenceEngine, ToyLM, Kno
     config = with_tier(config, model, num_host_slots)
     engine = ms.DynamicInferenceEngine(model, config, drafter=drafter)
     if engine.context.prefix_cache.tier is not None:
-        make_faulty(engine.context.prefix_cache.tier, tier)
-        fetch_always(engine, tier.choice([1, block, 2 * block]))
+        held = engine.context.prefix_cache.tier
+        make_faulty(held, tier)
+        held.min_tokens = held.min_tokens_from_file = tier.choice([1, block, 2 * block])
     return engine, model, drafter
 
 

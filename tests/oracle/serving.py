@@ -77,14 +77,6 @@ DEFAULTS: dict[str, object] = {}
 """What `small_engine` takes for given; see `oracle.drafters.speculating`."""
 
 
-def fetch_always(engine: ms.DynamicInferenceEngine, min_tokens: int = 1) -> ms.DynamicInferenceEngine:
-    """The engine, which fetches states that save `min_tokens` tokens, whatever it measured at its start."""
-    tier = engine.context.prefix_cache.tier
-    if tier is not None:
-        tier.min_tokens = tier.min_tokens_from_file = min_tokens
-    return engine
-
-
 def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
     """`overrides`: settings; also `model`, `make_drafter`, called for a drafter, `in_place`, `seed`,
     `poisoned`: whether free memory holds NaN, and `encoded`: whether durable slots are a store of their own,
@@ -115,7 +107,7 @@ def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
     with stored_apart(settings) if settings.pop("encoded", False) else nullcontext():
         config = ms.InferenceConfig(**settings)  # type: ignore[arg-type]
         drafter = make_drafter and make_drafter()
-        engine = fetch_always(ms.DynamicInferenceEngine(model, config, drafter=drafter, seed=seed))
+        engine = ms.DynamicInferenceEngine(model, config, drafter=drafter, seed=seed)
     return poison(engine) if is_poisoned else engine
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import mambaslots as ms
 from mambaslots.inference.contexts.cache.tier import HostTier
-from oracle.serving import fetch_always
 from oracle.toy_answers import Ask, answer
 from oracle.toy_lm import ToyLM
 
@@ -26,7 +25,7 @@ def toy_engine(
             "host_cache_gb": num_host_slots * model.state_spec().slot_bytes / (1 << 30),
         } | settings
     )  # type: ignore[arg-type]  # fmt: skip
-    return fetch_always(ms.DynamicInferenceEngine(model, config, drafter=drafter))
+    return ms.DynamicInferenceEngine(model, config, drafter=drafter)
 
 
 def tier_of(engine: ms.DynamicInferenceEngine) -> HostTier:

@@ -28,7 +28,6 @@ from mambaslots.net import import_prefixes, load_prefixes, save_prefixes
 from mambaslots.net.transfer.files import MANIFEST
 from mambaslots.net.transfer.format import TransferError
 from mambaslots.net.transfer.shard import encode_prefixes
-from oracle.serving import fetch_always
 from oracle.toy_answers import Ask, answer
 from oracle.toy_lm import ToyLM
 from oracle.transfers import Declared, engine_of, random_export
@@ -386,7 +385,7 @@ class Tiers:
             disk_cache=(str(folder / where), 1e-4),
             host_cache_gb=(host_slots + 0.5) * model.state_spec().slot_bytes / (1 << 30),
         )  # fmt: skip
-        self._engine = fetch_always(ms.DynamicInferenceEngine(model, config))
+        self._engine = ms.DynamicInferenceEngine(model, config)
         random = Random(1)
         self._prompts = [[random.randrange(29) for _ in range(9)] for _ in range(_HEADS)]
 

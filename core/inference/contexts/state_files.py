@@ -108,12 +108,6 @@ class StateFiles:
         names = None if files is None else [self._name(file) for file in files]
         self._writer.work.put(partial(self._writer.delete, names))
 
-    def forget_pages(self, file: int) -> None:
-        """Write a file through to the disk, so that its next `load` reads the disk."""
-        with suppress(OSError), self._name(file).open("rb") as opened:
-            os.fsync(opened.fileno())
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
     def wait(self) -> None:
         done = threading.Event()
         self._writer.work.put(done.set)

@@ -188,31 +188,6 @@ class HostCopies(StateCopies):
         if self._files is not None:
             self._files.delete(files)
 
-    def seconds_to_fetch(
-        self, from_file: bool, best_of: Callable[[Callable[[], object]], float]
-    ) -> tuple[float, float]:
-        """Seconds to fetch a state from host memory, and from a file (0 without `from_file`).
-
-        Writes to the first row and file, under the serial number 0; the first durable slot keeps its bytes.
-        `best_of` runs work and returns its seconds.
-        """
-        self.store(0, 0, 0)
-        self._synchronise()
-        from_host = best_of(lambda: self.fetch(0, 0, 0))
-        if not from_file or self._files is None:
-            return from_host, 0.0
-        files = self._files
-        self.save(0, 0, 0)
-        files.wait()
-
-        def read() -> None:
-            files.forget_pages(0)
-            self.load(0, 0, 0)
-
-        seconds = best_of(read)
-        files.delete([0])
-        return from_host, from_host + seconds
-
     def _synchronise(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
@@ -260,11 +235,11 @@ def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> 
         if gb and not affordable:
             refused = f"{name} is {gb}; accepted: at least {state_bytes / GIGABYTE:.3g}, one state"
         sizes.append(affordable if state_bytes or not gb else INT32_MAX)
-    ranks = spec.groups.gather((*sizes, refused, state_bytes > 0), spec.device)
+    ranks = spec.groups.gather((*sizes, refused, state_bytes), spec.device)
     refused = next(filter(None, (rank[2] for rank in ranks)), "")
     num_slots, num_files = (min(rank[tier] for rank in ranks) for tier in (0, 1))
-    has_states = any(rank[3] for rank in ranks)  # a stage without states affords any number
-    if not ((num_slots and has_states) or refused):
+    largest = max(rank[3] for rank in ranks)  # a stage without states affords any number
+    if not ((num_slots and largest) or refused):
         return None
     copies, scrubs = None, config.free_memory == "zero"
     if pool.memory.shape[1] and not refused:
@@ -288,4 +263,5 @@ def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> 
         num_files=num_files,
         agree=lambda good: bool(groups.least(int(good), device)),
         scrubs=scrubs,
+        state_bytes=largest,
     )

@@ -1,10 +1,7 @@
 """Steps of requests without users: to check a model, and to measure it."""
 
-import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,13 +9,10 @@ from torch import Tensor
 from ...config import InferenceConfig
 from ...request import SamplingParams
 from ...state_spec import HybridStateSpec
-from ...validation import INT32_MAX
 from ..contexts.cache.hashing import PrefixHashChain
-from ..contexts.cache.tier import HostTier
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from ..contexts.step_inputs import MOST_PADDING, StepShape, rung
-from ..contexts.tier_copies import HostCopies
 from .runner import Model
 
 ROOM = 2
@@ -120,56 +114,3 @@ class DummySteps:
     def release(self, request: DynamicInferenceRequest) -> None:
         """Take back what a request holds."""
         self._context.release(request)
-
-
-_SHORT, _LONG = 32, 256  # tokens of the two prefills that are compared
-_REPETITIONS = 3
-
-
-def set_min_tokens(tier: HostTier, model: Model, spec: HybridStateSpec, config: InferenceConfig) -> None:
-    """Set `tier.min_tokens` and `min_tokens_from_file` from the time of a copy and of a prefill."""
-    from_host = from_file = 0.0  # of a pipeline stage without states
-    if isinstance(tier.copies, HostCopies):
-        from_host, from_file = tier.copies.seconds_to_fetch(bool(tier.files.num_slots), _best_of)
-    mine = from_host, from_file, _seconds_of_a_token(model, spec, config)
-    from_hosts, from_files, token_s = zip(*spec.groups.gather(mine, spec.device), strict=True)
-    tier.min_tokens, tier.min_tokens_from_file = (
-        min(INT32_MAX, max(1, math.ceil(max(seconds) / min(token_s)))) if min(token_s) else 1
-        for seconds in (from_hosts, from_files)
-    )
-
-
-def _best_of(work: Callable[[], object]) -> float:
-    """Seconds that `work`, which synchronises, takes at best."""
-    taken = []
-    for _ in range(_REPETITIONS):
-        begun = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - begun)
-    return min(taken)
-
-
-def _seconds_of_a_token(model: Model, spec: HybridStateSpec, config: InferenceConfig) -> float:
-    """Seconds that a token more adds to a prefill; infinite where that cannot be measured."""
-    long = min(_LONG, config.max_sequence_length - 1)
-    short = max(1, long * _SHORT // _LONG)
-    if long <= short:
-        return math.inf
-    try:
-        steps = DummySteps(model, spec, config, long + 1)
-        times = []
-        for length in (short, long):
-            tokens = steps.tokens(length)
-            _prefill(steps, spec, tokens)  # compiles kernels
-            times.append(_best_of(partial(_prefill, steps, spec, tokens)))
-    except torch.OutOfMemoryError:
-        return math.inf
-    return max(0.0, times[1] - times[0]) / (long - short)
-
-
-def _prefill(steps: DummySteps, spec: HybridStateSpec, tokens: list[int]) -> None:
-    request = steps.request(tokens)
-    steps.run([(request, len(tokens))], lambda shape: shape)
-    steps.release(request)
-    if spec.device.type == "cuda":
-        torch.cuda.synchronize(spec.device)

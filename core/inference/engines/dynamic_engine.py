@@ -24,7 +24,6 @@ from .arguments import (
     one_each,
 )
 from .drafter import Drafter
-from .dummy_steps import set_min_tokens
 from .engine_observer import EngineObserver, ProgressLine, StepReport
 from .engine_state import EngineState
 from .runner import Model, describe_steps
@@ -75,8 +74,6 @@ class DynamicInferenceEngine:
 
             invariance = batch_invariance.BatchInvariance(model, spec, config)
         self.context = DynamicInferenceContext(spec, config)
-        if self.context.prefix_cache.tier is not None:
-            set_min_tokens(self.context.prefix_cache.tier, model, spec, config)
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
         self.factory = RequestFactory(self.context, self.salt_key, seed)
         self.state = EngineState(self.context, drafter, invariance)

@@ -6,7 +6,7 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots.inference.contexts.tier_copies import HostCopies
-from oracle.serving import fetch_always, random_tokens, tiny_model
+from oracle.serving import random_tokens, tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -34,7 +34,7 @@ def test_copies_that_sleep_in_both_directions_change_no_state(monkeypatch: pytes
             num_mamba_slots=num_slots,
             host_cache_gb=num_host * model.state_spec().slot_bytes / (1 << 30),
         )  # fmt: skip
-        engine = fetch_always(ms.DynamicInferenceEngine(model, config))
+        engine = ms.DynamicInferenceEngine(model, config)
         params = ms.SamplingParams(max_tokens=4, return_log_probs=True)
         results = [engine.generate([[*text, turn]], params)[0] for turn in range(3) for text in texts]
         engine.check_integrity()

@@ -9,6 +9,10 @@ from .pool_stats import TierStats
 
 logger = logging.getLogger(__name__)
 
+HOST_BYTES_A_TOKEN, FILE_BYTES_A_TOKEN = 1 << 20, 1 << 16
+"""A state is fetched if it has at most so many bytes for each token that it saves: about what a bus, and a
+disk, move in the time in which a GPU prefills a token of an 8B model."""
+
 
 class TierSlots:
     """The index of a tier: a slot for each copy, and one pinned copy.
@@ -139,12 +143,19 @@ class HostTier:
         num_files: int = 0,
         agree: Callable[[bool], bool] = bool,
         scrubs: bool = False,
+        state_bytes: int = 0,
     ) -> None:
-        """`agree`: whether a copy is good on all ranks, given this rank's; `scrubs`: zero freed rows."""
+        """
+        Args:
+            agree: whether a copy is good on all ranks, given this rank's.
+            scrubs: zero freed rows.
+            state_bytes: of a copy, on the rank whose copies are largest.
+        """
         self.files = TierSlots(num_files)
         self.copies = copies or StateCopies()
         self.host = TierSlots(num_slots, DirtyEntries(self.copies.zero if scrubs else None))
-        self.min_tokens = self.min_tokens_from_file = 1
+        self.min_tokens = max(1, state_bytes // HOST_BYTES_A_TOKEN)
+        self.min_tokens_from_file = max(1, state_bytes // FILE_BYTES_A_TOKEN)
         self._clear_totals()
         self._has_failed = False
         self._lost: list[int] = []  # hashes whose last copy is gone since `take_lost`

@@ -7,7 +7,7 @@ import pytest
 import torch
 from mambaslots.inference.engines.runner import CapturedForward
 from oracle.drafters import RememberingDrafter
-from oracle.serving import fetch_always, random_tokens, tiny_model
+from oracle.serving import random_tokens, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_fla_configuration")]
 BLOCK = 32
@@ -20,7 +20,7 @@ def engine_of(model: Any, drafter: Any = None, **overrides: Any) -> ms.DynamicIn
         "num_kv_blocks": 96, "batch_invariant": True,
     }  # fmt: skip
     config = ms.InferenceConfig(**settings | overrides)  # type: ignore[arg-type]
-    return fetch_always(ms.DynamicInferenceEngine(model, config, drafter=drafter))
+    return ms.DynamicInferenceEngine(model, config, drafter=drafter)
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

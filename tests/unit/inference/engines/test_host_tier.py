@@ -19,7 +19,7 @@ from oracle.faulty_copies import make_faulty
 from oracle.file_starts import start_in_threads
 from oracle.scrubbed import assert_scrubbed
 from oracle.toy_answers import Ask, answer
-from oracle.toy_engine import BLOCK, ask, resumed, tier_of, toy_engine
+from oracle.toy_engine import ask, resumed, tier_of, toy_engine
 from oracle.toy_lm import TOYS, ToyLM
 
 
@@ -226,20 +226,6 @@ def test_links_in_a_dead_engines_folder_lead_to_no_file_of_others(
         ("lock", "own.state", "own.part"), "precious"
     )
     assert dead.exists() == (link == "folder")
-
-
-def test_the_engine_measures_when_none_is_given() -> None:
-    model = ToyLM()
-    config = ms.InferenceConfig(
-        block_size_tokens=BLOCK, max_requests=2, max_tokens_per_step=32, max_sequence_length=96,
-        num_kv_blocks=50,
-        num_mamba_slots=2, host_cache_gb=1e-5,
-    )  # fmt: skip
-    engine = ms.DynamicInferenceEngine(model, config)
-    assert tier_of(engine).min_tokens >= 1
-    assert "in host memory; come back where that saves at least" in engine.describe()
-    engine.check_integrity()
-    converse(engine, turns=1)
 
 
 @pytest.mark.parametrize(

@@ -217,3 +217,15 @@ def test_a_tier_without_tensors_finds_every_copy() -> None:
     assert bring_back(slots, [1], [101], 0, 1)
     assert 1 in slots.tree.slot_by_block
     assert tier.stats().num_states_fetched == 1
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "from_host", "from_file"),
+    [(0, 1, 1), (4096, 1, 1), (50 << 20, 50, 800), (3 << 19, 1, 24)],
+)
+def test_a_copy_is_fetched_where_it_saves_tokens_for_its_size(state_bytes, from_host, from_file) -> None:
+    tier = HostTier(1, num_files=2, state_bytes=state_bytes)
+    tier.spill([0, 1], [11, 22])  # 11 is in a file alone now
+    for key, least in ((22, from_host), (11, from_file)):
+        assert tier.is_worth(key, least)
+        assert not tier.is_worth(key, least - 1)
