@@ -227,7 +227,7 @@ def token_draws() -> list[Specialisation]:
                 name=name,
                 kernel=kernel,
                 signature=pointers | dict.fromkeys(("num_draws", *sizes, *strides), "i32"),
-                constexprs={"BLOCK": draw_kernels.BLOCK} | ({} if strides else {"WIDE": False}),
+                constexprs={"BLOCK": draw_kernels.BLOCK},
                 divisible_by_16=(*pointers, *sizes, *strides),
                 num_warps=draw_kernels.NUM_WARPS,
             )

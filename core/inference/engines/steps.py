@@ -252,7 +252,7 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """A token for each row of logits [rows], and the largest logit of each row [rows].
 
-    Does not synchronise where triton is installed.
+    Does not synchronise where triton is installed, unless logits are float64.
     """
     draws = [
         TokenDraw(
@@ -271,12 +271,12 @@ def sample(
         largest = logits.amax(dim=-1)
         tokens = torch.empty(len(params), dtype=torch.int64, device=logits.device)
     if draws:
-        _draws_on(logits.device)(tokens, logits, largest, draws)
+        _draws_for(logits)(tokens, logits, largest, draws)
     return tokens, largest
 
 
-def _draws_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Sequence[TokenDraw]], None]:
-    if runs_triton(device):
+def _draws_for(logits: Tensor) -> Callable[[Tensor, Tensor, Tensor, Sequence[TokenDraw]], None]:
+    if runs_triton(logits.device) and logits.dtype != torch.float64:
         from ..kernels.token_draws import draw_tokens
 
         return draw_tokens

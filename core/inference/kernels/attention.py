@@ -10,7 +10,6 @@ The reference is `reference.paged_attention`.
 """
 
 import importlib
-import importlib.metadata
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,7 @@ from .reference.chunks import compute_dtype
 if TYPE_CHECKING:
     from .attention_segments import SegmentRows
 
-PACKAGE, MODULE = "tokenspeed-fa3", "flash_attn_interface"
+MODULE = "flash_attn_interface"
 MAX_HEAD_DIM = 256
 """The package has kernels for heads of 64, 128 and 256 numbers; the next larger one computes others."""
 _NARROW = (torch.bfloat16, torch.float16)
@@ -101,21 +100,9 @@ def _import_failure() -> str:
     try:
         importlib.import_module(MODULE)
         torch.ops.flash_attn_3.fwd.default  # noqa: B018
-    except ModuleNotFoundError as error:
-        if error.name == MODULE:
-            return "FlashAttention-3 is not installed: pip install 'mambaslots[gpu]'"
-        return f"FlashAttention-3 needs {error.name}, which is not installed"
     except Exception as error:
-        said = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-        return f"FlashAttention-3 cannot be imported: {said}"
+        return f"FlashAttention-3 cannot be imported ({error!r}): pip install 'mambaslots[gpu]'"
     return ""
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
 
 
 _TILE_TOKENS = 128
@@ -255,9 +242,6 @@ def paged_attention(
 
 def describe(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """What computes attention over a KV cache of this dtype, and why FlashAttention-3 does not."""
-    operations = f"attention: torch operations in {str(dtype).removeprefix('torch.')}"
-    if device.type != "cuda" or dtype == torch.float64:  # `kernel_set` returns the torch functions
-        return operations
     if rejected := flash_rejection(device, dtype, head_dim):
-        return f"{operations}; {rejected}"
-    return f"attention: FlashAttention-3 ({PACKAGE} {_version()})"
+        return f"attention: torch operations in {str(dtype).removeprefix('torch.')}; {rejected}"
+    return "attention: FlashAttention-3"

@@ -33,16 +33,10 @@ class GpuKernelSet(KernelSet):
 
     @staticmethod
     def describe(spec: HybridStateSpec) -> tuple[str, ...]:
-        """What computes attention and scans of a model, and why nothing better does."""
-        lines = []
-        if spec.num_attention_layers:
-            lines.append(attention.describe(spec.device, spec.kv_dtype, spec.head_dim))
-        names = {tensor.name for tensor in spec.states if tensor.num_layers}
-        if "ssm" in names:
-            lines.append(ssd.describe(spec.kv_dtype))
-        if "delta" in names:
-            lines.append("gated delta rule: mambaslots, and stages of fla-core")
-        return tuple(lines)
+        """What computes attention of a model, and why nothing better does."""
+        if not spec.num_attention_layers:
+            return ()
+        return (attention.describe(spec.device, spec.kv_dtype, spec.head_dim),)
 
     @staticmethod
     def head_product(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -137,9 +137,3 @@ def ssd_chunk_scan(
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of what the scan multiplies for inputs of `dtype`: sums of float16 soon reach 65,504."""
     return torch.float32 if dtype == torch.float16 else dtype
-
-
-def describe(dtype: torch.dtype) -> str:
-    """Which scan a GPU runs for inputs of `dtype`, and in which dtype it multiplies."""
-    operands = str(operand_dtype(dtype)).removeprefix("torch.")
-    return f"SSD scan: mambaslots with products of {operands}, sums in float32"

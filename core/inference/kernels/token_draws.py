@@ -1,7 +1,7 @@
 """Tokens drawn from rows of logits: two or three Triton launches and a softmax, without synchronising.
 
-No row is sorted. `_head` finds the least likely token that top_k or top_p keeps: it bisects the 31 or 63 bits
-of that token's number, and each step of the bisection is a pass over the row. Weights are summed as integers,
+No row is sorted. `_head` finds the least likely token that top_k or top_p keeps: it bisects the 31 bits of
+that token's number, and each step of the bisection is a pass over the row. Weights are summed as integers,
 so no result depends on the order in which threads add, or on other rows.
 """
 
@@ -20,12 +20,11 @@ _ROW_ALIGNMENT = 8  # elements; torch's softmax adds in another order in rows th
 
 
 def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence[TokenDraw]) -> None:
-    """`reference.token_draws.draw_tokens`, except that the scores are multiplied by 1 / temperature.
+    """`reference.token_draws.draw_tokens` of logits of at most 32 bits, with scores times 1 / temperature.
 
     The head of a row with `top_p` is renormalised by its exact sum, rounded once.
     """
-    vocabulary = logits.shape[1]
-    dtype = torch.promote_types(logits.dtype, torch.float32)
+    vocabulary, dtype = logits.shape[1], torch.float32
     limits = torch.finfo(dtype)
     temperatures = [min(max(draw.temperature, limits.tiny), limits.max) for draw in draws]
     top_k = [draw.top_k if draw.top_k < vocabulary else 0 for draw in draws]
@@ -41,7 +40,6 @@ def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence
         settings = settings.pin_memory().to(logits.device, non_blocking=True)
     width = triton.cdiv(vocabulary, _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     scores = torch.empty(len(draws), width, dtype=dtype, device=logits.device)
-    wide = dtype == torch.float64
     block = min(BLOCK, triton.next_power_of_2(width))
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     score_kernel[(len(draws), triton.cdiv(width, block))](
@@ -50,11 +48,11 @@ def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence
     )  # fmt: skip
     if any(top_k):
         top_k_kernel[(len(draws),)](
-            scores, settings, len(draws), vocabulary, width, WIDE=wide, BLOCK=block, num_warps=NUM_WARPS
+            scores, settings, len(draws), vocabulary, width, BLOCK=block, num_warps=NUM_WARPS
         )
     draw_kernel[(len(draws),)](
         tokens, torch.softmax(scores, dim=-1), settings,
-        len(draws), vocabulary, width, WIDE=wide, BLOCK=block, num_warps=NUM_WARPS,
+        len(draws), vocabulary, width, BLOCK=block, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
@@ -88,18 +86,18 @@ def top_k_kernel(
     # Dimensions
     num_draws, vocabulary, width,
     # Meta-parameters
-    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Set all but a draw's top_k highest scores to -inf; nothing is read or written where top_k is 0."""
     draw = tl.program_id(0).to(tl.int64)
     top_k = tl.load(settings + 2 * num_draws + draw).to(tl.int64)
     if top_k > 0:
         scores += draw * width
-        cut, last = _head(scores, top_k, vocabulary, True, WIDE, BLOCK)
+        cut, last = _head(scores, top_k, vocabulary, True, BLOCK)
         for first in range(0, vocabulary, BLOCK):
             token = first + tl.arange(0, BLOCK)
             score = tl.load(scores + token, mask=token < vocabulary, other=-float("inf"))
-            key = _keys(score, True, WIDE)
+            key = _keys(score, True)
             removed = (key < cut) | ((key == cut) & (token > last))
             tl.store(scores + token, -float("inf"), mask=removed & (token < vocabulary))
 
@@ -111,7 +109,7 @@ def draw_kernel(
     # Dimensions
     num_draws, vocabulary, width,
     # Meta-parameters
-    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Cut a draw's probabilities to the head that has the needed parts, if any are, and draw a token."""
     draw = tl.program_id(0).to(tl.int64)
@@ -123,16 +121,16 @@ def draw_kernel(
     last = tl.zeros([], tl.int64) + vocabulary
     mass = tl.zeros([], tl.float64) + 1
     if needed > 0:
-        cut, last = _head(probabilities, needed, vocabulary, False, WIDE, BLOCK)
+        cut, last = _head(probabilities, needed, vocabulary, False, BLOCK)
         one = tl.zeros([], tl.float64) + 1
-        mass = _sum_of_head(probabilities, cut, last, one, vocabulary, WIDE, BLOCK) * (one / 9007199254740992)
-    total = _sum_of_head(probabilities, cut, last, mass, vocabulary, WIDE, BLOCK)
+        mass = _sum_of_head(probabilities, cut, last, one, vocabulary, BLOCK) * (one / 9007199254740992)
+    total = _sum_of_head(probabilities, cut, last, mass, vocabulary, BLOCK)
     target = tl.minimum((total.to(tl.float64) * uniform).to(tl.int64), total - 1)
     before = tl.zeros([], tl.int64)
     drawn = tl.zeros([], tl.int64)
     for first in range(0, vocabulary, BLOCK):
         token = first + tl.arange(0, BLOCK)
-        parts = _parts_of_head(probabilities, token, cut, last, mass, vocabulary, WIDE)
+        parts = _parts_of_head(probabilities, token, cut, last, mass, vocabulary)
         passed = (before + tl.cumsum(parts, 0) <= target) & (token < vocabulary)
         drawn += tl.sum(passed.to(tl.int64), 0)
         before += tl.sum(parts, 0)
@@ -140,13 +138,13 @@ def draw_kernel(
 
 
 @triton.jit
-def _keys(values, SCORES: tl.constexpr, WIDE: tl.constexpr):
+def _keys(values, SCORES: tl.constexpr):
     """Integers >= 0 in the order of the values: of scores <= 0, or of probabilities."""
     if SCORES:
         values = 0.0 - values  # of 0 and -0 the same
-    bits = values.to(tl.int64, bitcast=True) if WIDE else values.to(tl.int32, bitcast=True).to(tl.int64)
+    bits = values.to(tl.int32, bitcast=True).to(tl.int64)
     if SCORES:
-        bits = (0x7FF0000000000000 if WIDE else 0x7F800000) - bits
+        bits = 0x7F800000 - bits
     return bits
 
 
@@ -156,14 +154,14 @@ def _parts(probabilities):
 
 
 @triton.jit
-def _weight_above(values, key, vocabulary, SCORES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _weight_above(values, key, vocabulary, SCORES: tl.constexpr, BLOCK: tl.constexpr):
     """What the tokens with a higher key weigh: 1 each for scores, their parts for probabilities."""
     weight = tl.zeros([BLOCK], tl.int64)
     for first in range(0, vocabulary, BLOCK):
         token = first + tl.arange(0, BLOCK)
         outside = -float("inf") if SCORES else 0.0
         value = tl.load(values + token, mask=token < vocabulary, other=outside)
-        above = _keys(value, SCORES, WIDE) > key
+        above = _keys(value, SCORES) > key
         if SCORES:
             weight += above.to(tl.int64)
         else:
@@ -172,32 +170,29 @@ def _weight_above(values, key, vocabulary, SCORES: tl.constexpr, WIDE: tl.conste
 
 
 @triton.jit
-def _head(values, needed, vocabulary, SCORES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _head(values, needed, vocabulary, SCORES: tl.constexpr, BLOCK: tl.constexpr):
     """The key of the least likely kept token, and the highest id of the kept tokens with this key.
 
     A token is kept if the tokens before it, by key and then by id, weigh less than `needed`.
     """
     low = tl.zeros([], tl.int64)
-    high = low + (0x7FF0000000000000 if WIDE else 0x7F800000)
+    high = low + 0x7F800000
     while low < high:
         middle = low + (high - low) // 2
-        if _weight_above(values, middle, vocabulary, SCORES, WIDE, BLOCK) < needed:
+        if _weight_above(values, middle, vocabulary, SCORES, BLOCK) < needed:
             high = middle
         else:
             low = middle + 1
-    missing = needed - _weight_above(values, low, vocabulary, SCORES, WIDE, BLOCK)
+    missing = needed - _weight_above(values, low, vocabulary, SCORES, BLOCK)
     if not SCORES:
-        if WIDE:
-            weight = _parts(low.to(tl.float64, bitcast=True))
-        else:
-            weight = _parts(low.to(tl.int32).to(tl.float32, bitcast=True))
+        weight = _parts(low.to(tl.int32).to(tl.float32, bitcast=True))
         missing = (missing + weight - 1) // tl.maximum(weight, 1)
     seen = tl.zeros([], tl.int64)
     last = tl.zeros([], tl.int64)
     for first in range(0, vocabulary, BLOCK):
         token = first + tl.arange(0, BLOCK)
         value = tl.load(values + token, mask=token < vocabulary, other=0.0)
-        ties = ((_keys(value, SCORES, WIDE) == low) & (token < vocabulary)).to(tl.int64)
+        ties = ((_keys(value, SCORES) == low) & (token < vocabulary)).to(tl.int64)
         earlier = (seen + tl.cumsum(ties, 0) < missing) & (token < vocabulary)
         last += tl.sum(earlier.to(tl.int64), 0)
         seen += tl.sum(ties, 0)
@@ -205,18 +200,18 @@ def _head(values, needed, vocabulary, SCORES: tl.constexpr, WIDE: tl.constexpr, 
 
 
 @triton.jit
-def _parts_of_head(probabilities, token, cut, last, mass, vocabulary, WIDE: tl.constexpr):
+def _parts_of_head(probabilities, token, cut, last, mass, vocabulary):
     """The parts of tokens, divided by `mass`; 0 for those that are not kept."""
     value = tl.load(probabilities + token, mask=token < vocabulary, other=0.0)
-    key = _keys(value, False, WIDE)
-    value = value / mass if WIDE else tl.div_rn(value, tl.zeros_like(value) + mass.to(tl.float32))
+    key = _keys(value, False)
+    value = tl.div_rn(value, tl.zeros_like(value) + mass.to(tl.float32))
     return tl.where((key > cut) | ((key == cut) & (token <= last)), _parts(value), 0)
 
 
 @triton.jit
-def _sum_of_head(probabilities, cut, last, mass, vocabulary, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_of_head(probabilities, cut, last, mass, vocabulary, BLOCK: tl.constexpr):
     parts = tl.zeros([BLOCK], tl.int64)
     for first in range(0, vocabulary, BLOCK):
         token = first + tl.arange(0, BLOCK)
-        parts += _parts_of_head(probabilities, token, cut, last, mass, vocabulary, WIDE)
+        parts += _parts_of_head(probabilities, token, cut, last, mass, vocabulary)
     return tl.sum(parts, 0)

@@ -38,7 +38,7 @@ class KernelSet:
 
     @staticmethod
     def describe(spec: HybridStateSpec) -> tuple[str, ...]:
-        """What computes attention and scans of a model, and why nothing better does; a line each."""
+        """What computes attention of a model, and why nothing better does; a line, or none."""
         dtype = str(compute_dtype(spec.kv_dtype)).removeprefix("torch.")
         return (f"attention, scans and norms: torch operations in {dtype}",)
 

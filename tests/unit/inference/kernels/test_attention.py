@@ -7,7 +7,6 @@ What stands in for FlashAttention-3 has the operator's own schema, and checks wh
 import math
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -299,11 +298,8 @@ class TestChoice:
 
     @pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_flash_attention_where_it_fits(self, flash, monkeypatch, dtype, head_dim):
-        monkeypatch.setattr(metadata, "version", lambda name: f"{name}'s")
-        assert self.described(dtype, head_dim) == (
-            "attention: FlashAttention-3 (tokenspeed-fa3 tokenspeed-fa3's)"
-        )
+    def test_flash_attention_where_it_fits(self, flash, dtype, head_dim):
+        assert self.described(dtype, head_dim) == "attention: FlashAttention-3"
         assert not attention.flash_rejection(CUDA, dtype, head_dim)
 
     def test_what_flash_attention_does_not_take(self, flash, monkeypatch):
@@ -325,40 +321,24 @@ class TestChoice:
 
     def test_a_package_that_is_not_installed_is_named_with_its_extra(self, monkeypatch):
         monkeypatch.setitem(sys.modules, attention.MODULE, None)
-        assert self.described() == (
-            "attention: torch operations in bfloat16; FlashAttention-3 is not installed: "
-            "pip install 'mambaslots[gpu]'"
-        )
+        said = self.described()
+        assert "; FlashAttention-3 cannot be imported (ModuleNotFoundError(" in said
+        assert said.endswith(": pip install 'mambaslots[gpu]'")
 
     @pytest.mark.parametrize(
-        ("error", "said"),
-        [
-            (ImportError("libcudart.so.13: cannot open\nmore"), "ImportError: libcudart.so.13: cannot open"),
-            (OSError("undefined symbol"), "OSError: undefined symbol"),
-            (RuntimeError(), "RuntimeError"),
-        ],
+        "error",
+        [ImportError("libcudart.so.13: cannot open\nmore"), OSError("undefined symbol"), RuntimeError()],
     )
-    def test_a_package_that_cannot_be_imported_is_reported(self, monkeypatch, error, said):
+    def test_a_package_that_cannot_be_imported_is_reported(self, monkeypatch, error):
         def broken(name: str) -> None:
             raise error
 
         monkeypatch.setattr(attention.importlib, "import_module", broken)
-        assert self.described().endswith(f"; FlashAttention-3 cannot be imported: {said}")
+        assert f"; FlashAttention-3 cannot be imported ({error!r}): pip" in self.described()
 
     def test_a_package_without_its_operator_is_reported(self, monkeypatch):
         monkeypatch.setitem(sys.modules, attention.MODULE, ModuleType(attention.MODULE))
-        assert "FlashAttention-3 cannot be imported: AttributeError" in self.described()
-
-    def test_what_the_package_lacks_is_named(self, monkeypatch):
-        def lacking(name: str) -> None:
-            raise ModuleNotFoundError("No module named 'einops'", name="einops")
-
-        monkeypatch.setattr(attention.importlib, "import_module", lacking)
-        assert "FlashAttention-3 needs einops, which is not installed" in self.described()
-
-    def test_the_reference_serves_a_cpu_and_float64(self, flash):
-        assert self.described(device=torch.device("cpu")) == "attention: torch operations in bfloat16"
-        assert self.described(torch.float64) == "attention: torch operations in float64"
+        assert "FlashAttention-3 cannot be imported (AttributeError(" in self.described()
 
     def test_kernels_on_a_cpu_are_torch_operations(self):
         batch = AttentionBatch([(20, 1)], **NARROW)
