@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..files import CONFIG, CheckpointError, read_object, read_optional_object, section
+from ..files import CONFIG, CheckpointError, read_object, section
 from .weight_part import WeightPart
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -181,20 +181,14 @@ def block_size(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | Non
 
     Raises a CheckpointError where the checkpoint is quantised in another way, or a file does not say how.
     """
-    file, export = folder / CONFIG, folder / "hf_quant_config.json"
+    file = folder / CONFIG
     found = section(file, config, "quantization_config")
     found = found or section(file, section(file, config, "text_config"), "quantization_config")
-    found = found or section(file, config, "compression_config")
-    if not found and (exported := read_optional_object(export)):
-        found = {"quant_method": "modelopt"} | section(export, exported, "quantization")
     if not found:
         return None
     method = found.get("quant_method")
-    name = method or next((key for key in found if str(key).startswith("load_in_")), "without a quant_method")
-    details = [str(found[key]) for key in ("quant_algo", "format") if found.get(key)]
     if method != "fp8":
-        shown = " ".join([str(name), *details])
-        raise CheckpointError(f"{folder} is quantised by {shown!r}; accepted: no quantisation, or 'fp8'")
+        raise CheckpointError(f"{folder} is quantised by {method!r}; accepted: no quantisation, or 'fp8'")
     blocks = found.get("weight_block_size")
     if found.get("expert_dtype", "fp8") != "fp8":
         raise CheckpointError(f"{folder} has experts in {found['expert_dtype']!r}; accepted: 'fp8'")

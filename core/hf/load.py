@@ -1,6 +1,5 @@
 """A served model from a checkpoint of transformers, in a folder or on the hub."""
 
-import errno
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,6 @@ from .split import ModelSplit
 from .weights import load_weights
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 _SUBFOLDERS = ["*/*"]
 _MOST_LAYERS = 10_000
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -50,14 +48,10 @@ def _downloaded(name: str) -> Path:
 
     try:
         return Path(hub.snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_SUBFOLDERS))
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
         message = f"{name!r} is no folder here, and no model on the hub that can be read without an account"
-        raise CheckpointError(message) from error
-    except errors.HFValidationError as error:
-        raise CheckpointError(f"{name!r} is no folder here, and no name on the hub: {error}") from error
-    except Exception as error:  # the HTTP client has errors of its own
-        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
-            raise
+        raise CheckpointError(f"{message}: {error}") from error
+    except errors.LocalEntryNotFoundError as error:
         raise ConnectionError(
             f"{name!r} is no folder here and not in the cache of huggingface_hub, and the hub cannot be "
             "reached; accepted without a network: a folder"

@@ -8,9 +8,10 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
 from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -21,7 +22,7 @@ from ..validation import instance
 logger = logging.getLogger(__name__)
 
 _HASH_BYTES = 8
-_MAX_PENDING_BYTES = 1 << 16
+_BUFFER_BYTES = 1 << 16
 _FLUSH_EVERY_S = 5.0
 
 
@@ -55,14 +56,12 @@ class TraceRecorder:
         self._key = secrets.token_bytes(32)
         self._block_size = engine.config.block_size_tokens
         self._begun_s = self._flushed_s = time.perf_counter()
-        self._pending: list[bytes] = []
-        self._num_pending = 0
         self._last: tuple[int, float] | None = None
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
         try:
-            self._file: int | None = os.open(self.path, flags, 0o600)
+            file = open(path, "xb", buffering=_BUFFER_BYTES, opener=partial(os.open, mode=0o600))  # noqa: SIM115
         except FileExistsError:
             raise ValueError(f"path is {str(path)!r}, which exists; accepted: a new file") from None
+        self._file: BinaryIO | None = file
         engine.observe(self)
 
     def __enter__(self) -> Self:
@@ -74,13 +73,11 @@ class TraceRecorder:
     def close(self) -> None:
         """End the recording, without running requests. No other thread may call the engine meanwhile."""
         if self._file is not None:
-            self._flush()
             self._end()
 
     def flush(self) -> None:
         """Write the requests that have ended, as happens every 5 s while requests end."""
-        if self._file is not None:
-            self._flush()
+        self._write(b"", flushes=True)
 
     # ---- EngineObserver: a request is recorded when it ends
 
@@ -96,11 +93,8 @@ class TraceRecorder:
             return
         line = self._line(request)
         self._last = end  # an interrupted observer receives the same end again
-        self._pending.append(line)
-        self._num_pending += len(line)
         self.num_requests += 1
-        if self._num_pending >= _MAX_PENDING_BYTES or time.perf_counter() - self._flushed_s >= _FLUSH_EVERY_S:
-            self._flush()
+        self._write(line, flushes=time.perf_counter() - self._flushed_s >= _FLUSH_EVERY_S)
 
     # ---- the file
 
@@ -123,13 +117,14 @@ class TraceRecorder:
         }
         return json.dumps(line, separators=(",", ":")).encode() + b"\n"
 
-    def _flush(self) -> None:
-        content = memoryview(b"".join(self._pending))
-        self._pending, self._num_pending = [], 0
-        self._flushed_s = time.perf_counter()
+    def _write(self, content: bytes, flushes: bool) -> None:
+        if self._file is None:
+            return
         try:
-            while content and self._file is not None:
-                content = content[os.write(self._file, content) :]
+            self._file.write(content)
+            if flushes:
+                self._file.flush()
+                self._flushed_s = time.perf_counter()
         except OSError as error:
             self.failed = True
             logger.warning("the recording %s has ended, because it cannot be written: %s", self.path, error)
@@ -139,7 +134,7 @@ class TraceRecorder:
         file, self._file = self._file, None
         if file is not None:
             try:
-                os.close(file)
+                file.close()
             except OSError as error:
                 self.failed = True
                 logger.warning("the recording %s may lack its end: %s", self.path, error)

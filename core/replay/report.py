@@ -235,7 +235,7 @@ def _lacks_kv(one: CellResult) -> bool:
 
 
 def answer(points: Sequence[BudgetPoint], unlimited: float, kind: str) -> str:
-    """The smallest budget within a point of an unlimited pool; else the first whose double adds no point.
+    """The smallest budget within a point of an unlimited pool; else which memory the largest one lacks.
 
     Shares 0.50, 0.941, 0.945 of 2, 8, 32 GB and 0.948 of an unlimited pool: "give it 8 GB".
     """
@@ -257,29 +257,11 @@ def answer(points: Sequence[BudgetPoint], unlimited: float, kind: str) -> str:
             "prompt tokens, and most of what is missing is KV (an unlimited pool resumes "
             f"{_percent(unlimited)})."
         )
-    flat = next((pair for pair in _doublings(points) if pair[1].share - pair[0].share <= _NEAR), None)
-    if flat is not None:
-        point, double = flat
-        return (
-            f"give it {_gb(point)} {kind}: it then resumes {_percent(point.share)} of the prompt tokens, and "
-            f"{_gb(double)} bring only {_percent(double.share)} (an unlimited pool {_percent(unlimited)})"
-            f"{_less(points, point)}."
-        )
     last = points[-1]
     return (
         f"give it more than {_gb(last)} {kind}: with that it resumes {_percent(last.share)} of the prompt "
         f"tokens, and an unlimited pool {_percent(unlimited)}."
     )
-
-
-def _doublings(points: Sequence[BudgetPoint]) -> list[tuple[BudgetPoint, BudgetPoint]]:
-    """Each point, and the first one with at least twice its budget."""
-    pairs = []
-    for point in points:
-        double = next((other for other in points if other.budget_gb >= 2 * point.budget_gb), None)
-        if double is not None:
-            pairs.append((point, double))
-    return pairs
 
 
 def _less(points: Sequence[BudgetPoint], chosen: BudgetPoint) -> str:

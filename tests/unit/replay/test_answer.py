@@ -24,12 +24,6 @@ SHAPE = model_shape("nemotron-h-8b")
             "that an unlimited pool resumes.",
         ),
         (
-            {1: 0.2, 2: 0.3, 3: 0.305, 4: 0.309, 8: 0.5},
-            0.9,
-            "give it 2 GB in all: it then resumes 30.0 % of the prompt tokens, and 4 GB bring only 30.9 % "
-            "(an unlimited pool 90.0 %); 1 GB bring 20.0 %.",
-        ),
-        (
             {2: 0.2, 8: 0.5},
             0.9,
             "give it more than 8 GB in all: with that it resumes 50.0 % of the prompt tokens, and an "

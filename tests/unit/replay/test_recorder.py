@@ -150,7 +150,7 @@ def test_a_closed_recorder_records_nothing_more(tmp_path: Path) -> None:
 
 
 def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "_MAX_PENDING_BYTES", 100)
+    monkeypatch.setattr(recorder_module, "_BUFFER_BYTES", 100)
     engine = small_engine()
     with TraceRecorder(engine, tmp_path / "own.jsonl"):
         engine.generate([random_tokens(40, seed=1)], PARAMS)
@@ -160,16 +160,16 @@ def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_full_disk_ends_the_recording_and_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(recorder_module, "_MAX_PENDING_BYTES", 1)
+    monkeypatch.setattr(recorder_module, "_FLUSH_EVERY_S", 0.0)
     engine = small_engine()
     recorder = TraceRecorder(engine, tmp_path / "own.jsonl")
-
-    def no_space(file: int, content: memoryview) -> int:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
-        patched.setattr(recorder_module.os, "write", no_space)
+    assert recorder._file is not None
+    recorder._file.close()
+    full = open("/dev/full", "wb")  # noqa: SIM115
+    monkeypatch.setattr(recorder, "_file", full)
+    with caplog.at_level(logging.WARNING):
         results = engine.generate([random_tokens(12, seed=1), random_tokens(12, seed=2)], PARAMS)
+    assert full.closed
     assert [len(result.tokens) for result in results] == [9, 9]
     assert recorder.failed
     assert "the recording" in caplog.text
