@@ -4,6 +4,7 @@ load, checkpoint, weights, text      a checkpoint's config, tensors and tokenize
 architectures, served_model          which architectures are served, and such a model as an engine calls it
 current_step, mixers                 a step's sequences while the model runs; mixers that read cached states
 fusions, fused_modules, joint_linear modules replaced by ones with fewer launches
+moved_hooks                          private parts of transformers that another version lacks
 split, weight_part                   a rank's part of each weight
 
 May import `models` (the steps of layers), `text`, `contexts`, `kernels`; no engine.
@@ -15,7 +16,14 @@ if not find_spec("transformers"):
     raise ImportError("mambaslots.hf needs transformers: pip install 'mambaslots[hf]'")
 
 from ..files import CheckpointError
-from .load import load
-from .served_model import ServedModel
+from .moved_hooks import moved_hook
+
+try:
+    from .load import load
+    from .served_model import ServedModel
+except ImportError as error:
+    if moved := moved_hook(error):
+        raise moved from error
+    raise
 
 __all__ = ["load", "ServedModel", "CheckpointError"]

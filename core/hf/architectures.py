@@ -27,6 +27,7 @@ from ..state_spec import (
 from .current_step import ATTENTION_NAME, EXPERTS_NAME, CurrentStep, register_with_transformers
 from .fusions import NamedBranches, falcon_h1_branches, granite_branches, nemotron_h_branches, two_branches
 from .mixers import GatedDeltaNetForward, Mamba2Forward, ShortConvForward
+from .moved_hooks import names_moved_hooks
 from .weight_part import part_of
 
 if TYPE_CHECKING:
@@ -291,6 +292,7 @@ def _state_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+@names_moved_hooks
 def skeleton(config: "PreTrainedConfig", dtype: torch.dtype) -> "PreTrainedModel":
     """The text model of a config, as transformers builds it, with all tensors on the meta device.
 

@@ -21,6 +21,7 @@ from .current_step import (
 from .fusions import install as install_fused
 from .fusions import modules_of
 from .joint_linear import join_weights
+from .moved_hooks import names_moved_hooks
 from .split import ModelSplit
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class ServedModel:
             be split over `groups`.
     """
 
+    @names_moved_hooks
     def __init__(self, model: "PreTrainedModel", groups: ParallelGroups | None = None) -> None:
         self.groups = ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
         self.config = architectures.text_config(model.config)
@@ -88,6 +90,7 @@ class ServedModel:
         join_weights(self.model)
         return spec
 
+    @names_moved_hooks
     @torch.no_grad()
     def __call__(self, inputs: StepInputs) -> Tensor:
         """Logits of `inputs.logit_tokens`, [L, vocab_size] in float32 or wider.

@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
 
 from ..files import CheckpointError, LoadProgress
 from .checkpoint import Checkpoint
+from .moved_hooks import names_moved_hooks
 from .weight_part import WeightPart
 
 Parts = Mapping[str, WeightPart | None]
@@ -220,6 +221,7 @@ def listed(names: Collection[str]) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
+@names_moved_hooks
 def load_weights(
     model: PreTrainedModel, folder: Path, blocks: tuple[int, int] | None, device: torch.device,
     parts: Parts,
