@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parallel_groups import ParallelGroups
 from ..validation import INT32_MAX
 from .host_record import record_of
 from .overrides import override
@@ -26,12 +25,16 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
     divides by zero on a stage without Mamba layers. Here such a stage takes the number of the others.
     """
     host = importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])
-    stages = ParallelGroups(pipeline=self.pipeline_parallel_group)
-    slots = stages.least(_affordable_slots(self, mamba_gb), torch.device(torch.cuda.current_device()))
+    own = _affordable_slots(self, mamba_gb)
+    slots = _fewest(own, self.pipeline_parallel_group, host)
     if slots < 1:
+        elsewhere = (
+            f", room for {own} durable slots on this pipeline stage, but another stage has room for fewer "
+            "than one"
+        )
         raise ValueError(
-            f"prefix_caching_mamba_gb is {mamba_gb}; accepted: enough prefix cache budget for the scratch of "
-            "one step and one durable state, on every pipeline stage"
+            f"prefix_caching_mamba_gb is {mamba_gb}{elsewhere if own else ''}; accepted: enough prefix cache "
+            "budget for the scratch of one step and one durable state, on every pipeline stage"
         )
     self.mamba_slot_allocator = host.MambaSlotAllocator(
         context=self,
@@ -48,6 +51,15 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
         "%d durable slots (%.1f MiB), %d scratch slots (%.1f MiB), %.1f KiB a state",
         slots, slots * state / 2**20, scratch, scratch * state / 2**20, state / 2**10,
     )  # fmt: skip
+
+
+def _fewest(slots: int, group: Any, host: Any) -> int:
+    """The smallest of the pipeline stages' numbers."""
+    if host.get_pg_size(group) == 1:
+        return slots
+    fewest = torch.tensor(slots, dtype=torch.int64, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(fewest, op=torch.distributed.ReduceOp.MIN, group=group)
+    return int(fewest)
 
 
 def _state_bytes(context: Any) -> int:
