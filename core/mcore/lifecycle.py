@@ -3,6 +3,7 @@
 import importlib
 import logging
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from .host_record import record_of
 from .overrides import override
 from .versions import DYNAMIC_CONTEXT, MAMBA_METADATA
 
+_BATCH_INVARIANT_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 _logger = logging.getLogger(__package__)
 
 
@@ -24,6 +26,12 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
     The stock method of 0.19 sizes each stage alone, so that stages evict and skip differently; that of 0.20
     divides by zero on a stage without Mamba layers. Here such a stage takes the number of the others.
     """
+    kernels: Any = sys.modules.get(_BATCH_INVARIANT_KERNELS)
+    if kernels is not None and kernels.is_batch_invariant_mode_enabled():
+        _logger.warning(
+            "batch_invariant_mode is on, and does not cover Mamba layers: the bits of an answer "
+            "depend on where the answer resumed, because decodes round states otherwise than prefills do"
+        )
     host = importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])
     own = _affordable_slots(self, mamba_gb)
     slots = _fewest(own, self.pipeline_parallel_group, host)

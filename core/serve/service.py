@@ -24,6 +24,7 @@ from .settings import ServerSettings
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's server
 _LONGEST_STEP_S = 30.0
+_LONG_BODY_BYTES = 2**18
 _SALT_HEADER = "x-cache-salt"
 _MAX_READ_BYTES = 64 * 2**20
 """Of a body that is too long so much is read before it is refused."""
@@ -140,9 +141,9 @@ class Preparation:
 class Service:
     """Admits requests to the engine.
 
-    Bodies are parsed, and prompts encoded, in two worker threads. The parser of JSON lets no other thread
-    run, neither the event loop nor the engine's: `max_body_bytes` bounds how long all streams stop for a
-    body.
+    Bodies are parsed, and prompts encoded, in two worker threads: long bodies have one of their own, so that
+    short ones do not wait for them. The parser of JSON lets no other thread run, neither the event loop
+    nor the engine's: `max_body_bytes` bounds how long all streams stop for a body.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class Service:
         self.preparation = Preparation(facts, loaded, settings)
         self.is_draining = False
         self._text = loaded.text
-        self._text_threads = ThreadPoolExecutor(2, "mambaslots-text")
+        self._text_threads = [ThreadPoolExecutor(1, f"mambaslots-{name}") for name in ("text", "long-text")]
         self._num_open = 0
         self._none_open = asyncio.Event()
 
@@ -180,7 +181,8 @@ class Service:
         """Cancel all requests, and end the threads. A step that hangs is abandoned after 30 s."""
         self.is_draining = True
         await self.engine.close(_LONGEST_STEP_S)
-        self._text_threads.shutdown(wait=False, cancel_futures=True)
+        for thread in self._text_threads:
+            thread.shutdown(wait=False, cancel_futures=True)
 
     @property
     def trouble(self) -> RequestError | None:
@@ -216,7 +218,8 @@ class Service:
             body_deadline = min(deadline, loop.time() + self.settings.body_timeout_s)
             body = await before(body_deadline, read_body(request, self.max_body_bytes), body_too_slow())
             salt, tenant = _header_salt(request), request.state.tenant
-            job = await before(deadline, loop.run_in_executor(self._text_threads, job_of, body, salt))
+            thread = self._text_threads[len(body) > _LONG_BODY_BYTES]
+            job = await before(deadline, loop.run_in_executor(thread, job_of, body, salt))
             if self._num_open + len(job.choices) - 1 > self._max_open:
                 raise refusal("queue_full")
             self._num_open += len(job.choices) - 1

@@ -188,6 +188,18 @@ def test_too_small_a_budget_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("_ours")
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_batch_invariant_mode_is_said_not_to_cover_mamba_layers(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron.core.transformer.custom_layers import batch_invariant_kernels
+
+    monkeypatch.setattr(batch_invariant_kernels, "_batch_invariant_MODE", enabled)
+    make_context()
+    assert ("batch_invariant_mode is on, and does not cover Mamba layers" in caplog.text) == enabled
+
+
+@pytest.mark.usefixtures("_ours")
 def test_fault_19_a_kv_match_does_not_refresh_a_state() -> None:
     """Two states; KV of the older one is matched without using it; the older one goes."""
     long, other = tokens(4 * BLOCK + 1, seed=3), tokens(2 * BLOCK + 1, seed=4)
