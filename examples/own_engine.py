@@ -48,6 +48,7 @@ class Request:
     path: Any = None
     state: Any = None
     computed: int = 0
+    seen: int = 0  # leading tokens that earlier prompts had, before this one departs from them
 
 
 class Engine:
@@ -73,11 +74,12 @@ class Engine:
         reach = len(request.tokens) - 1
         path = cache.open(chain, self.plan, np.full(num_blocks, -1, np.int32), max_resume_tokens=reach)
         cache.hold(path, match)
+        if match.resume_slot >= 0:
+            cache.hold_state(path, match.resume_slot, resumes=True)  # before `grow`, which may evict states
         cache.grow(path, num_blocks)
-        request.path, request.computed = path, match.resume_tokens
+        request.path, request.computed, request.seen = path, match.resume_tokens, match.seen_tokens
         request.state = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
         if match.resume_slot >= 0:
-            cache.hold_state(path, match.resume_slot, resumes=True)  # pinned while it is read
             request.state.copy_(self.states[match.resume_slot])
             cache.release_state(path)
         self.resumed += request.computed
@@ -91,7 +93,11 @@ class Engine:
         for request in self.running:
             start, stop = request.computed, min(request.computed + CHUNK, len(request.tokens))
             boundaries = self.plan.boundaries(
-                start=start, stop=stop, prompt_tokens=request.num_prompt, block_size_tokens=BLOCK
+                start=start,
+                stop=stop,
+                prompt_tokens=request.num_prompt,
+                block_size_tokens=BLOCK,
+                seen_tokens=request.seen,
             )
             decoding = start >= request.num_prompt
             planned.append(ms.PathStep(request.path, request.tokens, start, stop, decoding, boundaries))
