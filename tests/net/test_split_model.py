@@ -12,7 +12,6 @@ from mambaslots.inference.engines import runner as graph_runner
 from mambaslots.inference.engines import steps
 from oracle.distributed_world import World, splits
 from oracle.drafters import MODES
-from oracle.model_kinds import OF_TRANSFORMERS, present_kind
 from oracle.recorded_graphs import fix_addresses
 from oracle.serving import (
     SEED,
@@ -117,8 +116,8 @@ class Traffic:
 def test_random_traffic(world: World, split: str, pools: dict[str, object], mode: str) -> None:
     settings = {"max_sequence_length": 112} | pools | MODES.get(mode, {})
     engines = [small_engine(model=model, **settings) for model in (world.model(split), world.model(None))]
-    # Three slots keep few states: among a dozen requests to these models, none may be asked for again.
-    requests = 30 if pools.get("num_mamba_slots") == 3 and present_kind() in OF_TRANSFORMERS else 12
+    # Three slots keep few states: among a dozen requests, none may be asked for again.
+    requests = 30 if pools.get("num_mamba_slots") == 3 else 12
     Traffic(*engines, seed=len(mode) + len(pools)).run(requests, arrivals=0.4)
     stats = world.gathered(engines[0].context.cache_stats())
     assert all(each == stats[0] for each in stats)
