@@ -38,7 +38,7 @@ engine_settings = st.fixed_dictionaries(
     {
         "num_mamba_slots": st.sampled_from([1, 2, 3, 40]),
         "num_kv_blocks": st.sampled_from([12, 16, 24, 100]),
-        "max_tokens_per_step": st.sampled_from([8, 13, 32]),
+        "max_tokens_per_step": st.sampled_from([10, 13, 32]),
         "max_requests": st.just(3),
         "max_sequence_length": st.just(96),
         "eviction_policy": st.sampled_from(["value", "lru"]),

@@ -51,7 +51,11 @@ def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     limits = torch.finfo(dtype)  # temperatures that round to 0 or infinity would turn scores into NaN
+    finite = largest.isfinite().tolist()
     for draw in draws:
+        if not finite[draw.row]:
+            tokens[draw.row] = 0
+            continue
         scores = logits[draw.row].detach().to(dtype).sub(largest[draw.row])
         scores /= min(max(draw.temperature, limits.tiny), limits.max)
         if 0 < draw.top_k < len(scores):
