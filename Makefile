@@ -6,8 +6,8 @@ FOR_SERVER := .venv/.installed-serve
 FOR_DEV := .venv/.installed-dev
 OTHER_MEGATRONS := 0.19.0
 PYTEST := pytest -p no:cacheprovider
-# A worker runs the tests of one module, as long as the other has some of its own: fixtures are made once.
-TWO_AT_A_TIME := -n 2 --dist worksteal
+# Three workers, because tests of servers wait; each has modules of its own as long as there are some.
+SEVERAL_AT_A_TIME := -n 3 --dist worksteal
 # A test that hangs prints all stacks (pyproject.toml says after how long); here it ends its process as well.
 HANGS_END := -o faulthandler_exit_on_timeout=true
 # Workers, ranks and the processes of tests compile the package, and pytest rewrites tests, once for all of them.
@@ -35,7 +35,7 @@ serve: $(FOR_SERVER)
 
 test: $(FOR_DEV)
 	$(if $(ARGS),,$(MAKE) test-ranks)
-	$(BIN)/python -m $(PYTEST) $(TWO_AT_A_TIME) $(HANGS_END) -m "$(QUICK)" --durations 30 $(ARGS)
+	$(BIN)/python -m $(PYTEST) $(SEVERAL_AT_A_TIME) $(HANGS_END) -m "$(QUICK)" --durations 30 $(ARGS)
 
 test-ranks: $(FOR_DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/oracle/forked_ranks.py 2 4 -- $(HANGS_END) -m "$(QUICK)" tests/net $(ARGS)
@@ -44,10 +44,10 @@ test-long: $(FOR_DEV)
 	$(if $(ARGS),,$(MAKE) test-ranks QUICK="$(LONG)")
 	$(if $(ARGS),,$(MAKE) test-fleet)
 	$(if $(ARGS),,$(MAKE) test-poison)
-	$(BIN)/python -m $(PYTEST) $(TWO_AT_A_TIME) -m "$(LONG)" --hypothesis-profile long --ignore tests/fleet $(ARGS)
+	$(BIN)/python -m $(PYTEST) $(SEVERAL_AT_A_TIME) -m "$(LONG)" --hypothesis-profile long --ignore tests/fleet $(ARGS)
 
 test-poison: $(FOR_DEV)
-	$(BIN)/python -m $(PYTEST) $(TWO_AT_A_TIME) --poison -m "$(QUICK)" $(or $(ARGS),$(POISONED))
+	$(BIN)/python -m $(PYTEST) $(SEVERAL_AT_A_TIME) --poison -m "$(QUICK)" $(or $(ARGS),$(POISONED))
 
 # One process after the other: Ray's own processes take what the machine has.
 test-fleet: $(FOR_DEV)

@@ -1,7 +1,7 @@
 """Runs pytest as several ranks, like torchrun: `python -P tests/oracle/forked_ranks.py 2 4 -- tests/net`.
 
-One run for each number of ranks. Ranks are forks of a process that has imported what all of them import: 5 s
-of CPU time. Forks use no GPU. A rank that fails ends the others. Rank 0 speaks; what the others say goes to
+One run for each number of ranks, all at once, because ranks wait for one another half of their time. Ranks are
+forks of a process that has imported what all of them import: 5 s of CPU time. Forks use no GPU. A rank that fails ends the others. Rank 0 speaks; what the others say goes to
 files, of which the ends are shown where a run fails.
 """
 
@@ -26,13 +26,29 @@ def main() -> int:
     import mambaslots.hf.load  # noqa: F401
 
     gc.freeze()
+    said: dict[int, Path | None] = {}  # process of a run -> what it says, or None where it speaks here
     for number in sys.argv[1:end]:
+        log = Path(tempfile.mkstemp(prefix="ranks-")[1]) if said else None
         agent = os.fork()
         if not agent:
+            if log is not None:
+                say_into(log)
             os._exit(run(int(number), sys.argv[end + 1 :]))
-        if code := os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1]):
-            return abs(code)
-    return 0
+        said[agent] = log
+    worst = 0
+    for agent, log in said.items():
+        worst = max(worst, abs(os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])))
+        if log is not None:
+            print(log.read_text(errors="replace"), end="", flush=True)
+            log.unlink()
+    return worst
+
+
+def say_into(log: Path) -> None:
+    """Let this process write into a file what it would print."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
 
 
 def run(number: int, arguments: list[str]) -> int:
@@ -79,9 +95,7 @@ def be(rank: int, log: Path, arguments: list[str]) -> None:
     code = 1
     try:
         if rank:
-            file = os.open(log, os.O_WRONLY | os.O_CREAT)
-            os.dup2(file, 1)
-            os.dup2(file, 2)
+            say_into(log)
         import pytest
 
         code = pytest.main(["-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin", *arguments])
