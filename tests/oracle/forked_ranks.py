@@ -1,8 +1,9 @@
 """Runs pytest as several ranks, like torchrun: `python -P tests/oracle/forked_ranks.py 2 4 -- tests/net`.
 
-One run for each number of ranks, all at once, because ranks wait for one another half of their time. Ranks are
-forks of a process that has imported what all of them import: 5 s of CPU time. Forks use no GPU. A rank that fails ends the others. Rank 0 speaks; what the others say goes to
-files, of which the ends are shown where a run fails.
+One run for each number of ranks, all at once, because ranks wait for one another half of their time. Ranks
+are forks of a process that has imported what all of them import: 5 s of CPU time. Forks use no GPU. A rank
+that fails ends the others of its run. Rank 0 speaks; what the others say goes to files, of which the ends are
+shown where a run fails.
 """
 
 import gc
