@@ -71,7 +71,7 @@ class GridWatch:
 @costly()
 @given(
     kind=kinds,
-    max_tokens_per_step=st.integers(8, 40),
+    max_tokens_per_step=st.integers(11, 40),
     slots=st.integers(1, 20),
     drafts=st.integers(0, 9),
     lengths=st.lists(
