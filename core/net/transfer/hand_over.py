@@ -261,8 +261,7 @@ class TransferChannel:
 
 
 def _check_timeout(parallel: ParallelGroups, timeout_s: float) -> float:
-    """The timeout; ValueError where a group of the replica, in which ranks wait for each other, has a
-    shorter one."""
+    """The timeout; ValueError where a group of the replica has a shorter one, in which ranks wait."""
     timeout_s = real("timeout_s", timeout_s, 1e-3, LONGEST_TIMEOUT_S)
     for name, group in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
         if group is None or dist.get_world_size(group) == 1:
