@@ -136,10 +136,7 @@ def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serv
     if settings.ranks > 1:  # each rank has a bundle, all of them on one machine where there is room
         needs = {"CPU": settings.cpus_per_rank, "GPU": settings.gpus_per_rank}
         bundle = {name: number for name, number in needs.items() if number}
-        options |= {
-            "placement_group_bundles": [bundle] * settings.ranks,
-            "placement_group_strategy": "PACK",
-        }
+        options |= {"placement_group_bundles": [bundle] * settings.ranks, "placement_group_strategy": "PACK"}
     if settings.min_replicas == settings.max_replicas:
         options["num_replicas"] = settings.min_replicas
     else:

@@ -93,12 +93,7 @@ class Heartbeat:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        timeout_s: float = 10.0,
-        exit_when_stuck: bool = False,
+        self, store: Store, rank: int, world_size: int, timeout_s: float = 10.0, exit_when_stuck: bool = False
     ) -> None:
         """Blocks until all ranks have begun, at most `store.timeout`.
 

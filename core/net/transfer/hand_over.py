@@ -126,10 +126,7 @@ class TransferChannel:
         return ""
 
     def send(
-        self,
-        prefixes: Iterable[PrefixName] | None = None,
-        *,
-        timeout_s: float | None = None,
+        self, prefixes: Iterable[PrefixName] | None = None, *, timeout_s: float | None = None
     ) -> SendReport:
         """Hand cached prefixes of this replica to the other one, which calls `receive`.
 

@@ -164,11 +164,7 @@ class Peer:
     """A rank of the other side, over its connection."""
 
     def __init__(
-        self,
-        name: str,
-        send: Callable[..., None],
-        is_connected: Callable[[], bool],
-        link: Link | None = None,
+        self, name: str, send: Callable[..., None], is_connected: Callable[[], bool], link: Link | None = None
     ) -> None:
         self.name, self.send, self.is_connected, self.link = name, send, is_connected, link
         self.inbox: deque[Message] = deque()
@@ -260,11 +256,7 @@ class NcclPipe:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        rank: int,
-        unique_id: bytes,
-        remaining_s: Callable[[], float],
+        self, device: torch.device, rank: int, unique_id: bytes, remaining_s: Callable[[], float]
     ) -> None:
         """Blocks until the other side, rank 1 or 0, is there; `device` is the current one of the thread."""
         import nccl.core

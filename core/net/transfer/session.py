@@ -18,15 +18,7 @@ from ...parallel_groups import on_device_of
 from ...validation import shown
 from ..channel import Address, Link, Listener, PeerLostError
 from .export import CacheAccess
-from .format import (
-    Description,
-    PrefixForest,
-    TransferError,
-    check_shard,
-    decode,
-    encode,
-    shard_of,
-)
+from .format import Description, PrefixForest, TransferError, check_shard, decode, encode, shard_of
 from .import_ import Placement
 from .pieces import PartCopies, PieceLayout, PoolGate, Staging, receive_pieces, send_pieces
 from .pipe import (
