@@ -210,7 +210,6 @@ class TransferChannel:
         """End the channel on this rank; its name is of no use any more."""
         self._closed = True
         self._drop()
-
         if self._side == "destination":
             thread = Thread(target=self._delete_address, name="hand-over, end", daemon=True)
             thread.start()
