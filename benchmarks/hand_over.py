@@ -267,12 +267,12 @@ class Spans:
 
     def sent_ms(self) -> dict[str, float]:
         """From the first gather to the end of the last piece's kernel, at the source."""
-        event = self.passages[-1]._event if self.passages else None
+        event = self.passages[-1].event if self.passages else None
         return {} if event is None else {"gathered and sent": self.begin.elapsed_time(event)}
 
     def unpacked_ms(self) -> dict[str, float]:
         """From the end of the last piece's kernel to the end of its scatter, at the destination."""
-        event = self.passages[-1]._event if self.passages else None
+        event = self.passages[-1].event if self.passages else None
         return {} if event is None else {"unpacked": event.elapsed_time(self.end)}
 
 

@@ -28,10 +28,9 @@ class ReplicaCalls:
         self._streams = handle.options(method_name="stream", stream=True)
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[AnswerPart]:
-        """The parts of an answer. Closing the iterator ends the request.
+        """The parts of an answer; closing the iterator ends the request.
 
-        ReplicaLostError: the replica is gone, gave up, or is silent. NoReplicaError: Ray Serve could not
-        deploy any.
+        ReplicaLostError: the replica is gone, gave up, or is silent. NoReplicaError: Ray deployed none.
         """
         # In a context of its own, because Ray routes all calls of one HTTP request as one.
         self._known.begin(request.request_id)

@@ -19,10 +19,7 @@ def middlewares() -> list[Middleware]:
 
 
 class CutAnswers:
-    """ASGI middleware: status 503 where no answer has begun, an error event at the end of a cut stream.
-
-    An answer of another kind that has begun stays cut: its length was announced, or its JSON is open.
-    """
+    """ASGI middleware: status 503 where no answer has begun, an error event at the end of a cut stream."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -43,10 +43,7 @@ _COUNTERS = {
 def fleet_metrics_text(
     numbers: Mapping[str, int], reports: Sequence[ReplicaReport] = ()
 ) -> tuple[bytes, str]:
-    """The body of a reply to Prometheus, and its content type; the label `replica` has a replica's name.
-
-    `numbers`: the fleet's own, by their names in the tables above; others are 0.
-    """
+    """A reply to Prometheus and its content type; `numbers` are the fleet's own, others are 0."""
     kinds = ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
     metrics = [
         metric
@@ -72,10 +69,9 @@ _SIZES = ("bytes_each", "block_size_tokens")
 
 
 def merged_snapshot(snapshots: Mapping[str, Snapshot]) -> dict[str, Any]:
-    """One snapshot of several replicas, by their names.
+    """One snapshot of several replicas, by their names: counts, pools and points of the series are added.
 
-    Counts and pools are added, and points of the series by their interval. Percentiles cannot be added: each
-    is that of the slowest replica, and that of eviction ages the one of the replica that evicts the youngest.
+    Percentiles cannot be: each is that of the slowest replica, and eviction ages are of the youngest victims.
     """
     every = list(snapshots.values())
     merged: dict[str, Any] = _merged(every)
@@ -104,8 +100,7 @@ def merged_snapshot(snapshots: Mapping[str, Snapshot]) -> dict[str, Any]:
 
 
 def _merged(figures: Sequence[Any], of_times: Callable[[list[float]], float] = sum) -> Any:
-    """Integers are added, and times, which may be None, or `of_times` says; dicts by their keys; else the
-    first."""
+    """Dicts by their keys, integers and times added, or times as `of_times` says; of others the first."""
     if isinstance(figures[0], Mapping):
         names = dict.fromkeys(name for one in figures for name in one)
         return {name: _merged([one[name] for one in figures if name in one], of_times) for name in names}
@@ -116,10 +111,7 @@ def _merged(figures: Sequence[Any], of_times: Callable[[list[float]], float] = s
 
 
 def _series(series: Sequence[Snapshot]) -> dict[str, Any]:
-    """The sums of the points that end in the same interval.
-
-    The last interval is the last that all replicas have a point in, so that levels do not fall at the end.
-    """
+    """The sums of the points of each interval, until the last in which all replicas have one."""
     every_s = series[0]["every_s"]
     by_interval: dict[int, list[Snapshot]] = {}
     for point in (point for one in series for point in one["points"]):

@@ -38,9 +38,9 @@ Call = Callable[[EngineRequest], AsyncGenerator[AnswerPart]]
 class FleetEngine:
     """Sends each request to a replica, and to another one where that is lost: a `ServedEngine`.
 
-    A request whose replica is lost continues after the tokens that have come: token i of an answer has the
-    random number of the request's seed and i wherever it is computed. So the answer has the tokens that it
-    would have had, as far as a prefill and a decode have the same bits: see docs/bits.md.
+    A retry continues after the tokens that have come: token i has the random number of the seed and i,
+    wherever it is computed. So the answer is the same, as far as prefill and decode have the same bits: see
+    docs/bits.md.
     """
 
     def __init__(

@@ -30,14 +30,11 @@ class _Attempt:
 class KnownReplicas:
     """When each replica has answered last, its states, and the requests that were sent to it.
 
-    The ingress notes answers, and Ray's request router asks, in another thread: methods may be called in any.
-
-    Attributes:
-        replicas: Ray's `RunningReplica` of each replica that should answer, by its name; never mutated.
+    The ingress notes answers, and Ray's request router asks, in another thread: any may call any method.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.replicas: dict[str, Any] = {}
+        self.replicas: dict[str, Any] = {}  # name -> Ray's `RunningReplica`; never mutated
         self._clock = clock
         self._answered_s: dict[str, float] = {}
         self._complete: set[str] = set()  # replicas of whose states the router misses nothing
@@ -116,11 +113,8 @@ class KnownReplicas:
     def order(self, request: EngineRequest, queue_lengths: Mapping[str, int | None]) -> tuple[str, ...]:
         """The replicas in the order in which a request tries them, those that it has lost last.
 
-        A request that tries the same ones again has the order that it had: it counts once.
-
-        Args:
-            queue_lengths: the requests of each replica, as Ray last knew, or None. They lack those that are
-                chosen and not sent yet: with them alone, a burst would go to one replica.
+        A request that tries the same ones again has the order that it had: it counts once. `queue_lengths`,
+        as Ray last knew, lack what is chosen and not sent: by them alone, a burst would go to one replica.
         """
         with self._lock:
             attempt = self._attempts.get(request.request_id, _Attempt())

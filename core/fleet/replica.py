@@ -6,7 +6,6 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import ray
@@ -28,7 +27,7 @@ from .figures import ReplicaReport, replica_report
 from .guard import kill_when_still
 from .replica_answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
 from .settings import FleetSettings
-from .warming import HandOver, serve_hand_over, take_over
+from .warming import HandOver, meeting_store, serve_hand_over, take_over
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +39,7 @@ _MEETING_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """A replica: process ids of its ranks, the leading one first, its running requests, and its states.
-
-    `events`: the changes of its states, where the caller asked for them and a look at the cache has ended.
-    """
+    """A replica's processes, the leading one first, its load, and the changes of its states, if asked for."""
 
     replica: str
     processes: tuple[int, ...]
@@ -79,7 +75,7 @@ class FollowingRank:
 
     def run(self, make_engine: MakeEngine, host: str, port: int, rank: int, num_ranks: int) -> None:
         """Follow rank 0 until it closes its engine; RankDiedError where rank 0 is lost."""
-        groups = _join(_meeting(host, port, is_master=False), rank, num_ranks)
+        groups = _join(meeting_store(host, port, _MEETING_S), rank, num_ranks)
         follow(make_engine(groups))
 
     def process(self) -> int:
@@ -97,7 +93,7 @@ class Ranks:
             self.engine = make_engine(None)
             return
         host = ray.util.get_node_ip_address()
-        store = _meeting(host, 0, is_master=True)
+        store = meeting_store(host, 0, _MEETING_S, is_master=True)
         for rank in range(1, settings.ranks):
             place = PlacementGroupSchedulingStrategy(
                 get_current_placement_group(), placement_group_bundle_index=rank
@@ -120,30 +116,15 @@ class Ranks:
 
     async def lost(self) -> BaseException:
         """Why a rank has ended, once one has."""
-        runs = [asyncio.ensure_future(_ended(run)) for run in self._runs]
-        done, others = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
-        for other in others:
-            other.cancel()
-        return done.pop().result()
+        try:
+            await next(iter(asyncio.as_completed(self._runs)))
+        except Exception as error:
+            return error
+        return RuntimeError("a rank has ended")
 
     @property
     def are_others(self) -> bool:
-        """Whether there are other ranks."""
         return bool(self._runs)
-
-
-async def _ended(run: Any) -> BaseException:
-    try:
-        await run
-    except Exception as error:
-        return error
-    return RuntimeError("a rank has ended")
-
-
-def _meeting(host: str, port: int, *, is_master: bool) -> TCPStore:
-    """The store over which the ranks of a replica meet; the master with port 0 listens on a free one."""
-    timeout = timedelta(seconds=_MEETING_S)
-    return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
 
 
 def _join(store: TCPStore, rank: int, num_ranks: int) -> ParallelGroups:
@@ -154,11 +135,7 @@ def _join(store: TCPStore, rank: int, num_ranks: int) -> ParallelGroups:
 
 
 class EngineReplica:
-    """The class that Ray Serve deploys as a replica.
-
-    Ray calls the constructor, then `check_health` from time to time. Before a replica ends, Ray waits for its
-    requests.
-    """
+    """What Ray Serve deploys as a replica: Ray constructs it, asks for its health, and lets requests end."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, make_engine: MakeEngine, settings: FleetSettings
@@ -201,10 +178,7 @@ class EngineReplica:
         return self._engine.facts
 
     async def status(self, wants_all: bool | None = None) -> ReplicaStatus:
-        """Says that the event loops of all ranks run, also while a step takes long.
-
-        With `wants_all` also which states were added and removed, or all that it holds.
-        """
+        """Says that all ranks' event loops run; with `wants_all` also how states changed, or all of them."""
         await self._ranks.processes()
         events = None
         if self._looks is not None and wants_all is not None:
@@ -236,10 +210,7 @@ class EngineReplica:
         self._end_process(self._engine.failure if lost is None or not lost.done() else lost.result())
 
     def _end_process(self, reason: BaseException | None) -> None:
-        """End at once. Ray then sends no more requests here, and callers that wait ask another replica.
-
-        A replica that raised errors would get more requests, because its queue is short.
-        """
+        """End at once; a replica that raised errors instead would get more requests: its queue is short."""
         logger.error("mambaslots: replica %s is lost: %s", self._name, reason)
         logging.shutdown()
         os._exit(1)

@@ -20,28 +20,18 @@ class ReplicaLostError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request as a replica gets it. It can be pickled.
+    """A request as a replica gets it. It can be pickled."""
 
-    Attributes:
-        request_id: the same in all attempts.
-        prompt: token ids: the client's prompt, then the tokens that lost replicas have generated.
-        num_generated: how many of the last tokens of `prompt` lost replicas have generated. They count
-            towards the answer's length, and sampling continues with the next random number.
-        keys: the hash of each whole block of `prompt`, for the router; empty where replicas cache nothing.
-        tenant: in whose figures the request counts; None where requests have no salt.
-        lost: names of the replicas that were lost while they answered; a router avoids them.
-    """
-
-    request_id: str
-    prompt: tuple[int, ...]
-    num_generated: int
+    request_id: str  # the same in all attempts
+    prompt: tuple[int, ...]  # the client's, then the tokens that lost replicas have generated
+    num_generated: int  # of the last of these tokens; sampling continues with the next random number
     sampling: SamplingParams
     cache_salt: bytes | None = None
     plan: CheckpointPlan | None = None
-    keys: tuple[int, ...] = ()
+    keys: tuple[int, ...] = ()  # the hash of each whole block of `prompt`, for the router
     block_size_tokens: int = 1
-    tenant: str | None = None
-    lost: tuple[str, ...] = ()
+    tenant: str | None = None  # in whose figures it counts; None where requests have no salt
+    lost: tuple[str, ...] = ()  # names of the replicas that were lost while they answered
 
     def __repr__(self) -> str:
         """One line, without tokens and salt: they are the user's."""
@@ -59,10 +49,9 @@ class EngineRequest:
 class AnswerPart:
     """Some of a replica's answer. It can be pickled.
 
-    The first part says that the replica has the request: it may be empty. It has the replica's name. The
-    first part with tokens or `finish_reason` has the prompt's figures. The last part has `finish_reason`, or
-    `error`, which says why the replica refuses the request (ValueError, QueueFullError or
-    KVBlockCapacityError).
+    The first part says that the replica has the request: it may be empty. The first part with tokens or
+    `finish_reason` has the prompt's figures. The last part has `finish_reason`, or `error`, which says why
+    the replica refuses the request (ValueError, QueueFullError or KVBlockCapacityError).
     """
 
     tokens: tuple[GeneratedToken, ...] = ()
@@ -114,13 +103,7 @@ async def answer_parts(
 
 
 class FleetAnswer(Answer):
-    """The tokens of one request so far, and the request for the rest of them; a `TokenStream` reads it.
-
-    Attributes:
-        opened: set once a replica has the request, or the answer has ended.
-        early_end: how the client has ended the answer, or None.
-        lost: names of the replicas that were lost while they answered.
-    """
+    """The tokens of one request so far, and the request for the rest of them; a `TokenStream` reads it."""
 
     def __init__(
         self,
@@ -129,11 +112,8 @@ class FleetAnswer(Answer):
         chain: PrefixHashChain | None,
         end: Callable[["FleetAnswer", EarlyEnd], object],
     ) -> None:
-        """`request`: for the first replica. `chain`: hashes of its blocks; None without a cache.
-
-        `end` is called in the loop, though a stream that is dropped may be collected in any thread.
-        """
-        loop = asyncio.get_running_loop()
+        """`request` is for the first replica; `chain` hashes its blocks, or is None without a cache."""
+        loop = asyncio.get_running_loop()  # a stream that is dropped may be collected in any thread
 
         def end_soon(answer: Answer, reason: EarlyEnd) -> None:
             if not loop.is_closed():
@@ -141,8 +121,8 @@ class FleetAnswer(Answer):
 
         super().__init__(lambda answer: None, end_soon)
         self.request_id: int = request_id
-        self.early_end: EarlyEnd | None = None
-        self.opened = asyncio.Event()
+        self.early_end: EarlyEnd | None = None  # how the client has ended the answer
+        self.opened = asyncio.Event()  # set once a replica has the request, or the answer has ended
         self.lost: tuple[str, ...] = ()
         self._request = request
         self._chain = chain

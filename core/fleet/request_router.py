@@ -16,11 +16,9 @@ from .replica_answers import EngineRequest
 
 
 class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
-    """Ranks replicas as `KnownReplicas` does; Ray calls it in one event loop.
+    """Ranks replicas as `KnownReplicas` does; Ray calls it in one event loop, and tries them in this order.
 
-    Ray tries the replicas in the order that this class returns: a replica whose queue is full gets no
-    request. It is not first in first out: what is chosen for one request must not go to another. A replica
-    that is silent gets none while another one answers.
+    Not first in first out: what is chosen for one request must not go to another.
     """
 
     def initialize_state(self, *, application: str) -> None:

@@ -42,11 +42,7 @@ _LOGGERS = ("ray", "ray.serve")
 
 @contextmanager
 def cluster() -> Iterator[bool]:
-    """Be connected to Ray, and yield whether the cluster was there before.
-
-    The cluster that `RAY_ADDRESS` names is joined. Without it a cluster of this machine begins, and ends with
-    all that runs in it. It sends no usage statistics.
-    """
+    """Be connected to the cluster that `RAY_ADDRESS` names, or to a new one; yield whether it was there."""
     address = os.environ.get(ADDRESS)
     for name, value in OWN_DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -74,10 +70,9 @@ def cluster() -> Iterator[bool]:
 
 
 def placed(settings: FleetSettings, device: str, joined: bool) -> FleetSettings:
-    """The settings with what Ray reserves for each rank.
+    """The settings with what Ray reserves for each rank: a GPU and a core, or else a share of the cores.
 
-    On GPUs a rank has one, and a core. On CPUs the ranks of an own cluster share the machine's cores; on a
-    cluster that is joined a rank has a core. ValueError: an own cluster has too few GPUs.
+    On a cluster that is joined a rank has a core. ValueError: an own cluster has too few GPUs.
     """
     resources = ray.cluster_resources()
     num_gpus, num_cpus = resources.get("GPU", 0.0), resources.get("CPU", 1.0)
@@ -141,10 +136,7 @@ def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serv
     if settings.ranks > 1:  # each rank has a bundle, all of them on one machine where there is room
         needs = {"CPU": settings.cpus_per_rank, "GPU": settings.gpus_per_rank}
         bundle = {name: number for name, number in needs.items() if number}
-        options |= {
-            "placement_group_bundles": [bundle] * settings.ranks,
-            "placement_group_strategy": "PACK",
-        }
+        options |= {"placement_group_bundles": [bundle] * settings.ranks, "placement_group_strategy": "PACK"}
     if settings.min_replicas == settings.max_replicas:
         options["num_replicas"] = settings.min_replicas
     else:

@@ -46,8 +46,7 @@ class HandOver(NamedTuple):
 async def take_over(replica: str, settings: FleetSettings, engine: AsyncEngine) -> None:
     """Let a replica that has states hand over those that were used last.
 
-    A donor that does not come or dies costs at most `warm_timeout_s`; the replica then starts with what it
-    has.
+    A donor that does not come or dies costs at most `warm_timeout_s`; this one then starts with what it has.
     """
     timeout_s = settings.warm_timeout_s
     begun_s, deadline = time.monotonic(), time.monotonic() + timeout_s
@@ -60,9 +59,7 @@ async def take_over(replica: str, settings: FleetSettings, engine: AsyncEngine) 
         if donor not in known.replicas:
             return
         host = ray.util.get_node_ip_address()
-        store = await asyncio.to_thread(
-            TCPStore, host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-        )
+        store = await asyncio.to_thread(meeting_store, host, 0, timeout_s, is_master=True)
         order = HandOver(f"{replica}-{secrets.token_hex(4)}", host, store.port)
         await answers_of([known.replicas[donor]], "hand_over", _MEETING_S, order)
         announced = await _read(store, order.name, min(deadline, time.monotonic() + _MEETING_S))
@@ -97,7 +94,7 @@ async def serve_hand_over(engine: AsyncEngine, order: HandOver, timeout_s: float
     """Hand the states that were used last to a replica that joins, a few at a time. Raises nothing."""
     deadline = time.monotonic() + timeout_s
     try:
-        store = await asyncio.to_thread(_meet, order.host, order.port)
+        store = await asyncio.to_thread(meeting_store, order.host, order.port)
         keys = await engine.call(_on_all_ranks(recent_states))
         rounds = list(batched(keys, STATES_A_ROUND))
         await asyncio.to_thread(store.set, order.name, str(len(rounds)))
@@ -126,8 +123,12 @@ def _round_s(deadline: float) -> float:
     return max(0.1, min(deadline - time.monotonic(), _LONGEST_ROUND_S))
 
 
-def _meet(host: str, port: int) -> TCPStore:
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_MEETING_S))
+def meeting_store(
+    host: str, port: int, timeout_s: float = _MEETING_S, *, is_master: bool = False
+) -> TCPStore:
+    """A store over which processes meet; the master with port 0 listens on a free one."""
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
 
 
 # ---- in the engine's thread, on all ranks
@@ -147,10 +148,11 @@ def _on_all_ranks(function: Callable[..., Any], *arguments: Any) -> Callable[[Dy
 def _send(
     engine: DynamicInferenceEngine, host: str, port: int, name: str, keys: Sequence[int], timeout_s: float
 ) -> Any:
-    with TransferChannel(engine, _meet(host, port), name, "source", timeout_s=timeout_s) as channel:
+    with TransferChannel(engine, meeting_store(host, port), name, "source", timeout_s=timeout_s) as channel:
         return channel.send(keys)
 
 
 def _receive(engine: DynamicInferenceEngine, host: str, port: int, name: str, timeout_s: float) -> Any:
-    with TransferChannel(engine, _meet(host, port), name, "destination", timeout_s=timeout_s) as channel:
+    store = meeting_store(host, port)
+    with TransferChannel(engine, store, name, "destination", timeout_s=timeout_s) as channel:
         return channel.receive()

@@ -1,20 +1,8 @@
-"""What processes that serve one model say and send to each other: ranks of a split model, and replicas.
+"""What processes that serve one model say and send to each other.
 
-Two words: the *ranks* of a replica hold parts of one model and make every step together; *replicas* hold the
-same model, and move cached prefixes between them.
-
-channel                     typed messages between processes, encrypted
-all_ranks                   work that succeeds on all ranks of a replica, or fails on all with one text
-heartbeat                   which rank died
-lockstep/leading_engine     the engine of rank 0, which one caller drives as if the model were whole
-lockstep/following          the calls as messages; `follow`, which makes them on every other rank
-lockstep/followers          what rank 0 knows of the others: which calls they made, and how each ended
-transfer/                   cached prefixes as bytes, as files, and from replica to replica
-prefill_decode/             long prompts are computed by one engine, and resumed by another one
-routing/                    which states a replica holds, and which replica a request goes to
-
-Of each other, the folders import one thing: `prefill_decode` imports `transfer`. All but `routing` import the
-three files. May import `engines`, `contexts`, `cache`, `kernels`; nothing of HTTP or of Ray.
+The *ranks* of a replica hold parts of one model and make every step together; *replicas* hold the same model,
+and move cached prefixes between them. Of each other, the folders import one thing: `prefill_decode` imports
+`transfer`. May import `engines`, `contexts`, `cache`, `kernels`; nothing of HTTP or of Ray.
 """
 
 from .heartbeat import Heartbeat

@@ -13,23 +13,13 @@ Notes = dict[str, Any]
 
 @dataclass(frozen=True)
 class Attempt[T]:
-    """What a piece of work came to on all ranks of a replica.
+    """What a piece of work came to; notes, failure and difference are the same on every rank."""
 
-    Attributes:
-        value: what the work returned on this rank; None where it raised.
-        error: what the work raised on this rank; None where it returned.
-        notes: the notes of each rank, in order of rank; the same on every rank.
-        failure: the ranks that failed, each with its reason; the same text on every rank, empty if none
-            failed.
-        difference: the ranks whose notes differ from those of rank 0; the same text on every rank, empty if
-            none differ.
-    """
-
-    value: T | None
-    error: Exception | None
-    notes: list[Notes]
-    failure: str
-    difference: str
+    value: T | None  # of this rank; None where its work raised
+    error: Exception | None  # of this rank
+    notes: list[Notes]  # of each rank, in order
+    failure: str  # the ranks that failed, each with its reason; empty if none failed
+    difference: str  # the ranks whose notes differ from those of rank 0; empty if none differ
 
     def result(self, error: Callable[[str], Exception]) -> T:
         """This rank's value; raises `error(reason)` on every rank unless all ranks succeeded alike."""
@@ -41,20 +31,10 @@ class Attempt[T]:
 def attempt[T](
     groups: ParallelGroups, device: torch.device, work: Callable[[Notes], T], same: Sequence[str] = ()
 ) -> Attempt[T]:
-    """Do a piece of work on every rank; return once every rank is done.
+    """Do a piece of work on every rank; return, and raise no Exception of `work`, once every rank is done.
 
-    Raises what torch.distributed raises where a rank of the replica is lost; other ranks may then see no
-    error.
-
-    Args:
-        groups: the process groups of the replica.
-        device: where this rank's model lives; nccl sends from there.
-        work: this rank's part. It gets an empty dict, and may write notes for the other ranks into the dict,
-            also before it raises. Notes are small values that pickle.
-        same: the notes that must be equal on all ranks.
-
-    Returns:
-        What the work came to. An Exception of `work` is in the result, not raised.
+    `work` may write small values into the dict for the other ranks, also before it raises; those under `same`
+    must be equal on all. Raises what torch.distributed raises where a rank is lost; others may see no error.
     """
     own: Notes = {}
     value: T | None = None

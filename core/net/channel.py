@@ -30,17 +30,12 @@ class PeerLostError(ConnectionError):
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a listener is reached.
+    """Where a listener is reached."""
 
-    Attributes:
-        hosts: addresses of its machine, the likeliest first.
-        port: a TCP port.
-        key: the listener's public key of CURVE. No connection carries it, so that it is the secret that a
-            process must know to connect: publish the address where only such processes read it.
-    """
-
-    hosts: tuple[str, ...]
+    hosts: tuple[str, ...]  # addresses of its machine, the likeliest first
     port: int
+    # The listener's public key of CURVE. No connection carries it: it is the secret that a process must know
+    # to connect, so the address is published where only such processes read it.
     key: str
 
     def to_bytes(self) -> bytes:
@@ -77,8 +72,7 @@ class _End:
         return new
 
     def close(self) -> None:
-        """End all connections, once messages on their way have left (1 s at most); a second call does
-        nothing."""
+        """End all connections, once messages on their way have left (1 s at most)."""
         if self._async is not None:
             self._async.close()
         self._socket.close()
@@ -104,11 +98,7 @@ class _End:
 
 
 class Listener(_End):
-    """Receives messages of any number of peers, and answers each by its name.
-
-    Attributes:
-        address: what a peer needs to connect.
-    """
+    """Receives messages of any number of peers, and answers each by its name; peers connect to `address`."""
 
     def __init__(
         self,
@@ -118,15 +108,10 @@ class Listener(_End):
         silence_s: float = SILENCE_S,
         max_queued: int = 1000,
     ) -> None:
-        """
-        Args:
-            messages: the struct, or union of tagged structs, that peers send.
-            hosts: this machine's addresses; the listener binds the first. (): it listens on all.
-            silence_s: a peer that answers no heartbeat for so long is lost.
-            max_queued: messages that wait for one peer; `send` raises for more. 0: any number.
+        """Listen on the first of this machine's `hosts`, or on all of its addresses; OSError where it cannot.
 
-        Raises:
-            OSError: it cannot listen there.
+        Peers send `messages`, a struct or a union of tagged structs. `send` raises where more than
+        `max_queued` wait for one peer; 0 for any number.
         """
         super().__init__(zmq.ROUTER, messages, silence_s, max_queued)
         self._socket.curve_server = True
@@ -143,28 +128,20 @@ class Listener(_End):
         """(Peer, message, payload) of the next valid message; None if none comes in time."""
         deadline = time.monotonic() + timeout_s
         while (frames := self._received(deadline - time.monotonic())) is not None:
-            if (found := self._message(frames)) is not None:
-                return found
+            peer = frames[0].bytes
+            if peer not in self._invalid and len(frames[1].buffer):
+                try:
+                    return peer, *self._decoded(frames[1:])
+                except PeerLostError:
+                    self._invalid.add(peer)
             if time.monotonic() > deadline + _SKIP_S:
                 break
         return None
 
-    def _message(self, frames: Frames) -> tuple[bytes, Any, memoryview | None] | None:
-        peer = frames[0].bytes
-        if peer in self._invalid or not len(frames[1].buffer):
-            return None
-        try:
-            return peer, *self._decoded(frames[1:])
-        except PeerLostError:
-            self._invalid.add(peer)
-            return None
-
     def send(self, peer: bytes, message: msgspec.Struct, payload: Any = None) -> None:
         """Send a message, and bytes with it; PeerLostError for a peer that is gone, or reads nothing."""
-        encoded = msgspec.msgpack.encode(message)
-        frames = [peer, encoded] if payload is None else [peer, encoded, payload]
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._socket.send_multipart([peer, *_frames_of(message, payload)], zmq.NOBLOCK)
         except zmq.Again as error:
             raise PeerLostError("it does not read what it is sent") from error
         except zmq.ZMQError as error:
@@ -193,16 +170,9 @@ class Link(_End):
         silence_s: float = SILENCE_S,
         max_queued: int = 1000,
     ) -> None:
-        """Blocks until connected.
+        """Block until connected; PeerLostError where no listener with this key accepts in `timeout_s`.
 
-        Args:
-            address: of the listener.
-            messages: the struct, or union of tagged structs, that the listener sends.
-            timeout_s: seconds to connect.
-            silence_s, max_queued: as for `Listener`.
-
-        Raises:
-            PeerLostError: no listener that has this key accepts at the address in time.
+        The listener sends `messages`; `silence_s` and `max_queued` are as for `Listener`.
         """
         super().__init__(zmq.DEALER, messages, silence_s, max_queued)
         failures: list[str] = []
@@ -238,7 +208,6 @@ class Link(_End):
             raise ConnectionError("another process listens there")
 
     def close(self) -> None:
-        """As of a `Listener`."""
         if not self._socket.closed:
             self._socket.disable_monitor()
             self._ends.close()
@@ -247,36 +216,34 @@ class Link(_End):
     def receive(self, timeout_s: float) -> tuple[Any, memoryview | None] | None:
         """(Message, payload) of the next message; None if none comes in time.
 
-        Raises:
-            PeerLostError: the listener is gone and all its messages were received, or one is invalid.
+        PeerLostError: the listener is gone and all its messages were received, or one is invalid.
         """
         deadline = time.monotonic() + timeout_s
         while self._poller.poll(round(1000 * max(0.0, deadline - time.monotonic()))):
             frames = self._received(0.0)
             if frames is None:
-                self._check()
+                if not self.is_connected() and not self._socket.poll(_LAST_MESSAGES_MS):
+                    raise PeerLostError("its connection is closed")
             elif len(frames[0].buffer):
                 return self._decoded(frames)
         return None
-
-    def _check(self) -> None:
-        """PeerLostError where the listener is gone and nothing is left to receive."""
-        if not self.is_connected() and not self._socket.poll(_LAST_MESSAGES_MS):
-            raise PeerLostError("its connection is closed")
 
     def send(self, message: msgspec.Struct, payload: Any = None) -> None:
         """Send a message, and bytes with it; PeerLostError where the listener is gone, or reads nothing."""
         if not self.is_connected():
             raise PeerLostError("its connection is closed")
-        encoded = msgspec.msgpack.encode(message)
         try:
-            self._socket.send_multipart([encoded] if payload is None else [encoded, payload], zmq.NOBLOCK)
+            self._socket.send_multipart(_frames_of(message, payload), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             raise PeerLostError("it does not read what it is sent") from error
 
     def is_connected(self) -> bool:
         """Whether the listener is there."""
         return not (self._ends.closed or self._ends.poll(0))
+
+
+def _frames_of(message: msgspec.Struct, payload: Any) -> list[Any]:
+    return [msgspec.msgpack.encode(message), *([] if payload is None else [payload])]
 
 
 @cache

@@ -65,13 +65,10 @@ _Message = _Beat | _Ended | _Seen
 
 @dataclass(eq=False)
 class _Peer:
-    """Another rank: the connection for messages to it, its beats so far, whether its heartbeat ended.
+    """Another rank, whose own messages take another connection: its last may come after `link` is gone."""
 
-    Its own messages take another connection: its last one may come after `link` is seen to be gone.
-    """
-
-    link: Link
-    beats: int = 0
+    link: Link  # for messages to it
+    beats: int = 0  # that it has sent
     has_ended: bool = False
     is_gone: bool = False  # at the last look
 
@@ -96,12 +93,7 @@ class Heartbeat:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        timeout_s: float = 10.0,
-        exit_when_stuck: bool = False,
+        self, store: Store, rank: int, world_size: int, timeout_s: float = 10.0, exit_when_stuck: bool = False
     ) -> None:
         """Blocks until all ranks have begun, at most `store.timeout`.
 
@@ -281,11 +273,7 @@ class Heartbeat:
             peer.is_gone = not peer.link.is_connected()
 
     def _exit(self, threads: Collection[int]) -> None:
-        """End the process: `threads` wait in code that ends only with its own timeout.
-
-        Another thread writes the report, which may take for ever: pipes may be full, and locks of the streams
-        may be held.
-        """
+        """End the process, once another thread has reported, or hangs: pipes may be full, and locks held."""
         writer = threading.Thread(target=self._report_stuck, args=(threads,), daemon=True)
         try:
             writer.start()

@@ -86,7 +86,11 @@ class Impostor:
             with msd.TransferChannel(
                 self.engine, place.client(), hello.channel, "source", timeout_s=5.0
             ) as channel:
-                await asyncio.to_thread(channel.connect)
+                connecting = asyncio.ensure_future(asyncio.to_thread(channel.connect))
+                try:
+                    await asyncio.shield(connecting)
+                finally:  # one thread at a time uses the channel: it is closed after this call
+                    await asyncio.wait([connecting])
                 self.send(Beat())
                 await self.next(Prefill)
                 await behave(self)

@@ -20,22 +20,13 @@ class Followers:
 
     Every rank has an outcome for each call: what it raised. A call whose outcome is not the same on all ranks
     has been made by some of them alone.
-
-    Attributes:
-        lost: rank -> how its loss is known, a text that follows "rank 3 ".
-        any_broken: whether the engine of a rank is broken, as far as answers say.
     """
 
     def __init__(self, groups: ParallelGroups, device: torch.device, timeout_s: float) -> None:
-        """Wait on rank 0 until all other ranks of the model are in `follow`.
+        """Wait on rank 0 until all other ranks of the model follow.
 
-        Args:
-            groups, device: of the model.
-            timeout_s: how long a rank may take to follow, and to a call's end once rank 0 is there.
-
-        Raises:
-            RankDiedError: a rank did not connect in time.
-            RuntimeError: this rank cannot listen.
+        `timeout_s`: to follow, and to end a call once rank 0 has ended it. RankDiedError: a rank did not
+        connect in time. RuntimeError: this rank cannot listen.
         """
         is_one_host = len(set(groups.gather(host_name(), device))) == 1
 
@@ -51,8 +42,8 @@ class Followers:
         self._num_open = dict.fromkeys(range(1, groups.size), 0)  # rank -> calls without an answer
         self._own: list[Outcome] = []
         self._theirs: dict[int, list[Outcome]] = {rank: [] for rank in range(1, groups.size)}
-        self.lost: dict[int, str] = {}
-        self.any_broken = False
+        self.lost: dict[int, str] = {}  # rank -> how its loss is known, a text that follows "rank 3 "
+        self.any_broken = False  # the engine of a rank is broken, as far as answers say
         self._accept()
 
     def _accept(self) -> None:
@@ -86,9 +77,7 @@ class Followers:
     def differences(self) -> list[str]:
         """Wait until each rank has made all calls; how ranks and rank 0 differ, a text for each.
 
-        Raises:
-            RankDiedError: a rank is lost.
-            TimeoutError: a rank does not end a call.
+        RankDiedError: a rank is lost. TimeoutError: a rank does not end a call.
         """
         self.await_answers(self._timeout_s)
         self.check_lives()

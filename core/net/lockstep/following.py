@@ -30,16 +30,12 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
     """A call of `DynamicInferenceEngine._apply`."""
 
     def make(self, engine: DynamicInferenceEngine) -> None:
-        """Make the call on a rank that follows.
-
-        Rank 0 has checked the arguments. No result has a reader here: each request has an owner, and no step
-        is reported.
-        """
+        """Make the call on a rank that follows, whose arguments rank 0 has checked."""
         name, *arguments = self._of(engine)
         if name != "reset":
             engine.state.check_usable(name)
         getattr(engine.state, name)(*arguments)
-        engine.state.notify_ended()
+        engine.state.notify_ended()  # no result has a reader here: each request has an owner
 
     def _of(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
         """The name of the method of `EngineState`, and its arguments."""
@@ -173,17 +169,11 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True, tag="outcome"):
-    """How a call ended on a rank.
+    """How a call ended on a rank."""
 
-    Attributes:
-        kind: the name of the error's class; empty where the call returned.
-        text: the error's message.
-        broken: whether the rank's engine is broken now.
-    """
-
-    kind: str = ""
-    text: str = ""
-    broken: bool = False
+    kind: str = ""  # the name of the error's class; empty where the call returned
+    text: str = ""  # the error's message
+    broken: bool = False  # the rank's engine is broken now
 
     @classmethod
     def of(cls, error: BaseException | None, broken: bool = False) -> "Outcome":
@@ -201,11 +191,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
 
 
 def call_of(name: str, arguments: tuple[Any, ...]) -> _Call:
-    """The message for a call of `DynamicInferenceEngine._apply`.
-
-    Raises:
-        ValueError: an argument is no plain value.
-    """
+    """The message for a call of `DynamicInferenceEngine._apply`; ValueError for what is no plain value."""
     if name == "step":
         return Step()
     if name == "pin":
@@ -306,12 +292,7 @@ def follow(engine: DynamicInferenceEngine, *, heartbeat: Heartbeat | None = None
 
 
 def _meet_leader(engine: DynamicInferenceEngine) -> Link:
-    """Connect with rank 0, which is in `meet_followers`.
-
-    Raises:
-        RankDiedError: rank 0 cannot be reached.
-        RuntimeError: rank 0 cannot listen.
-    """
+    """Connect with rank 0; RankDiedError where it cannot be reached, RuntimeError where it cannot listen."""
     spec = engine.context.spec
     spec.groups.gather(host_name(), spec.device)
     met = attempt(spec.groups, spec.device, lambda notes: None)

@@ -130,9 +130,8 @@ class LeadingEngine(DynamicInferenceEngine):
     def _apply(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Make a call on all ranks.
 
-        Before a call in which ranks wait for each other, a step, all followers have made the calls before. A
-        follower on which one of them ended otherwise than here would not make the step: then the engine is
-        broken.
+        Before a step, in which ranks wait for each other, all followers have made the calls before; where one
+        ended otherwise than here, the engine is broken.
         """
         make = partial(super()._apply, call, *arguments)
         if self._followers is None or self._runs_on_all:

@@ -93,10 +93,7 @@ def check_engine(engine: DynamicInferenceEngine) -> None:
 async def connected_channel(
     call: EngineCall, store: Store, name: str, side: Literal["source", "destination"], timeout_s: float
 ) -> AsyncIterator[TransferChannel]:
-    """A channel that is made, connected and closed in the engine's thread, which makes no step meanwhile.
-
-    Its methods are to be called there, too. PeerLostError where it cannot be connected.
-    """
+    """A channel, all of whose methods are called in the engine's thread; PeerLostError without a peer."""
     channel: TransferChannel = await call(
         lambda engine: TransferChannel(engine, store, name, side, timeout_s=timeout_s)
     )

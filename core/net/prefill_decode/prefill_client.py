@@ -64,13 +64,7 @@ class PrefillClient:
     def __init__(
         self, call: EngineCall, store: Store, name: str, *, silence_s: float, hand_over_timeout_s: float
     ) -> None:
-        """
-        Args:
-            call: calls a function in the decode engine's thread, between two steps.
-            store, name: as for the `PrefillWorker`.
-            silence_s: a worker that sends nothing for so long is lost.
-            hand_over_timeout_s: for one hand-over, while which the decode engine makes no step.
-        """
+        """`call` calls a function in the decode engine's thread, between two steps."""
         self.connected = asyncio.Event()
         self._call = call
         self._store = store
@@ -186,10 +180,7 @@ class PrefillClient:
             raise PeerLostError(answer.reason)
 
     async def prefill(self, tokens: list[int], salt: bytes | None) -> RemotePrefill:
-        """Let the worker compute a prefix, and import it. Cancelling the task cancels it at the worker.
-
-        A failure raises nothing.
-        """
+        """Let the worker compute a prefix, and import it; cancelling the task cancels that, too."""
         link, number = self._link, next(self._numbers)
         if link is None:
             return RemotePrefill(failure=f"the prefill worker is not connected: {self._absence}")

@@ -123,8 +123,7 @@ class PrefillWorker:
 class PromptRoom:
     """Lets prompts begin in the order of their arrival, each once its KV blocks fit with the others'.
 
-    A prompt is under way until its prefix is handed over. Until then its blocks and its state are held, so
-    prompts that do not fit together must not begin together. Blocks that prompts share are counted for each.
+    A prompt's blocks and state are held until its prefix is handed over. Shared blocks are counted for each.
     """
 
     def __init__(self, num_blocks: int, num_prompts: int, block_size_tokens: int) -> None:
@@ -157,10 +156,7 @@ class PromptRoom:
 async def computed_prefix(server: AsyncEngine, tokens: list[int], salt: bytes | None) -> AsyncIterator[None]:
     """Compute a prefix of whole blocks; inside, it is pinned.
 
-    Raises:
-        ValueError: the prefix can never be computed.
-        PrefixLostError: the engine did not compute it, or cached no state.
-        RuntimeError: as `AsyncEngine.call`.
+    ValueError: it can never be computed. PrefixLostError: it was not, or no state was cached.
     """
     pins: list[PinnedPrefix] = []  # only the engine's thread touches it
 
@@ -208,12 +204,7 @@ async def _compute(server: AsyncEngine, tokens: list[int], salt: bytes | None) -
 
 
 class PrefillSession:
-    """What one decode engine asks for.
-
-    Attributes:
-        questions: its messages after the first.
-        task: runs `serve`.
-    """
+    """What one decode engine asks for: `questions`, its messages after the first; `task` runs `serve`."""
 
     task: "asyncio.Task[None]"
 

@@ -15,14 +15,10 @@ class _Replica:
 
 
 class StateIndex:
-    """Which replica can resume after which blocks.
+    """Which replica can resume after which blocks, as of its last message without a gap before it.
 
-    The entries of a replica are those that it had after its last message without a gap before it. A lookup
-    costs O(blocks of the prompt), whatever the number of replicas: each hash has the names of its holders.
-
-    Attributes:
-        max_keys: the maximum number of hashes. Further ones are ignored, which costs misses.
-        num_ignored: how many hashes were ignored.
+    A lookup costs O(blocks of the prompt), whatever the number of replicas: each hash has the names of its
+    holders. Beyond `max_keys` hashes further ones are ignored, which costs misses; `num_ignored` counts them.
     """
 
     def __init__(self, max_keys: int = 4_000_000) -> None:
@@ -45,12 +41,7 @@ class StateIndex:
         return frozenset(self._replicas[replica].keys if replica in self._replicas else ())
 
     def apply(self, events: StateEvents) -> bool:
-        """Apply a message. Old and repeated ones change nothing.
-
-        Returns:
-            False where earlier messages are missing. Then nothing is changed, and the caller should ask the
-                replica for a snapshot. Example: sequence 5 after sequence 3 returns False.
-        """
+        """Apply a message, unless it is old; False, and nothing changed, where earlier ones are missing."""
         known = self._replicas.get(events.replica) or _Replica()
         same_epoch = events.epoch == known.epoch
         least = known.sequence if events.is_snapshot else known.sequence + 1
@@ -76,9 +67,7 @@ class StateIndex:
     def deepest(self, keys: Sequence[int]) -> dict[str, int]:
         """Replica -> the number of blocks after which it can resume, the deepest first; O(blocks).
 
-        Args:
-            keys: the hashes of the prompt's blocks. Example: with states of "a" after block 2 and of "b"
-                after blocks 1 and 3, four blocks give {"b": 3, "a": 2}.
+        With states of "a" after block 2 and of "b" after blocks 1 and 3, four blocks give {"b": 3, "a": 2}.
         """
         found: dict[str, int] = {}
         for depth in range(len(keys), 0, -1):

@@ -196,10 +196,7 @@ class ExpectedStates:
 
 
 class RecentWork:
-    """Tokens that were sent to replicas; each request counts for less with every later one.
-
-    In the mean a replica has the tokens of its last `REMEMBERED_REQUESTS` requests.
-    """
+    """Tokens of each replica's last `REMEMBERED_REQUESTS` requests in the mean; later ones count for more."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, float] = {}

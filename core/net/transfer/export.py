@@ -25,15 +25,13 @@ class CacheAccess:
     """One rank's prefix cache, between two steps of its engine; valid until the engine is called again.
 
     Attributes:
-        pools: the tensors of an export by their names, as views of the pools on the device. "kv" is
-            [attention layers, blocks, KV heads, 2, block size, head dim]; a segment of a state tensor is
-            [layers, slots, units, width, ...].
-        spec: the shapes of the part of the model that this rank holds; its states are the tensors of a
-            durable slot, which may be encoded.
+        pools: name of an export's tensor -> a view of the pool. "kv" is [attention layers, blocks, KV heads,
+            2, block size, head dim]; a segment of a state tensor is [layers, slots, units, width, ...].
+        spec: of this rank's part of the model; its states are the tensors of a durable slot, perhaps encoded.
     """
 
     def __init__(self, engine: DynamicInferenceEngine, call: str) -> None:
-        """ValueError or RuntimeError, which names the public function `call`, as in `export_prefixes`."""
+        """ValueError or RuntimeError as in `export_prefixes`; they name the public function `call`."""
         instance("engine", engine, DynamicInferenceEngine)
         engine.check_usable(call)
         context = engine.context
@@ -59,12 +57,9 @@ class CacheAccess:
         return attempt(self.spec.groups, self.spec.device, work, same)
 
     def state_slots(self) -> dict[int, int]:
-        """Block -> slot of each state that a prompt can find, the most recently used state first.
-
-        A slot that a host has allocated but not registered is left out: its bytes are those of an earlier
-        state until the host has written it.
-        """
+        """Block -> slot of each state that a prompt can find, the most recently used first."""
         states = self.slots.tree
+        # Not a slot that a host has allocated and not registered: it has an earlier state's bytes until then.
         findable = set(states.hash_to_block_id.values())
         by_recency = [(states.block_of(slot), slot) for slot in reversed(states.states_by_recency())]
         return {block: slot for block, slot in by_recency if block in findable}
@@ -163,14 +158,7 @@ def _path_of(access: CacheAccess, index: int, prefix: PrefixName) -> list[int]:
 
 
 def recent_states(engine: DynamicInferenceEngine) -> list[int]:
-    """The hashes of the states that a prompt can find, the most recently used first.
-
-    Args:
-        engine: of this rank; nothing changes. All ranks of a split model return the same.
-
-    Raises:
-        ValueError, RuntimeError: as in `export_prefixes`.
-    """
+    """The hashes of the states that a prompt can find, the most recently used first; alike on all ranks."""
     access = CacheAccess(engine, "recent_states")
     return [access.slots.tree.key_of(block) for block in access.state_slots()]
 

@@ -53,16 +53,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _entries_of(text: bytes) -> list[FileEntry]:
     """The files that a manifest names; TransferError where it is no manifest of this version."""
     try:
-        check_version(msgspec.json.decode(text, type=_Versioned).format_version)
+        check_version(msgspec.json.decode(text)["format_version"])
         return msgspec.json.decode(text, type=Manifest).files
     except TransferError:
         raise
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise TransferError(f"{MANIFEST} is truncated or altered: {error}") from error
-
-
-class _Versioned(msgspec.Struct):
-    format_version: int
 
 
 _OWN_FILES = re.compile(r"prefixes-[0-9a-f]{12}-tp[0-9]+of[0-9]+-pp[0-9]+of[0-9]+\.safetensors(\.tmp)?")
@@ -234,10 +230,7 @@ def _folder(directory: object) -> Path:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file at once: a reader of `path`, also after a crash, finds all of `data` or no new file.
-
-    The file holds what prompts hold: its owner alone may read it.
-    """
+    """Write a file at once, for its owner alone: a reader, also after a crash, finds all of it or none."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.unlink(missing_ok=True)  # with the rights that an earlier call gave it

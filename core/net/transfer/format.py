@@ -83,21 +83,13 @@ def shard_of(spec: HybridStateSpec) -> Shard:
 
 
 class TensorFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of an export, of the whole model.
+    """One tensor of an export, of the whole model."""
 
-    Attributes:
-        num_layers: the layers that have the tensor.
-        num_units: the heads, groups or channels of a layer.
-        shape: of one unit of one state, or of one KV block: [2, block size, head dim].
-        dtype: as stored.
-        grid: `StateTensor.grid`; 1 for KV.
-    """
-
-    num_layers: Count
-    num_units: Count
-    shape: tuple[Size, ...]
+    num_layers: Count  # that have the tensor
+    num_units: Count  # heads, groups or channels of a layer
+    shape: tuple[Size, ...]  # of one unit of one state, or of one KV block: [2, block size, head dim]
     dtype: Literal["float16", "bfloat16", "float32", "float64", "int8"]
-    grid: Size = 1
+    grid: Size = 1  # `StateTensor.grid`; 1 for KV
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -108,29 +100,18 @@ class TensorFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PrefixFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The tensors of the whole model, and what else the meaning of its states and KV depends on.
 
-    Attributes:
-        weights_version: `repr` of what the exporting engine calls its weights, so that 1 and "1" differ;
-            nothing else distinguishes two models of one shape.
-        block_size_tokens: tokens of a KV block.
-        vocab_size: token ids are below it.
-        tensors: by name: "kv", and "conv.0" for the first segment of the state tensor "conv". States travel
-            as they are stored: one in int8 has int8 numbers under its own name, and bfloat16 "ssm_scales.0".
-            So an engine with another `durable_state_dtype` refuses them.
+    States travel as they are stored: one in int8 has int8 numbers under its own name, and bfloat16
+    "ssm_scales.0". So an engine with another `durable_state_dtype` refuses them.
     """
 
-    weights_version: str
+    weights_version: str  # `repr` of the engine's, so that 1 and "1" differ
     block_size_tokens: Size
     vocab_size: Size
-    tensors: dict[str, TensorFormat]
+    tensors: dict[str, TensorFormat]  # by name: "kv", and "conv.0" for the first segment of "conv"
 
     @classmethod
     def of(cls, spec: HybridStateSpec, block_size_tokens: int, weights_version: object) -> "PrefixFormat":
-        """The format of an engine's cache.
-
-        Raises:
-            ValueError: the engine's `weights_version` is no str, int or bytes; or the model does not say
-                which part of it this rank holds, or says so wrongly.
-        """
+        """The format of an engine's cache; ValueError for another `weights_version`, or as in `shard_of`."""
         if type(weights_version) not in (str, int, bytes):
             raise ValueError(
                 f"engine.weights_version is {shown(weights_version)}; accepted: a str, int or bytes that "
@@ -272,17 +253,11 @@ class PrefixForest(msgspec.Struct, frozen=True, eq=False, dict=True, forbid_unkn
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything of a part of an export but its numbers: the head of a file, and what a source offers.
+    """Everything of a part of an export but its numbers: the head of a file, and what a source offers."""
 
-    Attributes:
-        format: of the whole model.
-        forest: the prefixes, the same in every part.
-        shard: which part of each tensor this is.
-    """
-
-    format: PrefixFormat
-    forest: PrefixForest
-    shard: dict[str, TensorPart]
+    format: PrefixFormat  # of the whole model
+    forest: PrefixForest  # the same in every part
+    shard: dict[str, TensorPart]  # which part of each tensor this is
 
     def check(self) -> None:
         """TransferError unless format, forest and shard are consistent. Costs O(blocks)."""

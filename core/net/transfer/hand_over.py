@@ -126,10 +126,7 @@ class TransferChannel:
         return ""
 
     def send(
-        self,
-        prefixes: Iterable[PrefixName] | None = None,
-        *,
-        timeout_s: float | None = None,
+        self, prefixes: Iterable[PrefixName] | None = None, *, timeout_s: float | None = None
     ) -> SendReport:
         """Hand cached prefixes of this replica to the other one, which calls `receive`.
 
@@ -213,7 +210,6 @@ class TransferChannel:
         """End the channel on this rank; its name is of no use any more."""
         self._closed = True
         self._drop()
-
         if self._side == "destination":
             thread = Thread(target=self._delete_address, name="hand-over, end", daemon=True)
             thread.start()
@@ -261,8 +257,7 @@ class TransferChannel:
 
 
 def _check_timeout(parallel: ParallelGroups, timeout_s: float) -> float:
-    """The timeout; ValueError where a group of the replica, in which ranks wait for each other, has a
-    shorter one."""
+    """The timeout; ValueError where a group of the replica has a shorter one, in which ranks wait."""
     timeout_s = real("timeout_s", timeout_s, 1e-3, LONGEST_TIMEOUT_S)
     for name, group in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
         if group is None or dist.get_world_size(group) == 1:

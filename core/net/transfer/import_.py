@@ -140,9 +140,7 @@ def import_prefixes(engine: DynamicInferenceEngine, pieces: Piece | Sequence[Pie
 def import_received(access: CacheAccess, receive: Callable[[], Incoming]) -> ImportReport:
     """Import prefixes once every rank of the replica has received them; then each rank fills its pools.
 
-    Args:
-        access: the cache to import into.
-        receive: checks the caller's arguments, with a ValueError that is no TransferError, and receives.
+    `receive` checks the caller's arguments, with a ValueError that is no TransferError, and receives.
 
     Raises, on every rank alike and with nothing imported:
         ValueError: an argument is wrong on any rank; a rank with a wrong argument raises its own error.
@@ -210,17 +208,12 @@ class Placement:
     """The place of each block and state of one import in the pools of this rank.
 
     Call `place` and `publish`, each once and in this order, and `release` whatever happened. In between, fill
-    the new blocks and slots: `write` does it from tensors on the CPU. No request can find anything new before
-    `publish`.
+    the new blocks and slots. No request can find anything new before `publish`.
 
-    The *path* of a state is the blocks that the state needs and that no earlier path holds: from below the
-    nearest node of an earlier path, or from the root, down to the state's node. First come blocks that are
-    known, then new ones. Paths are made in the order of `forest.states`, the most recently used state first.
-    So the path of the most recently used state below a block holds the block. `release` gives paths back in
-    the opposite order, which makes blocks as recent among themselves as they were at the exporter.
-
-    A state that finds no room is left out. A less recently used state further up needs fewer blocks, and may
-    still find room.
+    The *path* of a state is the blocks that the state needs and that no earlier path holds, known ones before
+    new ones. Paths are made in the order of `forest.states`, and `release` gives them back in the opposite
+    order, which makes blocks as recent among themselves as they were at the exporter. A state that finds no
+    room is left out; a less recently used one further up needs fewer blocks, and may still find room.
     """
 
     def __init__(self, access: CacheAccess, forest: PrefixForest) -> None:
@@ -236,11 +229,7 @@ class Placement:
         self.new_slots: dict[int, int] = {}  # node -> slot, reserved, of each state to fill
 
     def place(self) -> None:
-        """Hold all known blocks and states; allocate and reserve for the others as far as there is room.
-
-        May evict what was used longest ago, as a prefill may, but nothing that is known. Every rank of a
-        replica decides alike.
-        """
+        """Hold what is known, and make room for the rest by eviction; all ranks of a replica decide alike."""
         self._hold_known()
         num_available = self._slots.num_available
         placed: list[tuple[int, list[int]]] = []
@@ -267,7 +256,8 @@ class Placement:
             path: list[int] = []
             self._paths.append(path)
             nodes = self._nodes_down_to(state, visited)
-            if nodes and self._parent_is_held(nodes[0]):
+            parent = forest.parents[nodes[0]] if nodes else 0
+            if nodes and (parent < 0 or parent in self._block_of):
                 keys, tokens = [forest.keys[node] for node in nodes], [forest.tokens[node] for node in nodes]
                 blocks = self._kv_blocks.tree.match(self._parent_of(nodes[0]), keys, tokens)
                 self._kv_blocks.add_references(blocks)
@@ -308,10 +298,6 @@ class Placement:
             node = self._forest.parents[node]
         return nodes[::-1]
 
-    def _parent_is_held(self, node: int) -> bool:
-        parent = self._forest.parents[node]
-        return parent < 0 or parent in self._block_of
-
     def _parent_of(self, node: int) -> int | bytes:
         """What precedes `node` in the KV index: a block that a path holds, or a root digest."""
         parent = self._forest.parents[node]
@@ -323,11 +309,7 @@ class Placement:
         return {node: self._block_of[node] for path in self._new_paths for node in path}
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy KV and states into the new blocks and slots, on the current stream.
-
-        Args:
-            tensors: of this rank's part of the export; see `PrefixShard`.
-        """
+        """Copy KV and states of this rank's part into the new blocks and slots, on the current stream."""
         row_of = {node: row for row, node in enumerate(self._forest.states)}
         blocks = list(self.new_blocks.values()), list(self.new_blocks)
         slots = list(self.new_slots.values()), [row_of[node] for node in self.new_slots]
@@ -388,10 +370,7 @@ class Placement:
         )
 
     def release(self) -> None:
-        """Let go of all that is held, pinned and reserved.
-
-        What was published stays cached; what was allocated and not published becomes free.
-        """
+        """Let go of all: what was published stays cached, what was only allocated becomes free."""
         self._slots.release(list(self.new_slots.values()))
         self.new_slots.clear()
         while self._known_slots:
@@ -401,8 +380,7 @@ class Placement:
 
 
 def write_rows(pool: Tensor, rows: Sequence[int], value_rows: Sequence[int], values: Tensor) -> None:
-    """Overwrite distinct `rows` of a pool's second dimension by `value_rows` of `values`, on the current
-    stream."""
+    """Overwrite distinct `rows` of a pool's second dimension by `value_rows` of `values`."""
     for first, some in rows_at_once(pool, rows):
         staged = values[:, list(value_rows[first : first + len(some)])].to(pool.device)
         pool.index_copy_(1, torch.tensor(some, dtype=torch.int64, device=pool.device), staged)

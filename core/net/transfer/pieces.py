@@ -40,17 +40,12 @@ class PieceSlice(NamedTuple):
 
 
 class PieceLayout:
-    """The pieces of one part, in the order in which they are sent; both sides compute the same.
-
-    Attributes:
-        pieces: what each piece holds.
-        sizes: the bytes of each piece, multiples of 16.
-        buffer_bytes: what a buffer for any piece of this part holds, whatever the number of rows.
-    """
+    """The pieces of one part, in the order in which they are sent; both sides compute the same."""
 
     def __init__(self, form: PrefixFormat, part: Shard, num_blocks: int, num_states: int) -> None:
         """Of `num_blocks` rows of KV and `num_states` rows of the other tensors."""
         cells = {name: _slice(name, tensor, part) for name, tensor in form.tensors.items()}
+        # What a buffer for any piece of this part holds, whatever the number of rows.
         self.buffer_bytes = _aligned(max(PIECE_BYTES, *(cell.num_bytes for cell in cells.values())))
         self.pieces: list[PieceSlice] = []
         for name, tensor in sorted(form.tensors.items()):
@@ -67,11 +62,6 @@ class PieceLayout:
                     self.pieces.append(_slice(name, tensor, part, layers, rows))
         self.sizes = [_aligned(piece.num_bytes) for piece in self.pieces]
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all pieces."""
-        return sum(self.sizes)
-
 
 class PieceCopy(NamedTuple):
     """A copy between rows of a pool and some bytes of a buffer."""
@@ -86,8 +76,7 @@ class PartCopies:
     """Copies between the pools of one rank and the pieces of a part, on the current stream."""
 
     def __init__(self, access: CacheAccess, part: Shard, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Of these rows of KV and of the other tensors, in the order in which they are sent; does not
-        synchronise."""
+        """Of these rows of KV and of the other tensors, in the order of sending; does not synchronise."""
         self._regions = _regions(access, part)
         rows = torch.tensor([*blocks, *slots], dtype=torch.int64, device="cpu")
         rows = rows.to(access.spec.device, non_blocking=True)  # pageable memory is read before it returns
@@ -165,10 +154,7 @@ def _has_words(tensor: Tensor, word: torch.dtype) -> bool:
 
 
 class PoolGate:
-    """Where a thread may read and write the pools, until `close`.
-
-    A thread that its caller has given up on never touches a pool again: the engine goes on with it.
-    """
+    """Where a thread may read and write the pools until `close`: the engine continues with them then."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -188,23 +174,16 @@ class PoolGate:
 
 
 class Staging:
-    """Buffers for pieces on the device of the pools.
-
-    Copies between buffers and pools run on a stream that never waits for a pipe: a copy is launched when a
-    piece is known to be there.
-
-    Attributes:
-        buffers: `NUM_BUFFERS` of [bytes] uint8.
-    """
+    """Buffers for pieces on the device of the pools; with `scrubs`, `scrub` zeroes them."""
 
     def __init__(self, device: torch.device, scrubs: bool = False) -> None:
-        """`scrubs`: whether `scrub` zeroes the buffers."""
         self._device = device
         self.scrubs = scrubs
         on_gpu = device.type == "cuda"
+        # It never waits for a pipe: a copy is launched once a piece is known to be there.
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._checksums: dict[int, RowChecksum] = {}
-        self.buffers: list[Tensor] = []
+        self.buffers: list[Tensor] = []  # `NUM_BUFFERS` of [bytes] uint8
 
     @torch.inference_mode(False)
     def reserve(self, layout: PieceLayout) -> RowChecksum:
@@ -255,11 +234,7 @@ class Staging:
 def send_pieces(
     pipe: Pipe, layout: PieceLayout, copies: PartCopies, staging: Staging, gate: PoolGate, wait_for: WaitFor
 ) -> tuple[list[int], Iterable[Passage]]:
-    """Gather all pieces of a part and begin to send them; a piece is summed while it is on its way.
-
-    Returns:
-        The checksums of all pieces, and the pieces that may still be on their way, which use the buffers.
-    """
+    """Gather and send all pieces; returns their checksums, and the passages that may yet use buffers."""
     sums: list[Tensor] = []
     under_way: deque[Passage] = deque()
     with staging.on_stream():

@@ -99,16 +99,34 @@ class Refusal(msgspec.Struct, tag=True, frozen=True):
 Message = Offer | Want | Piece | Acknowledged | Sums | Arrived | Refusal
 
 
-class Passage(NamedTuple):
-    """A piece on its way; both questions raise where it failed.
+class MessagePassage(NamedTuple):
+    """A piece on its way; both questions raise where it failed."""
 
-    Attributes:
-        is_done: whether the piece has left this rank or arrived.
-        is_launched: whether the pipe accepts the next piece.
-    """
+    is_done: Callable[[], bool]  # whether the piece has left this rank or arrived
 
-    is_done: Callable[[], bool]
-    is_launched: Callable[[], bool] = lambda: True
+    def is_launched(self) -> bool:
+        """Whether the pipe accepts the next piece."""
+        return True
+
+
+class NcclPassage:
+    """A piece on its way over NCCL, which launches it in a thread of its own; `event` is then after it."""
+
+    def __init__(self, stream: torch.cuda.Stream, is_settled: Callable[[], bool]) -> None:
+        self._stream, self._is_settled = stream, is_settled
+        self.event: torch.cuda.Event | None = None
+
+    def is_launched(self) -> bool:
+        if self.event is None and self._is_settled():
+            self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self.event.record(self._stream)
+        return self.event is not None
+
+    def is_done(self) -> bool:
+        return self.is_launched() and self.event is not None and bool(self.event.query())  # type: ignore[no-untyped-call]
+
+
+Passage = MessagePassage | NcclPassage
 
 
 class MessagePipe:
@@ -120,16 +138,16 @@ class MessagePipe:
         self._num_received = self._num_expected = 0
         self.arrived: deque[memoryview] = deque()
 
-    def send(self, piece: Tensor, packed: torch.cuda.Event | None) -> Passage:
+    def send(self, piece: Tensor, packed: torch.cuda.Event | None) -> MessagePassage:
         del packed  # on the current stream, as the copy to the CPU
         self._send_piece(piece.cpu().numpy())
         number = self._num_sent = self._num_sent + 1
-        return Passage(lambda: self.num_acknowledged >= number)
+        return MessagePassage(lambda: self.num_acknowledged >= number)
 
-    def receive(self, piece: Tensor, free: torch.cuda.Event | None) -> Passage:
+    def receive(self, piece: Tensor, free: torch.cuda.Event | None) -> MessagePassage:
         del free
         number = self._num_expected = self._num_expected + 1
-        return Passage(lambda: self._fill(piece, number))
+        return MessagePassage(lambda: self._fill(piece, number))
 
     def _fill(self, piece: Tensor, number: int) -> bool:
         if self._num_received < number and self.arrived:
@@ -146,11 +164,7 @@ class Peer:
     """A rank of the other side, over its connection."""
 
     def __init__(
-        self,
-        name: str,
-        send: Callable[..., None],
-        is_connected: Callable[[], bool],
-        link: Link | None = None,
+        self, name: str, send: Callable[..., None], is_connected: Callable[[], bool], link: Link | None = None
     ) -> None:
         self.name, self.send, self.is_connected, self.link = name, send, is_connected, link
         self.inbox: deque[Message] = deque()
@@ -164,16 +178,6 @@ class Peer:
             self.messages.num_acknowledged += 1
         else:
             self.inbox.append(message)
-
-    def pipe(self, want: Want, make: Callable[[bytes], "NcclPipe"]) -> "MessagePipe | NcclPipe":
-        """What carries the pieces that are wanted; both sides call it."""
-        if not want.over_nccl:
-            return self.messages
-        if want.nccl_id:
-            self.nccl = make(want.nccl_id)
-        if self.nccl is None:
-            raise TransferError(f"{self.name} asks for a communicator that was not made")
-        return self.nccl
 
     def check_not_refused(self) -> None:
         for message in self.inbox:
@@ -218,11 +222,7 @@ def new_nccl_id() -> bytes:
 
 
 class AbortableCommunicator:
-    """A communicator that one thread uses and another one may abort.
-
-    NCCL frees a communicator that is aborted. A call that is made later, or meanwhile, would read freed
-    memory.
-    """
+    """A communicator that another thread may abort: a call after that would read freed memory."""
 
     def __init__(self, communicator: Any) -> None:
         """`communicator`: of nccl4py; its calls do not block."""
@@ -251,24 +251,14 @@ class NcclPipe:
     """A communicator of two ranks that never blocks: each wait is a poll, and an abort ends what hangs.
 
     `packed` is the event after which a piece's bytes are there, `free` the one after which they may be
-    overwritten. NCCL works on a stream of its own. The kernel of a piece whose peer is lost occupies some
-    multiprocessors until `close`, and writes to no memory but the piece.
+    overwritten. The kernel of a piece whose peer is lost occupies some multiprocessors until `close`, and
+    writes to no memory but the piece.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        rank: int,
-        unique_id: bytes,
-        remaining_s: Callable[[], float],
+        self, device: torch.device, rank: int, unique_id: bytes, remaining_s: Callable[[], float]
     ) -> None:
-        """Blocks until the other side is there; `device` is the current one of the thread.
-
-        Args:
-            rank: 0 on one side, 1 on the other.
-            unique_id: of `new_nccl_id`, the same on both sides.
-            remaining_s: returns the seconds that the call may still take.
-        """
+        """Blocks until the other side, rank 1 or 0, is there; `device` is the current one of the thread."""
         import nccl.core
 
         self._peer = 1 - rank
@@ -286,39 +276,20 @@ class NcclPipe:
             self.close()
             raise
 
-    def send(self, piece: Tensor, packed: torch.cuda.Event | None) -> Passage:
+    def send(self, piece: Tensor, packed: torch.cuda.Event | None) -> NcclPassage:
         if packed is not None:
             self._stream.wait_event(packed)
         self._comm.call(lambda comm: comm.send(piece, self._peer, stream=self._stream.cuda_stream))
-        return self._passage()
+        return NcclPassage(self._stream, self._is_settled)
 
-    def receive(self, piece: Tensor, free: torch.cuda.Event | None) -> Passage:
+    def receive(self, piece: Tensor, free: torch.cuda.Event | None) -> NcclPassage:
         if free is not None:
             self._stream.wait_event(free)
         self._comm.call(lambda comm: comm.recv(piece, self._peer, stream=self._stream.cuda_stream))
-        return self._passage()
-
-    def _passage(self) -> Passage:
-        """NCCL launches a piece in a thread of its own, and then it is on the stream."""
-        event: torch.cuda.Event | None = None
-
-        def is_launched() -> bool:
-            nonlocal event
-            if event is None and self._is_settled():
-                event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                event.record(self._stream)
-            return event is not None
-
-        return Passage(
-            lambda: is_launched() and event is not None and bool(event.query()),  # type: ignore[no-untyped-call]
-            is_launched,
-        )
+        return NcclPassage(self._stream, self._is_settled)
 
     def close(self) -> bool:
-        """Abort the communicator: an abort, unlike a destruction, needs no peer.
-
-        Ends in seconds; returns whether no piece is written from now on.
-        """
+        """Abort, which needs no peer, and takes seconds; returns whether no piece is written from now on."""
         aborted = Thread(target=self._comm.abort, name="hand-over, abort", daemon=True)
         aborted.start()
         aborted.join(_CLOSE_S)

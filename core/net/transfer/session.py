@@ -18,15 +18,7 @@ from ...parallel_groups import on_device_of
 from ...validation import shown
 from ..channel import Address, Link, Listener, PeerLostError
 from .export import CacheAccess
-from .format import (
-    Description,
-    PrefixForest,
-    TransferError,
-    check_shard,
-    decode,
-    encode,
-    shard_of,
-)
+from .format import Description, PrefixForest, TransferError, check_shard, decode, encode, shard_of
 from .import_ import Placement
 from .pieces import PartCopies, PieceLayout, PoolGate, Staging, receive_pieces, send_pieces
 from .pipe import (
@@ -34,6 +26,7 @@ from .pipe import (
     PROTOCOL_VERSION,
     Arrived,
     Message,
+    MessagePipe,
     NcclFacts,
     NcclPipe,
     Offer,
@@ -112,24 +105,25 @@ class Session[Key](ABC):
         rows: tuple[list[int], list[int]],
     ) -> T:
         """`send_pieces` or `receive_pieces` of what `want` names, from or into `rows`: blocks and slots."""
-        pipe = peer.pipe(want, self.nccl_pipe)
+        pipe: MessagePipe | NcclPipe | None = peer.messages
+        if want.over_nccl:
+            if want.nccl_id:
+                peer.nccl = NcclPipe(self.device, self.nccl_rank, want.nccl_id, self.remaining_s)
+            if (pipe := peer.nccl) is None:
+                raise TransferError(f"{peer.name} asks for a communicator that was not made")
         layout = PieceLayout(access.format(), want.part or {}, len(rows[0]), len(rows[1]))
         with self.staging.on_stream():
             copies = PartCopies(access, want.part or {}, *rows)
         wait_for = partial(self.wait_for, peer=peer, over_nccl=want.over_nccl)
         moved = move(pipe, layout, copies, self.staging, self.gate, wait_for)
         self.transport = "nccl" if want.over_nccl else "messages"
-        self.num_bytes += layout.num_bytes
+        self.num_bytes += sum(layout.sizes)
         return moved
-
-    def nccl_pipe(self, unique_id: bytes) -> NcclPipe:
-        return NcclPipe(self.device, self.nccl_rank, unique_id, self.remaining_s)
 
     def in_time[T](self, work: Callable[[], T]) -> T:
         """Do `work` in a thread; return or raise its outcome, at most `GRACE_S` after the deadline.
 
-        A store or an NCCL that stops answering keeps no timeout. A thread that is not done by then touches no
-        pool any more, and ends the session itself.
+        A thread that is not done by then touches no pool any more, and ends the session itself.
         """
         outcome: Future[T] = Future()
         self.staging.follow_engine()
@@ -189,10 +183,7 @@ class Source(Session[Address]):
     nccl_rank = 1
 
     def connect(self, access: CacheAccess) -> None:
-        """Connect with all ranks of the destination, unless that is done; their newest addresses count.
-
-        PeerLostError for a rank that is gone, and perhaps starts again.
-        """
+        """Connect with all ranks of the destination, where they are now; PeerLostError for a lost one."""
         first = self._point(0)
         points = [first, *(self._point(rank) for rank in range(1, first.ranks))]
         wanted = [point.address for point in points]
@@ -232,11 +223,7 @@ class Source(Session[Address]):
             raise TransferError(f"{name} is no rank of a hand-over: {error}") from error
 
     def send(self, access: CacheAccess, offered: Offered, nccl: NcclFacts | None) -> tuple[int, int, float]:
-        """Offer prefixes to all ranks of the destination, and send what they want.
-
-        Returns:
-            The receivers, the bytes to all of them, and the seconds that sending took.
-        """
+        """Offer prefixes, send what is wanted; returns the receivers, and the bytes and seconds of all."""
         offer = Offer(access.rank, access.spec.groups.size, encode(offered.description), nccl)
         answers = self._answers(access, offer)
         wanted = [(peer, want) for peer, want in answers if want.part is not None]

@@ -55,10 +55,7 @@ class PrefixShard:
         return Description(self.format, self.forest, dict(self.shard))
 
     def check(self) -> None:
-        """TransferError unless format, forest, shard and tensors are consistent and all numbers are finite.
-
-        The request that resumes at a number which is not finite would end.
-        """
+        """TransferError unless its parts are consistent, and all numbers finite: requests end at others."""
         self.description.check()
         shapes = shapes_of(self.format, self.forest, self.shard)
         if self.tensors.keys() != shapes.keys():
@@ -81,13 +78,10 @@ class PrefixShard:
 
 
 def join(pieces: Sequence[PrefixShard], shard: Shard) -> PrefixShard:
-    """Put the part `shard` together from pieces of one export.
+    """Put the part `shard` together from pieces of one export, which may overlap and hold more.
 
-    Pieces may overlap, and hold more than `shard`. The result's tensors are new, unless one piece is of
-    exactly this shard. Nothing distinguishes pieces of two exports of the same prefixes.
-
-    Raises:
-        TransferError: the pieces lack something of `shard`, or hold different prefixes.
+    The result's tensors are new, unless one piece is of exactly this shard. TransferError: the pieces lack
+    something of `shard`, or hold different prefixes; two exports of the same prefixes are not told apart.
     """
     if not pieces:
         raise TransferError("pieces is empty; accepted: at least one part of an export")
@@ -113,16 +107,10 @@ def join(pieces: Sequence[PrefixShard], shard: Shard) -> PrefixShard:
 
 
 def sources_for(holders: Sequence[Shard], shard: Shard) -> dict[int, dict[str, TensorPart]]:
-    """Which holder gives which part, so that the parts together are `shard`.
+    """Index into `holders` -> the part to read from this holder, so that the parts together are `shard`.
 
-    What several holders hold comes from the first of them; only where two holders overlap in part may
-    something come twice.
-
-    Returns:
-        Index into `holders` -> the part to read from this holder, without holders of nothing that is needed.
-
-    Raises:
-        TransferError: the holders together lack something of `shard`.
+    What several holders hold comes from the first of them; only where two overlap in part may something come
+    twice. Holders of nothing that is needed are left out. TransferError: all together lack something.
     """
     lacking = {
         name: np.zeros((part.layers.total, part.units.total), dtype=bool) for name, part in shard.items()
@@ -181,15 +169,6 @@ def _overlap(one: Part, other: Part) -> Part:
 
 
 # ---- as bytes
-
-
-class _Metadata(msgspec.Struct):
-    version: str = msgspec.field(name="mambaslots_prefixes")
-    sha256: str
-
-
-class _Header(msgspec.Struct):
-    metadata: _Metadata = msgspec.field(name="__metadata__")
 
 
 def _signature(checksum: str) -> bytes:
@@ -254,17 +233,14 @@ def decode_prefixes(data: bytes | bytearray | memoryview) -> PrefixShard:
 
 
 def checksum(data: bytes) -> str:
-    """The checksum in the header of encoded prefixes, which `decode_prefixes` compares with the bytes.
-
-    Raises:
-        TransferError: there is no header, or it is of another format version.
-    """
+    """The checksum in the header of encoded prefixes; TransferError without a header of this version."""
     try:
         (length,) = _LENGTH.unpack_from(data)
-        header = msgspec.json.decode(data[_LENGTH.size : _LENGTH.size + length], type=_Header)
-    except (struct.error, msgspec.MsgspecError, ValueError, RecursionError) as error:
+        metadata = msgspec.json.decode(data[_LENGTH.size : _LENGTH.size + length])["__metadata__"]
+        version, found = str(metadata["mambaslots_prefixes"]), str(metadata["sha256"])
+    except (struct.error, ValueError, LookupError, TypeError, RecursionError) as error:
         raise TransferError(
             f"the export has no readable header, so it is truncated or altered: {error}"
         ) from error
-    check_version(header.metadata.version)
-    return header.metadata.sha256
+    check_version(version)
+    return found
