@@ -2,8 +2,12 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster
 
 FOLDER = f"{Path(__file__).parent}/"
 
@@ -15,8 +19,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
+def cluster() -> "Iterator[Cluster]":
     from oracle.ray_fleet import ray_cluster
 
-    with ray_cluster():
-        yield
+    with ray_cluster() as made:
+        yield made

@@ -24,6 +24,7 @@ from mambaslots.serve import ServerSettings
 from mambaslots.text import GenerationDefaults
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
+from ray.cluster_utils import Cluster
 
 from .served import small_config, tiny_loaded
 
@@ -69,22 +70,34 @@ def expected_tokens(prompt: Sequence[int], **sampling: Any) -> list[int]:
 
 
 @contextmanager
-def ray_cluster(num_cpus: float = 8) -> Iterator[None]:
-    """Ray on this machine, which it takes to have `num_cpus`; workers find this tree."""
+def ray_cluster(num_cpus: int = 8) -> Iterator[Cluster]:
+    """Ray on this machine, as a node of `num_cpus` to which others can be added; workers find this tree."""
     paths = os.pathsep.join([str(ROOT / "stubs"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     os.environ |= OWN_DEFAULTS
-    ray.init(
-        address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=100 * 2**20,
-        log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
-    )  # fmt: skip
+    cluster = Cluster()
     try:
+        add_node(cluster, num_cpus)
+        ray.init(
+            address=cluster.address, log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
+        )  # fmt: skip
         PORTS.append(check_address("127.0.0.1", 0))
         http = {"host": "127.0.0.1", "port": PORTS[-1]}
         serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET)
-        yield
+        yield cluster
     finally:
         serve.shutdown()
         ray.shutdown()
+        cluster.shutdown()
+
+
+def add_node(cluster: Cluster, num_cpus: int) -> Any:
+    """A node of the cluster as processes of this machine, once Ray schedules on it."""
+    node = cluster.add_node(
+        num_cpus=num_cpus, num_gpus=0, include_dashboard=False, object_store_memory=100 * 2**20
+    )
+    cluster.wait_for_nodes()
+    return node
 
 
 def workers(word: str) -> list[int]:
