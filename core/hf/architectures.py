@@ -251,11 +251,7 @@ def state_spec(
     text: "PreTrainedConfig", dtype: torch.dtype, device: torch.device | str = "cpu",
     groups: ParallelGroups | None = None,
 ) -> HybridStateSpec:  # fmt: skip
-    """What a context allocates for a model of this config, computed from the config alone.
-
-    Recurrent states are float32, or what the config says as `mamba_ssm_cache_dtype` or `mamba_ssm_dtype`;
-    float64 in a float64 model. Convolution windows, keys and values have the model's dtype.
-    """
+    """What a context allocates for this config; recurrent states have `_state_dtype`, all others `dtype`."""
     config: Any = text
     groups = groups or ParallelGroups()
     architecture = architecture_of(text)
@@ -294,11 +290,9 @@ def _state_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
 
 @names_moved_hooks
 def skeleton(config: "PreTrainedConfig", dtype: torch.dtype) -> "PreTrainedModel":
-    """The text model of a config, as transformers builds it, with all tensors on the meta device.
+    """The text model of a config, as transformers builds it, on the meta device; see `restore_buffers`.
 
-    The caller puts the weights in place and then calls `restore_buffers`, because a checkpoint has no
-    non-persistent buffers. Tensors that transformers keeps in float32 in narrower models are float32. Raises
-    a ValueError where the architecture, or something that the config asks for, is not served.
+    Raises a ValueError where the architecture, or something that the config asks for, is not served.
     """
     from transformers import AutoModelForCausalLM
 

@@ -26,12 +26,10 @@ _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 def checkpoint_folder(path_or_name: str | Path) -> Path:
-    """The folder of a checkpoint, which is downloaded where `path_or_name` is an "organisation/model".
+    """The folder of a checkpoint, downloaded where `path_or_name` is an "organisation/model" of the hub.
 
-    Raises:
-        CheckpointError: there is no such folder, and no such name on the hub.
-        ConnectionError: the name has not been downloaded, and the hub cannot be reached.
-        OSError: the files cannot be written.
+    Raises a CheckpointError where there is no such folder or name, a ConnectionError where the hub cannot be
+    reached, an OSError where the files cannot be written.
     """
     if folder := existing_folder("path_or_name", path_or_name):
         return folder

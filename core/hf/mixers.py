@@ -14,8 +14,7 @@ from .joint_linear import JointLinear
 class Mamba2Forward:
     """The forward of a Mamba-2 mixer; Falcon-H1 multiplies what its projection reads and gives.
 
-    The time steps are clamped to the module's `time_step_limit` in prefills and in decodes. transformers
-    clamps them wherever it computes a text as a whole, and not where it decodes with its own cache.
+    Time steps are clamped to `time_step_limit` in decodes, too; transformers does so in whole texts only.
     """
 
     def __init__(self, mixer: Any, layer: int, step: CurrentStep) -> None:

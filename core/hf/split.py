@@ -150,8 +150,7 @@ class ModelSplit:
     """The parts of all weights of a whole model, by the names of parameters and buffers in `parts`.
 
     A part is None where another rank keeps the whole weight; weights without a part stay whole. The model
-    gets an attribute, by which `of` finds this object. Raises a ValueError where the architecture or a size
-    cannot be split.
+    gets an attribute, by which `of` finds this object.
     """
 
     def __init__(self, model: nn.Module, config: Any, groups: ParallelGroups) -> None:
@@ -191,11 +190,7 @@ class ModelSplit:
         return found or cls(model, config, groups)
 
     def apply(self) -> None:
-        """Reduce the model to this rank's part.
-
-        Weights that are whole are replaced by copies of their parts; those that were loaded in parts stay. A
-        head that is tied to the embeddings becomes a view of their rows.
-        """
+        """Reduce the model to this rank's part: weights that are whole become copies of their parts."""
         for path, split in self._modules.items():
             for name, part in split.parts.items():
                 self._keep(f"{path}.{name}", part)

@@ -29,9 +29,7 @@ class CheckpointTokenizer:
         return ids
 
     def encode_with_cuts(self, text: str) -> tuple[list[int], list[Cut]]:
-        """`encode` without added special tokens, and a cut for each added token; no cuts of a tokenizer in
-        Python.
-        """
+        """`encode` without special tokens, and a cut for each added token, if the tokenizer is fast."""
         if not self.tokenizer.is_fast:
             return self.encode(text, add_special_tokens=False), []
         found = self.tokenizer(text, add_special_tokens=False, verbose=False)

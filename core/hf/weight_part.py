@@ -69,10 +69,9 @@ class ModuleSplit:
         self.sizes: dict[str, Any] = {}
 
     def part(self, name: str, total: int | None = None, *, shared: bool = False) -> Part:
-        """This rank's equal part of what the module's attribute `name` counts, or of `total`.
+        """This rank's equal part of what the attribute `name` counts, or of `total`; else a ValueError.
 
-        With `shared`, several ranks hold one unit where there are more ranks. Raises a ValueError where the
-        ranks cannot divide it.
+        With `shared`, several ranks hold one unit where there are more ranks.
         """
         total, size = getattr(self.module, name) if total is None else total, self.groups.tensor_size
         if total % size and not (shared and size % total == 0):

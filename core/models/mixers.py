@@ -83,11 +83,7 @@ def _mixer_channels(config: HybridConfig, heads: Part, head_groups: Part) -> tup
 
 
 class GatedDeltaNet(nn.Module):
-    """The gated delta net's block (arXiv 2412.06464), as in Qwen3-Next: a norm per head, then the gate.
-
-    Several value heads share a key head: value head h reads key head h // (value heads // key heads). Where
-    there are more ranks than key heads, several ranks hold the same key head.
-    """
+    """The gated delta net's block (arXiv 2412.06464), as in Qwen3-Next: a norm per head, then the gate."""
 
     def __init__(self, config: HybridConfig, layer_index: int, weights: ModelWeights) -> None:
         super().__init__()

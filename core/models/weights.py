@@ -37,11 +37,7 @@ class RandomWeights:
 
 
 class ModelWeights:
-    """Makes parameters, in the order of the model.
-
-    A parameter is made whole, so that it does not depend on how the model is split. A rank keeps the rows and
-    columns that it asks for. `prefix` stands before the names of parameters.
-    """
+    """Makes parameters in the order of the model, each whole; a rank keeps what it asks for."""
 
     def __init__(
         self,
@@ -132,9 +128,7 @@ _DTYPES = {
 
 
 def read_config(folder: Path, dtype: torch.dtype | None) -> HybridConfig:
-    """The shape in `config.json`, with `dtype` instead of its own; a CheckpointError where it describes no
-    `HybridLM`.
-    """
+    """The shape in `config.json`, with `dtype` for its own; a CheckpointError where it is no `HybridLM`'s."""
     path = folder / CONFIG
     content = read_object(path)
     if content.get("model_type") != MODEL_TYPE:
@@ -157,10 +151,7 @@ def read_config(folder: Path, dtype: torch.dtype | None) -> HybridConfig:
 
 
 def write(folder: Path, config: HybridConfig, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Write both files. Weights of the model's dtype are stored in `dtype`, wider ones in float32 or wider.
-
-    Both files are complete before the first one is replaced, and the config is replaced last.
-    """
+    """Write both files, wide weights in float32 or wider; both are complete before one is replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     wide = torch.promote_types(dtype, torch.float32)
     stored = {
@@ -182,9 +173,7 @@ def is_wide(name: str) -> bool:
 
 
 class SavedWeights:
-    """The parameters in `model.safetensors` of a folder, read one at a time; the source of a loaded model's
-    weights.
-    """
+    """The parameters in `model.safetensors` of a folder, read one at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / WEIGHTS

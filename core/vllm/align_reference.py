@@ -30,10 +30,7 @@ class AlignState(NamedTuple):
 
 
 class StateRecord(NamedTuple):
-    """One state tensor as a kernel sees it: int64 numbers in this order; sizes and strides in bytes.
-
-    A conv state is a matrix of `num_rows` rows of `inner_size` elements; an SSM state is one row.
-    """
+    """One state tensor as a kernel sees it, in bytes: a conv state as rows, an SSM state as one row."""
 
     base_address: int
     slot_stride: int
@@ -154,8 +151,7 @@ def postprocess_align(
 ) -> None:  # fmt: skip
     """After sampling: copy the state at the last boundary that a row reached to the boundary's column.
 
-    `num_computed` are the tokens before this step. `num_accepted` becomes 1 where the running column itself
-    became the boundary's.
+    `num_accepted` becomes 1 where the running column itself became the boundary's.
     """
     device = columns.device
     running, accepted, computed, scheduled, drafted = (

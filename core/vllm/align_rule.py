@@ -81,10 +81,7 @@ def advance(
 def save_boundary(
     columns: Integers, accepted: Integers, new_num_computed: Integers, block_size_tokens: int
 ) -> BoundarySave:
-    """The rule after sampling, given the tokens computed after this step.
-
-    The rule compares columns and never slots, because two columns may share a slot.
-    """
+    """The rule after sampling. It compares columns and never slots, because two columns may share a slot."""
     boundaries = new_num_computed // block_size_tokens * block_size_tokens
     biases = boundaries - (new_num_computed - accepted + 1)
     destinations = boundaries // block_size_tokens - 1

@@ -1,13 +1,8 @@
-"""Attention whose split points are fixed positions of the sequence.
+"""Attention whose split points are fixed positions of the sequence, so that other rows change no bits.
 
-A backend that cuts a sequence's KV by the free multiprocessors changes the bits of a row with the other rows.
-A backend that does not cut leaves most multiprocessors idle when few requests have long contexts. Here a
-sequence is cut at multiples of `SEGMENT_TOKENS`: segment s is the tokens [s * segment, (s + 1) * segment). A
-query at position p reads p // SEGMENT_TOKENS whole segments, and its own up to p, combined in their order, so
-that its bits depend on the sequence up to p alone.
-
-The backend computes many pairs of a row and a segment in one call, and rounds their results to the dtype of
-the cache, which adds at most one rounding error to that of the final result.
+A sequence is cut at multiples of `SEGMENT_TOKENS`. A query at position p reads p // SEGMENT_TOKENS whole
+segments, and its own up to p, combined in their order. The backend computes many pairs of a row and a segment
+in one call, and rounds their results to the dtype of the cache.
 """
 
 from collections.abc import Callable
@@ -57,11 +52,11 @@ def segment_rows(
 ) -> SegmentRows:  # fmt: skip
     """Pair rows of a step, decode rows or prefill rows, with their segments, in one launch.
 
-    With `WITHIN`, the segments of a row are those from its first query's on, and the pairs of a row follow
-    one another. Else the segments are the sequence's first, and the pairs of a segment follow one another.
-    Places are counted from the first of the rows' `tokens`. With `copies`, each segment has a copy of all
-    queries of the rows. With `BEHIND` and without copies, the segments need a call each, because they share
-    queries: the tensors then have a first dimension more, of segments.
+    With `WITHIN`, the segments of a row are those from its first query's on, and its pairs follow one
+    another. Else they are the sequence's first, and the pairs of a segment follow one another; `copies` gives
+    each segment a copy of all queries. `BEHIND` without copies needs a call for each segment, because they
+    share queries: the tensors then have a first dimension more. Places count from the first of the rows'
+    `tokens`.
     """
     device = rows.block_table.device
     columns = segment_tokens // block_size
@@ -225,10 +220,7 @@ Attend = Callable[..., tuple[Tensor, Tensor]]
 
 
 def num_segments(rows: AttentionRows, block_size: int) -> int:
-    """How many segments the longest sequence may have, by the width of the block table.
-
-    It is 1 where the block size does not divide `SEGMENT_TOKENS`: no sequence is cut.
-    """
+    """Most segments of a sequence in this block table; 1 where blocks do not divide `SEGMENT_TOKENS`."""
     if SEGMENT_TOKENS % block_size:
         return 1
     return max(1, -(-rows.block_table.shape[1] * block_size // SEGMENT_TOKENS))
@@ -237,10 +229,7 @@ def num_segments(rows: AttentionRows, block_size: int) -> int:
 def segmented_attention(
     query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale: float | None, attend: Attend
 ) -> Tensor:
-    """`attention.paged_attention`, combined from at least two segments, which `attend` computes.
-
-    The number of calls of `attend` depends on shapes alone. Does not synchronise, if `attend` does not.
-    """
+    """Attention from at least two segments; the number of calls of `attend` depends on shapes alone."""
     step = _Step(kv_cache, rows, scale, attend)
     dtype, decoded = query.dtype, rows.num_decode_tokens
     query = query.to(kv_cache.dtype)

@@ -34,18 +34,7 @@ def gated_delta_rule_replay(
     inverses: Tensor | None, slots: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor,
     destinations: Tensor, chunk_size: int,
 ) -> Tensor:  # fmt: skip
-    """As `reference.delta.gated_delta_rule_replay`: the scan of the tokens since each row's last grid point.
-
-    Inputs of 16 bits cost four launches. Memory sees the state of each row once, a complete chunk's four
-    times, and what the row keeps of its chunk. Inputs of float32 cost the scan of rows * chunk_size tokens.
-    Launches depend on shapes alone, and nothing synchronises after a first call, as `gated_delta_rule_scan`
-    says. Tokens have any strides, pools are contiguous in each slot. A destination may be the row's own
-    source, no other row's.
-
-    Raises:
-        ImportError: fla-core is not installed.
-        ValueError: inputs are not contiguous.
-    """
+    """As `reference.delta.gated_delta_rule_replay`, in four launches; float32 takes a scan of each chunk."""
     rows, tokens, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
     kept = k_inputs, v_inputs, g_inputs, beta_inputs
@@ -80,12 +69,7 @@ def keep_delta_inputs(
     g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None, inverses: Tensor | None,
     slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor,
 ) -> None:  # fmt: skip
-    """As `reference.delta.keep_delta_inputs`, in two launches, whose grids depend on shapes alone. Does not
-    synchronise.
-
-    Raises:
-        ValueError: inputs are not contiguous.
-    """
+    """As `reference.delta.keep_delta_inputs`, in two launches."""
     kept, chunk_size = (k_inputs, v_inputs, g_inputs, beta_inputs, new_v_inputs), k_inputs.shape[1]
     rows = slots, tail_starts, query_start_loc
     _keep_rows(k, k, v, g, beta, new_v, k, *kept, *rows, chunk_size, True)
@@ -375,9 +359,7 @@ def complete_chunks_kernel(
     # Meta-parameters
     SLICE: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The states after complete chunks. A program has a value head, BLOCK_V of Dv, and up to ROWS rows, of
-    which few complete their chunks. No other program touches these parts of states.
-    """
+    """States after complete chunks. A program has a value head, BLOCK_V of Dv, and up to ROWS rows."""
     v_blocks: tl.constexpr = (value_dim + BLOCK_V - 1) // BLOCK_V
     programs: tl.constexpr = v_blocks * heads
     inverse_size: tl.constexpr = chunk_size * (chunk_size + 16) // 2

@@ -38,12 +38,7 @@ def ssd_replay(
 ) -> Tensor:  # fmt: skip
     """As `reference.ssd.ssd_replay`, with the bits of `ssd_chunk_scan` in one run over the chunk.
 
-    One launch, whose grid and addresses depend on shapes alone: a CUDA graph can capture it. Does not
-    synchronise. x, B and C have a last stride of 1, pools any slot stride; x_inputs and B_inputs the dtype of
-    x; slots, sources and destinations are int64, starts and lengths int32.
-
-    Raises:
-        ValueError: a tensor has other strides.
+    x_inputs and B_inputs have the dtype of x. A ValueError where a last stride of x, B or C is not 1.
     """
     check_last_stride(x=x, B=B, C=C)
     check_slots(ssm_states=ssm_states, x_inputs=x_inputs, B_inputs=B_inputs, gates=gates)
@@ -65,9 +60,7 @@ def ssd_replay(
 
 
 def heads_of_a_program(rows: int, heads: int, heads_of_group: int) -> int:
-    """How many heads of a group one program serves: they share products of C and B, and all programs fill a
-    GPU.
-    """
+    """The heads of a group that a program serves: they share products of C and B, and programs fill a GPU."""
     block = 1
     while heads_of_group % (2 * block) == 0 and rows * heads >= 2 * block * MIN_PROGRAMS:
         block *= 2
@@ -339,13 +332,7 @@ def keep_ssd_inputs(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, gates: Tensor,
     slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
 ) -> None:  # fmt: skip
-    """As `reference.ssd.keep_ssd_inputs`; sums of dt * A have the bits of `chunk_cumsum`.
-
-    Two launches, whose grids and addresses depend on shapes alone. Does not synchronise.
-
-    Raises:
-        ValueError: x or B has another last stride than 1, or a pool's slots are not contiguous.
-    """
+    """As `reference.ssd.keep_ssd_inputs`; sums of dt * A have the bits of `chunk_cumsum`."""
     check_slots(gates=gates)
     keep_tails(x, x_inputs, B, B_inputs, slots, tail_starts, query_start_loc)
     heads = x.shape[1]

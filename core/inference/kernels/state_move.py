@@ -59,8 +59,7 @@ class PartMove(NamedTuple):
 def copy_states(source: StateTensors, read: Tensor, destination: StateTensors, write: Tensor) -> None:
     """Copy states `source[:, read]` to `destination[:, write]` in one launch, which a graph can capture.
 
-    `read` and `write` are slots [n] int64 on the device of the pools; nothing synchronises. A ValueError is
-    raised where states cannot move between the pools as bytes.
+    Raises a ValueError where states cannot move between the pools as bytes.
     """
     conv, ssm = (PartMove.between(*pools) for pools in zip(source, destination, strict=True))
     layers, pairs = destination.ssm.shape[0], len(write)

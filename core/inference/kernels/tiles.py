@@ -1,6 +1,4 @@
-"""What several families of kernels do: load a tile, look whether a decode row names any state, keep the tails
-of prefills for replays.
-"""
+"""What several families of kernels do: load a tile, see if a row names a state, keep prefills' tails."""
 
 import triton
 import triton.language as tl
@@ -31,10 +29,7 @@ def keep_tails(
     first: Tensor, first_kept: Tensor, second: Tensor, second_kept: Tensor, slots: Tensor,
     tail_starts: Tensor, query_start_loc: Tensor,
 ) -> None:  # fmt: skip
-    """Store the tails of prefill rows, two tensors [tokens, heads, size], in [slots, chunk, heads, size].
-
-    One launch. A row's tail are its tokens from `tail_starts` on; slot -1: nowhere.
-    """
+    """Store the tails of prefill rows, two tensors [tokens, heads, size], in [slots, chunk, heads, size]."""
     check_last_stride(first=first, second=second)
     check_slots(first_kept=first_kept, second_kept=second_kept)
     keep_tails_kernel[(first_kept.shape[1], slots.shape[0])](

@@ -41,14 +41,7 @@ class TokenDraw(NamedTuple):
 
 
 def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence[TokenDraw]) -> None:
-    """Draw a token for each of `draws`.
-
-    Args:
-        tokens: [rows] int64. Written at the draws' rows; a row without a finite largest logit gets any id.
-        logits: [rows, vocabulary], floating point.
-        largest: [rows] the largest logit of each row, in the dtype of `logits`.
-        draws: the rows to draw, each at most once.
-    """
+    """Write a token at the row of each draw; any id where the row's largest logit is not finite."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     limits = torch.finfo(dtype)  # temperatures that round to 0 or infinity would turn scores into NaN
     finite = largest.isfinite().tolist()
