@@ -259,7 +259,7 @@ def postprocess_align(
     layout: AlignLayout, num_accepted: Tensor, columns: Tensor, num_computed: Tensor, num_scheduled: Tensor,
     num_drafted: Tensor, block_size_tokens: int,
 ) -> None:  # fmt: skip
-    """`align_reference.postprocess_align` in one launch, after a copy of the counts, which all programs see."""
+    """`align_reference.postprocess_align` in one launch, on a copy of the counts, which all programs see."""
     _launch(
         postprocess_mamba_fused_kernel, layout, len(columns), num_accepted.clone(), columns, num_scheduled,
         num_computed, num_drafted, num_accepted, len(columns), block_size_tokens,
