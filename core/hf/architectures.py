@@ -26,7 +26,7 @@ from ..state_spec import (
 )
 from .current_step import ATTENTION_NAME, EXPERTS_NAME, CurrentStep, register_with_transformers
 from .fusions import NamedBranches, falcon_h1_branches, granite_branches, nemotron_h_branches, two_branches
-from .mixers import GatedDeltaNetForward, Mamba2Forward, ShortConvForward
+from .mixers import GatedDeltaNetForward, Mamba2Forward, short_conv_forward
 from .moved_hooks import names_moved_hooks
 from .weight_part import part_of
 
@@ -149,7 +149,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         branches=granite_branches,
     ),
     "lfm2": Architecture(
-        "Lfm2", "ShortConv", ShortConvForward, _short_conv,
+        "Lfm2", "ShortConv", short_conv_forward, _short_conv,
         branches=two_branches("conv", "feed_forward", ("operator_norm", "ffn_norm")),
         final_norm="embedding_norm", is_stack=True,
         activation=None, mixer_layers=frozenset({"conv"}),
@@ -236,7 +236,7 @@ def _check_features(text: Any) -> None:
     activation = architecture.activation and getattr(text, architecture.activation)
     if activation not in (None, "silu", "swish"):
         raise ValueError(
-            f"{architecture.activation} is {activation!r}, which is also behind the mixers' convolutions; "
+            f"{architecture.activation} is {activation!r}, which also follows the mixers' convolutions; "
             "accepted: 'silu'"
         )
     rope_type = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")

@@ -77,8 +77,8 @@ def attention_forward(
 
     query is [1, heads, T, D], key and value are [1, kv heads, T, D], rotated, normalised and scaled.
     """
-    unserved = (attention_mask, sliding_window, softcap, s_aux)
-    for name, asked in zip(("attention_mask", "sliding_window", "softcap", "s_aux"), unserved, strict=True):
+    unserved = {"attention_mask": attention_mask, "sliding_window": sliding_window}
+    for name, asked in (unserved | {"softcap": softcap, "s_aux": s_aux}).items():
         if asked is not None:
             raise ValueError(f"{name} of {type(module).__name__} is {shown(asked)}; accepted: None")
     paged: PagedAttention = module.mambaslots_attention  # type: ignore[assignment]

@@ -69,16 +69,12 @@ class JointLinear:
 
 
 def _place(part: nn.Module) -> tuple[object, ...]:
-    """A module, and where its parameters begin."""
-    weight, bias = (part._parameters.get(name) for name in ("weight", "bias"))
-    return part, _address(weight), _address(bias), getattr(weight, "dtype", None)
-
-
-def _address(parameter: nn.Parameter | None) -> int | None:
-    """Where a parameter begins. None where there is none, -1 where the parameter has no address."""
-    if parameter is None:
-        return None
-    return parameter.data_ptr() if type(parameter) is nn.Parameter else -1
+    """A module, and where its parameters begin; parameters of a class of their own have no address."""
+    return part, *(
+        (name, parameter.data_ptr(), parameter.dtype) if type(parameter) is nn.Parameter else name
+        for name, parameter in part._parameters.items()
+        if parameter is not None
+    )
 
 
 def join_weights(model: nn.Module) -> None:
@@ -94,9 +90,8 @@ def join_weights(model: nn.Module) -> None:
 def _side_by_side(parameters: list[nn.Parameter]) -> Tensor:
     """One tensor with the rows of all parameters, of which each becomes a view."""
     joint = torch.cat([parameter.data for parameter in parameters])
-    for parameter, view in zip(
-        parameters, torch.split(joint, [len(each) for each in parameters]), strict=True
-    ):
+    views = torch.split(joint, [len(each) for each in parameters])
+    for parameter, view in zip(parameters, views, strict=True):
         parameter.data = view
     return joint
 

@@ -1,9 +1,7 @@
 """A served model from a checkpoint of transformers, in a folder or on the hub."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -85,12 +83,10 @@ def load(
     if dtype is not None:
         validation.float_dtype("dtype", dtype)
     folder = checkpoint_folder(path_or_name)
-    stored_config = read_object(folder / CONFIG)
-    blocks = block_size(folder, stored_config)
+    blocks = block_size(folder, read_object(folder / CONFIG))
     config = _config(folder)
-    kept_dtype = dtype or _named_dtype(config)
     try:
-        model = skeleton(config, kept_dtype)
+        model = skeleton(config, dtype or _named_dtype(config))
     except (ValueError, ImportError):
         raise
     except Exception as error:  # transformers' modules, built of sizes that do not fit
@@ -101,18 +97,15 @@ def load(
     return ServedModel(model, groups)
 
 
-def _check_counts(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError for more layers or experts than a model has: transformers lists all of them."""
-    for part in (config, section(folder / CONFIG, config, "text_config")):
+def _config(folder: Path) -> PretrainedConfig:
+    """The config; a CheckpointError for more layers or experts than a model has: transformers lists them."""
+    stored = read_object(folder / CONFIG)
+    for part in (stored, section(folder / CONFIG, stored, "text_config")):
         for name, count in part.items():
             is_count = isinstance(count, int) and ("layers" in name or "experts" in name)
             if is_count and count > _MOST_LAYERS:
                 most = f"at most {_MOST_LAYERS}"
                 raise CheckpointError(f"{folder / CONFIG}: {name} is {count}; accepted: {most}")
-
-
-def _config(folder: Path) -> PretrainedConfig:
-    _check_counts(folder, read_object(folder / CONFIG))
     return architectures.read_config(folder / CONFIG)
 
 

@@ -116,6 +116,7 @@ def _part(whole: Tensor, dim: int, indices: Sequence[int] | None) -> Tensor:
 
 MODEL_TYPE = "mambaslots_hybrid_lm"
 WEIGHTS = "model.safetensors"
+_WIDE = (".dt_bias", ".A_log", ".D")  # parameters that are kept in float32 or wider
 # What other libraries write into a config, and what says nothing about the shape.
 _IGNORED = {
     *("model_type", "architectures", "transformers_version"),
@@ -155,7 +156,7 @@ def write(folder: Path, config: HybridConfig, weights: Mapping[str, Tensor], dty
     folder.mkdir(parents=True, exist_ok=True)
     wide = torch.promote_types(dtype, torch.float32)
     stored = {
-        name: weight.detach().to("cpu", wide if is_wide(name) else dtype).contiguous()
+        name: weight.detach().to("cpu", wide if name.endswith(_WIDE) else dtype).contiguous()
         for name, weight in weights.items()
     }
     save_file(stored, folder / f"{WEIGHTS}.part", metadata={"format": "pt"})
@@ -165,11 +166,6 @@ def write(folder: Path, config: HybridConfig, weights: Mapping[str, Tensor], dty
     (folder / f"{CONFIG}.part").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     for name in (WEIGHTS, CONFIG):
         os.replace(folder / f"{name}.part", folder / name)
-
-
-def is_wide(name: str) -> bool:
-    """Whether this parameter is kept in float32 or wider: time steps, decays, and what skips the SSM."""
-    return name.rpartition(".")[2] in ("dt_bias", "A_log", "D")
 
 
 class SavedWeights:

@@ -93,13 +93,8 @@ class AlignLayout:
 
 def _memory(states: Sequence[AlignState], block_tables: Sequence[Tensor]) -> list[tuple[object, ...]]:
     tensors = [*(state.states for state in states), *block_tables]
-    return [
-        *(
-            (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-            for tensor in tensors
-        ),
-        *(state[1:] for state in states),
-    ]
+    places = [(each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) for each in tensors]
+    return [*places, *(state[1:] for state in states)]
 
 
 def _record(state: AlignState, conv_dim_first: bool, device: torch.device) -> StateRecord:

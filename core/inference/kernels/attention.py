@@ -126,11 +126,11 @@ def _attend_prefills(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale
     tile_ends = ((new + size - 1) // size).cumsum(0)
     tiles = torch.arange(tokens // size + num_rows, device=query.device)
     row = torch.searchsorted(tile_ends, tiles, right=True)  # `num_rows` for tiles beyond the last
-    behind = row >= num_rows
+    is_padding = row >= num_rows
     row = row.clamp(max=num_rows - 1)
     first = (tiles - torch.where(row > 0, tile_ends[row - 1], 0)) * size
     places = first[:, None] + torch.arange(size, device=query.device)
-    inside = (places < new[row, None]) & ~behind[:, None]
+    inside = (places < new[row, None]) & ~is_padding[:, None]
     positions = torch.where(inside, places + (kv_lengths - new)[row, None], -1)
     packed = torch.where(inside, places + query_start_loc[row, None], tokens)
 

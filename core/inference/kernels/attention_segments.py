@@ -20,11 +20,11 @@ from .reference.attention import AttentionRows
 class Readers(IntEnum):
     """Which queries of a row are paired with a segment."""
 
-    WITHIN_AND_BEHIND = 0
+    ALL = 0
     """All that read the segment."""
     WITHIN = 1
     """Those whose positions lie in the segment."""
-    BEHIND = 2
+    AFTER = 2
     """Those whose positions lie after the segment: they read all of it."""
 
 
@@ -54,13 +54,13 @@ def segment_rows(
 
     With `WITHIN`, the segments of a row are those from its first query's on, and its pairs follow one
     another. Else they are the sequence's first, and the pairs of a segment follow one another; `copies` gives
-    each segment a copy of all queries. `BEHIND` without copies needs a call for each segment, because they
+    each segment a copy of all queries. `AFTER` without copies needs a call for each segment, because they
     share queries: the tensors then have a first dimension more. Places count from the first of the rows'
     `tokens`.
     """
     device = rows.block_table.device
     columns = segment_tokens // block_size
-    separate = readers == Readers.BEHIND and not copies
+    separate = readers == Readers.AFTER and not copies
     shape = (num_segments, num_rows) if separate else (num_segments * num_rows,)
     lengths, counts = torch.empty(2, *shape, dtype=torch.int32, device=device).unbind()
     starts = torch.empty(*shape[:-1], shape[-1] + 1, dtype=torch.int32, device=device)
@@ -131,12 +131,11 @@ def combine_segments(
     earlier: Tensor, earlier_log_sums: Tensor, own: Tensor, own_log_sums: Tensor, positions: Tensor,
     segment_tokens: int, out: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Weigh the results of each query's segments by their sums of exp(score), in float32.
+    """Weigh the results o_s of each query's segments by their sums of exp(score), in float32.
 
-    With the query at position p, its segments are 0 to k = p // segment_tokens. The result is sum_s exp(l_s -
-    m) * o_s / sum_s exp(l_s - m), where l_s are the log-sums [segments, heads, T] and m is the largest.
-    Products are added in the order of s, each by a fused multiply-add. Where k is 0, the result has the bits
-    of `own`. `earlier` and `own` are [segments, T, heads, head dim]; of `own` segment k is read.
+    With l_s the log-sums and m the largest, sum_s exp(l_s - m) o_s / sum_s exp(l_s - m), over the segments up
+    to position // segment_tokens in order; of this one, `own` is read. Where it is 0, the result has `own`'s
+    bits.
     """
     tokens, heads, head_dim = out.shape
     if not tokens:
@@ -255,14 +254,14 @@ class _Step:
         A query alone sees all KV of its pair even in a causal call.
         """
         rows = self._rows
-        found, log_sums = self._attend_copies(query, Readers.WITHIN_AND_BEHIND, self._num_segments)
+        found, log_sums = self._attend_copies(query, Readers.ALL, self._num_segments)
         combine_segments(found, log_sums, found, log_sums, rows.positions[: len(query)], SEGMENT_TOKENS, out)
 
     def drafts(self, query: Tensor, out: Tensor) -> None:
         """Decode rows of several tokens: two calls, in which the tokens of a row read each segment once."""
         rows = self._rows
         own, own_log_sums = self._attend_own(query, 0, rows.num_decodes, rows.decode_tokens)
-        earlier, log_sums = self._attend_copies(query, Readers.BEHIND, self._num_segments - 1)
+        earlier, log_sums = self._attend_copies(query, Readers.AFTER, self._num_segments - 1)
         combine_segments(
             earlier, log_sums, own, own_log_sums, rows.positions[: len(query)], SEGMENT_TOKENS, out
         )
@@ -272,7 +271,7 @@ class _Step:
         rows, parts = self._rows, self._num_segments - 1
         num_rows, longest = rows.num_rows - rows.num_decodes, max(1, rows.max_query_tokens)
         own, own_log_sums = self._attend_own(query, rows.num_decodes, num_rows, longest)
-        pairs = self._pairs(query, rows.num_decodes, num_rows, Readers.BEHIND, parts, longest)
+        pairs = self._pairs(query, rows.num_decodes, num_rows, Readers.AFTER, parts, longest)
         by_segment = [
             SegmentRows(table, lengths, starts, counts, longest)
             for table, lengths, starts, counts in zip(*(tensor.unbind() for tensor in pairs[:4]), strict=True)
@@ -311,7 +310,7 @@ class _Step:
         rows = self._rows
         pairs = self._pairs(query, 0, rows.num_decodes, readers, parts, rows.decode_tokens, copies=True)
         copies = query.expand(parts, *query.shape).flatten(0, 1)
-        is_causal = readers == Readers.WITHIN_AND_BEHIND
+        is_causal = readers == Readers.ALL
         found, log_sums = self._attend(copies, self._kv_cache, pairs, self._scale, is_causal=is_causal)
         by_part = found.view(parts, *query.shape)
         return by_part, log_sums.view(-1, parts, len(query)).transpose(0, 1)

@@ -29,8 +29,7 @@ def causal_conv1d_prefill(
     """As `reference.conv.causal_conv1d_prefill`. The slot of a checkpoint is no row's source."""
     tokens, conv_dim = x.shape
     rows, checkpoints = sources.shape[0], checkpoint_rows.shape[0]
-    if out is None:
-        out = torch.empty(tokens, conv_dim, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     works = rows + checkpoints + triton.cdiv(tokens, PREFILL_TOKENS)
     prefill_kernel[(works * triton.cdiv(conv_dim, PREFILL_CHANNELS),)](
         x, weight, weight if bias is None else bias, conv_states, out,
@@ -51,8 +50,7 @@ def causal_conv1d_update(
 ) -> Tensor:  # fmt: skip
     """As `reference.conv.causal_conv1d_update`."""
     rows, tokens, conv_dim = x.shape
-    if out is None:
-        out = torch.empty(rows, tokens, conv_dim, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     update_kernel[(rows * triton.cdiv(conv_dim, UPDATE_CHANNELS),)](
         x, weight, weight if bias is None else bias, conv_states, out, sources, destinations,
         conv_dim,

@@ -25,8 +25,7 @@ def causal_conv1d_replay(
     """As `reference.conv.causal_conv1d_replay`; a ValueError where a slot's ring is not contiguous."""
     rows, tokens, conv_dim = x.shape
     check_slots(conv_inputs=conv_inputs)
-    if out is None:
-        out = torch.empty(rows, tokens, conv_dim, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     replay_kernel[(rows * triton.cdiv(conv_dim, CHANNELS),)](
         x, weight, weight if bias is None else bias, conv_states, conv_inputs, out,
         slots, starts, lengths, destinations,

@@ -24,8 +24,7 @@ def selective_state_update(
     """As `reference.ssd.selective_state_update`; the state stays in float32 between the tokens of a call."""
     rows, tokens, heads, head_dim = x.shape
     groups, state_dim = B.shape[2:]
-    if out is None:
-        out = torch.empty(rows, tokens, heads, head_dim, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     block_p, block_n = update_blocks(head_dim, state_dim)
     update_kernel[(rows * heads * triton.cdiv(head_dim, block_p),)](
         x, dt, A, B, C, D, ssm_states, out, sources, destinations,

@@ -42,8 +42,8 @@ class PaddedChunks:
 
     def padded(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens, ...] -> [chunks, chunk_size, ...] in `dtype`; zeros after a chunk's tokens."""
-        behind = packed.new_zeros(1, *packed.shape[1:])
-        return torch.cat([packed, behind]).to(dtype)[self._places]
+        zeros = packed.new_zeros(1, *packed.shape[1:])
+        return torch.cat([packed, zeros]).to(dtype)[self._places]
 
     def packed(self, padded: Tensor) -> Tensor:
         """[chunks, chunk_size, ...] -> [tokens of all chunks, ...]."""

@@ -11,8 +11,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
     """x [..., n] / rms(x) * (weight + offset) (arXiv 1910.07467)."""
     dtype = compute_dtype(x.dtype)
     scale = weight.to(dtype) + offset if offset else weight.to(dtype)
-    wide = x.to(dtype)
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * scale).to(x.dtype)
+    return (_normed(x.to(dtype), eps) * scale).to(x.dtype)
 
 
 def add_rms_norm(
