@@ -51,8 +51,7 @@ class CurrentStep:
             self.waiting = None
 
 
-ATTENTION_NAME = "mambaslots"
-"""The `attn_implementation` of served models."""
+ATTENTION_NAME = "mambaslots"  # the `attn_implementation` of served models
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,7 @@ def attention_forward(
     return paged(queries, keys, values, scaling)[None], None
 
 
-EXPERTS_NAME = "mambaslots"
-"""The `experts_implementation` of served models."""
+EXPERTS_NAME = "mambaslots"  # the `experts_implementation` of served models
 
 
 def experts_forward(

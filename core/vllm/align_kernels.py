@@ -18,12 +18,9 @@ from torch import Tensor
 from ..inference.kernels.state_move import PROGRAMS, copy_tile
 from .align_reference import AlignLayout, StateRecord
 
-COPY_BYTES = 16384
-"""Bytes of one tile: 1024 accesses of 16 bytes, 8 independent ones for each thread."""
-TILES = 64
-"""Most programs that share one state."""
-GROUP = 128
-"""Batch rows that a program ranks at once."""
+COPY_BYTES = 16384  # bytes of one tile: 1024 accesses of 16 bytes, 8 independent ones for each thread
+TILES = 64  # most programs that share one state
+GROUP = 128  # batch rows that a program ranks at once
 NUM_WARPS = 4
 LAYOUT_NUMBERS = ("block_table_stride_req", "block_table_columns", "num_states", "num_tiles")
 """What a launch says of a layout besides its pointers and meta-parameters."""

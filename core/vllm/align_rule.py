@@ -26,10 +26,8 @@ import numpy.typing as npt
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-FRESH = -1
-"""The column of a request that has no state yet: its forward reads zeros, and writes a state."""
-PADDING = -2
-"""The column of a row without a request: its forward reads nothing and writes nothing."""
+FRESH = -1  # the column of a request that has no state yet: its forward reads zeros, and writes a state
+PADDING = -2  # the column of a row without a request: its forward reads nothing and writes nothing
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,9 @@ from .reference.attention import AttentionRows
 class Readers(IntEnum):
     """Which queries of a row are paired with a segment."""
 
-    ALL = 0
-    """All that read the segment."""
-    WITHIN = 1
-    """Those whose positions lie in the segment."""
-    AFTER = 2
-    """Those whose positions lie after the segment: they read all of it."""
+    ALL = 0  # all that read the segment
+    WITHIN = 1  # those whose positions lie in the segment
+    AFTER = 2  # those whose positions lie after the segment: they read all of it
 
 
 class SegmentRows(NamedTuple):
@@ -122,8 +119,7 @@ def segment_rows_kernel(
     tl.store(pair_table + pair.to(tl.int64) * COLUMNS + column, blocks, mask=column < COLUMNS)
 
 
-BLOCK = 1024
-"""Numbers of a program: 16 bytes of bfloat16 a thread."""
+BLOCK = 1024  # numbers of a program: 16 bytes of bfloat16 a thread
 NUM_WARPS = 4
 
 

@@ -368,8 +368,7 @@ def update_kernel(
 
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
-CHUNK_SIZES = (16, 32, 64)
-"""Chunk sizes that fla-core's stages take."""
+CHUNK_SIZES = (16, 32, 64)  # chunk sizes that fla-core's stages take
 MAX_KEY_DIM = 256
 _NUM_WARPS_THAT_ADD = 2
 _LOG2_E = 1.4426950408889634

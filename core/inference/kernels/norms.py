@@ -12,10 +12,8 @@ from torch import Tensor
 from .gates import dense, dense_rows, sigmoid
 from .state_tensors import check_last_stride
 
-BLOCK = 1024
-"""Elements of a program, at least."""
-ELEMENTS_A_WARP = 512
-"""16 a thread: two loads of 16 bytes in 16-bit floats."""
+BLOCK = 1024  # elements of a program, at least
+ELEMENTS_A_WARP = 512  # 16 a thread: two loads of 16 bytes in 16-bit floats
 MAX_WARPS = 16
 
 
@@ -168,8 +166,7 @@ def gated_norm_kernel(
     tl.store(place, values.to(out.dtype.element_ty), mask=inside)
 
 
-QK_BLOCK = 2048
-"""Elements of a program."""
+QK_BLOCK = 2048  # elements of a program
 QK_WARPS = 4
 
 

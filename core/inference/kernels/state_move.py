@@ -18,8 +18,7 @@ PROGRAMS = 4224
 ACCESSES = 1024
 """Accesses of a tile: 8 independent ones for each thread of 4 warps; 16 KiB where an access has 16 bytes."""
 NUM_WARPS = 4
-WIDEST = 16
-"""Bytes that one thread can load or store at once."""
+WIDEST = 16  # bytes that one thread can load or store at once
 
 
 class PartMove(NamedTuple):

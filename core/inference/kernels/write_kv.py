@@ -12,10 +12,8 @@ from torch import Tensor
 
 from .gates import dense
 
-BLOCK = 1024
-"""Numbers that a program loads at once."""
-ZEROS = 4096
-"""Numbers that a program zeroes at once."""
+BLOCK = 1024  # numbers that a program loads at once
+ZEROS = 4096  # numbers that a program zeroes at once
 MAX_PARTS = 8
 FEW_PROGRAMS = 512
 NUM_WARPS = 4

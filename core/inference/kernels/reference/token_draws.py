@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-WHOLE = 1 << 53
-"""How many parts make up probability 1."""
+WHOLE = 1 << 53  # how many parts make up probability 1
 
 
 class TokenDraw(NamedTuple):
