@@ -40,11 +40,7 @@ class ModelWeights:
     """Makes parameters in the order of the model, each whole; a rank keeps what it asks for."""
 
     def __init__(
-        self,
-        config: HybridConfig,
-        source: "RandomWeights | SavedWeights",
-        device: torch.device,
-        groups: ParallelGroups,
+        self, config: HybridConfig, source: "WeightSource", device: torch.device, groups: ParallelGroups
     ) -> None:
         self.groups = groups
         self.shard = config.shard(groups)

@@ -141,13 +141,9 @@ def _attend_prefills(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale
 
 
 def _attend(
-    query: Tensor,
-    positions: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    kv_lengths: Tensor,
+    query: Tensor, positions: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor,
     scale: float | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attention of tiles of queries [tiles, T, heads, head dim]; a query at position -1 sees nothing."""
     tokens, heads, head_dim = query.shape[1:]
     block_size, kv_heads = kv_cache.shape[2:4]

@@ -13,7 +13,7 @@ from . import attention, conv, conv_replay, delta, delta_replay, gates, norms, s
 from .reference import KernelSet
 
 _FUNCTIONS = {name for name, function in vars(KernelSet).items() if isinstance(function, staticmethod)}
-_FUNCTIONS -= {"check_states", "describe", "head_product"}
+_FUNCTIONS -= {"check_states", "compute_dtype", "describe", "head_product"}
 
 
 class GpuKernelSet(KernelSet):
@@ -47,6 +47,5 @@ class GpuKernelSet(KernelSet):
 
 
 for module in (norms, gates, conv, conv_replay, ssd, ssd_replay, delta, delta_replay, write_kv, attention):
-    for name, function in vars(module).items():
-        if name in _FUNCTIONS and function.__module__ == module.__name__:
-            setattr(GpuKernelSet, name, staticmethod(function))
+    for name in _FUNCTIONS & vars(module).keys():
+        setattr(GpuKernelSet, name, staticmethod(vars(module)[name]))
