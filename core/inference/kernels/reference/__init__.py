@@ -1,9 +1,8 @@
 """The `KernelSet` in plain torch: what a CPU runs, and the oracle of the GPU's kernels.
 
 Every function runs on any device and in any float dtype, and computes in `compute_dtype`, float32 or wider.
-Pools are those of one layer, `[slots, ...]`. A kernel reads the state before its tokens at a *source* pool
-index (-1: zeros) and writes the state after its tokens at a *destination* (-1: nowhere). A kernel reads every
-source before it writes any destination, so that a row may be updated in place.
+Pools are those of one layer, `[slots, ...]`. A kernel reads every source before it writes any destination, so
+that a row may be updated in place.
 
 Inputs may be padded to larger shapes. Padding writes nothing:
 
@@ -47,6 +46,10 @@ class KernelSet:
             has no chunk and passes its state on unchanged
         chunk_destinations: [chunks] slots for the states after chunks
         out: where the result goes, contiguous; None allocates it
+        query, key; keys, values: [T, heads, head dim], [T, KV heads, head dim]; query head h reads KV head
+            h // (heads // KV heads)
+        kv_cache: [2 (K, V), blocks, block size, KV heads, head dim]
+        eps, offset: of norms over the last dimension, added to the mean square and to the weight [n]
 
     For decodes by replay, a request keeps what its tokens since the last grid point, a multiple of
     `chunk_size`, put in, at position % chunk_size; of a convolution its last raw inputs, at position % R:
