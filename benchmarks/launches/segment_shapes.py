@@ -25,7 +25,7 @@ def pairs_of_rows() -> list[Specialisation]:
             signature=pointers | dict.fromkeys(("table_stride", "num_columns", "tokens"), "i32"),
             constexprs={
                 "READERS": int(readers),
-                "SEPARATE": readers == Readers.BEHIND and not copies,
+                "SEPARATE": readers == Readers.AFTER and not copies,
                 "COPIES": copies,
                 "SEGMENT": attention_segments.SEGMENT_TOKENS,
                 "COLUMNS": columns,
@@ -34,10 +34,10 @@ def pairs_of_rows() -> list[Specialisation]:
             num_warps=1,
         )
         for readers, copies in (
-            (Readers.WITHIN_AND_BEHIND, True),
+            (Readers.ALL, True),
             (Readers.WITHIN, False),
-            (Readers.BEHIND, True),
-            (Readers.BEHIND, False),
+            (Readers.AFTER, True),
+            (Readers.AFTER, False),
         )
     ]
 

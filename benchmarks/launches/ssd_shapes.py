@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 from launches.specialisation import Specialisation
-from mambaslots.inference.kernels import ssd_replay, ssd_stages, tiles
+from mambaslots.inference.kernels import ssd_replay, ssd_stages
 
 HEADS, HEAD_DIM, GROUPS, STATE_DIM = 128, 64, 8, 128
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -131,11 +131,11 @@ def tail_keepers() -> list[Specialisation]:
     return [
         Specialisation(
             name=name,
-            kernel=tiles.keep_tails_kernel,
+            kernel=ssd_replay.keep_tails_kernel,
             signature=pointers | indices | dict.fromkeys(strides, "i64"),
-            constexprs=dict(zip(names, dimensions, strict=True)) | {"BLOCK": tiles.TAIL_BLOCK},
+            constexprs=dict(zip(names, dimensions, strict=True)) | {"BLOCK": ssd_replay.TAIL_BLOCK},
             divisible_by_16=(*pointers, *strides),
-            num_warps=tiles.TAIL_WARPS,
+            num_warps=ssd_replay.TAIL_WARPS,
             wide=BOTH,
         )
         for name, dimensions in sizes.items()
@@ -199,7 +199,6 @@ def ssd_replays() -> list[Specialisation]:
 
 SSD_SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
     "ssd_stages": (ssd_sums, ssd_score_makers, ssd_outputs, ssd_state_makers),
-    "ssd_replay": (ssd_keepers, ssd_replays),
-    "tiles": (tail_keepers,),
+    "ssd_replay": (ssd_keepers, ssd_replays, tail_keepers),
 }
 """Each file of `mambaslots.inference.kernels` that the scan has -> its launches."""

@@ -26,7 +26,7 @@ from ..state_spec import (
 )
 from .current_step import ATTENTION_NAME, EXPERTS_NAME, CurrentStep, register_with_transformers
 from .fusions import NamedBranches, falcon_h1_branches, granite_branches, nemotron_h_branches, two_branches
-from .mixers import GatedDeltaNetForward, Mamba2Forward, ShortConvForward
+from .mixers import GatedDeltaNetForward, Mamba2Forward, short_conv_forward
 from .moved_hooks import names_moved_hooks
 from .weight_part import part_of
 
@@ -149,7 +149,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         branches=granite_branches,
     ),
     "lfm2": Architecture(
-        "Lfm2", "ShortConv", ShortConvForward, _short_conv,
+        "Lfm2", "ShortConv", short_conv_forward, _short_conv,
         branches=two_branches("conv", "feed_forward", ("operator_norm", "ffn_norm")),
         final_norm="embedding_norm", is_stack=True,
         activation=None, mixer_layers=frozenset({"conv"}),
@@ -236,7 +236,7 @@ def _check_features(text: Any) -> None:
     activation = architecture.activation and getattr(text, architecture.activation)
     if activation not in (None, "silu", "swish"):
         raise ValueError(
-            f"{architecture.activation} is {activation!r}, which is also behind the mixers' convolutions; "
+            f"{architecture.activation} is {activation!r}, which also follows the mixers' convolutions; "
             "accepted: 'silu'"
         )
     rope_type = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -251,11 +251,7 @@ def state_spec(
     text: "PreTrainedConfig", dtype: torch.dtype, device: torch.device | str = "cpu",
     groups: ParallelGroups | None = None,
 ) -> HybridStateSpec:  # fmt: skip
-    """What a context allocates for a model of this config, computed from the config alone.
-
-    Recurrent states are float32, or what the config says as `mamba_ssm_cache_dtype` or `mamba_ssm_dtype`;
-    float64 in a float64 model. Convolution windows, keys and values have the model's dtype.
-    """
+    """What a context allocates for this config; recurrent states have `_state_dtype`, all others `dtype`."""
     config: Any = text
     groups = groups or ParallelGroups()
     architecture = architecture_of(text)
@@ -294,11 +290,9 @@ def _state_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
 
 @names_moved_hooks
 def skeleton(config: "PreTrainedConfig", dtype: torch.dtype) -> "PreTrainedModel":
-    """The text model of a config, as transformers builds it, with all tensors on the meta device.
+    """The text model of a config, as transformers builds it, on the meta device; see `restore_buffers`.
 
-    The caller puts the weights in place and then calls `restore_buffers`, because a checkpoint has no
-    non-persistent buffers. Tensors that transformers keeps in float32 in narrower models are float32. Raises
-    a ValueError where the architecture, or something that the config asks for, is not served.
+    Raises a ValueError where the architecture, or something that the config asks for, is not served.
     """
     from transformers import AutoModelForCausalLM
 

@@ -29,13 +29,9 @@ _STEP_ELEMENTS = 2**22
 class Checkpoint(ExitStack):
     """The safetensors files of a folder. Nothing is read but their headers until `read` is called.
 
-    With `blocks`, weights are stored as `quant_method` "fp8" stores them: a weight of dtype float8_e4m3fn,
-    [..., rows, columns], has a tensor with "_scale_inv" after its name, [..., ceil(rows / block rows),
-    ceil(columns / block columns)]. `read` multiplies a weight by the scales of its blocks, which are no
-    tensors of their own.
-
-    Raises a CheckpointError where a file is missing, truncated or corrupt, the folder has only pickle files,
-    a weight has no scales, scales have no weight, or their shapes do not fit.
+    With `blocks`, a weight of dtype float8_e4m3fn [..., rows, columns] has its blocks' scales in a tensor
+    with "_scale_inv" after its name, [..., ceil(rows / block rows), ceil(columns / block columns)]. `read`
+    multiplies by them. A CheckpointError names what is missing, truncated, corrupt or does not fit.
     """
 
     def __init__(self, folder: Path, blocks: tuple[int, int] | None = None) -> None:
@@ -63,8 +59,7 @@ class Checkpoint(ExitStack):
     def read(
         self, name: str, device: torch.device, dtype: torch.dtype, part: WeightPart | None = None
     ) -> torch.Tensor:
-        """A new tensor on `device`, of `part` alone where that is not None; floating point becomes
-        `dtype`."""
+        """A new tensor on `device`, of `part` alone if there is one; floating point becomes `dtype`."""
         if name not in self._scaled or self._blocks is None:
             return self._read(name, device, dtype, part)
         weight, scale = (self._read(each, device, None) for each in (name, name + _SCALE))
@@ -177,10 +172,7 @@ def _no_safetensors(folder: Path) -> str:
 
 
 def block_size(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns that share a scale in a block-scaled FP8 checkpoint; None if nothing is quantised.
-
-    Raises a CheckpointError where the checkpoint is quantised in another way, or a file does not say how.
-    """
+    """Rows and columns that share a scale in block-scaled FP8; None if nothing is quantised."""
     file = folder / CONFIG
     found = section(file, config, "quantization_config")
     found = found or section(file, section(file, config, "text_config"), "quantization_config")
@@ -192,22 +184,15 @@ def block_size(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | Non
     blocks = found.get("weight_block_size")
     if found.get("expert_dtype", "fp8") != "fp8":
         raise CheckpointError(f"{folder} has experts in {found['expert_dtype']!r}; accepted: 'fp8'")
-    if not isinstance(blocks, list) or len(blocks) != 2 or not all(_is_size(size) for size in blocks):
+    if not isinstance(blocks, list) or [type(size) for size in blocks] != [int, int] or min(blocks) < 1:
         raise CheckpointError(f"{folder}: weight_block_size is {blocks!r}; accepted: two positive integers")
     return blocks[0], blocks[1]
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and value > 0
 
 
 def dequantize(
     weight: torch.Tensor, scale: torch.Tensor, blocks: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """`weight` [..., rows, columns] times the scale of each element's block, computed in at least float32.
-
-    `blocks` are rows and columns of a block; the last blocks may be smaller. Allocates little but the result.
-    """
+    """`weight` [..., rows, columns] times the scale of each element's block, in at least float32."""
     columns, compute = weight.shape[-1], torch.promote_types(dtype, torch.float32)
     result = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     rows_at_once = max(1, _STEP_ELEMENTS // max(1, columns) // blocks[0]) * blocks[0]

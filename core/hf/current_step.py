@@ -18,10 +18,8 @@ from ..validation import shown
 class CurrentStep:
     """What the replaced modules of one served model read; the modules share one object.
 
-    Attributes:
-        inputs, kernels: the step, and the functions to compute it with; both exist inside `running` only.
-        waiting: what the next norm of the residual stream adds to this stream first, [1, T, hidden], or None.
-        groups: the ranks that the model is split over.
+    `inputs` and `kernels` exist inside `running` only. `waiting` [1, T, hidden] or None is what the next norm
+    adds to the residual stream first.
     """
 
     inputs: StepInputs
@@ -53,8 +51,7 @@ class CurrentStep:
             self.waiting = None
 
 
-ATTENTION_NAME = "mambaslots"
-"""The `attn_implementation` of served models."""
+ATTENTION_NAME = "mambaslots"  # the `attn_implementation` of served models
 
 
 @dataclass(frozen=True)
@@ -75,14 +72,12 @@ def attention_forward(
     scaling: float, *, sliding_window: int | None = None, softcap: float | None = None,
     s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The attention function that transformers calls, of a module at which a `PagedAttention` is installed.
+    """The attention function that transformers calls; a ValueError names attention that is not served.
 
-    query is [1, heads, T, D], key and value are [1, kv heads, T, D], rotated, normalised and scaled as the
-    model does it. Returns the output [1, T, heads, D] and no weights; a ValueError names attention that is
-    not served.
+    query is [1, heads, T, D], key and value are [1, kv heads, T, D], rotated, normalised and scaled.
     """
-    unserved = (attention_mask, sliding_window, softcap, s_aux)
-    for name, asked in zip(("attention_mask", "sliding_window", "softcap", "s_aux"), unserved, strict=True):
+    unserved = {"attention_mask": attention_mask, "sliding_window": sliding_window}
+    for name, asked in (unserved | {"softcap": softcap, "s_aux": s_aux}).items():
         if asked is not None:
             raise ValueError(f"{name} of {type(module).__name__} is {shown(asked)}; accepted: None")
     paged: PagedAttention = module.mambaslots_attention  # type: ignore[assignment]
@@ -90,8 +85,7 @@ def attention_forward(
     return paged(queries, keys, values, scaling)[None], None
 
 
-EXPERTS_NAME = "mambaslots"
-"""The `experts_implementation` of served models."""
+EXPERTS_NAME = "mambaslots"  # the `experts_implementation` of served models
 
 
 def experts_forward(
@@ -99,10 +93,9 @@ def experts_forward(
 ) -> Tensor:
     """transformers' experts, "grouped_mm" on a GPU and "eager" elsewhere: what this rank's experts add.
 
-    "grouped_mm" sorts the tokens by expert and multiplies all experts in one launch. It does not synchronise
-    in bfloat16 on a GPU of compute capability 9.0; "eager" reads on the host which experts have tokens. Where
-    ranks split the experts, "grouped_mm" drops those of other ranks. In "eager" a token's expert of another
-    rank is one of this rank with the weight zero.
+    "grouped_mm" does not synchronise; "eager" reads on the host which experts have tokens. Where ranks split
+    the experts, "grouped_mm" drops those of other ranks; in "eager" they are one of this rank with the weight
+    zero.
     """
     from transformers.integrations.moe import grouped_mm_experts_forward
 

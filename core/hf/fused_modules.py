@@ -47,10 +47,9 @@ _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 
 
 class AttentionForward:
-    """The forward of an attention module that rotates the first channels of each head, or none.
+    """Attention whose queries and keys are normalised and rotated, some channels or none, and may be gated.
 
-    The norms of queries and keys add `offset` to their weights. Where the query's projection is twice as wide
-    as what the last projection reads, it also gives a gate for each head's output.
+    Where the query's projection is twice as wide as what the last projection reads, it also gives the gates.
     """
 
     def __init__(self, attention: Any, step: CurrentStep, offset: float) -> None:
@@ -115,10 +114,7 @@ def mlp_projections(mlp: Any) -> tuple[str, ...]:
 
 
 def mlp_forward(mlp: Any, step: CurrentStep) -> Callable[[Tensor], Tensor]:
-    """The forward of an MLP: down(silu(gate(x)) * up(x)), or down(relu(up(x)) squared).
-
-    Falcon-H1 multiplies the gate and the output by numbers.
-    """
+    """An MLP: down(silu(gate(x)) * up(x)), with Falcon-H1's multipliers, or down(relu(up(x)) squared)."""
     *first, last = mlp_projections(mlp)
     of_gate, of_out = getattr(mlp, "gate_multiplier", 1), getattr(mlp, "down_multiplier", 1)
     joint = JointLinear(mlp, tuple(first)) if len(first) > 1 else None

@@ -17,11 +17,9 @@ NamedBranches = Sequence[tuple[str, Branch]]
 
 
 class LayerForward:
-    """The forward of a decoder layer.
+    """The forward of a decoder layer. Its last output waits in the step, for the next norm to add it.
 
-    The output of the last branch waits in the step, and the next norm adds it to the residual stream: a sum
-    and the norm after it are one launch. Ranks that split the model add up what their branches give. With
-    `adds`, the layer itself adds its last output, for a successor that does not.
+    With `adds`, the layer itself adds its last output, for a successor that does not.
     """
 
     def __init__(
@@ -111,8 +109,7 @@ def falcon_h1_branches(layer: Any) -> NamedBranches:
 class LayerStack:
     """A base model whose embeddings go to the layers as they are, without transformers' own forward.
 
-    That forward makes masks, caches and output objects that a served model has no use for, and handles
-    keyword arguments in every layer: about as much time of the host as three layers.
+    That forward makes masks, caches and output objects: about as much time of the host as three layers.
     """
 
     def __init__(self, base: Any, layers: Sequence[LayerForward], final_norm: NormForward) -> None:
@@ -131,10 +128,7 @@ class LayerStack:
 
 
 def install(model: nn.Module, config: Any, architecture: Any, step: CurrentStep) -> LayerStack | None:
-    """Replace the forwards of the modules that an `Architecture` names.
-
-    Returns what runs the layers, or None if transformers does.
-    """
+    """Replace the forwards that an `Architecture` names; returns what runs layers, if not transformers."""
     norms: dict[nn.Module, NormForward] = {}
     for module in modules_of(model, architecture.named("RMSNorm")):
         norms[module] = NormForward(module, step, architecture.norm_offset)

@@ -1,11 +1,4 @@
-"""Linear modules that read the same input, multiplied as one product.
-
-    rows of the joint weight       0 ......... a ........ b ... c
-                                   q_proj      k_proj     v_proj
-    the weight of each module      a view of its rows
-
-A narrow product leaves most of a GPU idle. One wide product reads the same bytes at the speed of the memory.
-"""
+"""Linear modules that read the same input, multiplied as one product: a narrow one leaves a GPU idle."""
 
 from collections import Counter
 from typing import Any
@@ -21,9 +14,7 @@ class JointLinear:
     """The linear modules `names` of `owner`, as one.
 
     `join` lays their weights in one tensor. Each module's parameter stays the same object and becomes a view
-    of its rows: a state dict does not change, and a write into a parameter is a write into the joint weight.
-    A call first checks that all parameters still lie there. Where one does not, because it was never joined,
-    was replaced or moved to another device, the modules are called one by one.
+    of its rows. Where one no longer lies there, was replaced or moved, the modules are called one by one.
     """
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...]) -> None:
@@ -43,9 +34,9 @@ class JointLinear:
     def join(self, num_users: Counter[int]) -> bool:
         """Lay the weights in one tensor, and free those that held them; returns whether that was done now.
 
-        Nothing happens where a parameter is on the meta device, is of a class of its own or has other users
-        (`num_users`: parameters at each address), where dtypes or devices differ, where some modules have a
-        bias and others have none, and where a module is more than a linear one.
+        Not done where a parameter is on the meta device, of a class of its own or has other users
+        (`num_users`: parameters at each address), where kinds differ, or where a module is more than a linear
+        one.
         """
         if self._is_joined():
             return False
@@ -78,24 +69,16 @@ class JointLinear:
 
 
 def _place(part: nn.Module) -> tuple[object, ...]:
-    """A module, and where its parameters begin."""
-    weight, bias = (part._parameters.get(name) for name in ("weight", "bias"))
-    return part, _address(weight), _address(bias), getattr(weight, "dtype", None)
-
-
-def _address(parameter: nn.Parameter | None) -> int | None:
-    """Where a parameter begins. None where there is none, -1 where the parameter has no address."""
-    if parameter is None:
-        return None
-    return parameter.data_ptr() if type(parameter) is nn.Parameter else -1
+    """A module, and where its parameters begin; parameters of a class of their own have no address."""
+    return part, *(
+        (name, parameter.data_ptr(), parameter.dtype) if type(parameter) is nn.Parameter else name
+        for name, parameter in part._parameters.items()
+        if parameter is not None
+    )
 
 
 def join_weights(model: nn.Module) -> None:
-    """Join the weights of every `JointLinear` in a model, one after another.
-
-    At no time more is allocated than the weights, and once more those of one `JointLinear`. On a GPU it
-    synchronises where it joined something, and gives freed memory back to the driver.
-    """
+    """Join the weights of every `JointLinear` in a model, one by one; synchronises if it joined one."""
     every = (parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     num_users = Counter(parameter.data_ptr() for parameter in every if _has_address(parameter))
     joints = [vars(module)[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in vars(module)]
@@ -107,9 +90,8 @@ def join_weights(model: nn.Module) -> None:
 def _side_by_side(parameters: list[nn.Parameter]) -> Tensor:
     """One tensor with the rows of all parameters, of which each becomes a view."""
     joint = torch.cat([parameter.data for parameter in parameters])
-    for parameter, view in zip(
-        parameters, torch.split(joint, [len(each) for each in parameters]), strict=True
-    ):
+    views = torch.split(joint, [len(each) for each in parameters])
+    for parameter, view in zip(parameters, views, strict=True):
         parameter.data = view
     return joint
 

@@ -1,9 +1,7 @@
 """A served model from a checkpoint of transformers, in a folder or on the hub."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -26,12 +24,10 @@ _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 def checkpoint_folder(path_or_name: str | Path) -> Path:
-    """The folder of a checkpoint, which is downloaded where `path_or_name` is an "organisation/model".
+    """The folder of a checkpoint, downloaded where `path_or_name` is an "organisation/model" of the hub.
 
-    Raises:
-        CheckpointError: there is no such folder, and no such name on the hub.
-        ConnectionError: the name has not been downloaded, and the hub cannot be reached.
-        OSError: the files cannot be written.
+    Raises a CheckpointError where there is no such folder or name, a ConnectionError where the hub cannot be
+    reached, an OSError where the files cannot be written.
     """
     if folder := existing_folder("path_or_name", path_or_name):
         return folder
@@ -87,12 +83,10 @@ def load(
     if dtype is not None:
         validation.float_dtype("dtype", dtype)
     folder = checkpoint_folder(path_or_name)
-    stored_config = read_object(folder / CONFIG)
-    blocks = block_size(folder, stored_config)
+    blocks = block_size(folder, read_object(folder / CONFIG))
     config = _config(folder)
-    kept_dtype = dtype or _named_dtype(config)
     try:
-        model = skeleton(config, kept_dtype)
+        model = skeleton(config, dtype or _named_dtype(config))
     except (ValueError, ImportError):
         raise
     except Exception as error:  # transformers' modules, built of sizes that do not fit
@@ -103,18 +97,15 @@ def load(
     return ServedModel(model, groups)
 
 
-def _check_counts(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError for more layers or experts than a model has: transformers lists all of them."""
-    for part in (config, section(folder / CONFIG, config, "text_config")):
+def _config(folder: Path) -> PretrainedConfig:
+    """The config; a CheckpointError for more layers or experts than a model has: transformers lists them."""
+    stored = read_object(folder / CONFIG)
+    for part in (stored, section(folder / CONFIG, stored, "text_config")):
         for name, count in part.items():
             is_count = isinstance(count, int) and ("layers" in name or "experts" in name)
             if is_count and count > _MOST_LAYERS:
                 most = f"at most {_MOST_LAYERS}"
                 raise CheckpointError(f"{folder / CONFIG}: {name} is {count}; accepted: {most}")
-
-
-def _config(folder: Path) -> PretrainedConfig:
-    _check_counts(folder, read_object(folder / CONFIG))
     return architectures.read_config(folder / CONFIG)
 
 

@@ -1,9 +1,10 @@
 """The forwards of transformers' mixers over the states of a step's sequences."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..models.layer_steps import convolve, gated_rms_norm_over_ranks, scan_gated_delta_rule, scan_ssd
 from .current_step import CurrentStep
@@ -14,8 +15,7 @@ from .joint_linear import JointLinear
 class Mamba2Forward:
     """The forward of a Mamba-2 mixer; Falcon-H1 multiplies what its projection reads and gives.
 
-    The time steps are clamped to the module's `time_step_limit` in prefills and in decodes. transformers
-    clamps them wherever it computes a text as a whole, and not where it decodes with its own cache.
+    Time steps are clamped to `time_step_limit` in decodes, too; transformers does so in whole texts only.
     """
 
     def __init__(self, mixer: Any, layer: int, step: CurrentStep) -> None:
@@ -135,21 +135,16 @@ class GatedDeltaNetForward:
         return raw, torch.unflatten(gate, -1, (heads_of_key, -1)), b, a
 
 
-class ShortConvForward:
+def short_conv_forward(mixer: Any, layer: int, step: CurrentStep) -> Callable[..., Tensor]:
     """The forward of LFM2's gated short convolution."""
 
-    def __init__(self, mixer: nn.Module, layer: int, step: CurrentStep) -> None:
-        self._mixer: Any = mixer
-        self._layer = layer
-        self._step = step
-
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[1, T, hidden] -> [1, T, hidden]; what else transformers passes is for its own cache."""
-        mixer, inputs = self._mixer, self._step.inputs
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         B, C, x = mixer.in_proj(hidden_states[0]).chunk(3, dim=-1)
-        weight, kernels = mixer.conv.weight.squeeze(1), self._step.kernels
+        weight, bias = mixer.conv.weight.squeeze(1), mixer.conv.bias
         convolved = convolve(
-            B * x, weight, mixer.conv.bias, "short_conv", self._layer, inputs, kernels, activation=False
+            B * x, weight, bias, "short_conv", layer, step.inputs, step.kernels, activation=False
         )
         out: Tensor = mixer.out_proj(C * convolved)
         return out[None]
+
+    return forward

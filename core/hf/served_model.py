@@ -1,6 +1,6 @@
 """A model of transformers that the engine serves."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -98,23 +98,17 @@ class ServedModel:
         Writes the step's keys and values into `inputs.kv_cache` and its states into `inputs.state_pool`.
         What is not transformers' does not synchronise.
         """
-        kernels = kernel_set(inputs.token_ids.device, self.dtype)
+        kernels, model = kernel_set(inputs.token_ids.device, self.dtype), cast(Any, self.model)
         with self._step.running(inputs, kernels):
-            logits = self._logits(inputs)
+            if self._stack is not None:
+                hidden = self._stack(inputs.token_ids, inputs.positions)
+                logits: Tensor = model.lm_head(hidden[inputs.logit_tokens])
+            else:
+                logits = model(
+                    input_ids=inputs.token_ids[None], position_ids=inputs.positions[None], use_cache=False,
+                    return_dict=True, logits_to_keep=inputs.logit_tokens,
+                ).logits[0]  # fmt: skip
         return logits.to(kernels.compute_dtype(logits.dtype))
-
-    def _logits(self, inputs: StepInputs) -> Tensor:
-        """[L, vocab_size], in the dtype of the head."""
-        model: Any = self.model
-        if self._stack is not None:
-            hidden = self._stack(inputs.token_ids, inputs.positions)
-            logits: Tensor = model.lm_head(hidden[inputs.logit_tokens])
-            return logits
-        logits = model(
-            input_ids=inputs.token_ids[None], position_ids=inputs.positions[None], use_cache=False,
-            return_dict=True, logits_to_keep=inputs.logit_tokens,
-        ).logits[0]  # fmt: skip
-        return logits
 
     @property
     def _embedding(self) -> Tensor:
@@ -123,29 +117,25 @@ class ServedModel:
 
     def _replace_mixers(self) -> None:
         architecture = self._architecture
-        name = architecture.named(architecture.mixer)
-        mixers = modules_of(self.model, name)
-        self._check_count(name, mixers, architecture.mixer_layers)
-        for layer, mixer in enumerate(mixers):
+        for layer, mixer in enumerate(self._modules(architecture.mixer, architecture.mixer_layers)):
             forward = architecture.forward(mixer, layer, self._step)
             mixer.forward = self._step.summing(forward) if architecture.layer is None else forward
 
     def _install_attention(self) -> None:
-        architecture = self._architecture
-        if not architecture.attention_layers:
-            return
-        name = architecture.named("Attention")
-        modules = modules_of(self.model, name)
-        self._check_count(name, modules, architecture.attention_layers)
-        for layer, module in enumerate(modules):
-            module.mambaslots_attention = PagedAttention(layer, self._step)  # type: ignore[assignment]
-        self.model.set_attn_implementation(ATTENTION_NAME)
+        if layer_types := self._architecture.attention_layers:
+            for layer, module in enumerate(self._modules("Attention", layer_types)):
+                module.mambaslots_attention = PagedAttention(layer, self._step)  # type: ignore[assignment]
+            self.model.set_attn_implementation(ATTENTION_NAME)
 
-    def _check_count(self, name: str, modules: list[nn.Module], layer_types: frozenset[str]) -> None:
+    def _modules(self, kind: str, layer_types: frozenset[str]) -> list[nn.Module]:
+        """The modules of a class, of which the config names as many layers; else a ValueError."""
         config: Any = self.config
+        name = self._architecture.named(kind)
+        modules = modules_of(self.model, name)
         num_layers = sum(layer_type in layer_types for layer_type in config.layer_types)
         if len(modules) != num_layers:
             raise ValueError(
                 f"the model has {len(modules)} modules {name}; accepted: {num_layers}, as many as "
                 f"config.layer_types names {' or '.join(sorted(layer_types))}"
             )
+        return modules

@@ -1,6 +1,6 @@
 """One rank's part of a model of transformers: which rows and columns of each weight."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -9,7 +9,7 @@ from ..parallel_groups import ParallelGroups, Part
 from ..validation import shown
 from .architectures import ARCHITECTURES, architecture_of
 from .fused_modules import mlp_projections
-from .weight_part import ModuleSplit, WeightPart, shifted, span, vocabulary_part_of
+from .weight_part import ModuleSplit, WeightPart, set_weight, shifted, span, vocabulary_part_of
 
 
 def split_attention(split: ModuleSplit) -> None:
@@ -59,7 +59,7 @@ def split_experts(split: ModuleSplit) -> None:
 
 def split_latent_experts(split: ModuleSplit) -> None:
     """A mixture of experts of Nemotron-H: its last projection multiplies sums that are yet to be added up."""
-    if hasattr(split.module.fc2_latent_proj, "bias"):
+    if hasattr(getattr(split.module, "fc2_latent_proj", None), "bias"):
         split.on_first_rank("fc2_latent_proj")
 
 
@@ -150,8 +150,7 @@ class ModelSplit:
     """The parts of all weights of a whole model, by the names of parameters and buffers in `parts`.
 
     A part is None where another rank keeps the whole weight; weights without a part stay whole. The model
-    gets an attribute, by which `of` finds this object. Raises a ValueError where the architecture or a size
-    cannot be split.
+    gets an attribute, by which `of` finds this object.
     """
 
     def __init__(self, model: nn.Module, config: Any, groups: ParallelGroups) -> None:
@@ -175,10 +174,13 @@ class ModelSplit:
 
     def _find_parts(self, config: Any, groups: ParallelGroups) -> None:
         model = self._model
-        for path, module, splitter in _split_modules(model, config):
-            split = self._modules[path] = ModuleSplit(module, groups)
-            splitter(split)
-            self.parts |= {f"{path}.{name}": part for name, part in split.parts.items()}
+        prefix = architecture_of(config).prefix
+        for path, module in model.named_modules():
+            kind = type(module).__name__
+            if kind.startswith(prefix) and (splitter := _SPLITTERS.get(kind.removeprefix(prefix))):
+                split = self._modules[path] = ModuleSplit(module, groups)
+                splitter(split)
+                self.parts |= {f"{path}.{name}": part for name, part in split.parts.items()}
         head = vocabulary_part_of(config.vocab_size, groups)
         self._head = WeightPart(0, (span(head, 1),), head.total)
         if "lm_head.weight" not in model.all_tied_weights_keys:
@@ -191,11 +193,7 @@ class ModelSplit:
         return found or cls(model, config, groups)
 
     def apply(self) -> None:
-        """Reduce the model to this rank's part.
-
-        Weights that are whole are replaced by copies of their parts; those that were loaded in parts stay. A
-        head that is tied to the embeddings becomes a view of their rows.
-        """
+        """Reduce the model to this rank's part: weights that are whole become copies of their parts."""
         for path, split in self._modules.items():
             for name, part in split.parts.items():
                 self._keep(f"{path}.{name}", part)
@@ -219,22 +217,7 @@ class ModelSplit:
         if part is None:
             setattr(module, leaf, None)
         elif tensor.shape[part.dim] == part.total != part.size:
-            taken = part.take(tensor.data)
-            if leaf in module._buffers:
-                module._buffers[leaf] = taken
-            else:
-                module._parameters[leaf] = nn.Parameter(taken, requires_grad=False)
-
-
-def _split_modules(model: nn.Module, config: Any) -> Iterator[tuple[str, Any, Splitter]]:
-    """The path of each module that is split, the module, and how it is split."""
-    prefix = architecture_of(config).prefix
-    for path, module in model.named_modules():
-        kind = type(module).__name__
-        if kind.startswith(prefix) and (splitter := _SPLITTERS.get(kind.removeprefix(prefix))) is not None:
-            if splitter is split_latent_experts and not hasattr(module, "fc2_latent_proj"):
-                continue
-            yield path, module, splitter
+            set_weight(module, leaf, part.take(tensor.data))
 
 
 def _fit(module: Any) -> None:

@@ -29,9 +29,7 @@ class CheckpointTokenizer:
         return ids
 
     def encode_with_cuts(self, text: str) -> tuple[list[int], list[Cut]]:
-        """`encode` without added special tokens, and a cut for each added token; no cuts of a tokenizer in
-        Python.
-        """
+        """`encode` without special tokens, and a cut for each added token, if the tokenizer is fast."""
         if not self.tokenizer.is_fast:
             return self.encode(text, add_special_tokens=False), []
         found = self.tokenizer(text, add_special_tokens=False, verbose=False)
@@ -49,11 +47,9 @@ class CheckpointTokenizer:
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """The text of a chat, from the checkpoint's template; a ValueError where it refuses the messages."""
+        variables["add_generation_prompt"] = add_generation_prompt
         try:
-            chat, variables["add_generation_prompt"] = (
-                [dict(each) for each in messages],
-                add_generation_prompt,
-            )
+            chat = [dict(each) for each in messages]
             text = self.tokenizer.apply_chat_template(chat, tokenize=False, **variables)
         except Exception as error:  # a template is code
             raise ValueError(f"the chat template refuses the messages: {error}") from error

@@ -25,8 +25,8 @@ class WeightPart:
     def slices(self, dims: int) -> list[tuple[slice, ...]]:
         """The index of each range in a whole weight of `dims` dimensions."""
         before = (slice(None),) * self.dim
-        behind = (slice(None),) * (dims - self.dim - 1)
-        return [(*before, slice(span.start, span.stop), *behind) for span in self.ranges]
+        after = (slice(None),) * (dims - self.dim - 1)
+        return [(*before, slice(span.start, span.stop), *after) for span in self.ranges]
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
         """The shape of the part of a weight of the shape `whole`."""
@@ -35,6 +35,16 @@ class WeightPart:
     def take(self, whole: Tensor) -> Tensor:
         """A new tensor with the part of `whole`."""
         return torch.cat([whole[index] for index in self.slices(whole.dim())], dim=self.dim)
+
+
+def set_weight(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Replace a parameter or buffer."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._buffers:
+        module._buffers[leaf] = tensor
+    else:
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
 
 
 def part_of(total: int, groups: ParallelGroups) -> Part:
@@ -69,10 +79,9 @@ class ModuleSplit:
         self.sizes: dict[str, Any] = {}
 
     def part(self, name: str, total: int | None = None, *, shared: bool = False) -> Part:
-        """This rank's equal part of what the module's attribute `name` counts, or of `total`.
+        """This rank's equal part of what the attribute `name` counts, or of `total`; else a ValueError.
 
-        With `shared`, several ranks hold one unit where there are more ranks. Raises a ValueError where the
-        ranks cannot divide it.
+        With `shared`, several ranks hold one unit where there are more ranks.
         """
         total, size = getattr(self.module, name) if total is None else total, self.groups.tensor_size
         if total % size and not (shared and size % total == 0):

@@ -5,10 +5,9 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -23,7 +22,7 @@ from transformers.core_model_loading import (
 from ..files import CheckpointError, LoadProgress
 from .checkpoint import Checkpoint
 from .moved_hooks import names_moved_hooks
-from .weight_part import WeightPart
+from .weight_part import WeightPart, set_weight
 
 Parts = Mapping[str, WeightPart | None]
 """What a rank keeps of the weights that ranks split, by their names; None: nothing."""
@@ -101,26 +100,21 @@ class WeightSource:
         return weight
 
 
-class WeightSources(NamedTuple):
-    """Where each weight of a model comes from.
+def find_sources(
+    model: PreTrainedModel, checkpoint: Checkpoint
+) -> tuple[list[WeightSource], list[str], set[str]]:
+    """The source of each weight, tensors that transformers ignores, too, and weights tied to another one.
 
-    Attributes:
-        sources: one for each weight; checked against the model.
-        ignored: tensors of the checkpoint that transformers ignores for this class of models, too.
-        missing: weights that are no tensor of the checkpoint and are tied to another weight.
+    A CheckpointError names a missing, superfluous or misshapen weight.
     """
-
-    sources: tuple[WeightSource, ...]
-    ignored: tuple[str, ...]
-    missing: frozenset[str]
-
-
-def find_sources(model: PreTrainedModel, checkpoint: Checkpoint) -> WeightSources:
-    """Sources of all weights of `model`; a CheckpointError names a missing, superfluous or misshapen
-    weight."""
     wanted, kind = model.state_dict(), type(model).__name__
     by_target, strange = _match(model, wanted, checkpoint.names)
-    ignored = _ignored(model, strange)
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+    ignored = [
+        name
+        for name, renamed in strange.items()
+        if any(re.search(pattern, each) for pattern in patterns for each in (name, renamed))
+    ]
     if superfluous := [name for name in strange if name not in ignored]:
         raise CheckpointError(f"the checkpoint has weights that {kind} has not: {listed(superfluous)}")
     for source in by_target.values():
@@ -131,26 +125,26 @@ def find_sources(model: PreTrainedModel, checkpoint: Checkpoint) -> WeightSource
     tied = set().union(*(tie for tie in ties if not tie.isdisjoint(made)))
     if absent := sorted(missing - tied, key=dot_natural_key):
         raise CheckpointError(f"the checkpoint lacks weights of {kind}: {listed(absent)}")
-    return WeightSources(tuple(by_target.values()), tuple(ignored), frozenset(missing))
+    return list(by_target.values()), ignored, missing
 
 
 def _match(
     model: PreTrainedModel, wanted: dict[str, Tensor], names: Iterable[str]
-) -> tuple[dict[str, WeightSource], list[str]]:
-    """Sources by target, and the names that have no place in the model."""
+) -> tuple[dict[str, WeightSource], dict[str, str]]:
+    """Sources by target, and the names that have no place in the model, each with what it is renamed to."""
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix = model.base_model_prefix
     by_target: dict[str, WeightSource] = {}
-    strange = []
+    strange: dict[str, str] = {}
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
         if target not in wanted and name in wanted:
             target, pattern = name, None
         if target not in wanted:
-            strange.append(name)
+            strange[name] = rename_source_key(name, renamings, [])[0]
             continue
         converter = None if pattern is None else by_pattern[pattern]
         source = by_target.setdefault(target, WeightSource.of(target, converter))
@@ -158,18 +152,6 @@ def _match(
             raise CheckpointError(f"{source.names[0]} and {name} of the checkpoint are both {target}")
         source.groups[pattern or target].append(name)
     return by_target, strange
-
-
-def _ignored(model: PreTrainedModel, names: Collection[str]) -> list[str]:
-    """Names that transformers does not expect to find a place for in this class of models."""
-    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
-    renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
-
-    def is_ignored(name: str) -> bool:
-        renamed, _ = rename_source_key(name, renamings, [])
-        return any(re.search(pattern, each) for pattern in patterns for each in (name, renamed))
-
-    return [name for name in names if is_ignored(name)]
 
 
 def _check(source: WeightSource, shape: torch.Size, checkpoint: Checkpoint) -> None:
@@ -226,41 +208,27 @@ def load_weights(
     model: PreTrainedModel, folder: Path, blocks: tuple[int, int] | None, device: torch.device,
     parts: Parts,
 ) -> None:  # fmt: skip
-    """Give `model`, whose tensors are on the device "meta", the weights of the checkpoint in `folder`.
+    """Give `model`, on the device "meta", the weights in `folder`; after an error it is of no use.
 
-    All names and shapes are checked before the first weight is read. Weights are read one after another: at
-    no time more is allocated than the weights, and once more the largest tensor that is made of several or
-    stored in another dtype. After an error the model is of no use.
-
-    Args:
-        blocks: what `block_size` says of the checkpoint.
-        parts: what this rank keeps of the weights that ranks split; None for a weight of another rank.
+    All names and shapes are checked before the first weight is read. At no time more is allocated than the
+    weights, and once more the largest tensor that is made of several or stored in another dtype.
     """
     with Checkpoint(folder, blocks) as checkpoint:
-        sources = find_sources(model, checkpoint)
-        if sources.ignored:
-            logger.info("%s: not loaded, not of the text model: %s", folder, listed(sources.ignored))
+        sources, ignored, missing = find_sources(model, checkpoint)
+        if ignored:
+            logger.info("%s: not loaded, not of the text model: %s", folder, listed(ignored))
         if checkpoint.activation_scales:
             scales = listed(checkpoint.activation_scales)
             logger.info("%s: not used, activations are not quantised: %s", folder, scales)
         wanted = model.state_dict()
-        progress = LoadProgress(folder, sum(wanted[source.target].nbytes for source in sources.sources))
-        for source in sources.sources:
+        progress = LoadProgress(folder, sum(wanted[source.target].nbytes for source in sources))
+        for source in sources:
             name, empty = source.target, wanted[source.target]
             if name not in parts or parts[name] is not None:
                 made = source.weight(empty.shape, checkpoint, device, empty.dtype, parts.get(name))
-                _place(model, name, made)
+                set_weight(model, name, made)
                 del made
             progress.loaded(empty.nbytes)
-    model.tie_weights(missing_keys=set(sources.missing), recompute_mapping=False)
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
     if blocks is not None:
         logger.info("%s: FP8 in blocks of %d x %d, loaded as %s", folder, *blocks, model.dtype)
-
-
-def _place(model: nn.Module, name: str, tensor: Tensor) -> None:
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    if leaf in module._buffers:
-        module._buffers[leaf] = tensor
-    else:
-        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)

@@ -119,10 +119,9 @@ class HybridConfig:
         return compute_dtype(self.dtype)
 
     def shard(self, groups: ParallelGroups) -> ModelShard:
-        """The part that this rank of `groups` holds: consecutive layers, and an equal share of their heads.
+        """This rank's part: layers and an equal share of heads; a ValueError where sizes do not divide.
 
-        With fewer B/C groups or KV heads than ranks, several ranks hold the same group or KV head. Raises a
-        ValueError where the sizes do not divide.
+        With fewer B/C groups or KV heads than ranks, several ranks hold the same group or KV head.
         """
         size, stages, of = groups.tensor_size, groups.pipeline_size, "of the tensor group"
         divided = ["mamba_num_heads", "num_attention_heads", "mlp_hidden_size"]

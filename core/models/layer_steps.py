@@ -1,8 +1,7 @@
 """What every mixer does in a step: decode rows by one kernel, prefill rows by another, in one call.
 
-`T` counts all tokens of the step, padding included, decode rows first. `layer` counts the layers with the
-same state. Every function writes the states or the KV of the step. Decodes by replay (`StepInputs.replay`)
-read and write the requests' inputs, too.
+`T` counts all tokens of the step, decode rows first. `layer` counts the layers with the same state. Every
+function writes the states or the KV of the step; decodes by replay also the requests' inputs.
 """
 
 from typing import Any
@@ -84,9 +83,7 @@ def scan_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: int, inputs: StepInputs,
     kernels: KernelSet,
 ) -> Tensor:  # fmt: skip
-    """The gated delta rule, `KernelSet.gated_delta_rule_scan` of raw q and k and v [T, heads, dim]; writes
-    its states.
-    """
+    """The gated delta rule of raw q and k and v [T, heads, dim]; writes its states."""
     states, replay = inputs.state_pool["delta"][layer], inputs.replay
     stored = _stored(
         replay, layer, "delta_k", "delta_v", "delta_g", "delta_beta", "delta_new_v", "delta_inverse"
@@ -114,15 +111,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, inputs: StepInputs, kernels: KernelSet,
     *, scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Store keys and values of the step, and attend to each token's sequence up to the token.
-
-    Args:
-        query: [T, heads, head dim]. key, value: [T, KV heads, head dim].
-        kv_cache: [2 (K, V), blocks, block size, KV heads, head dim]. Written.
-        scale: of the scores; None is head dim ** -0.5.
-
-    Returns: the shape and dtype of `query`.
-    """
+    """Store keys and values [T, heads, head dim] of the step, and attend to each token's sequence."""
     kernels.write_kv(kv_cache, key, value, inputs.kv_write_tokens, inputs.kv_write_positions)
     return kernels.paged_attention(query, kv_cache, inputs.attention_rows, scale=scale)
 
@@ -133,10 +122,8 @@ def gated_rms_norm_over_ranks(
 ) -> Tensor:  # fmt: skip
     """`KernelSet.gated_rms_norm` where a group's channels lie on several ranks, which add up their squares.
 
-    Args:
-        y, gate, weight: [T, channels of this rank], all of one group, and [channels of this rank].
-        num_groups: of the whole model; a divisor of the number of ranks.
-        gates_first: whether y is normalised after it was gated, or before.
+    y and gate are of one of the model's `num_groups`, a divisor of the number of ranks. With `gates_first`, y
+    is normalised after it was gated, else before.
     """
     silu = F.silu(gate.to(compute_dtype))
     x = y.to(compute_dtype)

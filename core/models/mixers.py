@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.kernels.kernel_set import KernelSet
-from ..parallel_groups import Part
 from .hybrid_config import HybridConfig
 from .layer_steps import attend, convolve, gated_rms_norm_over_ranks, scan_gated_delta_rule, scan_ssd
 from .weights import ModelWeights, channels
@@ -25,13 +24,15 @@ class MambaMixer(nn.Module):
         self.heads = config.part_of("mamba_num_heads", weights.groups)
         self.head_groups = config.part_of("mamba_num_groups", weights.groups)
         self._splits_head_groups = weights.groups.tensor_size > self.head_groups.total
-        heads, kernel = self.heads.indices, config.conv_kernel
-        # `memory` counts tokens. dt falls with its square root: so all heads' states have one magnitude.
-        shortest, longest = math.log10(8.0), math.log10(512.0)
-        memory = torch.logspace(shortest, longest, config.mamba_num_heads, dtype=torch.float64, device="cpu")
+        heads, groups = self.heads.indices, self.head_groups.indices
+        kernel, width = config.conv_kernel, config.mamba_state_dim
+        # dt falls with the square root of the memory: so all heads' states have one magnitude.
+        memory = _memory_of_heads(config.mamba_num_heads)
         dt = 1.5 * memory.rsqrt()
         # Rows of the projection: the gate, then what is convolved (x, B and C), then dt.
-        x, conv = _mixer_channels(config, self.heads, self.head_groups)
+        x = channels(heads, config.mamba_head_dim)
+        of_C = config.inner_dim + config.mamba_num_groups * width
+        conv = [*x, *channels(groups, width, config.inner_dim), *channels(groups, width, of_C)]
         after = config.inner_dim + config.conv_dim
         rows = [*x, *(config.inner_dim + channel for channel in conv), *(after + head for head in heads)]
         self.in_proj = weights.linear(
@@ -53,8 +54,10 @@ class MambaMixer(nn.Module):
         dt, A = kernels.time_steps(dt, self.dt_bias, self.A_log)
         layer = self.layer_index
         xBC = convolve(raw, self.conv_weight, self.conv_bias, "conv", layer, inputs, kernels)
-        B, C = self._BC(xBC)
-        y = scan_ssd(self._x(xBC), dt, A, B, C, self.D, layer, inputs, kernels).flatten(1)
+        x, BC = torch.split(xBC, [config.inner_dim, config.conv_dim - config.inner_dim], dim=-1)
+        x = torch.unflatten(x, -1, (config.mamba_num_heads, -1))
+        B, C = torch.unflatten(BC, -1, (2, config.mamba_num_groups, -1)).unbind(-3)
+        y = scan_ssd(x, dt, A, B, C, self.D, layer, inputs, kernels).flatten(1)
         if self._splits_head_groups:
             normed = gated_rms_norm_over_ranks(
                 y, gate, self.norm, config.norm_eps, self.head_groups.total, self.groups, config.compute_dtype
@@ -63,31 +66,15 @@ class MambaMixer(nn.Module):
             normed = kernels.gated_rms_norm(y, gate, self.norm, config.mamba_num_groups, config.norm_eps)
         return F.linear(normed, self.out_proj)
 
-    def _x(self, xBC: Tensor) -> Tensor:
-        """[..., conv_dim] -> x [..., H, P], a view."""
-        return torch.unflatten(xBC[..., : self.config.inner_dim], -1, (self.config.mamba_num_heads, -1))
 
-    def _BC(self, xBC: Tensor) -> tuple[Tensor, Tensor]:  # noqa: N802
-        """[..., conv_dim] -> B and C [..., G, N], views."""
-        both = torch.unflatten(xBC[..., self.config.inner_dim :], -1, (2, self.config.mamba_num_groups, -1))
-        return both[..., 0, :, :], both[..., 1, :, :]
-
-
-def _mixer_channels(config: HybridConfig, heads: Part, head_groups: Part) -> tuple[list[int], list[int]]:
-    """One rank's channels of x, and all channels that the rank convolves: x, then its groups' B and C."""
-    groups, width = head_groups.indices, config.mamba_state_dim
-    x = channels(heads.indices, config.mamba_head_dim)
-    B = channels(groups, width, config.inner_dim)
-    C = channels(groups, width, config.inner_dim + config.mamba_num_groups * width)
-    return x, [*x, *B, *C]
+def _memory_of_heads(heads: int) -> Tensor:
+    """How many tokens each head remembers: 8 to 512."""
+    shortest, longest = math.log10(8.0), math.log10(512.0)
+    return torch.logspace(shortest, longest, heads, dtype=torch.float64, device="cpu")
 
 
 class GatedDeltaNet(nn.Module):
-    """The gated delta net's block (arXiv 2412.06464), as in Qwen3-Next: a norm per head, then the gate.
-
-    Several value heads share a key head: value head h reads key head h // (value heads // key heads). Where
-    there are more ranks than key heads, several ranks hold the same key head.
-    """
+    """The gated delta net's block (arXiv 2412.06464), as in Qwen3-Next: a norm per head, then the gate."""
 
     def __init__(self, config: HybridConfig, layer_index: int, weights: ModelWeights) -> None:
         super().__init__()
@@ -109,8 +96,7 @@ class GatedDeltaNet(nn.Module):
             "conv_weight", config.delta_conv_dim, kernel, std=kernel**-0.5, rows=conv
         )
         # By their decays alone heads would remember 8 to 512 tokens; later keys overwrite parts of it sooner.
-        shortest, longest = math.log10(8.0), math.log10(512.0)
-        memory = torch.logspace(shortest, longest, num_heads, dtype=torch.float64, device="cpu")
+        memory = _memory_of_heads(num_heads)
         one = torch.ones(num_heads, dtype=torch.float64, device="cpu")
         self.dt_bias = weights.constant("dt_bias", one.expm1().log(), rows=heads, wide=True)
         self.A_log = weights.constant("A_log", -memory.log(), rows=heads, wide=True)

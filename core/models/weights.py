@@ -37,18 +37,10 @@ class RandomWeights:
 
 
 class ModelWeights:
-    """Makes parameters, in the order of the model.
-
-    A parameter is made whole, so that it does not depend on how the model is split. A rank keeps the rows and
-    columns that it asks for. `prefix` stands before the names of parameters.
-    """
+    """Makes parameters in the order of the model, each whole; a rank keeps what it asks for."""
 
     def __init__(
-        self,
-        config: HybridConfig,
-        source: "RandomWeights | SavedWeights",
-        device: torch.device,
-        groups: ParallelGroups,
+        self, config: HybridConfig, source: "WeightSource", device: torch.device, groups: ParallelGroups
     ) -> None:
         self.groups = groups
         self.shard = config.shard(groups)
@@ -120,6 +112,7 @@ def _part(whole: Tensor, dim: int, indices: Sequence[int] | None) -> Tensor:
 
 MODEL_TYPE = "mambaslots_hybrid_lm"
 WEIGHTS = "model.safetensors"
+_WIDE = (".dt_bias", ".A_log", ".D")  # parameters that are kept in float32 or wider
 # What other libraries write into a config, and what says nothing about the shape.
 _IGNORED = {
     *("model_type", "architectures", "transformers_version"),
@@ -132,9 +125,7 @@ _DTYPES = {
 
 
 def read_config(folder: Path, dtype: torch.dtype | None) -> HybridConfig:
-    """The shape in `config.json`, with `dtype` instead of its own; a CheckpointError where it describes no
-    `HybridLM`.
-    """
+    """The shape in `config.json`, with `dtype` for its own; a CheckpointError where it is no `HybridLM`'s."""
     path = folder / CONFIG
     content = read_object(path)
     if content.get("model_type") != MODEL_TYPE:
@@ -157,14 +148,11 @@ def read_config(folder: Path, dtype: torch.dtype | None) -> HybridConfig:
 
 
 def write(folder: Path, config: HybridConfig, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Write both files. Weights of the model's dtype are stored in `dtype`, wider ones in float32 or wider.
-
-    Both files are complete before the first one is replaced, and the config is replaced last.
-    """
+    """Write both files, wide weights in float32 or wider; both are complete before one is replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     wide = torch.promote_types(dtype, torch.float32)
     stored = {
-        name: weight.detach().to("cpu", wide if is_wide(name) else dtype).contiguous()
+        name: weight.detach().to("cpu", wide if name.endswith(_WIDE) else dtype).contiguous()
         for name, weight in weights.items()
     }
     save_file(stored, folder / f"{WEIGHTS}.part", metadata={"format": "pt"})
@@ -176,15 +164,8 @@ def write(folder: Path, config: HybridConfig, weights: Mapping[str, Tensor], dty
         os.replace(folder / f"{name}.part", folder / name)
 
 
-def is_wide(name: str) -> bool:
-    """Whether this parameter is kept in float32 or wider: time steps, decays, and what skips the SSM."""
-    return name.rpartition(".")[2] in ("dt_bias", "A_log", "D")
-
-
 class SavedWeights:
-    """The parameters in `model.safetensors` of a folder, read one at a time; the source of a loaded model's
-    weights.
-    """
+    """The parameters in `model.safetensors` of a folder, read one at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / WEIGHTS

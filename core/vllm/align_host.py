@@ -71,11 +71,8 @@ class MambaSpecDecodeGPUContext:
     ) -> AlignLayout:
         """The memory of the states; synchronises, unless it is that of the last call.
 
-        `mamba_state_copy_funcs` has a function or a name for each type of state; one with "conv" in its name
-        marks the state of a convolution. `block_tables`: one a group, [rows, columns] int32, -1 for none.
-
-        Raises:
-            ValueError: types or tables are not as many as there are, or states cannot be copied as bytes.
+        A type of state is a function or a name; "conv" in it marks the state of a convolution. Raises a
+        ValueError where types or tables are not as many as there are, or states cannot be copied as bytes.
         """
         types = [str(getattr(function, "__name__", function)) for function in mamba_state_copy_funcs]
         groups, dim_first = self.config.mamba_groups, self.config.conv_dim_first

@@ -1,15 +1,9 @@
 """The align kernels in Triton; `align_reference` has the same launchers in plain torch, with their arguments.
 
-    precopy      copies states to their new columns, for models that update a state in place
-    postprocess  finds the boundary that the accepted tokens reached, and copies its state there
-
-Precopy and postprocess have a bounded grid: each program ranks the rows that need a copy and takes every
-n-th tile of these copies. A step in which no row crosses a boundary, which is nearly every step, costs one
-launch whose programs read the rows' numbers and exit.
-
-States are copied as bytes: in 16-byte accesses where addresses and row strides are multiples of 16, narrower
-elsewhere. A `layout` argument is the tuple (block_table_ptrs_ptr, block_table_stride_req,
-block_table_columns, state_records_ptr, num_states, num_tiles).
+Each launch has a bounded grid: a program ranks the rows that need a copy and takes every n-th tile of these
+copies, in 16-byte accesses where addresses and row strides allow. A step in which no row crosses a boundary,
+which is nearly every step, costs a launch whose programs read the rows' numbers and exit. A `layout` is
+(block_table_ptrs_ptr, block_table_stride_req, block_table_columns, state_records_ptr, num_states, num_tiles).
 """
 
 # mypy: disable-error-code="assignment"
@@ -24,12 +18,9 @@ from torch import Tensor
 from ..inference.kernels.state_move import PROGRAMS, copy_tile
 from .align_reference import AlignLayout, StateRecord
 
-COPY_BYTES = 16384
-"""Bytes of one tile: 1024 accesses of 16 bytes, 8 independent ones for each thread."""
-TILES = 64
-"""Most programs that share one state."""
-GROUP = 128
-"""Batch rows that a program ranks at once."""
+COPY_BYTES = 16384  # bytes of one tile: 1024 accesses of 16 bytes, 8 independent ones for each thread
+TILES = 64  # most programs that share one state
+GROUP = 128  # batch rows that a program ranks at once
 NUM_WARPS = 4
 LAYOUT_NUMBERS = ("block_table_stride_req", "block_table_columns", "num_states", "num_tiles")
 """What a launch says of a layout besides its pointers and meta-parameters."""
@@ -265,9 +256,7 @@ def postprocess_align(
     layout: AlignLayout, num_accepted: Tensor, columns: Tensor, num_computed: Tensor, num_scheduled: Tensor,
     num_drafted: Tensor, block_size_tokens: int,
 ) -> None:  # fmt: skip
-    """`align_reference.postprocess_align` in one launch, after a copy of the counts, which all programs read;
-    does not synchronise.
-    """
+    """`align_reference.postprocess_align` in one launch, on a copy of the counts, which all programs see."""
     _launch(
         postprocess_mamba_fused_kernel, layout, len(columns), num_accepted.clone(), columns, num_scheduled,
         num_computed, num_drafted, num_accepted, len(columns), block_size_tokens,

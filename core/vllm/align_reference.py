@@ -30,10 +30,7 @@ class AlignState(NamedTuple):
 
 
 class StateRecord(NamedTuple):
-    """One state tensor as a kernel sees it: int64 numbers in this order; sizes and strides in bytes.
-
-    A conv state is a matrix of `num_rows` rows of `inner_size` elements; an SSM state is one row.
-    """
+    """One state tensor as a kernel sees it, in bytes: a conv state as rows, an SSM state as one row."""
 
     base_address: int
     slot_stride: int
@@ -96,13 +93,8 @@ class AlignLayout:
 
 def _memory(states: Sequence[AlignState], block_tables: Sequence[Tensor]) -> list[tuple[object, ...]]:
     tensors = [*(state.states for state in states), *block_tables]
-    return [
-        *(
-            (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-            for tensor in tensors
-        ),
-        *(state[1:] for state in states),
-    ]
+    places = [(each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) for each in tensors]
+    return [*places, *(state[1:] for state in states)]
 
 
 def _record(state: AlignState, conv_dim_first: bool, device: torch.device) -> StateRecord:
@@ -154,8 +146,7 @@ def postprocess_align(
 ) -> None:  # fmt: skip
     """After sampling: copy the state at the last boundary that a row reached to the boundary's column.
 
-    `num_computed` are the tokens before this step. `num_accepted` becomes 1 where the running column itself
-    became the boundary's.
+    `num_accepted` becomes 1 where the running column itself became the boundary's.
     """
     device = columns.device
     running, accepted, computed, scheduled, drafted = (

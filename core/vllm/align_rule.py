@@ -26,10 +26,8 @@ import numpy.typing as npt
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-FRESH = -1
-"""The column of a request that has no state yet: its forward reads zeros, and writes a state."""
-PADDING = -2
-"""The column of a row without a request: its forward reads nothing and writes nothing."""
+FRESH = -1  # the column of a request that has no state yet: its forward reads zeros, and writes a state
+PADDING = -2  # the column of a row without a request: its forward reads nothing and writes nothing
 
 
 @dataclass(frozen=True)
@@ -81,10 +79,7 @@ def advance(
 def save_boundary(
     columns: Integers, accepted: Integers, new_num_computed: Integers, block_size_tokens: int
 ) -> BoundarySave:
-    """The rule after sampling, given the tokens computed after this step.
-
-    The rule compares columns and never slots, because two columns may share a slot.
-    """
+    """The rule after sampling. It compares columns and never slots, because two columns may share a slot."""
     boundaries = new_num_computed // block_size_tokens * block_size_tokens
     biases = boundaries - (new_num_computed - accepted + 1)
     destinations = boundaries // block_size_tokens - 1

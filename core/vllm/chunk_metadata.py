@@ -61,12 +61,7 @@ def _host_integers(name: str, tensor: Tensor) -> Int64Array:
 
 
 def _row_lengths(computed: Int64Array, starts: Int64Array) -> Int64Array:
-    """[rows] int64: the tokens of each row of a packed stream.
-
-    Raises:
-        ValueError: `starts` has not one entry more than `computed`, does not start at 0, decreases or
-            ends beyond int32; a `computed` that is negative or beyond `MAX_POSITION`.
-    """
+    """[rows] int64: the tokens of each row of a packed stream; a ValueError where some do not fit."""
     if starts.size != computed.size + 1 or starts[0] != 0:
         raise ValueError(
             f"query_start_loc has {starts.size} entries{f' from {starts[0]} on' if starts.size else ''} for "

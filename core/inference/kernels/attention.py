@@ -1,12 +1,7 @@
-"""Attention over the paged KV cache on a GPU.
+"""Attention over the paged KV cache on a GPU; the reference is `reference.attention`.
 
-FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608), from the package tokenspeed-fa3, computes it where it
-accepts the cache, else torch operations whose shapes depend on no value. These cut queries into tiles, and
-the cache into segments with a running softmax (Milakov & Gimelshein 2018, arXiv 1805.02867), so that scratch
-memory stays bounded. Sums and softmax are in float32 or wider; products of 16-bit queries with a cache of
-their dtype are in that dtype on a GPU.
-
-The reference is `reference.paged_attention`.
+FlashAttention-3 (arXiv 2407.08608), of the package tokenspeed-fa3, where it accepts the cache, else torch
+operations on segments of the cache with a running softmax (arXiv 1805.02867), whose memory is bounded.
 """
 
 import importlib
@@ -29,10 +24,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def flash_attention(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale: float | None) -> Tensor:
-    """`attention.paged_attention` of all rows in one call.
-
-    With `one_split`, rows that may be longer than a segment are cut as `attention_segments` says.
-    """
+    """All rows in one call; with `one_split`, rows longer than a segment are cut by `attention_segments`."""
     if rows.one_split:
         from . import attention_segments
 
@@ -50,10 +42,8 @@ def _attend_pairs(
     """Attention of pairs of a row and a segment, or of all rows of a step in `splits` parts.
 
     Where `is_causal`, the last query of a pair sees all its KV, and each one before sees one token less than
-    the next; else all queries see all KV. Heads of query and cache may be slices of more.
-
-    Returns: the result, in a contiguous `out` where there is one, and the logarithms of the sums of
-        exp(score), float32 [heads, T]. Places that no pair has hold anything.
+    the next; else all see all. Returns the result and the logarithms of the sums of exp(score), float32
+    [heads, T]; places that no pair has hold anything.
     """
     found: Tensor
     log_sums: Tensor
@@ -111,10 +101,7 @@ _SCRATCH_BYTES = 1 << 29
 
 
 def torch_attention(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale: float | None) -> Tensor:
-    """`attention.paged_attention`. Padding rows, and padding tokens of prefills, give zeros.
-
-    Decode rows of several tokens read their KV once.
-    """
+    """Attention in torch, of zeros for padding rows and prefills' padding; a decode row's KV is read once."""
     decodes, decoded = rows.num_decodes, rows.num_decode_tokens
     outputs = []
     if decodes:
@@ -130,9 +117,7 @@ def torch_attention(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale:
 
 
 def _attend_prefills(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale: float | None) -> Tensor:
-    """Attention of the tokens after the decode rows, in tiles that each read the whole width of the block
-    table.
-    """
+    """Attention of the prefill rows, in tiles that each read the whole width of the block table."""
     block_table, kv_lengths = rows.block_table[rows.num_decodes :], rows.kv_lengths[rows.num_decodes :]
     query_start_loc = rows.query_start_loc[rows.num_decodes :] - rows.num_decode_tokens
     tokens, num_rows = query.shape[0], block_table.shape[0]
@@ -141,11 +126,11 @@ def _attend_prefills(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale
     tile_ends = ((new + size - 1) // size).cumsum(0)
     tiles = torch.arange(tokens // size + num_rows, device=query.device)
     row = torch.searchsorted(tile_ends, tiles, right=True)  # `num_rows` for tiles beyond the last
-    behind = row >= num_rows
+    is_padding = row >= num_rows
     row = row.clamp(max=num_rows - 1)
     first = (tiles - torch.where(row > 0, tile_ends[row - 1], 0)) * size
     places = first[:, None] + torch.arange(size, device=query.device)
-    inside = (places < new[row, None]) & ~behind[:, None]
+    inside = (places < new[row, None]) & ~is_padding[:, None]
     positions = torch.where(inside, places + (kv_lengths - new)[row, None], -1)
     packed = torch.where(inside, places + query_start_loc[row, None], tokens)
 
@@ -156,13 +141,9 @@ def _attend_prefills(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale
 
 
 def _attend(
-    query: Tensor,
-    positions: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    kv_lengths: Tensor,
+    query: Tensor, positions: Tensor, kv_cache: Tensor, block_table: Tensor, kv_lengths: Tensor,
     scale: float | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attention of tiles of queries [tiles, T, heads, head dim]; a query at position -1 sees nothing."""
     tokens, heads, head_dim = query.shape[1:]
     block_size, kv_heads = kv_cache.shape[2:4]
@@ -230,11 +211,9 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 def paged_attention(
     query: Tensor, kv_cache: Tensor, rows: AttentionRows, *, scale: float | None = None
 ) -> Tensor:
-    """`reference.paged_attention`. Does not synchronise, and a CUDA graph can capture it.
+    """As `reference.attention.paged_attention`; FlashAttention-3 rounds queries to the dtype of the cache.
 
-    FlashAttention-3 rounds the queries to the dtype of the cache. All rows of a block that holds any token
-    must be finite, as `write_kv` makes them: it multiplies rows that were never written by 0, and 0 * NaN is
-    NaN. The result for padding tokens is unspecified.
+    It multiplies rows of a block that were never written by 0: they must be finite, as `write_kv` makes them.
     """
     rejected = flash_rejection(query.device, kv_cache.dtype, kv_cache.shape[4])
     return (torch_attention if rejected else flash_attention)(query, kv_cache, rows, scale)

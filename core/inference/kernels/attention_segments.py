@@ -1,13 +1,8 @@
-"""Attention whose split points are fixed positions of the sequence.
+"""Attention whose split points are fixed positions of the sequence, so that other rows change no bits.
 
-A backend that cuts a sequence's KV by the free multiprocessors changes the bits of a row with the other rows.
-A backend that does not cut leaves most multiprocessors idle when few requests have long contexts. Here a
-sequence is cut at multiples of `SEGMENT_TOKENS`: segment s is the tokens [s * segment, (s + 1) * segment). A
-query at position p reads p // SEGMENT_TOKENS whole segments, and its own up to p, combined in their order, so
-that its bits depend on the sequence up to p alone.
-
-The backend computes many pairs of a row and a segment in one call, and rounds their results to the dtype of
-the cache, which adds at most one rounding error to that of the final result.
+A sequence is cut at multiples of `SEGMENT_TOKENS`. A query at position p reads p // SEGMENT_TOKENS whole
+segments, and its own up to p, combined in their order. The backend computes many pairs of a row and a segment
+in one call, and rounds their results to the dtype of the cache.
 """
 
 from collections.abc import Callable
@@ -25,12 +20,9 @@ from .reference.attention import AttentionRows
 class Readers(IntEnum):
     """Which queries of a row are paired with a segment."""
 
-    WITHIN_AND_BEHIND = 0
-    """All that read the segment."""
-    WITHIN = 1
-    """Those whose positions lie in the segment."""
-    BEHIND = 2
-    """Those whose positions lie after the segment: they read all of it."""
+    ALL = 0  # all that read the segment
+    WITHIN = 1  # those whose positions lie in the segment
+    AFTER = 2  # those whose positions lie after the segment: they read all of it
 
 
 class SegmentRows(NamedTuple):
@@ -57,15 +49,15 @@ def segment_rows(
 ) -> SegmentRows:  # fmt: skip
     """Pair rows of a step, decode rows or prefill rows, with their segments, in one launch.
 
-    With `WITHIN`, the segments of a row are those from its first query's on, and the pairs of a row follow
-    one another. Else the segments are the sequence's first, and the pairs of a segment follow one another.
-    Places are counted from the first of the rows' `tokens`. With `copies`, each segment has a copy of all
-    queries of the rows. With `BEHIND` and without copies, the segments need a call each, because they share
-    queries: the tensors then have a first dimension more, of segments.
+    With `WITHIN`, the segments of a row are those from its first query's on, and its pairs follow one
+    another. Else they are the sequence's first, and the pairs of a segment follow one another; `copies` gives
+    each segment a copy of all queries. `AFTER` without copies needs a call for each segment, because they
+    share queries: the tensors then have a first dimension more. Places count from the first of the rows'
+    `tokens`.
     """
     device = rows.block_table.device
     columns = segment_tokens // block_size
-    separate = readers == Readers.BEHIND and not copies
+    separate = readers == Readers.AFTER and not copies
     shape = (num_segments, num_rows) if separate else (num_segments * num_rows,)
     lengths, counts = torch.empty(2, *shape, dtype=torch.int32, device=device).unbind()
     starts = torch.empty(*shape[:-1], shape[-1] + 1, dtype=torch.int32, device=device)
@@ -127,8 +119,7 @@ def segment_rows_kernel(
     tl.store(pair_table + pair.to(tl.int64) * COLUMNS + column, blocks, mask=column < COLUMNS)
 
 
-BLOCK = 1024
-"""Numbers of a program: 16 bytes of bfloat16 a thread."""
+BLOCK = 1024  # numbers of a program: 16 bytes of bfloat16 a thread
 NUM_WARPS = 4
 
 
@@ -136,12 +127,11 @@ def combine_segments(
     earlier: Tensor, earlier_log_sums: Tensor, own: Tensor, own_log_sums: Tensor, positions: Tensor,
     segment_tokens: int, out: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Weigh the results of each query's segments by their sums of exp(score), in float32.
+    """Weigh the results o_s of each query's segments by their sums of exp(score), in float32.
 
-    With the query at position p, its segments are 0 to k = p // segment_tokens. The result is sum_s exp(l_s -
-    m) * o_s / sum_s exp(l_s - m), where l_s are the log-sums [segments, heads, T] and m is the largest.
-    Products are added in the order of s, each by a fused multiply-add. Where k is 0, the result has the bits
-    of `own`. `earlier` and `own` are [segments, T, heads, head dim]; of `own` segment k is read.
+    With l_s the log-sums and m the largest, sum_s exp(l_s - m) o_s / sum_s exp(l_s - m), over the segments up
+    to position // segment_tokens in order; of this one, `own` is read. Where it is 0, the result has `own`'s
+    bits.
     """
     tokens, heads, head_dim = out.shape
     if not tokens:
@@ -225,10 +215,7 @@ Attend = Callable[..., tuple[Tensor, Tensor]]
 
 
 def num_segments(rows: AttentionRows, block_size: int) -> int:
-    """How many segments the longest sequence may have, by the width of the block table.
-
-    It is 1 where the block size does not divide `SEGMENT_TOKENS`: no sequence is cut.
-    """
+    """Most segments of a sequence in this block table; 1 where blocks do not divide `SEGMENT_TOKENS`."""
     if SEGMENT_TOKENS % block_size:
         return 1
     return max(1, -(-rows.block_table.shape[1] * block_size // SEGMENT_TOKENS))
@@ -237,10 +224,7 @@ def num_segments(rows: AttentionRows, block_size: int) -> int:
 def segmented_attention(
     query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale: float | None, attend: Attend
 ) -> Tensor:
-    """`attention.paged_attention`, combined from at least two segments, which `attend` computes.
-
-    The number of calls of `attend` depends on shapes alone. Does not synchronise, if `attend` does not.
-    """
+    """Attention from at least two segments; the number of calls of `attend` depends on shapes alone."""
     step = _Step(kv_cache, rows, scale, attend)
     dtype, decoded = query.dtype, rows.num_decode_tokens
     query = query.to(kv_cache.dtype)
@@ -266,14 +250,14 @@ class _Step:
         A query alone sees all KV of its pair even in a causal call.
         """
         rows = self._rows
-        found, log_sums = self._attend_copies(query, Readers.WITHIN_AND_BEHIND, self._num_segments)
+        found, log_sums = self._attend_copies(query, Readers.ALL, self._num_segments)
         combine_segments(found, log_sums, found, log_sums, rows.positions[: len(query)], SEGMENT_TOKENS, out)
 
     def drafts(self, query: Tensor, out: Tensor) -> None:
         """Decode rows of several tokens: two calls, in which the tokens of a row read each segment once."""
         rows = self._rows
         own, own_log_sums = self._attend_own(query, 0, rows.num_decodes, rows.decode_tokens)
-        earlier, log_sums = self._attend_copies(query, Readers.BEHIND, self._num_segments - 1)
+        earlier, log_sums = self._attend_copies(query, Readers.AFTER, self._num_segments - 1)
         combine_segments(
             earlier, log_sums, own, own_log_sums, rows.positions[: len(query)], SEGMENT_TOKENS, out
         )
@@ -283,7 +267,7 @@ class _Step:
         rows, parts = self._rows, self._num_segments - 1
         num_rows, longest = rows.num_rows - rows.num_decodes, max(1, rows.max_query_tokens)
         own, own_log_sums = self._attend_own(query, rows.num_decodes, num_rows, longest)
-        pairs = self._pairs(query, rows.num_decodes, num_rows, Readers.BEHIND, parts, longest)
+        pairs = self._pairs(query, rows.num_decodes, num_rows, Readers.AFTER, parts, longest)
         by_segment = [
             SegmentRows(table, lengths, starts, counts, longest)
             for table, lengths, starts, counts in zip(*(tensor.unbind() for tensor in pairs[:4]), strict=True)
@@ -322,7 +306,7 @@ class _Step:
         rows = self._rows
         pairs = self._pairs(query, 0, rows.num_decodes, readers, parts, rows.decode_tokens, copies=True)
         copies = query.expand(parts, *query.shape).flatten(0, 1)
-        is_causal = readers == Readers.WITHIN_AND_BEHIND
+        is_causal = readers == Readers.ALL
         found, log_sums = self._attend(copies, self._kv_cache, pairs, self._scale, is_causal=is_causal)
         by_part = found.view(parts, *query.shape)
         return by_part, log_sums.view(-1, parts, len(query)).transpose(0, 1)

@@ -1,10 +1,8 @@
 """The causal convolution of mixers in Triton: packed prefill and decode; `conv_replay` has decode by replay.
 
-The references are the functions of the same names in `reference.conv`. All kernels compute in float32. Every
-output is the same chain of fused multiply-adds over the same taps in every kernel, wherever its row was cut
-and whichever rows share the batch. A cached, an uncached and a replaying run therefore get equal bits. Every
-function is one launch, whose grid depends on shapes alone, and does not synchronise. Tensors have any
-strides.
+The references are the functions of the same names in `reference.conv`. Every output is the same chain of
+fused multiply-adds over the same taps in float32 in every kernel, wherever its row was cut: a cached, an
+uncached and a replaying run get equal bits. Tensors have any strides.
 """
 
 import torch
@@ -28,14 +26,10 @@ def causal_conv1d_prefill(
     checkpoint_ends: Tensor, checkpoint_destinations: Tensor, *, activation: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `reference.conv.causal_conv1d_prefill`, rounded once. Padding costs a few small loads.
-
-    The index of a checkpoint is no row's source.
-    """
+    """As `reference.conv.causal_conv1d_prefill`. The slot of a checkpoint is no row's source."""
     tokens, conv_dim = x.shape
     rows, checkpoints = sources.shape[0], checkpoint_rows.shape[0]
-    if out is None:
-        out = torch.empty(tokens, conv_dim, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     works = rows + checkpoints + triton.cdiv(tokens, PREFILL_TOKENS)
     prefill_kernel[(works * triton.cdiv(conv_dim, PREFILL_CHANNELS),)](
         x, weight, weight if bias is None else bias, conv_states, out,
@@ -54,10 +48,9 @@ def causal_conv1d_update(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, sources: Tensor,
     destinations: Tensor, *, activation: bool = True, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `reference.conv.causal_conv1d_update`. A row whose indices are all -1 costs a few small loads."""
+    """As `reference.conv.causal_conv1d_update`."""
     rows, tokens, conv_dim = x.shape
-    if out is None:
-        out = torch.empty(rows, tokens, conv_dim, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     update_kernel[(rows * triton.cdiv(conv_dim, UPDATE_CHANNELS),)](
         x, weight, weight if bias is None else bias, conv_states, out, sources, destinations,
         conv_dim,

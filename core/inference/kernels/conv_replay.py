@@ -1,8 +1,6 @@
-"""The causal convolution of decode by replay in Triton, over rings of the last raw inputs.
+"""The causal convolution of decode by replay in Triton, with the bits of the kernels in `conv`.
 
-The references are the functions of the same names in `reference.conv`. Outputs have the bits of the other
-kernels' outputs in `conv`. Every function is one launch, whose grid depends on shapes alone, and does not
-synchronise.
+The references are the functions of the same names in `reference.conv`. Rings are contiguous in each slot.
 """
 
 # mypy: disable-error-code="assignment"
@@ -24,15 +22,10 @@ def causal_conv1d_replay(
     slots: Tensor, starts: Tensor, lengths: Tensor, destinations: Tensor, *, activation: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `reference.conv.causal_conv1d_replay`, rounded once. Padding rows write nothing.
-
-    Raises:
-        ValueError: the rings are not contiguous in each slot.
-    """
+    """As `reference.conv.causal_conv1d_replay`; a ValueError where a slot's ring is not contiguous."""
     rows, tokens, conv_dim = x.shape
     check_slots(conv_inputs=conv_inputs)
-    if out is None:
-        out = torch.empty(rows, tokens, conv_dim, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     replay_kernel[(rows * triton.cdiv(conv_dim, CHANNELS),)](
         x, weight, weight if bias is None else bias, conv_states, conv_inputs, out,
         slots, starts, lengths, destinations,

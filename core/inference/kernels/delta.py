@@ -34,10 +34,7 @@ OPERAND_TOKENS, OPERAND_WARPS = 32, 4
 
 
 def delta_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k by x * rsqrt(sum x^2 + 1e-6), computed in float32, and v; all contiguous, in the dtype of v.
-
-    q, k [tokens, Hk, Dk] and v [tokens, Hv, Dv] are views with any strides. One launch; does not synchronise.
-    """
+    """Normalised q and k, and v, all contiguous and in the dtype of v, from views with any strides."""
     tokens, key_heads, key_dim = k.shape
     value_heads, value_dim = v.shape[1:]
     queries, keys = (torch.empty(k.shape, dtype=v.dtype, device=v.device) for _ in range(2))
@@ -119,19 +116,10 @@ def delta_state_passing(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """leaving = decay * entering + keys^T decayed (written - read_keys entering), over each row's chunks.
 
-    Keeps the state in float32. Products multiply numbers of the dtype of `keys`, float32 in three TF32
-    products, and add in float32. A row without chunks copies its source to its destination, bit for bit;
-    where both are one or there is no destination, it costs an empty program.
-
-    Args:
-        keys: [tokens, Hk, Dk] normalised. read_keys, written: [tokens, Hv, Dk] and [tokens, Hv, Dv], the two
-            parts of the WY form. All contiguous, of one dtype.
-        log_decays: [tokens, Hv] float32: sums of the decays' binary logarithms from each chunk's start.
-        chunk_size: the most tokens of a chunk, a power of two from 16 on. Other arguments: as for the scan.
-        new_v: where the new values go; None allocates.
-
-    Returns: the states that enter the chunks, [chunks, Hv, Dk, Dv], and the new values of tokens, [tokens,
-        Hv, Dv], both in the dtype of `keys` and unspecified for padding.
+    `read_keys` and `written` are the parts of the WY form, `log_decays` sums of the decays' binary logarithms
+    from each chunk's start. The state is float32; products multiply numbers of the dtype of `keys`, float32
+    in three TF32 products. A row without chunks copies its source bit for bit. Returns the states that enter
+    the chunks, [chunks, Hv, Dk, Dv], and the new values of tokens, in `new_v` where there is one.
     """
     check_slots(states=states)
     heads, key_dim, value_dim = states.shape[1:]
@@ -235,8 +223,8 @@ def _chunk(
 ):  # fmt: skip
     """Store one chunk's entering state and new values; returns the state after it.
 
-    With SLICE, products are computed in slices of so many keys or tokens, read back from what the program has
-    just stored: float32 operands of a whole product do not fit the registers.
+    With SLICE, products go over so many keys or tokens at once, read back from what was just stored: float32
+    operands of a whole product do not fit the registers.
     """
     operand: tl.constexpr = keys.dtype.element_ty
     n = tl.arange(0, BLOCK_K)
@@ -296,12 +284,7 @@ def gated_delta_rule_update(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, sources: Tensor,
     destinations: Tensor,
 ) -> Tensor:  # fmt: skip
-    """As `reference.delta.gated_delta_rule_update`, tensors with any strides. One launch; does not
-    synchronise.
-
-    Reads each state once, stores it at each destination, and keeps it in float32 between the tokens of a
-    call. One destination may be the row's source. A row whose indices are all -1 costs a few small loads.
-    """
+    """As `reference.delta.gated_delta_rule_update`; the state stays in float32 between a call's tokens."""
     rows, tokens, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
     out = torch.empty(rows, tokens, heads, value_dim, dtype=v.dtype, device=v.device)
@@ -385,8 +368,7 @@ def update_kernel(
 
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
-CHUNK_SIZES = (16, 32, 64)
-"""Chunk sizes that fla-core's stages take."""
+CHUNK_SIZES = (16, 32, 64)  # chunk sizes that fla-core's stages take
 MAX_KEY_DIM = 256
 _NUM_WARPS_THAT_ADD = 2
 _LOG2_E = 1.4426950408889634
@@ -399,15 +381,10 @@ def gated_delta_rule_scan(
 ) -> Tensor:  # fmt: skip
     """As `reference.delta.gated_delta_rule_scan`, in at most eight launches, without a copy of a state.
 
-    Keeps states and sums in float32. Products multiply numbers of the dtype of v: float32 exactly or in three
-    TF32 products, 16-bit floats on tensor cores. The same inputs and cuts give the same bits whichever rows
-    share the batch and, in a float32 pool, however the cuts are spread over calls. q, k and v have any
-    strides, states any slot stride. Destinations of a row and of its chunks may be its own source, no other
-    row's. `seq_idx` is not read.
-
-    Nothing synchronises, and a CUDA graph can capture a call after one call with the same shapes. The first
-    call for a chunk size, Hk, Hv, Dk, Dv and dtype measures which configurations of fla-core's stages are the
-    fastest for its number of chunks, and synchronises. Raises an ImportError where fla-core is not installed.
+    Products multiply numbers of the dtype of v, float32 exactly or in three TF32 products. The same inputs
+    and cuts give the same bits whichever rows share the batch and, in a float32 pool, however the cuts are
+    spread over calls. A CUDA graph can capture a call after one with the same shapes: the first call for a
+    chunk size, Hk, Hv, Dk, Dv and dtype times fla-core's stages for its number of chunks, and synchronises.
     """
     queries, keys, values = delta_operands(q, k, v)
     return scan_chunks(
@@ -460,15 +437,11 @@ def check_sizes(chunk_size: int, key_dim: int) -> None:
 
 
 def fix_orders_of_addition() -> None:
-    """Restrict fla-core's tuner to one order of addition, so that two processes get the same bits.
+    """Restrict fla-core's tuner, for the whole process, to one order of addition: processes agree in bits.
 
     Where a stage adds numbers of several threads, the number of warps is an order of addition; tiles of
-    products are none, because their sums go over K in order. Changes fla-core's kernels for the whole
-    process, and is not undone.
-
-    Raises:
-        ImportError: fla-core is not installed.
-        RuntimeError: fla-core has several configurations, none with that number of warps.
+    products are none, because their sums go over K in order. Raises an ImportError where fla-core is missing,
+    a RuntimeError where none of its configurations has that number of warps.
     """
     for kernel in stages().kernels_that_add:
         tuner = kernel.fn
@@ -509,9 +482,7 @@ _STAGES = {
 
 @cache
 def stages() -> SimpleNamespace:
-    """fla-core's stages by name; the first call imports fla-core, which takes seconds, or raises an
-    ImportError.
-    """
+    """fla-core's stages by name; the first call imports it, which takes seconds, or raises an ImportError."""
     found: dict[str, Any] = {}
     try:
         with warnings.catch_warnings():

@@ -34,26 +34,16 @@ def gated_delta_rule_replay(
     inverses: Tensor | None, slots: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor,
     destinations: Tensor, chunk_size: int,
 ) -> Tensor:  # fmt: skip
-    """As `reference.delta.gated_delta_rule_replay`: the scan of the tokens since each row's last grid point.
-
-    Inputs of 16 bits cost four launches. Memory sees the state of each row once, a complete chunk's four
-    times, and what the row keeps of its chunk. Inputs of float32 cost the scan of rows * chunk_size tokens.
-    Launches depend on shapes alone, and nothing synchronises after a first call, as `gated_delta_rule_scan`
-    says. Tokens have any strides, pools are contiguous in each slot. A destination may be the row's own
-    source, no other row's.
-
-    Raises:
-        ImportError: fla-core is not installed.
-        ValueError: inputs are not contiguous.
-    """
+    """As `reference.delta.gated_delta_rule_replay`, in four launches; float32 takes a scan of each chunk."""
     rows, tokens, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
     kept = k_inputs, v_inputs, g_inputs, beta_inputs
     queries = torch.empty(rows * tokens, key_heads, key_dim, dtype=v.dtype, device=v.device)
     q, k, v_rows, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
-    _keep_rows(q, k, v_rows, g, beta, None, queries, *kept, None, slots, starts, lengths, tokens, False)
+    step = slots, starts, lengths
+    _keep_rows(q, k, v_rows, g, beta, None, queries, kept, None, step, tokens, tails=False)
     if inverses is None or new_v_inputs is None:
-        return _scanned(queries, *kept, states, slots, starts, lengths, sources, destinations, v.shape)
+        return _scanned(queries, kept, states, step, sources, destinations, v.shape)
     check_slots(new_v_inputs=new_v_inputs)
     solved = solve_rows(queries, k_inputs, g_inputs, beta_inputs, inverses, slots, starts, lengths, tokens)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -80,26 +70,21 @@ def keep_delta_inputs(
     g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None, inverses: Tensor | None,
     slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor,
 ) -> None:  # fmt: skip
-    """As `reference.delta.keep_delta_inputs`, in two launches, whose grids depend on shapes alone. Does not
-    synchronise.
-
-    Raises:
-        ValueError: inputs are not contiguous.
-    """
-    kept, chunk_size = (k_inputs, v_inputs, g_inputs, beta_inputs, new_v_inputs), k_inputs.shape[1]
+    """As `reference.delta.keep_delta_inputs`, in two launches."""
+    kept, chunk_size = (k_inputs, v_inputs, g_inputs, beta_inputs), k_inputs.shape[1]
     rows = slots, tail_starts, query_start_loc
-    _keep_rows(k, k, v, g, beta, new_v, k, *kept, *rows, chunk_size, True)
+    _keep_rows(k, k, v, g, beta, new_v, k, kept, new_v_inputs, rows, chunk_size, tails=True)
     if inverses is not None:
         solve_rows(None, k_inputs, g_inputs, beta_inputs, inverses, *rows, chunk_size)
 
 
 def _scanned(
-    queries: Tensor, k_inputs: Tensor, v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor,
-    states: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor, destinations: Tensor,
-    shape: torch.Size,
+    queries: Tensor, kept: tuple[Tensor, ...], states: Tensor, step: tuple[Tensor, Tensor, Tensor],
+    sources: Tensor, destinations: Tensor, shape: torch.Size,
 ) -> Tensor:  # fmt: skip
     """The scan of each row's chunk, whose later tokens are zeros."""
-    (rows, tokens), chunk_size, device = shape[:2], k_inputs.shape[1], slots.device
+    slots, starts, lengths = step
+    (rows, tokens), chunk_size, device = shape[:2], kept[0].shape[1], slots.device
     row, token = torch.arange(rows, device=device)[:, None], torch.arange(chunk_size, device=device)
     new = token - (starts % chunk_size)[:, None]  # the number of a new token
     is_new = (new >= 0) & (new < lengths[:, None]) & (slots >= 0)[:, None]
@@ -110,9 +95,7 @@ def _scanned(
         return chunks.masked_fill_(~mask.view(*mask.shape, *[1] * (chunks.dim() - 2)), 0).flatten(0, 1)
 
     of_step = queries.unflatten(0, (rows, tokens))[row, new.clamp(0, tokens - 1)]
-    keys, values, gates, strengths = (
-        masked(inputs[slots.clamp(min=0)], real) for inputs in (k_inputs, v_inputs, g_inputs, beta_inputs)
-    )
+    keys, values, gates, strengths = (masked(inputs[slots.clamp(min=0)], real) for inputs in kept)
     row_chunks = torch.arange(rows + 1, dtype=torch.int32, device=device)
     o = scan_chunks(
         masked(of_step, is_new), keys, values, gates, strengths, states, sources, destinations, chunk_size,
@@ -125,21 +108,20 @@ def _scanned(
 
 def _keep_rows(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, new_v: Tensor | None, queries: Tensor,
-    k_inputs: Tensor, v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None,
-    slots: Tensor, starts: Tensor, ends: Tensor, tokens: int, tails: bool,
+    kept: tuple[Tensor, Tensor, Tensor, Tensor], new_v_inputs: Tensor | None,
+    rows: tuple[Tensor, Tensor, Tensor], tokens: int, tails: bool,
 ) -> None:  # fmt: skip
     """Launch `keep_rows_kernel`: for rows of `tokens` packed tokens; with `tails`, for packed rows' tails."""
+    k_inputs, v_inputs, g_inputs, beta_inputs = kept
     check_slots(k_inputs=k_inputs, v_inputs=v_inputs, g_inputs=g_inputs, beta_inputs=beta_inputs)
     (chunk_size, key_heads, key_dim), (heads, value_dim) = k_inputs.shape[1:], v.shape[1:]
     sizes = keep_blocks(tokens, key_heads, heads, key_dim, value_dim)
     tiles = (1 if tails else 2) * triton.cdiv(tokens * key_heads, KEEP_ROWS)
     tiles += triton.cdiv(tokens * heads, KEEP_ROWS) + triton.cdiv(tokens, sizes["BLOCK_G"])
-    keep_rows_kernel[(slots.shape[0] * tiles,)](
-        q, k, v, g, beta, new_v, queries, k_inputs, v_inputs, g_inputs, beta_inputs, new_v_inputs,
-        slots, starts, ends,
+    keep_rows_kernel[(rows[0].shape[0] * tiles,)](
+        q, k, v, g, beta, new_v, queries, *kept, new_v_inputs, *rows,
         *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
-        *(pool.stride(0) for pool in (k_inputs, v_inputs, g_inputs, beta_inputs)),
-        0 if new_v_inputs is None else new_v_inputs.stride(0),
+        *(pool.stride(0) for pool in kept), 0 if new_v_inputs is None else new_v_inputs.stride(0),
         KEY_HEADS=key_heads, VALUE_HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         TOKENS=tokens, CHUNK=chunk_size, TAILS=tails, **sizes, num_warps=KEEP_WARPS,
     )  # fmt: skip
@@ -375,9 +357,7 @@ def complete_chunks_kernel(
     # Meta-parameters
     SLICE: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The states after complete chunks. A program has a value head, BLOCK_V of Dv, and up to ROWS rows, of
-    which few complete their chunks. No other program touches these parts of states.
-    """
+    """States after complete chunks. A program has a value head, BLOCK_V of Dv, and up to ROWS rows."""
     v_blocks: tl.constexpr = (value_dim + BLOCK_V - 1) // BLOCK_V
     programs: tl.constexpr = v_blocks * heads
     inverse_size: tl.constexpr = chunk_size * (chunk_size + 16) // 2

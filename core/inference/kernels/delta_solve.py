@@ -19,8 +19,7 @@ def solve_rows(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch `solve_rows_kernel` for decodes; without queries, for prefills' tails, as `keep_rows_kernel`.
 
-    Returns what `outputs_kernel` reads of new tokens: [rows * tokens, Hv, Dk + 2 * chunk_size] in the dtype
-    of keys and [rows * tokens, Hv] float32; empty for tails.
+    Returns what `outputs_kernel` reads of new tokens: [rows * tokens, Hv, Dk + 2 * chunk_size] and decays.
     """
     check_slots(inverses=inverses)
     (chunk_size, key_heads, key_dim), heads = k_inputs.shape[1:], inverses.shape[1]
@@ -188,9 +187,7 @@ def solve_rows_kernel(
     # Meta-parameters
     TAILS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """New tokens' rows of the inverse, of the keys that read the state, and of scores. A program has a row
-    and a value head; else as `keep_rows_kernel`.
-    """
+    """New tokens' rows of the inverse, of read keys and of scores; a program has a row and a value head."""
     inverse_size: tl.constexpr = chunk_size * (chunk_size + 16) // 2
     key_stride: tl.constexpr = heads // heads_of_key * key_dim
     solved_size: tl.constexpr = key_dim + 2 * chunk_size

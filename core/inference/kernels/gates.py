@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024
-"""Elements of a program: 16 bytes of bfloat16 a thread."""
+BLOCK = 1024  # elements of a program: 16 bytes of bfloat16 a thread
 NUM_WARPS = 4
 
 

@@ -1,6 +1,7 @@
 """The kernels of a GPU, in Triton.
 
-No function synchronises, and no launch depends on values: a CUDA graph can capture every function.
+No function synchronises, and no launch depends on values: a CUDA graph can capture every function. Slots are
+int64, positions and lengths int32. Strides are any, except where a function names a ValueError.
 """
 
 import torch
@@ -12,7 +13,7 @@ from . import attention, conv, conv_replay, delta, delta_replay, gates, norms, s
 from .reference import KernelSet
 
 _FUNCTIONS = {name for name, function in vars(KernelSet).items() if isinstance(function, staticmethod)}
-_FUNCTIONS -= {"check_states", "describe", "head_product"}
+_FUNCTIONS -= {"check_states", "compute_dtype", "describe", "head_product"}
 
 
 class GpuKernelSet(KernelSet):
@@ -20,12 +21,7 @@ class GpuKernelSet(KernelSet):
 
     @staticmethod
     def check_states(spec: HybridStateSpec) -> None:
-        """Raise where the kernels of a prefill cannot compute these states. Imports what they need.
-
-        Raises:
-            ImportError: fla-core is not installed, for gated delta nets.
-            ValueError: the chunk size, or the keys of a delta net, are none that the kernels take.
-        """
+        """Raise an ImportError or a ValueError where prefills cannot compute the states; loads fla-core."""
         shapes = {tensor.name: tensor.shape for tensor in spec.states if tensor.num_layers}
         if "delta" in shapes:
             delta.check_sizes(spec.chunk_size or 0, shapes["delta"][1])
@@ -40,11 +36,7 @@ class GpuKernelSet(KernelSet):
 
     @staticmethod
     def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
-        """Logits in float32, from operands in the model's dtype.
-
-        A bfloat16 or float16 weight is read as it lies: cuBLAS adds in float32, and writes float32. torch has
-        this product for GPUs only, and for operands of one dtype; others are widened.
-        """
+        """Logits in float32; cuBLAS reads 16-bit operands of one dtype as they lie, and adds in float32."""
         if not hidden.numel():
             return torch.zeros(*hidden.shape[:-1], len(weight), dtype=torch.float32, device=hidden.device)
         if hidden.dtype == torch.float32 or not hidden.is_cuda or hidden.dtype != weight.dtype:
@@ -55,6 +47,5 @@ class GpuKernelSet(KernelSet):
 
 
 for module in (norms, gates, conv, conv_replay, ssd, ssd_replay, delta, delta_replay, write_kv, attention):
-    for name, function in vars(module).items():
-        if name in _FUNCTIONS and function.__module__ == module.__name__:
-            setattr(GpuKernelSet, name, staticmethod(function))
+    for name in _FUNCTIONS & vars(module).keys():
+        setattr(GpuKernelSet, name, staticmethod(vars(module)[name]))

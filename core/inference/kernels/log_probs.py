@@ -5,8 +5,7 @@ from torch import Tensor
 
 LOG_PROB_ROWS = 256
 """The log-probs of so many rows of logits are computed at once, so that they take little memory."""
-TOP_ROWS = 64
-"""As LOG_PROB_ROWS, for the most likely tokens."""
+TOP_ROWS = 64  # as LOG_PROB_ROWS, for the most likely tokens
 
 
 def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -12,10 +12,8 @@ from torch import Tensor
 from .gates import dense, dense_rows, sigmoid
 from .state_tensors import check_last_stride
 
-BLOCK = 1024
-"""Elements of a program, at least."""
-ELEMENTS_A_WARP = 512
-"""16 a thread: two loads of 16 bytes in 16-bit floats."""
+BLOCK = 1024  # elements of a program, at least
+ELEMENTS_A_WARP = 512  # 16 a thread: two loads of 16 bytes in 16-bit floats
 MAX_WARPS = 16
 
 
@@ -92,9 +90,7 @@ _TILE_ELEMENTS = 2048
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-    """As `reference.pointwise.gated_rms_norm`, in float32, rounded once. Raises a ValueError where a last
-    stride is not 1.
-    """
+    """As `reference.pointwise.gated_rms_norm`; a ValueError where a last stride is not 1."""
     by_group = (groups, 1, -1)
     out = _gated_norm(
         torch.unflatten(x, -1, by_group), torch.unflatten(gate, -1, by_group), weight, eps, gate_first=True
@@ -103,9 +99,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: fl
 
 
 def rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `reference.pointwise.rms_norm_gated`, in float32, rounded once. Raises a ValueError where a last
-    stride is not 1.
-    """
+    """As `reference.pointwise.rms_norm_gated`; a ValueError where a last stride is not 1."""
     heads = gate.shape[1:3] if gate.dim() == 4 else (1, gate.shape[1])
     gates = gate if gate.dim() == 4 else gate[:, None]
     return _gated_norm(torch.unflatten(x, 1, heads), gates, weight, eps, gate_first=False)
@@ -172,8 +166,7 @@ def gated_norm_kernel(
     tl.store(place, values.to(out.dtype.element_ty), mask=inside)
 
 
-QK_BLOCK = 2048
-"""Elements of a program."""
+QK_BLOCK = 2048  # elements of a program
 QK_WARPS = 4
 
 
@@ -181,9 +174,7 @@ def qk_norm_rotary(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, query_weight: Tensor | None = None,
     key_weight: Tensor | None = None, eps: float = 0.0, *, offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `reference.pointwise.qk_norm_rotary`. Heads may be slices of wider projections, whose last dimension
-    is dense.
-    """
+    """As `reference.pointwise.qk_norm_rotary`; heads may be slices whose last dimension is dense."""
     tokens, query_heads, dim = query.shape
     key_heads, rotary = key.shape[1], cos.shape[-1]
     query_out = torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -10,12 +10,9 @@ _MAX_WORDS = 1 << 22  # words that are multiplied at once: what the scratch memo
 class RowChecksum:
     """Sums the words of a row, each times its own odd weight, modulo 2**64.
 
-    A word that changes alone changes the sum, because odd weights are invertible. Words that change together,
-    or that change places, give the same sum with a probability of about 2**-64. The sum costs two reads and a
-    write of the row: on a device far less than the row's way to the host.
-
-    The weight of the word at row r and column c of the row's [rows, 1024] words is a product of two random
-    odd numbers. The last words, fewer than 1024, are weighted as columns.
+    A word that changes alone changes the sum, because odd weights are invertible; others with a probability
+    of all but 2**-64. The weight at row r and column c of the row's [rows, 1024] words is a product of two
+    random odd numbers. The last words, fewer than 1024, are weighted as columns.
     """
 
     @torch.inference_mode(False)
@@ -34,14 +31,9 @@ class RowChecksum:
         self._sums = torch.empty(self._num_rows, dtype=torch.int64, device=device)
 
     def __call__(self, row: Tensor, seed: int) -> Tensor:
-        """The checksum [] int64 of a row on the device of this object, on the current stream.
+        """The checksum [] int64 of a row [bytes] uint8 at a multiple of 8, by `seed` < 2**63.
 
-        Does not synchronise. One stream at a time uses an object, because its scratch memory is one.
-
-        Args:
-            row: [bytes] uint8, contiguous, at an address that is a multiple of 8. Rows with fewer bytes than
-                `row_bytes` must be of whole words.
-            seed: less than 2**63; the same bytes under another seed have another checksum.
+        One stream at a time uses an object, because its scratch memory is one.
         """
         words = row.view(self._word)
         num_rows = len(words) // _COLUMNS

@@ -1,9 +1,6 @@
 """Mamba-2's scan and decode in Triton, by pool slots; the reference is `reference.ssd`.
 
-The scan runs the stages of `ssd_stages`. None chooses its tiles by timing them, and all add in one order: a
-row's outputs, and the states at its chunks' ends, depend on the row alone. `ssd_replay` repeats these sums
-for single tokens.
-
+The scan runs the stages of `ssd_stages`. None chooses its tiles by timing them, and all add in one order.
 Products multiply numbers of the model's dtype, of float16 widened, and add in float32, as mamba_ssm and
 megatron-core do. Sums of dt * A, decays, states and the recurrence between chunks are float32.
 """
@@ -24,15 +21,10 @@ def selective_state_update(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
     sources: Tensor, destinations: Tensor, *, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `reference.ssd.selective_state_update`, tensors with any strides. One launch; does not synchronise.
-
-    Reads each state once, stores it at each destination, and keeps it in float32 between the tokens of a
-    call. One destination may be the row's source. A row whose indices are all -1 costs a few small loads.
-    """
+    """As `reference.ssd.selective_state_update`; the state stays in float32 between the tokens of a call."""
     rows, tokens, heads, head_dim = x.shape
     groups, state_dim = B.shape[2:]
-    if out is None:
-        out = torch.empty(rows, tokens, heads, head_dim, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     block_p, block_n = update_blocks(head_dim, state_dim)
     update_kernel[(rows * heads * triton.cdiv(head_dim, block_p),)](
         x, dt, A, B, C, D, ssm_states, out, sources, destinations,
@@ -114,15 +106,10 @@ def ssd_chunk_scan(
     sources: Tensor, destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
     row_chunk_starts: Tensor, chunk_destinations: Tensor, *, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `reference.ssd.ssd_chunk_scan`, in four launches, without a copy of a state.
+    """As `reference.ssd.ssd_chunk_scan`, in four launches; a ValueError where a last stride is not 1.
 
-    Multiplies numbers of `operand_dtype`; everything else is float32. The same inputs and cuts give the same
-    bits whichever rows share the batch and, in a float32 pool, however the cuts are spread over calls. The
-    last stride of x, B and C is 1. Destinations of a row and of its chunks may be its own source, no other
-    row's. `seq_idx` is not read. Nothing synchronises, and a CUDA graph can capture a call.
-
-    Raises:
-        ValueError: a last stride is not 1.
+    The same inputs and cuts give the same bits whichever rows share the batch and, in a float32 pool, however
+    the cuts are spread over calls.
     """
     operands = operand_dtype(x.dtype)
     chunk_dt, log_decays = chunk_cumsum(dt, A, chunk_size, cu_chunk_seqlens)

@@ -25,7 +25,7 @@ from .ssd_stages import (
     sum_decays,
 )
 from .state_tensors import check_last_stride, check_slots
-from .tiles import keep_tails, load_tile
+from .tiles import load_tile
 
 MIN_PROGRAMS = 1024
 """Programs of a step, at least, while heads can be spread: about eight on each multiprocessor of an H100."""
@@ -38,12 +38,7 @@ def ssd_replay(
 ) -> Tensor:  # fmt: skip
     """As `reference.ssd.ssd_replay`, with the bits of `ssd_chunk_scan` in one run over the chunk.
 
-    One launch, whose grid and addresses depend on shapes alone: a CUDA graph can capture it. Does not
-    synchronise. x, B and C have a last stride of 1, pools any slot stride; x_inputs and B_inputs the dtype of
-    x; slots, sources and destinations are int64, starts and lengths int32.
-
-    Raises:
-        ValueError: a tensor has other strides.
+    x_inputs and B_inputs have the dtype of x. A ValueError where a last stride of x, B or C is not 1.
     """
     check_last_stride(x=x, B=B, C=C)
     check_slots(ssm_states=ssm_states, x_inputs=x_inputs, B_inputs=B_inputs, gates=gates)
@@ -65,9 +60,7 @@ def ssd_replay(
 
 
 def heads_of_a_program(rows: int, heads: int, heads_of_group: int) -> int:
-    """How many heads of a group one program serves: they share products of C and B, and all programs fill a
-    GPU.
-    """
+    """The heads of a group that a program serves: they share products of C and B, and programs fill a GPU."""
     block = 1
     while heads_of_group % (2 * block) == 0 and rows * heads >= 2 * block * MIN_PROGRAMS:
         block *= 2
@@ -335,19 +328,21 @@ def ssd_replay_kernel(
                     tl.store(place, state.to(ssm_states.dtype.element_ty), mask=inside)
 
 
+TAIL_BLOCK, TAIL_WARPS = 1024, 4  # numbers of 16 bits, 16 bytes a thread
+
+
 def keep_ssd_inputs(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, gates: Tensor,
     slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
 ) -> None:  # fmt: skip
-    """As `reference.ssd.keep_ssd_inputs`; sums of dt * A have the bits of `chunk_cumsum`.
-
-    Two launches, whose grids and addresses depend on shapes alone. Does not synchronise.
-
-    Raises:
-        ValueError: x or B has another last stride than 1, or a pool's slots are not contiguous.
-    """
-    check_slots(gates=gates)
-    keep_tails(x, x_inputs, B, B_inputs, slots, tail_starts, query_start_loc)
+    """As `reference.ssd.keep_ssd_inputs`; sums of dt * A have the bits of `chunk_cumsum`."""
+    check_last_stride(x=x, B=B)
+    check_slots(x_inputs=x_inputs, B_inputs=B_inputs, gates=gates)
+    keep_tails_kernel[(x_inputs.shape[1], slots.shape[0])](
+        x, B, x_inputs, B_inputs, slots, tail_starts, query_start_loc,
+        *x.stride()[:2], *B.stride()[:2], x_inputs.stride(0), B_inputs.stride(0),
+        *x.shape[1:], *B.shape[1:], BLOCK=TAIL_BLOCK, num_warps=TAIL_WARPS,
+    )  # fmt: skip
     heads = x.shape[1]
     block_h = heads_of_a_warp(heads)
     keep_gates_kernel[(triton.cdiv(heads, block_h), slots.shape[0])](
@@ -379,3 +374,41 @@ def keep_gates_kernel(
             dt + start * dt_token_stride + head * dt_head_stride, rate,
             steps_out, steps_out + HEADS * CHUNK_SIZE, dt_token_stride, length, length, is_head, BLOCK_H,
         )  # fmt: skip
+
+
+@triton.jit
+def _copy_token(inputs, kept, head_stride, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the numbers of one token, HEADS of SIZE, side by side."""
+    for first in range(0, HEADS * SIZE, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        inside = place < HEADS * SIZE
+        numbers = tl.load(inputs + place // SIZE * head_stride + place % SIZE, mask=inside)
+        tl.store(kept + place, numbers.to(kept.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def keep_tails_kernel(
+    # Pointers
+    first, second, first_kept, second_kept, slots, tail_starts, query_start_loc,
+    # Strides
+    first_token_stride: tl.int64, first_head_stride: tl.int64,
+    second_token_stride: tl.int64, second_head_stride: tl.int64,
+    first_slot_stride: tl.int64, second_slot_stride: tl.int64,
+    # Dimensions
+    first_heads: tl.constexpr, first_size: tl.constexpr,
+    second_heads: tl.constexpr, second_size: tl.constexpr,
+    # Meta-parameters
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program has a row and a token of the chunk; a token that the tail has not costs three loads."""
+    offset = tl.program_id(0)
+    row = tl.program_id(1)
+    slot = tl.load(slots + row)
+    token = tl.load(tail_starts + row) + offset
+    if (slot >= 0) & (token < tl.load(query_start_loc + row + 1)):
+        first += token * first_token_stride
+        second += token * second_token_stride
+        first_kept += slot * first_slot_stride + offset * (first_heads * first_size)
+        second_kept += slot * second_slot_stride + offset * (second_heads * second_size)
+        _copy_token(first, first_kept, first_head_stride, first_heads, first_size, BLOCK)
+        _copy_token(second, second_kept, second_head_stride, second_heads, second_size, BLOCK)

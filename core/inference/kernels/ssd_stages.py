@@ -1,15 +1,12 @@
-"""The SSD stages in Triton (Dao & Gu 2024, arXiv 2405.21060, section 6); `ssd.ssd_chunk_scan` runs them in
-order.
+"""The SSD stages in Triton (arXiv 2405.21060, section 6); `ssd.ssd_chunk_scan` runs them in this order.
 
     chunk_cumsum  sums of dt * A within each chunk, token after token
-    chunk_scores  C[m] B[k] of the tokens m and k of one chunk
     ssd_states    updates of chunks and the recurrence over a row's chunks
+    chunk_scores  C[m] B[k] of the tokens m and k of one chunk
     chunk_scan    a chunk's outputs, from its tokens and the state that enters it
 
-Every stage is one launch, whose grid and addresses depend on shapes alone: a CUDA graph can capture it. None
-synchronises. m and k are tokens of one chunk, and l are its `log_decays`, sums of dt * A from the chunk's
-start, [H, chunks, chunk size] float32, contiguous, as is `dt`. `cu_chunk_seqlens` [chunks + 1] int32 says
-where each chunk starts, and has a trailing total. A ValueError is raised where a last stride is not 1.
+m and k are tokens of one chunk, and l are its `log_decays`, sums of dt * A from the chunk's start, [H,
+chunks, chunk size] float32, contiguous, as is `dt`. A ValueError is raised where a last stride is not 1.
 """
 
 # mypy: disable-error-code="assignment"
@@ -28,11 +25,7 @@ _MAX_HEADS = 32  # of a program, which is one warp
 
 
 def chunk_cumsum(dt: Tensor, A: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """l[k] = fma(dt[k], A, l[k - 1]) from 0 on, over the tokens of each chunk, in order.
-
-    dt [tokens, H] and A [H] have any strides. Returns the time steps and l, both [H, chunks, chunk size]
-    float32. After a chunk's tokens the steps are 0, and every sum is the chunk's last one.
-    """
+    """l[k] = fma(dt[k], A, l[k - 1]) from 0 on; returns the steps, 0 after a chunk's tokens, and l."""
     heads, chunks = dt.shape[1], cu_chunk_seqlens.shape[0] - 1
     chunk_dt, log_decays = torch.empty(2, heads, chunks, chunk_size, dtype=torch.float32, device=dt.device)
     block_h = heads_of_a_warp(heads)
@@ -66,11 +59,7 @@ def load_step(dt, token, token_stride, length, is_head):
 
 @triton.jit
 def sum_decays(dt, rate, steps_out, sums_out, token_stride, length, stored, is_head, BLOCK_H: tl.constexpr):
-    """Store the steps and the sums of `stored` tokens, of which `length` are real.
-
-    dt points at the first token, steps_out and sums_out at the first number, each [BLOCK_H]. Sixteen loads
-    run at once; the sums wait for each other alone.
-    """
+    """Store the steps and the sums of `stored` tokens, of which `length` are real; 16 loads run at once."""
     place = tl.arange(0, 8)[None, :]
     total = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for first in range(0, stored, 16):
@@ -122,9 +111,8 @@ def chunk_scan(
     """y[m] = exp(l[m]) C[m] entering + sum over k <= m of CB[m, k] exp(l[m] - l[k]) dt[k] x[k] + D x[m].
 
     Both products multiply numbers of the dtype of `entering_states` [chunks, H, P, N], to which the masked
-    scores are rounded, and add in float32. x is [tokens, H, P], C [tokens, G, N], and CB [chunks, G, chunk
-    size, chunk size], of which values above the diagonal and beyond a chunk's tokens have no effect. Returns
-    y [tokens, H, P] in the dtype of x, in `out` where there is one; unspecified for tokens of no chunk.
+    scores are rounded. Values of CB above the diagonal and beyond a chunk's tokens have no effect; y is
+    unspecified for tokens of no chunk.
     """
     check_last_stride(x=x, C=C)
     tokens, heads, head_dim = x.shape
@@ -257,12 +245,7 @@ SCORE_WARPS = 4
 def chunk_scores(
     C: Tensor, B: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, operands: torch.dtype
 ) -> Tensor:
-    """CB[m, k] = C[m] B[k], for the tokens of each chunk and for k <= m, [chunks, G, chunk size, chunk size]
-    float32; unspecified for other k.
-
-    Products multiply numbers of `operands`, the dtype of C and B [tokens, G, N] or float32, and add in
-    float32 over N in order.
-    """
+    """CB[m, k] = C[m] B[k] for k <= m, [chunks, G, chunk size, chunk size] float32, added over N in order."""
     check_last_stride(C=C, B=B)
     chunks, (groups, state_dim) = cu_chunk_seqlens.shape[0] - 1, C.shape[1:]
     CB = torch.empty(chunks, groups, chunk_size, chunk_size, dtype=torch.float32, device=C.device)
@@ -338,12 +321,9 @@ def ssd_states(
 ) -> Tensor:  # fmt: skip
     """leaving = exp(l[last]) entering + sum over k of exp(l[last] - l[k]) dt[k] x[k] B[k], chunk by chunk.
 
-    A program keeps its part of a state in registers, in float32. Products multiply numbers of the dtype
-    `operands`, to which x [tokens, H, P] with its decay and time step is rounded, and add in float32. Each
-    source in `ssm_states` [slots, H, P, N], with any slot stride, is read once and each destination written
-    once. A row without chunks copies its source to its destination, bit for bit; where both are one or there
-    is no destination, it costs an empty program. Returns the states that enter the chunks, [chunks, H, P, N]
-    in the dtype `operands`; unspecified for padding.
+    Products multiply numbers of the dtype `operands`, to which x with its decay and time step is rounded. A
+    row without chunks copies its source bit for bit. Returns the states that enter the chunks, [chunks, H, P,
+    N].
     """
     check_slots(ssm_states=ssm_states)
     check_last_stride(x=x, B=B)

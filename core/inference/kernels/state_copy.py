@@ -19,18 +19,8 @@ def copy_states(
 ) -> None:
     """Copy states `source[:, i]` to `destination[:, j]`, pair by pair: both tensors, all layers, same bits.
 
-    Runs on the current stream and does not synchronise. On CUDA one launch reads and writes each byte once.
-
-    Args:
-        source, destination: two pools, or one pool twice. The pools differ in their number of slots only, and
-            the elements of a slot of a layer are contiguous. `destination` is written.
-        sources, destinations: [n] the pairs. A pair with a -1 is skipped. A destination is named once and is
-            no other pair's source.
-
-    Raises:
-        ValueError: the lengths differ, or an index lies outside its pool. On CUDA also: the pools differ in
-            more than their slots, a slot has gaps, or a CUDA graph is captured, whose every replay would use
-            the slots of the capture.
+    A pair with a -1 is skipped; a destination is no other pair's source. Raises a ValueError where an index
+    lies outside its pool or a CUDA graph is captured, whose every replay would use the slots of the capture.
     """
     read, write = _slot_pairs(sources, source.ssm, destinations, destination.ssm)
     if not len(read):
@@ -47,28 +37,14 @@ def copy_states(
 def encode_states(
     tensors: Sequence[CodedTensor], sources: Sequence[int], destinations: Sequence[int]
 ) -> None:
-    """Store the states of slots `sources` in durable slots `destinations`, pair by pair.
-
-    Runs on the current stream and does not synchronise. One launch a tensor, whatever the number of pairs;
-    each reads the states once, and writes the encoded bytes once.
-
-    Args:
-        tensors: `numbers` and `scales` are written.
-        sources, destinations: [n] a pair with a -1 is skipped. A destination is named once.
-
-    Raises:
-        ValueError: the lengths differ, or a listed index lies outside its pool.
-    """
+    """Store states `sources` in durable slots `destinations`, as `copy_states` does, one launch a tensor."""
     _run(tensors, sources, destinations, encodes=True)
 
 
 def decode_states(
     tensors: Sequence[CodedTensor], sources: Sequence[int], destinations: Sequence[int]
 ) -> None:
-    """Restore the states of durable slots `sources` to slots `destinations`, pair by pair.
-
-    As `encode_states`, in the other direction: `states` are written.
-    """
+    """Restore the states of durable slots `sources` to slots `destinations`: `encode_states` backwards."""
     _run(tensors, sources, destinations, encodes=False)
 
 
@@ -96,14 +72,7 @@ def _run(
 def _slot_pairs(
     sources: Sequence[int], read: Tensor, destinations: Sequence[int], written: Tensor
 ) -> tuple[Tensor, ...]:
-    """The pairs without a -1: sources and destinations, int64 tensors on the device of `written`.
-
-    Args:
-        sources, destinations: slots of the pools `read` and `written`, [layers, slots, ...].
-
-    Raises:
-        ValueError: the lengths differ, an index lies outside its pool, or a CUDA graph is captured.
-    """
+    """The pairs without a -1: sources and destinations, int64 tensors on the device of `written`."""
     if len(destinations) != len(sources):
         raise ValueError(
             f"destinations has {len(destinations)} entries; accepted: {len(sources)}, one a source"

@@ -18,8 +18,7 @@ PROGRAMS = 4224
 ACCESSES = 1024
 """Accesses of a tile: 8 independent ones for each thread of 4 warps; 16 KiB where an access has 16 bytes."""
 NUM_WARPS = 4
-WIDEST = 16
-"""Bytes that one thread can load or store at once."""
+WIDEST = 16  # bytes that one thread can load or store at once
 
 
 class PartMove(NamedTuple):
@@ -59,8 +58,7 @@ class PartMove(NamedTuple):
 def copy_states(source: StateTensors, read: Tensor, destination: StateTensors, write: Tensor) -> None:
     """Copy states `source[:, read]` to `destination[:, write]` in one launch, which a graph can capture.
 
-    `read` and `write` are slots [n] int64 on the device of the pools; nothing synchronises. A ValueError is
-    raised where states cannot move between the pools as bytes.
+    Raises a ValueError where states cannot move between the pools as bytes.
     """
     conv, ssm = (PartMove.between(*pools) for pools in zip(source, destination, strict=True))
     layers, pairs = destination.ssm.shape[0], len(write)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .reference.token_draws import TokenDraw
+from .state_tensors import numbers_on
 
 BLOCK = 4096
 NUM_WARPS = 16
@@ -35,9 +36,7 @@ def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence
         [draw.needed_parts if draw.top_p < 1 else 0 for draw in draws],
         [draw.uniform for draw in draws],
     ]
-    settings = torch.tensor(listed, dtype=torch.float64, device="cpu")
-    if logits.is_cuda:
-        settings = settings.pin_memory().to(logits.device, non_blocking=True)
+    settings = numbers_on(logits.device, listed, torch.float64)
     width = triton.cdiv(vocabulary, _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     scores = torch.empty(len(draws), width, dtype=dtype, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(width))

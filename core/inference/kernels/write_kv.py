@@ -12,20 +12,15 @@ from torch import Tensor
 
 from .gates import dense
 
-BLOCK = 1024
-"""Numbers that a program loads at once."""
-ZEROS = 4096
-"""Numbers that a program zeroes at once."""
+BLOCK = 1024  # numbers that a program loads at once
+ZEROS = 4096  # numbers that a program zeroes at once
 MAX_PARTS = 8
 FEW_PROGRAMS = 512
 NUM_WARPS = 4
 
 
 def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, positions: Tensor) -> None:
-    """As `reference.attention.write_kv`, in one launch. Does not synchronise.
-
-    A block's keys are contiguous, and so are its values. A position of -1 costs one load.
-    """
+    """As `reference.attention.write_kv`; a block's keys are contiguous, and so are its values."""
     keys, values = dense(keys), dense(values)
     block_size, kv_heads, head_dim = kv_cache.shape[2:]
     entries = tokens.shape[0]
@@ -95,10 +90,7 @@ def zero_rest_of_block(
     cache, positions, entry, position, num_entries, value_cache_offset, block_stride,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Zero the rows after the entry in its block, if the entry ends a run of entries from the block's row 0.
-
-    Costs two loads when there is nothing to do.
-    """
+    """Zero the rows after the entry in its block, if it ends a run of entries from the block's row 0."""
     offset = position % BLOCK_SIZE
     following = tl.load(positions + entry + 1, mask=entry + 1 < num_entries, other=-1)
     begin = tl.load(positions + entry - offset, mask=entry >= offset, other=-1)

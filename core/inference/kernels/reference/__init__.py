@@ -1,9 +1,8 @@
 """The `KernelSet` in plain torch: what a CPU runs, and the oracle of the GPU's kernels.
 
 Every function runs on any device and in any float dtype, and computes in `compute_dtype`, float32 or wider.
-Pools are those of one layer, `[slots, ...]`. A kernel reads the state before its tokens at a *source* pool
-index (-1: zeros) and writes the state after its tokens at a *destination* (-1: nowhere). A kernel reads every
-source before it writes any destination, so that a row may be updated in place.
+Pools are those of one layer, `[slots, ...]`. A kernel reads every source before it writes any destination, so
+that a row may be updated in place.
 
 Inputs may be padded to larger shapes. Padding writes nothing:
 
@@ -22,11 +21,52 @@ from .chunks import compute_dtype
 class KernelSet:
     """The functions that a model calls: here in plain torch, in `GpuKernelSet` in Triton.
 
-    Each function says what it computes and the shapes of its arguments. `H`, `P`, `G` and `N` are heads,
-    channels of a head, groups and state size of Mamba; `Hk`, `Hv`, `Dk` and `Dv` are key heads, value heads
-    and the sizes of their keys and values. A function computes in `compute_dtype`, and returns the dtype of
-    its first tensor, rounded once. Gates and logits stay in the compute dtype. `out`, where a function has
-    it, is a contiguous tensor of the shape and dtype of the result, which is written there and returned.
+    `H`, `P`, `G` and `N` are heads, channels of a head, groups and state size of Mamba: head h belongs to
+    group h // (H // G). `Hk`, `Hv`, `Dk` and `Dv` are key heads, value heads and the sizes of their keys and
+    values: value head h reads key head h // (Hv // Hk). A function computes in `compute_dtype`, and returns
+    the dtype of its first tensor, rounded once; gates and logits stay in the compute dtype. An argument of
+    one name is the same in all functions. Prefills have packed rows of `[tokens, ...]`; decodes have `[rows,
+    T, ...]`:
+
+        x, weight, bias: of a convolution, [tokens, channels] raw, [channels, kernel], [channels] or None
+        conv_states: [slots, channels, >= kernel - 1] the last raw inputs, oldest first
+        x, dt, A, B, C, D: of Mamba, [tokens, H, P]; [tokens, H] after bias and softplus; [H] negative;
+            [tokens, G, N] twice; [H]
+        ssm_states, states: [slots, H, P, N] and [slots, Hv, Dk, Dv]
+        q, k, v, g, beta: of a delta net, [tokens, Hk, Dk] raw, twice; [tokens, Hv, Dv]; [tokens, Hv] log
+            decays, 0 or less, finite; [tokens, Hv] strengths as they are used
+        sources: [rows] slot of the state before a row, -1: zeros
+        destinations: slot for the state after it, -1: nowhere. [rows]; in updates [rows, T], one for each
+            token; in `gated_delta_rule_replay` named only where the row completes its chunk. It may be the
+            row's own source, no other row's
+        query_start_loc, token_rows: [rows + 1] where each row's tokens start; [tokens] the row of each token
+        checkpoint_rows, checkpoint_ends, checkpoint_destinations: [n] the window before token
+            `checkpoint_ends` of the stream, which is a token of that row or the row's end, goes to this slot
+        chunk_size, cu_chunk_seqlens, seq_idx, row_chunk_starts: as in `PrefillChunks`; a row without tokens
+            has no chunk and passes its state on unchanged
+        chunk_destinations: [chunks] slots for the states after chunks
+        out: where the result goes, contiguous; None allocates it
+        query, key; keys, values: [T, heads, head dim], [T, KV heads, head dim]; query head h reads KV head
+            h // (heads // KV heads)
+        kv_cache: [2 (K, V), blocks, block size, KV heads, head dim]
+        eps, offset: of norms over the last dimension, added to the mean square and to the weight [n]
+
+    For decodes by replay, a request keeps what its tokens since the last grid point, a multiple of
+    `chunk_size`, put in, at position % chunk_size; of a convolution its last raw inputs, at position % R:
+
+        slots, starts, lengths: [rows] the request, -1: padding; the position of its first new token; its new
+            tokens, at most T and all in one chunk. Outputs of the tokens after them are unspecified
+        tail_starts: [rows] the packed token that begins a prefill row's last, incomplete chunk; a tail that
+            begins at its row's end has no token
+        conv_inputs: [slots, R, channels], R at least kernel - 1 + T
+        x_inputs, B_inputs, gates: [slots, chunk_size, H, P], [slots, chunk_size, G, N] and [slots, 2, H,
+            chunk_size], the last in the compute dtype: dt, and sums of dt * A from the grid point
+        k_inputs, v_inputs, g_inputs, beta_inputs: [slots, chunk_size, ...] of normalised k, and of v, g and
+            beta
+        new_v, new_v_inputs, inverses: for 16-bit tokens on a GPU, else None. [tokens, Hv, Dv] what each token
+            adds to the value of its key; [slots, chunk_size, Hv, Dv]; [slots, Hv, (chunk_size + 16) // 2,
+            chunk_size] float32, the inverses of the chunks' triangular systems in blocks of 16 x 16 on and
+            below the diagonal
 
     Example: `kernel_set(torch.device("cpu"), torch.bfloat16).rms_norm(x, weight, 1e-5)` with x [7, 512] and
     weight [512] computes in float32 and returns bfloat16 [7, 512].

@@ -57,17 +57,11 @@ class AttentionRows(NamedTuple):
 
 
 def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, positions: Tensor) -> None:
-    """Store `keys[tokens[i]]` and `values[tokens[i]]` at `positions[i]` of the cache.
+    """Store `keys[tokens[i]]` and `values[tokens[i]]` at `positions[i]`, block * block size + offset.
 
     A block whose first row is stored is new: its rows that the call does not store become zeros. All rows of
-    a block that holds any token are therefore finite, whatever the memory held before.
-
-    Args:
-        kv_cache: [2, blocks, block size, KV heads, head dim]. Written, in its own dtype.
-        keys, values: [T, KV heads, head dim].
-        tokens: [W] indices into `keys` and `values`.
-        positions: [W] block * block size + offset; -1 writes nothing. Entries of one block stand side by
-            side, in the order of their offsets and without gaps.
+    a block that holds any token are therefore finite, whatever the memory held before. A position of -1
+    writes nothing; entries of one block stand side by side, in the order of their offsets and without gaps.
     """
     real = positions >= 0
     tokens, positions = tokens[real], positions[real]
@@ -85,16 +79,7 @@ def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, pos
 def paged_attention(
     query: Tensor, kv_cache: Tensor, rows: AttentionRows, *, scale: float | None = None
 ) -> Tensor:
-    """Attention of each row's tokens to the row's sequence, each token up to its own position.
-
-    Args:
-        query: [T, heads, head dim]; head h reads KV head h // (heads // KV heads).
-        kv_cache: [2, blocks, block size, KV heads, head dim], keys and values of the tokens included.
-        rows: the rows of the step.
-        scale: of the scores; None is head dim ** -0.5.
-
-    Returns: the shape and dtype of `query`.
-    """
+    """Attention of each row's tokens to its sequence, up to each token; `scale` None is head dim ** -0.5."""
     dtype, scale = compute_dtype(query.dtype), score_scale(scale, query.shape[-1])
     block_size, kv_heads = kv_cache.shape[2:4]
     out = torch.zeros_like(query)

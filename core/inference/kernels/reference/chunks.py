@@ -29,21 +29,11 @@ def write_states(states: Tensor, destinations: Tensor, values: Tensor) -> None:
 
 
 class PaddedChunks:
-    """The chunks of packed rows, each padded to `chunk_size` tokens.
-
-    All products of a chunk then have the same shape whichever rows share the batch, and so the same bits.
-    Synchronises.
-    """
+    """Chunks of packed rows, each padded to `chunk_size`: products have one shape, and bits, in any batch."""
 
     def __init__(
         self, tokens: int, chunk_size: int, cu_chunk_seqlens: Tensor, row_chunk_starts: Tensor
     ) -> None:
-        """
-        Args:
-            tokens: all packed tokens, padding included.
-            chunk_size: at least the tokens of every chunk.
-            cu_chunk_seqlens, row_chunk_starts: [chunks + 1], [rows + 1], as in `PrefillChunks`.
-        """
         self.num_chunks = int(row_chunk_starts[-1])
         cuts = cu_chunk_seqlens[: self.num_chunks + 1].long()
         places = cuts[:-1, None] + torch.arange(chunk_size, device=cuts.device)
@@ -52,8 +42,8 @@ class PaddedChunks:
 
     def padded(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens, ...] -> [chunks, chunk_size, ...] in `dtype`; zeros after a chunk's tokens."""
-        behind = packed.new_zeros(1, *packed.shape[1:])
-        return torch.cat([packed, behind]).to(dtype)[self._places]
+        zeros = packed.new_zeros(1, *packed.shape[1:])
+        return torch.cat([packed, zeros]).to(dtype)[self._places]
 
     def packed(self, padded: Tensor) -> Tensor:
         """[chunks, chunk_size, ...] -> [tokens of all chunks, ...]."""
@@ -65,14 +55,7 @@ def pass_states(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The recurrence between chunks: leaving = step(entering, *parts of the chunk), in order within each row.
 
-    Args:
-        step: (state [1, ...], parts [1, ...]) -> the next state [1, ...], for one chunk.
-        parts: what `step` reads of each chunk, [chunks, ...] each.
-        initial: [rows, ...] the states before the rows' first chunks.
-        seq_idx: [chunks] the row of each chunk.
-
-    Returns: the states that enter and that leave each chunk, [chunks, ...] both, and each row's last state,
-        [rows, ...].
+    Returns the states that enter and that leave each chunk, [chunks, ...] both, and each row's last state.
     """
     final = initial.clone()
     entering, leaving = initial.new_empty(2, len(seq_idx), *initial.shape[1:])

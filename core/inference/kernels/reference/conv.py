@@ -18,23 +18,7 @@ def causal_conv1d_prefill(
     checkpoint_ends: Tensor, checkpoint_destinations: Tensor, *, activation: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Depthwise causal convolution, then SiLU, over packed sequences of any lengths, 0 and 1 included.
-
-    Args:
-        x: [tokens, conv_dim] raw inputs, row after row.
-        weight, bias: [conv_dim, kernel], [conv_dim] or None.
-        conv_states: [slots, conv_dim, >= kernel - 1]. A slot's first kernel - 1 places hold the last raw
-            inputs, oldest first. Written at `destinations` and `checkpoint_destinations`.
-        sources, destinations: [rows] pool indices.
-        query_start_loc: [rows + 1] where each row's tokens start in `x`.
-        token_rows: [tokens] the row of each token.
-        checkpoint_rows, checkpoint_ends, checkpoint_destinations: [n] a checkpoint stores the window before
-            token `checkpoint_ends` of `x`, which is a token of that row or the row's end, at this pool index.
-        activation: whether SiLU follows.
-        out: where the result goes; None allocates it.
-
-    Returns: [tokens, conv_dim] in the dtype of x.
-    """
+    """Depthwise causal convolution, then SiLU, over packed sequences of any lengths, 0 and 1 included."""
     tokens, conv_dim = x.shape
     width = weight.shape[1] - 1
     rows = torch.arange(sources.shape[0], device=x.device)
@@ -74,15 +58,7 @@ def causal_conv1d_update(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, sources: Tensor,
     destinations: Tensor, *, activation: bool = True, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`causal_conv1d_prefill` for rows of T tokens each, with the window stored after each token.
-
-    Args:
-        x: [rows, T, conv_dim].
-        weight, bias, conv_states, activation, out: as for `causal_conv1d_prefill`.
-        sources: [rows] pool indices. destinations: [rows, T] where the window after that token goes.
-
-    Returns: [rows, T, conv_dim] in the dtype of x.
-    """
+    """`causal_conv1d_prefill` for rows of T tokens each, with the window stored after each token."""
     tokens, width = x.shape[1], weight.shape[1] - 1
     carried = read_states(conv_states[..., :width], sources).transpose(1, 2)
     packed = torch.cat([carried.to(x.dtype), x], dim=1)
@@ -97,24 +73,7 @@ def causal_conv1d_replay(
     slots: Tensor, starts: Tensor, lengths: Tensor, destinations: Tensor, *, activation: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`causal_conv1d_prefill` for rows of up to T tokens, whose raw inputs before them lie in a ring.
-
-    An output is the sum of `causal_conv1d_prefill`, in the same order, and so has the same bits.
-
-    Args:
-        x: [rows, T, conv_dim] raw inputs. Tokens of a row after its length are padding.
-        weight, bias, activation, out: as for `causal_conv1d_prefill`.
-        conv_states: [slots, conv_dim, >= kernel - 1]. Written at `destinations`.
-        conv_inputs: [slots, R, conv_dim] rings; R is at least kernel - 1 + T. Written at the positions of the
-            rows' tokens. Only the kernel - 1 positions before `starts` are read; positions before 0 are
-            zeros.
-        slots: [rows] where each row's ring is, -1: padding.
-        starts, lengths: [rows] the position of each row's first token, and its number of tokens.
-        destinations: [rows] the index in `conv_states` for the window after the row's last token, -1:
-            nowhere.
-
-    Returns: [rows, T, conv_dim] in the dtype of x; unspecified for padding.
-    """
+    """`causal_conv1d_prefill` of T tokens whose inputs before them lie in a ring; the same sums and bits."""
     rows, tokens, _ = x.shape
     width, ring = weight.shape[1] - 1, conv_inputs.shape[1]
     place = torch.arange(width + tokens, device=x.device)  # of a token after the oldest input that is read
@@ -139,21 +98,7 @@ def keep_conv_inputs(
     x: Tensor, conv_states: Tensor, conv_inputs: Tensor, slots: Tensor, starts: Tensor, sources: Tensor,
     query_start_loc: Tensor,
 ) -> None:  # fmt: skip
-    """Store the last raw inputs of each prefill row in the row's ring.
-
-    Where a row is shorter than kernel - 1 tokens, the inputs before it come from its carried window. The call
-    must therefore come before the prefill's own call, which may write a row's window in place.
-
-    Args:
-        x: [tokens, conv_dim] raw inputs, row after row.
-        conv_states: [slots, conv_dim, kernel - 1] the windows before the rows.
-        conv_inputs: as for `causal_conv1d_replay`. Written at the kernel - 1 positions before each row's end,
-            except positions before 0.
-        slots: [rows] where each row's ring is, -1: nowhere.
-        starts: [rows] the position of each row's first token.
-        sources: [rows] the index in `conv_states` of each row's carried window, -1: zeros.
-        query_start_loc: [rows + 1] where each row's tokens start in `x`.
-    """
+    """Store prefill rows' last inputs in their rings; before the prefill, which may overwrite its windows."""
     width = conv_states.shape[-1]
     carried = read_states(conv_states, sources).transpose(1, 2).to(conv_inputs.dtype)
     bounds, row_starts = query_start_loc.tolist(), starts.tolist()

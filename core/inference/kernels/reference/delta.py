@@ -23,30 +23,7 @@ def gated_delta_rule_scan(
     destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
     row_chunk_starts: Tensor, chunk_destinations: Tensor, new_v: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The gated delta rule over packed sequences, in chunks.
-
-    Yang et al. 2024 (arXiv 2412.06464), section 3.3: within a chunk the WY form, whose triangular system is
-    solved exactly; between chunks the recurrence, in order within a sequence. Every chunk is padded to
-    `chunk_size`, so that its products have the same shape whichever rows share the batch. The same inputs and
-    cuts therefore give the same states, bit for bit, in one call or in several.
-
-    Args:
-        q, k: [tokens, Hk, Dk] raw. Both are normalised here, x * rsqrt(sum x^2 + 1e-6), and q is scaled by
-            Dk ** -0.5. Value head h reads key head h // (Hv // Hk).
-        v: [tokens, Hv, Dv].
-        g: [tokens, Hv] log decays, 0 or less, finite.
-        beta: [tokens, Hv] as it is used: after the sigmoid, and doubled where the model says so.
-        states: [slots, Hv, Dk, Dv]. Written at `destinations` and `chunk_destinations`.
-        sources, destinations: [rows] pool indices. A row without tokens passes its state on unchanged.
-        chunk_size: 1 or more.
-        cu_chunk_seqlens, seq_idx, row_chunk_starts: [chunks + 1], [chunks], [rows + 1], as in
-            `PrefillChunks`. A chunk has at most `chunk_size` tokens, and a row without tokens has no chunk.
-        chunk_destinations: [chunks] pool indices for the state after each chunk.
-        new_v: [tokens, Hv, Dv] contiguous, of 16-bit floats. The kernels of a GPU store the new values here,
-            what each token adds to the value of its key, for `keep_delta_inputs`. Not written here.
-
-    Returns: o, [tokens, Hv, Dv] in the dtype of v.
-    """
+    """The rule over packed sequences, in chunks of the WY form (arXiv 2412.06464, section 3.3)."""
     dtype = compute_dtype(v.dtype)
     key_heads, value_heads = k.shape[1], v.shape[1]
     chunks = PaddedChunks(v.shape[0], chunk_size, cu_chunk_seqlens, row_chunk_starts)
@@ -99,16 +76,7 @@ def gated_delta_rule_update(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, sources: Tensor,
     destinations: Tensor,
 ) -> Tensor:  # fmt: skip
-    """`gated_delta_rule_scan` for rows of T tokens each: the recurrence.
-
-    Args:
-        q, k: [rows, T, Hk, Dk] raw. v: [rows, T, Hv, Dv]. g, beta: [rows, T, Hv]. All as for
-            `gated_delta_rule_scan`.
-        states: [slots, Hv, Dk, Dv]. Written at `destinations`.
-        sources: [rows] pool indices. destinations: [rows, T] where the state after that token goes.
-
-    Returns: o, [rows, T, Hv, Dv] in the dtype of v.
-    """
+    """`gated_delta_rule_scan` for rows of T tokens each: the recurrence."""
     narrow, dtype = v.dtype, compute_dtype(v.dtype)
     heads_of_key = v.shape[2] // k.shape[2]
     query, key = (normalised(x.to(dtype)).repeat_interleave(heads_of_key, dim=2) for x in (q, k))
@@ -127,12 +95,7 @@ def gated_delta_rule_update(
 
 
 def state_after(state: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """The states [rows, Hv, Dk, Dv] after one token of each row.
-
-    Args:
-        key: [rows, Hv, Dk] normalised. value: [rows, Hv, Dv]. decay: [rows, Hv, 1, 1], exp(g).
-            beta: [rows, Hv].
-    """
+    """The states [rows, Hv, Dk, Dv] after one token of each row; `decay` is exp(g), [rows, Hv, 1, 1]."""
     state = decay * state
     held = (state * key[..., None]).sum(-2)
     new_value = beta[..., None] * (value - held)
@@ -140,13 +103,7 @@ def state_after(state: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: 
 
 
 def _next_states(state: Tensor, decay: Tensor, read_keys: Tensor, written: Tensor, keys: Tensor) -> Tensor:
-    """The states after one chunk each.
-
-    Args:
-        state: [n, Hv, Dk, Dv] the states before it. decay: [n, Hv] of the whole chunk.
-        read_keys, written: [n, Hv, chunk_size, Dk] and [n, Hv, chunk_size, Dv], the two parts of the WY form.
-        keys: [n, Hv, Dk, chunk_size], each key decayed from its token to the end of the chunk.
-    """
+    """The states after one chunk each; `keys` [n, Hv, Dk, chunk_size] are decayed to the end of the chunk."""
     return decay[..., None, None] * state + keys @ (written - read_keys @ state)
 
 
@@ -160,29 +117,7 @@ def gated_delta_rule_replay(
     inverses: Tensor | None, slots: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor,
     destinations: Tensor, chunk_size: int,
 ) -> Tensor:  # fmt: skip
-    """`gated_delta_rule_scan` of the tokens since each row's last grid point; the outputs of the new ones.
-
-    Args:
-        q, k: [rows, T, Hk, Dk] raw. v: [rows, T, Hv, Dv]. g, beta: [rows, T, Hv]. All as for the scan. Tokens
-            of a row after its length are padding.
-        states: [slots, Hv, Dk, Dv]. Written at `destinations`.
-        k_inputs, v_inputs: [slots, chunk_size, Hk, Dk] normalised and [slots, chunk_size, Hv, Dv]. Written at
-            the positions of the rows' tokens. Read from the grid point to `starts`.
-        g_inputs, beta_inputs: [slots, chunk_size, Hv] likewise.
-        new_v_inputs: [slots, chunk_size, Hv, Dv], what the kernels of a GPU keep of 16-bit tokens besides:
-            the new values of `gated_delta_rule_scan`. Not used here.
-        inverses: [slots, Hv, (chunk_size + 16) // 2, chunk_size] float32, likewise: for each value head, the
-            inverse of the chunk's triangular system, in blocks of 16 x 16 numbers on and below its diagonal.
-        slots: [rows] where each row's inputs are, -1: padding, which writes nothing.
-        starts, lengths: [rows] the position of each row's first token, and its number of tokens, which all
-            lie in one chunk.
-        sources: [rows] the index in `states` of the state at the grid point, -1: zeros.
-        destinations: [rows] the index for the state after the chunk, -1: nowhere. It is named only where the
-            row's tokens complete the chunk.
-        chunk_size: 1 or more.
-
-    Returns: o, [rows, T, Hv, Dv] in the dtype of v; unspecified for padding.
-    """
+    """`gated_delta_rule_scan` of the tokens since each row's last grid point; the outputs of the new ones."""
     rows, tokens = v.shape[:2]
     dtype, device = compute_dtype(v.dtype), v.device
     token = torch.arange(tokens, device=device)
@@ -223,18 +158,7 @@ def keep_delta_inputs(
     g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None, inverses: Tensor | None,
     slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor,
 ) -> None:  # fmt: skip
-    """Store the inputs of each prefill row's tail, the tokens after its last grid point.
-
-    Args:
-        k: [tokens, Hk, Dk]. v: [tokens, Hv, Dv]. g, beta: [tokens, Hv]. Packed rows.
-        new_v: the scan's, where new_v_inputs are kept.
-        k_inputs, v_inputs, g_inputs, beta_inputs, new_v_inputs, inverses: as for `gated_delta_rule_replay`.
-            Written.
-        slots: [rows] where each row's inputs go, -1: nowhere.
-        tail_starts: [rows] the packed token that begins the row's last, incomplete chunk. A row whose tail
-            begins at the row's end stores nothing.
-        query_start_loc: [rows + 1] where each row's tokens start.
-    """
+    """Store the inputs of each prefill row's tail, the tokens after its last grid point."""
     keys = normalised(k.to(compute_dtype(v.dtype)))
     for slot, first, end in zip(
         slots.tolist(), tail_starts.tolist(), query_start_loc[1:].tolist(), strict=True

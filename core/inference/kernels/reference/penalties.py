@@ -5,18 +5,12 @@ from torch import Tensor
 
 
 def penalize(logits: Tensor, counts: Tensor, rows: Tensor, count_rows: Tensor, settings: Tensor) -> None:
-    """Lower the logits of tokens by how often they occurred.
+    """Lower the logits at `rows` by how often tokens occurred, which `counts` at `count_rows` says.
 
     With c generated ones of a token: logit / r where it is positive, else logit * r, if the token is in the
     prompt or c > 0 (repetition penalty r, Keskar et al. 2019); then - f * c, and - p where c > 0 (frequency
-    and presence penalty, OpenAI's API). Example: logit 2, r = 1.25, f = 0.1, p = 0.5, c = 3: 0.8.
-
-    Args:
-        logits: [any rows, vocabulary] float32 or float64. Written at `rows`.
-        counts: [requests, vocabulary] int32: twice the generated tokens, plus 1 for a token of the prompt.
-        rows: [n] int64, rows of `logits`, each once.
-        count_rows: [n] int64, their rows of `counts`.
-        settings: [3, n] in the dtype of `logits`: r, f and p of each row.
+    and presence penalty, OpenAI's API). Counts are 2 c, plus 1 for a token of the prompt; `settings` [3, n]
+    are r, f and p of each row. Example: logit 2, r = 1.25, f = 0.1, p = 0.5, c = 3: 0.8.
     """
     repetition, frequency, presence = settings[:, :, None]
     values, found = logits.index_select(0, rows), counts.index_select(0, count_rows)

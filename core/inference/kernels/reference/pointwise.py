@@ -1,4 +1,4 @@
-"""Norms, activations, gates and the head's product in plain torch."""
+"""Norms, activations, gates and the head's product in plain torch; norms are over the last dimension."""
 
 import torch
 import torch.nn.functional as F
@@ -8,34 +8,16 @@ from .chunks import compute_dtype
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
-    """x / rms(x) * (weight + offset) over the last dimension (arXiv 1910.07467).
-
-    Args:
-        x: [..., n].
-        weight: [n].
-        eps: is added to the mean square.
-        offset: is added to the weight. 1 for models that store the weight's distance from 1.
-
-    Returns: the shape and dtype of x.
-    """
+    """x [..., n] / rms(x) * (weight + offset) (arXiv 1910.07467)."""
     dtype = compute_dtype(x.dtype)
     scale = weight.to(dtype) + offset if offset else weight.to(dtype)
-    wide = x.to(dtype)
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * scale).to(x.dtype)
+    return (_normed(x.to(dtype), eps) * scale).to(x.dtype)
 
 
 def add_rms_norm(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """The sum of two tensors, and its `rms_norm`.
-
-    Args:
-        residual, x: [..., n].
-        weight, eps, offset: as for `rms_norm`.
-
-    Returns: residual + x, and the norm of this sum, both in the dtype of `residual`. The norm reads the sum
-        after it was rounded.
-    """
+    """residual + x, rounded to the dtype of `residual`, and the `rms_norm` of this sum."""
     total = (residual + x).to(residual.dtype)
     return total, rms_norm(total, weight, eps, offset=offset)
 
@@ -61,17 +43,9 @@ def qk_norm_rotary(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, query_weight: Tensor | None = None,
     key_weight: Tensor | None = None, eps: float = 0.0, *, offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`rms_norm` of each head of queries and keys, then a rotation of the first channels of each head.
+    """`rms_norm` of each head [T, heads, D] if it has a weight, then a rotation by the angles [T, R <= D].
 
     Dimension i is paired with i + R / 2, for i below R / 2 (arXiv 2104.09864, in the order of transformers).
-
-    Args:
-        query: [T, heads, D]. key: [T, kv heads, D].
-        cos, sin: [T, R] of each token's angles, R even and at most D. Channels from R on are not rotated.
-        query_weight, key_weight: [D] of the norms, or None: no norm.
-        eps, offset: of both norms, as for `rms_norm`.
-
-    Returns: query and key, each in its shape and dtype, contiguous.
     """
     weighted = (query, query_weight), (key, key_weight)
     query, key = (_norm_rotary(x, cos, sin, weight, eps, offset) for x, weight in weighted)
@@ -92,14 +66,7 @@ def _norm_rotary(
 
 
 def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """The logits hidden @ weight.T.
-
-    Args:
-        hidden: [..., n].
-        weight: [vocabulary, n].
-
-    Returns: [..., vocabulary] in the compute dtype, never rounded to the dtype of the model.
-    """
+    """The logits hidden @ weight.T in the compute dtype, never rounded to the dtype of the model."""
     dtype = compute_dtype(hidden.dtype)
     return F.linear(hidden.to(dtype), weight.to(dtype))
 
@@ -107,14 +74,7 @@ def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
 def time_steps(
     dt: Tensor, dt_bias: Tensor, A_log: Tensor, shortest: float = 0.0, longest: float = float("inf")
 ) -> tuple[Tensor, Tensor]:
-    """Mamba-2's time steps and rates (arXiv 2405.21060): clamp(softplus(dt + dt_bias)) and -exp(A_log).
-
-    Args:
-        dt: [T, H]. dt_bias, A_log: [H].
-        shortest, longest: the bounds of the time steps.
-
-    Returns: the time steps [T, H] and A [H], both in the compute dtype.
-    """
+    """Mamba-2's time steps clamp(softplus(dt + dt_bias)) of raw dt, and its rates A = -exp(A_log)."""
     dtype = compute_dtype(dt.dtype)
     steps = _softplus(dt.to(dtype) + dt_bias.to(dtype))
     if (shortest, longest) != (0.0, float("inf")):
@@ -125,14 +85,9 @@ def time_steps(
 def delta_gates(
     a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, doubled: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule's log decays and strengths: -exp(A_log) softplus(a + dt_bias) and sigmoid(b).
+    """A delta net's g = -exp(A_log) softplus(a + dt_bias), and beta = sigmoid(b), twice that if `doubled`.
 
-    Args:
-        a, b: [T, Hv], or [T, Hk, Hv // Hk] by key heads.
-        A_log, dt_bias: [Hv].
-        doubled: whether the strengths are multiplied by two, to lie between 0 and 2.
-
-    Returns: the log decays g [T, Hv] and the strengths beta [T, Hv], both in the compute dtype.
+    a and b are [T, Hv], or [T, Hk, Hv // Hk] by key heads.
     """
     dtype = compute_dtype(a.dtype)
     a, b = a.flatten(1).to(dtype), b.flatten(1).to(dtype)
@@ -141,15 +96,7 @@ def delta_gates(
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-    """Mamba-2's output norm: the RMS norm of x * silu(gate), over each of `groups` parts of the channels.
-
-    Args:
-        x, gate: [T, n]. weight: [n].
-        groups: divides n.
-        eps: is added to the mean square.
-
-    Returns: [T, n] in the dtype of x.
-    """
+    """Mamba-2's output norm: the RMS norm of x * silu(gate), over each of `groups` parts of the channels."""
     dtype = compute_dtype(x.dtype)
     parts = torch.unflatten(x.to(dtype) * F.silu(gate.to(dtype)), -1, (groups, -1))
     normed = _normed(parts, eps) * torch.unflatten(weight.to(dtype), -1, (groups, -1))
@@ -157,15 +104,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: fl
 
 
 def rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """A delta net's output norm (arXiv 2412.06464): the RMS norm of each head of x, times silu(gate).
-
-    Args:
-        x, gate: [T, H, D]; the gate may be [T, Hk, H // Hk, D].
-        weight: [D] of every head, or [H, D].
-        eps: is added to the mean square.
-
-    Returns: [T, H, D] in the dtype of x.
-    """
+    """A delta net's output norm: each head's RMS norm times silu(gate); a gate may be [T, Hk, H // Hk, D]."""
     dtype = compute_dtype(x.dtype)
     normed = _normed(x.to(dtype), eps) * weight.to(dtype)
     return (normed * F.silu(gate.reshape(x.shape).to(dtype))).to(x.dtype)

@@ -1,5 +1,7 @@
-"""Mamba-2's scan and recurrence in plain torch, and decode by replay from a chunk's first state and the
-inputs since.
+"""Mamba-2's scan and recurrence in plain torch, and decode by replay from a chunk's first state.
+
+For packed rows or single tokens, h[t] = exp(dt A) h[t-1] + dt B x and y = C h + D x. Every chunk is padded to
+`chunk_size`, so that its products have the same shape, and its states the same bits, in every batch.
 """
 
 import torch
@@ -13,25 +15,7 @@ def ssd_chunk_scan(
     sources: Tensor, destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
     row_chunk_starts: Tensor, chunk_destinations: Tensor, *, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The state space dual form of h[t] = exp(dt A) h[t-1] + dt B x, y = C h + D x, over packed sequences.
-
-    Dao & Gu 2024 (arXiv 2405.21060), section 6: within a chunk a masked matrix product, between chunks the
-    recurrence, in order within a sequence. Every chunk is padded to `chunk_size`, so that its products have
-    the same shape whichever rows share the batch. The same inputs and cuts therefore give the same states,
-    bit for bit, in one call or in several.
-
-    Args:
-        x: [tokens, H, P]. dt: [tokens, H], after bias and softplus. A: [H], negative. D: [H].
-        B, C: [tokens, G, N]; head h belongs to group h // (H // G).
-        ssm_states: [slots, H, P, N]. Written at `destinations` and `chunk_destinations`.
-        sources, destinations: [rows] pool indices. A row without tokens passes its state on unchanged.
-        cu_chunk_seqlens, seq_idx, row_chunk_starts: [chunks + 1], [chunks], [rows + 1], as in
-            `PrefillChunks`. A chunk has at most `chunk_size` tokens, and a row without tokens has no chunk.
-        chunk_destinations: [chunks] pool indices for the state after each chunk.
-        out: where y goes; None allocates it.
-
-    Returns: y, [tokens, H, P] in the dtype of x.
-    """
+    """The state space dual form of the recurrence, in chunks (Dao & Gu 2024, arXiv 2405.21060, section 6)."""
     dtype = compute_dtype(x.dtype)
     heads, groups = x.shape[1], B.shape[1]
     chunks = PaddedChunks(x.shape[0], chunk_size, cu_chunk_seqlens, row_chunk_starts)
@@ -77,17 +61,7 @@ def selective_state_update(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
     sources: Tensor, destinations: Tensor, *, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`ssd_chunk_scan` for rows of T tokens each: the recurrence (Gu & Dao 2023, arXiv 2312.00752).
-
-    Args:
-        x: [rows, T, H, P]. dt: [rows, T, H], after bias and softplus. A: [H], negative. D: [H].
-        B, C: [rows, T, G, N]; head h belongs to group h // (H // G).
-        ssm_states: [slots, H, P, N]. Written at `destinations`.
-        sources: [rows] pool indices. destinations: [rows, T] where the state after that token goes.
-        out: where y goes; None allocates it.
-
-    Returns: y, [rows, T, H, P] in the dtype of x.
-    """
+    """`ssd_chunk_scan` for rows of T tokens each: the recurrence (Gu & Dao 2023, arXiv 2312.00752)."""
     dtype = compute_dtype(x.dtype)
     narrow, x, dt = x.dtype, x.to(dtype), dt.to(dtype)
     heads_a_group = x.shape[2] // B.shape[2]
@@ -111,33 +85,11 @@ def ssd_replay(
     x_inputs: Tensor, B_inputs: Tensor, gates: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor,
     sources: Tensor, destinations: Tensor, chunk_size: int, *, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """y of the next tokens of each row, as `ssd_chunk_scan` defines it.
+    """`ssd_chunk_scan` of each row's next tokens, from the state and the inputs since its last grid point.
 
-    A chunk begins at the last multiple g of `chunk_size` at or before a row's start. Reads the row's state at
-    g and the inputs of [g, start), and stores the inputs of the row's tokens. Where a row has a destination,
-    the state after the row's tokens goes there. With l the sums of dt * A from g on, and for token m
-    (Dao & Gu 2024, arXiv 2405.21060, section 6):
+    With l the sums of dt * A from the grid point g on, and for token m (arXiv 2405.21060, section 6):
 
         y[m] = exp(l[m]) C[m] h(g) + sum over k <= m of exp(l[m] - l[k]) C[m] B[k] dt[k] x[k] + D x[m]
-
-    Args:
-        x: [rows, T, H, P]. dt: [rows, T, H], after bias and softplus. A: [H], negative. D: [H].
-        B, C: [rows, T, G, N]; head h belongs to group h // (H // G).
-        ssm_states: [slots, H, P, N]. Written at `destinations`.
-        x_inputs, B_inputs: [slots, chunk size, H, P] and [slots, chunk size, G, N]: a token's inputs lie at
-            its position modulo `chunk_size`. Written.
-        gates: [slots, 2, H, chunk size] in the compute dtype: dt, and l. Written. Numbers at positions from
-            start + length on have no effect, NaN included.
-        slots: [rows], where a row's inputs lie; -1: padding, which reads and writes nothing.
-        starts, lengths: [rows], the position of a row's first token, and its number of tokens, at most T. No
-            row goes beyond its chunk's end. Outputs of tokens from `length` on are unspecified.
-        sources: [rows], where in `ssm_states` the state at g lies; -1: zeros.
-        destinations: [rows], where the state after the tokens goes, -1: nowhere. A destination may be the
-            row's own source, no other row's.
-        chunk_size: the tokens of a chunk.
-        out: where y goes; None allocates it.
-
-    Returns: y, [rows, T, H, P] in the dtype of x.
     """
     dtype = compute_dtype(x.dtype)
     heads_a_group = x.shape[2] // B.shape[2]
@@ -176,17 +128,7 @@ def keep_ssd_inputs(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, gates: Tensor,
     slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
 ) -> None:  # fmt: skip
-    """Store the inputs of each row's tail, the tokens after the row's last grid point, for `ssd_replay`.
-
-    Args:
-        x: [tokens, H, P], B: [tokens, G, N] and dt: [tokens, H], of packed rows. A: [H].
-        x_inputs, B_inputs, gates: as for `ssd_replay`. Written at `slots`.
-        slots: [rows], where a row's inputs go; -1: nowhere.
-        tail_starts: [rows], the packed token with which a row's tail begins, at a grid point. The tail has at
-            most `chunk_size` tokens, and no token where it begins at the row's end.
-        query_start_loc: [rows + 1], where each row's tokens start.
-        chunk_size: the tokens of a chunk.
-    """
+    """Store the inputs of each prefill row's tail, the tokens after its last grid point, for `ssd_replay`."""
     dtype = compute_dtype(x.dtype)
     ends = query_start_loc[1:].tolist()
     for slot, start, end in zip(slots.tolist(), tail_starts.tolist(), ends, strict=True):

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-WHOLE = 1 << 53
-"""How many parts make up probability 1."""
+WHOLE = 1 << 53  # how many parts make up probability 1
 
 
 class TokenDraw(NamedTuple):
@@ -41,14 +40,7 @@ class TokenDraw(NamedTuple):
 
 
 def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence[TokenDraw]) -> None:
-    """Draw a token for each of `draws`.
-
-    Args:
-        tokens: [rows] int64. Written at the draws' rows; a row without a finite largest logit gets any id.
-        logits: [rows, vocabulary], floating point.
-        largest: [rows] the largest logit of each row, in the dtype of `logits`.
-        draws: the rows to draw, each at most once.
-    """
+    """Write a token at the row of each draw; any id where the row's largest logit is not finite."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     limits = torch.finfo(dtype)  # temperatures that round to 0 or infinity would turn scores into NaN
     finite = largest.isfinite().tolist()

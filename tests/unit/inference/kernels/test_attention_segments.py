@@ -244,8 +244,8 @@ def outside(function):
 @given(
     step=steps(),
     kind=st.sampled_from([
-        (Readers.WITHIN_AND_BEHIND, True), (Readers.WITHIN, False), (Readers.BEHIND, True),
-        (Readers.BEHIND, False),
+        (Readers.ALL, True), (Readers.WITHIN, False), (Readers.AFTER, True),
+        (Readers.AFTER, False),
     ]),
     segment=st.sampled_from([4, 8, 12]),
 )  # fmt: skip
@@ -265,7 +265,7 @@ def test_pairs_of_rows_and_segments(step, kind, segment):
             rows, first_row, num_rows, readers, num_segments, segment, BLOCK, tokens, longest_query=99,
             copies=copies,
         )  # fmt: skip
-        separate = readers == Readers.BEHIND and not copies
+        separate = readers == Readers.AFTER and not copies
         found = []
         for part in range(num_segments) if separate else [None]:
             table, lengths, starts, counts = (x if part is None else x[part] for x in pairs[:4])
@@ -294,7 +294,7 @@ def expected_pairs(rows, first_row, num_rows, readers, segment, copies, tokens, 
                 own = position // segment == index
                 if not (own if readers == Readers.WITHIN else index * segment <= position):
                     continue
-                if readers == Readers.BEHIND and own:
+                if readers == Readers.AFTER and own:
                     continue
                 seen = min(length - index * segment, segment)
                 blocks = rows.block_table[row, index * segment // BLOCK :][: -(-seen // BLOCK)]
