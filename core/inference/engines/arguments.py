@@ -24,14 +24,11 @@ Salt = bytes | str | None
 
 
 class RequestFactory:
-    """Makes the requests of an engine from what its callers pass, which is checked here alone.
-
-    Attributes:
-        next_ids: of the next request of a user, and of the next one that computes a prefix or scores. They
-            are apart, so that no seed depends on what is cached or scored.
-    """
+    """Makes the requests of an engine from what its callers pass, which is checked here alone."""
 
     def __init__(self, context: DynamicInferenceContext, salt_key: SaltKey, seed: int) -> None:
+        # Of a user's next request, and of the next one that computes a prefix or scores: apart, so that no
+        # seed depends on what is cached or scored.
         self.next_ids = 0, NO_ID - 1
         self._context, self._config = context, context.config
         self._salt_key, self._seed = salt_key, seed

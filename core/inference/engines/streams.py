@@ -183,29 +183,17 @@ class RequestSource:
 class Answer:
     """The tokens and the end of one request, from a writer to the stream that reads them in an event loop.
 
-    The writer may be another thread. It writes tokens first, then the end, then lets the loop call `wake`.
-    The loop's thread reads in the opposite order, so no lock is needed.
-
-    Attributes:
-        request_id: None until the engine has the request.
-        result, error: how the answer ended, one of them; both None until then.
-        prompt_figures: what became of the prompt; written before the first token.
-        ended: whether no token comes any more.
-        wake_posted: whether a call of `wake` is posted and has not run yet.
+    The writer, perhaps another thread, writes tokens, then the end, then lets the loop call `wake`. The
+    loop's thread reads in the opposite order, so no lock is needed.
     """
 
     def __init__(
         self, on_end: Callable[["Answer"], object], end_early: Callable[["Answer", EarlyEnd], object]
     ) -> None:
-        """Of a reader in the event loop that runs now.
-
-        Args:
-            on_end: called in the loop's thread once the answer has ended; may be called again.
-            end_early: asks the writer to end the request; any thread may call it at any moment.
-        """
-        self.request_id: int | None = None
+        """`on_end` may be called again; `end_early` asks the writer for an end, in any thread."""
+        self.request_id: int | None = None  # until the engine has the request
         self.result: RequestResult | None = None
-        self.prompt_figures: PromptFigures | None = None
+        self.prompt_figures: PromptFigures | None = None  # written before the first token
         self.error: BaseException | None = None
         self.ended = False
         self.wake_posted = False
