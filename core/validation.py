@@ -30,10 +30,7 @@ _LONGEST_SHOWN = 8  # items of a tuple or a mapping that `brief_repr` writes out
 def integer(
     name: str, value: object, minimum: int | None = None, maximum: int | None = None, also: str = ""
 ) -> int:
-    """`value` as an int within [minimum, maximum], or a ValueError. Bools and floats are rejected.
-
-    `also`: what else the caller accepts, for the message.
-    """
+    """`value` as an int within [minimum, maximum], or a ValueError that says what is accepted, `also` too."""
     number = value if type(value) is int else _index(value)
     low, high = -_INFINITY if minimum is None else minimum, _INFINITY if maximum is None else maximum
     if number is not None and low <= number <= high:
@@ -88,10 +85,7 @@ def set_field(settings: object, name: str, value: object) -> None:
 def check_fields(
     settings: object, check: Callable[..., object], /, *, or_none: bool = False, **arguments: tuple[Any, ...]
 ) -> None:
-    """Set each named field of a frozen dataclass to `check(name, value, *arguments)`.
-
-    Example: `check_fields(self, real, or_none=True, top_p=(0.0, 1.0))` accepts None and numbers from 0 to 1.
-    """
+    """Set each named field of a frozen dataclass to `check(name, value, *arguments)`."""
     for name, more in arguments.items():
         value = getattr(settings, name)
         if value is not None or not or_none:
@@ -102,11 +96,7 @@ def check_fields(
 
 
 def integers(name: str, values: object, minimum: int | None = None, maximum: int | None = None) -> list[int]:
-    """A list of ints within [minimum, maximum] from an ordered iterable or a 1-D integer tensor.
-
-    Raises:
-        ValueError: `values` is something else; sets, dicts and their views have no order that callers mean.
-    """
+    """A list of ints within [minimum, maximum] from an ordered iterable or a 1-D integer tensor."""
     if is_tensor(values):
         tensor: Any = values
         if tensor.dim() != 1 or str(tensor.dtype) not in _INTEGER_DTYPES or not holds_data(tensor):
@@ -239,11 +229,7 @@ def described(value: Any) -> str:
 
 
 def brief_repr(value: Any) -> str:
-    """A dataclass in one line without lists, which may be a user's tokens: `Result(id=3, tokens=<40 items>)`.
-
-    Without fields that are None or empty, and without zero counts; short tuples and mappings of counts are
-    written out.
-    """
+    """A dataclass in one line without its lists, which may be a user's: `Result(id=3, tokens=<40 items>)`."""
     named = ((field.name, getattr(value, field.name)) for field in fields(value) if field.repr)
     parts = [
         f"{name}={_brief(item)}"

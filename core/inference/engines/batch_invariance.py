@@ -26,20 +26,13 @@ _PREFILL_ROWS, _DECODE_ROWS = 64, 32  # tokens of the recorded steps, and twice 
 
 
 class BatchInvariance:
-    """Sets torch's switches for good, and checks an engine's model, when it is built.
-
-    The promise: tokens and the bits of log-probs of a request depend on its own tokens, sampling parameters
-    and seed alone, for one model, one kind of GPU, one set of library versions and one tensor-parallel size.
-
-    Attributes:
-        products: the operators, sizes and dtypes that were compared.
-    """
+    """Sets torch's switches for good, and checks an engine's model, when it is built."""
 
     def __init__(self, model: Model, spec: HybridStateSpec, config: InferenceConfig) -> None:
         """A refusal leaves the switches as they were."""
         check_settings(spec, config)
         self._spec = spec
-        self.products: tuple[str, ...] = ()
+        self.products: tuple[str, ...] = ()  # operators, sizes and dtypes that were compared
         width = power_of_two(1 + config.num_speculative_tokens)
         self._most_tokens = rung(config.max_requests * width + config.max_tokens_per_step)
         before = {name: read_switch(name) for name in SWITCHES}
