@@ -35,11 +35,11 @@ def integer(
     low, high = -_INFINITY if minimum is None else minimum, _INFINITY if maximum is None else maximum
     if number is not None and low <= number <= high:
         return number
-    bounds = "an integer" if minimum is None and maximum is None else f"an integer from {low} to {high}"
-    if minimum is None and maximum is not None:
+    bounds = f"an integer from {low} to {high}"
+    if maximum is None:
+        bounds = "an integer" if minimum is None else f"an integer >= {low}"
+    elif minimum is None:
         bounds = f"an integer <= {high}"
-    if minimum is not None and maximum is None:
-        bounds = f"an integer >= {low}"
     raise ValueError(f"{name} is {shown(value)}; accepted: {also + ', or ' if also else ''}{bounds}")
 
 
@@ -107,7 +107,7 @@ def integers(name: str, values: object, minimum: int | None = None, maximum: int
         raise ValueError(f"{name} is {shown(values)}; accepted: a list of integers or a 1-D integer tensor")
     low = -_INFINITY if minimum is None else minimum
     high = _INFINITY if maximum is None else maximum
-    if not result or (set(map(type, result)) == {int} and low <= min(result) and max(result) <= high):
+    if not result or ints_within(result, low, high):
         return result
     return [integer(f"{name}[{i}]", value, minimum, maximum) for i, value in enumerate(result)]
 
@@ -117,7 +117,7 @@ def is_unordered(values: object) -> bool:
     return isinstance(values, (Set, Mapping, MappingView))
 
 
-def ints_within(values: Sequence[int], minimum: int, maximum: int) -> TypeGuard[list[int]]:
+def ints_within(values: Sequence[int], minimum: float, maximum: float) -> TypeGuard[list[int]]:
     """Whether `values` is a non-empty list of ints within [minimum, maximum]; bools are not ints."""
     if type(values) is not list or not values or countOf(map(type, values), int) < len(values):
         return False

@@ -56,17 +56,9 @@ class RequestFactory:
                 f"min_tokens is {sampling.min_tokens} and every token is a stop token; accepted: fewer"
             )
         integer("num_top_log_probs", sampling.num_top_log_probs, 0, vocab_size)
-        given = sampling.num_generated
-        if given and given >= len(tokens):
-            raise ValueError(
-                f"num_generated is {given} and the prompt has {len(tokens)} tokens; accepted: at least one "
-                "token before those that were generated"
-            )
-        if given and tokens[-1] in sampling.stops:
-            raise ValueError(
-                "the last token that was generated ends the answer; accepted: a token that does not"
-            )
-        num_prompt_tokens, most = len(tokens) - given, sampling.max_tokens
+        if sampling.num_generated:
+            _check_given(tokens, sampling)
+        num_prompt_tokens, most = len(tokens) - sampling.num_generated, sampling.max_tokens
         text = f"prompt and answer have {num_prompt_tokens} + {most} tokens; accepted: together at most"
         self._check_length(text, num_prompt_tokens + most)
         return self._made(tokens, num_prompt_tokens, sampling, cache_salt, checkpoint_plan)
@@ -142,6 +134,18 @@ class RequestFactory:
             raise ValueError(f"{text} max_sequence_length ({longest}) and the KV pool ({pool_tokens})")
 
 
+def _check_given(tokens: list[int], sampling: SamplingParams) -> None:
+    """Raise a ValueError where an answer cannot begin with the last `num_generated` of `tokens`."""
+    given = sampling.num_generated
+    if given >= len(tokens):
+        raise ValueError(
+            f"num_generated is {given} and the prompt has {len(tokens)} tokens; accepted: at least one "
+            "token before those that were generated"
+        )
+    if tokens[-1] in sampling.stops:
+        raise ValueError("the last token that was generated ends the answer; accepted: a token that does not")
+
+
 def request_seed(sampling: SamplingParams, engine_seed: int, request_id: int) -> int:
     """The seed of a request's random numbers: the request's own, or one made of the other two arguments."""
     if sampling.seed is not None:
@@ -213,7 +217,7 @@ def agreed_salt_key(
     except ValueError as error:
         failure = str(error)
     shared = (failure, None if key is None else SaltKey(key).key_id)
-    of_ranks = groups.gather(shared, device) if groups.is_split else [shared]
+    of_ranks = groups.gather(shared, device)
     failures = [failure for failure, _ in of_ranks if failure]
     if failures:
         raise ValueError(failures[0])
@@ -223,6 +227,4 @@ def agreed_salt_key(
             f"salt_key has the key ids {key_ids} on the model's ranks; accepted: one key on all ranks, or "
             "none on any"
         )
-    if key is not None:
-        return SaltKey(key)
-    return SaltKey(groups.gather(drawn_key(), device)[0] if groups.is_split else drawn_key())
+    return SaltKey(groups.gather(drawn_key(), device)[0] if key is None else key)

@@ -88,10 +88,9 @@ class BatchInvariance:
             check()
         except BatchVarianceError as error:
             refusal = str(error)
-        groups = self._spec.groups
-        refusals = groups.gather(refusal, self._spec.device) if groups.is_split else [refusal]
-        if any(refusals):
-            raise BatchVarianceError(next(filter(None, refusals)))
+        refusals = list(filter(None, self._spec.groups.gather(refusal, self._spec.device)))
+        if refusals:
+            raise BatchVarianceError(refusals[0])
 
     def _check_parts(self, model: Model, config: InferenceConfig) -> None:
         found = record(model, self._spec, config)

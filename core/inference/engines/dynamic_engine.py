@@ -9,7 +9,6 @@ from ...config import InferenceConfig
 from ...request import EarlyEnd, RequestResult, SamplingParams, ScoreResult
 from ...validation import INT64_MAX, boolean, instance, integer, one_of, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
-from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pool_sizes import sized
@@ -404,7 +403,8 @@ class DynamicInferenceEngine:
         Returns:
             How many of the prefix's tokens later prompts can resume.
         """
-        prefix, chain = self._hashed("warm", tokens, cache_salt)
+        self._check_allocated("warm")
+        prefix, chain = self.factory.prefix(tokens, cache_salt)
         cache, size = self.context.prefix_cache, self.config.block_size_tokens
         whole = len(prefix) // size * size
         if cache.resumable_tokens(chain) < whole:
@@ -421,7 +421,8 @@ class DynamicInferenceEngine:
             MambaSlotCapacityError: pins keep `num_mamba_slots` slots already.
             RuntimeError: the engine is suspended, and so caches nothing.
         """
-        _, chain = self._hashed("pin", tokens, cache_salt)
+        self._check_allocated("pin")
+        _, chain = self.factory.prefix(tokens, cache_salt)
         cache = self.context.prefix_cache
         if not cache.resumable_tokens(chain):
             raise ValueError(
@@ -443,10 +444,6 @@ class DynamicInferenceEngine:
             pins.unpin(prefix)  # raises, and changes nothing
         else:
             self._apply(self.state.unpin, index)
-
-    def _hashed(self, call: str, tokens: Prompt, cache_salt: Salt) -> tuple[list[int], PrefixHashChain]:
-        self._check_allocated(call)
-        return self.factory.prefix(tokens, cache_salt)
 
     def _check_allocated(self, call: str) -> None:
         """`check_usable` of a call that computes."""

@@ -290,19 +290,22 @@ class EngineState:
             if reason is not None and request.result is None:  # of a step ahead, requests may have ended
                 reasons.setdefault(request.request_id, reason)
             if self._drafter is not None and step.decoding and request.request_id in tokens:
-                new, so_far = [one.token for one in tokens[request.request_id]], self.speculation
-                self.speculation = SpeculationStats(
-                    so_far.num_decodes + 1,
-                    so_far.num_tokens + len(new),
-                    so_far.num_drafted + len(step.drafts),
-                    so_far.num_accepted + sum(map(eq, step.drafts, new)),
-                )
+                self._count_drafts(step, [one.token for one in tokens[request.request_id]])
         finished = [self._end(self.requests[request_id], reason) for request_id, reason in reasons.items()]
         return StepReport(
             admitted=tuple(s.request.request_id for s in steps if s.request in self.scheduler.admitted),
             generated={request_id: new[-1] for request_id, new in tokens.items()},
             finished=tuple(finished),
             tokens=tokens,
+        )
+
+    def _count_drafts(self, step: RequestStep, new: Sequence[int]) -> None:
+        so_far = self.speculation
+        self.speculation = SpeculationStats(
+            so_far.num_decodes + 1,
+            so_far.num_tokens + len(new),
+            so_far.num_drafted + len(step.drafts),
+            so_far.num_accepted + sum(map(eq, step.drafts, new)),
         )
 
     # ---- repairs, each of which can be made any number of times

@@ -40,19 +40,16 @@ class Scheduler:
 
     def remove(self, request: DynamicInferenceRequest, *, discard: bool = False) -> None:
         """Forget a running or waiting request, and release what it holds in the context."""
-        self._leave(request)
+        self.waiting.pop(request.request_id, None)
+        if request in self.running:
+            self.running.remove(request)
         self._context.release(request, discard=discard)  # last: an observer of freed blocks may raise
 
     def preempt(self, request: DynamicInferenceRequest) -> None:
         """Release a running request's memory, and put the request at the head of the queue."""
-        self._leave(request)
+        self.running.remove(request)
         self._put_first(request)
         self._context.release(request)
-
-    def _leave(self, request: DynamicInferenceRequest) -> None:
-        self.waiting.pop(request.request_id, None)
-        if request in self.running:
-            self.running.remove(request)
 
     def _put_first(self, request: DynamicInferenceRequest) -> None:
         self.waiting[request.request_id] = request
@@ -182,9 +179,8 @@ class Scheduler:
     def _fits_beside_pins(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:
         """Whether the request fits into the blocks that pins leave and the pinned ones that it shares."""
         pins, num_blocks = self._context.prefix_cache.pins, self._num_blocks(request)
-        if num_blocks <= pins.num_unpinned_blocks:
-            return True  # without a look at the match, which takes long for a long one
-        return num_blocks <= pins.num_within_reach(match.blocks)
+        # The first answer needs no look at the match, which takes long for a long one.
+        return num_blocks <= pins.num_unpinned_blocks or num_blocks <= pins.num_within_reach(match.blocks)
 
     def _with_drafts(self, steps: list[RequestStep], drafter: Drafter) -> list[RequestStep]:
         budget = self._config.max_tokens_per_step - sum(step.length for step in steps)
