@@ -102,22 +102,17 @@ def integers(name: str, values: object, minimum: int | None = None, maximum: int
         if tensor.dim() != 1 or str(tensor.dtype) not in _INTEGER_DTYPES or not holds_data(tensor):
             raise ValueError(f"{name} {described(values)}; accepted: a 1-D integer tensor that holds data")
         values = tensor.tolist()
-    result = list(values) if type(values) is list else _listed(values)
+    result = list(values) if type(values) is list else as_list(values)
     if result is None:
         raise ValueError(f"{name} is {shown(values)}; accepted: a list of integers or a 1-D integer tensor")
     low = -_INFINITY if minimum is None else minimum
     high = _INFINITY if maximum is None else maximum
-    if not result or ints_within(result, low, high):
+    if not result or (set(map(type, result)) == {int} and low <= min(result) and max(result) <= high):
         return result
     return [integer(f"{name}[{i}]", value, minimum, maximum) for i, value in enumerate(result)]
 
 
-def is_unordered(values: object) -> bool:
-    """Whether `values` is a set, a dict, or a view of a dict."""
-    return isinstance(values, (Set, Mapping, MappingView))
-
-
-def ints_within(values: Sequence[int], minimum: float, maximum: float) -> TypeGuard[list[int]]:
+def ints_within(values: Sequence[int], minimum: int, maximum: int) -> TypeGuard[list[int]]:
     """Whether `values` is a non-empty list of ints within [minimum, maximum]; bools are not ints."""
     if type(values) is not list or not values or countOf(map(type, values), int) < len(values):
         return False
@@ -130,8 +125,9 @@ def checked_integers(name: str, values: Sequence[int], minimum: int, maximum: in
     return values if ints_within(values, minimum, maximum) else integers(name, values, minimum, maximum)
 
 
-def _listed(values: Any) -> list[Any] | None:
-    if isinstance(values, (str, bytes)) or is_unordered(values):
+def as_list(values: Any) -> list[Any] | None:
+    """The items of an iterable; None for text, and for sets and dicts, which have no order that is meant."""
+    if isinstance(values, (str, bytes, Set, Mapping, MappingView)):
         return None
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
         return list(values.tolist())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...parallel_groups import ParallelGroups
 from ...request import SamplingParams
-from ...validation import instance, integer, integers, is_unordered, shown
+from ...validation import as_list, instance, integer, integers, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.hashing import PrefixHashChain, SaltKey, drawn_key, given_key, salt_bytes
 from ..contexts.dynamic_context import DynamicInferenceContext
@@ -43,7 +43,7 @@ class RequestFactory:
     ) -> DynamicInferenceRequest:
         """A request without an id and a seed; a ValueError where it can never run."""
         vocab_size = self._context.spec.vocab_size
-        tokens = self._tokens(name, prompt)
+        tokens = checked_prompt(name, prompt, vocab_size)
         if not tokens:
             raise ValueError(f"{name} is empty; accepted: at least one token")
         sampling = SamplingParams() if sampling_params is None else sampling_params
@@ -67,7 +67,7 @@ class RequestFactory:
         self, name: str, sequence: Prompt, start: int, cache_salt: Salt, plan: CheckpointPlan | None
     ) -> DynamicInferenceRequest:
         """A sequence to score, from token `start` on, as a request that ends with its prompt."""
-        tokens = self._tokens(name, sequence)
+        tokens = checked_prompt(name, sequence, self._context.spec.vocab_size)
         if len(tokens) < 2:
             raise ValueError(
                 f"{name} has {len(tokens)} tokens; accepted: at least 2, a context and one to score"
@@ -84,7 +84,8 @@ class RequestFactory:
 
     def prefix(self, tokens: Prompt, cache_salt: Salt) -> tuple[list[int], PrefixHashChain]:
         """The tokens of a prefix, perhaps none, and their hashes."""
-        prefix, chain = self._tokens("tokens", tokens), self._chain(cache_salt)
+        prefix = checked_prompt("tokens", tokens, self._context.spec.vocab_size)
+        chain = self._chain(cache_salt)
         chain.extend_to(prefix)
         return prefix, chain
 
@@ -124,9 +125,6 @@ class RequestFactory:
         root = self._salt_key.root(salt_bytes("cache_salt", cache_salt))
         return PrefixHashChain(self._config.block_size_tokens, root)
 
-    def _tokens(self, name: str, prompt: Prompt) -> list[int]:
-        return checked_prompt(name, prompt, self._context.spec.vocab_size)
-
     def _check_length(self, text: str, num_tokens: int) -> None:
         longest = self._config.max_sequence_length
         pool_tokens = self._context.prefix_cache.kv_blocks.total_count * self._config.block_size_tokens
@@ -156,10 +154,7 @@ def request_seed(sampling: SamplingParams, engine_seed: int, request_id: int) ->
 
 def named_prompts(prompts: Iterable[Prompt], name: str = "prompts") -> list[tuple[str, Any]]:
     """Each prompt with its name in messages, as "prompts[1]"; `name` is in the plural."""
-    try:
-        listed = None if isinstance(prompts, (str, bytes)) or is_unordered(prompts) else list(prompts)
-    except TypeError:
-        listed = None
+    listed = as_list(prompts)
     if listed is None or (listed and all(map(_is_number, listed))):
         found = shown(prompts) if listed is None else f"a list of {len(listed)} token ids"
         raise ValueError(

@@ -45,12 +45,6 @@ class BatchVarianceError(ValueError):
     """An operation of a model may give a row other bits where the number of rows differs."""
 
 
-def operator_name(func: Any) -> str:
-    """The name without the overload, as "aten.mm"."""
-    name: str = func.name().partition(".")[0].replace("::", ".")
-    return name
-
-
 # ---- which products a model makes
 
 
@@ -102,7 +96,7 @@ class ProductRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-        name = operator_name(func)
+        name = func.name().partition(".")[0].replace("::", ".")  # without the overload
         if name == _ATTENTION:
             splits = _argument(func, args, kwargs, "num_splits")
             if splits != 1:
