@@ -1,7 +1,4 @@
-"""The mode in which the bits of an answer depend on its request alone, and its check when an engine starts.
-
-`tools/check_bits.py` compares attention in many batches, at length.
-"""
+"""The mode in which the bits of an answer depend on its request alone, and its check at an engine's start."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping

@@ -212,10 +212,7 @@ class DynamicInferenceEngine:
     # ---- calls that change the engine
 
     def _apply[T](self, call: Callable[..., T], *arguments: Any) -> T:
-        """Call a method of `state`, by which alone requests, cache and pools change.
-
-        A subclass that leads the other ranks of a split model sends the call's name and arguments to them.
-        """
+        """Call a method of `state`, by which alone the engine changes; `LeadingEngine` does on all ranks."""
         return call(*arguments)
 
     @property

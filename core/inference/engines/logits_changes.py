@@ -95,11 +95,7 @@ class LogitsChanges:
         return out
 
     def count(self, drawn: Tensor) -> None:
-        """Count the drawn tokens of requests without drafts, whose logits `changed` has just changed.
-
-        `drawn`: a token for each row. Of drafts it is not known yet which are right: the next step counts
-        their tokens.
-        """
+        """Count what was drawn, a token for each row of the last `changed`; not where drafts may be wrong."""
         if self._changes is not None and self._changes.drawn is not None:
             rows, count_rows = self._changes.drawn
             for _, counted in self._changes.counted:
