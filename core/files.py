@@ -25,10 +25,7 @@ class CheckpointError(ValueError):
 
 
 class LoadProgress:
-    """Logs a bar of how much of a checkpoint's weights is loaded, if that takes longer than PROGRESS_S.
-
-    Example: "Qwen3.5-4B: [##########          ] 4.05 of 8.10 GB of weights".
-    """
+    """Logs a bar of how much of a checkpoint's weights is loaded, if that takes longer than PROGRESS_S."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self._folder, self._num_bytes = folder, num_bytes

@@ -141,14 +141,14 @@ class LLM:
         The request is cancelled where the iterator is closed. Example:
         `for piece in llm.stream("def add(", max_tokens=64): print(piece, end="")`.
         """
-        detokenizer = self.loaded.codec.detokenizer()
-        with self._stream(prompt, self._params(sampling_params, params)) as stream:
+        detokenizer, chosen = self.loaded.codec.detokenizer(), self._params(sampling_params, params)
+        given: Any = prompt
+        if _is_one(given) or not isinstance(given, Sequence) or not given:
+            stream = self.engine.stream(self._tokens(given), chosen)
+        else:
+            stream = chat_stream(self.loaded, self.engine, given, chosen)
+        with stream:
             yield from detokenizer.pieces(generated.token for generated in stream)
-
-    def _stream(self, prompt: Any, params: SamplingParams) -> TokenStream[GeneratedToken]:
-        if _is_one(prompt) or not isinstance(prompt, Sequence) or not prompt:
-            return self.engine.stream(self._tokens(prompt), params)
-        return chat_stream(self.loaded, self.engine, prompt, params)
 
     def _answers(self, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
         return [

@@ -19,16 +19,10 @@ _TEMPLATE = "chat_template.jinja"
 
 @dataclass(frozen=True)
 class LoadedText:
-    """What a checkpoint says without its weights: enough for a server whose engines run elsewhere.
+    """What a checkpoint says without its weights: enough for a server whose engines run elsewhere."""
 
-    Attributes:
-        text: tokenizer and chat template; None where the checkpoint has no tokenizer.
-        generation: how answers are chosen, and where they end, unless a request says otherwise.
-        folder: where the files are.
-    """
-
-    text: TextCodec | None
-    generation: GenerationDefaults
+    text: TextCodec | None  # None where the checkpoint has no tokenizer
+    generation: GenerationDefaults  # how answers are chosen, and where they end, unless a request says so
     folder: Path
 
     def __repr__(self) -> str:

@@ -29,11 +29,7 @@ class Part:
 
     @classmethod
     def of_rank(cls, total: int, rank: int, size: int) -> "Part":
-        """The part of rank `rank` where `size` ranks split `total` units equally.
-
-        `total` must be a multiple of `size`, or `size` a multiple of `total`. In the second case several
-        ranks hold the same unit.
-        """
+        """The part of a rank of `size`, which split `total` units equally, or hold one on several ranks."""
         start = total * rank // size
         return cls(start, start + max(1, total // size), total)
 
@@ -48,10 +44,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShard:
-    """The attention layers and KV heads whose KV one rank of a split model holds.
-
-    Where there are more ranks than KV heads, several ranks hold the same KV head.
-    """
+    """The attention layers and KV heads whose KV one rank of a split model holds; ranks may share a head."""
 
     attention_layers: Part
     kv_heads: Part
@@ -62,11 +55,8 @@ class ModelShard:
 
 
 def on_device_of(device: torch.device | None) -> AbstractContextManager[object]:
-    """A context in which `device` is the current CUDA device; no effect for None or another kind of device.
-
-    Triton launches on the current device, whichever device its tensors are on, and nccl sends Python objects
-    from it.
-    """
+    """A context in which `device` is the current CUDA device; no effect for None or another kind."""
+    # Triton launches on the current device, wherever its tensors are; nccl sends Python objects from it.
     is_cuda = device is not None and device.type == "cuda"
     return torch.cuda.device(device.index if is_cuda and device is not None else _CURRENT)
 

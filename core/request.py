@@ -140,11 +140,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class PromptFigures:
-    """What became of a request's prompt; known once the answer has a token.
-
-    Attributes:
-        num_resumed_tokens, computed_by_reason, prompt_log_probs: as in `RequestResult`.
-    """
+    """What became of a request's prompt, as in `RequestResult`; known once the answer has a token."""
 
     num_resumed_tokens: int
     computed_by_reason: Mapping[ComputeReason, int]

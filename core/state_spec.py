@@ -37,22 +37,15 @@ Coarsest = Literal["exact", "bfloat16", "int8"]
 class InputTensor:
     """One tensor of inputs since the last grid point, in all layers that have the state tensor it belongs to.
 
-    Attributes:
-        name: unique in the model.
-        shape: of one token in one layer.
-        dtype: as stored.
-        layout: where tokens lie. With C tokens of a chunk and K drafts of a step at most:
-            "ring": [taps + K, *shape], the token at position p lies at p % (taps + K).
-            "chunk": [C, *shape], at p % C.
-            "by_head": [*shape, C], at p % C of the last dimension.
-        taps: of the convolution whose inputs lie in a ring; 0 for other layouts.
+    With C tokens of a chunk and K drafts of a step at most, the token at position p lies at p % (taps + K)
+    of a "ring" [taps + K, *shape], at p % C of a "chunk" [C, *shape], or of the end of "by_head" [*shape, C].
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of one token in one layer
     dtype: torch.dtype
     layout: InputLayout = "chunk"
-    taps: int = 0
+    taps: int = 0  # of the convolution whose inputs lie in a ring
 
     def of_request(self, chunk_size: int, num_drafts: int) -> tuple[int, ...]:
         """The shape of one request in one layer; `num_drafts`: drafts of a step, at most."""
@@ -63,12 +56,7 @@ class InputTensor:
 
 @dataclass(frozen=True)
 class StateSegment:
-    """Consecutive entries of a tensor's first dimension: `part.count` units, heads for example.
-
-    Attributes:
-        part: the units that this rank holds, of all that the model has.
-        width: entries of one unit.
-    """
+    """Entries of a tensor's first dimension: this rank's units, heads for example, of `width` entries."""
 
     part: Part
     width: int = 1
@@ -85,12 +73,7 @@ class StateSegment:
 
 @dataclass(frozen=True)
 class StateSplit:
-    """Which part of the whole model's tensor this rank holds.
-
-    Attributes:
-        layers: the layers.
-        segments: the segments of the tensor's first dimension, one after another.
-    """
+    """Which part of the whole model's tensor this rank holds: layers, and segments of the first dimension."""
 
     layers: Part
     segments: tuple[StateSegment, ...]
@@ -176,14 +159,9 @@ class StateTensor:
 
 
 class SlotLayout(NamedTuple):
-    """Where the tensors of a state lie in a slot: one after another, each with all its layers.
+    """Where the tensors of a state lie in a slot: one after another, each with all its layers."""
 
-    Attributes:
-        offsets: bytes from the start of the slot to each tensor.
-        slot_bytes: the size of a slot.
-    """
-
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # bytes from the start of the slot to each tensor
     slot_bytes: int
 
     @classmethod
@@ -210,9 +188,8 @@ class EncodedTensor(StateTensor):
 def durable_tensors(states: tuple[StateTensor, ...], dtype: str | None) -> tuple[StateTensor, ...]:
     """The tensors of a durable slot. `dtype`: `InferenceConfig.durable_state_dtype`.
 
-    A tensor that is declared "bfloat16" becomes bfloat16, one that is declared "int8" becomes `dtype`; int8
-    numbers have a second tensor of scales, named + `SCALES`, without the state's `scale_axis`. No tensor has
-    more bytes a number than before: float16 stays float16. `states` themselves where none changes.
+    int8 numbers have a second tensor of scales, named + `SCALES`, without the state's `scale_axis`. No tensor
+    has more bytes a number than before: float16 stays float16. `states` themselves where none changes.
     """
     stored: list[StateTensor] = []
     for state in states:

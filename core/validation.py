@@ -30,19 +30,16 @@ _LONGEST_SHOWN = 8  # items of a tuple or a mapping that `brief_repr` writes out
 def integer(
     name: str, value: object, minimum: int | None = None, maximum: int | None = None, also: str = ""
 ) -> int:
-    """`value` as an int within [minimum, maximum], or a ValueError. Bools and floats are rejected.
-
-    `also`: what else the caller accepts, for the message.
-    """
+    """`value` as an int within [minimum, maximum], or a ValueError that says what is accepted, `also` too."""
     number = value if type(value) is int else _index(value)
     low, high = -_INFINITY if minimum is None else minimum, _INFINITY if maximum is None else maximum
     if number is not None and low <= number <= high:
         return number
-    bounds = "an integer" if minimum is None and maximum is None else f"an integer from {low} to {high}"
-    if minimum is None and maximum is not None:
+    bounds = f"an integer from {low} to {high}"
+    if maximum is None:
+        bounds = "an integer" if minimum is None else f"an integer >= {low}"
+    elif minimum is None:
         bounds = f"an integer <= {high}"
-    if minimum is not None and maximum is None:
-        bounds = f"an integer >= {low}"
     raise ValueError(f"{name} is {shown(value)}; accepted: {also + ', or ' if also else ''}{bounds}")
 
 
@@ -88,10 +85,7 @@ def set_field(settings: object, name: str, value: object) -> None:
 def check_fields(
     settings: object, check: Callable[..., object], /, *, or_none: bool = False, **arguments: tuple[Any, ...]
 ) -> None:
-    """Set each named field of a frozen dataclass to `check(name, value, *arguments)`.
-
-    Example: `check_fields(self, real, or_none=True, top_p=(0.0, 1.0))` accepts None and numbers from 0 to 1.
-    """
+    """Set each named field of a frozen dataclass to `check(name, value, *arguments)`."""
     for name, more in arguments.items():
         value = getattr(settings, name)
         if value is not None or not or_none:
@@ -102,17 +96,13 @@ def check_fields(
 
 
 def integers(name: str, values: object, minimum: int | None = None, maximum: int | None = None) -> list[int]:
-    """A list of ints within [minimum, maximum] from an ordered iterable or a 1-D integer tensor.
-
-    Raises:
-        ValueError: `values` is something else; sets, dicts and their views have no order that callers mean.
-    """
+    """A list of ints within [minimum, maximum] from an ordered iterable or a 1-D integer tensor."""
     if is_tensor(values):
         tensor: Any = values
         if tensor.dim() != 1 or str(tensor.dtype) not in _INTEGER_DTYPES or not holds_data(tensor):
             raise ValueError(f"{name} {described(values)}; accepted: a 1-D integer tensor that holds data")
         values = tensor.tolist()
-    result = list(values) if type(values) is list else _listed(values)
+    result = list(values) if type(values) is list else as_list(values)
     if result is None:
         raise ValueError(f"{name} is {shown(values)}; accepted: a list of integers or a 1-D integer tensor")
     low = -_INFINITY if minimum is None else minimum
@@ -120,11 +110,6 @@ def integers(name: str, values: object, minimum: int | None = None, maximum: int
     if not result or (set(map(type, result)) == {int} and low <= min(result) and max(result) <= high):
         return result
     return [integer(f"{name}[{i}]", value, minimum, maximum) for i, value in enumerate(result)]
-
-
-def is_unordered(values: object) -> bool:
-    """Whether `values` is a set, a dict, or a view of a dict."""
-    return isinstance(values, (Set, Mapping, MappingView))
 
 
 def ints_within(values: Sequence[int], minimum: int, maximum: int) -> TypeGuard[list[int]]:
@@ -140,8 +125,9 @@ def checked_integers(name: str, values: Sequence[int], minimum: int, maximum: in
     return values if ints_within(values, minimum, maximum) else integers(name, values, minimum, maximum)
 
 
-def _listed(values: Any) -> list[Any] | None:
-    if isinstance(values, (str, bytes)) or is_unordered(values):
+def as_list(values: Any) -> list[Any] | None:
+    """The items of an iterable; None for text, and for sets and dicts, which have no order that is meant."""
+    if isinstance(values, (str, bytes, Set, Mapping, MappingView)):
         return None
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
         return list(values.tolist())
@@ -239,11 +225,7 @@ def described(value: Any) -> str:
 
 
 def brief_repr(value: Any) -> str:
-    """A dataclass in one line without lists, which may be a user's tokens: `Result(id=3, tokens=<40 items>)`.
-
-    Without fields that are None or empty, and without zero counts; short tuples and mappings of counts are
-    written out.
-    """
+    """A dataclass in one line without its lists, which may be a user's: `Result(id=3, tokens=<40 items>)`."""
     named = ((field.name, getattr(value, field.name)) for field in fields(value) if field.repr)
     parts = [
         f"{name}={_brief(item)}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...parallel_groups import ParallelGroups
 from ...request import SamplingParams
-from ...validation import instance, integer, integers, is_unordered, shown
+from ...validation import as_list, instance, integer, integers, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.hashing import PrefixHashChain, SaltKey, drawn_key, given_key, salt_bytes
 from ..contexts.dynamic_context import DynamicInferenceContext
@@ -24,14 +24,11 @@ Salt = bytes | str | None
 
 
 class RequestFactory:
-    """Makes the requests of an engine from what its callers pass, which is checked here alone.
-
-    Attributes:
-        next_ids: of the next request of a user, and of the next one that computes a prefix or scores. They
-            are apart, so that no seed depends on what is cached or scored.
-    """
+    """Makes the requests of an engine from what its callers pass, which is checked here alone."""
 
     def __init__(self, context: DynamicInferenceContext, salt_key: SaltKey, seed: int) -> None:
+        # Of a user's next request, and of the next one that computes a prefix or scores: apart, so that no
+        # seed depends on what is cached or scored.
         self.next_ids = 0, NO_ID - 1
         self._context, self._config = context, context.config
         self._salt_key, self._seed = salt_key, seed
@@ -46,7 +43,7 @@ class RequestFactory:
     ) -> DynamicInferenceRequest:
         """A request without an id and a seed; a ValueError where it can never run."""
         vocab_size = self._context.spec.vocab_size
-        tokens = self._tokens(name, prompt)
+        tokens = checked_prompt(name, prompt, vocab_size)
         if not tokens:
             raise ValueError(f"{name} is empty; accepted: at least one token")
         sampling = SamplingParams() if sampling_params is None else sampling_params
@@ -59,17 +56,9 @@ class RequestFactory:
                 f"min_tokens is {sampling.min_tokens} and every token is a stop token; accepted: fewer"
             )
         integer("num_top_log_probs", sampling.num_top_log_probs, 0, vocab_size)
-        given = sampling.num_generated
-        if given and given >= len(tokens):
-            raise ValueError(
-                f"num_generated is {given} and the prompt has {len(tokens)} tokens; accepted: at least one "
-                "token before those that were generated"
-            )
-        if given and tokens[-1] in sampling.stops:
-            raise ValueError(
-                "the last token that was generated ends the answer; accepted: a token that does not"
-            )
-        num_prompt_tokens, most = len(tokens) - given, sampling.max_tokens
+        if sampling.num_generated:
+            _check_given(tokens, sampling)
+        num_prompt_tokens, most = len(tokens) - sampling.num_generated, sampling.max_tokens
         text = f"prompt and answer have {num_prompt_tokens} + {most} tokens; accepted: together at most"
         self._check_length(text, num_prompt_tokens + most)
         return self._made(tokens, num_prompt_tokens, sampling, cache_salt, checkpoint_plan)
@@ -78,7 +67,7 @@ class RequestFactory:
         self, name: str, sequence: Prompt, start: int, cache_salt: Salt, plan: CheckpointPlan | None
     ) -> DynamicInferenceRequest:
         """A sequence to score, from token `start` on, as a request that ends with its prompt."""
-        tokens = self._tokens(name, sequence)
+        tokens = checked_prompt(name, sequence, self._context.spec.vocab_size)
         if len(tokens) < 2:
             raise ValueError(
                 f"{name} has {len(tokens)} tokens; accepted: at least 2, a context and one to score"
@@ -95,7 +84,8 @@ class RequestFactory:
 
     def prefix(self, tokens: Prompt, cache_salt: Salt) -> tuple[list[int], PrefixHashChain]:
         """The tokens of a prefix, perhaps none, and their hashes."""
-        prefix, chain = self._tokens("tokens", tokens), self._chain(cache_salt)
+        prefix = checked_prompt("tokens", tokens, self._context.spec.vocab_size)
+        chain = self._chain(cache_salt)
         chain.extend_to(prefix)
         return prefix, chain
 
@@ -135,14 +125,23 @@ class RequestFactory:
         root = self._salt_key.root(salt_bytes("cache_salt", cache_salt))
         return PrefixHashChain(self._config.block_size_tokens, root)
 
-    def _tokens(self, name: str, prompt: Prompt) -> list[int]:
-        return checked_prompt(name, prompt, self._context.spec.vocab_size)
-
     def _check_length(self, text: str, num_tokens: int) -> None:
         longest = self._config.max_sequence_length
         pool_tokens = self._context.prefix_cache.kv_blocks.total_count * self._config.block_size_tokens
         if num_tokens > min(longest, pool_tokens):
             raise ValueError(f"{text} max_sequence_length ({longest}) and the KV pool ({pool_tokens})")
+
+
+def _check_given(tokens: list[int], sampling: SamplingParams) -> None:
+    """Raise a ValueError where an answer cannot begin with the last `num_generated` of `tokens`."""
+    given = sampling.num_generated
+    if given >= len(tokens):
+        raise ValueError(
+            f"num_generated is {given} and the prompt has {len(tokens)} tokens; accepted: at least one "
+            "token before those that were generated"
+        )
+    if tokens[-1] in sampling.stops:
+        raise ValueError("the last token that was generated ends the answer; accepted: a token that does not")
 
 
 def request_seed(sampling: SamplingParams, engine_seed: int, request_id: int) -> int:
@@ -155,10 +154,7 @@ def request_seed(sampling: SamplingParams, engine_seed: int, request_id: int) ->
 
 def named_prompts(prompts: Iterable[Prompt], name: str = "prompts") -> list[tuple[str, Any]]:
     """Each prompt with its name in messages, as "prompts[1]"; `name` is in the plural."""
-    try:
-        listed = None if isinstance(prompts, (str, bytes)) or is_unordered(prompts) else list(prompts)
-    except TypeError:
-        listed = None
+    listed = as_list(prompts)
     if listed is None or (listed and all(map(_is_number, listed))):
         found = shown(prompts) if listed is None else f"a list of {len(listed)} token ids"
         raise ValueError(
@@ -216,7 +212,7 @@ def agreed_salt_key(
     except ValueError as error:
         failure = str(error)
     shared = (failure, None if key is None else SaltKey(key).key_id)
-    of_ranks = groups.gather(shared, device) if groups.is_split else [shared]
+    of_ranks = groups.gather(shared, device)
     failures = [failure for failure, _ in of_ranks if failure]
     if failures:
         raise ValueError(failures[0])
@@ -226,6 +222,4 @@ def agreed_salt_key(
             f"salt_key has the key ids {key_ids} on the model's ranks; accepted: one key on all ranks, or "
             "none on any"
         )
-    if key is not None:
-        return SaltKey(key)
-    return SaltKey(groups.gather(drawn_key(), device)[0] if groups.is_split else drawn_key())
+    return SaltKey(groups.gather(drawn_key(), device)[0] if key is None else key)

@@ -1,7 +1,4 @@
-"""The mode in which the bits of an answer depend on its request alone, and its check when an engine starts.
-
-`tools/check_bits.py` compares attention in many batches, at length.
-"""
+"""The mode in which the bits of an answer depend on its request alone, and its check at an engine's start."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -26,20 +23,13 @@ _PREFILL_ROWS, _DECODE_ROWS = 64, 32  # tokens of the recorded steps, and twice 
 
 
 class BatchInvariance:
-    """Sets torch's switches for good, and checks an engine's model, when it is built.
-
-    The promise: tokens and the bits of log-probs of a request depend on its own tokens, sampling parameters
-    and seed alone, for one model, one kind of GPU, one set of library versions and one tensor-parallel size.
-
-    Attributes:
-        products: the operators, sizes and dtypes that were compared.
-    """
+    """Sets torch's switches for good, and checks an engine's model, when it is built."""
 
     def __init__(self, model: Model, spec: HybridStateSpec, config: InferenceConfig) -> None:
         """A refusal leaves the switches as they were."""
         check_settings(spec, config)
         self._spec = spec
-        self.products: tuple[str, ...] = ()
+        self.products: tuple[str, ...] = ()  # operators, sizes and dtypes that were compared
         width = power_of_two(1 + config.num_speculative_tokens)
         self._most_tokens = rung(config.max_requests * width + config.max_tokens_per_step)
         before = {name: read_switch(name) for name in SWITCHES}
@@ -95,10 +85,9 @@ class BatchInvariance:
             check()
         except BatchVarianceError as error:
             refusal = str(error)
-        groups = self._spec.groups
-        refusals = groups.gather(refusal, self._spec.device) if groups.is_split else [refusal]
-        if any(refusals):
-            raise BatchVarianceError(next(filter(None, refusals)))
+        refusals = list(filter(None, self._spec.groups.gather(refusal, self._spec.device)))
+        if refusals:
+            raise BatchVarianceError(refusals[0])
 
     def _check_parts(self, model: Model, config: InferenceConfig) -> None:
         found = record(model, self._spec, config)

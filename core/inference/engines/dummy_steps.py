@@ -20,14 +20,7 @@ ROOM = 2
 
 
 class DummySteps:
-    """Runs a model on requests of its own, over pools of its own, which are as small as they can be.
-
-    Where the model is split, the constructor and each step are collectives.
-
-    Attributes:
-        longest: the most tokens of a request.
-        num_drafts: the most drafts of a decode.
-    """
+    """Runs a model on its own requests and pools, which are small; collectives where the model is split."""
 
     def __init__(
         self,

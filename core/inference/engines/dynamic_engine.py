@@ -9,7 +9,6 @@ from ...config import InferenceConfig
 from ...request import EarlyEnd, RequestResult, SamplingParams, ScoreResult
 from ...validation import INT64_MAX, boolean, instance, integer, one_of, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
-from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pool_sizes import sized
@@ -213,10 +212,7 @@ class DynamicInferenceEngine:
     # ---- calls that change the engine
 
     def _apply[T](self, call: Callable[..., T], *arguments: Any) -> T:
-        """Call a method of `state`, by which alone requests, cache and pools change.
-
-        A subclass that leads the other ranks of a split model sends the call's name and arguments to them.
-        """
+        """Call a method of `state`, by which alone the engine changes; `LeadingEngine` does on all ranks."""
         return call(*arguments)
 
     @property
@@ -404,7 +400,8 @@ class DynamicInferenceEngine:
         Returns:
             How many of the prefix's tokens later prompts can resume.
         """
-        prefix, chain = self._hashed("warm", tokens, cache_salt)
+        self._check_allocated("warm")
+        prefix, chain = self.factory.prefix(tokens, cache_salt)
         cache, size = self.context.prefix_cache, self.config.block_size_tokens
         whole = len(prefix) // size * size
         if cache.resumable_tokens(chain) < whole:
@@ -421,7 +418,8 @@ class DynamicInferenceEngine:
             MambaSlotCapacityError: pins keep `num_mamba_slots` slots already.
             RuntimeError: the engine is suspended, and so caches nothing.
         """
-        _, chain = self._hashed("pin", tokens, cache_salt)
+        self._check_allocated("pin")
+        _, chain = self.factory.prefix(tokens, cache_salt)
         cache = self.context.prefix_cache
         if not cache.resumable_tokens(chain):
             raise ValueError(
@@ -443,10 +441,6 @@ class DynamicInferenceEngine:
             pins.unpin(prefix)  # raises, and changes nothing
         else:
             self._apply(self.state.unpin, index)
-
-    def _hashed(self, call: str, tokens: Prompt, cache_salt: Salt) -> tuple[list[int], PrefixHashChain]:
-        self._check_allocated(call)
-        return self.factory.prefix(tokens, cache_salt)
 
     def _check_allocated(self, call: str) -> None:
         """`check_usable` of a call that computes."""

@@ -72,16 +72,11 @@ class EngineObserver(Protocol):
 
 
 class Observers:
-    """Notifies the observers of an engine. One that raises is logged, and dropped.
-
-    Attributes:
-        known: the observers.
-        ended: the ends of requests that they have not received.
-    """
+    """Notifies the observers of an engine. One that raises is logged, and dropped."""
 
     def __init__(self) -> None:
         self.known: tuple[EngineObserver, ...] = ()
-        self.ended: deque[tuple[DynamicInferenceRequest, RequestResult]] = deque()
+        self.ended: deque[tuple[DynamicInferenceRequest, RequestResult]] = deque()  # not received yet
         self._notifying = False
 
     def add(self, observer: EngineObserver) -> None:
@@ -129,8 +124,7 @@ class ProgressLine:
         self._start_s = self._shown_s = time.monotonic()
 
     def show(self, *, last: bool = False) -> None:
-        """Write the line, at most each 0.1 s on a terminal, where it is replaced, else each 10 s; the last
-        one in any case."""
+        """Write the line, at most each 0.1 s on a terminal, else each 10 s; the last one in any case."""
         now_s = time.monotonic()
         with suppress(OSError, ValueError, AttributeError):  # closed, a broken pipe, no stderr
             on_terminal = sys.stderr.isatty()

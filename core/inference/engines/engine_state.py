@@ -70,44 +70,25 @@ def signals_held() -> Iterator[None]:
 class EngineState:
     """Running and waiting requests, results, and what the engine forgets where a call fails.
 
-    Requests and cache change only inside `changing`. SIGINT and SIGTERM wait for the end of a step. An
-    exception that escapes a step undoes it: its requests are queued again, with the tokens that they had. If
-    the state then contradicts itself, or the undo fails, all cached prefixes are forgotten, and all requests
-    are queued again. If the repair fails, the next call repeats it.
-
-    Example: requests 3 and 5 run with 40 and 60 tokens. Control-C during a step: both get a token,
-    KeyboardInterrupt is raised, and the next call of `step` returns the report. MemoryError in the model:
-    both are queued again with 40 and 60 tokens, and resume from their cached states.
-
-    Attributes:
-        scheduler: running and waiting requests.
-        steps: makes the steps of these requests.
-        requests: id -> request that has not ended.
-        unclaimed: id -> result of a request without an owner that has ended, and was not reported.
-        reports: reports of steps that were made and not returned.
-        abandoned: ids of requests to end at the next call, and why; any thread may append at any moment.
-        speculation: what drafts were worth.
-        num_rebuilds: how often a failed call cost all cached prefixes.
-        observers: receive requests and steps.
-        stepping: whether a step runs.
-        broken_by: the error after which the ranks of a split model may differ; None without one.
-        weights_version: the name of the model's weights.
+    Requests and cache change only inside `changing`. An exception that escapes a step undoes it: its requests
+    are queued again, with the tokens that they had. If the state then contradicts itself, or the undo fails,
+    all cached prefixes are forgotten. If the repair fails, the next call repeats it.
     """
 
     def __init__(
         self, context: DynamicInferenceContext, drafter: Drafter | None, invariance: "BatchInvariance | None"
     ) -> None:
-        self.requests: dict[int, DynamicInferenceRequest] = {}
-        self.unclaimed: dict[int, RequestResult] = {}
-        self.reports: deque[StepReport] = deque()
-        self.abandoned: deque[tuple[int, EarlyEnd]] = deque()
+        self.requests: dict[int, DynamicInferenceRequest] = {}  # by id; those that have not ended
+        self.unclaimed: dict[int, RequestResult] = {}  # of requests without an owner, not reported
+        self.reports: deque[StepReport] = deque()  # of steps that were made and not returned
+        self.abandoned: deque[tuple[int, EarlyEnd]] = deque()  # to end; any thread may append at any moment
         self.scheduler = Scheduler(context, drafter)
         self.steps = StepRunner(context, invariance)
         self.speculation = SpeculationStats()
         self.num_rebuilds = 0
         self.observers = Observers()
         self.stepping = False
-        self.broken_by: BaseException | None = None
+        self.broken_by: BaseException | None = None  # the ranks of a split model may differ since
         self.weights_version: object = None
         self._context = context
         self._drafter = drafter
@@ -210,11 +191,7 @@ class EngineState:
 
     @torch.inference_mode()
     def step(self, model: Model, reports: bool = False, claims_results: bool = True) -> None:
-        """Make a step.
-
-        `reports`: append its report to `self.reports`. `claims_results`: take the results of that report out
-        of `unclaimed`.
-        """
+        """Make a step. `reports`: append its report. `claims_results`: claim its results."""
         if not self._context.memory.allocated:
             raise RuntimeError("step is called on a suspended engine; resume it first")
         begun_s = time.perf_counter()
@@ -263,10 +240,7 @@ class EngineState:
         self._context.resume()
 
     def reset(self, weights_version: object, allocated: bool) -> None:
-        """End every request with the reason "reset", and drop every result, prefix and count.
-
-        `weights_version`, `allocated`: those of the rank that makes the call.
-        """
+        """End every request, drop every result, prefix and count. Arguments: those of the calling rank."""
         self._in_change, self._repair = False, self._reset  # in place of every other repair
         with signals_held():
             self._reset()
@@ -316,19 +290,22 @@ class EngineState:
             if reason is not None and request.result is None:  # of a step ahead, requests may have ended
                 reasons.setdefault(request.request_id, reason)
             if self._drafter is not None and step.decoding and request.request_id in tokens:
-                new, so_far = [one.token for one in tokens[request.request_id]], self.speculation
-                self.speculation = SpeculationStats(
-                    so_far.num_decodes + 1,
-                    so_far.num_tokens + len(new),
-                    so_far.num_drafted + len(step.drafts),
-                    so_far.num_accepted + sum(map(eq, step.drafts, new)),
-                )
+                self._count_drafts(step, [one.token for one in tokens[request.request_id]])
         finished = [self._end(self.requests[request_id], reason) for request_id, reason in reasons.items()]
         return StepReport(
             admitted=tuple(s.request.request_id for s in steps if s.request in self.scheduler.admitted),
             generated={request_id: new[-1] for request_id, new in tokens.items()},
             finished=tuple(finished),
             tokens=tokens,
+        )
+
+    def _count_drafts(self, step: RequestStep, new: Sequence[int]) -> None:
+        so_far = self.speculation
+        self.speculation = SpeculationStats(
+            so_far.num_decodes + 1,
+            so_far.num_tokens + len(new),
+            so_far.num_drafted + len(step.drafts),
+            so_far.num_accepted + sum(map(eq, step.drafts, new)),
         )
 
     # ---- repairs, each of which can be made any number of times

@@ -36,26 +36,16 @@ def thread_over(groups: ParallelGroups) -> Thread | None:
 class EngineThread(Thread):
     """Makes the calls that the event loop posts, and step after step while there are requests.
 
-    Calls are made between two steps, where many wait for `_LONGEST_CALLS_S` a step. Without requests the
-    thread sleeps until a call comes. New tokens and results of calls go to the loop with one wake-up after a
-    step, and one after the calls before a step.
-
-    The thread ends after `post_stop`, where the loop is closed, and where it gives up: what was raised is no
-    `Exception` (SystemExit out of a model), or the engine cannot even be reset.
-
-    Attributes:
-        num_received: requests of which `add` has been called, and failed ones.
-        failure: why the thread has given up; None while it has not.
-        ended: the loop's future that is done once the thread makes no more calls.
+    It gives up where what was raised is no `Exception` (SystemExit out of a model), or a reset fails.
     """
 
     def __init__(
         self, engine: DynamicInferenceEngine, loop: asyncio.AbstractEventLoop, max_step_failures: int
     ) -> None:
         super().__init__(name="mambaslots-engine", daemon=True)  # `_stop_all` joins it at exit
-        self.num_received = 0
-        self.failure: BaseException | None = None
-        self.ended: asyncio.Future[None] = loop.create_future()
+        self.num_received = 0  # requests of which `add` was called, failed ones included
+        self.failure: BaseException | None = None  # why the thread has given up
+        self.ended: asyncio.Future[None] = loop.create_future()  # done once no more calls are made
         self._engine = engine
         self._loop = loop
         self._posted: deque[Callable[[], None]] = deque()  # the loop calls them at the next `_wake_loop`
@@ -82,8 +72,7 @@ class EngineThread(Thread):
             raise
 
     def post(self, call: Callable[[], object], reply: "asyncio.Future[Any] | None" = None) -> None:
-        """Let the thread make a call after the present step, in the order of the posts. `reply`: the loop's
-        future for what the call returns or raises."""
+        """Make a call after the present step, in the order of the posts; what comes of it goes to `reply`."""
         self._calls.put((call, reply))
 
     def post_cancel(self, answer: Answer, reason: EarlyEnd = "cancelled") -> None:

@@ -30,28 +30,16 @@ class _Counted:
 
 @dataclass(frozen=True)
 class _Changes:
-    """What the rows of a step need on the device; the next step needs the same, if it `is_of` them.
+    """What the rows of a step need on the device; the next step needs the same, if it `is_of` them."""
 
-    Attributes:
-        requests: of each row; a request with drafts has several.
-        is_free: of each row, whether it has its `min_tokens`.
-        counted: counts of requests with penalties and without drafts, by their rows.
-        drawn: these rows, and their rows of the counts.
-        penalties: of the rows that follow no draft.
-        after_drafts: of the rows that follow drafts: their requests' rows of the counts, the drafts that
-            count too, each as (number of the row among these, token), and the penalties.
-        biases: rows, tokens, and what is added to their logits.
-        limits: of each row, by how much a logit may be below the largest one.
-    """
-
-    requests: list[DynamicInferenceRequest]
-    is_free: list[bool]
-    counted: list[tuple[int, _Counted]]
-    drawn: tuple[Tensor, Tensor] | None
+    requests: list[DynamicInferenceRequest]  # of each row; a request with drafts has several
+    is_free: list[bool]  # of each row: whether it has its `min_tokens`
+    counted: list[tuple[int, _Counted]]  # of requests with penalties and without drafts, by their rows
+    drawn: tuple[Tensor, Tensor] | None  # these rows, and their rows of the counts
     penalties: Penalties | None
-    after_drafts: tuple[Tensor, tuple[Tensor, Tensor], Penalties] | None
-    biases: tuple[Tensor, Tensor, Tensor] | None
-    limits: Tensor | None
+    drafts: tuple[Tensor, Tensor] | None  # that count, too: number of the row in `penalties`, and token
+    biases: tuple[Tensor, Tensor, Tensor] | None  # rows, tokens, and what is added to their logits
+    limits: Tensor | None  # of each row: by how much a logit may be below the largest one
 
     def is_of(self, steps: Sequence[RequestStep]) -> bool:
         """Whether these are its requests, in its order, counted up to here and forbidden the same tokens."""
@@ -69,9 +57,8 @@ class _Changes:
 class LogitsChanges:
     """Changes logits as their requests' sampling parameters say; counts tokens on the device.
 
-    Memory is allocated with the first request that has a penalty, outside the pools: 4 bytes for each token
-    of the vocabulary and each such request (128 requests, a vocabulary of 248,320: 127 MB), and in a step as
-    much for each row after a draft. Where a step fails, all counts are made anew.
+    Counts lie outside the pools: 4 bytes for each token of the vocabulary and each request with a penalty
+    (128 of them, a vocabulary of 248,320: 127 MB), and in a step with drafts as much for each of its rows.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -85,21 +72,19 @@ class LogitsChanges:
             self._apply_penalties = penalize
 
     def changed(self, steps: Sequence[RequestStep], logits: Tensor) -> Tensor:
-        """The logits to draw from, a copy in float32 or float64.
-
-        `logits`: the rows of `steps`, 1 + drafts each; a draft is counted in the rows after it.
-        """
+        """The logits to draw from, a copy in float32 or float64; 1 + drafts rows for each of `steps`."""
         out = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         changes, self._changes = self._changes, None  # after an error nothing is kept
         if changes is None or not changes.is_of(steps):
             changes = self._listed(steps, out)
         if changes.penalties is not None:
-            self._apply_penalties(out, self._counts, *changes.penalties)
-        if changes.after_drafts is not None:
-            count_rows, drafts, settings = changes.after_drafts
-            counts = self._counts.index_select(0, count_rows)
-            _add(counts, *drafts)
-            self._apply_penalties(out, counts, *settings)
+            logits_rows, count_rows, settings = changes.penalties
+            counts = self._counts
+            if changes.drafts is not None:
+                counts = counts.index_select(0, count_rows)
+                count_rows = torch.arange(len(counts), device=counts.device)
+                _add(counts, *changes.drafts)
+            self._apply_penalties(out, counts, logits_rows, count_rows, settings)
         if changes.biases is not None:
             rows, tokens, added = changes.biases
             # A token that is biased and forbidden is listed twice: sums with -inf depend on no order.
@@ -110,11 +95,7 @@ class LogitsChanges:
         return out
 
     def count(self, drawn: Tensor) -> None:
-        """Count the drawn tokens of requests without drafts, whose logits `changed` has just changed.
-
-        `drawn`: a token for each row. Of drafts it is not known yet which are right: the next step counts
-        their tokens.
-        """
+        """Count what was drawn, a token for each row of the last `changed`; not where drafts may be wrong."""
         if self._changes is not None and self._changes.drawn is not None:
             rows, count_rows = self._changes.drawn
             for _, counted in self._changes.counted:
@@ -137,40 +118,29 @@ class LogitsChanges:
     def _listed(self, steps: Sequence[RequestStep], out: Tensor) -> _Changes:
         rows = [(step, number) for step in steps for number in range(1 + len(step.drafts))]
         counted: list[tuple[int, _Counted]] = []
-        plain: list[Penalised] = []
-        after_drafts: list[Penalised] = []
-        count_rows: list[int] = []
+        penalised: list[Penalised] = []
         drafts: list[tuple[int, int]] = []
         for row, (step, number) in enumerate(rows):
             sampling = step.request.sampling
             if not sampling.has_penalties:
                 continue
+            counts = self._up_to_date(step, out)
+            if not step.drafts:
+                counted.append((row, counts))
+            drafts += [(len(penalised), draft) for draft in step.drafts[:number]]
             one = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-            if number:
-                drafts += [(len(after_drafts), draft) for draft in step.drafts[:number]]
-                after_drafts.append((row, len(after_drafts), one))
-                count_rows.append(self._counted[step.request].row)
-            else:
-                counts = self._up_to_date(step, out)
-                plain.append((row, counts.row, one))
-                if not step.drafts:
-                    counted.append((row, counts))
-        penalties = self._penalties(plain, out) if plain else None
+            penalised.append((row, counts.row, one))
+        penalties = self._penalties(penalised, out) if penalised else None
         drawn = penalties[:2] if penalties is not None else None  # one transfer where no request has drafts
-        if len(counted) < len(plain):
-            listed = [(row, counts.row) for row, counts in counted]
-            drawn = self._columns(listed) if listed else None
+        if len(counted) < len(penalised):
+            drawn = self._columns([(row, counts.row) for row, counts in counted]) if counted else None
         return _Changes(
             requests=[step.request for step, _ in rows],
             is_free=[step.num_generated + n >= step.request.sampling.min_tokens for step, n in rows],
             counted=counted,
             drawn=drawn,
             penalties=penalties,
-            after_drafts=(
-                (self._sent(count_rows), self._columns(drafts), self._penalties(after_drafts, out))
-                if after_drafts
-                else None
-            ),
+            drafts=self._columns(drafts) if drafts else None,
             biases=self._biases(rows, out),
             limits=self._limits(rows, out),
         )

@@ -45,30 +45,17 @@ class BatchVarianceError(ValueError):
     """An operation of a model may give a row other bits where the number of rows differs."""
 
 
-def operator_name(func: Any) -> str:
-    """The name without the overload, as "aten.mm"."""
-    name: str = func.name().partition(".")[0].replace("::", ".")
-    return name
-
-
 # ---- which products a model makes
 
 
 class Product(NamedTuple):
-    """One product of a step.
+    """One product of a step."""
 
-    Attributes:
-        name: of the operator, as "aten.mm".
-        func: the operator.
-        arguments, structure: the leaves of its (args, kwargs), and how they are put together.
-        rows: of each argument that has rows of the step: its index, the dimension, the entries of a row.
-    """
-
-    name: str
+    name: str  # of the operator, as "aten.mm"
     func: Any
-    arguments: list[Any]
-    structure: Any
-    rows: tuple[tuple[int, int, int], ...] = ()
+    arguments: list[Any]  # the leaves of its (args, kwargs)
+    structure: Any  # how they are put together
+    rows: tuple[tuple[int, int, int], ...] = ()  # index of each argument with rows, its dim, entries a row
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -97,13 +84,7 @@ class Product(NamedTuple):
 
 
 class ProductRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the products of a model while it is the current mode, and refuses what cannot be checked.
-
-    Sees the operators that run, in place of those that torch makes of others, as `linear` of `mm`.
-
-    Attributes:
-        products: in their order.
-    """
+    """Notes the products of a model while it is the current mode, and refuses what cannot be checked."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -111,11 +92,11 @@ class ProductRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with self:
+        with self:  # sees the operators that run, not those that torch makes of others, as `linear` of `mm`
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-        name = operator_name(func)
+        name = func.name().partition(".")[0].replace("::", ".")  # without the overload
         if name == _ATTENTION:
             splits = _argument(func, args, kwargs, "num_splits")
             if splits != 1:
@@ -221,11 +202,7 @@ def first_case(cases: Iterable[tuple[str, Tensor]]) -> str:
 
 
 class _Check:
-    """Runs a product on chosen rows of one set of random rows.
-
-    In a grouped product each random row belongs to one group for good; rows are sorted by group, as experts'
-    rows are.
-    """
+    """Runs a product on chosen rows of one set of random rows; in a grouped one each keeps its group."""
 
     def __init__(self, product: Product, counts: Sequence[int], run: Callable[[Sequence[Any]], Any]) -> None:
         self._product, self._counts, self._run = product, counts, run

@@ -45,15 +45,8 @@ MOST_PREFILL_TOKENS = 512
 class GraphBuckets:
     """The shapes that graphs are captured for. A size that follows from other sizes has its largest value.
 
-    Decode steps: the numbers of rows and of block table columns are powers of two, up to `max_requests` and
-    `table_blocks`. A row has `decode_tokens` tokens where any row has drafts, else one token. Steps with
-    prefills: the numbers of prefill rows and of decode rows are powers of four; there may be no decode row.
-    The number of prefill tokens is 2^k or 3 * 2^k, up to `max_prefill_tokens`. Steps with prefills are not
-    captured where `max_prefill_tokens` is 0.
-
-    With `ladder`, the tokens and the logits of a step are rungs of `step_inputs.rung`. The tokens of a
-    decode step are a power of two, 32 or more, and so are those of a decode row with drafts. Of steps with
-    prefills, all tokens together are 2^k or 3 * 2^k.
+    Rows are powers of two in decode steps, powers of four with prefills; prefill tokens are 2^k or 3 * 2^k,
+    up to `max_prefill_tokens`. With `ladder`, all tokens together and the logits are rungs, too.
     """
 
     max_requests: int
@@ -66,7 +59,7 @@ class GraphBuckets:
 
     @classmethod
     def of(cls, context: DynamicInferenceContext, ladder: bool = False) -> "GraphBuckets":
-        """The shapes for the steps of a context. `ladder`: whether steps are padded to the ladder."""
+        """The shapes for the steps of a context."""
         config = context.config
         return cls(
             max_requests=config.max_requests,
@@ -82,39 +75,30 @@ class GraphBuckets:
         """The smallest captured shape that holds a step of `shape`; None where no captured shape does."""
         if self.ladder and shape.prefills and not self.max_prefill_tokens:
             return None
-        per_row = self._tokens_per_row(shape)
-        if shape.prefills == 0:
-            decodes = self._decodes(shape.decodes, per_row)
-            fitting = shape._replace(
-                decodes=decodes,
-                table_blocks=_up(shape.table_blocks, 2, self.table_blocks),
-                kv_writes=decodes * per_row,
-                logits=decodes * per_row,
-                decode_tokens=per_row,
-            )
-        else:
+        per_row, prefills, tokens = 1, 0, 0
+        if shape.decode_tokens > 1:
+            per_row = power_of_two(self.decode_tokens) if self.ladder else self.decode_tokens
+        if shape.prefills:
+            prefills = _up(shape.prefills, 4, self.max_requests)
             decodes = _up(shape.decodes, 4, self.max_requests) if shape.decodes else 0
             tokens = self._prefill_tokens(shape.prefill_tokens, decodes * per_row)
-            prefills = _up(shape.prefills, 4, self.max_requests)
-            fitting = StepShape(
-                decodes=decodes,
-                prefills=prefills,
-                prefill_tokens=tokens,
-                max_query_tokens=tokens,
-                table_blocks=_up(shape.table_blocks, 2, self.table_blocks),
-                kv_writes=decodes * per_row + tokens,
-                chunks=tokens // self.chunk_size + 2 * prefills,
-                checkpoints=tokens // max(self.block_size, self.chunk_size) + prefills,
-                logits=rung(decodes * per_row + prefills) if self.ladder else decodes * per_row + prefills,
-                decode_tokens=per_row,
-            )
+        else:
+            decodes = self._decodes(shape.decodes, per_row)
+        logits = decodes * per_row + prefills
+        fitting = StepShape(
+            decodes=decodes,
+            prefills=prefills,
+            prefill_tokens=tokens,
+            max_query_tokens=tokens,
+            table_blocks=_up(shape.table_blocks, 2, self.table_blocks),
+            kv_writes=decodes * per_row + tokens,
+            chunks=tokens // self.chunk_size + 2 * prefills,
+            checkpoints=tokens // max(self.block_size, self.chunk_size) + prefills,
+            logits=rung(logits) if self.ladder else logits,
+            decode_tokens=per_row,
+        )
         fits = all(has >= needs for has, needs in zip(fitting, shape, strict=True))
         return fitting if fits else None
-
-    def _tokens_per_row(self, shape: StepShape) -> int:
-        if shape.decode_tokens == 1:
-            return 1
-        return power_of_two(self.decode_tokens) if self.ladder else self.decode_tokens
 
     def _decodes(self, needed: int, per_row: int) -> int:
         """Decode rows of a step without prefills."""
@@ -160,13 +144,11 @@ class GraphRunner:
     """Runs a model's steps, as a graph where the step's shape has one.
 
     The first step of a shape runs eagerly, on padded inputs, and so compiles and tunes all kernels at exactly
-    this shape. `after_step` then captures the shape between steps, when nothing waits for tokens. Graphs hold
-    the addresses of the pools and of the step buffer: a suspend drops all graphs. Padding writes no state,
-    because every index of padding is -1. A capture writes no state, because it executes nothing.
+    this shape. Graphs hold the addresses of the pools and of the step buffer: a suspend drops all graphs.
     """
 
     def __init__(self, spec: HybridStateSpec, buckets: GraphBuckets, max_graphs: int) -> None:
-        """`max_graphs`: maximum number of decode graphs, and of graphs with prefills."""
+        """`max_graphs`: most graphs of decodes, and of prefills."""
         self._spec = spec
         self._buckets = buckets
         self._max_graphs = max_graphs

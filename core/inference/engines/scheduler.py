@@ -18,59 +18,38 @@ _MOST_AWAITING = 128  # so many waiting requests await a state in a step, before
 class Scheduler:
     """First come, first served, within the context's tokens, rows and KV blocks.
 
-    Decodes go first, then prefills under way, then waiting requests. A request that gets no block is
-    *paused*: it keeps its row, blocks and state, and no new request is admitted until it goes on. When no
-    request can go on, the request that was admitted last is preempted and waits at the head of the queue. So
-    the oldest request always finishes.
-
-    No request is admitted before an earlier one that gets no memory now, unless pinned prefixes leave too
-    few blocks for the earlier one: such a request waits, and holds no other request up, until prefixes are
-    unpinned.
-
-    A request is admitted when there are blocks for its prompt. No block is reserved for its answer, because
-    the length of an answer is rarely known. Where answers outgrow the pool, the requests that were admitted
-    last are preempted, and restart from their cached states.
-
-    Drafts come last, and take the tokens and free blocks that are left. Drafts delay no request, and evict
-    no prefix. The end of a step gives back the blocks that only rejected drafts needed.
-
-    Attributes:
-        waiting: the queue, by request id.
-        running: the requests that hold a row, in order of admission.
-        admitted: the requests that got a row in the last `schedule`, and how many tokens each had then.
-        num_paused: running requests that got no block in the last call of `schedule`.
+    Decodes go first, then prefills under way, then waiting requests, then drafts. A request that gets no
+    block is *paused*: it keeps its row, blocks and state, and none is admitted until it goes on. Where no
+    request can go on, the one admitted last is preempted: so the oldest one always finishes. Blocks are held
+    for a prompt, not for its answer. A request waits, and holds up no other, while pins leave it too few.
     """
 
     def __init__(self, context: DynamicInferenceContext, drafter: Drafter | None = None) -> None:
-        """`drafter`: makes the drafts of decodes; None for no drafts."""
         self._context = context
         self._config = context.config
         self._replays = context.config.replays
         self._chunk_size = context.spec.chunk_tokens(context.config.block_size_tokens)
         self._drafter = drafter
         self.waiting: OrderedDict[int, DynamicInferenceRequest] = OrderedDict()
-        self.running: list[DynamicInferenceRequest] = []
-        self.admitted: dict[DynamicInferenceRequest, int] = {}
-        self.num_paused = 0
+        self.running: list[DynamicInferenceRequest] = []  # in order of admission
+        self.admitted: dict[DynamicInferenceRequest, int] = {}  # in the last `schedule`; tokens of each
+        self.num_paused = 0  # running requests that got no block in the last `schedule`
 
     def add(self, request: DynamicInferenceRequest) -> None:
         self.waiting[request.request_id] = request
 
     def remove(self, request: DynamicInferenceRequest, *, discard: bool = False) -> None:
         """Forget a running or waiting request, and release what it holds in the context."""
-        self._leave(request)
+        self.waiting.pop(request.request_id, None)
+        if request in self.running:
+            self.running.remove(request)
         self._context.release(request, discard=discard)  # last: an observer of freed blocks may raise
 
     def preempt(self, request: DynamicInferenceRequest) -> None:
         """Release a running request's memory, and put the request at the head of the queue."""
-        self._leave(request)
+        self.running.remove(request)
         self._put_first(request)
         self._context.release(request)
-
-    def _leave(self, request: DynamicInferenceRequest) -> None:
-        self.waiting.pop(request.request_id, None)
-        if request in self.running:
-            self.running.remove(request)
 
     def _put_first(self, request: DynamicInferenceRequest) -> None:
         self.waiting[request.request_id] = request
@@ -200,9 +179,8 @@ class Scheduler:
     def _fits_beside_pins(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:
         """Whether the request fits into the blocks that pins leave and the pinned ones that it shares."""
         pins, num_blocks = self._context.prefix_cache.pins, self._num_blocks(request)
-        if num_blocks <= pins.num_unpinned_blocks:
-            return True  # without a look at the match, which takes long for a long one
-        return num_blocks <= pins.num_within_reach(match.blocks)
+        # The first answer needs no look at the match, which takes long for a long one.
+        return num_blocks <= pins.num_unpinned_blocks or num_blocks <= pins.num_within_reach(match.blocks)
 
     def _with_drafts(self, steps: list[RequestStep], drafter: Drafter) -> list[RequestStep]:
         budget = self._config.max_tokens_per_step - sum(step.length for step in steps)
@@ -228,9 +206,7 @@ class Scheduler:
 class PromisedStates:
     """The states of a step that is being scheduled, as far as there are slots for them.
 
-    A request whose prefix has a promised state waits one step and resumes from that state, instead of
-    computing the same tokens in parallel. A request that waited in vain does not wait again: another state
-    may have taken the slot, or the step may have failed.
+    A request whose prefix has one waits a step and resumes from it; one that waited in vain waits no more.
     """
 
     def __init__(self, cache: PrefixCache, steps: Iterable[RequestStep]) -> None:
@@ -255,17 +231,13 @@ class PromisedStates:
             request.awaits_states = False
         if not request.awaits_states:
             return False
-        limit = request.max_resume_tokens
-        deepest = len(request.tokens) - 1 if limit is None else limit
-        size, keys = request.hashes.block_size_tokens, request.hashes.keys
-        request.awaited_tokens = max(
-            (
-                position
-                for key, position in self._positions.items()
-                if match.resume_tokens < position <= deepest and keys[position // size - 1] == key
-            ),
-            default=0,
+        deepest, keys, size = request.most_resumed, request.hashes.keys, request.hashes.block_size_tokens
+        promised = (
+            position
+            for key, position in self._positions.items()
+            if match.resume_tokens < position <= deepest and keys[position // size - 1] == key
         )
+        request.awaited_tokens = max(promised, default=0)
         return request.awaited_tokens > 0
 
 

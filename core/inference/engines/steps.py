@@ -4,6 +4,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import batched
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,23 +29,15 @@ if TYPE_CHECKING:
 
 
 class StepRunner:
-    """Makes the steps of a scheduler's requests, and may launch one before the last one's tokens are read.
-
-    Attributes:
-        unread: the step that was launched ahead; None without one. Dropping it loses no token, once its
-            requests are queued again: they compute the token again.
-        graphs: CUDA graphs of steps; None where there are none.
-        invariance: of an engine whose bits depend on the request alone.
-        logits_changes: penalties and biases, with the counts of tokens that they need.
-        in_model: whether the model was called and has not returned, also after it failed.
-    """
+    """Makes the steps of a scheduler's requests, and may launch one before the last one's tokens are read."""
 
     def __init__(self, context: DynamicInferenceContext, invariance: "BatchInvariance | None") -> None:
+        # Launched ahead. Dropping it loses no token, once its requests are queued again.
         self.unread: SampledStep | None = None
         self.graphs = GraphRunner.of(context)
         self.invariance = invariance
         self.logits_changes = LogitsChanges(context.spec.device)
-        self.in_model = False
+        self.in_model = False  # the model was called and has not returned, also after it failed
         self._context = context
         self._looks_ahead = context.config.why_steps_wait(context.spec.device) is None
 
@@ -109,18 +102,13 @@ class StepRunner:
 
 
 class SampledStep:
-    """A step that runs on the device, and its new tokens there; perhaps they are not computed yet.
-
-    Attributes:
-        steps: what each request does.
-        invalid: ids of the requests that get no token, ascending; known once `wait` has returned. The largest
-            logit of a row that such a request needs in this step is NaN or infinite. Logits of -inf next to a
-            finite one are valid: they forbid tokens.
-    """
+    """A step that runs on the device, and its new tokens there; perhaps they are not computed yet."""
 
     def __init__(self, steps: Sequence[RequestStep], logits: Tensor, changes: LogitsChanges) -> None:
         """Choose tokens for the requests whose known tokens are all computed. Does not synchronise."""
         self.steps = steps
+        # Ids of the requests that get no token, known after `wait`: the largest logit of a row that they need
+        # is NaN or infinite. Logits of -inf next to a finite one are valid: they forbid tokens.
         self.invalid: tuple[int, ...] = ()
         self._scored = [step for step in steps if step.scored_positions]
         self._sampled = [step for step in steps if step.completes]
@@ -142,9 +130,7 @@ class SampledStep:
         self._results = Results(columns)
 
     def _draw(self, logits: Tensor, changes: LogitsChanges) -> list[Tensor]:
-        """Drawn tokens and the largest logits; then log-probs of the tokens, if a request returns them; then
-        ids and log-probs of the most likely tokens of the rows that return those.
-        """
+        """Drawn tokens, largest logits; where asked for, log-probs, and ids and log-probs of top tokens."""
         rows = [(step, number) for step in self._sampled for number in range(1 + len(step.drafts))]
         params = [step.request.sampling for step, _ in rows]
         positions = [step.num_generated + number for step, number in rows]
@@ -186,11 +172,8 @@ class SampledStep:
 
     def wait(self) -> NewTokens:
         """Append the new tokens to their requests, and return them by request id."""
-        if self._tokens is None:
-            self._tokens = self._read()
-        return self._tokens
-
-    def _read(self) -> NewTokens:
+        if self._tokens is not None:
+            return self._tokens
         numbers = iter(self._results.wait())
         scored = [(step.request, step, next(numbers), next(numbers)) for step in self._scored]
         invalid = {
@@ -224,22 +207,18 @@ class SampledStep:
             if request.request_id not in invalid and request.result is None:
                 request.set_prompt_log_probs(step.scored_positions, own)
         self.invalid = tuple(sorted(invalid))
+        self._tokens = generated
         return generated
 
     def _tops(self, numbers: Iterator[list[float]]) -> list[TopLogProbs | None]:
         """The most likely tokens of each drawn row; empty where no request returns them."""
-        width = max((step.request.sampling.num_top_log_probs for step in self._sampled), default=0)
-        if not width:
+        rows = (step for step in self._sampled for _ in range(1 + len(step.drafts)))
+        wanted = [step.request.sampling.num_top_log_probs for step in rows]
+        if not any(wanted):
             return []
-        pairs = list(zip(map(int, next(numbers)), next(numbers), strict=True))
-        tops: list[TopLogProbs | None] = []
-        first = 0
-        for step in self._sampled:
-            number = step.request.sampling.num_top_log_probs
-            for _ in range(1 + len(step.drafts)):
-                tops.append(tuple(pairs[first : first + number]) if number else None)
-                first += width if number else 0
-        return tops
+        pairs = zip(map(int, next(numbers)), next(numbers), strict=True)
+        returned = batched(pairs, max(wanted))
+        return [next(returned)[:number] if number else None for number in wanted]
 
 
 def _rows_of(logits: Tensor, rows: Sequence[int]) -> Tensor:
@@ -250,10 +229,7 @@ def _rows_of(logits: Tensor, rows: Sequence[int]) -> Tensor:
 def sample(
     logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], seeds: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """A token for each row of logits [rows], and the largest logit of each row [rows].
-
-    Does not synchronise where triton is installed, unless logits are float64.
-    """
+    """A token for each row, and its largest logit. Synchronises only without triton, or in float64."""
     draws = [
         TokenDraw(
             row=row,
@@ -290,10 +266,7 @@ def _uniform(seed: int, position: int) -> float:
 
 
 class Results:
-    """The numbers of 1-D tensors, on their way to the CPU in one copy. float64 holds token ids exactly.
-
-    The copy is launched at once: after it, the device may compute the next step.
-    """
+    """The numbers of 1-D tensors, on their way to the CPU in one copy. float64 holds token ids exactly."""
 
     def __init__(self, columns: Sequence[Tensor]) -> None:
         self._lengths = [len(column) for column in columns]

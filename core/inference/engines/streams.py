@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 
 from ...request import EarlyEnd, FinishReason, PromptFigures, RequestResult
@@ -113,29 +114,24 @@ class TokenStream[Item](Iterator[Item], AsyncIterator[Item]):
 type AsyncStream = TokenStream[tuple[GeneratedToken, ...]]
 
 
+@dataclass(eq=False)
 class RequestSource:
     """A request whose tokens are read in the thread that calls its engine."""
 
-    def __init__(
-        self,
-        request: DynamicInferenceRequest,
-        step: Callable[[], None],
-        cancel_abandoned: Callable[[], None],
-        abandoned: deque[tuple[int, EarlyEnd]],
-        cancels_when_dropped: bool,
-    ) -> None:
-        """`cancel_abandoned` ends the requests in `abandoned`, where any thread may append."""
-        self.request = request
-        self.request_id = request.request_id
-        self._cancel_abandoned = cancel_abandoned
-        self._step = step
-        self._abandoned = abandoned
-        self._cancels_when_dropped = cancels_when_dropped
-        self._closed = False
-        self._num_read = 0
+    request: DynamicInferenceRequest
+    step: Callable[[], None]
+    cancel_abandoned: Callable[[], None]  # ends the requests in `abandoned`, where any thread may append
+    abandoned: deque[tuple[int, EarlyEnd]]
+    cancels_when_dropped: bool
+    closed: bool = False
+    num_read: int = 0
 
     def __repr__(self) -> str:
         return repr(self.request)
+
+    @property
+    def request_id(self) -> int:
+        return self.request.request_id
 
     @property
     def result(self) -> RequestResult | None:
@@ -147,65 +143,53 @@ class RequestSource:
         return self.request.prompt_figures if has_token else None
 
     def take(self) -> tuple[GeneratedToken, ...]:
-        new = () if self._closed else tuple(self.request.generated_from(self._num_read))
-        self._num_read += len(new)
+        new = () if self.closed else tuple(self.request.generated_from(self.num_read))
+        self.num_read += len(new)
         return new
 
     def next_token(self) -> GeneratedToken:
         """The next token, after as many steps as it takes; StopIteration at the end."""
         request = self.request
-        self._cancel_abandoned()
-        while not self._closed:
-            if request.num_generated - len(request.given_tokens) > self._num_read:
-                self._num_read += 1
-                return request.generated_from(self._num_read - 1)[0]
+        self.cancel_abandoned()
+        while not self.closed:
+            if request.num_generated - len(request.given_tokens) > self.num_read:
+                self.num_read += 1
+                return request.generated_from(self.num_read - 1)[0]
             if request.result is not None:
                 break
             try:
-                self._step()
+                self.step()
             except (StopIteration, StopAsyncIteration) as error:  # would look like the end of the stream
                 raise RuntimeError(f"the step raised {error!r}") from error
         raise StopIteration
 
     def end_early(self, reason: EarlyEnd) -> None:
-        self._abandoned.append((self.request_id, reason))
-        self._cancel_abandoned()
+        self.abandoned.append((self.request_id, reason))
+        self.cancel_abandoned()
 
     def close(self) -> None:
-        self._closed = True
+        self.closed = True
         self.end_early("cancelled")
 
     def drop(self) -> None:
-        if self._cancels_when_dropped:
-            self._abandoned.append((self.request_id, "cancelled"))
+        if self.cancels_when_dropped:
+            self.abandoned.append((self.request_id, "cancelled"))
 
 
 class Answer:
     """The tokens and the end of one request, from a writer to the stream that reads them in an event loop.
 
-    The writer may be another thread. It writes tokens first, then the end, then lets the loop call `wake`.
-    The loop's thread reads in the opposite order, so no lock is needed.
-
-    Attributes:
-        request_id: None until the engine has the request.
-        result, error: how the answer ended, one of them; both None until then.
-        prompt_figures: what became of the prompt; written before the first token.
-        ended: whether no token comes any more.
-        wake_posted: whether a call of `wake` is posted and has not run yet.
+    The writer, perhaps another thread, writes tokens, then the end, then lets the loop call `wake`. The
+    loop's thread reads in the opposite order, so no lock is needed.
     """
 
     def __init__(
         self, on_end: Callable[["Answer"], object], end_early: Callable[["Answer", EarlyEnd], object]
     ) -> None:
-        """Of a reader in the event loop that runs now.
-
-        Args:
-            on_end: called in the loop's thread once the answer has ended; may be called again.
-            end_early: asks the writer to end the request; any thread may call it at any moment.
-        """
-        self.request_id: int | None = None
+        """`on_end` may be called again; `end_early` asks the writer for an end, in any thread."""
+        self.request_id: int | None = None  # until the engine has the request
         self.result: RequestResult | None = None
-        self.prompt_figures: PromptFigures | None = None
+        self.prompt_figures: PromptFigures | None = None  # written before the first token
         self.error: BaseException | None = None
         self.ended = False
         self.wake_posted = False

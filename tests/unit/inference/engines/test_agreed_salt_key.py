@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from mambaslots.inference.contexts.cache.hashing import ENVIRONMENT_NAME, SaltKey
 from mambaslots.inference.engines.arguments import agreed_salt_key
+from mambaslots.parallel_groups import ParallelGroups
 
-ONE = SimpleNamespace(is_split=False)
+ONE = ParallelGroups()
 
 
 def split(*first_answers: Any) -> Any:
