@@ -48,14 +48,7 @@ def crossings(context: Any) -> list[Crossing]:
 
 
 def register_block(context: Any, row: int, track: RequestTrack, position: int) -> int:
-    """Make the KV block that ends at `position` findable.
-
-    A block that is registered for the same tokens takes the place of the row's block.
-
-    Returns:
-        The block that the row continues with; -1 where the preceding block is not registered, and this one
-            could not be found, or where the host hashes the prompt by more than its tokens.
-    """
+    """Make the KV block that ends at `position` findable; returns the row's block then, or -1."""
     index = position // context.block_size_tokens - 1
     keys = track.keys(index + 1)
     kv = context.kv_block_allocator
@@ -68,13 +61,8 @@ def register_block(context: Any, row: int, track: RequestTrack, position: int) -
 
 
 class AnswerStates:
-    """The states that decode steps reach at block boundaries.
-
-    With async scheduling, the last token before a boundary is on the device only when its state is copied.
-    The state then waits in a reserved slot until the token is known.
-
-    Attributes:
-        unsettled: boundaries whose last token is not known, each with its reserved slot.
+    """The states that decode steps reach at block boundaries; with async scheduling, the last token before a
+    boundary becomes known only later: until then the state waits `unsettled`, in a reserved slot.
     """
 
     def __init__(self, context: Any, slots: StateSlots, plan: CheckpointPlan) -> None:
@@ -87,11 +75,7 @@ class AnswerStates:
         return [tracks[crossing.request_id] for crossing in reached]
 
     def reached(self) -> dict[int, Crossing]:
-        """Block -> the boundary at its end that a decode row reached, and where the plan stores a state.
-
-        Only boundaries without a state. Where the tokens before one are known, its KV block is registered
-        here.
-        """
+        """Block -> the boundary at its end that a decode row reached, and where the plan stores a state."""
         context, slots = self._context, self._slots
         found: dict[int, Crossing] = {}
         if not (tracks := record_of(context).tracks):

@@ -32,10 +32,7 @@ _OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 
 class Preparation:
-    """Turns bodies into jobs: tokens, sampling parameters and checkpoint plans. Any thread may call it.
-
-    RequestError: a body is no request, or a field is wrong. `header_salt` is the salt in a header, or None.
-    """
+    """Turns bodies into jobs, in any thread; a RequestError says what is wrong with a body."""
 
     def __init__(
         self, facts: EngineFacts, loaded: LoadedModel | LoadedText, settings: ServerSettings
@@ -139,11 +136,9 @@ class Preparation:
 
 
 class Service:
-    """Admits requests to the engine.
+    """Admits requests to the engine; bodies are parsed and prompts encoded in two worker threads.
 
-    Bodies are parsed, and prompts encoded, in two worker threads: long bodies have one of their own, so that
-    short ones do not wait for them. The parser of JSON lets no other thread run, neither the event loop
-    nor the engine's: `max_body_bytes` bounds how long all streams stop for a body.
+    The parser of JSON lets no other thread run: `max_body_bytes` bounds how long all streams stop for a body.
     """
 
     def __init__(
@@ -202,10 +197,7 @@ class Service:
     async def answer(
         self, request: Request, job_of: Callable[[bytes, str | None], Job], form: type[Form]
     ) -> GeneratedAnswer:
-        """The response to a request, whose body is not read yet; it generates its answer when it is sent.
-
-        `job_of`, of `preparation`, is called in a worker thread. RequestError: refused.
-        """
+        """The response to a request, which generates its answer when it is sent; a thread calls `job_of`."""
         if self.trouble is not None:
             raise self.trouble
         if self._num_open >= self._max_open:
@@ -258,10 +250,7 @@ def _header_salt(request: Request) -> str | None:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a request whose content is JSON.
-
-    RequestError: the content is of another type (415), or longer than `max_bytes` (413).
-    """
+    """The body of a request; RequestError where it is no JSON (415) or longer than `max_bytes` (413)."""
     content = Message()
     content["content-type"] = request.headers.get("content-type", "")
     is_utf8 = content.get_content_charset("utf-8") in ("utf-8", "utf8")
@@ -294,10 +283,7 @@ def body_too_slow() -> RequestError:
 
 
 def parsed_object(body: bytes) -> dict[str, Any]:
-    """The JSON object that `body` holds; its numbers are finite, and its strings are Unicode.
-
-    RequestError: it is no UTF-8, no JSON or no object, or is nested deeper than the parser goes.
-    """
+    """The JSON object that `body` holds; its numbers are finite, and its strings are Unicode."""
     try:
         return _OBJECT.decode(body)
     except RecursionError:
