@@ -92,7 +92,7 @@ def compute_spans(context: Any, record: HostRecord, request: Any, skipped: int) 
     )
 
 
-def _caches_states(context: Any) -> bool:
+def caches_states(context: Any) -> bool:
     return bool(context.is_hybrid_model and context.enable_prefix_caching)
 
 
@@ -105,7 +105,7 @@ def compute_prefix_match(
     record_mamba_match: bool = False,
 ) -> tuple[list[int], int, int, int, int, int]:
     """Skip only to a boundary that has a state, by one rule for first and continuation chunks."""
-    if not _caches_states(self):
+    if not caches_states(self):
         named = {"record_mamba_match": True} if record_mamba_match else {}
         return original(self, req, prefill_chunk_length, **named)  # type: ignore[no-any-return]
     match = match_chunk(self, req, prefill_chunk_length)
@@ -130,7 +130,7 @@ def add_request(
     Matched blocks keep the KV they have: the KV of recomputed tokens goes to the dummy block. Where this
     chunk completes a block whose prefix is registered, the registered block takes its place.
     """
-    if not _caches_states(self) or not self.is_tensor_state_allocated:
+    if not caches_states(self) or not self.is_tensor_state_allocated:
         return original(self, req, prefill_chunk_length)
     length = req.remaining_prompt_length if prefill_chunk_length is None else prefill_chunk_length
     match = match_chunk(self, req, length)

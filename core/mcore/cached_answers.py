@@ -14,7 +14,7 @@ from ..inference.contexts.cache.checkpoint_plan import (
     drop_rolling,
 )
 from ..inference.contexts.cache.state_slots import StateSlots
-from .admission import adopt_twin
+from .admission import adopt_twin, caches_states
 from .host_record import RequestTrack, record_of
 from .overrides import override
 from .versions import DYNAMIC_CONTEXT
@@ -68,11 +68,6 @@ class AnswerStates:
     def __init__(self, context: Any, slots: StateSlots, plan: CheckpointPlan) -> None:
         self._context, self._slots, self._plan = context, slots, plan
         self.unsettled: list[tuple[Crossing, int]] = []
-
-    def tracks(self, reached: Iterable[Crossing]) -> list[RequestTrack]:
-        """The requests of boundaries that the step reached."""
-        tracks = record_of(self._context).tracks
-        return [tracks[crossing.request_id] for crossing in reached]
 
     def reached(self) -> dict[int, Crossing]:
         """Block -> the boundary at its end that a decode row reached, and where the plan stores a state."""
@@ -144,11 +139,14 @@ class AnswerStates:
             track.rolling_block = block
 
 
-def _append(context: Any, first_row: int, tokens: Tensor) -> None:
-    """Note that the requests from `first_row` on have sampled `tokens`, one each."""
+def _append(context: Any, tokens: Tensor) -> None:
+    """Note that the requests that run have sampled `tokens`, one each."""
+    if not caches_states(context):
+        return
     tracks = record_of(context).tracks
     if not tracks or not len(tokens):
         return
+    first_row = context.paused_request_count
     ids = context.request_ids[first_row : first_row + len(tokens)].tolist()
     for request_id, token in zip(ids, tokens.tolist(), strict=True):
         track = tracks.get(request_id)
@@ -168,8 +166,7 @@ def update_requests(
     new_speculative_tokens: Tensor | None = None,
 ) -> Any:
     """Also note what each request has sampled, before rows are released and moved."""
-    if self.enable_prefix_caching and self.is_hybrid_model:
-        _append(self, self.paused_request_count, new_tokens)
+    _append(self, new_tokens)
     return original(self, active_requests_mask, new_tokens, new_speculative_tokens)
 
 
@@ -182,8 +179,7 @@ def commit_sampled_tokens(
 ) -> None:
     """Also note what each request has sampled; with async scheduling the next step runs already."""
     original(self, sampled_tokens_cpu, sampled_mtp_tokens_cpu)
-    if self.enable_prefix_caching and self.is_hybrid_model:
-        _append(self, self.paused_request_count, sampled_tokens_cpu)
+    _append(self, sampled_tokens_cpu)
 
 
 @override(DYNAMIC_CONTEXT, "release_memory_blocks_from_request_indexes", faults=(18,))

@@ -130,16 +130,10 @@ def reinitialize_inference_state_buffers(original: Callable[..., None], self: An
 
 
 @override(MAMBA_METADATA, "allocate_slot", faults=(8,), series=("0.19",))
-def allocate_slot(original: Callable[..., Tensor | None], self: Any) -> Tensor | None:
-    """A copy of the slot number; the stock method returns a view of the free stack, which changes later."""
-    slot = original(self)
-    return slot if slot is None else slot.clone()
-
-
 @override(MAMBA_METADATA, "batch_allocate_slots", faults=(8,), series=("0.19",))
-def batch_allocate_slots(original: Callable[..., Tensor | None], self: Any, num_slots: int) -> Tensor | None:
-    """A copy of the slot numbers; the stock method returns a view of the free stack."""
-    slots = original(self, num_slots)
+def allocate_copied(original: Callable[..., Tensor | None], self: Any, *num_slots: int) -> Tensor | None:
+    """A copy of the slot numbers; the stock methods return a view of the free stack, which changes later."""
+    slots = original(self, *num_slots)
     return slots if slots is None else slots.clone()
 
 

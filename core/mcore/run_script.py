@@ -121,8 +121,12 @@ def _report(options: argparse.Namespace, installation: Installation, rank: int, 
         for line in described(built_contexts):
             _say(line if rank == 0 else f"rank {rank}: {line}")
     if options.json is not None:
+        path = options.json
+        if rank:
+            path = path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
+        content = as_dict(installation, built_contexts, rank, exit_code)
         try:
-            write_json(options.json, rank, as_dict(installation, built_contexts, rank, exit_code))
+            path.write_text(json.dumps(content, indent=2) + "\n")
         except OSError as error:
             _say(f"error: {options.json} cannot be written: {error.strerror}")
 
@@ -208,10 +212,3 @@ def as_dict(
             for each in contexts
         ],
     }
-
-
-def write_json(path: Path, rank: int, content: dict[str, Any]) -> None:
-    """Write `content` to `path`; for a rank after the first, "-rankN" comes before the suffix."""
-    if rank:
-        path = path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
-    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -69,7 +69,17 @@ class HostSlotAllocator(MambaSlotAllocator):
         return self.settings.plan
 
     def _kernel_grid(self) -> int:
-        return _kernels_grid(self.context)
+        """The tokens after which the kernels can store a state; a HostCallError where they store none."""
+        if householder := getattr(self.context, "gdp_num_householder", 0):
+            raise HostCallError(
+                f"context.gdp_num_householder is {householder}; accepted: 0, as megatron-core's kernels of "
+                "gated delta products store no states for a prefix cache; pass enable_prefix_caching=False"
+            )
+        chunk = int(self.context.mamba_chunk_size)
+        grid = int(getattr(self.context, "ssm_chunk_alignment", None) or chunk)
+        if grid % chunk:
+            raise HostCallError(f"context.ssm_chunk_alignment is {grid}; accepted: a multiple of {chunk}")
+        return grid
 
     def _device(self) -> torch.device:
         """Where the live states are; as the host's own, on the current device where there are none."""
@@ -177,9 +187,8 @@ class HostSlotAllocator(MambaSlotAllocator):
         if self.answers is None or not crossed:
             super()._commit(inner, scratch_rows, ends, rows, hashes)
             return
-        make_room_by_rolling(
-            self.slots, self.answers.tracks(c for _, c in crossed), len(crossed) + len(hashes)
-        )
+        tracks = [self._record.tracks[crossing.request_id] for _, crossing in crossed]
+        make_room_by_rolling(self.slots, tracks, len(crossed) + len(hashes))
         room = max(0, self.slots.num_available - len(hashes))  # the states of prompts come first
         self.slots.tree.note_refused(self._hashes_of([block for block, _ in crossed[room:]]))
         del crossed[room:]
@@ -239,20 +248,6 @@ class HostSlotAllocator(MambaSlotAllocator):
                     else self._new_states(self.max_slots, device)
                 )
         self._backup = None
-
-
-def _kernels_grid(context: Any) -> int:
-    """The tokens after which the kernels can store a state; a HostCallError where they cannot store any."""
-    if householder := getattr(context, "gdp_num_householder", 0):
-        raise HostCallError(
-            f"context.gdp_num_householder is {householder}; accepted: 0, as megatron-core's kernels of gated "
-            "delta products store no states for a prefix cache; pass enable_prefix_caching=False"
-        )
-    chunk = int(context.mamba_chunk_size)
-    grid = int(getattr(context, "ssm_chunk_alignment", None) or chunk)
-    if grid % chunk:
-        raise HostCallError(f"context.ssm_chunk_alignment is {grid}; accepted: a multiple of {chunk}")
-    return grid
 
 
 @torch.inference_mode(False)

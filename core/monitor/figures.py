@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
@@ -50,7 +50,11 @@ class Latency:
 
     @property
     def percentiles(self) -> dict[str, float | None]:
-        return percentiles(self.recent, self.ranks)
+        """By nearest rank: "p50" for rank 50. None where there are no values."""
+        ordered = sorted(self.recent)
+        if not ordered:
+            return {f"p{rank}": None for rank in self.ranks}
+        return {f"p{rank}": ordered[max(0, -(-len(ordered) * rank // 100) - 1)] for rank in self.ranks}
 
 
 @dataclass
@@ -124,14 +128,6 @@ class MonitorFigures:
         if not self.prefill_tokens:
             return None
         return self.stats.cache.num_resumed_tokens * self.prefill_s / self.prefill_tokens
-
-
-def percentiles(values: Iterable[float], ranks: Sequence[int]) -> dict[str, float | None]:
-    """The nearest-rank percentiles of these values: "p50" for rank 50. None where there are no values."""
-    ordered = sorted(values)
-    if not ordered:
-        return {f"p{rank}": None for rank in ranks}
-    return {f"p{rank}": ordered[max(0, -(-len(ordered) * rank // 100) - 1)] for rank in ranks}
 
 
 class Tenants:

@@ -79,14 +79,6 @@ class Preparation:
         default = self._loaded.generation.max_tokens
         return self._job("messages", [(prompt.tokens, prompt.marks)], request, default)
 
-    def _too_long(self, num_prompt_tokens: int, most: int) -> RequestError:
-        message = (
-            f"the prompt has {num_prompt_tokens} tokens and the answer up to {most}; accepted: "
-            f"together at most max_sequence_length ({self._facts.max_sequence_length}) and the KV pool "
-            f"({self._facts.pool_tokens})"
-        )
-        return bad_field("max_tokens", message, "context_length_exceeded")
-
     def _text(self, field: str) -> TextCodec:
         if self._loaded.text is None:
             raise bad_field(field, "the model has no tokenizer; accepted: /v1/completions with token ids")
@@ -112,7 +104,12 @@ class Preparation:
             room = self.longest - len(tokens)
             most = request.max_tokens or max(1, min(room, default or room))
             if most > room:
-                raise self._too_long(len(tokens), most)
+                message = (
+                    f"the prompt has {len(tokens)} tokens and the answer up to {most}; accepted: together at "
+                    f"most max_sequence_length ({self._facts.max_sequence_length}) and the KV pool "
+                    f"({self._facts.pool_tokens})"
+                )
+                raise bad_field("max_tokens", message, "context_length_exceeded")
             for i in range(request.n):
                 sampling = self._sampling(request, most, i)
                 choices.append(Choice(len(choices), number, tokens, sampling, plan))
@@ -208,7 +205,7 @@ class Service:
             loop = asyncio.get_running_loop()
             deadline = loop.time() + self.settings.request_timeout_s
             body_deadline = min(deadline, loop.time() + self.settings.body_timeout_s)
-            body = await before(body_deadline, read_body(request, self.max_body_bytes), body_too_slow())
+            body = await before(body_deadline, read_body(request, self.max_body_bytes), _body_too_slow())
             salt, tenant = _header_salt(request), request.state.tenant
             thread = self._text_threads[len(body) > _LONG_BODY_BYTES]
             job = await before(deadline, loop.run_in_executor(thread, job_of, body, salt))
@@ -276,7 +273,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     raise RequestError(413, message, code="body_too_long", headers=headers)
 
 
-def body_too_slow() -> RequestError:
+def _body_too_slow() -> RequestError:
     """The connection is closed, because the rest of the body may never come."""
     message = "the body was not complete within the server's time limit for a body"
     return RequestError(408, message, code="timeout", headers={"connection": "close"})
