@@ -7,14 +7,15 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from ..inference.contexts.request import DynamicInferenceRequest
+from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..inference.engines.engine_observer import EngineObserver
+from ..inference.engines.engine_observer import NewTokens
 from ..request import RequestResult
 from ..validation import instance
 
@@ -25,10 +26,10 @@ _BUFFER_BYTES = 1 << 16
 _FLUSH_EVERY_S = 5.0
 
 
-class TraceRecorder(EngineObserver):
+class TraceRecorder:
     """Writes the requests of an engine as a trace, which `read_trace` reads.
 
-    It attaches itself to the engine. Each request that ends with an answer becomes a line: arrival,
+    An `EngineObserver` that attaches itself. Each request that ends with an answer becomes a line: arrival,
     counts of tokens, and for each whole KV block a keyed hash of all tokens up to the block's end. The key is
     drawn for each recording and never written: a file shows which prompts began alike, but no token, and two
     files cannot be compared. Lines wait in memory, at most 64 KiB and one line. A file that cannot be written
@@ -77,6 +78,14 @@ class TraceRecorder(EngineObserver):
     def flush(self) -> None:
         """Write the requests that have ended, as happens every 5 s while requests end."""
         self._write(b"", flushes=True)
+
+    # ---- EngineObserver: a request is recorded when it ends
+
+    def request_added(self, request: DynamicInferenceRequest) -> None: ...
+
+    def request_resumed(self, step: RequestStep) -> None: ...
+
+    def step_made(self, steps: Sequence[RequestStep], tokens: NewTokens, duration_s: float) -> None: ...
 
     def request_ended(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
         end = (request.request_id, request.arrival_s)
