@@ -152,10 +152,7 @@ def tried_dtype(device: torch.device) -> torch.dtype:
 
 
 def small_model(device: torch.device, dtype: torch.dtype, like: HybridLM | None = None) -> HybridLM:
-    """Mamba-2, gated delta net, attention and MLP layers with random weights, or with those of `like`.
-
-    The model with the weights of `like` is in float64 on the CPU.
-    """
+    """Layers of all kinds with random weights, or with those of `like`, then in float64 on the CPU."""
     config = HybridConfig(
         vocab_size=256, hidden_size=256, pattern="M-G-*-", dtype=torch.float64,
         mamba_num_heads=8, mamba_head_dim=64, mamba_num_groups=1, mamba_state_dim=128, conv_kernel=4,
@@ -180,10 +177,7 @@ def small_engine(model: HybridLM, *, caching: bool) -> DynamicInferenceEngine:
 
 
 def self_test(device: torch.device) -> Iterator[Check]:
-    """Serve a prompt and its continuation on `device`, and compare with float64 on the CPU, without a cache.
-
-    Yields each check as it is made. Synchronises the device.
-    """
+    """Serve a prompt and its continuation on `device`, and compare with float64 on the CPU, uncached."""
     dtype = tried_dtype(device)
     started = time.perf_counter()
     drawn = torch.Generator().manual_seed(0)

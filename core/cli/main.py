@@ -53,11 +53,7 @@ def make_parser(command: str | None = None) -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line `arguments` (by default those of the process); return the exit code.
-
-    An error that the user can mend is one line on stderr. The exit code is 2 where what was asked for is
-    refused: a word, an option's value, a folder, a size that does not fit. It is 1 where anything else fails.
-    """
+    """Run the command line; the exit code is 2 where what was asked for is refused, 1 for other errors."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["run"]:  # its script's own options are not ours
         from ..mcore import run_script

@@ -31,12 +31,7 @@ _SILENCE_S = 60.0
 
 @dataclass(frozen=True)
 class ReplicaEngine:
-    """Makes the engine of a replica; can be pickled.
-
-    Attributes:
-        options: a command line with `options.add_model` and `options.add_engine`.
-        salt_key: the key of all replicas; never shown.
-    """
+    """Makes the engine of a replica from a command line; can be pickled. `salt_key` is never shown."""
 
     options: argparse.Namespace
     salt_key: str
@@ -57,8 +52,7 @@ class ReplicaEngine:
 def weights_version(folder: Path) -> str:
     """A digest of a checkpoint's files: names, sizes, and 64 KiB from the start, the middle and the end.
 
-    It costs some milliseconds a file. Two checkpoints that differ in other bytes alone are taken for one;
-    training changes all.
+    Two checkpoints that differ in other bytes alone are taken for one; training changes all.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):

@@ -16,23 +16,14 @@ from .versions import DYNAMIC_CONTEXT, KV_ALLOCATOR, MHA_METADATA
 
 @dataclass(frozen=True)
 class HostMatch:
-    """What a prefill chunk can share and skip; holds and pins nothing.
+    """What a prefill chunk can share and skip, counted in blocks from `first_block`; pins nothing."""
 
-    Attributes:
-        first_block: blocks of the sequence that the request has already.
-        matched_blocks: registered KV blocks that follow them.
-        required_blocks: blocks of the sequence up to the chunk's end.
-        skip_tokens: tokens of the chunk that need not be computed, up to a boundary that has a state.
-        state_block: the block whose state is at that boundary, or -1.
-        resumable_blocks: depth, from `first_block`, of the deepest matched block that has a state.
-    """
-
-    first_block: int
-    matched_blocks: tuple[int, ...]
-    required_blocks: int
-    skip_tokens: int
-    state_block: int
-    resumable_blocks: int
+    first_block: int  # so many the request has already
+    matched_blocks: tuple[int, ...]  # registered KV blocks that follow
+    required_blocks: int  # up to the end of the chunk
+    skip_tokens: int  # up to a boundary that has a state
+    state_block: int  # whose state is at that boundary, or -1
+    resumable_blocks: int  # up to the deepest matched block that has a state
 
     @property
     def new_blocks(self) -> int:
@@ -40,11 +31,7 @@ class HostMatch:
 
 
 def match_chunk(context: Any, request: Any, length: int) -> HostMatch:
-    """Match the next `length` tokens of a request of a hybrid model.
-
-    The same rule for every chunk: skip to the deepest boundary that has a committed state, lies within the
-    matched KV and leaves a token to compute; without a state nothing is skipped.
-    """
+    """Match the next `length` tokens: skip to the deepest committed state that leaves a token to compute."""
     size = int(context.block_size_tokens)
     finished = int(request.finished_chunk_token_count)
     first = -(-finished // size)
@@ -105,7 +92,7 @@ def compute_spans(context: Any, record: HostRecord, request: Any, skipped: int) 
     )
 
 
-def _caches_states(context: Any) -> bool:
+def caches_states(context: Any) -> bool:
     return bool(context.is_hybrid_model and context.enable_prefix_caching)
 
 
@@ -117,13 +104,8 @@ def compute_prefix_match(
     prefill_chunk_length: int,
     record_mamba_match: bool = False,
 ) -> tuple[list[int], int, int, int, int, int]:
-    """Skip only to a boundary that has a state, by one rule for first and continuation chunks.
-
-    Where the prompt's length is 1 mod the block size, the stock method rounds the skip down to a boundary
-    without a state. The stock method also skips on the KV match alone, for continuation chunks and for all
-    chunks in memory-only mode.
-    """
-    if not _caches_states(self):
+    """Skip only to a boundary that has a state, by one rule for first and continuation chunks."""
+    if not caches_states(self):
         named = {"record_mamba_match": True} if record_mamba_match else {}
         return original(self, req, prefill_chunk_length, **named)  # type: ignore[no-any-return]
     match = match_chunk(self, req, prefill_chunk_length)
@@ -145,12 +127,10 @@ def add_request(
 ) -> None:
     """Check capacity before anything changes, restore in every chunk, write no shared block again.
 
-    The stock method raises after it took references and blocks, which then leak. It restores from the block
-    of the KV map, and in the first chunk only. Here matched blocks keep the KV they have: the KV of
-    recomputed tokens goes to the dummy block. Where this chunk completes a block for whose prefix another
-    block is registered, the registered block takes its place.
+    Matched blocks keep the KV they have: the KV of recomputed tokens goes to the dummy block. Where this
+    chunk completes a block whose prefix is registered, the registered block takes its place.
     """
-    if not _caches_states(self) or not self.is_tensor_state_allocated:
+    if not caches_states(self) or not self.is_tensor_state_allocated:
         return original(self, req, prefill_chunk_length)
     length = req.remaining_prompt_length if prefill_chunk_length is None else prefill_chunk_length
     match = match_chunk(self, req, length)
@@ -229,14 +209,7 @@ def _adopt_twins(context: Any, req: Any, row: int, finished: int, length: int, s
 
 
 def adopt_twin(context: Any, row: int, index: int, key: int) -> bool:
-    """Let the block that is registered under `key` take the place of the row's own complete block `index`.
-
-    Both blocks hold the KV of the same tokens.
-
-    Returns:
-        Whether the row has another block now; False, with nothing done, where the row's own block is
-            registered, or no block.
-    """
+    """Let the block registered under `key` take the place of the row's own block `index`; whether it did."""
     kv, table = context.kv_block_allocator, context.request_to_kv_block_ids
     own, twin = int(table[row, index]), kv.kv_hash_to_block_id.get(key, -1)
     if twin in (-1, own):
@@ -264,11 +237,7 @@ def _queue_restore(context: Any, row: int, finished: int, match: HostMatch) -> N
 
 @override(DYNAMIC_CONTEXT, "_execute_pending_mamba_ops", faults=(4, 21))
 def execute_pending_mamba_ops(original: Callable[..., None], self: Any) -> None:
-    """Restore all states of the step in one copy; a missing state is an error.
-
-    The stock method copies one request at a time. Where a restore fails, it zeroes the live state although
-    the tokens were skipped.
-    """
+    """Restore all states of the step in one copy; a missing state is an error."""
     if self._pending_mamba_restores:
         pending = [(block, live) for _, block, live in self._pending_mamba_restores]
         self._pending_mamba_restores.clear()
@@ -284,11 +253,9 @@ def set_state_data(
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> None:
-    """Bound the query length of prefill kernels by at least two tokens, also where the longest has one.
+    """Bound the query length of prefill kernels by two, at least.
 
-    The number is an upper bound. Flash attention's varlen kernels take the bound 1 for a decode step, and
-    crash on paged KV. For this reason the stock match computes at least two tokens, and rounds a skip down to
-    a boundary without a state. Decode steps do not read the number.
+    Flash attention's varlen kernels take the bound 1 for a decode step, and crash on paged KV.
     """
     original(self, padded_active_request_count, max(2, max_seqlen_q), max_seqlen_k)
 
@@ -301,11 +268,7 @@ def register_kv_block_hashes(
     block_hashes: list[int],
     parent_hashes: list[int] | None = None,
 ) -> None:
-    """Register blocks whose hash is not registered; the others stay private, or as they are.
-
-    The stock method re-points the map to the newer block, which has no state, and counts the children of a
-    block that is registered again twice, so that their parent can never be evicted.
-    """
+    """Register blocks whose hash is not registered; the others stay private, or as they are."""
     check_lengths(block_ids, block_hashes=block_hashes, parent_hashes=parent_hashes)
     named = self.kv_hash_to_block_id
     first: dict[int, int] = {}

@@ -27,12 +27,7 @@ def stats(context: Any) -> HostStats:
 
 
 class BuiltContext:
-    """One context, which may be gone.
-
-    Attributes:
-        number: 1 for the first context.
-        idle_reason: why the context caches no state, as a sentence; "" where it does.
-    """
+    """One context, which may be gone; `idle_reason` says why it caches no state, "" where it does."""
 
     def __init__(self, context: Any, number: int) -> None:
         self.number, self.idle_reason = number, idle_reason(context)

@@ -14,7 +14,7 @@ from ..inference.contexts.cache.checkpoint_plan import (
     drop_rolling,
 )
 from ..inference.contexts.cache.state_slots import StateSlots
-from .admission import adopt_twin
+from .admission import adopt_twin, caches_states
 from .host_record import RequestTrack, record_of
 from .overrides import override
 from .versions import DYNAMIC_CONTEXT
@@ -48,14 +48,7 @@ def crossings(context: Any) -> list[Crossing]:
 
 
 def register_block(context: Any, row: int, track: RequestTrack, position: int) -> int:
-    """Make the KV block that ends at `position` findable.
-
-    A block that is registered for the same tokens takes the place of the row's block.
-
-    Returns:
-        The block that the row continues with; -1 where the preceding block is not registered, and this one
-            could not be found, or where the host hashes the prompt by more than its tokens.
-    """
+    """Make the KV block that ends at `position` findable; returns the row's block then, or -1."""
     index = position // context.block_size_tokens - 1
     keys = track.keys(index + 1)
     kv = context.kv_block_allocator
@@ -68,30 +61,16 @@ def register_block(context: Any, row: int, track: RequestTrack, position: int) -
 
 
 class AnswerStates:
-    """The states that decode steps reach at block boundaries.
-
-    With async scheduling, the last token before a boundary is on the device only when its state is copied.
-    The state then waits in a reserved slot until the token is known.
-
-    Attributes:
-        unsettled: boundaries whose last token is not known, each with its reserved slot.
+    """The states that decode steps reach at block boundaries; with async scheduling, the last token before a
+    boundary becomes known only later: until then the state waits `unsettled`, in a reserved slot.
     """
 
     def __init__(self, context: Any, slots: StateSlots, plan: CheckpointPlan) -> None:
         self._context, self._slots, self._plan = context, slots, plan
         self.unsettled: list[tuple[Crossing, int]] = []
 
-    def tracks(self, reached: Iterable[Crossing]) -> list[RequestTrack]:
-        """The requests of boundaries that the step reached."""
-        tracks = record_of(self._context).tracks
-        return [tracks[crossing.request_id] for crossing in reached]
-
     def reached(self) -> dict[int, Crossing]:
-        """Block -> the boundary at its end that a decode row reached, and where the plan stores a state.
-
-        Only boundaries without a state. Where the tokens before one are known, its KV block is registered
-        here.
-        """
+        """Block -> the boundary at its end that a decode row reached, and where the plan stores a state."""
         context, slots = self._context, self._slots
         found: dict[int, Crossing] = {}
         if not (tracks := record_of(context).tracks):
@@ -160,11 +139,14 @@ class AnswerStates:
             track.rolling_block = block
 
 
-def _append(context: Any, first_row: int, tokens: Tensor) -> None:
-    """Note that the requests from `first_row` on have sampled `tokens`, one each."""
+def _append(context: Any, tokens: Tensor) -> None:
+    """Note that the requests that run have sampled `tokens`, one each."""
+    if not caches_states(context):
+        return
     tracks = record_of(context).tracks
     if not tracks or not len(tokens):
         return
+    first_row = context.paused_request_count
     ids = context.request_ids[first_row : first_row + len(tokens)].tolist()
     for request_id, token in zip(ids, tokens.tolist(), strict=True):
         track = tracks.get(request_id)
@@ -184,8 +166,7 @@ def update_requests(
     new_speculative_tokens: Tensor | None = None,
 ) -> Any:
     """Also note what each request has sampled, before rows are released and moved."""
-    if self.enable_prefix_caching and self.is_hybrid_model:
-        _append(self, self.paused_request_count, new_tokens)
+    _append(self, new_tokens)
     return original(self, active_requests_mask, new_tokens, new_speculative_tokens)
 
 
@@ -198,8 +179,7 @@ def commit_sampled_tokens(
 ) -> None:
     """Also note what each request has sampled; with async scheduling the next step runs already."""
     original(self, sampled_tokens_cpu, sampled_mtp_tokens_cpu)
-    if self.enable_prefix_caching and self.is_hybrid_model:
-        _append(self, self.paused_request_count, sampled_tokens_cpu)
+    _append(self, sampled_tokens_cpu)
 
 
 @override(DYNAMIC_CONTEXT, "release_memory_blocks_from_request_indexes", faults=(18,))

@@ -46,8 +46,7 @@ def ssm_prefill(
     """Write the states at the step's checkpoints to the allocator's scratch, row after row.
 
     fla's kernels return the state after each sequence, so sequences are computed in pieces that end at the
-    checkpoints. A checkpoint is a multiple of the kernels' chunk from its sequence's start, so the chunks
-    are those of the whole. A captured graph could not follow the checkpoints.
+    checkpoints, on the kernels' chunk grid. A captured graph could not follow the checkpoints.
     """
     slots, metadata = context.mamba_slot_allocator, context.mamba_metadata
     if not isinstance(slots, MambaSlotAllocator):
@@ -90,9 +89,8 @@ def in_pieces(
 ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
     """Outputs and final states of fla's `rule`, and the state after each of `positions`.
 
-    `inputs`: as for one call; q, k, v, g and beta are `[1, tokens, ...]`. Sequence i has the packed tokens
-    from `starts[i]` to `starts[i + 1]`; padding follows. The first pieces of all sequences are one call, then
-    the second pieces of those that have one, and so on.
+    `inputs`: as for one call. Sequence i has the packed tokens from `starts[i]` to `starts[i + 1]`. The first
+    pieces of all sequences are one call, then the second pieces of those that have one, and so on.
     """
     packed = {name: inputs.pop(name) for name in ("q", "k", "v", "g", "beta")}
     initial, _ = inputs.pop("initial_state"), inputs.pop("cu_seqlens")

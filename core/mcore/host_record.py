@@ -27,19 +27,13 @@ def check_lengths(block_ids: Sequence[int], **lists: Sequence[int] | None) -> No
 
 @dataclass
 class RequestTrack:
-    """Prompt and generated tokens of a request, and the hashes of their whole blocks.
-
-    Attributes:
-        prompt_keys: the host's keys of the prompt's whole blocks.
-        generated: sampled tokens, in order; the KV of the last one may be missing.
-        rolling_block: the block of the newest decode state that rolls, or -1.
-    """
+    """Prompt and sampled tokens of a request, and the host's keys of the prompt's whole blocks."""
 
     prompt: Tensor
-    prompt_keys: list[int]
+    prompt_keys: list[int]  # the host's
     block_size_tokens: int
-    generated: list[int] = field(default_factory=list)
-    rolling_block: int = -1
+    generated: list[int] = field(default_factory=list)  # the KV of the last one may be missing
+    rolling_block: int = -1  # of the newest decode state that rolls
     _keys: list[int] = field(default_factory=list)
 
     @classmethod
@@ -67,16 +61,7 @@ class RequestTrack:
 
 @dataclass
 class HostRecord:
-    """Counts and running requests of one context; it outlives the context's allocator.
-
-    Attributes:
-        tracks: request id -> its tokens, of requests in the context whose blocks are hashed.
-        spans: request id -> why its prompt tokens are computed.
-        ledger: what became of prompt tokens; a request that restarts counts as another one.
-        kv_ghosts: hashes of KV blocks that were evicted.
-        turnover: how many states entered and were evicted, also with allocators before a resume.
-        slots, dropped: counts of the allocator after its last step.
-    """
+    """Counts and running requests of one context; it outlives the context's allocator."""
 
     requests: int = 0
     hits: int = 0
@@ -84,7 +69,7 @@ class HostRecord:
     spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
     ledger: TokenLedger = field(default_factory=TokenLedger)
     kv_ghosts: GhostList = field(default_factory=lambda: GhostList(65536))
-    turnover: Turnover[StateRemovalCause] | None = None
+    turnover: Turnover[StateRemovalCause] | None = None  # also with allocators before a resume
     slots: SlotCounts = field(default_factory=lambda: SlotCounts(0, 0, 0, 0, 0))
     dropped: int = 0
 

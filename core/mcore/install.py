@@ -45,13 +45,7 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 @dataclass(frozen=True)
 class Installation:
-    """What `install` returns.
-
-    Attributes:
-        megatron_core: the host's version.
-        num_methods: replaced methods.
-        settings: plan, eviction and whether answers are cached.
-    """
+    """What `install` returns: the host's version, the number of replaced methods, and the settings."""
 
     megatron_core: str
     num_methods: int

@@ -21,11 +21,7 @@ _logger = logging.getLogger(__package__)
 
 @override(DYNAMIC_CONTEXT, "_allocate_mamba_cache", faults=(14, 15))
 def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: float) -> None:
-    """Give every pipeline stage as many slots as the poorest one can afford. A collective.
-
-    The stock method of 0.19 sizes each stage alone, so that stages evict and skip differently; that of 0.20
-    divides by zero on a stage without Mamba layers. Here such a stage takes the number of the others.
-    """
+    """Give every pipeline stage as many slots as the poorest one can afford. A collective."""
     kernels: Any = sys.modules.get(_BATCH_INVARIANT_KERNELS)
     if kernels is not None and kernels.is_batch_invariant_mode_enabled():
         _logger.warning(
@@ -89,12 +85,7 @@ def _affordable_slots(context: Any, mamba_gb: float) -> int:
 def reset_metadata(
     original: Callable[..., None], self: Any, preserve_prefix_cache: bool = False, **named: Any
 ) -> None:
-    """Forget states wherever the host forgets KV, and pending restores wherever it forgets requests.
-
-    The stock method clears the KV index and leaves the state index, so that states of old weights are served.
-    It also leaves the queues of pending restores and zero-fills, so that a stale entry writes the live slot
-    of a later request.
-    """
+    """Forget states wherever the host forgets KV, and pending restores wherever it forgets requests."""
     passed = dict(named, preserve_prefix_cache=True) if preserve_prefix_cache else named
     original(self, **passed)
     for queue in ("_pending_mamba_restores", "_pending_mamba_zeros"):
@@ -111,10 +102,8 @@ def reset_metadata(
 
 @override(DYNAMIC_CONTEXT, "deallocate_inference_state_buffers", faults=(14,))
 def deallocate_inference_state_buffers(original: Callable[..., None], self: Any) -> None:
-    """Free or offload the durable pool with the host's own buffers; the stock method leaves it allocated.
-
-    The host's mode decides: PERSIST keeps the pool, OFFLOAD moves it to host memory, RECOMPUTE forgets and
-    frees it. Scratch is freed only where the host builds a new allocator on resume.
+    """Free or offload the durable pool with the host's own buffers: PERSIST keeps it, OFFLOAD moves it to the
+    host, RECOMPUTE frees it. Scratch is freed only where the host builds a new allocator on resume.
     """
     allocator, mode = self.mamba_slot_allocator, self.kv_cache_management_mode.name
     was_allocated = self.is_tensor_state_allocated
@@ -141,16 +130,10 @@ def reinitialize_inference_state_buffers(original: Callable[..., None], self: An
 
 
 @override(MAMBA_METADATA, "allocate_slot", faults=(8,), series=("0.19",))
-def allocate_slot(original: Callable[..., Tensor | None], self: Any) -> Tensor | None:
-    """A copy of the slot number; the stock method returns a view of the free stack, which changes later."""
-    slot = original(self)
-    return slot if slot is None else slot.clone()
-
-
 @override(MAMBA_METADATA, "batch_allocate_slots", faults=(8,), series=("0.19",))
-def batch_allocate_slots(original: Callable[..., Tensor | None], self: Any, num_slots: int) -> Tensor | None:
-    """A copy of the slot numbers; the stock method returns a view of the free stack."""
-    slots = original(self, num_slots)
+def allocate_copied(original: Callable[..., Tensor | None], self: Any, *num_slots: int) -> Tensor | None:
+    """A copy of the slot numbers; the stock methods return a view of the free stack, which changes later."""
+    slots = original(self, *num_slots)
     return slots if slots is None else slots.clone()
 
 
@@ -160,9 +143,7 @@ def resume_paused_requests(
 ) -> Any:
     """Evict unreferenced cached blocks, so that paused requests get the blocks they wait for.
 
-    The stock method resumes at most as many requests as there are free blocks, and cached blocks are not
-    free. Where cached blocks fill the pool, a request that needs a block waits for ever, and a step in which
-    all requests wait raises.
+    The stock method counts free blocks alone: where cached blocks fill the pool, a request waits for ever.
     """
     kv = self.kv_block_allocator
     if self.paused_request_count and self.enable_prefix_caching:

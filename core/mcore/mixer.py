@@ -26,10 +26,7 @@ def compute_cpu_metadata(
 def checkpoint_rows(
     cu_seqlens: list[int], offsets: list[list[int]], counts: list[int], chunk_size: int
 ) -> tuple[list[int], list[int]]:
-    """The chunk index and the packed position of each offset, sequence after sequence.
-
-    Every sequence is cut into SSD chunks from its own start, and has at least one chunk.
-    """
+    """The chunk index and the packed position of each offset; every sequence has at least one chunk."""
     lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
     first_chunks = accumulate((max(1, -(-length // chunk_size)) for length in lengths), initial=0)
     chunks, positions = [], []
@@ -50,10 +47,7 @@ def update_intermediate_metadata(
     padded_prefill_count: int,
     cu_seqlens_gpu: Tensor | None = None,
 ) -> None:
-    """Compute the checkpoint rows from CPU numbers, and send them without waiting.
-
-    The stock method computes the rows on the GPU with about 12 small kernels and two synchronisations.
-    """
+    """Compute the checkpoint rows from CPU numbers, and send them without waiting."""
     if cu_seqlens_gpu is None:
         return original(
             self, intermediate_offsets_gpu, intermediate_counts_gpu, real_prefill_count, padded_prefill_count
@@ -95,8 +89,7 @@ def ssm_prefill(
 ) -> Tensor:
     """Keep in the window what a chunk shorter than the convolution leaves of the one before.
 
-    The stock method pads such a window with zeros on the left. Fixed shapes and no synchronisation, so it
-    is captured with the rest of a CUDA graph; its cost is four gathers of [prefills, channels, width].
+    Fixed shapes and no synchronisation, so that it is captured with the rest of a CUDA graph.
     """
     named = dict(seq_idx=seq_idx, cu_seqlens=cu_seqlens, batch_indices=batch_indices, **rest)
     if conv_state is None or seq_idx is None or cu_seqlens is None or batch_indices is None:
@@ -110,10 +103,7 @@ def ssm_prefill(
 
 
 def carried_windows(before: Tensor, after: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[sequences, channels, width]: `after`, its zero padded head replaced by the end of `before`.
-
-    Sequence i has `cu_seqlens[i + 1] - cu_seqlens[i]` new inputs, which end its window `after`.
-    """
+    """[sequences, channels, width]: `after`, its zero padded head replaced by the end of `before`."""
     width = before.shape[-1]
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).to(torch.int64)[:, None]
     columns = torch.arange(width, device=before.device)[None, :]

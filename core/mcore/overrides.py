@@ -37,15 +37,7 @@ class OtherSettingsError(RuntimeError):
 
 @dataclass(frozen=True)
 class Override:
-    """One replaced method.
-
-    Attributes:
-        owner: "module:Class" in megatron-core.
-        method: the name of the replaced method.
-        faults: those that the override helps to correct, as numbered in docs/megatron.md; none for a feature.
-        series: of megatron-core, those with the faults.
-        replacement: the new method; the replacement's docstring says what changes and why.
-    """
+    """One replaced method; `faults` are numbered in docs/megatron.md, and a feature has none."""
 
     owner: str
     method: str
@@ -121,15 +113,7 @@ def hashes_of_tree(root: Path) -> tuple[list[Override], dict[str, str]]:
 
 
 def checked_methods(overrides: Iterable[Override], version: str) -> tuple[dict[Override, Any], list[str]]:
-    """The host's methods that are to be replaced.
-
-    Returns:
-        Override -> the host's own method, and for each method whose source is not known: its name, and the
-            source.
-
-    Raises:
-        UnknownHostError: a method is missing, or would have to be known.
-    """
+    """Override -> the host's own method, and the methods whose sources are unknown."""
     found = {entry: vars(owner_class(entry.owner)).get(entry.method) for entry in overrides}
     hashes = {entry.name: source_hash(method) for entry, method in found.items() if method is not None}
     objections, unknown = unknown_methods(found, hashes)

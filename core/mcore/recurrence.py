@@ -43,11 +43,7 @@ def make_context(
     stages: int = 1,
     **options: Any,
 ) -> Any:
-    """`blocks` and `slots` besides the host's dummy block and scratch.
-
-    The memory for them is that of one Mamba and one attention layer, also where `layers`, those of one of
-    `stages` pipeline stages, are others.
-    """
+    """A context with `blocks` and `slots` besides the host's dummy block and scratch."""
     scratch = min(-(-max_tokens // BLOCK), 3 * max_requests)
     budget = (blocks + 1.5) * KV_BLOCK_BYTES + max_requests * STATE_BYTES
     model = _transformer.TransformerConfig(

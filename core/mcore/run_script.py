@@ -79,19 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str], command: str = COMMAND) -> int:
-    """Read the options, install, run the script and report; returns the exit code.
-
-    Args:
-        arguments: options, the script, the script's arguments.
-        command: how messages name the command.
-
-    Returns:
-        0; 1 where the drop-in cannot be installed, 2 where the script installs it with other settings.
-
-    Raises:
-        SystemExit: --help, --version (0) and wrong options (2).
-        BaseException: what the script raises, also SystemExit, after the report.
-    """
+    """Install, run the script and report; 1: cannot be installed, 2: the script has other settings."""
     parser = _Parser(
         prog=command,
         usage=f"{command} [OPTIONS] SCRIPT [ARGUMENTS...]",
@@ -133,17 +121,18 @@ def _report(options: argparse.Namespace, installation: Installation, rank: int, 
         for line in described(built_contexts):
             _say(line if rank == 0 else f"rank {rank}: {line}")
     if options.json is not None:
+        path = options.json
+        if rank:
+            path = path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
+        content = as_dict(installation, built_contexts, rank, exit_code)
         try:
-            write_json(options.json, rank, as_dict(installation, built_contexts, rank, exit_code))
+            path.write_text(json.dumps(content, indent=2) + "\n")
         except OSError as error:
             _say(f"error: {options.json} cannot be written: {error.strerror}")
 
 
 def _interpret_without_cuda(speaks: bool) -> None:
-    """Set those of `WITHOUT_CUDA` that are not set, where no CUDA device is visible; says so on stderr.
-
-    Triton and megatron-core read these variables at their import, which `install` causes.
-    """
+    """Set `WITHOUT_CUDA` where no CUDA device is visible, before Triton is imported and reads it."""
     missing = {name: value for name, value in WITHOUT_CUDA.items() if name not in os.environ}
     if torch.cuda.is_available() or not missing:
         return
@@ -223,10 +212,3 @@ def as_dict(
             for each in contexts
         ],
     }
-
-
-def write_json(path: Path, rank: int, content: dict[str, Any]) -> None:
-    """Write `content` to `path`; for a rank after the first, "-rankN" comes before the suffix."""
-    if rank:
-        path = path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
-    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -44,14 +44,7 @@ class HostCapacityError(MambaSlotCapacityError):
 
 
 class HostSlotAllocator(MambaSlotAllocator):
-    """`MambaSlotAllocator` with what megatron-core's context calls beyond it, under its names.
-
-    States at the ends of decodes are committed, too. Restores of a step are batched, a state that waits to be
-    restored is pinned, and the durable pool can be released and brought back.
-
-    Attributes:
-        answers: the states that are taken while decoding.
-    """
+    """`MambaSlotAllocator` with what megatron-core's context calls beyond it, under its names."""
 
     settings = Settings()
 
@@ -65,11 +58,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         self._backup: StateTensors | None = None
 
     def _policy(self) -> PolicyChoice:
-        """What `install` was called with; the policy of the host where it was called with none.
-
-        megatron-core's "ref_zero" is about KV blocks: the host frees them with their last request, and their
-        states with them. The states of blocks in use are evicted as under "lru".
-        """
+        """What `install` was called with, else the host's; "ref_zero", about KV blocks, counts as "lru"."""
         policy = self.settings.eviction or super()._policy()
         policy = getattr(policy, "value", policy)
         if isinstance(policy, str):
@@ -80,7 +69,17 @@ class HostSlotAllocator(MambaSlotAllocator):
         return self.settings.plan
 
     def _kernel_grid(self) -> int:
-        return _kernels_grid(self.context)
+        """The tokens after which the kernels can store a state; a HostCallError where they store none."""
+        if householder := getattr(self.context, "gdp_num_householder", 0):
+            raise HostCallError(
+                f"context.gdp_num_householder is {householder}; accepted: 0, as megatron-core's kernels of "
+                "gated delta products store no states for a prefix cache; pass enable_prefix_caching=False"
+            )
+        chunk = int(self.context.mamba_chunk_size)
+        grid = int(getattr(self.context, "ssm_chunk_alignment", None) or chunk)
+        if grid % chunk:
+            raise HostCallError(f"context.ssm_chunk_alignment is {grid}; accepted: a multiple of {chunk}")
+        return grid
 
     def _device(self) -> torch.device:
         """Where the live states are; as the host's own, on the current device where there are none."""
@@ -97,7 +96,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         self._restore_pins.append(slot)
 
     def restore_batch(self, pending: Sequence[tuple[int, int]]) -> None:
-        """Copy the states of blocks into live slots, (block, live slot) pairs, in one call; unpins them.
+        """Copy the states of (block, live slot) pairs in one call, and unpin them.
 
         RuntimeError, with nothing copied, where a block has no state: its tokens were skipped already.
         """
@@ -119,22 +118,14 @@ class HostSlotAllocator(MambaSlotAllocator):
     # ---- slots of the host's own calls, and hashes
 
     def allocate_slots_batch(self, block_ids: list[int]) -> list[int]:
-        """See the base. In 0.20 as the host's own, which frees no state of a block that a request holds.
-
-        Raises:
-            HostCapacityError: too few slots can be freed; nothing is changed.
-        """
+        """See the base; HostCapacityError, with nothing changed, where 0.20's own would not free so many."""
         blocks = self._checked_blocks(block_ids)
         if hasattr(self.context.kv_block_allocator, "pool_size"):
             self._evict_as_host(blocks)
         return self.slots.allocate(blocks)
 
     def _evict_as_host(self, blocks: Sequence[int]) -> None:
-        """Make room for the blocks' states by evicting states of blocks that no request holds.
-
-        Where neither `install` nor the host chose otherwise, the state of the block that the host used
-        longest ago goes first.
-        """
+        """Make room by evicting states of blocks that no request holds, by default the oldest of the host."""
         kv, slot_of = self.context.kv_block_allocator, self.slots.tree.slot_by_block
         required = len({block for block in blocks if block not in slot_of})
         missing = required - self.free_count
@@ -154,10 +145,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         self.slots.evict(missing, states.difference(victims[:missing]))
 
     def register_block_hashes_batch(self, block_ids: list[int], hashes: list[int]) -> None:
-        """See the base; a block without a slot gets one with a zero state, where a slot is free.
-
-        megatron-core's own allocator lists such a block, and starts a request that resumes there from zeros.
-        """
+        """See the base; a block without a slot gets one with a zero state, where a slot is free."""
         blocks, keys = self._checked_blocks(block_ids), integers("hashes", hashes)
         check_lengths(blocks, hashes=keys)
         states = self.slots.tree.slot_by_block
@@ -199,9 +187,8 @@ class HostSlotAllocator(MambaSlotAllocator):
         if self.answers is None or not crossed:
             super()._commit(inner, scratch_rows, ends, rows, hashes)
             return
-        make_room_by_rolling(
-            self.slots, self.answers.tracks(c for _, c in crossed), len(crossed) + len(hashes)
-        )
+        tracks = [self._record.tracks[crossing.request_id] for _, crossing in crossed]
+        make_room_by_rolling(self.slots, tracks, len(crossed) + len(hashes))
         room = max(0, self.slots.num_available - len(hashes))  # the states of prompts come first
         self.slots.tree.note_refused(self._hashes_of([block for block, _ in crossed[room:]]))
         del crossed[room:]
@@ -251,10 +238,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         self._durable = self._new_states(0, self.ssm_states.device)
 
     def resume_pool(self) -> None:
-        """Allocate the durable tensors again: as they were offloaded, else as zeros. Addresses are new.
-
-        A call that raises, because memory is short, changes nothing; it can be repeated.
-        """
+        """Allocate the durable tensors again, offloaded or zero. A call that raises can be repeated."""
         own, backup, device = self._durable, self._backup, self.ssm_states.device
         if any(states.shape[1] != self.max_slots for states in own):
             with torch.inference_mode(False):  # others than inference tensors can be written anywhere
@@ -264,20 +248,6 @@ class HostSlotAllocator(MambaSlotAllocator):
                     else self._new_states(self.max_slots, device)
                 )
         self._backup = None
-
-
-def _kernels_grid(context: Any) -> int:
-    """The tokens after which the kernels can store a state; a HostCallError where they cannot store any."""
-    if householder := getattr(context, "gdp_num_householder", 0):
-        raise HostCallError(
-            f"context.gdp_num_householder is {householder}; accepted: 0, as megatron-core's kernels of gated "
-            "delta products store no states for a prefix cache; pass enable_prefix_caching=False"
-        )
-    chunk = int(context.mamba_chunk_size)
-    grid = int(getattr(context, "ssm_chunk_alignment", None) or chunk)
-    if grid % chunk:
-        raise HostCallError(f"context.ssm_chunk_alignment is {grid}; accepted: a multiple of {chunk}")
-    return grid
 
 
 @torch.inference_mode(False)

@@ -18,19 +18,11 @@ _RECURRENT, _ATTENTION = "MG", frozenset("*D")  # megatron-core's layer letters;
 
 @dataclass(frozen=True)
 class Stage:
-    """What a pipeline stage sends its peers before it builds its context.
+    """What a pipeline stage sends its peers before it builds its context."""
 
-    Attributes:
-        states: the stage's MambaInferenceStateConfig, or None. Without Mamba layers the config only lists the
-            layers.
-        state_budget_gb: GB for durable states; 0 for none.
-        live_states: maximum number of running requests whose states fit into the host's memory share; None
-            for no limit.
-    """
-
-    states: Any
+    states: Any  # its MambaInferenceStateConfig, which only lists the layers where none is Mamba's
     state_budget_gb: float
-    live_states: int | None
+    live_states: int | None  # of requests that run, as far as the memory share goes; None: no limit
 
     @classmethod
     def of(cls, config: Any) -> "Stage":
@@ -73,12 +65,7 @@ def _live_states(config: Any, states: Any) -> int | None:
 
 @override(STATE_CONFIG, "from_model", faults=(15,))
 def from_model(original: Callable[..., Any], cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """List the layers also of a model or pipeline stage without Mamba layers.
-
-    The stock method returns None for a stage without Mamba layers. The stage's context then takes every layer
-    for attention, and the model for one without states. Here `DynamicInferenceContext` learns from the other
-    stages whether the model has states.
-    """
+    """List the layers also of a model or pipeline stage without Mamba layers, where stock returns None."""
     states = original(cls, model, *args, **kwargs)
     if states is not None:
         return states
@@ -91,15 +78,8 @@ def from_model(original: Callable[..., Any], cls: Any, model: Any, *args: Any, *
 def init(original: Callable[..., None], self: Any, model_config: Any, inference_config: Any) -> None:
     """Let the stages of a pipeline exchange what they are before any stage sizes its pools. A collective.
 
-    With the stock method a stage without Mamba layers does not know that the model has states, and skips
-    tokens on the KV match alone. With `mamba_memory_ratio`, stages with fewer Mamba layers admit more
-    requests. Where a stage cannot be built, only that stage raises, and the others wait until the process
-    group times out.
-
-    Here a stage without Mamba layers allocates slots without bytes, and the smallest request limit
-    of all stages counts. All stages raise what any stage cannot do: NotImplementedError for a stage without
-    attention layers, which megatron-core does not run, ValueError for sizes. Where a stage is built with
-    other numbers than it was given, the context's `config` is a copy.
+    A stage without Mamba layers allocates slots without bytes, the smallest request limit of all stages
+    counts, and all stages raise what any stage cannot do, because the others would wait for it.
     """
     group = _pipeline_group(model_config, inference_config)
     rank = 0 if group is None else torch.distributed.get_rank(group)
@@ -138,10 +118,7 @@ def _pipeline_group(model_config: Any, inference_config: Any) -> Any:
 
 
 def agreed_config(config: Any, stages: Sequence[Stage], rank: int) -> Any:
-    """The InferenceConfig with which stage `rank` decides as the other stages do; `config` is not changed.
-
-    All stages raise the same error where one of them cannot be built.
-    """
+    """The config with which stage `rank` decides as the others do: a copy where it changes."""
     with_states = [stage for stage in stages if stage.has_mamba]
     if stages[rank].states is not None and not with_states:
         return _with(config, mamba_inference_state_config=None)

@@ -45,10 +45,7 @@ _SMALLER_BLOCK = (
 def why_not_deeper(
     spans: Sequence[Sequence[Any]], resume_point: int, num_prompt_tokens: int, grid: int
 ) -> str:
-    """Why a request did not resume deeper than `resume_point`, with the setting that helps.
-
-    `spans` are [start, stop, reason] of computed prompt tokens, in order.
-    """
+    """Why a request resumed no deeper, and what helps; `spans`: [start, stop, reason] of computed tokens."""
     if not spans:
         return "It has computed nothing yet."
     first = next((span for span in spans if span[1] > resume_point), None)

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
@@ -30,21 +30,13 @@ NUM_POINTS = 450
 
 @dataclass
 class Latency:
-    """The distribution of one duration in seconds, and the percentiles of its last values.
+    """The distribution of one duration in seconds, and the percentiles of its last values."""
 
-    Attributes:
-        bounds: the upper bounds of the classes; a last class has none.
-        counts: how many values there were in each class.
-        sum: of all values.
-        recent: the last values.
-        ranks: of the percentiles.
-    """
-
-    bounds: Sequence[float]
+    bounds: Sequence[float]  # of the classes, upper ones; a last class has none
     counts: list[int]
     sum: float = 0.0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
-    ranks: Sequence[int] = (50, 90, 99)
+    ranks: Sequence[int] = (50, 90, 99)  # of the percentiles
 
     @classmethod
     def empty(cls, bounds_s: Sequence[float]) -> "Latency":
@@ -58,7 +50,11 @@ class Latency:
 
     @property
     def percentiles(self) -> dict[str, float | None]:
-        return percentiles(self.recent, self.ranks)
+        """By nearest rank: "p50" for rank 50. None where there are no values."""
+        ordered = sorted(self.recent)
+        if not ordered:
+            return {f"p{rank}": None for rank in self.ranks}
+        return {f"p{rank}": ordered[max(0, -(-len(ordered) * rank // 100) - 1)] for rank in self.ranks}
 
 
 @dataclass
@@ -73,16 +69,7 @@ class TenantFigures:
 
 @dataclass
 class MonitorFigures:
-    """The counts of a monitor since its start.
-
-    Attributes:
-        max_requests: requests that can run at once.
-        num_added: users' requests that were queued, or ran when the monitor began.
-        num_ended: finish reason -> users' requests that ended.
-        first_token, inter_token, step, queue: durations in seconds: from arrival to the first token, between
-            two tokens, of a step, from arrival to the first step.
-        prefill_tokens, prefill_s: prompt tokens that were computed, and their share of the steps' time.
-    """
+    """The counts of a monitor since its start, of users' requests; durations in seconds."""
 
     stats: EngineStats
     max_requests: int
@@ -92,7 +79,7 @@ class MonitorFigures:
     num_ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
     num_generated: int = 0
     prefill_tokens: int = 0
-    prefill_s: float = 0.0
+    prefill_s: float = 0.0  # the share of computed prompt tokens in the steps' time
     first_token: Latency = field(default_factory=partial(Latency.empty, FIRST_TOKEN_BOUNDS_S))
     inter_token: Latency = field(default_factory=partial(Latency.empty, INTER_TOKEN_BOUNDS_S))
     step: Latency = field(default_factory=partial(Latency.empty, STEP_BOUNDS_S))
@@ -137,29 +124,14 @@ class MonitorFigures:
 
     @property
     def saved_s(self) -> float | None:
-        """Time that resumed tokens would have taken at the mean time of a computed one; None without one.
-
-        Example: 6,000 tokens resumed, 2,000 computed in 1.2 s: 3.6 s.
-        """
+        """What resumed tokens would have taken: 6,000 resumed, 2,000 computed in 1.2 s: 3.6 s."""
         if not self.prefill_tokens:
             return None
         return self.stats.cache.num_resumed_tokens * self.prefill_s / self.prefill_tokens
 
 
-def percentiles(values: Iterable[float], ranks: Sequence[int]) -> dict[str, float | None]:
-    """The nearest-rank percentiles of these values: "p50" for rank 50. None where there are no values."""
-    ordered = sorted(values)
-    if not ordered:
-        return {f"p{rank}": None for rank in ranks}
-    return {f"p{rank}": ordered[max(0, -(-len(ordered) * rank // 100) - 1)] for rank in ranks}
-
-
 class Tenants:
-    """Names for root digests, and figures for names; the memory of both is bounded.
-
-    A root without a name, and a name beyond the first 64, count as "other". Of the roots, the 16,384 named
-    last have their names. No salt is kept.
-    """
+    """Names for root digests, and figures for names. Both are bounded, and no salt is kept."""
 
     def __init__(self) -> None:
         self._figures = {DEFAULT: TenantFigures(DEFAULT)}
@@ -188,10 +160,7 @@ class Tenants:
 
 
 class Series:
-    """What each interval of `EVERY_S` seconds computed, its most requests, and its end's pools.
-
-    Tokens count for the interval in which `note` receives them.
-    """
+    """What each interval of `EVERY_S` seconds computed, its most requests, and its end's pools."""
 
     def __init__(self, now_s: float, stats: EngineStats) -> None:
         """`now_s`: on the clock of all calls."""
@@ -260,16 +229,7 @@ _SHOWN = (
 
 @dataclass
 class RequestRecord:
-    """One request: numbers only, no tokens and no text.
-
-    Attributes:
-        request: dropped when it has ended.
-        spans: why its prompt tokens were computed: [start, stop, reason]; tokens between spans were resumed.
-        resume_point: the length of the prefix that it last resumed.
-        queued_s: seconds until its first step; None before that.
-        prompt_tokens_done: prompt tokens that were resumed or computed.
-        first_token_s, last_token_s: on the monitor's clock.
-    """
+    """One request: numbers only, no tokens and no text; `request` is dropped when it has ended."""
 
     request: DynamicInferenceRequest | None
     id: int
@@ -277,14 +237,14 @@ class RequestRecord:
     arrived_s: float
     prompt_tokens: int
     grid: int
-    spans: list[list[Any]] = field(default_factory=list)
-    resume_point: int = 0
-    queued_s: float | None = None
+    spans: list[list[Any]] = field(default_factory=list)  # [start, stop, reason] of computed tokens
+    resume_point: int = 0  # the length of the prefix that it last resumed
+    queued_s: float | None = None  # until its first step
     resumed_tokens: int = 0
-    prompt_tokens_done: int = 0
+    prompt_tokens_done: int = 0  # resumed or computed
     recomputed_tokens: int = 0
     ttft_s: float | None = None
-    first_token_s: float = 0.0
+    first_token_s: float = 0.0  # on the monitor's clock, as the last one
     last_token_s: float = 0.0
     generated_tokens: int = 0
     finish_reason: str | None = None

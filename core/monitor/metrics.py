@@ -9,14 +9,8 @@ from .figures import MonitorFigures
 
 
 class Figure(NamedTuple):
-    """A figure of an engine.
-
-    Attributes:
-        name: of the metric, without "mambaslots_", "_total" and "_seconds".
-        help: what it means.
-        of: where `MonitorFigures` has it; of a tenant's figure, where `TenantFigures` has it.
-        label: what tells its values apart; "" for one value.
-        page: where `Monitor.snapshot` has it, for example "tokens.prompt"; "" where it has not.
+    """A figure of an engine: its name and help, where `MonitorFigures` (of a tenant, `TenantFigures`) has it,
+    the label that tells its values apart, and where `Monitor.snapshot` shows it; "" for none.
     """
 
     name: str

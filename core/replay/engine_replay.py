@@ -40,7 +40,7 @@ def _chain(prompt: Tokens, answer: Tokens, size: int, contents: dict[int, bytes]
 
 
 class Arrivals:
-    """When the requests of a trace arrive. Times are nanoseconds since the trace began.
+    """When the requests of a trace arrive, in nanoseconds since it began.
 
     A session's requests keep their gaps, and none arrives before the answer to the one before it: requests at
     0 s and 5 s, first answer at 7 s: the second one arrives at 7 s. `one_after_another`: all are one session.
@@ -98,11 +98,7 @@ class Arrivals:
 
 
 class ContextWithoutMemory(DynamicInferenceContext):
-    """The rows, slots, blocks and decisions of a `DynamicInferenceContext`, with pools of no bytes.
-
-    A step consists of `schedule` for each request, `reserve_step` and `end_step`. Decodes that change nothing
-    but their requests' positions are skipped, many at once.
-    """
+    """The rows, slots, blocks and decisions of a `DynamicInferenceContext`, with pools of no bytes."""
 
     def _spec_of_memory(self) -> HybridStateSpec:
         return self.spec.without_bytes()
@@ -123,10 +119,7 @@ class ContextWithoutMemory(DynamicInferenceContext):
         return size - 1 - start % size
 
     def skip_decodes(self, requests: Iterable[DynamicInferenceRequest], num_tokens: int) -> None:
-        """Count `num_tokens` decodes of each request as made; the caller appends their tokens.
-
-        `num_tokens`: at most `num_quiet_decodes` of each request.
-        """
+        """Count at most `num_quiet_decodes` decodes of requests as made; the caller appends their tokens."""
         for request in requests:
             if request.holding is not None:
                 self._states.skip(request.holding, num_tokens)
@@ -134,12 +127,7 @@ class ContextWithoutMemory(DynamicInferenceContext):
 
 
 class EngineReplay:
-    """One trace, served by the `Scheduler` over a `ContextWithoutMemory`, on a clock that counts steps.
-
-    Admission, matches, plans, slots, evictions and preemption are the engine's own; the tokens of answers are
-    the trace's. Decodes that change only positions are made many at once, up to the next block boundary, end
-    or arrival.
-    """
+    """One trace, served by the `Scheduler` over a `ContextWithoutMemory`, on a clock that counts steps."""
 
     def __init__(self, trace: Trace, spec: HybridStateSpec, config: InferenceConfig, cost: StepCost) -> None:
         self.now_ns = 0

@@ -14,10 +14,7 @@ _TOKENS_PER_S = 2.0  # a person reads and writes 1.5 words a second, at 0.75 wor
 
 
 class Draws:
-    """Random numbers and texts of one seed.
-
-    A trace depends on numpy's bit stream alone, which numpy keeps from version to version.
-    """
+    """Random numbers and texts of one seed, from numpy's bit stream alone, which every version keeps."""
 
     def __init__(self, *seed: int) -> None:
         self._generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed)))
@@ -115,11 +112,7 @@ def _fork(draws: Draws, scale: float) -> list[TraceRequest]:
 
 
 def _agent(draws: Draws, scale: float) -> list[TraceRequest]:
-    """Tasks of about 30 turns on one of 5 templates of 2,000 to 8,000 tokens.
-
-    A turn is an action of the model and an observation. Observations older than 5 turns are removed, so that
-    two prompts of a task differ in their middle.
-    """
+    """Tasks of about 30 turns of action and observation on 5 templates; old observations are removed."""
     templates = [draws.text(draws.log_uniform(2000, 8000)) for _ in range(5)]
     removed = draws.text(12)
     requests: list[TraceRequest] = []

@@ -24,10 +24,8 @@ class Lineage:
 def infer_lineage(lines: Sequence[TraceLine], head: int) -> Lineage:
     """Infer sessions, and which prompts have the answers of earlier requests.
 
-    A request continues an earlier one if it came later, has all whole blocks of the earlier one, and is
-    longer than the earlier one's prompt and answer. Of several such requests the deepest counts, then the
-    latest.
-    The first `head` blocks show no session.
+    A request continues an earlier one if it came later, has all its whole blocks, and is longer than its
+    prompt and answer; of several the deepest, then the latest. The first `head` blocks show no session.
     """
     sessions, successors = list(range(len(lines))), [-1] * len(lines)
     partials: dict[int, int] = {}

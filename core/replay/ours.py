@@ -22,11 +22,7 @@ _MOST_NAMES = 1 << 20  # KV blocks of a model without attention, which are names
 
 
 def pool_counts(setting: ReplaySetting) -> tuple[int, int]:
-    """Cached states and KV blocks that a setting buys; a total less live states is halved.
-
-    Raises:
-        ValueError: the memory buys no cached state or no KV block.
-    """
+    """Cached states and KV blocks that a setting buys, of a total half each; ValueError for none."""
     shape = setting.shape
     live_bytes = setting.max_requests * shape.state_bytes
     if setting.total_gb is not None:
@@ -72,10 +68,7 @@ def spec_of(shape: ModelShape) -> HybridStateSpec:
 
 
 def config_of(trace: Trace, setting: ReplaySetting, changes: Mapping[str, Any]) -> InferenceConfig:
-    """The configuration of an engine in this setting, with `changes`, for all requests of the trace.
-
-    Of a total, states and KV share one memory, unless cached states are encoded: then they have fixed parts.
-    """
+    """An engine's configuration in this setting: of a total, encoded states and KV have fixed parts."""
     if setting.shape.encodes:
         changes = {"durable_state_dtype": "bfloat16"} | dict(changes)  # which encoding makes no difference
     if setting.total_gb is None or setting.shape.encodes:
@@ -104,12 +97,7 @@ def _config(
 
 @dataclass(frozen=True)
 class OursRow:
-    """The engine's own scheduler and cache.
-
-    Attributes:
-        policy: name of an eviction policy, or "FILE.py:Class"; None for the default.
-        plan: a checkpoint plan as `--plan` spells it, or "FILE.py:Class"; None for the default.
-    """
+    """The engine's own cache; policy: a name, plan: as `--plan`, or "FILE.py:Class"; None for the default."""
 
     policy: str | None = None
     plan: str | None = None

@@ -53,10 +53,7 @@ def _sessions(lines: Sequence[TraceLine], inferred: Sequence[int]) -> list[int]:
 
 
 def _shared_head(lines: Sequence[TraceLine]) -> int:
-    """Leading blocks that more than half of all prompts have, up to where 8 or more different blocks follow.
-
-    So a common system prompt is a head, and the only conversation of a file is none.
-    """
+    """Leading blocks that more than half of all prompts have, up to where 8 or more blocks follow."""
     paths = [line.known_prompt for line in lines]
     head, depth, rest = 0, 0, paths
     while rest := [path for path in rest if len(path) > depth]:

@@ -235,10 +235,7 @@ def _lacks_kv(one: CellResult) -> bool:
 
 
 def answer(points: Sequence[BudgetPoint], unlimited: float, kind: str) -> str:
-    """The smallest budget within a point of an unlimited pool; else which memory the largest one lacks.
-
-    Shares 0.50, 0.941, 0.945 of 2, 8, 32 GB and 0.948 of an unlimited pool: "give it 8 GB".
-    """
+    """The smallest budget within a point of an unlimited pool; else which memory the largest one lacks."""
     if unlimited < _NEAR:
         return (
             "give it no memory for this traffic, in which too little repeats: even an unlimited pool "

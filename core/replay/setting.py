@@ -16,10 +16,7 @@ STATE_DTYPES = ("float32", "bfloat16", "int8")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a model costs in the cache and to compute.
-
-    The last five numbers are for the arithmetic of a prefill.
-    """
+    """What a model costs in the cache and, by the last five numbers, to compute."""
 
     name: str
     state_bytes: int  # of one live state
@@ -38,11 +35,7 @@ class ModelShape:
         return self.durable_state_bytes != self.state_bytes
 
     def prefill_flops(self, num_tokens: int) -> int:
-        """Floating-point operations of a prefill of `num_tokens` tokens from the start.
-
-        With T tokens, hidden size D and state size N: a recurrent layer takes 12 T D^2 + 16 T D N + 10 T D,
-        an attention layer 8 T D^2 + 4 T^2 D, and an MLP layer 16 T D^2 (Marconi, arXiv 2411.19379).
-        """
+        """Floating-point operations of a prefill from the start (Marconi, arXiv 2411.19379)."""
         tokens, hidden, state = num_tokens, self.hidden_size, self.state_size
         recurrent = 12 * tokens * hidden**2 + 16 * tokens * hidden * state + 10 * tokens * hidden
         attention = 8 * tokens * hidden**2 + 4 * tokens**2 * hidden

@@ -13,28 +13,17 @@ Tokens = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TraceRequest:
-    """One request.
-
-    Attributes:
-        arrival_s: seconds since the trace began.
-        session: number of the conversation. A request arrives after the answers of its session have ended.
-        prompt, answer: one or more tokens each.
-    """
+    """One request, `arrival_s` after the trace began; prompt and answer have one or more tokens each."""
 
     arrival_s: float
-    session: int
+    session: int  # a request arrives after the answers of its session have ended
     prompt: Tokens
     answer: Tokens
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Requests in the order of their arrival.
-
-    Attributes:
-        name: what tables call it.
-        requests: earliest first.
-    """
+    """Requests in the order of their arrival, and what tables call them."""
 
     name: str
     requests: Sequence[TraceRequest] = field(repr=False)

@@ -82,10 +82,7 @@ class TraceLine:
 
 
 def parse_line(text: bytes, numbers: HashNumbers, hash_tokens: int | None) -> TraceLine:
-    """The request of a line of JSON; `hash_tokens` is the default of lines that do not say it.
-
-    A ValueError names the field and what is accepted.
-    """
+    """The request of a line of JSON; `hash_tokens` is the default. A ValueError names the wrong field."""
     try:
         line = msgspec.json.decode(text)
     except RecursionError as error:

@@ -30,11 +30,7 @@ def raise_descriptor_limit() -> None:
 
 
 class Connection(H11Protocol):
-    """A connection whose client may end its sending side: the requests that it has sent are answered.
-
-    Only what is sent to a client shows whether it still reads. Until the answer begins it gets "100 Continue"
-    up to twice a second, which clients skip; one that has gone is noticed by the second.
-    """
+    """A connection whose client may end its sending side: the requests that it has sent are answered."""
 
     has_ended = False
     """Whether the client sends nothing more."""
@@ -83,11 +79,7 @@ class Connection(H11Protocol):
 
 
 class FailedAccepts:
-    """What a loop does that cannot accept connections: silent ones are closed, and others get their places.
-
-    Attributes:
-        count: failures so far, at most two a second.
-    """
+    """Makes room where connections cannot be accepted: closes silent ones, and counts failures in `count`."""
 
     def __init__(self) -> None:
         self.count = 0

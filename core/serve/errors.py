@@ -20,10 +20,7 @@ _TYPES = {
 
 
 class RequestError(Exception):
-    """A request that is answered with an error: an HTTP status and one sentence for the client.
-
-    `param` is the field that the sentence is about, `code` a word for programs.
-    """
+    """A request that is answered with an HTTP status, a sentence, its field and a word for programs."""
 
     def __init__(
         self,

@@ -36,12 +36,9 @@ class BrokenAnswerError(Exception):
 
 
 class Gate:
-    """ASGI middleware. Gives each request an id and admits it if its key is right.
+    """ASGI middleware: gives each request an id and a log line, and admits it if its key is right.
 
-    The log has a line for each request: id, method, route ("-" where it is not admitted), status and seconds;
-    and what ended an answer before it was complete. The line is at DEBUG where a program polls figures and
-    gets them. An exception is logged as its type and where it was raised: messages of exceptions may quote
-    what clients sent.
+    Exceptions are logged as type and place alone: their messages may quote what clients sent.
     """
 
     def __init__(self, app: ASGIApp, keys: "Keys") -> None:
@@ -121,10 +118,7 @@ class Keys:
         self._admin = [] if admin_key is None else [(DEFAULT_TENANT, _digest(admin_key.encode()))]
 
     def admit(self, path: str, headers: _Headers) -> str:
-        """The tenant whose request has these headers.
-
-        RequestError 401: the key is missing or wrong; 403: the path is closed.
-        """
+        """The tenant whose request has these headers; 401 for a wrong key, 403 for a closed path."""
         is_tenants = path.startswith("/v1/")
         is_open = path in _OPEN_PATHS or path.startswith(_OPEN_FOLDERS)
         if is_open or not (self._tenants if is_tenants else self._admin or self._tenants):
@@ -147,10 +141,7 @@ class Keys:
 
 
 def engine_salt(tenant: str, client_salt: str | None, has_keys: bool) -> bytes | None:
-    """The engine's salt of a tenant and its client's salt; None without keys and without a client's salt.
-
-    ("ann", "x") gives b'["ann", "x"]'.
-    """
+    """The engine's salt of a tenant and its client's salt: b'["ann", "x"]'; None without keys and salt."""
     if client_salt is None and not has_keys:
         return None
     return json.dumps([tenant, client_salt]).encode()
@@ -172,11 +163,10 @@ def _bearer(headers: _Headers) -> bytes:
 
 
 class HostHeaderCheck:
-    """ASGI middleware. Refuses requests whose header Host names another machine.
+    """ASGI middleware that refuses requests whose header Host names another machine.
 
-    A web page can let a name of its own point to this machine. The browser then takes the server for the
-    page's own, and names that host. A request without the header is admitted: browsers always send it.
-    (Starlette's TrustedHostMiddleware refuses it, and knows no loopback addresses.)
+    A web page can let a name of its own point to this machine; the browser then names that host. Browsers
+    always send the header, so a request without it is admitted, which Starlette's own middleware refuses.
     """
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:

@@ -39,20 +39,14 @@ _STREAM_HEADERS = [
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
-    """What does not change while an engine serves; replicas send it to processes without a model.
-
-    Attributes:
-        pool_tokens: tokens that the whole KV pool holds.
-        max_requests: requests that run at once.
-        caches_prefixes: whether prefixes are cached, so that blocks have hashes.
-    """
+    """What does not change while an engine serves; replicas send it to processes without a model."""
 
     vocab_size: int
     max_sequence_length: int
-    pool_tokens: int
-    max_requests: int
+    pool_tokens: int  # of the whole KV pool
+    max_requests: int  # that run at once
     block_size_tokens: int
-    caches_prefixes: bool
+    caches_prefixes: bool  # so that blocks have hashes
     checkpoint_plan: CheckpointPlan
 
     @classmethod
@@ -107,10 +101,7 @@ class ServedEngine(Protocol):
         checkpoint_plan: CheckpointPlan | None,
         tenant: str | None,
     ) -> AsyncStream:
-        """Queue a prompt; returns when it is queued. `tenant`: in whose figures the request counts.
-
-        ValueError: the request can never run; QueueFullError or RuntimeError: it cannot run now.
-        """
+        """Queue a prompt; ValueError where it can never run, QueueFullError or RuntimeError where not now."""
 
     async def metrics_text(self) -> tuple[bytes, str]:
         """The body of a reply to Prometheus, and its content type."""
@@ -221,10 +212,7 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 @dataclass(eq=False)
 class GeneratedAnswer(Response):
-    """The answer to a request: generated while the response is sent.
-
-    At `deadline` of the loop's clock the request has failed. `finished` is called once, at the end.
-    """
+    """The answer to a request, generated while it is sent, up to `deadline` of the loop's clock."""
 
     engine: ServedEngine
     text: TextCodec | None

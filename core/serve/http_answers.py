@@ -18,31 +18,22 @@ _LOWEST_LOG_PROB = -9999.0  # JSON has no minus infinity
 
 @dataclass(frozen=True)
 class AnswerToken:
-    """A token of an answer, as clients see it.
-
-    Attributes:
-        text: what it adds to the text after the token before it; U+FFFD for a part of a character.
-        offset: where in the answer's text it begins.
-        top: the likeliest tokens in its place, with log-probs, the likeliest first.
-    """
+    """A token of an answer, as clients see it; `text` is U+FFFD for a part of a character."""
 
     token: int
     text: str
-    offset: int
+    offset: int  # in the text of the answer
     log_prob: float | None
-    top: Sequence[tuple[str, float]] = ()
+    top: Sequence[tuple[str, float]] = ()  # the likeliest tokens in its place, the likeliest first
 
 
 @dataclass
 class Piece:
-    """What of an answer can be sent: text, and the tokens that lie in all text sent so far.
-
-    The last piece has the reason why the answer ends.
-    """
+    """What of an answer can be sent: text, and the tokens that lie in all text sent so far."""
 
     text: str = ""
     tokens: Sequence[AnswerToken] = ()
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # of the last piece
 
     @classmethod
     def joined(cls, pieces: Sequence["Piece"]) -> "Piece":
@@ -54,9 +45,8 @@ class Piece:
 class AnswerText:
     """The text of one answer, cut before its first stop string, and the tokens that belong to it.
 
-    A token whose text reaches into a stop string does not belong to the answer. `text` is None for a model
-    without a tokenizer, whose answers are token ids. `previous` is the last token of the prompt. `num_tokens`
-    counts tokens up to the one that completed a stop string.
+    A token whose text reaches into a stop string does not belong to it; `num_tokens` counts up to
+    the one that completed the stop string.
     """
 
     def __init__(
@@ -137,9 +127,8 @@ class AnswerText:
 class StopStrings:
     """Cuts the text of one answer before the first stop string, however the text is cut into pieces.
 
-    The first is the one that is complete at the earliest character; of those complete at the same character,
-    the longest. Text that may be the beginning of a stop string is kept until a later character decides:
-    stop "stop", pieces "a s", "to", "p b": returns "a ", "", "".
+    The first is the one that is complete at the earliest character, of several the longest. Text that may be
+    the beginning of one is kept: stop "stop", pieces "a s", "to", "p b": returns "a ", "", "".
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -30,11 +30,7 @@ def text_of(metrics: Iterable[Metric]) -> tuple[bytes, str]:
 
 
 def metrics_text(monitor: Monitor) -> tuple[bytes, str]:
-    """The body of a reply to Prometheus with all metrics of an engine, and its content type.
-
-    Any thread may call it; docs/operations.md explains each metric. Labels have few values, and no metric
-    holds content of a prompt.
-    """
+    """The body of a reply to Prometheus with all metrics of an engine, and its content type."""
     return text_of(monitor_metrics(monitor))
 
 

@@ -321,10 +321,7 @@ class Message(Fields):
 
 
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments are an object, as templates of transformers expect.
-
-    Arguments that are no JSON object stay the text that the model wrote: the template decides.
-    """
+    """A tool call whose arguments are an object, as templates expect; what is no JSON object stays text."""
     function = call["function"]
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):

@@ -32,10 +32,7 @@ _OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 
 class Preparation:
-    """Turns bodies into jobs: tokens, sampling parameters and checkpoint plans. Any thread may call it.
-
-    RequestError: a body is no request, or a field is wrong. `header_salt` is the salt in a header, or None.
-    """
+    """Turns bodies into jobs, in any thread; a RequestError says what is wrong with a body."""
 
     def __init__(
         self, facts: EngineFacts, loaded: LoadedModel | LoadedText, settings: ServerSettings
@@ -82,14 +79,6 @@ class Preparation:
         default = self._loaded.generation.max_tokens
         return self._job("messages", [(prompt.tokens, prompt.marks)], request, default)
 
-    def _too_long(self, num_prompt_tokens: int, most: int) -> RequestError:
-        message = (
-            f"the prompt has {num_prompt_tokens} tokens and the answer up to {most}; accepted: "
-            f"together at most max_sequence_length ({self._facts.max_sequence_length}) and the KV pool "
-            f"({self._facts.pool_tokens})"
-        )
-        return bad_field("max_tokens", message, "context_length_exceeded")
-
     def _text(self, field: str) -> TextCodec:
         if self._loaded.text is None:
             raise bad_field(field, "the model has no tokenizer; accepted: /v1/completions with token ids")
@@ -115,7 +104,12 @@ class Preparation:
             room = self.longest - len(tokens)
             most = request.max_tokens or max(1, min(room, default or room))
             if most > room:
-                raise self._too_long(len(tokens), most)
+                message = (
+                    f"the prompt has {len(tokens)} tokens and the answer up to {most}; accepted: together at "
+                    f"most max_sequence_length ({self._facts.max_sequence_length}) and the KV pool "
+                    f"({self._facts.pool_tokens})"
+                )
+                raise bad_field("max_tokens", message, "context_length_exceeded")
             for i in range(request.n):
                 sampling = self._sampling(request, most, i)
                 choices.append(Choice(len(choices), number, tokens, sampling, plan))
@@ -139,11 +133,9 @@ class Preparation:
 
 
 class Service:
-    """Admits requests to the engine.
+    """Admits requests to the engine; bodies are parsed and prompts encoded in two worker threads.
 
-    Bodies are parsed, and prompts encoded, in two worker threads: long bodies have one of their own, so that
-    short ones do not wait for them. The parser of JSON lets no other thread run, neither the event loop
-    nor the engine's: `max_body_bytes` bounds how long all streams stop for a body.
+    The parser of JSON lets no other thread run: `max_body_bytes` bounds how long all streams stop for a body.
     """
 
     def __init__(
@@ -202,10 +194,7 @@ class Service:
     async def answer(
         self, request: Request, job_of: Callable[[bytes, str | None], Job], form: type[Form]
     ) -> GeneratedAnswer:
-        """The response to a request, whose body is not read yet; it generates its answer when it is sent.
-
-        `job_of`, of `preparation`, is called in a worker thread. RequestError: refused.
-        """
+        """The response to a request, which generates its answer when it is sent; a thread calls `job_of`."""
         if self.trouble is not None:
             raise self.trouble
         if self._num_open >= self._max_open:
@@ -216,7 +205,7 @@ class Service:
             loop = asyncio.get_running_loop()
             deadline = loop.time() + self.settings.request_timeout_s
             body_deadline = min(deadline, loop.time() + self.settings.body_timeout_s)
-            body = await before(body_deadline, read_body(request, self.max_body_bytes), body_too_slow())
+            body = await before(body_deadline, read_body(request, self.max_body_bytes), _body_too_slow())
             salt, tenant = _header_salt(request), request.state.tenant
             thread = self._text_threads[len(body) > _LONG_BODY_BYTES]
             job = await before(deadline, loop.run_in_executor(thread, job_of, body, salt))
@@ -258,10 +247,7 @@ def _header_salt(request: Request) -> str | None:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a request whose content is JSON.
-
-    RequestError: the content is of another type (415), or longer than `max_bytes` (413).
-    """
+    """The body of a request; RequestError where it is no JSON (415) or longer than `max_bytes` (413)."""
     content = Message()
     content["content-type"] = request.headers.get("content-type", "")
     is_utf8 = content.get_content_charset("utf-8") in ("utf-8", "utf8")
@@ -287,17 +273,14 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     raise RequestError(413, message, code="body_too_long", headers=headers)
 
 
-def body_too_slow() -> RequestError:
+def _body_too_slow() -> RequestError:
     """The connection is closed, because the rest of the body may never come."""
     message = "the body was not complete within the server's time limit for a body"
     return RequestError(408, message, code="timeout", headers={"connection": "close"})
 
 
 def parsed_object(body: bytes) -> dict[str, Any]:
-    """The JSON object that `body` holds; its numbers are finite, and its strings are Unicode.
-
-    RequestError: it is no UTF-8, no JSON or no object, or is nested deeper than the parser goes.
-    """
+    """The JSON object that `body` holds; its numbers are finite, and its strings are Unicode."""
     try:
         return _OBJECT.decode(body)
     except RecursionError:

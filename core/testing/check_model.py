@@ -179,11 +179,7 @@ class _Token(NamedTuple):
 
 
 class _Trial:
-    """Serves the texts with a model, and compares each result with the first one of the same prefix.
-
-    Memory that a step does not read holds NaN before each call. The model's answers are not used: requests
-    generate the rest of their texts.
-    """
+    """Serves the texts with a model, and compares each result with the first one of the same prefix."""
 
     def __init__(self, model: Model, spec: HybridStateSpec, texts: list[list[int]], tolerance: float) -> None:
         self.texts = texts

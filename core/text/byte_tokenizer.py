@@ -105,11 +105,7 @@ _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": T
 
 
 def _byte_characters() -> str:
-    """The characters that stand for the bytes in a byte-level vocabulary, in the order of the bytes.
-
-    A byte that Latin-1 prints as a visible character is that character; the others, in order, are the
-    characters from U+0100 on.
-    """
+    """The characters that stand for the bytes in a byte-level vocabulary, in the order of the bytes."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return "".join(chr(byte if byte in visible else next(others)) for byte in range(256))

@@ -35,16 +35,10 @@ class Tokenizer(Protocol):
     """What a `TextCodec` asks of a tokenizer."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids. Names of special tokens within `text` become these tokens.
-
-        `add_special_tokens` also adds what the tokenizer puts around each text, for example a first token.
-        """
+        """Token ids; special tokens' names in `text` become them. The switch adds those around each text."""
 
     def encode_with_cuts(self, text: str) -> tuple[list[int], list[Cut]]:
-        """`encode` without added special tokens, and a cut for each special token, in order.
-
-        Without cuts, which a tokenizer may not know, a mark costs an encoding of all before it.
-        """
+        """`encode` without added tokens, and a cut for each special token; without cuts, marks cost more."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text, without special tokens. Bytes that are no character become U+FFFD."""
@@ -136,8 +130,7 @@ class Detokenizer:
     def _is_silent(self, token: int) -> bool:
         """Whether `token`, which adds nothing to the text, changes nothing of what follows.
 
-        The first token of a text may be a space that a tokenizer leaves out there. So each token without text
-        is kept once at the beginning of a text.
+        The first token of a text may be a space that is left out there: one without text is kept once there.
         """
         return not self._decode([token]) and bool(self._text or token in self._tokens)
 

@@ -258,6 +258,16 @@ def test_fault_17_the_divergence_counts_blocks_of_earlier_chunks() -> None:
         assert host.serve(branch)[0] == 5 * BLOCK
 
 
+def test_a_short_pool_keeps_the_states_that_the_plan_values_most() -> None:
+    plan = ms.CheckpointPlan(prefill_interval=BLOCK, decode="off")
+    prompt = tokens(6 * BLOCK + 3, seed=19)
+    with mambaslots.mcore.installed(plan=plan):
+        host = RecurrentHost(make_context(slots=1, max_requests=1))
+        host.serve(prompt)
+        assert host.serve(prompt)[0] == 6 * BLOCK
+        host.check_idle()
+
+
 def test_fault_21_a_step_restores_in_one_copy_and_commits_in_one_a_pool(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -22,7 +22,7 @@ from ...validation import (
 )
 from ..kernels.state_copy import copy_states
 from ..kernels.state_tensors import StateTensors
-from .cache.checkpoint_plan import CheckpointPlan, checked_boundaries
+from .cache.checkpoint_plan import KINDS_BY_WORTH, CheckpointPlan, checked_boundaries
 from .cache.eviction import PolicyChoice, checked_policy
 from .cache.kv_block_allocator import MAX_HASH, KVBlockAllocator
 from .cache.state_slots import StateSlots
@@ -110,6 +110,7 @@ class MambaSlotAllocator:
         self.max_intermediate_count = size_of(context, "max_mamba_intermediate_states_per_step")
         self._scratch = self._new_states(self.max_intermediate_count, self.ssm_states.device)
         self._has_intermediates = False
+        self._worth: dict[int, int] = {}  # block -> rank of the kind of its planned boundary, 0 the worthiest
         self.num_dropped = 0
         shape = size_of(context, "max_requests"), _MOST_OFFSETS
         with torch.inference_mode(False):  # others than inference tensors can be written anywhere
@@ -397,6 +398,9 @@ class MambaSlotAllocator:
             self._eos_cache_block_id_cpu[row] = blocks[stop // block - 1]
             self._has_intermediates = True
         self._has_intermediates |= bool(chosen)
+        for boundary in boundaries:
+            worth = KINDS_BY_WORTH.index(boundary.kind)
+            self._worth[int(blocks[boundary.position // block - 1])] = worth
 
     def _prefill_rows(self) -> slice:
         context = self.context
@@ -416,7 +420,7 @@ class MambaSlotAllocator:
         """Copy states from scratch, and those at the ends of chunks, into durable slots.
 
         Call once a step, after the forward or the graph replay. Makes one batched copy from each of the two
-        pools. Where slots are short, the states at the ends of chunks are dropped first; the call does not
+        pools. Where slots are short, the boundaries that the plan values most get them; the call does not
         fail.
         """
         try:
@@ -428,20 +432,23 @@ class MambaSlotAllocator:
         self, inner: list[int], scratch_rows: list[int], ends: list[int], rows: list[int], hashes: list[int]
     ) -> None:
         """Copy and commit what `_collect_commit_data` returns, as far as slots go."""
-        slots, blocks = self.slots, inner + ends
+        slots, blocks, sources = self.slots, inner + ends, scratch_rows + rows
+        by_worth = sorted(range(len(blocks)), key=lambda place: self._worth.get(blocks[place], 0))
         count = min(len(blocks), slots.num_available)
-        slots.tree.note_refused(hashes[count:])
+        slots.tree.note_refused([hashes[place] for place in by_worth[count:]])
         if not count:
             return
-        chosen, num_inner = blocks[:count], min(len(inner), count)
+        kept = sorted(by_worth[:count])
+        chosen, sources = [blocks[place] for place in kept], [sources[place] for place in kept]
+        num_inner = sum(place < len(inner) for place in kept)
         taken = slots.allocate(chosen)
         try:
-            self._copy_intermediate_to_cache(scratch_rows[:num_inner], taken[:num_inner])
-            self.store_from_live_batch(taken[num_inner:], rows[: count - num_inner])
+            self._copy_intermediate_to_cache(sources[:num_inner], taken[:num_inner])
+            self.store_from_live_batch(taken[num_inner:], sources[num_inner:])
         except BaseException:
             slots.forget(chosen)
             raise
-        self.register_block_hashes_batch(chosen, hashes[:count])
+        self.register_block_hashes_batch(chosen, [hashes[place] for place in kept])
 
     def _collect_commit_data(self) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
         """The step's planned boundaries that have no state yet.
@@ -498,6 +505,7 @@ class MambaSlotAllocator:
 
     def _clear_pending(self) -> None:
         self._clear_rows(slice(None))
+        self._worth.clear()
         self._has_intermediates = False
         for tensor in self._scratch:
             tensor.zero_()
