@@ -21,14 +21,8 @@ from .states import RequestStates
 class Admission:
     """Rows, and what requests need for their next step: all of it is allocated, or nothing.
 
-    A request keeps its row, and its live slots, until it is released. Live slots with a pool of their own
-    belong to rows. Live slots in the pool of cached states are allocated with the row: those of idle rows
-    hold cached states. A free row always finds them, because no pin of a running request lasts
-    (`RequestStates.move_to_live`). This class alone writes `Holding.branch_tokens` and `Holding.spans`.
-
-    Attributes:
-        block_table: [rows, blocks of the longest sequence] int32 on the CPU: each row's KV blocks in order,
-            then -1.
+    A free row always finds live slots, because no pin of a running request lasts
+    (`RequestStates.move_to_live`).
     """
 
     def __init__(
@@ -81,10 +75,7 @@ class Admission:
     def admit(
         self, request: DynamicInferenceRequest, resume_slot: int = -1, spared: Iterable[int] = ()
     ) -> Holding:
-        """Give a waiting request a row, live slots and an open path. A row must be free.
-
-        `resume_slot`, `spared`: see `StateSlots.take_live`.
-        """
+        """Give a waiting request a row, an open path, and live slots as `StateSlots.take_live` does."""
         row = self._free[-1]
         if self._shares_slots:
             live = tuple(self._cache.slots.take_live(self._slots_per_row, resume_slot, spared))
@@ -161,19 +152,9 @@ class Admission:
     def schedule(
         self, request: DynamicInferenceRequest, token_budget: int, spared: Iterable[int] = ()
     ) -> RequestStep | None:
-        """Allocate what a request's next step of at most `token_budget` tokens needs.
+        """Allocate a step of up to `token_budget` tokens; None, with nothing changed, where none is possible.
 
-        A request without a row is admitted, its live slots spare the states in `spared` (see
-        `StateSlots.take_live`), and the state that it resumes from is pinned. Later parts of a
-        prefill are matched again, and may jump ahead to states that other requests have stored since.
-
-        A request whose known tokens are all computed gets a step that `follows`: the decode of the token that
-        the last step samples; `begin_step` then needs the sampled tokens. No step follows where it would
-        complete a KV block or store a state.
-
-        Returns:
-            The step; None, with nothing changed, where KV blocks or tokens are too few, or no step can
-                follow.
+        Every part of a prefill is matched again: it may jump ahead to states that others have stored since.
         """
         holding = request.holding
         if holding is not None and holding.decoding:
@@ -295,10 +276,7 @@ class Admission:
         return -(-num_tokens // self._block_size)
 
     def _branch_tokens(self, match: PrefixMatch, request: DynamicInferenceRequest) -> int:
-        """Tokens that the sequence shares with an earlier one before the two differ, else 0.
-
-        Seen [a b c d], sequence [a b x]: 2 blocks. A sequence that only continues or repeats one: 0.
-        """
+        """Tokens shared with an earlier sequence before both differ, or 0: seen [abcd], now [abx]: ab."""
         depth, keys = match.seen_tokens // self._block_size, request.hashes.keys
         if not 0 < depth < len(keys):
             return 0

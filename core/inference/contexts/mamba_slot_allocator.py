@@ -444,14 +444,7 @@ class MambaSlotAllocator:
         self.register_block_hashes_batch(chosen, hashes[:count])
 
     def _collect_commit_data(self) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-        """The step's planned boundaries that have no state yet.
-
-        Returns:
-            Blocks inside prefills and their scratch rows, blocks at the ends of chunks and their request
-                rows, and the hashes of all these blocks. Unregistered blocks are skipped. The kernels fill
-                scratch rows request after request; `mamba_metadata.per_request_intermediate_counts` says
-                how many rows each request has.
-        """
+        """Planned boundaries without state: inner blocks, scratch rows, end blocks, their rows, hashes."""
         context, rows = self.context, self._prefill_rows()
         if rows.start == rows.stop:
             return [], [], [], [], []
