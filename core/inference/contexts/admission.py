@@ -160,18 +160,19 @@ class Admission:
         if holding is not None and holding.decoding:
             return self._schedule_decode(request, holding)
         assert holding is not None or self._free, "more requests are scheduled than there are rows"
-        match = self.match(request)
         num_computed = holding.num_computed if holding is not None else 0
-        if self._fetch(request, match, num_computed, token_budget):
+        for may_fetch in (True, False):
             match = self.match(request)
-        ahead = match.resume_tokens > num_computed
-        start = match.resume_tokens if ahead else num_computed
-        stop = self._stop(start, len(request.tokens), token_budget)
-        if stop <= start or not self._affords(request, match, stop):
-            return None
-        if holding is None:
-            if not self._has_slots():
+            start = max(num_computed, match.resume_tokens)
+            stop = self._stop(start, len(request.tokens), token_budget)
+            if stop <= start or not self._affords(request, match, stop):
                 return None
+            if holding is None and not self._has_slots():
+                return None
+            if not (may_fetch and self._fetch(request, match, start)):
+                break
+        ahead = match.resume_tokens > num_computed
+        if holding is None:
             holding = self.admit(request, match.resume_slot, spared)
         self._cache.hold(holding.path, match)
         if ahead:  # first: to grow may evict states
@@ -190,22 +191,13 @@ class Admission:
             boundaries=self._boundaries(holding, start, stop),
         )
 
-    def _fetch(
-        self, request: DynamicInferenceRequest, match: PrefixMatch, num_computed: int, token_budget: int
-    ) -> bool:
-        """Fetch a deeper state for a request that can go on at once; whether the match is stale now."""
-        holding = request.holding
+    def _fetch(self, request: DynamicInferenceRequest, match: PrefixMatch, start: int) -> bool:
+        """Fetch a state after token `start` for a request that can go on; whether the match is stale now."""
+        holding, size = request.holding, self._block_size
         if self._cache.tier is None or (holding is not None and not holding.path.shares):
             return False
-        start, length, size = max(num_computed, match.resume_tokens), len(request.tokens), self._block_size
-        stop = self._stop(start, length, token_budget)
-        if stop <= start or not self._affords(request, match, stop):
-            return False
-        if holding is None and not self._has_slots():
-            return False
-        num_reachable = min(len(match.blocks), request.most_resumed // size)
-        blocks, keys = match.blocks[:num_reachable], request.hashes.keys
-        return bring_back(self._cache.slots, blocks, keys, start, size)
+        blocks = match.blocks[: request.most_resumed // size]
+        return bring_back(self._cache.slots, blocks, request.hashes.keys, start, size)
 
     def _schedule_decode(self, request: DynamicInferenceRequest, holding: Holding) -> RequestStep | None:
         """A decode; one of a token that only the device knows neither needs nor completes a KV block."""
@@ -256,10 +248,9 @@ class Admission:
 
     def _affords(self, request: DynamicInferenceRequest, match: PrefixMatch, stop: int) -> bool:
         """Whether the step's blocks are available; a waiting request needs the blocks of its whole prompt."""
-        holding = request.holding
-        if holding is None:
-            return self._cache.affords(self._num_blocks(len(request.tokens)), match, None)
-        return self._cache.affords(self._num_blocks(stop), match, holding.path)
+        path = request.holding.path if request.holding is not None else None
+        num_blocks = self._num_blocks(len(request.tokens) if path is None else stop)
+        return self._cache.affords(num_blocks, match, path)
 
     def _has_slots(self) -> bool:
         """Whether a waiting request can get live slots, once running ones unpin what they resumed from."""

@@ -231,14 +231,9 @@ class DynamicInferenceContext:
         if not step.num_resumed and step.start >= max(len(request.prompt_tokens), request.num_counted):
             request.num_counted = step.stop  # a decode: no prompt token, none computed before
             return
-        counts = TokenLedger.of_step(
-            resumed_from=step.start - step.num_resumed,
-            start=step.start,
-            stop=step.stop,
-            spans=step.spans,
-            num_counted=request.num_counted,
-            num_prompt_tokens=len(request.prompt_tokens),
-        )
+        resumed, computed = range(step.start - step.num_resumed, step.start), range(step.start, step.stop)
+        num_prompt_tokens = len(request.prompt_tokens)
+        counts = TokenLedger.of_step(resumed, computed, step.spans, request.num_counted, num_prompt_tokens)
         self._num_requests_seen += request.num_counted == 0
         self._ledger += counts
         request.ledger += counts

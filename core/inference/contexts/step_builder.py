@@ -184,16 +184,10 @@ class StepBuilder:
             ),
             key=lambda entry: not entry[3],
         )
-        rows, slots = [row for row, *_ in inner], [slot for _, _, slot, _ in inner]
-        count = sum(is_checkpoint for *_, is_checkpoint in inner)
-        decodes = layout.num_decodes
-        grid = chunk_grid(
-            layout.starts[decodes:],
-            layout.lengths[decodes:],
-            self._chunk_size,
-            rows,
-            [position for _, position, *_ in inner],
-        )
+        rows, positions, slots, are_checkpoints = zip(*inner, strict=True) if inner else ((), (), (), ())
+        count, decodes = sum(are_checkpoints), layout.num_decodes
+        starts, lengths = layout.starts[decodes:], layout.lengths[decodes:]
+        grid = chunk_grid(starts, lengths, self._chunk_size, rows, positions)
         chunk_destinations = np.full(len(grid.seq_idx), -1)
         chunk_destinations[grid.checkpoint_chunks] = slots
         return {

@@ -322,48 +322,6 @@ def reserve_states[S: PathStep](
     ]
 
 
-def after_verification[S: PathStep](
-    slots: StateSlots, planned: Sequence[S], accepted: Sequence[S]
-) -> list[S]:
-    """Release the slots of boundaries that the `accepted` steps do not reach; reserve refused ones.
-
-    Returns steps with the boundaries that were reached but got no slot while they were guesses: their
-    states must be copied to `destinations`, which are reserved only now.
-    """
-    reserved = {step.key_at(position) for step in accepted for position in step.destinations}
-    unserved = []
-    for before, after in zip(planned, accepted, strict=True):
-        if before.drafts:
-            unreached = before.destinations.keys() - after.destinations.keys()
-            slots.release([before.destinations[position] for position in unreached])
-            missing = tuple(b for b in after.boundaries if after.key_at(b.position) not in reserved)
-            if missing:
-                unserved.append(replace(after, boundaries=missing, destinations={}))
-    return reserve_states(slots, unserved)
-
-
-def commit_states(slots: StateSlots, step: PathStep) -> dict[int, int]:
-    """See `PrefixCache.commit`."""
-    path = step.path
-    committed: dict[int, int] = {}
-    for position, slot in sorted(step.destinations.items()):
-        depth = position // path.chain.block_size_tokens
-        if depth > path.num_registered:
-            slots.release([slot])
-            committed[position] = -1
-            continue
-        block = path.blocks[depth - 1]
-        if step.decoding:  # a draft's state is planned only now that the draft is right
-            slots.policy.plan(path.chain.keys, depth, "decode", path.request)
-        (committed[position],) = slots.commit([slot], [block])
-        if step.decoding:
-            keeps = any(b.position == position and b.keeps for b in step.boundaries)
-            drop_rolling(slots, path)
-            if committed[position] == slot and not keeps:
-                path.rolling_block = block
-    return committed
-
-
 def _planned(step: PathStep, boundary: Boundary) -> PlannedState:
     depth = boundary.position // step.path.chain.block_size_tokens
     return step.path.chain.keys, depth, boundary.kind, step.path.request

@@ -4,6 +4,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ....validation import INT32_MAX, boolean, integer
 from .borrowing import Borrowing
@@ -12,8 +13,7 @@ from .checkpoint_plan import (
     CheckpointPlan,
     PathStep,
     TableRow,
-    after_verification,
-    commit_states,
+    drop_rolling,
     reserve_states,
 )
 from .eviction import PolicyChoice, checked_policy
@@ -314,8 +314,21 @@ class PrefixCache:
         return reserve_states(self.slots, steps, max_inner_states)
 
     def after_verification[S: PathStep](self, planned: Sequence[S], accepted: Sequence[S]) -> list[S]:
-        """Adapt the reservations once drafts are verified; see `checkpoint_plan.after_verification`."""
-        return after_verification(self.slots, planned, accepted)
+        """Release the slots of boundaries that the `accepted` steps do not reach; reserve refused ones.
+
+        Returns steps with the boundaries that were reached but got no slot while they were guesses: their
+        states must be copied to `destinations`, which are reserved only now.
+        """
+        reserved = {step.key_at(position) for step in accepted for position in step.destinations}
+        unserved = []
+        for before, after in zip(planned, accepted, strict=True):
+            if before.drafts:
+                unreached = before.destinations.keys() - after.destinations.keys()
+                self.slots.release([before.destinations[position] for position in unreached])
+                missing = tuple(b for b in after.boundaries if after.key_at(b.position) not in reserved)
+                if missing:
+                    unserved.append(replace(after, boundaries=missing, destinations={}))
+        return reserve_states(self.slots, unserved)
 
     def commit(self, step: PathStep) -> dict[int, int]:
         """Make the states of a launched step findable; the step's blocks must be registered already.
@@ -323,7 +336,24 @@ class PrefixCache:
         Returns:
             boundary -> the committed slot that holds its state, or -1.
         """
-        return commit_states(self.slots, step)
+        path, slots = step.path, self.slots
+        committed: dict[int, int] = {}
+        for position, slot in sorted(step.destinations.items()):
+            depth = position // self._block_size
+            if depth > path.num_registered:
+                slots.release([slot])
+                committed[position] = -1
+                continue
+            block = path.blocks[depth - 1]
+            if step.decoding:  # a draft's state is planned only now that the draft is right
+                slots.policy.plan(path.chain.keys, depth, "decode", path.request)
+            (committed[position],) = slots.commit([slot], [block])
+            if step.decoding:
+                keeps = any(b.position == position and b.keeps for b in step.boundaries)
+                drop_rolling(slots, path)
+                if committed[position] == slot and not keeps:
+                    path.rolling_block = block
+        return committed
 
     def abort(self) -> None:
         """Free all slots that were reserved for a step that failed."""

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from ....errors import MambaSlotCapacityError
 from .hashing import GhostList, PrefixHashChain
@@ -82,8 +82,7 @@ def compute_spans(
     return tuple(spans)
 
 
-@dataclass(slots=True, kw_only=True)
-class MatchBasis:
+class MatchBasis(NamedTuple):
     """What a match was asked for, and when it was right; `match_prefix` writes it, and judges by it."""
 
     num_tokens: int = -1
@@ -117,7 +116,7 @@ class PrefixMatch:
     resume_slot: int
     seen_tokens: int
     spans: tuple[Span, ...]
-    basis: MatchBasis = field(default_factory=MatchBasis, compare=False, repr=False)
+    basis: MatchBasis = field(default=MatchBasis(), compare=False, repr=False)
 
 
 def match_prefix(
@@ -176,19 +175,11 @@ def match_prefix(
     if limited:
         spans = (*spans, Span(asked * size, num_tokens, "disabled"))
     slot = tree.slot_of(blocks[depth - 1]) if depth else -1
-    basis = MatchBasis(
-        num_tokens=num_tokens,
-        last_key=_last_key(chain, num_tokens),
-        num_held=num_held,
-        max_resume_tokens=max_resume_tokens,
-        clock=tree.clock,
-        state_clock=tree.state_clock,
-        num_lapses=ghosts.num_lapses,
-    )
+    clocks = tree.clock, tree.state_clock, ghosts.num_lapses
+    basis = MatchBasis(num_tokens, _last_key(chain, num_tokens), num_held, max_resume_tokens, *clocks)
     match = PrefixMatch(blocks, depth * size, slot, num_seen * size, spans, basis)
     if known == match and known.basis.num_tokens == num_tokens:
-        known.basis.clock, known.basis.state_clock = tree.clock, tree.state_clock
-        known.basis.num_lapses = ghosts.num_lapses
+        object.__setattr__(known, "basis", basis)
         return known
     return match
 
@@ -225,23 +216,14 @@ class TokenLedger:
 
     @classmethod
     def of_step(
-        cls,
-        *,
-        resumed_from: int,
-        start: int,
-        stop: int,
-        spans: Sequence[Span],
-        num_counted: int,
-        num_prompt_tokens: int,
+        cls, resumed: range, computed: range, spans: Sequence[Span], num_counted: int, num_prompt_tokens: int
     ) -> "TokenLedger":
         """The counts of a step that resumed [resumed_from, start); `num_counted` were counted before."""
-        counts = cls(
-            resumed=_overlap(resumed_from, start, num_counted, num_prompt_tokens),
-            recomputed=_overlap(start, stop, 0, num_counted),
-        )
+        new = range(num_counted, num_prompt_tokens)
+        counts = cls(_overlap(resumed, new), _overlap(computed, range(num_counted)))
         for span in spans:
-            inside = max(span.start, start), min(span.stop, stop)
-            counts.computed[span.reason] += _overlap(*inside, num_counted, num_prompt_tokens)
+            inside = range(max(span.start, computed.start), min(span.stop, computed.stop))
+            counts.computed[span.reason] += _overlap(inside, new)
         return counts
 
     def __add__(self, other: "TokenLedger") -> "TokenLedger":
@@ -267,9 +249,9 @@ class TokenLedger:
         return {reason: self.computed[reason] for reason in COMPUTE_REASONS}
 
 
-def _overlap(start: int, stop: int, low: int, high: int) -> int:
-    """How many integers lie in both [start, stop) and [low, high)."""
-    return max(0, min(stop, high) - max(start, low))
+def _overlap(one: range, other: range) -> int:
+    """How many integers lie in both ranges."""
+    return max(0, min(one.stop, other.stop) - max(one.start, other.start))
 
 
 def bring_back(
