@@ -215,7 +215,11 @@ class MambaSlotAllocator:
         return self.slots.reserve(blocks)
 
     def commit(self, slots: Sequence[int], block_ids: Sequence[int] | None = None) -> list[int]:
-        """See `StateSlots.commit`."""
+        """Make reserved, written slots findable, for `block_ids`; None for those they are reserved for.
+
+        Returns for each slot the one that holds the block's state now: itself, or an earlier one; -1 where
+        the block is not registered. Other slots are freed. A block of another prefix is a ValueError.
+        """
         slots = self._checked_reserved(slots)
         blocks = None if block_ids is None else self._checked_blocks(block_ids)
         if blocks is not None and len(blocks) != len(slots):

@@ -167,9 +167,6 @@ class RequestStates:
     def _last_grid_point(self, position: int) -> int:
         return position // self._grid * self._grid
 
-    def _reaches_grid_point(self, step: RequestStep) -> bool:
-        return self._last_grid_point(step.stop) > step.start
-
     def max_inner_states(self, steps: Sequence[RequestStep], idle_slots: IdleSlots) -> int | None:
         """How many states inside their prefills the steps can store; None: any number."""
         return len(self._staging_slots(steps, idle_slots)) if self._encodes else None
@@ -258,29 +255,25 @@ class RequestStates:
 
     def release_source(self, step: RequestStep) -> None:
         """After a launched step: unpin the durable slot that the step read, unless a later step reads it."""
-        if self._reaches_grid_point(step):
+        if self._last_grid_point(step.stop) > step.start:
             self._cache.release_state(step.holding.path)
 
     def advance(self, step: RequestStep, committed: Mapping[int, int]) -> None:
         """Note where a launched step wrote its request's state; `committed`: boundary -> its slot, or -1."""
-        step.holding.num_computed = step.stop
-        if self._reaches_grid_point(step):
-            self._move(step, self._last_grid_point(step.stop), committed)
-        if self._replays and step.holding.decoding:
-            self.move_to_live(step.holding)
-
-    def _move(self, step: RequestStep, position: int, committed: Mapping[int, int]) -> None:
-        """Continue from the state that the step wrote at `position`."""
-        holding = step.holding
-        slot = committed.get(position, -1) if self._stores else -1
-        if slot >= 0:
-            self._cache.hold_state(holding.path, slot, resumes=False)
-            holding.state_index = self._pool.durable_index(slot)
-            return
-        written = self._destination(step, position)
-        holding.state_index = self._live_slot(step, position)
-        if written != holding.state_index:  # the slot was refused; no launched kernel overwrites it yet
-            self._pool.copy([written], [holding.state_index])
+        holding, position = step.holding, self._last_grid_point(step.stop)
+        holding.num_computed = step.stop
+        if position > step.start:
+            slot = committed.get(position, -1) if self._stores else -1
+            if slot >= 0:
+                self._cache.hold_state(holding.path, slot, resumes=False)
+                holding.state_index = self._pool.durable_index(slot)
+            else:
+                written = self._destination(step, position)
+                holding.state_index = self._live_slot(step, position)
+                if written != holding.state_index:  # it was refused; no launched kernel overwrites it yet
+                    self._pool.copy([written], [holding.state_index])
+        if self._replays and holding.decoding:
+            self.move_to_live(holding)
 
     def skip(self, holding: Holding, num_tokens: int) -> None:
         """Count tokens as computed whose decodes did not move the state."""

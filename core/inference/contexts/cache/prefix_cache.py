@@ -127,10 +127,8 @@ class PrefixCache:
             path: what the sequence holds already. States within the path's registered blocks do not count.
             max_resume_tokens: deeper states do not count, because the tokens after are to be computed: the
                 sequence shares their KV only. None for no limit.
-            known: an earlier result for the same sequence, or for its beginning. The call returns what it
-                would return without `known`, at the cost of what has changed: O(1) where nothing has that
-                concerns the sequence. Where the result is the same, the call returns `known` itself. A
-                result of another sequence, path or limit is ignored.
+            known: an earlier result, of which the call uses what still holds: O(1) where nothing has changed
+                that concerns the sequence. Where the result is the same, the call returns `known` itself.
         """
         if not self._enabled or (path is not None and not path.shares):
             nothing = PrefixMatch((), 0, -1, 0, (Span(0, num_tokens, "disabled"),))
@@ -181,16 +179,13 @@ class PrefixCache:
 
     def affords(self, num_blocks: int, match: PrefixMatch, path: CachedPath | None) -> bool:
         """Whether a path (None: a new one) could hold a match's blocks, and grow to `num_blocks` blocks."""
-        num_held, num_registered = (len(path.blocks), path.num_registered) if path is not None else (0, 0)
+        num_own, num_registered = (len(path.blocks), path.num_registered) if path is not None else (0, 0)
         shared = match.blocks[num_registered:]
-        num_missing = max(0, num_blocks - (len(match.blocks) if shared else num_held))
+        num_missing = max(0, num_blocks - (len(match.blocks) if shared else num_own))
         keep = (match.resume_slot,) if match.resume_slot >= 0 else ()
-        return self.kv_blocks.is_memory_available(num_missing, self._count_cached(shared), keep)
-
-    def _count_cached(self, blocks: Sequence[int]) -> int:
-        """How many of a prefix's consecutive blocks are not held; O(log blocks), as held ones come first."""
         references = self.tree.references
-        return len(blocks) - bisect_left(blocks, True, key=lambda block: not references[block])
+        num_held = bisect_left(shared, True, key=lambda block: not references[block])  # held ones come first
+        return self.kv_blocks.is_memory_available(num_missing, len(shared) - num_held, keep)
 
     def hold(self, path: CachedPath, match: PrefixMatch) -> None:
         """Put a match's registered blocks in the place of the path's unregistered ones.

@@ -118,11 +118,7 @@ class StateSlots:
         return slots
 
     def commit(self, slots: Sequence[int], blocks: Sequence[int] | None = None) -> list[int]:
-        """Make reserved, written slots findable as states of `blocks`; None for those they are reserved for.
-
-        Returns for each slot the one that holds the block's state now: itself, or an earlier one; -1 where
-        the block is not registered. Other slots are freed. A block of another prefix is a ValueError.
-        """
+        """Make written slots findable as states of `blocks`; see `MambaSlotAllocator.commit`."""
         blocks = [self.reserved[slot] for slot in slots] if blocks is None else blocks
         keys = [self.tree.hash_of(block) if block >= 0 else -1 for block in blocks]
         for slot, block, key in zip(slots, blocks, keys, strict=True):
