@@ -168,7 +168,7 @@ class HostTier:
     def spill(self, slots: Sequence[int], keys: Sequence[int]) -> None:
         """Copy evicted states; does not wait. A copy that failed stays indexed, as on other ranks."""
         for slot, key in zip(slots, keys, strict=True):
-            if key <= 0:
+            if key <= 0:  # no hash
                 continue
             if key in self.host:
                 self.host.use(key)
