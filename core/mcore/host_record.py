@@ -84,16 +84,10 @@ class HostRecord:
 
     def count_chunk(self, request_id: int, finished: int, skipped: int, length: int) -> None:
         """Count prompt tokens [finished, finished + length), the first `skipped` of them resumed."""
-        stop = finished + length
+        start, stop = finished + skipped, finished + length
         self.hits += skipped > 0
-        self.ledger += TokenLedger.of_step(
-            resumed_from=finished,
-            start=finished + skipped,
-            stop=stop,
-            spans=self.spans.get(request_id, ()),
-            num_counted=0,
-            num_prompt_tokens=stop,
-        )
+        resumed, computed, spans = range(finished, start), range(start, stop), self.spans.get(request_id, ())
+        self.ledger += TokenLedger.of_step(resumed, computed, spans, 0, stop)
 
     def forget(self, request_ids: Iterable[int]) -> None:
         """These requests left the context."""

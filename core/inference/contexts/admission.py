@@ -21,14 +21,8 @@ from .states import RequestStates
 class Admission:
     """Rows, and what requests need for their next step: all of it is allocated, or nothing.
 
-    A request keeps its row, and its live slots, until it is released. Live slots with a pool of their own
-    belong to rows. Live slots in the pool of cached states are allocated with the row: those of idle rows
-    hold cached states. A free row always finds them, because no pin of a running request lasts
-    (`RequestStates.move_to_live`). This class alone writes `Holding.branch_tokens` and `Holding.spans`.
-
-    Attributes:
-        block_table: [rows, blocks of the longest sequence] int32 on the CPU: each row's KV blocks in order,
-            then -1.
+    A free row always finds live slots, because no pin of a running request lasts
+    (`RequestStates.move_to_live`).
     """
 
     def __init__(
@@ -81,10 +75,7 @@ class Admission:
     def admit(
         self, request: DynamicInferenceRequest, resume_slot: int = -1, spared: Iterable[int] = ()
     ) -> Holding:
-        """Give a waiting request a row, live slots and an open path. A row must be free.
-
-        `resume_slot`, `spared`: see `StateSlots.take_live`.
-        """
+        """Give a waiting request a row, an open path, and live slots as `StateSlots.take_live` does."""
         row = self._free[-1]
         if self._shares_slots:
             live = tuple(self._cache.slots.take_live(self._slots_per_row, resume_slot, spared))
@@ -161,36 +152,27 @@ class Admission:
     def schedule(
         self, request: DynamicInferenceRequest, token_budget: int, spared: Iterable[int] = ()
     ) -> RequestStep | None:
-        """Allocate what a request's next step of at most `token_budget` tokens needs.
+        """Allocate a step of up to `token_budget` tokens; None, with nothing changed, where none is possible.
 
-        A request without a row is admitted, its live slots spare the states in `spared` (see
-        `StateSlots.take_live`), and the state that it resumes from is pinned. Later parts of a
-        prefill are matched again, and may jump ahead to states that other requests have stored since.
-
-        A request whose known tokens are all computed gets a step that `follows`: the decode of the token that
-        the last step samples; `begin_step` then needs the sampled tokens. No step follows where it would
-        complete a KV block or store a state.
-
-        Returns:
-            The step; None, with nothing changed, where KV blocks or tokens are too few, or no step can
-                follow.
+        Every part of a prefill is matched again: it may jump ahead to states that others have stored since.
         """
         holding = request.holding
         if holding is not None and holding.decoding:
             return self._schedule_decode(request, holding)
         assert holding is not None or self._free, "more requests are scheduled than there are rows"
-        match = self.match(request)
         num_computed = holding.num_computed if holding is not None else 0
-        if self._fetch(request, match, num_computed, token_budget):
+        for may_fetch in (True, False):
             match = self.match(request)
-        ahead = match.resume_tokens > num_computed
-        start = match.resume_tokens if ahead else num_computed
-        stop = self._stop(start, len(request.tokens), token_budget)
-        if stop <= start or not self._affords(request, match, stop):
-            return None
-        if holding is None:
-            if not self._has_slots():
+            start = max(num_computed, match.resume_tokens)
+            stop = self._stop(start, len(request.tokens), token_budget)
+            if stop <= start or not self._affords(request, match, stop):
                 return None
+            if holding is None and not self._has_slots():
+                return None
+            if not (may_fetch and self._fetch(request, match, start)):
+                break
+        ahead = match.resume_tokens > num_computed
+        if holding is None:
             holding = self.admit(request, match.resume_slot, spared)
         self._cache.hold(holding.path, match)
         if ahead:  # first: to grow may evict states
@@ -209,22 +191,13 @@ class Admission:
             boundaries=self._boundaries(holding, start, stop),
         )
 
-    def _fetch(
-        self, request: DynamicInferenceRequest, match: PrefixMatch, num_computed: int, token_budget: int
-    ) -> bool:
-        """Fetch a deeper state for a request that can go on at once; whether the match is stale now."""
-        holding = request.holding
+    def _fetch(self, request: DynamicInferenceRequest, match: PrefixMatch, start: int) -> bool:
+        """Fetch a state after token `start` for a request that can go on; whether the match is stale now."""
+        holding, size = request.holding, self._block_size
         if self._cache.tier is None or (holding is not None and not holding.path.shares):
             return False
-        start, length, size = max(num_computed, match.resume_tokens), len(request.tokens), self._block_size
-        stop = self._stop(start, length, token_budget)
-        if stop <= start or not self._affords(request, match, stop):
-            return False
-        if holding is None and not self._has_slots():
-            return False
-        num_reachable = min(len(match.blocks), request.most_resumed // size)
-        blocks, keys = match.blocks[:num_reachable], request.hashes.keys
-        return bring_back(self._cache.slots, blocks, keys, start, size)
+        blocks = match.blocks[: request.most_resumed // size]
+        return bring_back(self._cache.slots, blocks, request.hashes.keys, start, size)
 
     def _schedule_decode(self, request: DynamicInferenceRequest, holding: Holding) -> RequestStep | None:
         """A decode; one of a token that only the device knows neither needs nor completes a KV block."""
@@ -275,10 +248,9 @@ class Admission:
 
     def _affords(self, request: DynamicInferenceRequest, match: PrefixMatch, stop: int) -> bool:
         """Whether the step's blocks are available; a waiting request needs the blocks of its whole prompt."""
-        holding = request.holding
-        if holding is None:
-            return self._cache.affords(self._num_blocks(len(request.tokens)), match, None)
-        return self._cache.affords(self._num_blocks(stop), match, holding.path)
+        path = request.holding.path if request.holding is not None else None
+        num_blocks = self._num_blocks(len(request.tokens) if path is None else stop)
+        return self._cache.affords(num_blocks, match, path)
 
     def _has_slots(self) -> bool:
         """Whether a waiting request can get live slots, once running ones unpin what they resumed from."""
@@ -295,10 +267,7 @@ class Admission:
         return -(-num_tokens // self._block_size)
 
     def _branch_tokens(self, match: PrefixMatch, request: DynamicInferenceRequest) -> int:
-        """Tokens that the sequence shares with an earlier one before the two differ, else 0.
-
-        Seen [a b c d], sequence [a b x]: 2 blocks. A sequence that only continues or repeats one: 0.
-        """
+        """Tokens shared with an earlier sequence before both differ, or 0: seen [abcd], now [abx]: ab."""
         depth, keys = match.seen_tokens // self._block_size, request.hashes.keys
         if not 0 < depth < len(keys):
             return 0

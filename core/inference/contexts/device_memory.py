@@ -22,13 +22,8 @@ MEBIBYTE = 1 << 20
 class Scrubber(MemoryCleaner):
     """Zeroes freed entries of a context's pools before another owner can have them.
 
-    Each pool's allocator notes what it frees. An entry that is allocated again is zeroed at once; `scrub`
-    zeroes the rest, in one launch for each pool: when a step begins, and at the end of an engine's call. All
-    is launched on the current stream, after what was launched before.
-
-    Attributes:
-        blocks, slots, live, inputs, scratch, host_rows: dirty KV blocks, durable slots, live slots in a pool
-            of their own, rows' inputs, slots that staged a state in a step, and rows of host memory.
+    An entry that is allocated again is zeroed at once; `scrub` zeroes the rest, in stream order, when a step
+    begins and at the end of an engine's call.
     """
 
     def __init__(self, memory: "DeviceMemory", scrubs: bool) -> None:
@@ -90,20 +85,7 @@ def _zero(memory: Tensor, axis: int, entries: Sequence[int]) -> None:
 
 
 class DeviceMemory:
-    """KV of all blocks, and live and durable states, on the model's device.
-
-    Attributes:
-        kv_cache: [attention layers, 2 (K, V), blocks, block_size_tokens, KV heads, head dim]. A layer's part
-            of a block is contiguous. In a memory that states and KV share, all layers of a block lie
-            together, and there are gaps between blocks.
-        state_pool: live states, then durable states, or staging slots where durable states are encoded.
-        durable_pool: what holds the durable states: `state_pool`, or a pool of their own for encoded ones.
-            Durable slot s is row `durable_pool.durable_index(s)` of `durable_pool.memory`.
-        input_pool: the inputs of running requests since their last grid points, which decodes by replay read
-            with a state: name -> [layers, rows, *shape of one request]; see `InputTensor.layout`.
-        allocated: whether all these tensors are there.
-        scrubber: zeroes what is freed.
-    """
+    """KV of all blocks, and live and durable states, on the model's device."""
 
     def __init__(self, spec: HybridStateSpec, config: InferenceConfig, sizes: PoolSizes) -> None:
         """`sizes`: of both pools; `sizes.division`: of one memory that states and KV share."""
@@ -121,7 +103,7 @@ class DeviceMemory:
         self.kv_cache, states = self._new_memory()
         is_shared = caching and not encodes
         self.state_pool = StatePool(spec.states, num_live, num_others, spec.device, is_shared, states)
-        self.durable_pool = self.state_pool
+        self.durable_pool = self.state_pool  # or a pool of their own, for encoded states
         if encodes:
             self.durable_pool = StatePool(durable, 0, sizes.num_mamba_slots, spec.device)
         self._input_shapes = input_shapes(config, spec)

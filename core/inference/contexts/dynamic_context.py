@@ -28,25 +28,14 @@ logger = logging.getLogger(__name__)
 class DynamicInferenceContext:
     """Rows, live states and steps of the requests that run at once, over a `PrefixCache`.
 
-    One step consists of `admission.schedule` for each request that shall advance, `begin_step`, the model's
-    forward, and `end_step` (or `abort_step`). `release` frees all that a request holds.
-
-    Attributes:
-        spec: what the model needs.
-        config: sizes and switches.
-        prefix_cache: KV blocks, durable states, and the index over both.
-        memory: the tensors: `memory.kv_cache` and `memory.state_pool`.
-        admission: rows, and what requests get for their next steps.
-        observers: are called with each step.
+    A step consists of `admission.schedule` for each request that shall advance, `begin_step`, the model's
+    forward, and `end_step` (or `abort_step`).
     """
 
     def __init__(
         self, spec: HybridStateSpec, config: InferenceConfig, *, clock: Clock = time.monotonic_ns
     ) -> None:
-        """Allocate the pools. Where the model is split, this is a collective: all ranks make the call.
-
-        `clock`: nanoseconds, for the ages of what is evicted.
-        """
+        """Allocate the pools; a collective where the model is split. `clock`: for ages of what is evicted."""
         self.spec = spec
         self.config = config = sized(config, spec.device)
         if config.enable_prefix_caching and config.block_size_tokens % spec.grid:
@@ -86,7 +75,7 @@ class DynamicInferenceContext:
         self._buffer = StepBuffer(largest, spec.device)
         self._builder = StepBuilder(self._buffer, config, self._chunk_size, self._states, self.memory)
         self._steps: tuple[RequestStep, ...] = ()
-        self.observers: list[StepObserver] = []
+        self.observers: list[StepObserver] = []  # called with each step
         self._ledger = TokenLedger()
         self._num_requests_seen = 0
         logger.info(self.memory.summary())
@@ -139,11 +128,7 @@ class DynamicInferenceContext:
     # ---- requests
 
     def release(self, request: DynamicInferenceRequest, *, discard: bool = False) -> None:
-        """Free all that the request holds. A later `schedule` resumes from its deepest cached state.
-
-        `discard`: also forget the KV and states along the request's prefix that no other request holds,
-        because the model went wrong there.
-        """
+        """Free all that the request holds; `discard`: also forget its cached prefix: the model went wrong."""
         if request.holding is None:
             return
         holding = self.admission.release(request)
@@ -160,17 +145,10 @@ class DynamicInferenceContext:
         padding: Padding | None = None,
         sampled_tokens: Tensor | None = None,
     ) -> StepInputs:
-        """Reserve slots for the planned states, and publish the model's inputs, decode rows first.
+        """Reserve slots for the planned states, and build the model's inputs, decode rows first.
 
-        Args:
-            steps: as `Admission.schedule` and `Admission.draft` gave them, each of another request, to which
-                nothing has happened since. All of them follow, or none.
-            padding: maps the step's shape to the shape to pad to, which must be at least as large.
-            sampled_tokens: [steps] int64 on the device, for steps that follow: what each of them decodes.
-
-        Returns:
-            What the model reads until the next step begins, decode rows first, as in `self.steps`. Index
-                tensors are copied to the device at once, without synchronising.
+        The inputs are valid until the next step. All `steps` follow, or none. `padding` maps their shape to
+        one at least as large. `sampled_tokens`: [steps] on the device, what steps that follow decode.
         """
         if self._scrubs:
             self.memory.scrubber.scrub()
@@ -197,12 +175,9 @@ class DynamicInferenceContext:
     ) -> None:
         """Register KV, commit states and advance requests, once the forward is launched. No synchronisation.
 
-        Args:
-            num_accepted: request id -> how many tokens of the step are right, which the call appends to the
-                request's tokens. Called for each request with drafts; wrong drafts are ignored.
-            is_valid: request id -> whether the model's results are numbers. Called for each request with
-                drafts, and for each whose step completes a KV block or stores a state. Nothing of an invalid
-                step is registered, committed or counted; release its request afterwards.
+        `num_accepted`, for a request with drafts: how many of its tokens are right; the call appends them.
+        `is_valid`: whether the model's results are numbers, where they are kept; nothing of an invalid step
+        is.
         """
         if is_valid is not None:
             self._drop_invalid(is_valid)
@@ -256,14 +231,9 @@ class DynamicInferenceContext:
         if not step.num_resumed and step.start >= max(len(request.prompt_tokens), request.num_counted):
             request.num_counted = step.stop  # a decode: no prompt token, none computed before
             return
-        counts = TokenLedger.of_step(
-            resumed_from=step.start - step.num_resumed,
-            start=step.start,
-            stop=step.stop,
-            spans=step.spans,
-            num_counted=request.num_counted,
-            num_prompt_tokens=len(request.prompt_tokens),
-        )
+        resumed, computed = range(step.start - step.num_resumed, step.start), range(step.start, step.stop)
+        num_prompt_tokens = len(request.prompt_tokens)
+        counts = TokenLedger.of_step(resumed, computed, step.spans, request.num_counted, num_prompt_tokens)
         self._num_requests_seen += request.num_counted == 0
         self._ledger += counts
         request.ledger += counts
@@ -300,10 +270,7 @@ class DynamicInferenceContext:
         self.memory.allocate()
 
     def reset(self, *, keep_counts: bool = False) -> None:
-        """Drop every request, prefix, state, pin, reservation and count, also after a failure.
-
-        `keep_counts`: keep the counts of prompt tokens, and of what was cached and evicted.
-        """
+        """Drop every request, prefix, state, pin and reservation, also after a failure; counts, too."""
         self._steps = ()
         self.admission.abandon()
         self._empty_rows()

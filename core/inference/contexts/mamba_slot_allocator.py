@@ -216,7 +216,11 @@ class MambaSlotAllocator:
         return self.slots.reserve(blocks)
 
     def commit(self, slots: Sequence[int], block_ids: Sequence[int] | None = None) -> list[int]:
-        """See `StateSlots.commit`."""
+        """Make reserved, written slots findable, for `block_ids`; None for those they are reserved for.
+
+        Returns for each slot the one that holds the block's state now: itself, or an earlier one; -1 where
+        the block is not registered. Other slots are freed. A block of another prefix is a ValueError.
+        """
         slots = self._checked_reserved(slots)
         blocks = None if block_ids is None else self._checked_blocks(block_ids)
         if blocks is not None and len(blocks) != len(slots):
@@ -426,7 +430,8 @@ class MambaSlotAllocator:
         try:
             self._commit(*self._collect_commit_data())
         finally:
-            self._clear_intermediate_state()
+            self._clear_rows(self._prefill_rows())
+            self._has_intermediates = False
 
     def _commit(
         self, inner: list[int], scratch_rows: list[int], ends: list[int], rows: list[int], hashes: list[int]
@@ -451,14 +456,7 @@ class MambaSlotAllocator:
         self.register_block_hashes_batch(chosen, [hashes[place] for place in kept])
 
     def _collect_commit_data(self) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-        """The step's planned boundaries that have no state yet.
-
-        Returns:
-            Blocks inside prefills and their scratch rows, blocks at the ends of chunks and their request
-                rows, and the hashes of all these blocks. Unregistered blocks are skipped. The kernels fill
-                scratch rows request after request; `mamba_metadata.per_request_intermediate_counts` says
-                how many rows each request has.
-        """
+        """Planned boundaries without state: inner blocks, scratch rows, end blocks, their rows, hashes."""
         context, rows = self.context, self._prefill_rows()
         if rows.start == rows.stop:
             return [], [], [], [], []
@@ -484,11 +482,6 @@ class MambaSlotAllocator:
 
     def _copy_intermediate_to_cache(self, src_offsets: list[int], slots: list[int]) -> None:
         copy_states(self._scratch, src_offsets, self._durable, slots)
-
-    def _clear_intermediate_state(self) -> None:
-        """Nothing is planned for the prefills of the step."""
-        self._clear_rows(self._prefill_rows())
-        self._has_intermediates = False
 
     def _clear_rows(self, rows: slice) -> None:
         self._intermediate_offsets_cpu[rows] = 0

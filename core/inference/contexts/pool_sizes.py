@@ -31,10 +31,7 @@ _MOST_NAMES = 1 << 20
 
 @dataclass(frozen=True)
 class PoolSizes:
-    """Units of the two pools, equal on all ranks of a model.
-
-    `division`: of one memory that states and KV share; the numbers of both then name more than there is.
-    """
+    """Units of the two pools, equal on all ranks; with a `division`, the numbers name more than there is."""
 
     num_kv_blocks: int
     num_mamba_slots: int
@@ -42,14 +39,7 @@ class PoolSizes:
 
     @classmethod
     def of(cls, config: InferenceConfig, spec: HybridStateSpec) -> "PoolSizes":
-        """The largest pools that every rank of the model can afford.
-
-        A collective: all ranks of `spec.groups` make this call. Synchronises the ranks.
-
-        Raises:
-            ValueError: a budget buys no unit on some rank, or the ranks differ in `enable_prefix_caching`, or
-                in whether `total_gb` is set. All ranks raise the same error.
-        """
+        """The largest pools that every rank can afford. A collective; all ranks raise the same ValueError."""
         ranks: list[_Rank] = spec.groups.gather(_rank(config, spec), spec.device)
         shared = [rank for rank, one in enumerate(ranks) if one.gb is not None]
         if 0 < len(shared) < len(ranks):
@@ -118,8 +108,7 @@ def _rank(config: InferenceConfig, spec: HybridStateSpec) -> _Rank:
 def _of_total(config: InferenceConfig, ranks: Sequence[_Rank]) -> PoolSizes:
     """The pools that `total_gb` buys: live states and inputs first, then cached states and KV in one memory.
 
-    A model without states or KV, or without caching, spends all on the other kind. Encoded states and KV get
-    a half each.
+    Without states, KV or caching, all goes to the other kind. Encoded states and KV get a half each.
     """
     longest = -(-config.max_sequence_length // config.block_size_tokens)
     has_states = any(rank.budget.sizes.slot for rank in ranks)
@@ -167,10 +156,7 @@ def num_live_slots(config: InferenceConfig) -> int:
 
 
 def input_shapes(config: InferenceConfig, spec: HybridStateSpec) -> InputShapes:
-    """Name -> [layers, rows, *shape of one request] and dtype of the inputs that rows keep for replays.
-
-    Empty unless decodes replay. Rows have room for all drafts of a step, those of padding included.
-    """
+    """Name -> [layers, rows, *shape of one request] and dtype of what replays read, with padded drafts."""
     if not config.replays:
         return {}
     chunk = spec.chunk_tokens(config.block_size_tokens)
@@ -219,10 +205,7 @@ def _available_ram() -> int:
 
 
 def _group_ram(group: Path) -> int | None:
-    """Bytes that a control group (version 2) may still use; None without a group or a limit.
-
-    The page cache of files that were not used lately counts as free, as it does in MemAvailable.
-    """
+    """Bytes that a control group (version 2) may still use, its idle page cache too; None: no limit."""
     try:
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
     except (OSError, ValueError):  # "max" is no limit

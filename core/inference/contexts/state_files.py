@@ -33,26 +33,15 @@ Remove = Callable[[Path], None]
 
 
 class StateFiles:
-    """A directory of files with a state each. Only the engine that wrote a file reads it.
+    """A locked directory of files with a state each, below `path`, read only by the engine that wrote them.
 
-    The files lie in a locked directory below `path`, which is removed with this object; that of a process
-    that died is removed by the next engine with the same `path`. Engines may share `path`, and start at one
-    moment: each has a directory of its own. Files have the rights 0600.
-
-    A file is written under another name first, and begins with the copy's serial number, checksum, size and
-    model, and a checksum of these: a file is whole, or is refused.
+    A file is written under another name first, and begins with serial number, checksum, size, model, and a
+    checksum of these: it is whole, or is refused. The directory of a process that died is removed by the next
+    engine.
     """
 
     def __init__(self, path: str, state_bytes: int, model: str, scrubs: bool = False) -> None:
-        """
-        Args:
-            path: a directory, which is made if missing.
-            model: how a state is encoded, of what model and rank.
-            scrubs: whether files are overwritten with zeros, through to the disk, before they are removed.
-
-        Raises:
-            OSError: the directory cannot be made or written.
-        """
+        """`model`: how a state is encoded, of what model and rank; `scrubs`: zero files that go."""
         root = Path(path)
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         remove = _overwrite_and_unlink if scrubs else Path.unlink
@@ -67,11 +56,7 @@ class StateFiles:
         return self.directory / f"{file}.state"
 
     def save(self, file: int, serial: int, row: Tensor, checksum: Callable[[], int | None]) -> None:
-        """Let the thread write a state, row [state_bytes] uint8 on the CPU, in place of an earlier one.
-
-        `checksum`: the thread calls it before and after it reads the row. It waits until the row is complete,
-        and returns its checksum, or None if the row holds another state by now.
-        """
+        """Let the thread write a row. `checksum` waits until it is complete; None: it holds another state."""
         size, model = self._state_bytes, self._model
 
         def head(value: int) -> bytes:
@@ -80,10 +65,7 @@ class StateFiles:
         self._writer.work.put(partial(self._writer.write, self._name(file), head, row, checksum))
 
     def load(self, file: int, serial: int, row: Tensor) -> int | None:
-        """Read a state into `row`, and return its stored checksum, which is not computed here.
-
-        None where the file is missing, not whole, or holds another state.
-        """
+        """Read a state into `row`; its stored checksum, or None where the file is not whole, or another's."""
         size = _HEAD.size + 4
         try:
             with open_regular(self._name(file)) as opened:

@@ -29,23 +29,13 @@ def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 class StatePool:
     """Live and durable states in one index space.
 
-    A live slot is updated in place by the request that owns it. A durable slot is immutable once committed.
-    In a shared pool a slot is live or durable at different times, and a pool index is a slot's number. Else:
+    A live slot is updated in place by its request; a durable slot is immutable once committed. In a shared
+    pool a slot is either at different times, and a pool index is a slot's number. Else:
 
         pool index   0 ........ num_live-1 | num_live ........ num_live+num_durable-1
         holds        live slot 0 ..        | durable slot 0 ..
 
-    So a resumed request reads a durable slot and writes its live slot without a copy in between. A slot is
-    contiguous: all tensors of a state, each with all its layers. `pool[name]` is [layers, slots, *shape].
-
-    Attributes:
-        states: what a slot holds.
-        num_live, num_durable, num_slots: the slots of both parts, and their sum; of a shared pool, what each
-            part has for certain.
-        is_shared: whether any slot may hold a live or a durable state.
-        slot_bytes: bytes of a slot.
-        allocated: whether the slots have memory.
-        memory: [slots, bytes of a slot] uint8. All slots start as zeros.
+    A slot is contiguous: all tensors of a state, each with all its layers.
     """
 
     def __init__(
@@ -61,7 +51,7 @@ class StatePool:
         self.is_shared = is_shared
         self.states = tuple(states)
         self.num_live, self.num_durable = num_live, num_durable
-        self.num_slots = num_live + num_durable
+        self.num_slots = num_live + num_durable  # of a shared pool, each part has these for certain
         self._first_durable = 0 if is_shared else self.num_live
         self._offsets, self.slot_bytes = SlotLayout.of(self.states)
         self._device = torch.device(device)
@@ -135,22 +125,12 @@ def coded_tensors(live: StatePool, durable: StatePool) -> list[CodedTensor]:
 class RequestStates:
     """Where each request's state is: in its live slot, or in a durable slot, pinned until a step reads it.
 
-    This class alone writes `Holding.state_index` and `Holding.num_computed`. For kernels that update states
-    in place, `gather` copies states to live slots before a step, and `scatter` copies boundary states from
-    there afterwards, in one launch each.
-
-    Where decodes replay, a request's state is the state at its last grid point. Every decode reads it, so it
-    is copied to the one live slot before the first decode: no decode keeps a durable slot pinned.
-
-    Where durable slots are encoded, `gather` decodes those that requests resume from, and `scatter` encodes
-    all boundary states. A request continues from its live slot, never from the rounded copy of its own state.
-    A state inside a prefill is written to a *staging* slot, which belongs to one step:
-
-        pool index   0 ........ num_live-1         | num_live ........ num_live+NUM_STAGING_SLOTS-1
-        holds        live states; those that no    | states inside a step's prefills
-                     request needs stage states too |
-
-    A state inside a prefill without a staging slot is not stored.
+    For kernels that update states in place, `gather` copies states to live slots before a step, and `scatter`
+    copies boundary states from there afterwards. Where decodes replay, the state at the last grid point is
+    copied to the one live slot before the first decode. Where durable slots are encoded, `gather` decodes
+    those that requests resume from, and `scatter` encodes boundary states; a request continues from its live
+    slot, never from its own rounded copy. States inside a prefill are written to *staging* slots, which
+    belong to one step: those after the live ones, and idle live ones. Without one, a state is not stored.
     """
 
     def __init__(
@@ -162,14 +142,7 @@ class RequestStates:
         separate: bool = True,
         replay_chunk: int | None = None,
     ) -> None:
-        """
-        Args:
-            pool: live states, and durable ones or staging slots.
-            durable: `pool`, or the pool of encoded states.
-            scratch: notes the staging slots of a step.
-            separate: whether kernels read a state at one pool index and write new states at others.
-            replay_chunk: grid points are its multiples; None where decodes do not replay.
-        """
+        """`separate`: kernels write states elsewhere than they read; `replay_chunk`: grid of replays."""
         self._pool, self._durable = pool, durable
         self._cache = cache
         self._scratch = scratch
@@ -193,9 +166,6 @@ class RequestStates:
 
     def _last_grid_point(self, position: int) -> int:
         return position // self._grid * self._grid
-
-    def _reaches_grid_point(self, step: RequestStep) -> bool:
-        return self._last_grid_point(step.stop) > step.start
 
     def max_inner_states(self, steps: Sequence[RequestStep], idle_slots: IdleSlots) -> int | None:
         """How many states inside their prefills the steps can store; None: any number."""
@@ -224,11 +194,7 @@ class RequestStates:
             self._to_live([one for one in resumed if one.state_index != one.live_slots[0]])
 
     def scatter(self, steps: Sequence[RequestStep], late: Sequence[RequestStep] = ()) -> None:
-        """After a step: bring boundary states from live and staging slots to the slots reserved for them.
-
-        Where kernels do not store them there themselves: those inside prefills are staged, or stored by the
-        prefill; `late` ones were reserved after the step.
-        """
+        """After a step: bring boundary states to their slots where kernels do not; `late` slots are new."""
         pairs = [
             (self._place(step, position), slot)
             for step in (late if self._stores else steps)
@@ -289,29 +255,25 @@ class RequestStates:
 
     def release_source(self, step: RequestStep) -> None:
         """After a launched step: unpin the durable slot that the step read, unless a later step reads it."""
-        if self._reaches_grid_point(step):
+        if self._last_grid_point(step.stop) > step.start:
             self._cache.release_state(step.holding.path)
 
     def advance(self, step: RequestStep, committed: Mapping[int, int]) -> None:
         """Note where a launched step wrote its request's state; `committed`: boundary -> its slot, or -1."""
-        step.holding.num_computed = step.stop
-        if self._reaches_grid_point(step):
-            self._move(step, self._last_grid_point(step.stop), committed)
-        if self._replays and step.holding.decoding:
-            self.move_to_live(step.holding)
-
-    def _move(self, step: RequestStep, position: int, committed: Mapping[int, int]) -> None:
-        """Continue from the state that the step wrote at `position`."""
-        holding = step.holding
-        slot = committed.get(position, -1) if self._stores else -1
-        if slot >= 0:
-            self._cache.hold_state(holding.path, slot, resumes=False)
-            holding.state_index = self._pool.durable_index(slot)
-            return
-        written = self._destination(step, position)
-        holding.state_index = self._live_slot(step, position)
-        if written != holding.state_index:  # the slot was refused; no launched kernel overwrites it yet
-            self._pool.copy([written], [holding.state_index])
+        holding, position = step.holding, self._last_grid_point(step.stop)
+        holding.num_computed = step.stop
+        if position > step.start:
+            slot = committed.get(position, -1) if self._stores else -1
+            if slot >= 0:
+                self._cache.hold_state(holding.path, slot, resumes=False)
+                holding.state_index = self._pool.durable_index(slot)
+            else:
+                written = self._destination(step, position)
+                holding.state_index = self._live_slot(step, position)
+                if written != holding.state_index:  # it was refused; no launched kernel overwrites it yet
+                    self._pool.copy([written], [holding.state_index])
+        if self._replays and holding.decoding:
+            self.move_to_live(holding)
 
     def skip(self, holding: Holding, num_tokens: int) -> None:
         """Count tokens as computed whose decodes did not move the state."""

@@ -32,15 +32,9 @@ Array = npt.NDArray[np.integer[Any]]
 class StepBuffer:
     """Holds the index tensors of one step at offsets that follow from the step's shape.
 
-    On a GPU there are two pinned host buffers, in turn, and one device buffer that never moves:
-
-        host 0   | token_ids | positions | ... | checkpoints |      steps 0, 2, 4, ...
-        host 1   | token_ids | positions | ... | checkpoints |      steps 1, 3, 5, ...
-        device   | token_ids | positions | ... | checkpoints |      what the kernels of every step read
-
-    `arrays` waits for the buffer's last copy; `send` copies without waiting, in stream order after the
-    kernels of the previous step. On a CPU the tensors are the host buffer itself, overwritten two steps
-    later.
+    On a GPU there are two pinned host buffers, in turn, and one device buffer that never moves. `arrays`
+    waits for the buffer's last copy; `send` copies without waiting. On a CPU the tensors are the host buffer
+    itself.
     """
 
     def __init__(self, largest: StepShape, device: torch.device) -> None:
@@ -134,11 +128,7 @@ class StepBuilder:
         padding: Padding,
         sampled_tokens: Tensor | None = None,
     ) -> StepInputs:
-        """The inputs of `steps`, decodes first; copied to the device without synchronising.
-
-        KV of tokens in registered blocks is not written again. `block_table`: [rows, blocks] of all rows.
-        `sampled_tokens`: [steps] on the device, in place of the steps' tokens.
-        """
+        """The inputs of `steps`, decodes first; not synchronised. KV of registered blocks is not written."""
         layout = _Layout(steps)
         values = self._token_values(steps, layout, block_table) | self._state_values(steps, layout)
         if self._replays:
@@ -194,16 +184,10 @@ class StepBuilder:
             ),
             key=lambda entry: not entry[3],
         )
-        rows, slots = [row for row, *_ in inner], [slot for _, _, slot, _ in inner]
-        count = sum(is_checkpoint for *_, is_checkpoint in inner)
-        decodes = layout.num_decodes
-        grid = chunk_grid(
-            layout.starts[decodes:],
-            layout.lengths[decodes:],
-            self._chunk_size,
-            rows,
-            [position for _, position, *_ in inner],
-        )
+        rows, positions, slots, are_checkpoints = zip(*inner, strict=True) if inner else ((), (), (), ())
+        count, decodes = sum(are_checkpoints), layout.num_decodes
+        starts, lengths = layout.starts[decodes:], layout.lengths[decodes:]
+        grid = chunk_grid(starts, lengths, self._chunk_size, rows, positions)
         chunk_destinations = np.full(len(grid.seq_idx), -1)
         chunk_destinations[grid.checkpoint_chunks] = slots
         return {
@@ -251,23 +235,15 @@ class StepBuilder:
 
 
 class _Layout:
-    """Where each request's tokens lie in the packed step, decode rows first, and in the padded step.
-
-    Attributes:
-        starts, stops, lengths: of each row's tokens.
-        query_start_loc: [rows + 1] where each row's tokens start; trailing total.
-        token_rows: [tokens] the row of each token.
-        positions: [tokens] in the token's sequence.
-        token_places: [tokens] in the padded step, where all decode rows are equally long, after `pad_to`.
-    """
+    """Where each request's tokens lie in the packed step, decode rows first, and in the padded step."""
 
     def __init__(self, steps: Sequence[RequestStep]) -> None:
         self.starts, self.stops = [step.start for step in steps], [step.stop for step in steps]
         self.lengths = np.subtract(self.stops, self.starts)
-        self.query_start_loc = np.zeros(len(steps) + 1, np.int64)
+        self.query_start_loc = np.zeros(len(steps) + 1, np.int64)  # with a trailing total
         self.lengths.cumsum(out=self.query_start_loc[1:])
         self.token_rows = np.arange(len(steps)).repeat(self.lengths)
-        self.token_places = np.arange(len(self.token_rows))
+        self.token_places = np.arange(len(self.token_rows))  # in the padded step, after `pad_to`
         self.positions = self.token_places + (self.starts - self.query_start_loc[:-1])[self.token_rows]
         self.num_decodes = sum(step.decoding for step in steps)
         self.num_decode_tokens = int(self.query_start_loc[self.num_decodes])

@@ -288,15 +288,7 @@ def chunk_grid(
     checkpoint_rows: Integers = (),
     checkpoint_positions: Integers = (),
 ) -> ChunkGrid:
-    """The absolute chunk grid of prefill rows, and where their checkpoints fall on it.
-
-    Args:
-        computed: [rows] tokens of each sequence before this step.
-        lengths: [rows] new tokens of each row, 0 allowed.
-        chunk_size: tokens of one chunk.
-        checkpoint_rows, checkpoint_positions: [checkpoints] the row and the absolute token position of
-            each state to store, in any order: a multiple of `chunk_size` in (computed, computed + length].
-    """
+    """The absolute chunk grid of rows with `computed` tokens and `lengths` new ones; checkpoints on it."""
     before, counts = np.asarray(computed, np.int64), np.asarray(lengths, np.int64)
     rows, positions = np.asarray(checkpoint_rows, np.int64), np.asarray(checkpoint_positions, np.int64)
     starts = np.zeros(counts.size + 1, np.int64)
@@ -316,21 +308,13 @@ def chunk_grid(
 
 
 def absolute_chunks(computed: Int64Array, starts: Int64Array, lengths: Int64Array, chunk_size: int) -> Chunks:
-    """Chunks cut at absolute multiples of `chunk_size`, in time linear in rows and chunks.
+    """Chunks cut at absolute multiples of `chunk_size`; `starts`: packed, with a trailing total.
 
-    With C the chunk size, a row that has c computed tokens and n new ones, packed from q on, is cut at every
-    multiple of C strictly inside (c, c + n). Its chunk 0 starts at q and its chunk j >= 1 at
-    q + (floor(c / C) + j) * C - c; there are ceil((c + n) / C) - floor(c / C) of them. A row without new
-    tokens has no chunk. Example, C = 8, two rows with (c, n) = (0, 5) and (3, 10):
+    With C the chunk size, a row of c computed and n new tokens, packed from q on, is cut at q + (floor(c / C)
+    + j) * C - c for j >= 1, within the row. Example, C = 8, two rows with (c, n) = (0, 5) and (3, 10):
 
         packed token    0 ... 4 | 5 ... 9 | 10 ... 14       absolute position of a cut in its row
         chunk              0    |    1    |     2           cut at 10 = 5 + 8 - 3: position 8 of row 1
-        row                0    |    1    |     1
-
-    `computed` [rows] int64 tokens before each row, `starts` [rows + 1] int64 packed positions of the
-    rows with a trailing total, `lengths` their differences; `chunk_size` >= 1. All are trusted. Mutates
-    nothing; the result is fresh. Every numpy call costs about a twentieth of the time, so chunks are counted
-    from each row's end, in few calls.
     """
     if lengths.size == 0:
         return Chunks(np.zeros(1, np.int32), np.empty(0, np.int32), np.empty(0, np.int32))
@@ -388,11 +372,7 @@ def power_of_two(count: int) -> int:
 
 
 def padded_to_ladder(shape: StepShape) -> StepShape:
-    """The shape to pad a step to: its tokens and its logits are rungs.
-
-    A step without prefills gets more decode rows, whose tokens are a power of two. A step with prefills gets
-    more prefill tokens. A shape that is padded already stays the same.
-    """
+    """The shape to pad a step to: more prefill tokens, else more decodes; tokens and logits are rungs."""
     if shape.prefills:
         tokens = rung(shape.tokens) - shape.decodes * shape.decode_tokens
         return shape._replace(prefill_tokens=tokens, logits=rung(shape.logits))

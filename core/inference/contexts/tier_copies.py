@@ -25,16 +25,10 @@ NUM_STAGED = 2
 class HostCopies(StateCopies):
     """Copies states between durable slots and rows of host memory; on a CPU, plain copies.
 
-    `store` copies twice: within the device, on the step's own stream, to a staging place, after which the
-    slot may be written; from there to pinned memory, on this object's stream. An event keeps a step from
-    reusing the place before the second copy is done: only the device waits, and only for more than
-    `NUM_STAGED` states.
-
-    A checksum of each staged state stays on the device, and is computed again from the durable slot after
-    `fetch`: it covers the bus, host memory, the disk and the copy's serial number.
-
-    Attributes:
-        rows: [slots, bytes of a state] uint8 in host memory, pinned where the device is a GPU.
+    `store` copies twice: on the step's stream to a staging place, after which the slot may be written; from
+    there to pinned memory, on this object's stream. Only the device waits, for more than `NUM_STAGED` states.
+    A checksum of each staged state stays on the device, and is computed again after `fetch`: it covers the
+    bus, host memory, the disk and the serial number.
     """
 
     def __init__(
@@ -46,16 +40,7 @@ class HostCopies(StateCopies):
         files: StateFiles | None = None,
         scrubs: bool = False,
     ) -> None:
-        """
-        Args:
-            num_slots: states that host memory holds.
-            row_of: durable slot -> its [state_bytes] uint8 on the device now.
-            files: the disk tier; None for none.
-            scrubs: whether staging places are zeroed after each state.
-
-        Raises:
-            MemoryError: the system cannot pin so much memory.
-        """
+        """`row_of`: durable slot -> its bytes now; `scrubs`: zero staging places. MemoryError: cannot pin."""
         self._device, self._row_of, self._files = device, row_of, files
         self._state_bytes = state_bytes
         self._scrubs = scrubs
@@ -219,12 +204,8 @@ def _unpin(rows: Tensor, stream: torch.cuda.Stream) -> None:
 def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> HostTier | None:
     """Host memory and files for the durable states of a pool; None without `host_cache_gb`. A collective.
 
-    Indexes alone for a pool whose slots have no bytes: of a `ContextWithoutMemory`, with the bytes of the
-    model's states, and of a pipeline stage without states, with as many slots as the other stages afford.
-
-    Raises:
-        ValueError: a budget buys no state on some rank, or its memory or directory cannot be had. All ranks
-            raise the same error.
+    A pool whose slots have no bytes gets indexes alone. ValueError, the same on all ranks, for a budget that
+    buys no state, or memory or a directory that cannot be had.
     """
     state_bytes = pool.memory.shape[1] or spec.slot_bytes
     disk_path, disk_gb = config.disk_cache or ("", 0.0)

@@ -25,10 +25,8 @@ class KVUnit(NamedTuple):
 class Borrowing:
     """Moves units between states and KV, as one of them needs memory. Moves no bytes.
 
-    A slot or block keeps its address; one that is removed from the free list is not used. So index tensors
-    and CUDA graphs stay valid. A state and the KV before it are worth nothing without each other, so one
-    order decides for both: that in which states are evicted. It depends on numbers alone: all ranks decide
-    alike.
+    A state and the KV before it are worth nothing without each other, so the order in which states are
+    evicted decides for both, and alike on all ranks.
     """
 
     def __init__(
@@ -61,11 +59,7 @@ class Borrowing:
             self._give_to_states(best.unit)
 
     def _is_worth_less(self, slots: list[int]) -> bool:
-        """Whether a unit of KV with states in `slots` costs less than evicting states for the same slots.
-
-        A unit without states costs nothing. A unit with n states frees n slots and those of the unit: the n
-        states must be among the next victims for so many slots.
-        """
+        """Whether a unit of KV with states in `slots` costs less: they are among the next victims."""
         count = len(slots) + self._units.slots_per_unit
         return not slots or set(slots).issubset(self._slots.next_victims(count))
 
@@ -113,10 +107,7 @@ class Borrowing:
     # ---- KV needs memory
 
     def num_blocks_to_lend(self, keep: Sequence[int] | None = None) -> int:
-        """How many blocks `lend_blocks` could add at most.
-
-        `keep`: slots that stay, of a request that needs the spare units, too; None for no request.
-        """
+        """How many blocks `lend_blocks` could add; `keep`: slots of a request that needs spare units, too."""
         units, slots = self._units, self._slots
         fixed = units.units_of_slots([*slots.pins, *slots.reserved, *slots.live, *(keep or ())])
         movable = sum(held and unit not in fixed for unit, held in enumerate(units.holds_states))
@@ -130,10 +121,7 @@ class Borrowing:
         return sum(self._units.holds_states) - self._units.num_units_for_pins(self._slots.pins)
 
     def lend_blocks(self, num_blocks: int) -> None:
-        """Add free blocks until so many are free, or until only pinned states stay.
-
-        Stateless cached blocks go first, then units of free slots, then the next state to evict.
-        """
+        """Add blocks until so many are free: stateless ones go first, then free slots, then states."""
         kv, slots = self._kv_blocks, self._slots
         while kv.total_avail < num_blocks:
             if (leaf := kv.tree.leaves.first) is not None and not leaf[0]:

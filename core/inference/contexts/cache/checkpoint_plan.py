@@ -19,14 +19,11 @@ KINDS_BY_WORTH: tuple[BoundaryKind, ...] = get_args(BoundaryKind)
 
 
 class Boundary(NamedTuple):
-    """A token position at the end of a block, and why the state there is worth a slot.
-
-    `keeps`: whether a decode state stays when the same request stores its next decode state.
-    """
+    """A token position at the end of a block, and why the state there is worth a slot."""
 
     position: int
     kind: BoundaryKind
-    keeps: bool = False
+    keeps: bool = False  # a decode state that stays when the request stores its next one
 
 
 @dataclass(frozen=True)
@@ -172,22 +169,7 @@ def checked_boundaries(
 
 
 class CachedPath:
-    """The KV blocks of one sequence, in order, and the durable slot that its state is in.
-
-    Only `PrefixCache` changes a path; `drop_rolling` and `commit_states` write `rolling_block`.
-
-    Attributes:
-        chain: the hashes of the sequence's whole blocks.
-        plan: which states of the sequence are taken.
-        blocks: the KV blocks, each with a reference of this path. The path's row of the block table shows
-            them.
-        num_registered: leading blocks whose KV is complete and registered. They are never written again.
-        shares: whether the sequence registers blocks and commits states. False without prefix caching, and
-            for a sequence that began before the cache was reset.
-        state_slot: the durable slot whose state the sequence continues from, pinned; -1 for none.
-        rolling_block: the block of the newest state that was taken while decoding, or -1.
-        request: the eviction policy's number for the sequence's request, or -1.
-    """
+    """The KV blocks of one sequence, and the durable slot of its state; only `PrefixCache` changes it."""
 
     def __init__(
         self, chain: PrefixHashChain, plan: CheckpointPlan, table_row: TableRow, shares: bool
@@ -195,12 +177,12 @@ class CachedPath:
         """`table_row`: [blocks of the longest sequence], all -1. The path writes its `blocks` there."""
         self.chain = chain
         self.plan = plan
-        self.shares = shares
-        self.blocks: list[int] = []
-        self.num_registered = 0
-        self.state_slot = -1
-        self.rolling_block = -1
-        self.request = -1
+        self.shares = shares  # False without caching, and once the cache was reset
+        self.blocks: list[int] = []  # each with a reference of this path, as in the block table's row
+        self.num_registered = 0  # leading blocks that are complete and never written again
+        self.state_slot = -1  # whose state the sequence continues from, pinned; -1: none
+        self.rolling_block = -1  # of the newest decode state that rolls, or -1
+        self.request = -1  # the eviction policy's number, or -1
         self._table_row = table_row
 
     def check_fits(self, num_blocks: int) -> None:
@@ -338,48 +320,6 @@ def reserve_states[S: PathStep](
         replace(step, destinations=destinations[number]) if number in destinations else step
         for number, step in enumerate(steps)
     ]
-
-
-def after_verification[S: PathStep](
-    slots: StateSlots, planned: Sequence[S], accepted: Sequence[S]
-) -> list[S]:
-    """Release the slots of boundaries that the `accepted` steps do not reach; reserve refused ones.
-
-    Returns steps with the boundaries that were reached but got no slot while they were guesses: their
-    states must be copied to `destinations`, which are reserved only now.
-    """
-    reserved = {step.key_at(position) for step in accepted for position in step.destinations}
-    unserved = []
-    for before, after in zip(planned, accepted, strict=True):
-        if before.drafts:
-            unreached = before.destinations.keys() - after.destinations.keys()
-            slots.release([before.destinations[position] for position in unreached])
-            missing = tuple(b for b in after.boundaries if after.key_at(b.position) not in reserved)
-            if missing:
-                unserved.append(replace(after, boundaries=missing, destinations={}))
-    return reserve_states(slots, unserved)
-
-
-def commit_states(slots: StateSlots, step: PathStep) -> dict[int, int]:
-    """See `PrefixCache.commit`."""
-    path = step.path
-    committed: dict[int, int] = {}
-    for position, slot in sorted(step.destinations.items()):
-        depth = position // path.chain.block_size_tokens
-        if depth > path.num_registered:
-            slots.release([slot])
-            committed[position] = -1
-            continue
-        block = path.blocks[depth - 1]
-        if step.decoding:  # a draft's state is planned only now that the draft is right
-            slots.policy.plan(path.chain.keys, depth, "decode", path.request)
-        (committed[position],) = slots.commit([slot], [block])
-        if step.decoding:
-            keeps = any(b.position == position and b.keeps for b in step.boundaries)
-            drop_rolling(slots, path)
-            if committed[position] == slot and not keeps:
-                path.rolling_block = block
-    return committed
 
 
 def _planned(step: PathStep, boundary: Boundary) -> PlannedState:

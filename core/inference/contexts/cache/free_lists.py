@@ -10,18 +10,14 @@ LeafEntry = tuple[bool, int, int]
 
 
 class LeafOrder:
-    """The order of eviction of leaves: cached blocks that no registered block continues.
-
-    Leaves without a state go first, because nothing can resume there; then the least recently used. A heap
-    holds the entries; an entry counts only while `_entry_of` names it: a change costs O(log leaves).
-    """
+    """The order of eviction of leaves, cached blocks that none continues: stateless ones, then by use."""
 
     def __init__(self, timestamps: list[int], holds_state: Callable[[int], bool]) -> None:
         """`timestamps`: each block's last use; `holds_state(block)`: whether a prompt can resume there."""
         self.timestamps = timestamps
         self.holds_state = holds_state
         self._heap: list[LeafEntry] = []
-        self._entry_of: dict[int, LeafEntry] = {}
+        self._entry_of: dict[int, LeafEntry] = {}  # an entry of the heap counts while it is here
 
     @property
     def blocks(self) -> KeysView[int]:
@@ -164,11 +160,7 @@ FreeBlocks = BlockStack | BlocksByUnit
 
 
 class DirtyEntries:
-    """Dirty set of one pool: its free entries that are not zero yet; empty without `zero`.
-
-    The pool notes what it frees; `clean` zeroes what it allocates, `scrub` all others. An entry is zeroed
-    before it is dropped from the set: an interrupted call zeroes it again.
-    """
+    """Dirty set of one pool: its free entries that are not zero yet; empty without `zero`."""
 
     def __init__(self, zero: Zero | None = None) -> None:
         """`zero`: fills entries with zeros, in stream order; called with distinct numbers in order."""
@@ -190,7 +182,7 @@ class DirtyEntries:
             found = self._entries.intersection(entries)
             if found:
                 self._zero(sorted(found))
-                self._entries -= found
+                self._entries -= found  # last: an interrupted call zeroes again
 
     def has_any(self, entries: Iterable[int]) -> bool:
         return not self._entries.isdisjoint(entries)

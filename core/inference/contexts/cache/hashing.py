@@ -93,11 +93,7 @@ class SaltKey:
 
 
 def key_bytes(name: str, value: object) -> bytes:
-    """A key as callers write it, bytes or a str, as bytes.
-
-    Raises:
-        ValueError: `value` is of another type or too short; the message shows no key.
-    """
+    """A key, given as bytes or a str, as bytes; the ValueError for a wrong one shows no key."""
     key = value.encode(errors="surrogateescape") if isinstance(value, str) else value
     if not isinstance(key, bytes) or len(key) < SHORTEST_KEY:
         found = f"{len(key)} bytes" if isinstance(key, bytes) else f"a {type(value).__name__}"
@@ -119,12 +115,7 @@ def drawn_key() -> bytes:
 
 
 def salt_bytes(name: str, salt: object) -> bytes | None:
-    """A salt from what callers pass: bytes, a str (encoded as UTF-8), or None for no salt.
-
-    Raises:
-        ValueError: `salt` (the argument `name`) is empty, of another type, or a str that UTF-8 cannot encode.
-            An empty salt is more likely a tenant's missing name than an intent to share with all.
-    """
+    """A salt as bytes; ValueError for an empty one, which is a missing name rather than no salt."""
     if salt is None:
         return None
     if not isinstance(salt, bytes | str) or not salt:
@@ -150,16 +141,15 @@ _STATES = _BITS["state"] | _BITS["refused state"]
 class GhostList:
     """A bounded map from the hashes of prefixes to what is gone under them; O(1) a hash.
 
-    Two generations: once the younger one has `capacity` hashes, the older one is forgotten at once;
-    `num_lapses` counts that. What is there again (a block that is registered, a state of a host that is not
-    named yet) may still be listed.
+    What is there again (a block that is registered, a state of a host that is not named yet) may still be
+    listed.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._young: dict[int, int] = {}  # hash -> bits
-        self._old: dict[int, int] = {}
-        self.num_lapses = 0
+        self._old: dict[int, int] = {}  # forgotten at once when the young one has `capacity` hashes
+        self.num_lapses = 0  # how often that was
 
     def add_all(self, keys: Collection[int], fact: GoneFact) -> None:
         young, old, bit = self._young, self._old, _BITS[fact]

@@ -247,10 +247,13 @@ class KVBlockAllocator:
             )
         blocks = self._checked(block_ids)
         keys = checked_integers("hashes", hashes, 1, MAX_HASH)
-        contents = _checked_contents(tokens)
-        if not len(blocks) == len(keys) == len(contents):
+        if not isinstance(tokens, Sequence) or countOf(map(type, tokens), bytes) < len(tokens):
             raise ValueError(
-                f"block_ids, hashes and tokens have {len(blocks)}, {len(keys)} and {len(contents)} entries; "
+                f"tokens is {shown(tokens)}; accepted: a list of bytes, the token ids of each block"
+            )
+        if not len(blocks) == len(keys) == len(tokens):
+            raise ValueError(
+                f"block_ids, hashes and tokens have {len(blocks)}, {len(keys)} and {len(tokens)} entries; "
                 "accepted: equally many"
             )
         if not isinstance(parent, bytes):
@@ -263,7 +266,7 @@ class KVBlockAllocator:
             raise ValueError(
                 f"block_ids is {blocks}; accepted: distinct, held blocks that are not registered yet"
             )
-        return self.tree.register(parent, blocks, keys, contents)
+        return self.tree.register(parent, blocks, keys, tokens)
 
     # ---- eviction
 
@@ -374,9 +377,3 @@ class KVBlockAllocator:
         leaves = {block for block in cached if not self.tree.num_children[block]}
         assert leaves == self.tree.leaves.blocks, "the cached leaves are others"
         self.tree.leaves.check_integrity()
-
-
-def _checked_contents(tokens: Sequence[bytes]) -> list[bytes]:
-    if not isinstance(tokens, Sequence) or countOf(map(type, tokens), bytes) < len(tokens):
-        raise ValueError(f"tokens is {shown(tokens)}; accepted: a list of bytes, the token ids of each block")
-    return tokens if type(tokens) is list else list(tokens)

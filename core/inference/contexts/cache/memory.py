@@ -74,27 +74,17 @@ class UnitShape(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryDivision:
-    """One memory for states and KV, in bytes from its start:
+    """One memory for states and KV, in bytes from its start; a number keeps its address:
 
-        live slots, one more slot | unit 0 .. num_kv_units-1 | .. | unit num_units-1
-        always states             | always KV                | states or KV, as they are needed
-
-    Slots are numbered through the whole memory, and so are blocks from unit 0 on. A number keeps its address
-    whatever the unit holds.
-
-    Attributes:
-        shape: of a unit.
-        num_live: live slots, of running requests.
-        num_units: units.
-        num_kv_units: units that always hold KV: those of one longest sequence.
-        slots_per_request: of the live slots, those of one request.
+    live slots, one more slot | unit 0 .. num_kv_units-1 | .. | unit num_units-1
+    always states             | always KV                | states or KV, as they are needed
     """
 
     shape: UnitShape
     num_live: int
     num_units: int
-    num_kv_units: int
-    slots_per_request: int = 1
+    num_kv_units: int  # always hold KV: those of one longest sequence
+    slots_per_request: int = 1  # of the live slots
 
     @property
     def num_fixed_slots(self) -> int:
@@ -140,18 +130,13 @@ def _units(rank: RankBudget, shape: UnitShape, num_live: int) -> int:
 
 
 class MemoryUnits:
-    """For each unit of a `MemoryDivision`, whether its slots or its blocks are in use; trusts arguments.
-
-    `Borrowing` writes `holds_states`. Slots before the units always hold states, units below `num_kv_units`
-    KV. A request may need `num_spare_units` for its live slots, the state it resumes from, and one state
-    more.
-    """
+    """For each unit of a `MemoryDivision`, whether its slots or its blocks are in use."""
 
     def __init__(self, division: MemoryDivision) -> None:
         self.slots_per_unit, self.blocks_per_unit = division.shape
         self.num_units = division.num_units
         self.num_kv_units = division.num_kv_units
-        self.num_spare_units = division.slots_per_request + 2
+        self.num_spare_units = division.slots_per_request + 2  # live slots, the state resumed, one more
         self._first_slot = division.num_fixed_slots
         self.holds_states = [unit >= division.first_state_unit for unit in range(division.num_units)]
 

@@ -29,11 +29,7 @@ class PinnedPrefix:
 
 
 class PinnedPrefixes:
-    """Holds a reference to the KV blocks, and a pin on the state, of each pinned prefix.
-
-    Attributes:
-        held: prefix -> its KV blocks and the slot of its state, in the order of the pins.
-    """
+    """Holds a reference to the KV blocks, and a pin on the state, of each pinned prefix."""
 
     def __init__(
         self,
@@ -46,7 +42,7 @@ class PinnedPrefixes:
         self._slots = slots
         self._kv_blocks = kv_blocks
         self._units = units
-        self.held: dict[PinnedPrefix, tuple[list[int], int]] = {}
+        self.held: dict[PinnedPrefix, tuple[list[int], int]] = {}  # KV blocks and slot, in order of pins
         self._blocks: set[int] = set()  # that are pinned now
         self._next_id = 0
 

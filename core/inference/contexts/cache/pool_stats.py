@@ -57,14 +57,7 @@ class AgeCounts:
 
 
 class Turnover[Cause: str]:
-    """Statistics of what entered one part of the cache and what was removed; `mend` repairs them.
-
-    Attributes:
-        by_cause: cause -> how many units were removed.
-        num_entered: how many units entered; `num_entered` less the sum of `by_cause` are there.
-        num_unused: evicted units that no request had used; only states are counted so.
-        num_refused: units that found no room; only states are counted so.
-    """
+    """Statistics of what entered one part of the cache and what was removed; `mend` repairs them."""
 
     def __init__(self, causes: Sequence[Cause]) -> None:
         self._causes = causes
@@ -74,7 +67,7 @@ class Turnover[Cause: str]:
     def clear(self) -> None:
         """Set all counts to 0."""
         self.by_cause: dict[Cause, int] = dict.fromkeys(self._causes, 0)
-        self.num_entered = self.num_unused = self.num_refused = 0
+        self.num_entered = self.num_unused = self.num_refused = 0  # the last two count states only
         self._age_counts = [0] * (len(_BOUNDS_NS) + 1)
         self._age_sum_ns = 0
         self._recent_ns.clear()

@@ -4,6 +4,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ....validation import INT32_MAX, boolean, integer
 from .borrowing import Borrowing
@@ -12,8 +13,7 @@ from .checkpoint_plan import (
     CheckpointPlan,
     PathStep,
     TableRow,
-    after_verification,
-    commit_states,
+    drop_rolling,
     reserve_states,
 )
 from .eviction import PolicyChoice, checked_policy
@@ -127,10 +127,8 @@ class PrefixCache:
             path: what the sequence holds already. States within the path's registered blocks do not count.
             max_resume_tokens: deeper states do not count, because the tokens after are to be computed: the
                 sequence shares their KV only. None for no limit.
-            known: an earlier result for the same sequence, or for its beginning. The call returns what it
-                would return without `known`, at the cost of what has changed: O(1) where nothing has that
-                concerns the sequence. Where the result is the same, the call returns `known` itself. A
-                result of another sequence, path or limit is ignored.
+            known: an earlier result, of which the call uses what still holds: O(1) where nothing has changed
+                that concerns the sequence. Where the result is the same, the call returns `known` itself.
         """
         if not self._enabled or (path is not None and not path.shares):
             nothing = PrefixMatch((), 0, -1, 0, (Span(0, num_tokens, "disabled"),))
@@ -181,16 +179,13 @@ class PrefixCache:
 
     def affords(self, num_blocks: int, match: PrefixMatch, path: CachedPath | None) -> bool:
         """Whether a path (None: a new one) could hold a match's blocks, and grow to `num_blocks` blocks."""
-        num_held, num_registered = (len(path.blocks), path.num_registered) if path is not None else (0, 0)
+        num_own, num_registered = (len(path.blocks), path.num_registered) if path is not None else (0, 0)
         shared = match.blocks[num_registered:]
-        num_missing = max(0, num_blocks - (len(match.blocks) if shared else num_held))
+        num_missing = max(0, num_blocks - (len(match.blocks) if shared else num_own))
         keep = (match.resume_slot,) if match.resume_slot >= 0 else ()
-        return self.kv_blocks.is_memory_available(num_missing, self._count_cached(shared), keep)
-
-    def _count_cached(self, blocks: Sequence[int]) -> int:
-        """How many of a prefix's consecutive blocks are not held; O(log blocks), as held ones come first."""
         references = self.tree.references
-        return len(blocks) - bisect_left(blocks, True, key=lambda block: not references[block])
+        num_held = bisect_left(shared, True, key=lambda block: not references[block])  # held ones come first
+        return self.kv_blocks.is_memory_available(num_missing, len(shared) - num_held, keep)
 
     def hold(self, path: CachedPath, match: PrefixMatch) -> None:
         """Put a match's registered blocks in the place of the path's unregistered ones.
@@ -314,8 +309,21 @@ class PrefixCache:
         return reserve_states(self.slots, steps, max_inner_states)
 
     def after_verification[S: PathStep](self, planned: Sequence[S], accepted: Sequence[S]) -> list[S]:
-        """Adapt the reservations once drafts are verified; see `checkpoint_plan.after_verification`."""
-        return after_verification(self.slots, planned, accepted)
+        """Release the slots of boundaries that the `accepted` steps do not reach; reserve refused ones.
+
+        Returns steps with the boundaries that were reached but got no slot while they were guesses: their
+        states must be copied to `destinations`, which are reserved only now.
+        """
+        reserved = {step.key_at(position) for step in accepted for position in step.destinations}
+        unserved = []
+        for before, after in zip(planned, accepted, strict=True):
+            if before.drafts:
+                unreached = before.destinations.keys() - after.destinations.keys()
+                self.slots.release([before.destinations[position] for position in unreached])
+                missing = tuple(b for b in after.boundaries if after.key_at(b.position) not in reserved)
+                if missing:
+                    unserved.append(replace(after, boundaries=missing, destinations={}))
+        return reserve_states(self.slots, unserved)
 
     def commit(self, step: PathStep) -> dict[int, int]:
         """Make the states of a launched step findable; the step's blocks must be registered already.
@@ -323,7 +331,24 @@ class PrefixCache:
         Returns:
             boundary -> the committed slot that holds its state, or -1.
         """
-        return commit_states(self.slots, step)
+        path, slots = step.path, self.slots
+        committed: dict[int, int] = {}
+        for position, slot in sorted(step.destinations.items()):
+            depth = position // self._block_size
+            if depth > path.num_registered:
+                slots.release([slot])
+                committed[position] = -1
+                continue
+            block = path.blocks[depth - 1]
+            if step.decoding:  # a draft's state is planned only now that the draft is right
+                slots.policy.plan(path.chain.keys, depth, "decode", path.request)
+            (committed[position],) = slots.commit([slot], [block])
+            if step.decoding:
+                keeps = any(b.position == position and b.keeps for b in step.boundaries)
+                drop_rolling(slots, path)
+                if committed[position] == slot and not keeps:
+                    path.rolling_block = block
+        return committed
 
     def abort(self) -> None:
         """Free all slots that were reserved for a step that failed."""

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from ....errors import MambaSlotCapacityError
 from .hashing import GhostList, PrefixHashChain
@@ -60,11 +60,7 @@ def compute_spans(
     block_size_tokens: int,
     ghosts: GhostList,
 ) -> tuple[Span, ...]:
-    """Why each token of a prompt from its resume point on is computed, in order and without gaps.
-
-    The counts are leading whole blocks (hashes `keys`): resumed; reachable, with a token left to compute;
-    matched, whose KV is cached; seen, evicted blocks included.
-    """
+    """Why each token from the resume point on is computed; counts are leading blocks of hashes `keys`."""
     lost = ghosts.deepest_state(keys, num_resumed, num_reachable)
     refused = lost > num_resumed and ghosts.has(keys[lost - 1], "refused state")
     lost_reason: ComputeReason = "capacity" if refused else "state_evicted"
@@ -86,19 +82,14 @@ def compute_spans(
     return tuple(spans)
 
 
-@dataclass(slots=True, kw_only=True)
-class MatchBasis:
-    """What a match was asked for, and when it was right; `match_prefix` writes it, and judges by it.
-
-    `last_key` is the hash of the last whole block; `num_held` counts the path's registered blocks, -1 where
-    nothing was looked up; the last three are those of the tree and of its ghosts at that time.
-    """
+class MatchBasis(NamedTuple):
+    """What a match was asked for, and when it was right; `match_prefix` writes it, and judges by it."""
 
     num_tokens: int = -1
-    last_key: int = 0
-    num_held: int = -1
+    last_key: int = 0  # hash of the last whole block
+    num_held: int = -1  # the path's registered blocks; -1 where nothing was looked up
     max_resume_tokens: int | None = None
-    clock: int = -1
+    clock: int = -1  # this and the next two are the tree's and its ghosts'
     state_clock: int = -1
     num_lapses: int = -1
 
@@ -125,7 +116,7 @@ class PrefixMatch:
     resume_slot: int
     seen_tokens: int
     spans: tuple[Span, ...]
-    basis: MatchBasis = field(default_factory=MatchBasis, compare=False, repr=False)
+    basis: MatchBasis = field(default=MatchBasis(), compare=False, repr=False)
 
 
 def match_prefix(
@@ -139,10 +130,8 @@ def match_prefix(
 ) -> PrefixMatch:
     """See `PrefixCache.match`; `num_held` of `path_blocks` are registered, states within do not count.
 
-    An earlier match of the same sequence is right as long as its blocks stand, no state has changed and none
-    of its further blocks is registered or evicted now: O(1). Otherwise its blocks are not looked up again as
-    far as they stand: only leaves are removed, and what was evicted and came back was registered later.
-    Tokens are compared wherever blocks are matched; ghosts are known by their 63-bit hashes alone.
+    What stands of `known` is not looked up again: only leaves are removed, and what came back was registered
+    later.
     """
     ghosts, keys, size = tree.ghosts, chain.keys, chain.block_size_tokens
     blocks, num_seen, whole = tuple(path_blocks[:num_held]), 0, num_tokens // size
@@ -186,19 +175,11 @@ def match_prefix(
     if limited:
         spans = (*spans, Span(asked * size, num_tokens, "disabled"))
     slot = tree.slot_of(blocks[depth - 1]) if depth else -1
-    basis = MatchBasis(
-        num_tokens=num_tokens,
-        last_key=_last_key(chain, num_tokens),
-        num_held=num_held,
-        max_resume_tokens=max_resume_tokens,
-        clock=tree.clock,
-        state_clock=tree.state_clock,
-        num_lapses=ghosts.num_lapses,
-    )
+    clocks = tree.clock, tree.state_clock, ghosts.num_lapses
+    basis = MatchBasis(num_tokens, _last_key(chain, num_tokens), num_held, max_resume_tokens, *clocks)
     match = PrefixMatch(blocks, depth * size, slot, num_seen * size, spans, basis)
     if known == match and known.basis.num_tokens == num_tokens:
-        known.basis.clock, known.basis.state_clock = tree.clock, tree.state_clock
-        known.basis.num_lapses = ghosts.num_lapses
+        object.__setattr__(known, "basis", basis)
         return known
     return match
 
@@ -227,10 +208,7 @@ def _deepest_state(tree: PrefixTree, blocks: tuple[int, ...], start: int, stop: 
 
 @dataclass(frozen=True)
 class TokenLedger:
-    """Counts of prompt tokens, of one request or of all; each is resumed, or computed for one reason.
-
-    Tokens that a request computes again after a restart are counted as recomputed only.
-    """
+    """Counts of prompt tokens; those computed again after a restart are counted as recomputed only."""
 
     resumed: int = 0
     recomputed: int = 0
@@ -238,26 +216,14 @@ class TokenLedger:
 
     @classmethod
     def of_step(
-        cls,
-        *,
-        resumed_from: int,
-        start: int,
-        stop: int,
-        spans: Sequence[Span],
-        num_counted: int,
-        num_prompt_tokens: int,
+        cls, resumed: range, computed: range, spans: Sequence[Span], num_counted: int, num_prompt_tokens: int
     ) -> "TokenLedger":
-        """The counts of one request's step, which resumed [resumed_from, start) and computes [start, stop).
-
-        `num_counted` leading tokens were counted before a restart; only prompt tokens are counted.
-        """
-        counts = cls(
-            resumed=_overlap(resumed_from, start, num_counted, num_prompt_tokens),
-            recomputed=_overlap(start, stop, 0, num_counted),
-        )
+        """The counts of a step that resumed [resumed_from, start); `num_counted` were counted before."""
+        new = range(num_counted, num_prompt_tokens)
+        counts = cls(_overlap(resumed, new), _overlap(computed, range(num_counted)))
         for span in spans:
-            inside = max(span.start, start), min(span.stop, stop)
-            counts.computed[span.reason] += _overlap(*inside, num_counted, num_prompt_tokens)
+            inside = range(max(span.start, computed.start), min(span.stop, computed.stop))
+            counts.computed[span.reason] += _overlap(inside, new)
         return counts
 
     def __add__(self, other: "TokenLedger") -> "TokenLedger":
@@ -283,18 +249,17 @@ class TokenLedger:
         return {reason: self.computed[reason] for reason in COMPUTE_REASONS}
 
 
-def _overlap(start: int, stop: int, low: int, high: int) -> int:
-    """How many integers lie in both [start, stop) and [low, high)."""
-    return max(0, min(stop, high) - max(start, low))
+def _overlap(one: range, other: range) -> int:
+    """How many integers lie in both ranges."""
+    return max(0, min(one.stop, other.stop) - max(one.start, other.start))
 
 
 def bring_back(
     slots: StateSlots, blocks: Sequence[int], keys: Sequence[int], start: int, block_size_tokens: int
 ) -> bool:
-    """Fetch the deepest state after token `start` of a path, if that beats computing it; waits for it.
+    """Fetch the deepest good state after token `start`, if that beats computing; whether states changed.
 
-    May evict other states, which spill in turn. A bad copy is forgotten, and the next deepest is tried.
-    A collective where the model is split. Returns whether states changed: matches are stale then.
+    Waits for the copy, may evict states, and is a collective where the model is split.
     """
     tier, changed = slots.tier, False
     if tier is None or not (tier.host or tier.files):

@@ -26,39 +26,18 @@ _MOST_CHANGES = 4096
 class PrefixTree:
     """What is cached under each prefix: a KV block, perhaps the state at its end, and why either is gone.
 
-    A node is a registered block: under the hash of the prefix that it ends, below the block before it. Every
-    attribute of a node is an entry of a flat list, or of a dictionary where few blocks have one. The parent
-    of a prefix's first block is the *origin*, which counts as a block that is always held; the prefix's root
-    digest is stored with the first block. Arguments are trusted: `KVBlockAllocator`
-    checks them. It knows which blocks are free, `StateSlots` which slots.
-
-    Attributes:
-        block_of_hash: prefix hash -> registered block.
-        parents: parent of each block, -1 for unregistered blocks.
-        references: how often each block is held. The last entry is the origin's, which is 1.
-        num_children: for each block the number of registered blocks that continue it. The last entry is the
-            origin's.
-        slot_by_block: block -> the slot of the state at its end, in the order of commits.
-        hash_to_block_id: prefix hash -> the block whose state is found under it.
-        used: slots from which a request resumed since they were committed.
-        copies: the hashes of states that have a copy in a tier.
-        ghosts: what is gone under which hash: blocks, and states that were evicted or not stored for want of
-            a slot.
-        leaves: the order in which cached blocks are evicted.
-        turnover, state_turnover: how many blocks, and states, entered and were removed, by cause and age.
-        num_changes: states that were named or removed under a hash, and copies that were lost.
-        clock, state_clock: grow with every change of a registered block, and of a state or a state's ghost.
-            They are never set back.
+    A registered block lies below the block before it; a prefix's first block below the *origin*, which counts
+    as a block that is always held. `KVBlockAllocator` checks arguments.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._origin = num_blocks  # one more than the last block
         self.block_of_hash: dict[int, int] = {}
         self.ghosts = GhostList(2 * num_blocks)
-        self.copies: HostTier | frozenset[int] = frozenset()
-        self.slot_by_block: dict[int, int] = {}
-        self.hash_to_block_id: dict[int, int] = {}
-        self.used: set[int] = set()
+        self.copies: HostTier | frozenset[int] = frozenset()  # hashes with a copy in a tier
+        self.slot_by_block: dict[int, int] = {}  # of the state at its end, in the order of commits
+        self.hash_to_block_id: dict[int, int] = {}  # prefix hash -> the block whose state it finds
+        self.used: set[int] = set()  # slots from which a request resumed since their commit
         self._block_by_slot: list[int] = []  # for each slot its last block; stale without a state
         self._key_by_slot: list[int] = []  # for each slot the hash that finds its state, or 0; stale without
         self._last_used_ns: list[int] = []  # for each slot, by `_use_clock`; stale without a state
@@ -66,11 +45,11 @@ class PrefixTree:
         self.leaves = LeafOrder([0] * num_blocks, self.holds_state)
         self.turnover = Turnover[KVRemovalCause](KV_REMOVAL_CAUSES)
         self.state_turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES)
-        self.clock = self.state_clock = self.num_changes = 0
+        self.clock = self.state_clock = self.num_changes = 0  # of blocks, of states; never set back
         self._changed = deque[int](maxlen=_MOST_CHANGES)  # the hashes of the last changes
         self._serials = [0] * num_blocks  # for each block the clock at its registration
-        self.references = [0] * num_blocks + [1]
-        self.parents = [-1] * num_blocks
+        self.references = [0] * num_blocks + [1]  # the origin's come last
+        self.parents = [-1] * num_blocks  # -1: not registered
         self.num_children = [0] * (num_blocks + 1)
         self._num_held_children = [0] * (num_blocks + 1)
         # The last registration of each block; meaningless once the block is deregistered.
@@ -192,10 +171,9 @@ class PrefixTree:
     def release(
         self, blocks: Sequence[int], remaining: Sequence[int], cached: Sequence[int], clock: int
     ) -> int:
-        """Set the counts of references of these blocks to `remaining`, their last use to `clock`.
+        """Set these blocks' counts and last use; `cached`: those without any, children first.
 
-        `cached`: the registered ones with none left, children first. Returns -1, or, with nothing changed,
-        one of these that a held block would continue.
+        Returns -1, or, with nothing changed, one of these that a held block would continue.
         """
         parents, num_children, num_held = self.parents, self.num_children, self._num_held_children
         for block in cached:

@@ -24,19 +24,8 @@ class StateSlots:
           +--------------------------- evict, drop, forget + <----- free_live --+ (FREE -- take_live --> LIVE)
 
     A reserved slot is written by one step and read by no request. A committed slot is immutable and findable.
-    A live slot belongs to one running request, which alone reads and writes it. A pinned slot is not evicted;
-    where its block is evicted, the slot becomes RESERVED for no block until its last unpin. With `units`, a
-    slot whose memory holds KV is in none of these states.
-
-    Attributes:
-        num_slots: slots of the pool.
-        tree: which slot holds which block's state.
-        free: the free slots; the last one is allocated next.
-        reserved: slot -> the block that the slot is reserved for, or -1 once that block is evicted.
-        pins: pinned slot -> how often it is pinned.
-        live: the live slots; empty where live states have a pool of their own.
-        policy: names victims.
-        tier: receives states that are evicted for others; None for no tier.
+    A pinned slot is not evicted; where its block is evicted, the slot becomes RESERVED for no block until its
+    last unpin. With `units`, a slot whose memory holds KV is in none of these states.
     """
 
     def __init__(
@@ -51,22 +40,17 @@ class StateSlots:
         units: MemoryUnits | None = None,
         tier: HostTier | None = None,
     ) -> None:
-        """
-        Args:
-            num_kv_blocks: so many ghosts of states are remembered, or 8 a slot if more.
-            units: which units of a shared memory hold states; None for a memory of the slots' own.
-            tier: see `tier`.
-        """
+        """Ghosts of `num_kv_blocks` states are remembered, or of 8 a slot if more."""
         self.num_slots = num_slots
         self.tree = tree
         self.tier = tier
         if tier is not None:
             tree.copies = tier
         self._units = units
-        self.live: set[int] = set()
+        self.live: set[int] = set()  # empty where live states have a pool of their own
         self.free = self._all_free()
-        self.reserved: dict[int, int] = {}
-        self.pins: dict[int, int] = {}
+        self.reserved: dict[int, int] = {}  # slot -> its block, or -1 once that is evicted
+        self.pins: dict[int, int] = {}  # slot -> how often it is pinned
         num_ghosts = max(8 * num_slots, num_kv_blocks) if num_slots else 0
         tree.add_slots(num_slots, num_ghosts)
         if isinstance(policy, str):
@@ -102,10 +86,7 @@ class StateSlots:
         return len(self.free) + len(self.tree.slot_by_block) - num_pinned
 
     def next_victims(self, count: int, kept: Collection[int] | None = None) -> list[int]:
-        """Up to `count` slots whose states would be evicted next; `kept`: the others, pinned ones by default.
-
-        Changes nothing. ValueError where the policy names slots that are not evictable, or one twice.
-        """
+        """Up to `count` slots that would be evicted next, but those `kept` (pinned ones); changes nothing."""
         kept = self.pins if kept is None else kept
         victims = list(self.policy.victims(count, lambda slot: slot not in kept))
         return self._checked_victims(victims, count, kept)
@@ -137,11 +118,7 @@ class StateSlots:
         return slots
 
     def commit(self, slots: Sequence[int], blocks: Sequence[int] | None = None) -> list[int]:
-        """Make reserved, written slots findable as states of `blocks`; None for those they are reserved for.
-
-        Returns for each slot the one that holds the block's state now: itself, or an earlier one; -1 where
-        the block is not registered. Other slots are freed. A block of another prefix is a ValueError.
-        """
+        """Make written slots findable as states of `blocks`; see `MambaSlotAllocator.commit`."""
         blocks = [self.reserved[slot] for slot in slots] if blocks is None else blocks
         keys = [self.tree.hash_of(block) if block >= 0 else -1 for block in blocks]
         for slot, block, key in zip(slots, blocks, keys, strict=True):
@@ -199,11 +176,10 @@ class StateSlots:
     # ---- live slots
 
     def take_live(self, num_slots: int, resume_slot: int = -1, spared: Iterable[int] = ()) -> list[int]:
-        """Allocate slots for a running request; evicts unpinned states, but that of `resume_slot`, if needed.
+        """Allocate slots for a running request; evicts unpinned states, those in `spared` last, from the end.
 
-        States in `spared`, from which the next requests resume, are evicted last, the first ones at the very
-        last. Where only the state in `resume_slot`, from which the request resumes, could be evicted for the
-        last slot, the request takes it over: the slot is the first of the result, and its state is evicted.
+        Where only the state in `resume_slot`, from which the request resumes, could be evicted for the last
+        slot, the request takes it over: the slot is the first of the result, and its state is evicted.
         """
         room, pins = self.num_available - num_slots, self.pins
         unpinned = (
@@ -248,11 +224,7 @@ class StateSlots:
     def evict(
         self, num_slots: int, keep: Collection[int] = (), cause: StateRemovalCause = "new_state"
     ) -> None:
-        """Evict the states of so many unpinned slots not in `keep`, and free the slots.
-
-        Raises:
-            MambaSlotCapacityError: too few can be evicted; nothing is changed.
-        """
+        """Free the slots of so many unpinned states not in `keep`; an error, if fewer, changes nothing."""
         kept = self.pins.keys() | keep
         states = self.tree.slot_by_block
         if len(states) < num_slots + len(kept):  # judged without the policy, which a choice may reorder

@@ -12,16 +12,11 @@ _MOST_KEYS_A_GHOST = 32
 
 
 class Role(Enum):
-    """What a state is to requests.
+    """What a state is to requests."""
 
-    frontier: the deepest state of its request.
-    fork: prompts branch there. A fork stays one.
-    superseded: its request has a deeper state.
-    """
-
-    FRONTIER = 0
-    FORK = 1
-    SUPERSEDED = 2
+    FRONTIER = 0  # the deepest state of its request
+    FORK = 1  # prompts branch there; stays one
+    SUPERSEDED = 2  # its request has a deeper state
 
 
 Entry = tuple[int, int, "StateNode"]
@@ -30,46 +25,27 @@ Entry = tuple[int, int, "StateNode"]
 
 @dataclass(slots=True, eq=False)
 class StateNode:
-    """A known prefix: its state is in a slot, planned, or a ghost, whose demand still counts.
+    """A known prefix: its state is in a slot, planned, or a ghost, whose demand still counts."""
 
-    Attributes:
-        key: the hash of the prefix.
-        depth: its blocks.
-        edge: the hashes from the parent's depth (exclusive) on; the last one is `key`.
-        slot: where its state is, or `PLANNED`, or `GHOST`.
-        parent: the longest shorter prefix that is known; None for a state without a hash, and for the root:
-            the empty prefix, which is always present.
-        children: first hash of an edge -> the nodes that continue this one with such an edge.
-        below: the rates of all ghosts that fall back on this place: those below, as far as no state that is
-            present lies between.
-        rate: how often the state is expected to be used, an integer, by its class and age.
-        role, abandoned, taken_as, turn, num_uses: what makes its class; `abandoned`: its session went another
-            way above.
-        running: whether it is the deepest state of a running request; it does not grow old then.
-        kind, bucket, entered, due: its class, the bucket of its age, since when, and when the next begins.
-        serial: orders states of one value, the one that changed its class longest ago first.
-        entry: its place in the order of eviction, if it has one.
-    """
-
-    key: int
-    depth: int
-    edge: list[int]
-    slot: int = GHOST
-    parent: "StateNode | None" = None
+    key: int  # hash of the prefix
+    depth: int  # in blocks
+    edge: list[int]  # hashes after the parent's depth; the last one is `key`
+    slot: int = GHOST  # or `PLANNED`
+    parent: "StateNode | None" = None  # None for a state without a hash, and for the root, always present
     children: dict[int, list["StateNode"]] = field(default_factory=dict)
-    below: int = 0
-    rate: int = 0
+    below: int = 0  # the rates of all ghosts below, down to the next states that are present
+    rate: int = 0  # how often it is expected to be used, by class and age
     role: Role = Role.FRONTIER
-    abandoned: bool = False
+    abandoned: bool = False  # its session went another way above
     taken_as: str = ""
     turn: int = 1
     num_uses: int = 0
-    running: bool = False
-    kind: int = 0
-    bucket: int = 0
+    running: bool = False  # the deepest state of a running request, which does not grow old
+    kind: int = 0  # its class
+    bucket: int = 0  # of its age, since `entered`; the next one begins at `due`
     entered: int = 0
     due: int = -1
-    serial: int = 0
+    serial: int = 0  # orders states of one value: the last change of class longest ago goes first
     entry: Entry | None = None
 
     @property
@@ -127,20 +103,13 @@ class StateNode:
 
 
 class StateTree:
-    """A radix tree of the known prefixes, and a bounded number of ghosts among them.
-
-    Attributes:
-        root: the empty prefix.
-        nodes: hash -> node, without the root.
-        ghosts: the nodes whose states are gone; the one used longest ago first.
-        num_edge_keys: the hashes that all edges hold.
-    """
+    """A radix tree of the known prefixes, and a bounded number of ghosts among them."""
 
     def __init__(self, max_ghosts: int) -> None:
         self.root = StateNode(0, 0, [], slot=PLANNED)
-        self.nodes: dict[int, StateNode] = {}
-        self.ghosts: OrderedDict[int, StateNode] = OrderedDict()
-        self.num_edge_keys = 0
+        self.nodes: dict[int, StateNode] = {}  # by hash, without the root
+        self.ghosts: OrderedDict[int, StateNode] = OrderedDict()  # used longest ago first
+        self.num_edge_keys = 0  # on all edges
         self._max_ghosts = max_ghosts
 
     def deepest(self, keys: Sequence[int], stop: int) -> StateNode:

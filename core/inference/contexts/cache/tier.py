@@ -15,17 +15,12 @@ disk, move in the time in which a GPU prefills a token of an 8B model."""
 
 
 class TierSlots:
-    """The index of a tier: a slot for each copy, and one pinned copy.
-
-    Attributes:
-        copies: hash -> slot and serial number of the state's copy; used longest ago first.
-        free: the free slots, in no order.
-    """
+    """The index of a tier: a slot for each copy, and one pinned copy."""
 
     def __init__(self, num_slots: int, dirty: DirtyEntries | None = None) -> None:
         self.num_slots = num_slots
         self.dirty = dirty or DirtyEntries()
-        self.copies: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        self.copies: OrderedDict[int, tuple[int, int]] = OrderedDict()  # hash -> slot, serial; oldest first
         self.free = list(range(num_slots))
         self._pinned: int | None = None
 
@@ -88,12 +83,10 @@ class TierSlots:
 
 
 class StateCopies:
-    """Copies states between durable slots, slots in host memory, and files; knows no prefixes.
+    """Copies states between durable slots, host memory and files; this one copies nothing.
 
-    This class copies nothing and finds every copy good, for bookkeeping without tensors; `HostCopies` copies.
-    Only `fetch` and `load` wait, whose bytes the caller needs next. Where an earlier `store` or `save` failed
-    or is not done, they return False, and never True for other bytes than were stored under the same serial
-    number. No two states are stored under one number.
+    Only `fetch` and `load` wait. They return True only for the bytes that were stored under the same serial
+    number, and no two states are stored under one.
     """
 
     def store(self, slot: int, host_slot: int, serial: int) -> None:
@@ -121,18 +114,10 @@ class StateCopies:
 
 
 class HostTier:
-    """The indexes of host memory and of files, and the copies that follow them.
-
-    A state that is evicted for another one is copied to host memory, and to a file where there are files.
-    Both copies are found by the state's hash, and live as long as the hash names a KV block. A copy that was
-    fetched stays, so that the next eviction copies nothing.
+    """The indexes of host memory and of files, and the copies that follow them; a copy that is fetched stays.
 
     Decisions depend on the indexes alone, not on when a copy is done: all ranks of a model decide alike.
     Whether a copy is good is found out when it is fetched, and the ranks agree on it.
-
-    Attributes:
-        host, files: the indexes; `files` has no slots without a disk tier.
-        min_tokens, min_tokens_from_file: a state is fetched if it saves at least so many tokens.
     """
 
     def __init__(
@@ -145,16 +130,11 @@ class HostTier:
         scrubs: bool = False,
         state_bytes: int = 0,
     ) -> None:
-        """
-        Args:
-            agree: whether a copy is good on all ranks, given this rank's.
-            scrubs: zero freed rows.
-            state_bytes: of a copy, on the rank whose copies are largest.
-        """
+        """`agree`: whether a copy, good or not on this rank, is good on all; `state_bytes`: the largest."""
         self.files = TierSlots(num_files)
         self.copies = copies or StateCopies()
         self.host = TierSlots(num_slots, DirtyEntries(self.copies.zero if scrubs else None))
-        self.min_tokens = max(1, state_bytes // HOST_BYTES_A_TOKEN)
+        self.min_tokens = max(1, state_bytes // HOST_BYTES_A_TOKEN)  # that a fetch must save
         self.min_tokens_from_file = max(1, state_bytes // FILE_BYTES_A_TOKEN)
         self._clear_totals()
         self._has_failed = False
@@ -186,12 +166,9 @@ class HostTier:
     # ---- out
 
     def spill(self, slots: Sequence[int], keys: Sequence[int]) -> None:
-        """Copy the states of evicted slots, before they are written; does not wait. Keys < 1 are no hashes.
-
-        A copy that failed stays indexed, so that the indexes of all ranks are equal; `fetch` refuses it.
-        """
+        """Copy evicted states; does not wait. A copy that failed stays indexed, as on other ranks."""
         for slot, key in zip(slots, keys, strict=True):
-            if key <= 0:
+            if key <= 0:  # no hash
                 continue
             if key in self.host:
                 self.host.use(key)

@@ -20,16 +20,10 @@ UNIT = 1 << 40
 class UseRates:
     """For each class of states and each bucket of ages the best rate of use per request of waiting.
 
-    The hazard of a bucket is uses / requests waited, over all states of the class that were ever in the
-    bucket. The rate of a state is its Gittins index: the maximum, over how long one is willing to wait, of
-    P(use within the wait) / E(requests until the use or the end of the wait). (J. C. Gittins, Bandit
-    Processes and Dynamic Allocation Indices, 1979.) So a class whose uses come late is not given up early.
-
-    What is expected before anything is learned counts like the uses of a few states.
-
-    Attributes:
-        uses, waits, rates: for each class and bucket the uses, the requests waited, and the rate at the last
-            `refresh`.
+    The hazard of a bucket is uses / requests waited, over all states of the class that were ever in it. The
+    rate of a state is its Gittins index: the maximum, over how long one waits, of P(use within the wait) /
+    E(requests until the use or the end of the wait). (J. C. Gittins, Bandit Processes and Dynamic Allocation
+    Indices, 1979.)
     """
 
     def __init__(self, prior_weights: Sequence[float]) -> None:

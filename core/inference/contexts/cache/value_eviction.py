@@ -36,25 +36,18 @@ class ValueEviction(EvictionPolicy):
     """Orders states by value: blocks saved, times how often a request is expected to want them.
 
     A state saves the blocks between it and the next shallower cached state. It serves the requests that want
-    the state itself, and those that want a state below that is gone: evicted, or refused a slot. Such ghosts
-    are remembered, with their demand (`StateTree`).
-
-    How soon a request comes back is learned for each class of states (`UseRates`), ages in numbers of
-    requests:
+    it, and those that want a ghost below: a state that was evicted, or refused a slot. A request counts as a
+    use of the deepest state on its way, cached or ghost. How soon one comes back is learned for each class
+    (`UseRates`):
 
         frontier     the deepest state of its request, by the number of turns before it
         fork         where prompts branch, by the number of uses
         superseded   a state whose request has a deeper one, by what it was taken as
-        abandoned    below a place where its session went another way: an answer was generated again, or an
-                     earlier turn edited; forks apart
+        abandoned    below a place where its session went another way; forks apart
 
-    A request counts as a use of the deepest state on its way, cached or ghost. No clock and no random draw
-    decide, so that ranks that see the same calls choose alike.
-
-    The order is a heap of entries. The newest entry of a node counts; it may be too low, but not too high: a
-    value falls only in calls that push another entry, and is computed anew when an entry comes up. A change
-    costs O(log slots + known states above it); a choice O(log slots + pinned). The rates change slowly: after
-    each request a few states are scored anew.
+    The order is a heap. The newest entry of a node counts; it may be too low, but not too high: a value falls
+    only in calls that push another entry, and is computed anew when an entry comes up. The rates change
+    slowly: after each request a few states are scored anew.
     """
 
     refuses = True

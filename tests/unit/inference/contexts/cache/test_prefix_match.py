@@ -50,7 +50,7 @@ def take_state(cache, path, depth):
 
 def copied(match):
     """A match whose basis is its own, so that the original stays as old as it is."""
-    return replace(match, basis=replace(match.basis))
+    return replace(match)
 
 
 def looked_up(cache, chain, num_tokens, held=(), limit=None):

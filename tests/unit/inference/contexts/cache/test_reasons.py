@@ -108,12 +108,7 @@ def test_every_prompt_token_is_counted_once_on_the_first_way_through(case):
     why = {token: span.reason for span in spans for token in range(span.start, span.stop)}
     for resumed_from, start, stop in steps:
         ledger += TokenLedger.of_step(
-            resumed_from=resumed_from,
-            start=start,
-            stop=stop,
-            spans=spans,
-            num_counted=furthest,
-            num_prompt_tokens=num_prompt,
+            range(resumed_from, start), range(start, stop), spans, furthest, num_prompt
         )
         resumed += sum(1 for token in range(resumed_from, start) if furthest <= token < num_prompt)
         recomputed += sum(1 for token in range(start, stop) if token < furthest)
