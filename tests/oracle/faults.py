@@ -40,7 +40,7 @@ POINTS: dict[str, tuple[Owner, str]] = {
     "inputs": (lambda e: e.context._builder, "build"),
     "begin": (lambda e: e.context, "begin_step"),
     "forward": (lambda e: e, "model"),
-    "register_chain": (lambda e: e.context.prefix_cache.kv_blocks, "register_chain"),
+    "register": (lambda e: e.context.prefix_cache.tree, "register"),
     "commit": (lambda e: e.context.prefix_cache.slots, "commit"),
     "advance": (lambda e: e.context._states, "advance"),
     "end": (lambda e: e.context, "end_step"),

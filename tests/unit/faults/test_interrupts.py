@@ -71,7 +71,7 @@ PLACES: dict[str, Callable[[Engine], tuple[object, str]]] = {
     "admission": lambda engine: (engine.context.admission, "schedule"),
     "build": lambda engine: (engine.context, "begin_step"),
     "forward": lambda engine: (engine, "model"),
-    "register": lambda engine: (engine.context.prefix_cache.kv_blocks, "register_chain"),
+    "register": lambda engine: (engine.context.prefix_cache.tree, "register"),
     "commit": lambda engine: (engine.context.prefix_cache.slots, "commit"),
     "sampling": lambda engine: (ms.inference.engines.steps.SampledStep, "wait"),
     "release": lambda engine: (engine.context, "release"),

@@ -282,7 +282,7 @@ class PrefixCache:
         chain.extend_to(tokens, num_computed)
         parent = path.blocks[first - 1] if first else chain.root
         own, rest = path.blocks[first:stop], path.blocks[stop:]
-        canonical = kv.register_chain(parent, own, chain.keys[first:stop], chain.tokens[first:stop])
+        canonical = self.tree.register(parent, own, chain.keys[first:stop], chain.tokens[first:stop])
         replaced = [mine for mine, theirs in zip(own, canonical, strict=False) if mine != theirs]
         if replaced:
             duplicates = [theirs for mine, theirs in zip(own, canonical, strict=False) if mine != theirs]

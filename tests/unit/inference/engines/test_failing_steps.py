@@ -93,7 +93,7 @@ def test_failing_anywhere_costs_no_token_and_leaks_nothing(point: str) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("point", ["forward", "register_chain", "commit", "advance", "sampled", "leaving"])
+@pytest.mark.parametrize("point", ["forward", "register", "commit", "advance", "sampled", "leaving"])
 @pytest.mark.parametrize("policy", ["value", "lru"])
 def test_every_nth_call_failing_is_survived(point: str, after: bool, policy: str) -> None:
     tally = Counter[str]()
