@@ -29,7 +29,7 @@ class Part:
 
     @classmethod
     def of_rank(cls, total: int, rank: int, size: int) -> "Part":
-        """The part of a rank of `size`, which split `total` units equally, or hold one on several ranks."""
+        """The part of a rank of `size`, which divides `total`; or is a multiple of it, and ranks share."""
         start = total * rank // size
         return cls(start, start + max(1, total // size), total)
 

@@ -188,8 +188,9 @@ class EncodedTensor(StateTensor):
 def durable_tensors(states: tuple[StateTensor, ...], dtype: str | None) -> tuple[StateTensor, ...]:
     """The tensors of a durable slot. `dtype`: `InferenceConfig.durable_state_dtype`.
 
-    int8 numbers have a second tensor of scales, named + `SCALES`, without the state's `scale_axis`. No tensor
-    has more bytes a number than before: float16 stays float16. `states` themselves where none changes.
+    A tensor declared "bfloat16" becomes bfloat16, one declared "int8" becomes `dtype`; int8 numbers have a
+    second tensor of scales, named + `SCALES`, without the state's `scale_axis`. No tensor has more bytes a
+    number than before: float16 stays float16. `states` themselves where none changes.
     """
     stored: list[StateTensor] = []
     for state in states:

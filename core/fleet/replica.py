@@ -116,15 +116,23 @@ class Ranks:
 
     async def lost(self) -> BaseException:
         """Why a rank has ended, once one has."""
-        try:
-            await next(iter(asyncio.as_completed(self._runs)))
-        except Exception as error:
-            return error
-        return RuntimeError("a rank has ended")
+        runs = [asyncio.ensure_future(_ended(run)) for run in self._runs]
+        done, others = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
+        for other in others:
+            other.cancel()
+        return done.pop().result()
 
     @property
     def are_others(self) -> bool:
         return bool(self._runs)
+
+
+async def _ended(run: Any) -> BaseException:
+    try:
+        await run
+    except Exception as error:
+        return error
+    return RuntimeError("a rank has ended")
 
 
 def _join(store: TCPStore, rank: int, num_ranks: int) -> ParallelGroups:

@@ -184,9 +184,13 @@ def block_size(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | Non
     blocks = found.get("weight_block_size")
     if found.get("expert_dtype", "fp8") != "fp8":
         raise CheckpointError(f"{folder} has experts in {found['expert_dtype']!r}; accepted: 'fp8'")
-    if not isinstance(blocks, list) or [type(size) for size in blocks] != [int, int] or min(blocks) < 1:
+    if not isinstance(blocks, list) or len(blocks) != 2 or not all(map(_is_size, blocks)):
         raise CheckpointError(f"{folder}: weight_block_size is {blocks!r}; accepted: two positive integers")
     return blocks[0], blocks[1]
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value > 0
 
 
 def dequantize(

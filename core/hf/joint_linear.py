@@ -14,7 +14,8 @@ class JointLinear:
     """The linear modules `names` of `owner`, as one.
 
     `join` lays their weights in one tensor. Each module's parameter stays the same object and becomes a view
-    of its rows. Where one no longer lies there, was replaced or moved, the modules are called one by one.
+    of its rows: a state dict does not change, and a write into a parameter is one into the joint weight.
+    Where one no longer lies there, was replaced or moved, the modules are called one by one.
     """
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...]) -> None:

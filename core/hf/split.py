@@ -59,7 +59,8 @@ def split_experts(split: ModuleSplit) -> None:
 
 def split_latent_experts(split: ModuleSplit) -> None:
     """A mixture of experts of Nemotron-H: its last projection multiplies sums that are yet to be added up."""
-    if hasattr(getattr(split.module, "fc2_latent_proj", None), "bias"):
+    projection = getattr(split.module, "fc2_latent_proj", None)
+    if projection is not None and hasattr(projection, "bias"):
         split.on_first_rank("fc2_latent_proj")
 
 
@@ -193,7 +194,7 @@ class ModelSplit:
         return found or cls(model, config, groups)
 
     def apply(self) -> None:
-        """Reduce the model to this rank's part: weights that are whole become copies of their parts."""
+        """Reduce the model to this rank's part: whole weights become copies of a part, a tied head a view."""
         for path, split in self._modules.items():
             for name, part in split.parts.items():
                 self._keep(f"{path}.{name}", part)

@@ -131,9 +131,11 @@ def reinitialize_inference_state_buffers(original: Callable[..., None], self: An
 
 @override(MAMBA_METADATA, "allocate_slot", faults=(8,), series=("0.19",))
 @override(MAMBA_METADATA, "batch_allocate_slots", faults=(8,), series=("0.19",))
-def allocate_copied(original: Callable[..., Tensor | None], self: Any, *num_slots: int) -> Tensor | None:
+def allocate_copied(
+    original: Callable[..., Tensor | None], self: Any, *num_slots: int, **named: int
+) -> Tensor | None:
     """A copy of the slot numbers; the stock methods return a view of the free stack, which changes later."""
-    slots = original(self, *num_slots)
+    slots = original(self, *num_slots, **named)
     return slots if slots is None else slots.clone()
 
 

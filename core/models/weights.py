@@ -148,7 +148,10 @@ def read_config(folder: Path, dtype: torch.dtype | None) -> HybridConfig:
 
 
 def write(folder: Path, config: HybridConfig, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Write both files, wide weights in float32 or wider; both are complete before one is replaced."""
+    """Write both files, wide weights in float32 or wider; both are complete before one is replaced.
+
+    The config is replaced last: a folder with a config has its weights.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     wide = torch.promote_types(dtype, torch.float32)
     stored = {

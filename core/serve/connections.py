@@ -15,8 +15,6 @@ logger = logging.getLogger(__package__)
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _FAILURE_S = 0.5
 """The loop tries again after a second, and reports a failure once for each place of its backlog."""
-_SETTLED_S = 0.05
-"""Connections that were accepted at once are known so long afterwards."""
 _FIRST_PROBE_S, _LONGEST_PROBE_S = 0.004, 0.5
 
 
@@ -94,7 +92,8 @@ class FailedAccepts:
                 loop.default_exception_handler(context)
             elif loop.time() - self._failed_s > _FAILURE_S:
                 self._failed_s = loop.time()
-                loop.call_later(_SETTLED_S, self._make_room, error, state)
+                # The loop's third iteration from here knows all connections that this one has accepted.
+                loop.call_soon(loop.call_soon, loop.call_soon, self._make_room, error, state)
 
         loop.set_exception_handler(handle)
 

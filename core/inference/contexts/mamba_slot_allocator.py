@@ -430,8 +430,7 @@ class MambaSlotAllocator:
         try:
             self._commit(*self._collect_commit_data())
         finally:
-            self._clear_rows(self._prefill_rows())
-            self._has_intermediates = False
+            self._clear_intermediate_state()
 
     def _commit(
         self, inner: list[int], scratch_rows: list[int], ends: list[int], rows: list[int], hashes: list[int]
@@ -482,6 +481,10 @@ class MambaSlotAllocator:
 
     def _copy_intermediate_to_cache(self, src_offsets: list[int], slots: list[int]) -> None:
         copy_states(self._scratch, src_offsets, self._durable, slots)
+
+    def _clear_intermediate_state(self) -> None:
+        self._clear_rows(self._prefill_rows())
+        self._has_intermediates = False
 
     def _clear_rows(self, rows: slice) -> None:
         self._intermediate_offsets_cpu[rows] = 0

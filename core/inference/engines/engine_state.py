@@ -40,21 +40,24 @@ FAILED_ON_SPLIT_MODEL = (
     "step, call reset() on all of them, or start all again"
 )
 _HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_NOT_HELD = (signal.SIG_IGN, None)  # ignored, or handled by another language
 
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Run the handlers of SIGINT and SIGTERM after the block; a second signal's handler runs at once."""
+    """SIGINT and SIGTERM have their effect after the block, a second one at once, an ignored one none."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: handler for number in _HELD_SIGNALS if callable(handler := signal.getsignal(number))}
+    handlers = {number: signal.getsignal(number) for number in _HELD_SIGNALS}
+    handlers = {number: handler for number, handler in handlers.items() if handler not in _NOT_HELD}
     arrived: list[int] = []
 
     def hold(number: int, frame: FrameType | None) -> None:
         arrived.append(number)
         if len(arrived) > 1:
-            handlers[signal.Signals(number)](number, frame)
+            signal.signal(number, handlers[signal.Signals(number)])
+            signal.raise_signal(number)
 
     for number in handlers:
         signal.signal(number, hold)
@@ -64,7 +67,7 @@ def signals_held() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for first in arrived[:1]:
-            handlers[signal.Signals(first)](first, None)
+            signal.raise_signal(first)
 
 
 class EngineState:

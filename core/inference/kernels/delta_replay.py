@@ -357,7 +357,10 @@ def complete_chunks_kernel(
     # Meta-parameters
     SLICE: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """States after complete chunks. A program has a value head, BLOCK_V of Dv, and up to ROWS rows."""
+    """States after complete chunks. A program has a value head, BLOCK_V of Dv, and up to ROWS rows.
+
+    No other program touches these parts of states, so that a row's destination may be its source.
+    """
     v_blocks: tl.constexpr = (value_dim + BLOCK_V - 1) // BLOCK_V
     programs: tl.constexpr = v_blocks * heads
     inverse_size: tl.constexpr = chunk_size * (chunk_size + 16) // 2

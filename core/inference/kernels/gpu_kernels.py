@@ -1,7 +1,8 @@
 """The kernels of a GPU, in Triton.
 
 No function synchronises, and no launch depends on values: a CUDA graph can capture every function. Slots are
-int64, positions and lengths int32. Strides are any, except where a function names a ValueError.
+int64, positions and lengths int32. Strides are any, but a slot of a pool is contiguous, and a last stride is
+1 where `check_last_stride` asks for it: a ValueError says which tensor is not.
 """
 
 import torch

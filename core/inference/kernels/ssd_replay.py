@@ -335,7 +335,10 @@ def keep_ssd_inputs(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, gates: Tensor,
     slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
 ) -> None:  # fmt: skip
-    """As `reference.ssd.keep_ssd_inputs`; sums of dt * A have the bits of `chunk_cumsum`."""
+    """As `reference.ssd.keep_ssd_inputs`; sums of dt * A have the bits of `chunk_cumsum`.
+
+    A ValueError where the last stride of x or B is not 1.
+    """
     check_last_stride(x=x, B=B)
     check_slots(x_inputs=x_inputs, B_inputs=B_inputs, gates=gates)
     keep_tails_kernel[(x_inputs.shape[1], slots.shape[0])](

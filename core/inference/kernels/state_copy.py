@@ -19,8 +19,9 @@ def copy_states(
 ) -> None:
     """Copy states `source[:, i]` to `destination[:, j]`, pair by pair: both tensors, all layers, same bits.
 
-    A pair with a -1 is skipped; a destination is no other pair's source. Raises a ValueError where an index
-    lies outside its pool or a CUDA graph is captured, whose every replay would use the slots of the capture.
+    A pair with a -1 is skipped; a destination is named once, and is no other pair's source. Pools may differ
+    in their number of slots only. Raises a ValueError where the lengths differ, an index lies outside its
+    pool, or a CUDA graph is captured, whose every replay would use the slots of the capture.
     """
     read, write = _slot_pairs(sources, source.ssm, destinations, destination.ssm)
     if not len(read):

@@ -53,12 +53,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _entries_of(text: bytes) -> list[FileEntry]:
     """The files that a manifest names; TransferError where it is no manifest of this version."""
     try:
-        check_version(msgspec.json.decode(text)["format_version"])
+        check_version(msgspec.json.decode(text, type=_Versioned).format_version)
         return msgspec.json.decode(text, type=Manifest).files
     except TransferError:
         raise
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise TransferError(f"{MANIFEST} is truncated or altered: {error}") from error
+
+
+class _Versioned(msgspec.Struct):
+    format_version: int
 
 
 _OWN_FILES = re.compile(r"prefixes-[0-9a-f]{12}-tp[0-9]+of[0-9]+-pp[0-9]+of[0-9]+\.safetensors(\.tmp)?")

@@ -171,6 +171,15 @@ def _overlap(one: Part, other: Part) -> Part:
 # ---- as bytes
 
 
+class _Metadata(msgspec.Struct):
+    version: str = msgspec.field(name="mambaslots_prefixes")
+    sha256: str
+
+
+class _Header(msgspec.Struct):
+    metadata: _Metadata = msgspec.field(name="__metadata__")
+
+
 def _signature(checksum: str) -> bytes:
     return f'"sha256":"{checksum}"'.encode()
 
@@ -236,11 +245,10 @@ def checksum(data: bytes) -> str:
     """The checksum in the header of encoded prefixes; TransferError without a header of this version."""
     try:
         (length,) = _LENGTH.unpack_from(data)
-        metadata = msgspec.json.decode(data[_LENGTH.size : _LENGTH.size + length])["__metadata__"]
-        version, found = str(metadata["mambaslots_prefixes"]), str(metadata["sha256"])
-    except (struct.error, ValueError, LookupError, TypeError, RecursionError) as error:
+        header = msgspec.json.decode(data[_LENGTH.size : _LENGTH.size + length], type=_Header)
+    except (struct.error, ValueError, RecursionError) as error:
         raise TransferError(
             f"the export has no readable header, so it is truncated or altered: {error}"
         ) from error
-    check_version(version)
-    return found
+    check_version(header.metadata.version)
+    return header.metadata.sha256

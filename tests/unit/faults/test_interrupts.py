@@ -15,6 +15,7 @@ import mambaslots as ms
 import pytest
 import torch
 from oracle.faults import InjectedError, Interrupted, acting, failing
+from oracle.fresh_process import run_code
 from oracle.serving import serve_checked, small_engine
 from oracle.workload import HEADS, assert_idle
 
@@ -164,6 +165,33 @@ def test_a_second_control_c_stops_the_step_and_costs_no_token() -> None:
         engine.step()
     assert not stream.take()
     check_goes_on(engine, stream)
+
+
+TERMINATED = """
+import os, signal, sys
+sys.path.append("tests")
+from oracle.serving import small_engine
+engine = small_engine()
+engine.add_request(range(20))
+model = engine.model
+def terminating(inputs):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return model(inputs)
+engine.model = terminating
+commit = engine.context.end_step
+def committing(*given):
+    commit(*given)
+    print("the step was made", flush=True)
+engine.context.end_step = committing
+engine.step()
+print("the signal was lost")
+"""
+
+
+def test_a_program_without_a_handler_ends_by_sigterm_after_the_step() -> None:
+    done = run_code(TERMINATED)
+    assert done.stdout == "the step was made\n", done.stderr
+    assert done.returncode == -signal.SIGTERM
 
 
 def test_the_report_of_an_interrupted_step_is_returned_by_the_next_call() -> None:

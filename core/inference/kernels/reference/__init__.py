@@ -30,11 +30,13 @@ class KernelSet:
 
         x, weight, bias: of a convolution, [tokens, channels] raw, [channels, kernel], [channels] or None
         conv_states: [slots, channels, >= kernel - 1] the last raw inputs, oldest first
-        x, dt, A, B, C, D: of Mamba, [tokens, H, P]; [tokens, H] after bias and softplus; [H] negative;
-            [tokens, G, N] twice; [H]
+        x, dt: of Mamba, [tokens, H, P]; [tokens, H] after bias and softplus
+        A, B, C, D: of Mamba, [H] negative; [tokens, G, N]; [tokens, G, N]; [H]
         ssm_states, states: [slots, H, P, N] and [slots, Hv, Dk, Dv]
-        q, k, v, g, beta: of a delta net, [tokens, Hk, Dk] raw, twice; [tokens, Hv, Dv]; [tokens, Hv] log
-            decays, 0 or less, finite; [tokens, Hv] strengths as they are used
+        q, k: of a delta net, [tokens, Hk, Dk] raw: a function normalises both, x * rsqrt(sum x^2 + 1e-6), and
+            multiplies q by Dk ** -0.5
+        v, g, beta: of a delta net, [tokens, Hv, Dv]; [tokens, Hv] log decays, 0 or less, finite; [tokens, Hv]
+            strengths as they are used
         sources: [rows] slot of the state before a row, -1: zeros
         destinations: slot for the state after it, -1: nowhere. [rows]; in updates [rows, T], one for each
             token; in `gated_delta_rule_replay` named only where the row completes its chunk. It may be the
@@ -58,9 +60,11 @@ class KernelSet:
             tokens, at most T and all in one chunk. Outputs of the tokens after them are unspecified
         tail_starts: [rows] the packed token that begins a prefill row's last, incomplete chunk; a tail that
             begins at its row's end has no token
-        conv_inputs: [slots, R, channels], R at least kernel - 1 + T
+        conv_inputs: [slots, R, channels], R at least kernel - 1 + T; only the kernel - 1 positions before
+            `starts` are read, and positions before 0 are zeros
         x_inputs, B_inputs, gates: [slots, chunk_size, H, P], [slots, chunk_size, G, N] and [slots, 2, H,
-            chunk_size], the last in the compute dtype: dt, and sums of dt * A from the grid point
+            chunk_size], the last in the compute dtype: dt, and sums of dt * A from the grid point; numbers
+            from start + length on have no effect, NaN included
         k_inputs, v_inputs, g_inputs, beta_inputs: [slots, chunk_size, ...] of normalised k, and of v, g and
             beta
         new_v, new_v_inputs, inverses: for 16-bit tokens on a GPU, else None. [tokens, Hv, Dv] what each token
