@@ -195,7 +195,7 @@ def test_streams_that_are_let_go_of_end_on_all_ranks() -> None:
         caller.streams.append(engine.stream(prompt))
         next(caller.streams[-1])
     caller.call("drop", 0)
-    assert len(engine.state.requests) == 1
+    assert len(engine.core.requests) == 1
     assert [token.token for token in kept] == answer(tuple(PROMPTS[0]))[0][:8]
     assert not engine.has_unfinished_requests()
 

@@ -24,7 +24,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 POINTS: dict[str, tuple[Owner, str]] = {
-    "scheduling": (lambda e: e.state.scheduler, "schedule"),
+    "scheduling": (lambda e: e.core.scheduler, "schedule"),
     "matching": (lambda e: e.context.prefix_cache, "match"),
     "admission": (lambda e: e.context.admission, "schedule"),
     "row": (lambda e: e.context.admission, "admit"),

@@ -23,7 +23,7 @@ def poison(engine: ms.DynamicInferenceEngine, *, checks: bool = True) -> ms.Dyna
     if not is_poisoned(engine):
         engine.context.observers.insert(0, MemoryPoison(engine.context))
         if checks:
-            _refuse_invalid_logits(engine.state.steps)
+            _refuse_invalid_logits(engine.core.steps)
     return engine
 
 

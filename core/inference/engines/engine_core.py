@@ -67,11 +67,11 @@ def signals_held() -> Iterator[None]:
             handlers[signal.Signals(first)](first, None)
 
 
-class EngineState:
+class EngineCore:
     """Running and waiting requests, results, and what the engine forgets where a call fails.
 
     Requests and cache change only inside `changing`. An exception that escapes a step undoes it: its requests
-    are queued again, with the tokens that they had. If the state then contradicts itself, or the undo fails,
+    are queued again, with the tokens that they had. If the core then contradicts itself, or the undo fails,
     all cached prefixes are forgotten. If the repair fails, the next call repeats it.
     """
 
