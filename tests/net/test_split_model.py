@@ -299,12 +299,12 @@ def test_a_capture_that_fails_on_one_rank_ends_graphs_on_all(world: World, monke
     engine = small_engine(model=world.model("tp 2"))
     fix_addresses(engine.context._buffer)
     buckets = graph_runner.GraphBuckets.of(engine.context)
-    engine.core.steps.graphs = graph_runner.GraphRunner(engine.context.spec, buckets, 100)
+    engine.core.step_runner.graphs = graph_runner.GraphRunner(engine.context.spec, buckets, 100)
     prompts = [random_tokens(length, seed=length) for length in (20, 37, 5)]
     why = "out of memory" if world.rank == 1 else "another rank could not"
     with pytest.warns(UserWarning, match=f"cannot be captured.*{why}"):
         serve_checked(engine, prompts)
-    assert not engine.core.steps.graphs.shapes
+    assert not engine.core.step_runner.graphs.shapes
 
 
 @pytest.mark.ranks(2)

@@ -180,7 +180,7 @@ def _knowing_its_model(init: Callable[..., None]) -> Callable[..., None]:
     def knowing(self: DynamicInferenceEngine, *args: Any, **settings: Any) -> None:
         init(self, *args, **settings)
         is_ours = type(self.model).__module__ in OUR_MODELS
-        self.core.steps.pads = is_ours  # type: ignore[attr-defined]
+        self.core.step_runner.pads = is_ours  # type: ignore[attr-defined]
 
     return knowing
 

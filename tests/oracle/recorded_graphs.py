@@ -44,5 +44,7 @@ def graphed_engine(max_graphs: int = 100, **settings: object) -> ms.DynamicInfer
     """An engine on the CPU that runs as one on a GPU does: fixed addresses, padded steps, graphs."""
     engine = small_engine(**settings)
     fix_addresses(engine.context._buffer)
-    engine.core.steps.graphs = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), max_graphs)
+    engine.core.step_runner.graphs = GraphRunner(
+        engine.context.spec, GraphBuckets.of(engine.context), max_graphs
+    )
     return engine

@@ -500,9 +500,9 @@ class DynamicInferenceEngine:
 
     def describe(self) -> str:
         """What serves the model, a line each: device, kernels and why no better ones, graphs, steps ahead."""
-        steps = self.core.steps
-        promise = steps.invariance.describe() if steps.invariance is not None else ()
-        return "\n".join((*describe_steps(self.context, steps.graphs), *promise))
+        runner = self.core.step_runner
+        promise = runner.invariance.describe() if runner.invariance is not None else ()
+        return "\n".join((*describe_steps(self.context, runner.graphs), *promise))
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, rows and memory disagree; O(pools and requests)."""

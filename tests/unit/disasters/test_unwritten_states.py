@@ -228,4 +228,4 @@ def test_on_a_gpu_a_prefill_cancelled_in_flight_leaves_no_unwritten_state(graphs
         assert assert_cached_states(engine.context, tiny_model(torch.float32), atol=2e-3, rtol=2e-3) > 3
         engine.check_integrity()
     assert resumed > 6 * block
-    assert not graphs or engine.core.steps.graphs.shapes
+    assert not graphs or engine.core.step_runner.graphs.shapes

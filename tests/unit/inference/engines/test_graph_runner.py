@@ -89,9 +89,9 @@ class TestEngine:
         for prompts in (PROMPTS, shared, PROMPTS[:2]):
             serve_checked(engine, prompts, length=9)
         assert engine.context.cache_stats().num_resumed_tokens > 0
-        kinds = {shape.prefills == 0 for shape in engine.core.steps.graphs.shapes}
+        kinds = {shape.prefills == 0 for shape in engine.core.step_runner.graphs.shapes}
         assert kinds == {True, False}
-        assert recorded.captures == len(engine.core.steps.graphs.shapes)
+        assert recorded.captures == len(engine.core.step_runner.graphs.shapes)
 
     def test_a_known_shape_is_not_captured_again(self, recorded):
         engine = graphed_engine()
@@ -104,7 +104,7 @@ class TestEngine:
     def test_no_more_than_allowed_of_each_kind(self, recorded):
         engine = graphed_engine(max_graphs=1)
         serve_checked(engine, PROMPTS, length=9)
-        assert sorted(shape.prefills == 0 for shape in engine.core.steps.graphs.shapes) == [False, True]
+        assert sorted(shape.prefills == 0 for shape in engine.core.step_runner.graphs.shapes) == [False, True]
 
     def test_prompt_log_probs_and_draws_go_along(self, recorded):
         engine, eager = graphed_engine(), small_engine()
@@ -120,18 +120,18 @@ class TestEngine:
     def test_pools_that_moved_drop_the_graphs(self, recorded):
         engine = graphed_engine()
         serve_checked(engine, PROMPTS[:1], length=4)
-        assert engine.core.steps.graphs.shapes
+        assert engine.core.step_runner.graphs.shapes
         engine.suspend()
-        assert not engine.core.steps.graphs.shapes
+        assert not engine.core.step_runner.graphs.shapes
         engine.resume()
         serve_checked(engine, PROMPTS[:1], length=4)
-        assert engine.core.steps.graphs.shapes
+        assert engine.core.step_runner.graphs.shapes
 
     def test_other_weights_drop_the_graphs(self, recorded):
         engine = graphed_engine()
         serve_checked(engine, PROMPTS[:1], length=4)
         engine.set_weights_version(2)
-        assert not engine.core.steps.graphs.shapes
+        assert not engine.core.step_runner.graphs.shapes
 
     def test_a_failed_step_captures_nothing(self, recorded):
         engine = graphed_engine()
@@ -155,11 +155,11 @@ class TestEngine:
             result = engine.generate([PROMPTS[0]], ms.SamplingParams(return_log_probs=True))[0]
         assert_answers(PROMPTS[0], result)
         serve_checked(engine, PROMPTS[1:3])
-        assert not engine.core.steps.graphs.shapes
+        assert not engine.core.step_runner.graphs.shapes
 
     def test_none_on_a_cpu(self):
         engine = small_engine(num_cuda_graphs=8)
-        assert engine.core.steps.graphs is None
+        assert engine.core.step_runner.graphs is None
         serve_checked(engine, PROMPTS[:1])
 
 

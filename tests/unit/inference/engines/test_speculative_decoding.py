@@ -515,7 +515,9 @@ class TestGraphs:
         monkeypatch.setattr(graph_runner, "CapturedForward", Recorded)
         engine = speculating(MixedDrafter, most=3)
         fix_addresses(engine.context._buffer)
-        engine.core.steps.graphs = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), 100)
+        engine.core.step_runner.graphs = GraphRunner(
+            engine.context.spec, GraphBuckets.of(engine.context), 100
+        )
         prompts = [random_tokens(n, seed=n) for n in (37, 5, 64, 20)]
         for _ in range(3):
             params = ms.SamplingParams(max_tokens=25, return_log_probs=True)
@@ -523,6 +525,8 @@ class TestGraphs:
             for _ in range(2):  # decodes beside the prefills that come next
                 engine.step()
             serve_checked(engine, prompts, length=20)
-        widths = {(shape.decode_tokens, shape.prefills == 0) for shape in engine.core.steps.graphs.shapes}
+        widths = {
+            (shape.decode_tokens, shape.prefills == 0) for shape in engine.core.step_runner.graphs.shapes
+        }
         assert widths >= {(4, True), (4, False), (1, False)}
-        assert {shape.decode_tokens for shape in engine.core.steps.graphs.shapes} <= {1, 4}
+        assert {shape.decode_tokens for shape in engine.core.step_runner.graphs.shapes} <= {1, 4}
