@@ -5,7 +5,7 @@ import copy
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.engines.runner import Model
+from mambaslots.inference.engines.model_protocol import Model
 from oracle.distributed_world import SPLITS, World, splits
 from oracle.float32_rule import Comparison
 from oracle.serving import random_tokens

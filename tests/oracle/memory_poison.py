@@ -7,7 +7,7 @@ import mambaslots as ms
 import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.contexts.request import RequestStep
-from mambaslots.inference.engines.steps import StepRunner
+from mambaslots.inference.engines.step_runner import StepRunner
 from mambaslots.inference.kernels.state_tensors import numbers_on
 from torch import Tensor
 

@@ -6,8 +6,8 @@ import mambaslots as ms
 import pytest
 from mambaslots.inference.contexts.step_builder import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepInputs
-from mambaslots.inference.engines import runner as graph_runner
-from mambaslots.inference.engines.runner import GraphBuckets, GraphRunner
+from mambaslots.inference.engines import cuda_graphs
+from mambaslots.inference.engines.cuda_graphs import GraphBuckets, GraphRunner
 from oracle.serving import small_engine
 from torch import Tensor
 
@@ -29,7 +29,7 @@ class Recorded:
 def recording(monkeypatch: pytest.MonkeyPatch) -> type[Recorded]:
     """Let `Recorded` stand in the place of graphs; it counts from 0."""
     fresh = type("Fresh", (Recorded,), {"captures": 0})
-    monkeypatch.setattr(graph_runner, "CapturedForward", fresh)
+    monkeypatch.setattr(cuda_graphs, "CapturedForward", fresh)
     return fresh
 
 

@@ -25,7 +25,8 @@ from .arguments import (
 from .drafter import Drafter
 from .engine_core import EngineCore
 from .engine_observer import EngineObserver, ProgressLine, StepReport
-from .runner import Model, describe_steps
+from .model_protocol import Model
+from .step_runner import describe_steps
 from .streams import RequestSource, TokenStream
 
 

@@ -25,9 +25,9 @@ from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from .drafter import Drafter
 from .engine_observer import NewTokens, Observers, StepReport
-from .runner import Model
+from .model_protocol import Model
 from .scheduler import Scheduler
-from .steps import StepRunner
+from .step_runner import StepRunner
 
 if TYPE_CHECKING:
     from .batch_invariance import BatchInvariance

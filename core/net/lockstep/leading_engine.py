@@ -17,7 +17,7 @@ from ...inference.engines.drafter import Drafter
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...inference.engines.engine_core import signals_held
 from ...inference.engines.engine_thread import thread_over
-from ...inference.engines.runner import Model
+from ...inference.engines.model_protocol import Model
 from ...parallel_groups import ParallelGroups
 from ...validation import LONGEST_TIMEOUT_S, instance, real, shown
 from ..heartbeat import Heartbeat, RankDiedError

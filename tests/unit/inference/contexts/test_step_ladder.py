@@ -11,7 +11,7 @@ from mambaslots.inference.contexts.step_inputs import (
     rung,
     rungs,
 )
-from mambaslots.inference.engines.runner import GraphBuckets, GraphRunner
+from mambaslots.inference.engines.cuda_graphs import GraphBuckets, GraphRunner
 from oracle.serving import small_engine, small_model
 
 

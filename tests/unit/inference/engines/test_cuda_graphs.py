@@ -3,8 +3,8 @@
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.engines import runner as graph_runner
-from mambaslots.inference.engines.runner import CapturedForward, GraphBuckets
+from mambaslots.inference.engines import cuda_graphs
+from mambaslots.inference.engines.cuda_graphs import CapturedForward, GraphBuckets
 from oracle.context_driver import make_request
 from oracle.float32_rule import Comparison
 from oracle.serving import random_tokens, tiny_model
@@ -196,7 +196,7 @@ class TestOtherModels:
         assert other.core.step_runner.graphs.shapes
 
     def test_steps_beyond_every_captured_shape_run_eagerly(self, monkeypatch):
-        monkeypatch.setattr(graph_runner, "MOST_PREFILL_TOKENS", 48)
+        monkeypatch.setattr(cuda_graphs, "MOST_PREFILL_TOKENS", 48)
         engine = engine_of(model_on("cuda"), num_cuda_graphs=2)
         expected = engine_of(model_on("cuda")).generate(PROMPTS, GREEDY)
         same_answers(model_on("cpu"), expected, engine.generate(PROMPTS, GREEDY))

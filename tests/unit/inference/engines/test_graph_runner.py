@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.step_inputs import StepShape, chunk_grid
-from mambaslots.inference.engines import runner as graph_runner
-from mambaslots.inference.engines.runner import GraphBuckets
+from mambaslots.inference.engines import cuda_graphs
+from mambaslots.inference.engines.cuda_graphs import GraphBuckets
 from oracle.recorded_graphs import graphed_engine, recording
 from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_engine
 
@@ -149,7 +149,7 @@ class TestEngine:
         def refuse(*_: object) -> None:
             raise error("operation not permitted when stream is capturing")
 
-        monkeypatch.setattr(graph_runner, "CapturedForward", refuse)
+        monkeypatch.setattr(cuda_graphs, "CapturedForward", refuse)
         engine = graphed_engine()
         with pytest.warns(UserWarning, match="cannot be captured.*not permitted"):
             result = engine.generate([PROMPTS[0]], ms.SamplingParams(return_log_probs=True))[0]

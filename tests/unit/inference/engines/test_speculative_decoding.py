@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.inference.contexts.states import StatePool
-from mambaslots.inference.engines import runner as graph_runner
-from mambaslots.inference.engines.runner import GraphBuckets, GraphRunner
-from mambaslots.inference.engines.steps import accepted_tokens
+from mambaslots.inference.engines import cuda_graphs
+from mambaslots.inference.engines.cuda_graphs import GraphBuckets, GraphRunner
+from mambaslots.inference.engines.sampled_step import accepted_tokens
 from oracle.drafters import MixedDrafter, RightDrafter, WrongDrafter
 from oracle.recorded_graphs import fix_addresses
 from oracle.recurrent_lm import RecurrentLM
@@ -512,7 +512,7 @@ class Recorded:
 @pytest.mark.usefixtures("kind")
 class TestGraphs:
     def test_drafted_steps_run_by_graph_padded_to_all_the_drafts_there_may_be(self, monkeypatch):
-        monkeypatch.setattr(graph_runner, "CapturedForward", Recorded)
+        monkeypatch.setattr(cuda_graphs, "CapturedForward", Recorded)
         engine = speculating(MixedDrafter, most=3)
         fix_addresses(engine.context._buffer)
         engine.core.step_runner.graphs = GraphRunner(
