@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .inference.engines.drafter import Drafter, NgramDrafter
     from .inference.engines.dynamic_engine import DynamicInferenceEngine
     from .inference.engines.engine_observer import EngineObserver, StepReport
-    from .inference.engines.runner import Model
+    from .inference.engines.model_protocol import Model
     from .inference.engines.streams import TokenStream
     from .inference.kernels.kernel_set import kernel_set
     from .inference.kernels.reference.attention import AttentionRows
@@ -90,7 +90,7 @@ _NAMES_OF_MODULES = {
     f"{_ENGINES}.drafter": "Drafter NgramDrafter",
     f"{_ENGINES}.dynamic_engine": "DynamicInferenceEngine",
     f"{_ENGINES}.engine_observer": "EngineObserver StepReport",
-    f"{_ENGINES}.runner": "Model",
+    f"{_ENGINES}.model_protocol": "Model",
     f"{_ENGINES}.streams": "TokenStream",
     "inference.kernels.kernel_set": "kernel_set",
     "inference.kernels.reference.attention": "AttentionRows",

@@ -8,7 +8,7 @@ import torch
 
 from ..config import InferenceConfig
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..inference.engines.runner import Model
+from ..inference.engines.model_protocol import Model
 from ..llm import context_length, served_dtype, serving_config
 from ..loaded_model import LoadedModel, load
 from ..parallel_groups import ParallelGroups

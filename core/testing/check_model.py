@@ -13,7 +13,7 @@ from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.request import RequestStep
 from ..inference.contexts.step_inputs import StepInputs, StepShape
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..inference.engines.runner import Model
+from ..inference.engines.model_protocol import Model
 from ..request import SamplingParams
 from ..state_spec import HybridStateSpec
 from ..validation import INT32_MAX, integer, integers, real, shown

@@ -51,7 +51,7 @@ def test_a_busy_cache_decides_alike_on_all_ranks(world: World, split: str, mode:
                 temperature = random.choice([0.0, 0.8])
                 params = ms.SamplingParams(max_tokens=length, temperature=temperature, top_k=5, seed=turn)
                 asked.append(engine.add_request(prompt, params))
-            if turn % 13 == 12 and asked[-1] in engine.state.requests:
+            if turn % 13 == 12 and asked[-1] in engine.core.requests:
                 engine.cancel(asked[-1])
             if turn == 25:
                 engine.reset_prefix_cache()
@@ -100,7 +100,7 @@ def another_victim(engine: Engine) -> None:
 def another_token(engine: Engine) -> None:
     request_id = engine.add_request(random_tokens(5, 0), ms.SamplingParams(max_tokens=5))
     engine.step()
-    request = engine.state.requests[request_id]
+    request = engine.core.requests[request_id]
     request.tokens[-1] = (request.tokens[-1] + 1) % 256
     engine.step()
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.engines import steps
+from mambaslots.inference.engines import step_runner
 from mambaslots.net.transfer.format import TransferError
 from oracle.budget import costly, is_quick
 from oracle.distributed_world import World, splits
@@ -195,7 +195,7 @@ def test_streams_that_are_let_go_of_end_on_all_ranks() -> None:
         caller.streams.append(engine.stream(prompt))
         next(caller.streams[-1])
     caller.call("drop", 0)
-    assert len(engine.state.requests) == 1
+    assert len(engine.core.requests) == 1
     assert [token.token for token in kept] == answer(tuple(PROMPTS[0]))[0][:8]
     assert not engine.has_unfinished_requests()
 
@@ -259,14 +259,14 @@ def test_interrupts_of_rank_0_at_any_moment_break_nothing() -> None:
 
 def fail_in(engine: ms.DynamicInferenceEngine, ranks: list[int], name: str) -> None:
     """Let the next call of a function of the step fail on these ranks; for `call_on_all`."""
-    rank, function = engine.context.spec.groups.rank, getattr(steps, name)
+    rank, function = engine.context.spec.groups.rank, getattr(step_runner, name)
 
     def failing(*arguments: object) -> object:
-        setattr(steps, name, function)
+        setattr(step_runner, name, function)
         raise InjectedError(f"on rank {rank}")
 
     if rank in ranks:
-        setattr(steps, name, failing)
+        setattr(step_runner, name, failing)
 
 
 @on_leader

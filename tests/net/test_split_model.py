@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.inference.engines import runner as graph_runner
-from mambaslots.inference.engines import steps
+from mambaslots.inference.engines import cuda_graphs, step_runner
 from oracle.distributed_world import World, splits
 from oracle.drafters import MODES
 from oracle.recorded_graphs import fix_addresses
@@ -254,7 +253,7 @@ def test_a_rank_whose_step_failed_makes_no_other_until_all_are_reset(world: Worl
     engine.step()
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(steps, "SampledStep", lambda *arguments: 1 / 0)
+            patch.setattr(step_runner, "SampledStep", lambda *arguments: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 engine.step()
         else:
@@ -295,16 +294,16 @@ def test_a_capture_that_fails_on_one_rank_ends_graphs_on_all(world: World, monke
                 raise RuntimeError("out of memory")
             self.replay, self.pool = lambda: model(inputs), None
 
-    monkeypatch.setattr(graph_runner, "CapturedForward", Captured)
+    monkeypatch.setattr(cuda_graphs, "CapturedForward", Captured)
     engine = small_engine(model=world.model("tp 2"))
     fix_addresses(engine.context._buffer)
-    buckets = graph_runner.GraphBuckets.of(engine.context)
-    engine.state.steps.graphs = graph_runner.GraphRunner(engine.context.spec, buckets, 100)
+    buckets = cuda_graphs.GraphBuckets.of(engine.context)
+    engine.core.step_runner.graphs = cuda_graphs.GraphRunner(engine.context.spec, buckets, 100)
     prompts = [random_tokens(length, seed=length) for length in (20, 37, 5)]
     why = "out of memory" if world.rank == 1 else "another rank could not"
     with pytest.warns(UserWarning, match=f"cannot be captured.*{why}"):
         serve_checked(engine, prompts)
-    assert not engine.state.steps.graphs.shapes
+    assert not engine.core.step_runner.graphs.shapes
 
 
 @pytest.mark.ranks(2)

@@ -5,7 +5,7 @@ import copy
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.engines.runner import Model
+from mambaslots.inference.engines.model_protocol import Model
 from oracle.distributed_world import SPLITS, World, splits
 from oracle.float32_rule import Comparison
 from oracle.serving import random_tokens
@@ -48,7 +48,7 @@ def test_tokens_are_the_cpus_by_the_rule_of_float32(world: World, split: str, gr
         for prompt, result, other in zip(PROMPTS, engine.generate(PROMPTS, GREEDY), expected, strict=True):
             comparison.add(whole, prompt, other.tokens, result.tokens)
     assert engine.context.cache_stats().num_resumed_tokens
-    assert not graphs or len(engine.state.steps.graphs.shapes) > 3
+    assert not graphs or len(engine.core.step_runner.graphs.shapes) > 3
     stats = world.gathered(engine.context.cache_stats())
     assert all(each == stats[0] for each in stats)
     print(f"{split}: {comparison.same} answers the same, {comparison.ties} parted at a tie")
@@ -68,7 +68,7 @@ def check_ranks(world: World, engine: ms.DynamicInferenceEngine, prompts: list[l
     answers = [[result.tokens for result in engine.generate(prompts, params)] for _ in range(2)]
     of_ranks = world.gathered(answers)
     assert all(each == of_ranks[0] for each in of_ranks)
-    assert len(engine.state.steps.graphs.shapes) > 3
+    assert len(engine.core.step_runner.graphs.shapes) > 3
 
 
 # ---- models of transformers

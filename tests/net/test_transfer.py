@@ -271,7 +271,7 @@ def test_a_piece_of_another_model_on_one_rank_is_refused_on_all(world: World) ->
     giver, taker = engine_at(world, split), engine_at(world, split)
     serve(giver)
     if world.rank == world.size - 1:
-        giver.state.weights_version = "weights 2"
+        giver.core.weights_version = "weights 2"
     export = export_prefixes(giver)
     text = refused_on_all(world, taker, lambda: import_prefixes(taker, export), TransferError)
     assert text.startswith(
@@ -351,7 +351,7 @@ def test_ranks_with_different_prefixes_save_no_set(world: World, folder: Path) -
     before = save_prefixes(giver, folder)
     for refused in ("other prefixes", "other weights"):
         if refused == "other weights" and world.rank:
-            giver.state.weights_version = "weights 2"
+            giver.core.weights_version = "weights 2"
         names = [(PROMPTS[0 if world.rank and refused == "other prefixes" else 2], None)]
         with pytest.raises(OSError, match=r"have other prefixes or weights than rank 0; accepted: the same"):
             save_prefixes(giver, folder, names)
@@ -430,7 +430,7 @@ def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all(
     export, here, before = export_prefixes(giver), world.rank == 1, maps_of(taker)
     store = dist.distributed_c10d._get_default_store()
     if wrong == "weights" and here:
-        taker.state.weights_version = None
+        taker.core.weights_version = None
     timeout_s = 1e5 if wrong == "timeout_s" and here else 0.5
     calls: dict[str, Any] = {
         "piece": lambda: import_prefixes(taker, None if here else export),  # type: ignore[arg-type]
@@ -448,7 +448,7 @@ def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all(
     assert "accepted: " in texts[1]
     if wrong == "timeout_s":
         assert "the tensor group, in which the replica's ranks wait for each other, has a timeout" in texts[1]
-    taker.state.weights_version = giver.weights_version
+    taker.core.weights_version = giver.weights_version
     serve(taker)
     assert list(folder.iterdir()) == []
     world.gathered(None)

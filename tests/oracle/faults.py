@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import mambaslots as ms
 from mambaslots.inference.contexts.cache.checkpoint_plan import CachedPath
-from mambaslots.inference.engines import steps
+from mambaslots.inference.engines import sampled_step, step_runner
 from mambaslots.inference.kernels import log_probs
 
 Owner = Callable[[ms.DynamicInferenceEngine], object]
@@ -24,7 +24,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 POINTS: dict[str, tuple[Owner, str]] = {
-    "scheduling": (lambda e: e.state.scheduler, "schedule"),
+    "scheduling": (lambda e: e.core.scheduler, "schedule"),
     "matching": (lambda e: e.context.prefix_cache, "match"),
     "admission": (lambda e: e.context.admission, "schedule"),
     "row": (lambda e: e.context.admission, "admit"),
@@ -44,10 +44,10 @@ POINTS: dict[str, tuple[Owner, str]] = {
     "commit": (lambda e: e.context.prefix_cache.slots, "commit"),
     "advance": (lambda e: e.context._states, "advance"),
     "end": (lambda e: e.context, "end_step"),
-    "sample": (lambda e: steps, "sample"),
+    "sample": (lambda e: sampled_step, "sample"),
     "log_softmax": (lambda e: log_probs, "log_softmax"),
-    "sampled": (lambda e: steps, "SampledStep"),
-    "waited": (lambda e: steps.SampledStep, "wait"),
+    "sampled": (lambda e: step_runner, "SampledStep"),
+    "waited": (lambda e: sampled_step.SampledStep, "wait"),
     "leaving": (lambda e: e.context, "release"),
 }
 

@@ -125,9 +125,9 @@ def check_alike(engine: ms.DynamicInferenceEngine) -> None:
 
 def state_of(engine: ms.DynamicInferenceEngine) -> dict[str, object]:
     """What the engines of all ranks must have in common."""
-    scheduler, cache = engine.state.scheduler, engine.context.prefix_cache
+    scheduler, cache = engine.core.scheduler, engine.context.prefix_cache
     return {
-        "tokens": {request_id: one.tokens for request_id, one in engine.state.requests.items()},
+        "tokens": {request_id: one.tokens for request_id, one in engine.core.requests.items()},
         "waiting": list(scheduler.waiting),
         "running": [request.request_id for request in scheduler.running],
         "states": sorted(cache.slots.tree.hash_to_block_id.items()),

@@ -362,7 +362,7 @@ class Ledger:
         engine, stats, context = self.engine, self.engine.stats(), self.engine.context
         self.check_integrity()
         left = {
-            "requests": len(engine.state.requests),
+            "requests": len(engine.core.requests),
             "running requests": stats.num_running,
             "waiting requests": stats.num_waiting,
             "paused requests": stats.num_paused,
@@ -381,12 +381,12 @@ class Ledger:
     @property
     def _num_unreported_ends(self) -> int:
         """Requests that have ended, which an observer takes for running; an interrupted one was dropped."""
-        state, running = self.engine.state, set[int]()
-        if self.watch in state.observers.known:
+        core, running = self.engine.core, set[int]()
+        if self.watch in core.observers.known:
             running |= self.watch.running
-        if self.monitor is not None and self.monitor in state.observers.known:
+        if self.monitor is not None and self.monitor in core.observers.known:
             running |= self.monitor._running.keys()
-        return len(running - state.requests.keys())
+        return len(running - core.requests.keys())
 
 
 def objects() -> Counter[str]:

@@ -7,7 +7,7 @@ import mambaslots as ms
 import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.contexts.request import RequestStep
-from mambaslots.inference.engines.steps import StepRunner
+from mambaslots.inference.engines.step_runner import StepRunner
 from mambaslots.inference.kernels.state_tensors import numbers_on
 from torch import Tensor
 
@@ -23,7 +23,7 @@ def poison(engine: ms.DynamicInferenceEngine, *, checks: bool = True) -> ms.Dyna
     if not is_poisoned(engine):
         engine.context.observers.insert(0, MemoryPoison(engine.context))
         if checks:
-            _refuse_invalid_logits(engine.state.steps)
+            _refuse_invalid_logits(engine.core.step_runner)
     return engine
 
 
@@ -31,8 +31,8 @@ def is_poisoned(engine: ms.DynamicInferenceEngine) -> bool:
     return any(isinstance(observer, MemoryPoison) for observer in engine.context.observers)
 
 
-def _refuse_invalid_logits(steps: StepRunner) -> None:
-    make = steps.make
+def _refuse_invalid_logits(runner: StepRunner) -> None:
+    make = runner.make
 
     def checked(*arguments: Any) -> Any:
         made = make(*arguments)
@@ -40,7 +40,7 @@ def _refuse_invalid_logits(steps: StepRunner) -> None:
             raise RuntimeError(f"the logits of the requests {list(made[2])} {INVALID}")
         return made
 
-    steps.make = checked  # type: ignore[method-assign]
+    runner.make = checked  # type: ignore[method-assign]
 
 
 class MemoryPoison:

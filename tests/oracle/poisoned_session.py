@@ -26,9 +26,9 @@ from unittest.mock import patch
 import torch
 from mambaslots.inference.contexts.step_builder import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
+from mambaslots.inference.engines.cuda_graphs import GraphRunner
 from mambaslots.inference.engines.dynamic_engine import DynamicInferenceEngine
-from mambaslots.inference.engines.runner import GraphRunner
-from mambaslots.inference.engines.steps import StepRunner
+from mambaslots.inference.engines.step_runner import StepRunner
 from mambaslots.net.transfer.pieces import Staging
 from oracle.memory_poison import poison
 from torch import Tensor
@@ -180,7 +180,7 @@ def _knowing_its_model(init: Callable[..., None]) -> Callable[..., None]:
     def knowing(self: DynamicInferenceEngine, *args: Any, **settings: Any) -> None:
         init(self, *args, **settings)
         is_ours = type(self.model).__module__ in OUR_MODELS
-        self.state.steps.pads = is_ours  # type: ignore[attr-defined]
+        self.core.step_runner.pads = is_ours  # type: ignore[attr-defined]
 
     return knowing
 

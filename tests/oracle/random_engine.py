@@ -5,7 +5,7 @@ from dataclasses import replace
 from random import Random
 
 import mambaslots as ms
-from mambaslots.inference.engines.runner import Model
+from mambaslots.inference.engines.model_protocol import Model
 
 from .faulty_copies import make_faulty
 from .ledger import Entry

@@ -6,8 +6,8 @@ import mambaslots as ms
 import pytest
 from mambaslots.inference.contexts.step_builder import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepInputs
-from mambaslots.inference.engines import runner as graph_runner
-from mambaslots.inference.engines.runner import GraphBuckets, GraphRunner
+from mambaslots.inference.engines import cuda_graphs
+from mambaslots.inference.engines.cuda_graphs import GraphBuckets, GraphRunner
 from oracle.serving import small_engine
 from torch import Tensor
 
@@ -29,7 +29,7 @@ class Recorded:
 def recording(monkeypatch: pytest.MonkeyPatch) -> type[Recorded]:
     """Let `Recorded` stand in the place of graphs; it counts from 0."""
     fresh = type("Fresh", (Recorded,), {"captures": 0})
-    monkeypatch.setattr(graph_runner, "CapturedForward", fresh)
+    monkeypatch.setattr(cuda_graphs, "CapturedForward", fresh)
     return fresh
 
 
@@ -44,5 +44,7 @@ def graphed_engine(max_graphs: int = 100, **settings: object) -> ms.DynamicInfer
     """An engine on the CPU that runs as one on a GPU does: fixed addresses, padded steps, graphs."""
     engine = small_engine(**settings)
     fix_addresses(engine.context._buffer)
-    engine.state.steps.graphs = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), max_graphs)
+    engine.core.step_runner.graphs = GraphRunner(
+        engine.context.spec, GraphBuckets.of(engine.context), max_graphs
+    )
     return engine

@@ -297,7 +297,7 @@ class EngineRound(Fuzzer):
         self._note_steps()
 
     def _note_steps(self) -> None:
-        self.tally.events["paused"] += self.engine.state.scheduler.num_paused
+        self.tally.events["paused"] += self.engine.core.scheduler.num_paused
         self.tally.events["steps poisoned"] += is_poisoned(self.engine)
 
     def _check(self, entry: Entry, result: ms.RequestResult) -> None:

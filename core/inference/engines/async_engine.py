@@ -184,9 +184,9 @@ class AsyncEngine:
     def _num_unfinished(self) -> tuple[int, int]:
         """How many requests wait, and how many run; those that calls have added, too."""
         num_received = self._thread.num_received if self._thread is not None else 0
-        state = self._engine.state
-        num_running = len(state.scheduler.running)
-        num_unfinished = len(state.requests) + self._num_sent - num_received
+        core = self._engine.core
+        num_running = len(core.scheduler.running)
+        num_unfinished = len(core.requests) + self._num_sent - num_received
         return max(0, num_unfinished - num_running), num_running
 
     @property

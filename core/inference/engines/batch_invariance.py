@@ -15,8 +15,8 @@ from ..contexts.step_inputs import FEWEST_ROWS, StepShape, padded_to_ladder, pow
 from ..kernels import attention
 from . import product_check
 from .dummy_steps import DummySteps
+from .model_protocol import Model
 from .product_check import BatchVarianceError, Product, ProductRecorder, bits, with_rows
-from .runner import Model
 
 SETTING = "batch_invariant is True"
 _PREFILL_ROWS, _DECODE_ROWS = 64, 32  # tokens of the recorded steps, and twice as many

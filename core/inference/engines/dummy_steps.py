@@ -13,7 +13,7 @@ from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from ..contexts.step_inputs import MOST_PADDING, StepShape, rung
-from .runner import Model
+from .model_protocol import Model
 
 ROOM = 2
 """Requests that run at once."""

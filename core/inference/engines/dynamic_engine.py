@@ -23,9 +23,10 @@ from .arguments import (
     one_each,
 )
 from .drafter import Drafter
+from .engine_core import EngineCore
 from .engine_observer import EngineObserver, ProgressLine, StepReport
-from .engine_state import EngineState
-from .runner import Model, describe_steps
+from .model_protocol import Model
+from .step_runner import describe_steps
 from .streams import RequestSource, TokenStream
 
 
@@ -44,7 +45,7 @@ class DynamicInferenceEngine:
         model, config: what the engine was built with.
         context: what the requests hold, and the prefix cache.
         salt_key: hashes the salts of requests; its `key_id` identifies the key.
-        factory, state, cancels_abandoned: for the package alone: what makes new requests, what has the
+        factory, core, cancels_abandoned: for the package alone: what makes new requests, what has the
             requests and their results, and whether this rank cancels the requests of dropped streams.
     """
 
@@ -75,13 +76,13 @@ class DynamicInferenceEngine:
         self.context = DynamicInferenceContext(spec, config)
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
         self.factory = RequestFactory(self.context, self.salt_key, seed)
-        self.state = EngineState(self.context, drafter, invariance)
+        self.core = EngineCore(self.context, drafter, invariance)
         self.cancels_abandoned = True
 
     def __repr__(self) -> str:
         """One line: model, device, queue, and how full the pools are."""
         served = f"{type(self.model).__name__} on {self.context.spec.device}"
-        scheduler = self.state.scheduler
+        scheduler = self.core.scheduler
         queue = f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting"
         return f"<DynamicInferenceEngine: {served}; {queue}; {self.context.prefix_cache.stats()}>"
 
@@ -121,19 +122,19 @@ class DynamicInferenceEngine:
 
     def _made(self, *arguments: Any, owned: bool) -> DynamicInferenceRequest:
         """A request with its id; during a step, too."""
-        if not self.state.stepping:
+        if not self.core.stepping:
             self.check_usable("add_request")
         else:
-            self.state.check_not_broken()
+            self.core.check_not_broken()
         request = self.factory.request(*arguments)
         self.factory.number(request, is_users=True, owned=owned)
         return request
 
     def _add(self, request: DynamicInferenceRequest) -> None:
         try:
-            self._apply(self.state.add, request)
+            self._apply(self.core.add, request)
         except BaseException:
-            self.state.abandoned.append((request.request_id, "cancelled"))  # no caller will know the id
+            self.core.abandoned.append((request.request_id, "cancelled"))  # no caller will know the id
             raise
 
     def cancel(self, request_id: int, *, reason: EarlyEnd = "cancelled") -> RequestResult:
@@ -150,13 +151,13 @@ class DynamicInferenceEngine:
         one_of("reason", reason, get_args(EarlyEnd))
         self.check_usable("cancel")
         self._request(request_id)
-        result = self._apply(self.state.end, request_id, reason)
-        self.state.unclaimed.pop(request_id, None)
-        self.state.notify_ended()
+        result = self._apply(self.core.end, request_id, reason)
+        self.core.unclaimed.pop(request_id, None)
+        self.core.notify_ended()
         return result
 
     def _request(self, request_id: int) -> DynamicInferenceRequest:
-        request = self.state.requests.get(integer("request_id", request_id, 0))
+        request = self.core.requests.get(integer("request_id", request_id, 0))
         if request is None:
             raise ValueError(f"request_id is {request_id}; accepted: a request that has not ended")
         return request
@@ -164,7 +165,7 @@ class DynamicInferenceEngine:
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do, or to report; first cancels the requests of dropped streams."""
         self._repair_and_cancel()
-        return bool(self.state.requests or self.state.reports)
+        return bool(self.core.requests or self.core.reports)
 
     def computed_prefix(self, request_id: int) -> list[int]:
         """The tokens of an unfinished request that are computed: KV and state for them exist now."""
@@ -191,28 +192,28 @@ class DynamicInferenceEngine:
         """
         self.check_usable("step")
         try:
-            if not self.state.reports:
+            if not self.core.reports:
                 self._advance(reports=True, claims_results=claims_results)
-            return self.state.reports.popleft()
+            return self.core.reports.popleft()
         except BaseException as error:
             self._note_interrupt(error)
             raise
 
     def _advance(self, reports: bool = False, claims_results: bool = True) -> None:
-        """Make a step, then cancel abandoned requests. Arguments as of `EngineState.step`."""
+        """Make a step, then cancel abandoned requests. Arguments as of `EngineCore.step`."""
         self.check_usable("step")
-        self._apply(self.state.step, self.model, reports, claims_results)
+        self._apply(self.core.step, self.model, reports, claims_results)
         self._cancel_abandoned()
 
     def _note_interrupt(self, error: BaseException) -> None:
         """Break an engine whose ranks make their calls themselves, unless all ranks raise the same."""
         if not self.has_one_caller and not isinstance(error, (ValueError, RuntimeError)):
-            self.state.note_failure(error)
+            self.core.note_failure(error)
 
     # ---- calls that change the engine
 
     def _apply[T](self, call: Callable[..., T], *arguments: Any) -> T:
-        """Call a method of `state`, by which alone the engine changes; `LeadingEngine` does on all ranks."""
+        """Call a method of `core`, by which alone the engine changes; `LeadingEngine` does on all ranks."""
         return call(*arguments)
 
     @property
@@ -221,18 +222,18 @@ class DynamicInferenceEngine:
 
     def _cancel_abandoned(self) -> None:
         """Cancel the requests whose streams were dropped, and notify observers of all that have ended."""
-        state = self.state
-        while state.abandoned and self._may_cancel:
-            request_id, reason = state.abandoned[0]
-            if request_id in state.requests:
-                self._apply(self.state.end, request_id, reason)
-            state.unclaimed.pop(request_id, None)
-            state.abandoned.popleft()
-        state.notify_ended()
+        core = self.core
+        while core.abandoned and self._may_cancel:
+            request_id, reason = core.abandoned[0]
+            if request_id in core.requests:
+                self._apply(self.core.end, request_id, reason)
+            core.unclaimed.pop(request_id, None)
+            core.abandoned.popleft()
+        core.notify_ended()
 
     def _repair_and_cancel(self) -> None:
         """As `check_usable`, but does nothing during a step, or where the engine is broken."""
-        if not self.state.stepping and self.state.broken_by is None:
+        if not self.core.stepping and self.core.broken_by is None:
             self.check_usable("stats")
 
     def check_usable(self, call: str) -> None:
@@ -241,12 +242,12 @@ class DynamicInferenceEngine:
         Raises:
             RuntimeError: a step runs, the engine is broken, or the repair fails. The message names `call`.
         """
-        self.state.check_usable(call)
+        self.core.check_usable(call)
         self._cancel_abandoned()
 
     def changing_cache(self, *harmless: type[Exception]) -> AbstractContextManager[None]:
         """Inside, prefixes may enter the cache; errors are repaired, but for `harmless` ones."""
-        return self.state.changing(*harmless)
+        return self.core.changing(*harmless)
 
     def generate(
         self,
@@ -340,7 +341,7 @@ class DynamicInferenceEngine:
         try:
             for request in requests:
                 self.factory.number(request, is_users=is_users, owned=True)
-                self._apply(self.state.add, request)
+                self._apply(self.core.add, request)
             for request in requests:
                 while request.result is None:
                     self._advance()
@@ -352,7 +353,7 @@ class DynamicInferenceEngine:
         except BaseException as error:
             for request in requests:
                 if request.request_id != NO_ID:
-                    self.state.abandoned.append((request.request_id, "cancelled"))
+                    self.core.abandoned.append((request.request_id, "cancelled"))
             self._note_interrupt(error)
             raise
         finally:
@@ -374,7 +375,7 @@ class DynamicInferenceEngine:
         request = self._made(prompt, sampling_params, cache_salt, checkpoint_plan, owned=True)
         # Ranks that make their calls themselves collect garbage at different times: there a request ends
         # only where `close` is called.
-        drops, abandoned = self.has_one_caller, self.state.abandoned
+        drops, abandoned = self.has_one_caller, self.core.abandoned
         source = RequestSource(request, self._advance, self._repair_and_cancel, abandoned, drops)
         stream = TokenStream[GeneratedToken](source)
         self._add(request)
@@ -388,7 +389,7 @@ class DynamicInferenceEngine:
         """
         request_id = integer("request_id", request_id, 0)
         self._repair_and_cancel()
-        return self.state.unclaimed.pop(request_id, None)
+        return self.core.unclaimed.pop(request_id, None)
 
     # ---- the cache
 
@@ -425,7 +426,7 @@ class DynamicInferenceEngine:
             raise ValueError(
                 f"tokens is a prefix of {len(chain.keys)} whole blocks; accepted: one with a cached state"
             )
-        return self._apply(self.state.pin, chain)
+        return self._apply(self.core.pin, chain)
 
     def pins(self) -> list[PinnedPrefix]:
         """The pinned prefixes, in the order in which they were pinned."""
@@ -440,7 +441,7 @@ class DynamicInferenceEngine:
         if index is None:
             pins.unpin(prefix)  # raises, and changes nothing
         else:
-            self._apply(self.state.unpin, index)
+            self._apply(self.core.unpin, index)
 
     def _check_allocated(self, call: str) -> None:
         """`check_usable` of a call that computes."""
@@ -451,12 +452,12 @@ class DynamicInferenceEngine:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix and pin. Requests under way go on, but cache nothing any more."""
         self.check_usable("reset_prefix_cache")
-        self._apply(self.state.reset_prefix_cache)
+        self._apply(self.core.reset_prefix_cache)
 
     @property
     def weights_version(self) -> object:
         """The name of the model's weights; None at first."""
-        return self.state.weights_version
+        return self.core.weights_version
 
     def set_weights_version(self, version: object) -> None:
         """Name the model's weights. A new name forgets every cached prefix and drops CUDA graphs.
@@ -466,14 +467,14 @@ class DynamicInferenceEngine:
         """
         self.check_usable("set_weights_version")
         try:
-            changed = bool(version != self.state.weights_version)
+            changed = bool(version != self.core.weights_version)
             bool(version == version)  # the next version must be comparable with this one
         except (TypeError, ValueError, RuntimeError) as error:  # for example of an array
             raise ValueError(
                 f"version is {shown(version)}; accepted: what compares with the version before as a whole"
             ) from error
         if changed:
-            self._apply(self.state.set_weights_version, version)
+            self._apply(self.core.set_weights_version, version)
 
     # ---- the whole
 
@@ -483,11 +484,11 @@ class DynamicInferenceEngine:
         Raises:
             ValueError: the object lacks a method of `EngineObserver`.
         """
-        self.state.observers.add(observer)
+        self.core.observers.add(observer)
 
     def unobserve(self, observer: EngineObserver) -> None:
         """Stop calling `observer`; ValueError for one that does not observe."""
-        self.state.observers.remove(observer)
+        self.core.observers.remove(observer)
 
     def stats(self, *, settle: bool = True) -> EngineStats:
         """A snapshot of the cache, the drafts and the queue.
@@ -496,35 +497,35 @@ class DynamicInferenceEngine:
         """
         if settle:
             self._repair_and_cancel()
-        return self.state.stats()
+        return self.core.stats()
 
     def describe(self) -> str:
         """What serves the model, a line each: device, kernels and why no better ones, graphs, steps ahead."""
-        steps = self.state.steps
-        promise = steps.invariance.describe() if steps.invariance is not None else ()
-        return "\n".join((*describe_steps(self.context, steps.graphs), *promise))
+        runner = self.core.step_runner
+        promise = runner.invariance.describe() if runner.invariance is not None else ()
+        return "\n".join((*describe_steps(self.context, runner.graphs), *promise))
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, rows and memory disagree; O(pools and requests)."""
         self._repair_and_cancel()
-        self.state.check_integrity()
+        self.core.check_integrity()
 
     def suspend(self) -> None:
         """Free all pools until `resume`: prefixes are forgotten, running requests wait, `step` raises."""
         self.check_usable("suspend")
         if self.context.memory.allocated:
-            self._apply(self.state.suspend)
+            self._apply(self.core.suspend)
 
     def resume(self) -> None:
         """Allocate the pools again, empty; queued requests start from their first token."""
         self.check_usable("resume")
-        self._apply(self.state.resume)
+        self._apply(self.core.resume)
 
     def reset(self) -> None:
         """Drop all prefixes and counts, end all requests with "reset", and repair a broken engine."""
-        if self.state.stepping:
+        if self.core.stepping:
             self.check_usable("reset")
-        self._apply(self.state.reset, self.state.weights_version, self.context.memory.allocated)
+        self._apply(self.core.reset, self.core.weights_version, self.context.memory.allocated)
         if self.context.spec.groups.is_split:  # ranks that failed at different requests get the same ids
             users, other = self.factory.next_ids
             self.factory.next_ids = ((users >> 32) + 1) << 32, other

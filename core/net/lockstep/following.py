@@ -33,12 +33,12 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
         """Make the call on a rank that follows, whose arguments rank 0 has checked."""
         name, *arguments = self._of(engine)
         if name != "reset":
-            engine.state.check_usable(name)
-        getattr(engine.state, name)(*arguments)
-        engine.state.notify_ended()  # no result has a reader here: each request has an owner
+            engine.core.check_usable(name)
+        getattr(engine.core, name)(*arguments)
+        engine.core.notify_ended()  # no result has a reader here: each request has an owner
 
     def _of(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
-        """The name of the method of `EngineState`, and its arguments."""
+        """The name of the method of `EngineCore`, and its arguments."""
         raise NotImplementedError
 
 
@@ -118,7 +118,7 @@ class Pin(_Call, frozen=True, array_like=True, tag="pin"):
 
 
 class Change(_Call, frozen=True, array_like=True, tag="change"):
-    """A method of `EngineState` is called whose arguments are plain values."""
+    """A method of `EngineCore` is called whose arguments are plain values."""
 
     method: Literal[
         "end", "unpin", "reset_prefix_cache", "set_weights_version", "suspend", "resume", "reset"
@@ -146,12 +146,12 @@ class Run(_Call, frozen=True, array_like=True, tag="run"):
     ids: tuple[int, int]
 
     def make(self, engine: DynamicInferenceEngine) -> None:
-        state = engine.state
+        core = engine.core
         engine.factory.next_ids = self.ids
         try:
             found(self.function)(engine, *self.arguments)
         finally:
-            for ended in (state.abandoned, state.unclaimed, state.reports):  # rank 0 has its own
+            for ended in (core.abandoned, core.unclaimed, core.reports):  # rank 0 has its own
                 ended.clear()
 
 
@@ -271,7 +271,7 @@ def follow(engine: DynamicInferenceEngine, *, heartbeat: Heartbeat | None = None
             f"engine is of rank 0 of {groups.size}; accepted: another rank of a split model, whose rank 0 "
             "has a LeadingEngine"
         )
-    if requests := engine.state.requests:
+    if requests := engine.core.requests:
         raise ValueError(f"engine has {len(requests)} requests that have not ended; accepted: a new one")
     link = _meet_leader(engine)
     engine.cancels_abandoned = False  # requests end here only where rank 0 ends them
@@ -323,4 +323,4 @@ def _outcome_of(call: Any, engine: DynamicInferenceEngine, heartbeat: Heartbeat 
         raise
     except Exception as raised:
         error = raised
-    return Outcome.of(error, engine.state.broken_by is not None)
+    return Outcome.of(error, engine.core.broken_by is not None)

@@ -15,9 +15,9 @@ from ...config import InferenceConfig
 from ...errors import KVBlockCapacityError, MambaSlotCapacityError
 from ...inference.engines.drafter import Drafter
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...inference.engines.engine_state import signals_held
+from ...inference.engines.engine_core import signals_held
 from ...inference.engines.engine_thread import thread_over
-from ...inference.engines.runner import Model
+from ...inference.engines.model_protocol import Model
 from ...parallel_groups import ParallelGroups
 from ...validation import LONGEST_TIMEOUT_S, instance, real, shown
 from ..heartbeat import Heartbeat, RankDiedError
@@ -172,7 +172,7 @@ class LeadingEngine(DynamicInferenceEngine):
             followers.note_own(Outcome.of(error))
             if isinstance(error, _CAPACITY):
                 raise
-            self.state.note_failure(error)
+            self.core.note_failure(error)
             if isinstance(error, RuntimeError) and not isinstance(error, RankDiedError):
                 followers.await_answers(_DEATH_S)
                 if followers.lost:
@@ -200,7 +200,7 @@ class LeadingEngine(DynamicInferenceEngine):
             error = RuntimeError(
                 f"a call was not made alike on all ranks: {'; '.join(differences)}; call reset()"
             )
-            self.state.note_failure(error)
+            self.core.note_failure(error)
             raise error
 
     def _differences(self) -> list[str]:
@@ -208,7 +208,7 @@ class LeadingEngine(DynamicInferenceEngine):
             return self._open_followers.differences()
         except TimeoutError as late:
             error = RuntimeError(f"{late}; start all ranks again")
-            self.state.note_failure(error)
+            self.core.note_failure(error)
             raise error from None
 
     def changing_cache(self, *harmless: type[Exception]) -> AbstractContextManager[None]:
@@ -276,15 +276,15 @@ class LeadingEngine(DynamicInferenceEngine):
         except Exception as raised:
             error = raised
         except BaseException as raised:
-            self.state.note_failure(raised)
+            self.core.note_failure(raised)
             raise
         finally:
             self._runs_on_all = False
-            followers.note_own(Outcome.of(error, self.state.broken_by is not None))
+            followers.note_own(Outcome.of(error, self.core.broken_by is not None))
         followers.await_answers(math.inf)
         differences = followers.differences()
         if followers.any_broken:
-            self.state.note_failure(error or RuntimeError("; ".join(differences)))
+            self.core.note_failure(error or RuntimeError("; ".join(differences)))
         if error is not None:
             raise error
         if differences:

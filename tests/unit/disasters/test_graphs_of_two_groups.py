@@ -116,4 +116,4 @@ def test_so_it_is_on_a_gpu(kind: str, settings: dict[str, Any]) -> None:
                 comparison.add(model, prompts[at], expected[at].tokens, result.tokens)
             assert assert_cached_states(engine.context, cpu, atol=2e-3, rtol=2e-3) > 0
         assert engine.context.cache_stats().num_resumed_tokens > 0
-        assert engine.state.steps.graphs.shapes
+        assert engine.core.step_runner.graphs.shapes

@@ -88,7 +88,7 @@ def test_a_cancelled_prefill_leaves_no_findable_state_that_was_never_written(mod
         request_id = engine.add_request(PROMPT, PARAMS)
         for _ in range(num_steps):
             engine.step()
-        request = engine.state.requests.get(request_id)
+        request = engine.core.requests.get(request_id)
         computed = request.holding.num_computed if request and request.holding else 0
         if request is not None:
             engine.cancel(request_id)
@@ -228,4 +228,4 @@ def test_on_a_gpu_a_prefill_cancelled_in_flight_leaves_no_unwritten_state(graphs
         assert assert_cached_states(engine.context, tiny_model(torch.float32), atol=2e-3, rtol=2e-3) > 3
         engine.check_integrity()
     assert resumed > 6 * block
-    assert not graphs or engine.state.steps.graphs.shapes
+    assert not graphs or engine.core.step_runner.graphs.shapes

@@ -67,16 +67,16 @@ CALLS: dict[str, Callable[[Engine], object]] = {
 }
 # What a call does: an owner and a method, which raises before or after its work.
 PLACES: dict[str, Callable[[Engine], tuple[object, str]]] = {
-    "queue": lambda engine: (engine.state.scheduler, "add"),
+    "queue": lambda engine: (engine.core.scheduler, "add"),
     "match": lambda engine: (engine.context.prefix_cache, "match"),
     "admission": lambda engine: (engine.context.admission, "schedule"),
     "build": lambda engine: (engine.context, "begin_step"),
     "forward": lambda engine: (engine, "model"),
     "register": lambda engine: (engine.context.prefix_cache.tree, "register"),
     "commit": lambda engine: (engine.context.prefix_cache.slots, "commit"),
-    "sampling": lambda engine: (ms.inference.engines.steps.SampledStep, "wait"),
+    "sampling": lambda engine: (ms.inference.engines.sampled_step.SampledStep, "wait"),
     "release": lambda engine: (engine.context, "release"),
-    "end": lambda engine: (engine.state, "_end"),
+    "end": lambda engine: (engine.core, "_end"),
     "pin": lambda engine: (engine.context.prefix_cache, "pin"),
     "unpin": lambda engine: (engine.context.prefix_cache.pins, "unpin"),
     "forgetting": lambda engine: (engine.context, "reset_prefix_cache"),

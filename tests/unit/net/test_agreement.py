@@ -243,7 +243,7 @@ def test_the_tokens_of_the_very_last_step_are_compared_when_asked_to() -> None:
         def work(engine: ms.DynamicInferenceEngine, agreement: Agreement) -> None:
             # A prompt without a whole block: its token is read after the step is registered.
             request_id = engine.add_request(random_tokens(5, 0), ms.SamplingParams(max_tokens=1))
-            request = engine.state.requests[request_id]
+            request = engine.core.requests[request_id]
             engine.step()
             request.tokens[-1] = 100 + added
             agreement.compare()

@@ -274,8 +274,8 @@ def test_what_runs_when_the_drain_is_over_is_cancelled(streams: bool) -> None:
     with serving(tiny_loaded(), config, drain_timeout_s=0.1) as served, ThreadPoolExecutor(1) as threads:
         body = {"prompt": PROMPT, "max_tokens": 1900, "stream": streams}
         reply = threads.submit(served.post, "/v1/completions", body)
-        state = served.app.state.engine._engine.state
-        while not any(one.num_generated for one in list(state.requests.values())):
+        core = served.app.state.engine._engine.core
+        while not any(one.num_generated for one in list(core.requests.values())):
             time.sleep(0.001)
         assert served.do(served.app.state.service.drain) is False
         answer = reply.result()

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from mambaslots.inference.engines.engine_state import EngineState
+from mambaslots.inference.engines.engine_core import EngineCore
 from oracle.ledger import LeftWrongError
 
 pytestmark = pytest.mark.usefixtures("without_logs")
@@ -64,7 +64,7 @@ def test_the_rounds_of_a_gpu_on_the_cpu(soak: ModuleType, shape: int) -> None:
 
 def test_a_cache_that_keeps_states_of_old_weights_is_noticed(soak: ModuleType, tmp_path: Path) -> None:
     engine = importlib.import_module("soaking.engine")
-    with patch.object(EngineState, "_forget_prefixes", lambda _: None):
+    with patch.object(EngineCore, "_forget_prefixes", lambda _: None):
         one = engine.EngineRound(0, "cpu", tmp_path)
         one._share_compared = 1.0
         with pytest.raises(LeftWrongError, match=r"answer|stale"):

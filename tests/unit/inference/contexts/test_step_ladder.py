@@ -11,7 +11,7 @@ from mambaslots.inference.contexts.step_inputs import (
     rung,
     rungs,
 )
-from mambaslots.inference.engines.runner import GraphBuckets, GraphRunner
+from mambaslots.inference.engines.cuda_graphs import GraphBuckets, GraphRunner
 from oracle.serving import small_engine, small_model
 
 
@@ -135,11 +135,11 @@ class TestSteps:
         spec = small_model().state_spec()
         buckets = GraphBuckets(8, 4, max_prefill_tokens=0, chunk_size=4, block_size=8, ladder=ladder)
         prefill, decode = StepShape(1, 1, 7, 7, 3, 8, 3, 1, 1), StepShape(3, 0, 0, 0, 3, 3, 0, 0, 3)
-        eager, graphed = (small_engine(decode_by_replay=True).state.steps for _ in range(2))
+        eager, graphed = (small_engine(decode_by_replay=True).core.step_runner for _ in range(2))
         graphed.graphs = GraphRunner(spec, buckets, 10)
-        for steps in (eager, graphed):
-            object.__setattr__(steps._context.config, "batch_invariant", ladder)
+        for runner in (eager, graphed):
+            object.__setattr__(runner._context.config, "batch_invariant", ladder)
             padded = prefill._replace(prefill_tokens=31, logits=32) if ladder else prefill
-            assert steps.padded(prefill) == padded
+            assert runner.padded(prefill) == padded
         assert eager.padded(decode).tokens == (32 if ladder else 3)
         assert graphed.padded(decode).tokens == (32 if ladder else 4)

@@ -37,7 +37,7 @@ def assert_nothing_left(engine: ms.DynamicInferenceEngine) -> None:
     """No thread, no request, no row and no KV is left, and the engine serves."""
     assert [thread for thread in threading.enumerate() if thread.name == "mambaslots-engine"] == []
     assert not engine.has_unfinished_requests()
-    assert not engine.state.unclaimed
+    assert not engine.core.unclaimed
     engine.check_integrity()
     assert_idle(engine)
     assert engine.generate([PROMPTS[0]], PARAMS)[0].tokens == expected(PROMPTS[0])
@@ -372,7 +372,7 @@ def test_a_request_whose_caller_goes_before_the_engine_has_it_is_cancelled() -> 
         with pytest.raises(asyncio.CancelledError):
             await asking
         gate.open()
-        assert await server.call(lambda engine: len(engine.state.requests)) == 1
+        assert await server.call(lambda engine: len(engine.core.requests)) == 1
         assert await tokens_of(first) == expected(PROMPTS[0])
 
     engine = small_engine()
@@ -488,7 +488,7 @@ def test_failing_requests_that_a_call_added_do_not_keep_the_thread_busy() -> Non
         while gate.errors:
             await server.call(lambda engine: None)
         assert (await server.generate(PROMPTS[0], PARAMS)).tokens == expected(PROMPTS[0])
-        assert await server.call(lambda engine: len(engine.state.requests)) == 0
+        assert await server.call(lambda engine: len(engine.core.requests)) == 0
 
     engine = small_engine()
     gate = GatedModel(engine, is_open=True)

@@ -64,7 +64,7 @@ CALLS = {
     "warms": lambda engine: engine.warm(HEADS[7]),
     "serves": lambda engine: engine.generate([HEADS[3]]),
     "suspends": lambda engine: (engine.suspend(), engine.resume()),
-    "preempts": lambda engine: [engine.state.scheduler.preempt(one) for one in engine.context.requests[-1:]],
+    "preempts": lambda engine: [engine.core.scheduler.preempt(one) for one in engine.context.requests[-1:]],
     "fails": lambda engine: engine.cancel(10**6),
 }
 calls = st.lists(st.tuples(st.sampled_from(list(CALLS)), st.integers(0, 60)), max_size=6)
@@ -214,7 +214,7 @@ def test_any_traffic_gets_its_answers_and_leaves_nothing(
         gc.collect()
         assert not any(thread.name == "mambaslots-engine" for thread in threading.enumerate())
         assert not engine.has_unfinished_requests()
-        assert not engine.state.unclaimed
+        assert not engine.core.unclaimed
         engine.check_integrity()
         assert_idle(engine)
         engine.model.errors.clear()  # type: ignore[attr-defined]

@@ -89,7 +89,7 @@ def test_a_failed_step_costs_a_part_no_token(fails_at: int, monkeypatch: pytest.
     params = ms.SamplingParams(max_tokens=9, temperature=2.0, seed=4, return_log_probs=True)
     (whole,) = small_engine().generate([prompt], params)
     request_id = engine.add_request(prompt + whole.tokens[:4], replace(params, num_generated=4))
-    run, num_steps = type(engine.state.steps).run, 0
+    run, num_steps = type(engine.core.step_runner).run, 0
 
     def failing(*arguments: Any) -> Any:
         nonlocal num_steps
@@ -98,7 +98,7 @@ def test_a_failed_step_costs_a_part_no_token(fails_at: int, monkeypatch: pytest.
             raise RuntimeError("a kernel failed")
         return run(*arguments)
 
-    monkeypatch.setattr(type(engine.state.steps), "run", failing)
+    monkeypatch.setattr(type(engine.core.step_runner), "run", failing)
     while engine.has_unfinished_requests():
         try:
             finished = engine.step().finished

@@ -3,8 +3,8 @@
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.engines import runner as graph_runner
-from mambaslots.inference.engines.runner import CapturedForward, GraphBuckets
+from mambaslots.inference.engines import cuda_graphs
+from mambaslots.inference.engines.cuda_graphs import CapturedForward, GraphBuckets
 from oracle.context_driver import make_request
 from oracle.float32_rule import Comparison
 from oracle.serving import random_tokens, tiny_model
@@ -109,7 +109,7 @@ class TestTokens:
             for prompt, result, other in zip(PROMPTS, results, expected, strict=True):
                 comparison.add(model, prompt, other.tokens, result.tokens)
         assert bool(engine.context.cache_stats().num_resumed_tokens) == cached
-        assert not graphs or len(engine.state.steps.graphs.shapes) > 3
+        assert not graphs or len(engine.core.step_runner.graphs.shapes) > 3
         print(f"{comparison.same} answers the same, {comparison.ties} parted at a tie")
         record_property("cases", {"answers compared with the CPU's": comparison.same + comparison.ties})
 
@@ -117,7 +117,7 @@ class TestTokens:
         params = ms.SamplingParams(max_tokens=12, return_log_probs=True)
         cpu = engine_of(model_on("cpu", torch.float64)).generate(PROMPTS[:4], params)
         gpu_engine = engine_of(model_on("cuda", torch.float64), num_cuda_graphs=8)
-        assert gpu_engine.state.steps.graphs is None
+        assert gpu_engine.core.step_runner.graphs is None
         for result, other in zip(gpu_engine.generate(PROMPTS[:4], params), cpu, strict=True):
             assert result.tokens == other.tokens
             assert result.log_probs == pytest.approx(other.log_probs, abs=1e-9)
@@ -135,16 +135,16 @@ class TestDropping:
     def test_new_pools_and_new_weights_drop_the_graphs(self):
         engine = engine_of(model_on("cuda"), num_cuda_graphs=64)
         expected = engine.generate(PROMPTS[:3], GREEDY)
-        assert engine.state.steps.graphs.shapes
+        assert engine.core.step_runner.graphs.shapes
         engine.suspend()
-        assert not engine.state.steps.graphs.shapes
+        assert not engine.core.step_runner.graphs.shapes
         occupied = torch.full((1 << 24,), float("nan"), device="cuda")  # where the pools may have been
         engine.resume()
         again = engine.generate(PROMPTS[:3], GREEDY)
         assert [r.tokens for r in again] == [r.tokens for r in expected]
-        assert engine.state.steps.graphs.shapes
+        assert engine.core.step_runner.graphs.shapes
         engine.set_weights_version("new")
-        assert not engine.state.steps.graphs.shapes
+        assert not engine.core.step_runner.graphs.shapes
         assert occupied.isnan().all()
 
     def test_a_context_suspended_behind_the_engines_back(self):
@@ -190,17 +190,17 @@ class TestOtherModels:
         same_answers(on_cpu, expected, results)
         assert torch.cuda.current_stream() == torch.cuda.default_stream()
         assert not torch.cuda.is_current_stream_capturing()
-        assert not engine.state.steps.graphs.shapes
+        assert not engine.core.step_runner.graphs.shapes
         other = engine_of(model, num_cuda_graphs=8)  # can still capture
         same_answers(on_cpu, expected, other.generate(PROMPTS[:4], GREEDY))
-        assert other.state.steps.graphs.shapes
+        assert other.core.step_runner.graphs.shapes
 
     def test_steps_beyond_every_captured_shape_run_eagerly(self, monkeypatch):
-        monkeypatch.setattr(graph_runner, "MOST_PREFILL_TOKENS", 48)
+        monkeypatch.setattr(cuda_graphs, "MOST_PREFILL_TOKENS", 48)
         engine = engine_of(model_on("cuda"), num_cuda_graphs=2)
         expected = engine_of(model_on("cuda")).generate(PROMPTS, GREEDY)
         same_answers(model_on("cpu"), expected, engine.generate(PROMPTS, GREEDY))
-        shapes = engine.state.steps.graphs.shapes
+        shapes = engine.core.step_runner.graphs.shapes
         assert len(shapes) >= 2
         assert max(shape.prefill_tokens for shape in shapes) <= 48
 
@@ -216,5 +216,5 @@ def test_a_model_on_a_gpu_that_is_not_the_current_one(graphs):
         same_answers(model_on("cpu"), first, second)
     assert torch.cuda.current_device() == 0
     for engine in engines:
-        assert not graphs or engine.state.steps.graphs.shapes
+        assert not graphs or engine.core.step_runner.graphs.shapes
         engine.reset_prefix_cache()

@@ -68,7 +68,7 @@ def test_branch_and_tail_are_taken_in_the_same_prefill() -> None:
 
 def _request_like(engine: ms.DynamicInferenceEngine, prompt: list[int]) -> object:
     request_id = engine.add_request(prompt)
-    request = engine.state.requests[request_id]
+    request = engine.core.requests[request_id]
     engine.cancel(request_id)
     return request
 
@@ -130,7 +130,7 @@ def test_an_evicted_request_restarts_from_its_last_checkpoint() -> None:
     request_id = engine.add_request(prompt, ms.SamplingParams(max_tokens=30, return_log_probs=True))
     for _ in range(16):
         engine.step()
-    engine.state.scheduler.preempt(engine.state.requests[request_id])
+    engine.core.scheduler.preempt(engine.core.requests[request_id])
     engine.context.check_integrity()
     result = run_checked(engine)[request_id]
     assert_answers(prompt, result)
@@ -304,7 +304,7 @@ def test_every_block_resumes_what_is_ideal() -> None:
                 int(rng.integers(0, 20)), len(prompts)
             )
             prompts[engine.add_request(prompt, params)] = prompt
-        for request_id in engine.state.requests:
+        for request_id in engine.core.requests:
             oracle.computed(request_id, engine.computed_prefix(request_id))
         report = engine.step()
         ideal |= {request_id: oracle.ideal(prompts[request_id]) for request_id in report.admitted}

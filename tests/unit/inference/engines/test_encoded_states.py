@@ -76,7 +76,7 @@ def test_any_settings_give_the_rounded_recurrence(
             while engine.has_unfinished_requests():
                 running = engine.context.requests
                 if steps in preempted and running:
-                    engine.state.scheduler.preempt(running[steps % len(running)])
+                    engine.core.scheduler.preempt(running[steps % len(running)])
                 for result in engine.step().finished:
                     rounded.check(result, lengths[result.request_id])
                 engine.check_integrity()
@@ -156,7 +156,7 @@ def test_a_reset_while_requests_run_keeps_their_states() -> None:
     engine.generate([prompt], params(2))
     request_id = engine.add_request([*prompt, 3], params(6))
     context = engine.context
-    request = engine.state.requests[request_id]
+    request = engine.core.requests[request_id]
     step = context.admission.schedule(request, 64)
     assert step is not None
     assert step.num_resumed == 24

@@ -127,7 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
     def evict(self, which: int) -> None:
         running = self.engine.context.requests
         if running:
-            self.engine.state.scheduler.preempt(running[which % len(running)])
+            self.engine.core.scheduler.preempt(running[which % len(running)])
 
     def check_result(self, result: ms.RequestResult) -> None:
         prompt = self.prompts.pop(result.request_id)

@@ -131,7 +131,7 @@ def test_an_end_is_reported_again_where_an_observer_is_interrupted(notes: bool) 
     engine.generate([PROMPTS[1]], PARAMS)
     assert [ended for ended, _ in recorder.ended] == [0, 1]
     assert (recorder.requests, recorder.num_ends) == ({}, 3)
-    assert not engine.state.observers.ended
+    assert not engine.core.observers.ended
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -140,14 +140,14 @@ def test_an_end_is_reported_where_noting_it_is_interrupted(after: bool) -> None:
     monitor = Monitor(engine, model_name="small")
     request_id = engine.add_request(PROMPTS[0], PARAMS)
     engine.step()
-    note_end = engine.state._note_end
+    note_end = engine.core._note_end
 
     def interrupted(request: DynamicInferenceRequest, result: ms.RequestResult) -> None:
         if after:
             note_end(request, result)
         raise Interrupted
 
-    with patch.object(engine.state, "_note_end", interrupted), pytest.raises(Interrupted):
+    with patch.object(engine.core, "_note_end", interrupted), pytest.raises(Interrupted):
         engine.cancel(request_id)
     engine.check_integrity()
     assert (recorder.ended, list(monitor._running)) == ([], [request_id])  # it goes on

@@ -401,7 +401,7 @@ def test_a_stream_let_go_of_inside_a_step_is_cancelled_when_it_ends(length: int,
     engine.context.check_integrity()
     assert len(list(kept)) == (length if fails else length - 1)
     assert not engine.has_unfinished_requests()
-    assert not engine.state.unclaimed
+    assert not engine.core.unclaimed
     assert_idle(engine)
 
 
@@ -416,7 +416,7 @@ def test_an_abandoned_stream_leaves_nothing(how: str, taken: int) -> None:
         next(stream)
         client.arrived.clear()
     for request_id in client.asked:  # steps made by the stream were reported to no caller
-        client.arrived[request_id] = client.engine.state.requests[request_id].generated
+        client.arrived[request_id] = client.engine.core.requests[request_id].generated
     if how == "closed":
         stream.close()
     elif how == "dropped in a cycle":
@@ -426,9 +426,9 @@ def test_an_abandoned_stream_leaves_nothing(how: str, taken: int) -> None:
     del stream
     gc.collect()
     client.engine.check_integrity()
-    assert list(client.engine.state.requests) == list(client.asked)
+    assert list(client.engine.core.requests) == list(client.asked)
     client.finish()
-    assert not client.engine.state.unclaimed
+    assert not client.engine.core.unclaimed
     assert_idle(client.engine)
 
 
@@ -470,15 +470,15 @@ def test_a_generate_that_raises_leaves_no_orphan(point: str, after: bool, number
             raised = True
     assert raised == bool(seen["failed"])
     client.engine.context.check_integrity()
-    assert not raised or set(client.engine.state.requests) <= {others}
+    assert not raised or set(client.engine.core.requests) <= {others}
     done = client.engine.take_result(others)
     if done is None:
-        client.arrived[others] = client.engine.state.requests[others].generated
+        client.arrived[others] = client.engine.core.requests[others].generated
         client.finish()
     else:
         client.arrived[others] = list(done.tokens)
         client.take(done)
-    assert not client.engine.state.unclaimed
+    assert not client.engine.core.unclaimed
     assert_idle(client.engine)
 
 
@@ -540,7 +540,7 @@ def test_a_rebuild_keeps_the_counts_and_what_it_forgets_counts_as_reset() -> Non
     engine = evicting_engine()
     before, cache = counts_since_the_beginning(engine), engine.stats().cache
     assert before["ages of states"]
-    engine.state._rebuild()
+    engine.core._rebuild()
     engine.check_integrity()
     assert counts_since_the_beginning(engine) == before | {
         "state reset": cache.num_committed_slots,
@@ -567,7 +567,7 @@ def test_an_interrupt_before_a_request_has_an_id_cancels_no_other_one() -> None:
     engine = small_engine()
     other = engine.factory.sequence("sequence", HEADS[4], 1, None, None)
     engine.factory.number(other, is_users=False, owned=True)
-    engine.state.add(other)
+    engine.core.add(other)
     with patch.object(engine.factory, "number", side_effect=Interrupted), suppress(Interrupted):
         engine.generate([HEADS[2]])
-    assert list(engine.state.requests) == [other.request_id]
+    assert list(engine.core.requests) == [other.request_id]

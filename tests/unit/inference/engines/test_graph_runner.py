@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.step_inputs import StepShape, chunk_grid
-from mambaslots.inference.engines import runner as graph_runner
-from mambaslots.inference.engines.runner import GraphBuckets
+from mambaslots.inference.engines import cuda_graphs
+from mambaslots.inference.engines.cuda_graphs import GraphBuckets
 from oracle.recorded_graphs import graphed_engine, recording
 from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_engine
 
@@ -89,9 +89,9 @@ class TestEngine:
         for prompts in (PROMPTS, shared, PROMPTS[:2]):
             serve_checked(engine, prompts, length=9)
         assert engine.context.cache_stats().num_resumed_tokens > 0
-        kinds = {shape.prefills == 0 for shape in engine.state.steps.graphs.shapes}
+        kinds = {shape.prefills == 0 for shape in engine.core.step_runner.graphs.shapes}
         assert kinds == {True, False}
-        assert recorded.captures == len(engine.state.steps.graphs.shapes)
+        assert recorded.captures == len(engine.core.step_runner.graphs.shapes)
 
     def test_a_known_shape_is_not_captured_again(self, recorded):
         engine = graphed_engine()
@@ -104,7 +104,7 @@ class TestEngine:
     def test_no_more_than_allowed_of_each_kind(self, recorded):
         engine = graphed_engine(max_graphs=1)
         serve_checked(engine, PROMPTS, length=9)
-        assert sorted(shape.prefills == 0 for shape in engine.state.steps.graphs.shapes) == [False, True]
+        assert sorted(shape.prefills == 0 for shape in engine.core.step_runner.graphs.shapes) == [False, True]
 
     def test_prompt_log_probs_and_draws_go_along(self, recorded):
         engine, eager = graphed_engine(), small_engine()
@@ -120,18 +120,18 @@ class TestEngine:
     def test_pools_that_moved_drop_the_graphs(self, recorded):
         engine = graphed_engine()
         serve_checked(engine, PROMPTS[:1], length=4)
-        assert engine.state.steps.graphs.shapes
+        assert engine.core.step_runner.graphs.shapes
         engine.suspend()
-        assert not engine.state.steps.graphs.shapes
+        assert not engine.core.step_runner.graphs.shapes
         engine.resume()
         serve_checked(engine, PROMPTS[:1], length=4)
-        assert engine.state.steps.graphs.shapes
+        assert engine.core.step_runner.graphs.shapes
 
     def test_other_weights_drop_the_graphs(self, recorded):
         engine = graphed_engine()
         serve_checked(engine, PROMPTS[:1], length=4)
         engine.set_weights_version(2)
-        assert not engine.state.steps.graphs.shapes
+        assert not engine.core.step_runner.graphs.shapes
 
     def test_a_failed_step_captures_nothing(self, recorded):
         engine = graphed_engine()
@@ -149,17 +149,17 @@ class TestEngine:
         def refuse(*_: object) -> None:
             raise error("operation not permitted when stream is capturing")
 
-        monkeypatch.setattr(graph_runner, "CapturedForward", refuse)
+        monkeypatch.setattr(cuda_graphs, "CapturedForward", refuse)
         engine = graphed_engine()
         with pytest.warns(UserWarning, match="cannot be captured.*not permitted"):
             result = engine.generate([PROMPTS[0]], ms.SamplingParams(return_log_probs=True))[0]
         assert_answers(PROMPTS[0], result)
         serve_checked(engine, PROMPTS[1:3])
-        assert not engine.state.steps.graphs.shapes
+        assert not engine.core.step_runner.graphs.shapes
 
     def test_none_on_a_cpu(self):
         engine = small_engine(num_cuda_graphs=8)
-        assert engine.state.steps.graphs is None
+        assert engine.core.step_runner.graphs is None
         serve_checked(engine, PROMPTS[:1])
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.engines.runner import CapturedForward
+from mambaslots.inference.engines.cuda_graphs import CapturedForward
 from oracle.drafters import RememberingDrafter
 from oracle.serving import random_tokens, tiny_model
 

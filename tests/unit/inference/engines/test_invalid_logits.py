@@ -61,7 +61,7 @@ def test_a_request_with_invalid_logits_ends_alone(spoil: Spoil, step: int) -> No
     bad = engine.add_request(prompt, ms.SamplingParams(max_tokens=12))
     ended = []
     with spoiling(engine, spoil, bad, step):
-        while bad in engine.state.requests:
+        while bad in engine.core.requests:
             ended += [result for result in client.step().finished if result.request_id == bad]
             engine.check_integrity()
     (result,) = ended
@@ -125,7 +125,7 @@ def test_blocks_that_another_request_resumed_from_meanwhile_stay_without_their_s
     with spoiling(engine, SPOILS["NaN"], bad, 0):
         client.step()
         client.ask(Asked((*prompt[:16], 3), 9))
-        while bad in engine.state.requests:
+        while bad in engine.core.requests:
             client.step()
             engine.check_integrity()
     assert engine.context.requests  # the other one runs, and holds the blocks of 16 tokens
@@ -168,7 +168,7 @@ def test_drafts_of_a_request_with_invalid_logits_leave_nothing(step: int) -> Non
     bad = client.engine.add_request(prompt, ms.SamplingParams(max_tokens=20))
     client.ask(Asked(tuple(HEADS[12]), 12))
     with spoiling(client.engine, SPOILS["NaN"], bad, step):
-        while bad in client.engine.state.requests:
+        while bad in client.engine.core.requests:
             client.step()
             client.engine.check_integrity()
     assert resumable(client.engine, prompt) == 0

@@ -123,7 +123,7 @@ def test_a_step_that_fails_anywhere_counts_no_token_twice(place: str, drafts: in
     drafting: Any = {"num_speculative_tokens": drafts, "make_drafter": WrongDrafter} if drafts else {}
     for good_calls in (1, 2):
         engine = small_engine(**drafting)
-        owner = engine if place == "model" else engine.state.steps.logits_changes
+        owner = engine if place == "model" else engine.core.step_runner.logits_changes
         real, calls = getattr(owner, place), []
 
         def failing(*arguments: Any, calls: Any = calls, real: Any = real, after: int = good_calls) -> Any:
@@ -150,7 +150,7 @@ def test_a_step_that_fails_anywhere_counts_no_token_twice(place: str, drafts: in
 def test_steps_of_the_same_requests_send_nothing_to_the_device_again() -> None:
     params = params_of("all", min_tokens=6)
     engine = small_engine()
-    changes = engine.state.steps.logits_changes
+    changes = engine.core.step_runner.logits_changes
     ids = [engine.add_request(prompt, params) for prompt in (PROMPT, PROMPT[:11])]
     results: dict[int, ms.RequestResult] = {}
     sent: list[int] = []
@@ -171,8 +171,8 @@ def test_steps_of_the_same_requests_send_nothing_to_the_device_again() -> None:
 def test_counts_are_freed_with_their_requests() -> None:
     engine = small_engine()
     engine.generate([PROMPT, PROMPT[:9]], params_of("all"))
-    assert not engine.state.steps.logits_changes._counted
-    assert not engine.state.steps.logits_changes._counts.numel()
+    assert not engine.core.step_runner.logits_changes._counted
+    assert not engine.core.step_runner.logits_changes._counts.numel()
 
 
 def test_the_beginning_of_an_answer_counts_as_answer() -> None:

@@ -145,7 +145,7 @@ def test_what_has_left_the_window_is_gone() -> None:
 
 def test_an_index_goes_with_its_request() -> None:
     engine = small_engine(num_speculative_tokens=3)
-    drafter = engine.state._drafter
+    drafter = engine.core._drafter
     assert isinstance(drafter, ms.NgramDrafter)
     prompts = [[i, 2, 3, 4] * 3 for i in range(3)]
     params = ms.SamplingParams(max_tokens=6)
@@ -270,7 +270,7 @@ def test_drafts_stay_right_where_steps_fail(point: str) -> None:
 def test_a_request_without_drafts_makes_no_view() -> None:
     engine = small_engine()
     request_id = engine.add_request([1, 2, 3])
-    request: DynamicInferenceRequest = engine.state.requests[request_id]
+    request: DynamicInferenceRequest = engine.core.requests[request_id]
     engine.step()
     engine.step()
     assert request._token_view is None

@@ -59,11 +59,11 @@ def test_whole_steps_of_every_kind(dtype, graphs):
     engine = cuda_engine(graphs, dtype)
     first = serve(engine)  # compiles, tunes, captures
     engine.reset_prefix_cache()
-    captured = engine.state.steps.graphs.shapes if engine.state.steps.graphs is not None else ()
+    captured = engine.core.step_runner.graphs.shapes if engine.core.step_runner.graphs is not None else ()
     with no_synchronisation():
         again = serve(engine)
     assert again == first
-    assert not graphs or (captured and engine.state.steps.graphs.shapes == captured)
+    assert not graphs or (captured and engine.core.step_runner.graphs.shapes == captured)
     assert engine.context.cache_stats().num_resumed_tokens > 0
 
 

@@ -60,7 +60,7 @@ def situations(engine: ms.DynamicInferenceEngine) -> set[str]:
             held = np.array(engine.context.prefix_cache.tree.references)[request.holding.path.blocks]
             if int(held.max()) > 1:
                 found.add("in the middle of its prompt, with shared blocks")
-    if engine.state.scheduler.waiting:
+    if engine.core.scheduler.waiting:
         found.add("waiting")
     return found
 
@@ -172,10 +172,10 @@ def test_a_request_restarted_after_a_reset_shares_again() -> None:
         client.step()
     engine = client.engine
     engine.reset_prefix_cache()
-    assert not engine.state.requests[request_id].holding.path.shares
-    engine.state.scheduler.preempt(engine.state.requests[request_id])
+    assert not engine.core.requests[request_id].holding.path.shares
+    engine.core.scheduler.preempt(engine.core.requests[request_id])
     client.step()
-    assert engine.state.requests[request_id].holding.path.shares
+    assert engine.core.requests[request_id].holding.path.shares
     assert cached(engine)[0] >= 5
     client.finish()
     assert resumed(engine, [*LONG[:40], 1]) == 40
@@ -354,7 +354,7 @@ def test_warm_returns_what_later_prompts_resume(length: int) -> None:
     engine = small_engine()
     whole = length // BLOCK * BLOCK
     assert engine.warm(LONG[:length]) == whole
-    assert not engine.state.unclaimed
+    assert not engine.core.unclaimed
     assert_idle(engine)
     assert resumed(engine, [*LONG[:length], 1, 2]) == whole
     stats = engine.context.cache_stats()
@@ -390,12 +390,12 @@ def test_warm_under_load_serves_the_others_along() -> None:
     for request_id in list(client.asked):
         result = engine.take_result(request_id)
         if result is None:
-            client.arrived[request_id] = list(engine.state.requests[request_id].generated)
+            client.arrived[request_id] = list(engine.core.requests[request_id].generated)
         else:
             client.arrived[request_id] = list(result.tokens)
             client.take(result)
     client.finish()
-    assert not engine.state.unclaimed
+    assert not engine.core.unclaimed
     assert_idle(engine)
 
 
@@ -526,7 +526,7 @@ def test_pins_that_leave_too_little_for_a_request_are_reported_and_unpinning_hel
         assert (error.required, error.available, error.request_id) == (4, 3, request_id)
         engine.context.check_integrity()
     assert len(engine.generate([[1]], ONE)) == 1  # others pass
-    assert list(engine.state.requests) == [request_id]
+    assert list(engine.core.requests) == [request_id]
     engine.unpin(pinned)
     client.finish()
     assert_idle(engine)
@@ -628,7 +628,7 @@ def test_serving_while_suspended_says_so_and_leaves_no_orphan() -> None:
     for call in calls:
         with pytest.raises(RuntimeError, match="suspended"):
             call(engine)
-        assert len(engine.state.requests) == 1
+        assert len(engine.core.requests) == 1
     with pytest.raises(RuntimeError, match="pin is called on a suspended engine"):
         engine.pin(LONG)
     engine.reset_prefix_cache()

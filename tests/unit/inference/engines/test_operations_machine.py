@@ -49,7 +49,7 @@ class OperationsMachine(RuleBasedStateMachine):
         for request_id in list(self.client.asked):
             result = self.engine.take_result(request_id)
             if result is None:
-                self.client.arrived[request_id] = list(self.engine.state.requests[request_id].generated)
+                self.client.arrived[request_id] = list(self.engine.core.requests[request_id].generated)
             else:
                 self.client.arrived[request_id] = list(result.tokens)
                 self.client.take(result)
@@ -177,7 +177,7 @@ class OperationsMachine(RuleBasedStateMachine):
     @invariant()
     def observers_know_who_is_served_and_what_was_answered(self) -> None:
         recorder, stats = self.recorder, self.engine.stats()
-        assert recorder.requests.keys() == self.engine.state.requests.keys()
+        assert recorder.requests.keys() == self.engine.core.requests.keys()
         for request_id, result in recorder.ended:
             assert recorder.tokens.get(request_id, []) == result.tokens
         shown = self.monitor.snapshot()
@@ -206,7 +206,7 @@ class OperationsMachine(RuleBasedStateMachine):
             self.client.finish()
             assert self.engine.context.prefix_cache.kv_blocks.held_count == 0
             assert self.engine.context.requests == []
-            assert not self.engine.state.unclaimed
+            assert not self.engine.core.unclaimed
             self.engine.unobserve(self.recorder)  # which no error has dropped
             self.monitor.close()
 
@@ -242,7 +242,7 @@ class FewSlotsMachine(OperationsMachine):
     @precondition(lambda self: self.running)
     @rule(times=st.integers(1, 12))
     def step(self, times: int) -> None:
-        scheduler, rows = self.engine.state.scheduler, self.engine.config.max_requests
+        scheduler, rows = self.engine.core.scheduler, self.engine.config.max_requests
         for _ in range(times):
             waiting, num_running = list(scheduler.waiting.values()), len(scheduler.running)
             report = self.client.step()

@@ -224,7 +224,7 @@ def test_beside_requests_that_run_and_wait(mode: dict[str, Any]) -> None:
             client.arrived[request_id] = list(result.tokens)
             client.take(result)
         else:
-            known = client.engine.state.requests[request_id].generated
+            known = client.engine.core.requests[request_id].generated
             client.arrived[request_id] = list(known)
     client.finish()
     assert_idle(client.engine)
@@ -260,9 +260,9 @@ def test_preempted_sequences_are_scored_rightly(start: int) -> None:
         nonlocal num_steps
         advance()
         num_steps += 1
-        running = engine.state.scheduler.running
+        running = engine.core.scheduler.running
         if num_steps % 2 and len(running) > 1:
-            engine.state.scheduler.preempt(running[-1])
+            engine.core.scheduler.preempt(running[-1])
         engine.check_integrity()
 
     with patch.object(engine, "_advance", advance_and_preempt):
@@ -286,11 +286,11 @@ def test_a_failing_step_fails_the_call_and_nothing_else(point: str, after: bool)
             score_checked(engine, SEQUENCES[2:4], 30)
         engine.check_integrity()
     assert seen["calls"] or point == "trim"
-    assert list(engine.state.requests) in ([0], [])
+    assert list(engine.core.requests) in ([0], [])
     score_checked(engine, SEQUENCES[2:4], 30)
-    for request in engine.state.requests.values():
+    for request in engine.core.requests.values():
         client.arrived[request.request_id] = list(request.generated)
-    if not engine.state.requests and (result := engine.take_result(0)) is not None:
+    if not engine.core.requests and (result := engine.take_result(0)) is not None:
         client.arrived[0] = list(result.tokens)
         client.take(result)
     client.finish()

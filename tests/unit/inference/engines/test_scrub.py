@@ -9,7 +9,7 @@ import pytest
 import torch
 from mambaslots.inference.contexts.cache.free_lists import DirtyEntries
 from mambaslots.inference.contexts.tier_copies import HostCopies
-from mambaslots.inference.engines.engine_state import EngineState
+from mambaslots.inference.engines.engine_core import EngineCore
 from oracle import drafters
 from oracle.model_kinds import MIX
 from oracle.scrubbed import NewOwners, assert_scrubbed
@@ -127,7 +127,7 @@ def test_each_place_that_frees_memory_is_noted(
 @pytest.mark.parametrize("part", ["clean", "scrub", "at the end of a call"])
 def test_each_time_of_zeroing_is_needed(kind: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if part == "at the end of a call":
-        monkeypatch.setattr(EngineState, "_complete", lambda state: setattr(state, "_repair", None))
+        monkeypatch.setattr(EngineCore, "_complete", lambda core: setattr(core, "_repair", None))
     elif part == "clean":
         clean = DirtyEntries.clean
 

@@ -37,4 +37,4 @@ def test_drafted_steps_do_not_synchronise_and_repeat_themselves(graphs):
     accepted = engine.stats().speculation.num_accepted - before.num_accepted
     assert accepted > 100
     if graphs:
-        assert {shape.decode_tokens for shape in engine.state.steps.graphs.shapes} == {1, 4}
+        assert {shape.decode_tokens for shape in engine.core.step_runner.graphs.shapes} == {1, 4}

@@ -104,7 +104,7 @@ def test_a_failed_step_leaves_no_hash_of_tokens_that_are_generated_anew() -> Non
         engine = small_engine()
     prompt = failing_steps.HEADS[3]
     request_id = engine.add_request(prompt, ms.SamplingParams(max_tokens=20))
-    request = engine.state.requests[request_id]
+    request = engine.core.requests[request_id]
     while True:
         before = len(request.tokens)
         with failing_steps.failing(engine, "advance", calls={0}) as seen:

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.inference.contexts.states import StatePool
-from mambaslots.inference.engines import runner as graph_runner
-from mambaslots.inference.engines.runner import GraphBuckets, GraphRunner
-from mambaslots.inference.engines.steps import accepted_tokens
+from mambaslots.inference.engines import cuda_graphs
+from mambaslots.inference.engines.cuda_graphs import GraphBuckets, GraphRunner
+from mambaslots.inference.engines.sampled_step import accepted_tokens
 from oracle.drafters import MixedDrafter, RightDrafter, WrongDrafter
 from oracle.recorded_graphs import fix_addresses
 from oracle.recurrent_lm import RecurrentLM
@@ -289,7 +289,7 @@ class TestStates:
         sequence = prompt + answer
         compared = 0
         while engine.has_unfinished_requests():
-            request = engine.state.requests[request_id]
+            request = engine.core.requests[request_id]
             engine.step()
             context = engine.context
             blocks = request.holding.path.blocks if request.holding else []
@@ -416,7 +416,7 @@ class TestOthers:
         engine = speculating(WrongDrafter, most=20, num_kv_blocks=4, max_sequence_length=32)
         request_id = engine.add_request(random_tokens(7, seed=1), ms.SamplingParams(max_tokens=25))
         kv = engine.context.prefix_cache.kv_blocks
-        request = engine.state.requests[request_id]
+        request = engine.core.requests[request_id]
         while engine.has_unfinished_requests():
             engine.step()
             holding = request.holding
@@ -494,7 +494,7 @@ class TestContext:
     def test_a_chunk_of_a_prompt_takes_no_drafts(self):
         engine = speculating(lambda: Noted(), most=3)
         engine.add_request(random_tokens(9, seed=1))
-        (request,) = engine.state.scheduler.waiting.values()
+        (request,) = engine.core.scheduler.waiting.values()
         chunk = engine.context.admission.schedule(request, 64)
         assert chunk.max_drafts(3) == 0
 
@@ -512,10 +512,12 @@ class Recorded:
 @pytest.mark.usefixtures("kind")
 class TestGraphs:
     def test_drafted_steps_run_by_graph_padded_to_all_the_drafts_there_may_be(self, monkeypatch):
-        monkeypatch.setattr(graph_runner, "CapturedForward", Recorded)
+        monkeypatch.setattr(cuda_graphs, "CapturedForward", Recorded)
         engine = speculating(MixedDrafter, most=3)
         fix_addresses(engine.context._buffer)
-        engine.state.steps.graphs = GraphRunner(engine.context.spec, GraphBuckets.of(engine.context), 100)
+        engine.core.step_runner.graphs = GraphRunner(
+            engine.context.spec, GraphBuckets.of(engine.context), 100
+        )
         prompts = [random_tokens(n, seed=n) for n in (37, 5, 64, 20)]
         for _ in range(3):
             params = ms.SamplingParams(max_tokens=25, return_log_probs=True)
@@ -523,6 +525,8 @@ class TestGraphs:
             for _ in range(2):  # decodes beside the prefills that come next
                 engine.step()
             serve_checked(engine, prompts, length=20)
-        widths = {(shape.decode_tokens, shape.prefills == 0) for shape in engine.state.steps.graphs.shapes}
+        widths = {
+            (shape.decode_tokens, shape.prefills == 0) for shape in engine.core.step_runner.graphs.shapes
+        }
         assert widths >= {(4, True), (4, False), (1, False)}
-        assert {shape.decode_tokens for shape in engine.state.steps.graphs.shapes} <= {1, 4}
+        assert {shape.decode_tokens for shape in engine.core.step_runner.graphs.shapes} <= {1, 4}

@@ -179,7 +179,7 @@ def test_letting_go_of_a_stream_of_a_split_model_cancels_nothing_and_closing_doe
 def test_a_dropped_stream_cancels_only_where_it_may(cancels: bool) -> None:
     engine, abandoned = small_engine(), deque[tuple[int, Literal["cancelled", "stop"]]]()
     request_id = engine.add_request(PROMPTS[0], PARAMS)
-    request = engine.state.requests[request_id]
+    request = engine.core.requests[request_id]
     stream = ms.TokenStream[GeneratedToken](
         RequestSource(request, lambda: None, lambda: None, abandoned, cancels_when_dropped=cancels)
     )
@@ -215,7 +215,7 @@ def test_a_stream_let_go_of_during_a_step_leaves_no_result() -> None:
     engine.model = forgetting  # type: ignore[assignment]
     while engine.has_unfinished_requests():
         engine.step()
-    assert not engine.state.unclaimed
+    assert not engine.core.unclaimed
     assert_nothing_runs(engine)
 
 

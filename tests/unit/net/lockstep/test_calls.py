@@ -87,11 +87,11 @@ def test_everything_that_a_request_was_asked_for_is_sent() -> None:
     sampling = ms.SamplingParams(seed=5, stop_token_ids=(7, 9), top_p=0.5)
     plan = ms.CheckpointPlan(marks=(8, 16), decode=8)
     request_id = engine.add_request([1, 2, 3] * 9, sampling, cache_salt=b"tenant", checkpoint_plan=plan)
-    request = engine.state.requests[request_id]
+    request = engine.core.requests[request_id]
     request.given_tokens = [4, 5]
     request.next_token = 6
     sent(Add.of(request)).make(other)
-    copy = other.state.requests[request_id]
+    copy = other.core.requests[request_id]
     for name in on_all - {"hashes"}:
         assert getattr(copy, name) == getattr(request, name), name
     assert copy.hashes.keys[:3] == request.hashes.keys[:3]

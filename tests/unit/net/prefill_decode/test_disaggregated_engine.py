@@ -190,7 +190,7 @@ def test_a_cancelled_prompt_is_cancelled_at_the_worker(place: Place) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await asking
             gate.open()
-            while prefill.state.requests:
+            while prefill.core.requests:
                 await asyncio.sleep(0.01)
             assert (await answers(server, [PROMPTS[0]]))[0].num_resumed_tokens == 48
             assert server.num_waiting == 0

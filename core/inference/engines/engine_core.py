@@ -25,9 +25,9 @@ from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from .drafter import Drafter
 from .engine_observer import NewTokens, Observers, StepReport
-from .runner import Model
+from .model_protocol import Model
 from .scheduler import Scheduler
-from .steps import StepRunner
+from .step_runner import StepRunner
 
 if TYPE_CHECKING:
     from .batch_invariance import BatchInvariance
@@ -70,11 +70,11 @@ def signals_held() -> Iterator[None]:
             signal.raise_signal(first)
 
 
-class EngineState:
+class EngineCore:
     """Running and waiting requests, results, and what the engine forgets where a call fails.
 
     Requests and cache change only inside `changing`. An exception that escapes a step undoes it: its requests
-    are queued again, with the tokens that they had. If the state then contradicts itself, or the undo fails,
+    are queued again, with the tokens that they had. If the core then contradicts itself, or the undo fails,
     all cached prefixes are forgotten. If the repair fails, the next call repeats it.
     """
 
@@ -86,7 +86,7 @@ class EngineState:
         self.reports: deque[StepReport] = deque()  # of steps that were made and not returned
         self.abandoned: deque[tuple[int, EarlyEnd]] = deque()  # to end; any thread may append at any moment
         self.scheduler = Scheduler(context, drafter)
-        self.steps = StepRunner(context, invariance)
+        self.step_runner = StepRunner(context, invariance)
         self.speculation = SpeculationStats()
         self.num_rebuilds = 0
         self.observers = Observers()
@@ -108,7 +108,7 @@ class EngineState:
     ) -> Iterator[None]:
         """Inside, requests and the cache may be changed; a change inside another is a part of it."""
         if self._in_change:
-            self.steps.in_model = False  # if the model's call fails, this change may be half made
+            self.step_runner.in_model = False  # if the model's call fails, this change may be half made
             yield
             return
         # Holding signals takes 10 us: worth it for steps, and for what forgets all prefixes.
@@ -199,7 +199,7 @@ class EngineState:
             raise RuntimeError("step is called on a suspended engine; resume it first")
         begun_s = time.perf_counter()
         with self._in_step(), self._on_device:
-            steps, tokens, invalid = self.steps.make(model, self.scheduler)
+            steps, tokens, invalid = self.step_runner.make(model, self.scheduler)
             report = self._end_step(steps, tokens, invalid)
             if reports:
                 for result in report.finished if claims_results else ():
@@ -229,14 +229,14 @@ class EngineState:
     def set_weights_version(self, version: object) -> None:
         with self.changing(repair=self._rebuild):
             self._forget_prefixes()
-            self.steps.drop_graphs()
+            self.step_runner.drop_graphs()
             self.weights_version = version
 
     def suspend(self) -> None:
         with self.changing(repair=self._rebuild):
             self.scheduler.restart(self.scheduler.running)
-            self.steps.forget()
-            self.steps.drop_graphs()
+            self.step_runner.forget()
+            self.step_runner.drop_graphs()
             self._context.suspend()
 
     def resume(self) -> None:
@@ -266,10 +266,10 @@ class EngineState:
         self._note_end(request, result)  # first: a repair restores what is still in `requests`
         del self.requests[request.request_id]
         if request.sampling.has_penalties:
-            self.steps.logits_changes.free(request)
+            self.step_runner.logits_changes.free(request)
         self.scheduler.remove(request, discard=reason == "invalid_logits")
         if not self.requests:
-            self.steps.unread = None  # an idle engine keeps nothing of the requests that it has served
+            self.step_runner.unread = None  # an idle engine keeps nothing of the requests that it has served
         return result
 
     def _note_end(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
@@ -318,7 +318,7 @@ class EngineState:
     ) -> None:
         """Queue the requests of a step again, with the tokens that they had before it."""
         self.speculation = speculation
-        self.steps.forget()
+        self.step_runner.forget()
         while len(self.reports) > num_reports:
             self.reports.pop()
         requests = num_tokens | self.scheduler.admitted
@@ -330,7 +330,7 @@ class EngineState:
             self.scheduler.restart(requests)
         except Exception:
             self._rebuild()
-        in_model, self.steps.in_model = self.steps.in_model, False
+        in_model, self.step_runner.in_model = self.step_runner.in_model, False
         self._check_or_rebuild(cut_off=not in_model)
 
     def _check_or_rebuild(self, *, cut_off: bool = True) -> None:
@@ -350,8 +350,8 @@ class EngineState:
 
     def _rebuild(self) -> None:
         """Forget every cached prefix and pin, and queue all requests again."""
-        self.steps.drop_graphs()
-        self.steps.forget()
+        self.step_runner.drop_graphs()
+        self.step_runner.forget()
         self._context.reset(keep_counts=True)
         self.scheduler.rebuild(self.requests.values())
         self.num_rebuilds += 1
@@ -367,7 +367,7 @@ class EngineState:
             self._note_end(request, result)
         for collection in (self.requests, self.unclaimed, self.reports, self.abandoned):
             collection.clear()
-        self.steps.forget()
+        self.step_runner.forget()
         self.scheduler = Scheduler(self._context, self._drafter)
         self.speculation = SpeculationStats()
         self.num_rebuilds = 0

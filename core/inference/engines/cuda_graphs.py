@@ -1,9 +1,9 @@
-"""A model that an engine serves, and how its steps run: eagerly, or as CUDA graphs, one launch a step."""
+"""How a model's steps run: eagerly, or as CUDA graphs, one launch a step."""
 
 import warnings
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,30 +11,7 @@ from torch import Tensor
 from ...state_spec import HybridStateSpec
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.step_inputs import FEWEST_ROWS, StepInputs, StepShape, power_of_two, rung
-from ..kernels.kernel_set import kernel_set
-
-
-class Model(Protocol):
-    """A hybrid model that a `DynamicInferenceEngine` can serve.
-
-    `testing.check_model` checks that a model keeps the rules of `StepInputs`.
-    """
-
-    def state_spec(self) -> HybridStateSpec:
-        """What the context allocates for this model; the same at every call."""
-
-    def __call__(self, inputs: StepInputs) -> Tensor:
-        """Compute one step.
-
-        Args:
-            inputs: the step. Its `kv_cache` is written at `kv_write_positions`, and its `state_pool` at the
-                destinations, before the call returns or, on a GPU, in the order of the current stream.
-
-        Returns:
-            Logits of `inputs.logit_tokens`: [len(inputs.logit_tokens), vocab_size], floating point, on the
-            device of `state_spec()`.
-        """
-
+from .model_protocol import Model
 
 SMALLEST_PREFILL_TOKENS = 16
 MOST_PREFILL_TOKENS = 512
@@ -225,40 +202,6 @@ class GraphRunner:
             torch.cuda.synchronize(self._spec.device)
         self._graphs.clear()
         self._first = None
-
-
-def describe_steps(context: DynamicInferenceContext, graphs: GraphRunner | None) -> tuple[str, ...]:
-    """A line each: device, kernels, graphs, when decode steps are launched, how decodes compute, the tier."""
-    config, spec, tier = context.config, context.spec, context.prefix_cache.tier
-    device = torch.cuda.get_device_name(spec.device) if spec.device.type == "cuda" else "no GPU"
-    kernels = kernel_set(spec.device, spec.kv_dtype)
-    because, chunk = config.why_steps_wait(spec.device), spec.chunk_tokens(config.block_size_tokens)
-    steps = "launched before the tokens of the step before are read"
-    if because is not None:
-        steps = f"wait for the tokens of the step before, because of {because}"
-    decodes = "update a state at each token"
-    if not any(tensor.num_layers for tensor in spec.states):
-        decodes = "the model has no states"
-    elif config.replays:
-        decodes = f"replay the inputs since the last multiple of {chunk} tokens, where a state is written"
-    captured = "none; on a GPU, num_cuda_graphs captures them, except in float64"
-    if graphs is not None:
-        captured = graphs.describe()
-    evicted = "are dropped; host_cache_gb keeps them in host memory"
-    if tier is not None:
-        files, back = "", f"{tier.min_tokens} tokens"
-        if tier.files.num_slots:
-            files = f", {tier.files.num_slots} in files"
-            back += f", from a file {tier.min_tokens_from_file}"
-        evicted = f"{tier.host.num_slots} in host memory{files}; come back where that saves at least {back}"
-    return (
-        f"device: {spec.device} ({device}), KV in {str(spec.kv_dtype).removeprefix('torch.')}",
-        *kernels.describe(spec),
-        f"CUDA graphs: {captured}",
-        f"decode steps: {steps}",
-        f"decodes: {decodes}",
-        f"evicted states: {evicted}",
-    )
 
 
 @cache
