@@ -27,7 +27,7 @@ from mambaslots.net.prefill_decode.prefill_worker import PrefillSession, PromptR
 from mambaslots.net.transfer.hand_over import SendReport
 from mambaslots.net.transfer.import_ import ImportReport
 from mambaslots.request import SamplingParams
-from mambaslots.serve.generation import LocalEngine
+from mambaslots.serve.served_engine import LocalEngine
 
 _WAIT_S = 5.0
 
