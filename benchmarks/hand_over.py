@@ -41,8 +41,8 @@ import torch.distributed as dist
 from mambaslots.inference.kernels.row_checksum import RowChecksum
 from mambaslots.net.channel import Address, Link, Listener
 from mambaslots.net.transfer import hand_over, pieces, pipe, session
-from mambaslots.net.transfer.import_ import Placement
 from mambaslots.net.transfer.pipe import NcclPipe, new_nccl_id
+from mambaslots.net.transfer.placement import Placement
 from serving.models import HYBRID_SHAPES, PATTERN, add_hybrid_shape
 from support.command_line import add_count, add_device, make_parser
 

@@ -8,8 +8,8 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..monitor.monitor import NUM_REQUESTS
-from ..serve.generation import LocalEngine
 from ..serve.metrics import families, monitor_metrics, text_of
+from ..serve.served_engine import LocalEngine
 
 
 @dataclass(frozen=True, slots=True)

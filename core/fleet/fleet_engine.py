@@ -16,7 +16,7 @@ from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.hashing import PrefixHashChain, SaltKey
 from ..inference.engines.streams import AsyncStream, TokenStream
 from ..request import EarlyEnd, SamplingParams
-from ..serve.generation import EngineFacts
+from ..serve.served_engine import EngineFacts
 from .figures import ReplicaReport, fleet_metrics_text, merged_snapshot
 from .replica_answers import AnswerPart, EngineRequest, FleetAnswer, ReplicaLostError
 

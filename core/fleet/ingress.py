@@ -12,7 +12,7 @@ from ..inference.contexts.cache.hashing import SaltKey
 from ..loaded_model import LoadedText
 from ..serve.app import make_app_over
 from ..serve.gate import add_host_header_check
-from ..serve.generation import EngineFacts
+from ..serve.served_engine import EngineFacts
 from ..serve.service import Service
 from ..serve.settings import ServerSettings
 from .calls import ReplicaCalls, answer_of, answers_of

@@ -22,7 +22,7 @@ from ..net.lockstep.following import follow
 from ..net.routing.state_events import StateEvents
 from ..net.routing.state_publisher import StatePublisher
 from ..parallel_groups import ParallelGroups
-from ..serve.generation import EngineFacts, LocalEngine
+from ..serve.served_engine import EngineFacts, LocalEngine
 from .figures import ReplicaReport, replica_report
 from .guard import kill_when_still
 from .replica_answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts

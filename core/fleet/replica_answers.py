@@ -11,7 +11,7 @@ from ..inference.contexts.request import GeneratedToken
 from ..inference.engines.streams import Answer
 from ..net.routing.state_router import RouteRequest
 from ..request import EarlyEnd, FinishReason, PromptFigures, RequestResult, SamplingParams
-from ..serve.generation import ServedEngine
+from ..serve.served_engine import ServedEngine
 
 
 class ReplicaLostError(RuntimeError):

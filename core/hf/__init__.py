@@ -3,6 +3,7 @@
 load, checkpoint, weights, text      a checkpoint's config, tensors and tokenizer; weights go to their modules
 architectures, served_model          which architectures are served, and such a model as an engine calls it
 current_step, mixers                 a step's sequences while the model runs; mixers that read cached states
+interfaces                           the attention and experts that transformers calls
 fusions, fused_modules, joint_linear modules replaced by ones with fewer launches
 moved_hooks                          private parts of transformers that another version lacks
 split, weight_part                   a rank's part of each weight

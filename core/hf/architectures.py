@@ -24,8 +24,9 @@ from ..state_spec import (
     mamba2_states,
     short_conv_states,
 )
-from .current_step import ATTENTION_NAME, EXPERTS_NAME, CurrentStep, register_with_transformers
+from .current_step import CurrentStep
 from .fusions import NamedBranches, falcon_h1_branches, granite_branches, nemotron_h_branches, two_branches
+from .interfaces import ATTENTION_NAME, EXPERTS_NAME, register_with_transformers
 from .mixers import GatedDeltaNetForward, Mamba2Forward, short_conv_forward
 from .moved_hooks import names_moved_hooks
 from .weight_part import part_of

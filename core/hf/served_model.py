@@ -11,15 +11,10 @@ from ..parallel_groups import ParallelGroups
 from ..state_spec import HybridStateSpec
 from ..validation import instance
 from . import architectures
-from .current_step import (
-    ATTENTION_NAME,
-    EXPERTS_NAME,
-    CurrentStep,
-    PagedAttention,
-    register_with_transformers,
-)  # fmt: skip
+from .current_step import CurrentStep
 from .fusions import install as install_fused
 from .fusions import modules_of
+from .interfaces import ATTENTION_NAME, EXPERTS_NAME, PagedAttention, register_with_transformers
 from .joint_linear import join_weights
 from .moved_hooks import names_moved_hooks
 from .split import ModelSplit

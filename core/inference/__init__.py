@@ -1,1 +1,4 @@
-"""Inference: `contexts` (what is cached, and one step), `engines` (which request advances), `kernels`."""
+"""Inference: `contexts` (what is cached, and one step), `engines` (which request advances), `kernels`.
+
+May import nothing: it only holds these packages.
+"""

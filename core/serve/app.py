@@ -19,9 +19,9 @@ from ..validation import instance
 from .connections import FailedAccepts
 from .errors import JSONAnswer, RequestError, json_bytes
 from .gate import Gate, Keys
-from .generation import LocalEngine, ServedEngine
 from .http_answers import ChatForm, Form
 from .metrics import connections_text
+from .served_engine import LocalEngine, ServedEngine
 from .service import Service
 from .settings import ServerSettings
 

@@ -1,135 +1,25 @@
-"""What the endpoints share: requests become jobs of the engine, within the server's limits."""
+"""What the endpoints share: requests become answers of the engine, within the server's limits."""
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from email.message import Message
 from functools import partial
-from typing import Any
 
-import msgspec
 from starlette.requests import Request
 
 from ..errors import NoReplicaError
 from ..loaded_model import LoadedModel, LoadedText
-from ..request import SamplingParams
-from ..text import TextCodec
-from ..validation import INT64_MAX
-from .errors import RequestError, bad_argument, bad_field, refusal
+from .bodies import body_too_slow, header_salt, read_body
+from .errors import RequestError, refusal
 from .gate import engine_salt
-from .generation import Choice, EngineFacts, GeneratedAnswer, Job, ServedEngine, StreamedAnswer, before
+from .generated_answers import GeneratedAnswer, StreamedAnswer, before
 from .http_answers import Form
-from .requests import MAX_CHOICES, AnswerRequest, ChatRequest, CompletionRequest, Context
+from .preparation import Job, Preparation
+from .served_engine import ServedEngine
 from .settings import ServerSettings
 
-_DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's server
 _LONGEST_STEP_S = 30.0
 _LONG_BODY_BYTES = 2**18
-_SALT_HEADER = "x-cache-salt"
-_MAX_READ_BYTES = 64 * 2**20
-"""Of a body that is too long so much is read before it is refused."""
-_OBJECT = msgspec.json.Decoder(dict[str, Any])
-
-
-class Preparation:
-    """Turns bodies into jobs, in any thread; a RequestError says what is wrong with a body."""
-
-    def __init__(
-        self, facts: EngineFacts, loaded: LoadedModel | LoadedText, settings: ServerSettings
-    ) -> None:
-        self.longest = min(facts.max_sequence_length, facts.pool_tokens)
-        self._facts = facts
-        self._loaded = loaded
-        self._context = Context(
-            model_name=settings.model_name,
-            vocab_size=facts.vocab_size,
-            max_prompts=min(MAX_CHOICES, settings.max_waiting_requests),
-        )
-
-    def completion(self, body: bytes, header_salt: str | None) -> Job:
-        request = CompletionRequest.read(parsed_object(body), self._context, header_salt)
-        prompts, last = [], max(request.checkpoints, default=0)
-        for prompt in request.prompt:
-            tokens = self._text("prompt").encode(prompt) if isinstance(prompt, str) else prompt
-            if last > len(tokens):
-                message = f"checkpoints holds {last}; accepted: positions up to {len(tokens)}"
-                raise bad_field("checkpoints", message)
-            prompts.append((tokens, request.checkpoints))
-        return self._job("prompt", prompts, request, _DEFAULT_COMPLETION_TOKENS)
-
-    def chat(self, body: bytes, header_salt: str | None) -> Job:
-        written = parsed_object(body)
-        request = ChatRequest.read(written, self._context, header_salt)
-        text = self._text("messages")
-        if text.chat_template is None:
-            raise bad_field(
-                "messages", "the model has no chat template; accepted: /v1/completions with a prompt"
-            )
-        messages = [
-            message.for_template(sent)
-            for message, sent in zip(request.messages, written["messages"], strict=True)
-        ]
-        marked = tuple(i for i, message in enumerate(request.messages) if message.is_marked)
-        sent = {name: written[name] for name in ("tools", "tool_choice") if written.get(name)}
-        variables = request.chat_template_kwargs | sent
-        try:
-            prompt = text.encode_chat_marked(messages, marked_messages=marked, **variables)
-        except ValueError as error:
-            raise bad_field("messages", str(error)) from None
-        default = self._loaded.generation.max_tokens
-        return self._job("messages", [(prompt.tokens, prompt.marks)], request, default)
-
-    def _text(self, field: str) -> TextCodec:
-        if self._loaded.text is None:
-            raise bad_field(field, "the model has no tokenizer; accepted: /v1/completions with token ids")
-        return self._loaded.text
-
-    def _job(
-        self, field: str, prompts: list[tuple[list[int], Any]], request: AnswerRequest, default: int | None
-    ) -> Job:
-        if request.stop:
-            self._text("stop")
-        num_choices, most_choices = len(prompts) * request.n, self._context.max_prompts
-        if num_choices > most_choices:
-            message = f"{len(prompts)} prompts times n are {num_choices} answers; accepted: {most_choices}"
-            if most_choices < MAX_CHOICES:
-                message += ", the server's max_waiting_requests"
-            raise bad_field("n", message)
-        base = self._facts.checkpoint_plan
-        choices: list[Choice] = []
-        for number, (tokens, marks) in enumerate(prompts):
-            if not tokens:
-                raise bad_field(field, f"{field} is empty; accepted: at least one token")
-            plan = base.with_marks(marks)
-            room = self.longest - len(tokens)
-            most = request.max_tokens or max(1, min(room, default or room))
-            if most > room:
-                message = (
-                    f"the prompt has {len(tokens)} tokens and the answer up to {most}; accepted: together at "
-                    f"most max_sequence_length ({self._facts.max_sequence_length}) and the KV pool "
-                    f"({self._facts.pool_tokens})"
-                )
-                raise bad_field("max_tokens", message, "context_length_exceeded")
-            for i in range(request.n):
-                sampling = self._sampling(request, most, i)
-                choices.append(Choice(len(choices), number, tokens, sampling, plan))
-        return Job(choices, request)
-
-    def _sampling(self, request: AnswerRequest, most: int, number: int) -> SamplingParams:
-        """The parameters of answer `number` to a prompt, which has a seed of its own."""
-        stops = () if request.ignore_eos else self._loaded.generation.params.stop_token_ids
-        seed = None if request.seed is None else (request.seed + number) & INT64_MAX
-        try:
-            return self._loaded.generation.sampling_params(
-                **request.sampling,
-                max_tokens=most,
-                stop_token_ids=(*stops, *request.stop_token_ids),
-                seed=seed,
-                return_log_probs=request.num_top_log_probs is not None,
-                num_top_log_probs=request.num_top_log_probs or 0,
-            )
-        except ValueError as error:
-            raise bad_argument(error, type(request).model_fields) from None
 
 
 class Service:
@@ -205,8 +95,8 @@ class Service:
             loop = asyncio.get_running_loop()
             deadline = loop.time() + self.settings.request_timeout_s
             body_deadline = min(deadline, loop.time() + self.settings.body_timeout_s)
-            body = await before(body_deadline, read_body(request, self.max_body_bytes), _body_too_slow())
-            salt, tenant = _header_salt(request), request.state.tenant
+            body = await before(body_deadline, read_body(request, self.max_body_bytes), body_too_slow())
+            salt, tenant = header_salt(request), request.state.tenant
             thread = self._text_threads[len(body) > _LONG_BODY_BYTES]
             job = await before(deadline, loop.run_in_executor(thread, job_of, body, salt))
             if self._num_open + len(job.choices) - 1 > self._max_open:
@@ -231,60 +121,3 @@ class Service:
         self._num_open -= num_answers
         if not self._num_open:
             self._none_open.set()
-
-
-def _header_salt(request: Request) -> str | None:
-    values = [value for name, value in request.headers.raw if name == _SALT_HEADER.encode()]
-    if not values:
-        return None
-    try:
-        return b",".join(values).decode()
-    except UnicodeDecodeError:
-        raise bad_field("X-Cache-Salt", "the header X-Cache-Salt is no UTF-8") from None
-
-
-# ---- bodies
-
-
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a request; RequestError where it is no JSON (415) or longer than `max_bytes` (413)."""
-    content = Message()
-    content["content-type"] = request.headers.get("content-type", "")
-    is_utf8 = content.get_content_charset("utf-8") in ("utf-8", "utf8")
-    if content.get_content_type() != "application/json" or not is_utf8:
-        raise RequestError(415, "the header Content-Type names another type; accepted: application/json")
-    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise RequestError(415, "the header Content-Encoding names an encoding; accepted: none")
-    most = max(max_bytes, _MAX_READ_BYTES)
-    num_bytes = int(request.headers.get("content-length", "0"))  # uvicorn refuses all but numbers
-    parts: list[bytes] = []
-    if num_bytes <= most:
-        num_bytes = 0
-        async for part in request.stream():  # to the end, so that the client reads the answer
-            num_bytes += len(part)
-            if num_bytes <= max_bytes:
-                parts.append(part)
-            elif num_bytes > most:
-                break
-    if num_bytes <= max_bytes:
-        return b"".join(parts)
-    message = f"the body is longer than the limit of {max_bytes} bytes"
-    headers = {"connection": "close"} if num_bytes > most else {}
-    raise RequestError(413, message, code="body_too_long", headers=headers)
-
-
-def _body_too_slow() -> RequestError:
-    """The connection is closed, because the rest of the body may never come."""
-    message = "the body was not complete within the server's time limit for a body"
-    return RequestError(408, message, code="timeout", headers={"connection": "close"})
-
-
-def parsed_object(body: bytes) -> dict[str, Any]:
-    """The JSON object that `body` holds; its numbers are finite, and its strings are Unicode."""
-    try:
-        return _OBJECT.decode(body)
-    except RecursionError:
-        raise RequestError(400, "the body's objects and lists are nested too deeply") from None
-    except ValueError as error:
-        reason = str(error).removeprefix("JSON is malformed: ").partition(" - at ")[0]
-        raise RequestError(400, f"the body is no JSON object in UTF-8: {reason}") from None

@@ -19,12 +19,13 @@ from mambaslots.net import (
     load_prefixes,
     save_prefixes,
 )
-from mambaslots.net.transfer import files, import_
+from mambaslots.net.transfer import files, placement
 from mambaslots.net.transfer.format import TransferError, shard_of
 from mambaslots.net.transfer.hand_over import SendReport
-from mambaslots.net.transfer.import_ import CopyError, ImportReport, Placement
+from mambaslots.net.transfer.import_ import CopyError
 from mambaslots.net.transfer.pieces import PartCopies
 from mambaslots.net.transfer.pipe import MessagePipe, NcclPipe
+from mambaslots.net.transfer.placement import ImportReport, Placement
 from mambaslots.net.transfer.shard import PrefixShard, join
 from oracle.distributed_world import World
 from oracle.model_kinds import MIX, OF_TRANSFORMERS, kind_of_model, present_kind
@@ -301,7 +302,7 @@ def test_a_copy_that_fails_on_one_rank_is_undone_on_all(
         raise MemoryError("no room")
 
     if world.rank == 1:
-        monkeypatch.setattr(import_, "write_rows", broken)
+        monkeypatch.setattr(placement, "write_rows", broken)
     text = refused_on_all(world, taker, lambda: import_prefixes(taker, export), CopyError)
     assert text == "prefixes could not be imported: rank 1 of the replica: no room"
 

@@ -11,7 +11,7 @@ import mambaslots as ms
 from mambaslots.fleet.figures import ReplicaReport, replica_report
 from mambaslots.fleet.fleet_engine import FleetEngine
 from mambaslots.fleet.replica_answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
-from mambaslots.serve.generation import EngineFacts, LocalEngine
+from mambaslots.serve.served_engine import EngineFacts, LocalEngine
 
 SALT_KEY = b"one key of all replicas"
 

@@ -25,9 +25,9 @@ from mambaslots.net.prefill_decode.messages import Answer, Cancel, Computed, Pre
 from mambaslots.net.prefill_decode.prefill_client import PrefillClient, RemotePrefill
 from mambaslots.net.prefill_decode.prefill_worker import PrefillSession, PromptRoom
 from mambaslots.net.transfer.hand_over import SendReport
-from mambaslots.net.transfer.import_ import ImportReport
+from mambaslots.net.transfer.placement import ImportReport
 from mambaslots.request import SamplingParams
-from mambaslots.serve.generation import LocalEngine
+from mambaslots.serve.served_engine import LocalEngine
 
 _WAIT_S = 5.0
 

@@ -26,9 +26,9 @@ from mambaslots.net import StatePublisher, channel
 from mambaslots.net.channel import Link, Listener
 from mambaslots.net.routing.state_router import ReplicaLoad, StateRouter
 from mambaslots.net.transfer import pieces
-from mambaslots.net.transfer.import_ import ImportReport
 from mambaslots.net.transfer.pipe import MessagePipe
-from mambaslots.serve.generation import LocalEngine
+from mambaslots.net.transfer.placement import ImportReport
+from mambaslots.serve.served_engine import LocalEngine
 from oracle.faulty_copies import make_faulty
 from oracle.fleet import Replicas
 from oracle.served import serving_replicas

@@ -1,1 +1,4 @@
-"""One rank of a split model leads: it takes the calls of an engine, and the other ranks follow."""
+"""One rank of a split model leads: it takes the calls of an engine, and the other ranks follow.
+
+May import `engines`, `contexts`, `cache`; no other folder of the package.
+"""

@@ -1,1 +1,4 @@
-"""Prefill apart from decode: one engine computes prompts, another one resumes from them and generates."""
+"""Prefill apart from decode: one engine computes prompts, another one resumes from them and generates.
+
+May import `transfer`, `engines`, `cache`.
+"""

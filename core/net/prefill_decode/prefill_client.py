@@ -15,7 +15,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ..channel import Address, Link, PeerLostError
 from ..transfer.hand_over import TransferChannel
-from ..transfer.import_ import PrefixCounts
+from ..transfer.placement import PrefixCounts
 from . import messages
 from .messages import PROTOCOL_VERSION, Answer, Cancel, Computed, EngineCall, Hello, Prefill
 

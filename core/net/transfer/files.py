@@ -28,7 +28,8 @@ from .format import (
     check_version,
     shard_of,
 )
-from .import_ import ImportReport, Incoming, import_received
+from .import_ import Incoming, import_received
+from .placement import ImportReport
 from .shard import PrefixShard, checksum, decode_prefixes, encode_prefixes, join, sources_for
 
 MANIFEST = "prefixes.json"

@@ -19,8 +19,9 @@ from ..all_ranks import described
 from ..channel import PeerLostError
 from .export import CacheAccess, PrefixName, chosen_states, forest_of
 from .format import Description, TransferError, shard_of
-from .import_ import CopyError, ImportReport, Incoming, Placement, import_received
+from .import_ import CopyError, Incoming, import_received
 from .pipe import nccl_facts
+from .placement import ImportReport, Placement
 from .session import GRACE_S, Destination, Offered, Source
 
 logger = logging.getLogger(__name__)

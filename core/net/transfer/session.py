@@ -19,7 +19,6 @@ from ...validation import shown
 from ..channel import Address, Link, Listener, PeerLostError
 from .export import CacheAccess
 from .format import Description, PrefixForest, TransferError, check_shard, decode, encode, shard_of
-from .import_ import Placement
 from .pieces import PartCopies, PieceLayout, PoolGate, Staging, receive_pieces, send_pieces
 from .pipe import (
     MAX_REASON_LETTERS,
@@ -37,6 +36,7 @@ from .pipe import (
     Want,
     new_nccl_id,
 )
+from .placement import Placement
 from .shard import sources_for
 
 GRACE_S = 1.0

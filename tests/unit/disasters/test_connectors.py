@@ -16,9 +16,9 @@ import mambaslots as ms
 import pytest
 import torch.distributed as dist
 from mambaslots.net import encode_prefixes, export_prefixes, import_prefixes, load_prefixes, save_prefixes
-from mambaslots.net.transfer import import_, session
+from mambaslots.net.transfer import placement, session
 from mambaslots.net.transfer.format import TransferError
-from mambaslots.net.transfer.import_ import ImportReport, Placement
+from mambaslots.net.transfer.placement import ImportReport, Placement
 from oracle.cached_prefixes import assert_cache_is_right
 from oracle.disaggregated import Place, answers, run
 from oracle.serving import random_tokens, resumable, serve_checked, small_model
@@ -253,7 +253,7 @@ def test_nothing_is_found_between_reservation_and_copy(
 ) -> None:
     source, target = warm(), engine_of(num_kv_blocks=20, num_mamba_slots=6)
     serve_checked(target, [random_tokens(30, 70 + seed) for seed in range(3)])  # the pools are in use
-    owner, name = (session, "receive_pieces") if way == "hand-over" else (import_, "write_rows")
+    owner, name = (session, "receive_pieces") if way == "hand-over" else (placement, "write_rows")
     real, watch, calls = getattr(owner, name), Watch(target), 0
 
     def failing(*arguments: Any) -> Any:

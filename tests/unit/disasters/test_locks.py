@@ -13,7 +13,7 @@ import mambaslots as ms
 import pytest
 from mambaslots.inference.contexts.cache.memory import MemoryDivision, RankBudget, UnitSizes
 from mambaslots.net import encode_prefixes, export_prefixes, import_prefixes
-from mambaslots.net.transfer import import_
+from mambaslots.net.transfer import placement
 from oracle.cached_prefixes import assert_cache_is_right
 from oracle.faults import POINTS, InjectedError, failing
 from oracle.model_kinds import WITH_ATTENTION
@@ -164,7 +164,7 @@ def test_an_import_that_holds_every_slot_stops_no_request(monkeypatch: pytest.Mo
     for text in texts:
         serve_checked(source, [text], length=1)
     looked: list[int] = []
-    write_rows = import_.write_rows
+    write_rows = placement.write_rows
 
     def looking(*arguments: Any) -> None:
         slots = target.context.prefix_cache.slots
@@ -177,7 +177,7 @@ def test_an_import_that_holds_every_slot_stops_no_request(monkeypatch: pytest.Mo
         write_rows(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(import_, "write_rows", looking)
+        patched.setattr(placement, "write_rows", looking)
         report = import_prefixes(target, encode_prefixes(export_prefixes(source)))
     assert report.imported.states > 0
     assert looked

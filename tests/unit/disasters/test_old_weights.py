@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.net.routing.state_index import StateIndex
 from mambaslots.net.transfer.format import TransferError
-from mambaslots.net.transfer.import_ import ImportReport
+from mambaslots.net.transfer.placement import ImportReport
 from oracle.budget import thinned
 from oracle.cached_prefixes import assert_cache_is_right
 from oracle.disaggregated import Place, answers, run

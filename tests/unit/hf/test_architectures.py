@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 from mambaslots.hf import architectures
-from mambaslots.hf.current_step import attention_forward
+from mambaslots.hf.interfaces import attention_forward
 from mambaslots.hf.served_model import ServedModel
 from oracle.hf_models import CONFIGS, VOCABULARY, reference_logits, reference_model, served_model, tiny_config
 from oracle.hf_steps import step_errors, texts

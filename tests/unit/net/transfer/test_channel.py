@@ -16,9 +16,9 @@ from mambaslots.net import TransferChannel
 from mambaslots.net.channel import Link
 from mambaslots.net.transfer import session
 from mambaslots.net.transfer.hand_over import SendReport
-from mambaslots.net.transfer.import_ import ImportReport
 from mambaslots.net.transfer.pieces import Staging
 from mambaslots.net.transfer.pipe import MessagePipe, NcclFacts
+from mambaslots.net.transfer.placement import ImportReport
 from oracle.serving import random_tokens, serve_checked
 from oracle.transfers import engine_of, maps_of
 

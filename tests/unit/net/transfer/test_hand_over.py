@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 import zmq
 from mambaslots.net.channel import Link, Listener, PeerLostError
-from mambaslots.net.transfer import import_, pieces, pipe, session
+from mambaslots.net.transfer import pieces, pipe, session
 from mambaslots.net.transfer.hand_over import SendReport
-from mambaslots.net.transfer.import_ import ImportReport
 from mambaslots.net.transfer.pieces import PartCopies
 from mambaslots.net.transfer.pipe import MessagePipe
+from mambaslots.net.transfer.placement import ImportReport, Placement
 from oracle.serving import random_tokens, serve_checked
 from oracle.transfers import engine_of, maps_of, receive_once, send_once
 
@@ -510,7 +510,7 @@ def test_what_fails_within_the_replica_is_no_miss(
         raise RuntimeError("a rank was lost")
 
     if broken == "publishing":
-        monkeypatch.setattr(import_.Placement, "publish", publish)
+        monkeypatch.setattr(Placement, "publish", publish)
     else:
         monkeypatch.setattr(ms.ParallelGroups, "gather", gather)
     stores = client(host), client(host)

@@ -18,9 +18,9 @@ from mambaslots.inference.contexts.cache.hashing import PUBLIC_ROOT, PrefixHashC
 from mambaslots.inference.contexts.cache.state_slots import StateSlots
 from mambaslots.net import decode_prefixes, encode_prefixes, export_prefixes, import_prefixes, load_prefixes
 from mambaslots.net.transfer import export as export_module
-from mambaslots.net.transfer import import_
+from mambaslots.net.transfer import placement
 from mambaslots.net.transfer.format import TensorFormat, TransferError
-from mambaslots.net.transfer.import_ import ImportReport, Placement, PrefixCounts
+from mambaslots.net.transfer.placement import ImportReport, Placement, PrefixCounts
 from oracle.budget import costly
 from oracle.kv_index import eviction_order
 from oracle.model_kinds import MIX, kind_of_model
@@ -659,8 +659,8 @@ def test_a_copy_that_fails_is_undone(
             raise MemoryError("no room")
         written.append(real(*arguments))
 
-    real = import_.write_rows
-    monkeypatch.setattr(import_, "write_rows", write_rows)
+    real = placement.write_rows
+    monkeypatch.setattr(placement, "write_rows", write_rows)
     with pytest.raises(RuntimeError, match="could not be imported: no room"):
         import_prefixes(target, export)
     assert maps_of(target) == before

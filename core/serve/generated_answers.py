@@ -1,29 +1,22 @@
-"""What generates the answers of a server, and the HTTP responses that send them while they come."""
+"""The answers to requests: responses that an engine generates while they are sent."""
 
 import asyncio
-import contextlib
-import sys
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..errors import EngineDeadError, KVBlockCapacityError, NoReplicaError, QueueFullError
-from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from ..inference.engines.arguments import Prompt, Salt
-from ..inference.engines.async_engine import AsyncEngine
-from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.streams import AsyncStream
-from ..monitor import Monitor
-from ..request import RequestResult, SamplingParams
+from ..request import RequestResult
 from ..text import TextCodec
 from .errors import JSONAnswer, RequestError, bad_argument, json_bytes, refusal
 from .gate import BROKEN_BY
 from .http_answers import AnswerText, Form, Piece, usage
-from .metrics import metrics_text
-from .requests import AnswerRequest
+from .preparation import Choice, Job
+from .served_engine import ServedEngine
 
 Emit = Callable[[int, Piece], Awaitable[None]]
 """Called with the number of an answer and a piece of it."""
@@ -35,150 +28,6 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would collect the pieces
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineFacts:
-    """What does not change while an engine serves; replicas send it to processes without a model."""
-
-    vocab_size: int
-    max_sequence_length: int
-    pool_tokens: int  # of the whole KV pool
-    max_requests: int  # that run at once
-    block_size_tokens: int
-    caches_prefixes: bool  # so that blocks have hashes
-    checkpoint_plan: CheckpointPlan
-
-    @classmethod
-    def of(cls, engine: DynamicInferenceEngine) -> "EngineFacts":
-        config, cache = engine.config, engine.context.prefix_cache
-        return cls(
-            vocab_size=engine.context.spec.vocab_size,
-            max_sequence_length=config.max_sequence_length,
-            pool_tokens=cache.kv_blocks.total_count * config.block_size_tokens,
-            max_requests=config.max_requests,
-            block_size_tokens=config.block_size_tokens,
-            caches_prefixes=config.enable_prefix_caching,
-            checkpoint_plan=config.checkpoint_plan,
-        )
-
-
-class ServedEngine(Protocol):
-    """Generates the answers of a server. All calls are made in one event loop."""
-
-    @property
-    def facts(self) -> EngineFacts: ...
-
-    @property
-    def max_running(self) -> int:
-        """Requests that can run at once now."""
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Why nothing is generated now, or None. A `NoReplicaError` may pass, others do not."""
-
-    def start(self) -> None:
-        """Begin, in the event loop that runs now."""
-
-    async def drain(self, timeout_s: float | None = None) -> bool:
-        """Refuse new requests, wait for the others for `timeout_s`; returns whether none was cancelled."""
-
-    async def close(self, timeout_s: float | None = None) -> bool:
-        """Cancel all requests, and end. Returns whether it has ended within `timeout_s`."""
-
-    async def stream(
-        self,
-        prompt: Sequence[int],
-        sampling_params: SamplingParams,
-        *,
-        cache_salt: bytes | None,
-        checkpoint_plan: CheckpointPlan | None,
-        tenant: str | None,
-    ) -> AsyncStream:
-        """Queue a prompt; ValueError where it can never run, QueueFullError or RuntimeError where not now."""
-
-    async def metrics_text(self) -> tuple[bytes, str]:
-        """The body of a reply to Prometheus, and its content type."""
-
-    async def snapshot(self) -> Mapping[str, Any] | None:
-        """What the page shows, as `Monitor.snapshot` makes it; None without reports."""
-
-
-class LocalEngine(AsyncEngine):
-    """A `ServedEngine`: one engine, which a monitor watches."""
-
-    def __init__(
-        self,
-        engine: DynamicInferenceEngine,
-        *,
-        model_name: str,
-        max_waiting_requests: int = 1024,
-        trace: bool = False,
-    ) -> None:
-        """`trace`: whether a line about each request is written to stderr."""
-        super().__init__(engine, max_waiting_requests=max_waiting_requests)
-        self.monitor = Monitor(engine, model_name=model_name, trace=_print_line if trace else None)
-        self.facts = EngineFacts.of(engine)
-        self.max_running = self.facts.max_requests
-
-    async def close(self, timeout_s: float | None = None) -> bool:
-        ended = await super().close(timeout_s)
-        with contextlib.suppress(ValueError):  # the engine has failed, and dropped its observers
-            self.monitor.close()
-        return ended
-
-    async def stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        cache_salt: Salt = None,
-        tenant: str | None = None,
-        **options: Any,
-    ) -> AsyncStream:
-        if cache_salt is not None and tenant is not None:
-            self.monitor.name_salt(cache_salt, tenant)
-        return await super().stream(prompt, sampling_params, cache_salt=cache_salt, **options)
-
-    async def metrics_text(self) -> tuple[bytes, str]:
-        return await asyncio.to_thread(metrics_text, self.monitor)
-
-    async def snapshot(self) -> dict[str, Any]:
-        return await asyncio.to_thread(self.monitor.snapshot)
-
-
-def _print_line(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One answer that the engine is to generate: the index-th of a request, to its prompt-th prompt."""
-
-    index: int
-    prompt: int
-    tokens: list[int]
-    sampling: SamplingParams
-    plan: CheckpointPlan
-
-
-@dataclass(frozen=True)
-class Job:
-    """All answers that one request wants, and how they are sent back."""
-
-    choices: Sequence[Choice]
-    request: AnswerRequest
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompts, each counted once."""
-        return sum({choice.prompt: len(choice.tokens) for choice in self.choices}.values())
 
 
 def _code_of(error: Exception) -> str:

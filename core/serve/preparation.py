@@ -1,0 +1,143 @@
+"""Bodies of requests become jobs: the prompts, parameters and plans that the engine is given."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
+from ..loaded_model import LoadedModel, LoadedText
+from ..request import SamplingParams
+from ..text import TextCodec
+from ..validation import INT64_MAX
+from .bodies import parsed_object
+from .errors import bad_argument, bad_field
+from .requests import MAX_CHOICES, AnswerRequest, ChatRequest, CompletionRequest, Context
+from .served_engine import EngineFacts
+from .settings import ServerSettings
+
+_DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's server
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer that the engine is to generate: the index-th of a request, to its prompt-th prompt."""
+
+    index: int
+    prompt: int
+    tokens: list[int]
+    sampling: SamplingParams
+    plan: CheckpointPlan
+
+
+@dataclass(frozen=True)
+class Job:
+    """All answers that one request wants, and how they are sent back."""
+
+    choices: Sequence[Choice]
+    request: AnswerRequest
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompts, each counted once."""
+        return sum({choice.prompt: len(choice.tokens) for choice in self.choices}.values())
+
+
+class Preparation:
+    """Turns bodies into jobs, in any thread; a RequestError says what is wrong with a body."""
+
+    def __init__(
+        self, facts: EngineFacts, loaded: LoadedModel | LoadedText, settings: ServerSettings
+    ) -> None:
+        self.longest = min(facts.max_sequence_length, facts.pool_tokens)
+        self._facts = facts
+        self._loaded = loaded
+        self._context = Context(
+            model_name=settings.model_name,
+            vocab_size=facts.vocab_size,
+            max_prompts=min(MAX_CHOICES, settings.max_waiting_requests),
+        )
+
+    def completion(self, body: bytes, header_salt: str | None) -> Job:
+        request = CompletionRequest.read(parsed_object(body), self._context, header_salt)
+        prompts, last = [], max(request.checkpoints, default=0)
+        for prompt in request.prompt:
+            tokens = self._text("prompt").encode(prompt) if isinstance(prompt, str) else prompt
+            if last > len(tokens):
+                message = f"checkpoints holds {last}; accepted: positions up to {len(tokens)}"
+                raise bad_field("checkpoints", message)
+            prompts.append((tokens, request.checkpoints))
+        return self._job("prompt", prompts, request, _DEFAULT_COMPLETION_TOKENS)
+
+    def chat(self, body: bytes, header_salt: str | None) -> Job:
+        written = parsed_object(body)
+        request = ChatRequest.read(written, self._context, header_salt)
+        text = self._text("messages")
+        if text.chat_template is None:
+            raise bad_field(
+                "messages", "the model has no chat template; accepted: /v1/completions with a prompt"
+            )
+        messages = [
+            message.for_template(sent)
+            for message, sent in zip(request.messages, written["messages"], strict=True)
+        ]
+        marked = tuple(i for i, message in enumerate(request.messages) if message.is_marked)
+        sent = {name: written[name] for name in ("tools", "tool_choice") if written.get(name)}
+        variables = request.chat_template_kwargs | sent
+        try:
+            prompt = text.encode_chat_marked(messages, marked_messages=marked, **variables)
+        except ValueError as error:
+            raise bad_field("messages", str(error)) from None
+        default = self._loaded.generation.max_tokens
+        return self._job("messages", [(prompt.tokens, prompt.marks)], request, default)
+
+    def _text(self, field: str) -> TextCodec:
+        if self._loaded.text is None:
+            raise bad_field(field, "the model has no tokenizer; accepted: /v1/completions with token ids")
+        return self._loaded.text
+
+    def _job(
+        self, field: str, prompts: list[tuple[list[int], Any]], request: AnswerRequest, default: int | None
+    ) -> Job:
+        if request.stop:
+            self._text("stop")
+        num_choices, most_choices = len(prompts) * request.n, self._context.max_prompts
+        if num_choices > most_choices:
+            message = f"{len(prompts)} prompts times n are {num_choices} answers; accepted: {most_choices}"
+            if most_choices < MAX_CHOICES:
+                message += ", the server's max_waiting_requests"
+            raise bad_field("n", message)
+        base = self._facts.checkpoint_plan
+        choices: list[Choice] = []
+        for number, (tokens, marks) in enumerate(prompts):
+            if not tokens:
+                raise bad_field(field, f"{field} is empty; accepted: at least one token")
+            plan = base.with_marks(marks)
+            room = self.longest - len(tokens)
+            most = request.max_tokens or max(1, min(room, default or room))
+            if most > room:
+                message = (
+                    f"the prompt has {len(tokens)} tokens and the answer up to {most}; accepted: together at "
+                    f"most max_sequence_length ({self._facts.max_sequence_length}) and the KV pool "
+                    f"({self._facts.pool_tokens})"
+                )
+                raise bad_field("max_tokens", message, "context_length_exceeded")
+            for i in range(request.n):
+                sampling = self._sampling(request, most, i)
+                choices.append(Choice(len(choices), number, tokens, sampling, plan))
+        return Job(choices, request)
+
+    def _sampling(self, request: AnswerRequest, most: int, number: int) -> SamplingParams:
+        """The parameters of answer `number` to a prompt, which has a seed of its own."""
+        stops = () if request.ignore_eos else self._loaded.generation.params.stop_token_ids
+        seed = None if request.seed is None else (request.seed + number) & INT64_MAX
+        try:
+            return self._loaded.generation.sampling_params(
+                **request.sampling,
+                max_tokens=most,
+                stop_token_ids=(*stops, *request.stop_token_ids),
+                seed=seed,
+                return_log_probs=request.num_top_log_probs is not None,
+                num_top_log_probs=request.num_top_log_probs or 0,
+            )
+        except ValueError as error:
+            raise bad_argument(error, type(request).model_fields) from None
