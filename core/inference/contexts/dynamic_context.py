@@ -15,11 +15,12 @@ from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
 from .cache.prefix_match import TokenLedger
 from .device_memory import DeviceMemory
+from .padding import largest_shape
 from .pool_sizes import PoolSizes, sized
 from .request import DynamicInferenceRequest, RequestStep
 from .states import RequestStates
 from .step_builder import Padding, StepBuffer, StepBuilder
-from .step_inputs import StepInputs, StepObserver, StepShape
+from .step_inputs import StepInputs, StepObserver
 from .tier_copies import tier_of
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class DynamicInferenceContext:
             pool, memory.durable_pool, self.prefix_cache, scrubber.scratch, spec.separate_states, chunk
         )
         self._empty_rows()
-        largest = StepShape.largest(
+        largest = largest_shape(
             config.max_requests, config.max_tokens_per_step, 1 + config.num_speculative_tokens,
             self.admission.block_table.shape[1], self._chunk_size, config.batch_invariant,
         )  # fmt: skip

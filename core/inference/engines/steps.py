@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ...request import SamplingParams, TopLogProbs
 from ..contexts.dynamic_context import DynamicInferenceContext
+from ..contexts.padding import padded_to_ladder
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
-from ..contexts.step_inputs import StepInputs, StepShape, padded_to_ladder
+from ..contexts.step_inputs import StepInputs, StepShape
 from ..kernels.kernel_set import runs_triton
 from ..kernels.log_probs import log_probs_of, top_log_probs
 from ..kernels.reference import token_draws
