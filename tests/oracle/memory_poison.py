@@ -73,7 +73,7 @@ class MemoryPoison:
             _fill(states, 1, slots)
         encoded = memory.durable_pool
         if encoded is not memory.state_pool:
-            unused = set(range(encoded.num_durable)).difference(cache.tree.slot_by_block.values())
+            unused = set(range(encoded.num_durable)).difference(cache.tree.slot_of_block.values())
             encoded.memory.index_fill_(0, numbers_on(encoded.memory.device, sorted(unused)), _NAN_BYTE)
         self._fill_kv(blocks)
         self._fill_inputs()

@@ -291,7 +291,7 @@ def reserve_states[S: PathStep](
     for number, step in enumerate(steps):
         for boundary in step.boundaries:
             key = step.key_at(boundary.position)
-            if key not in slots.tree.hash_to_block_id:
+            if key not in slots.tree.state_block_of_hash:
                 known = boundary.position <= len(step.sequence)
                 (certain if known else guessed).setdefault(key, (number, boundary))
     if not (certain or guessed):

@@ -89,8 +89,8 @@ class MatchBasis(NamedTuple):
     last_key: int = 0  # hash of the last whole block
     num_held: int = -1  # the path's registered blocks; -1 where nothing was looked up
     max_resume_tokens: int | None = None
-    clock: int = -1  # this and the next two are the tree's and its ghosts'
-    state_clock: int = -1
+    block_version: int = -1  # this and the next two are the tree's and its ghosts'
+    state_version: int = -1
     num_lapses: int = -1
 
 
@@ -136,7 +136,7 @@ def match_prefix(
     ghosts, keys, size = tree.ghosts, chain.keys, chain.block_size_tokens
     blocks, num_seen, whole = tuple(path_blocks[:num_held]), 0, num_tokens // size
     if known is not None and _is_of_beginning(known.basis, chain, num_tokens, num_held, max_resume_tokens):
-        since, blocks = known.basis.clock, known.blocks
+        since, blocks = known.basis.block_version, known.blocks
         no_lapse = known.basis.num_lapses == ghosts.num_lapses
         if no_lapse:  # what was seen is there, or a ghost
             num_seen = known.seen_tokens // size
@@ -145,7 +145,7 @@ def match_prefix(
         elif (
             no_lapse
             and num_tokens == known.basis.num_tokens
-            and known.basis.state_clock == tree.state_clock
+            and known.basis.state_version == tree.state_version
             and not (len(blocks) < whole and keys[len(blocks)] in tree.block_of_hash)
             and not (num_seen < whole and ghosts.has(keys[num_seen], "block"))
         ):
@@ -175,8 +175,8 @@ def match_prefix(
     if limited:
         spans = (*spans, Span(asked * size, num_tokens, "disabled"))
     slot = tree.slot_of(blocks[depth - 1]) if depth else -1
-    clocks = tree.clock, tree.state_clock, ghosts.num_lapses
-    basis = MatchBasis(num_tokens, _last_key(chain, num_tokens), num_held, max_resume_tokens, *clocks)
+    versions = tree.block_version, tree.state_version, ghosts.num_lapses
+    basis = MatchBasis(num_tokens, _last_key(chain, num_tokens), num_held, max_resume_tokens, *versions)
     match = PrefixMatch(blocks, depth * size, slot, num_seen * size, spans, basis)
     if known == match and known.basis.num_tokens == num_tokens:
         object.__setattr__(known, "basis", basis)
@@ -200,10 +200,10 @@ def _is_of_beginning(
 
 def _deepest_state(tree: PrefixTree, blocks: tuple[int, ...], start: int, stop: int) -> int:
     """The largest d in (start, stop] where `blocks[d - 1]` has a state, or 0."""
-    slot_by_block = tree.slot_by_block
-    if start >= stop or slot_by_block.keys().isdisjoint(blocks[start:stop][::-1]):
+    slot_of_block = tree.slot_of_block
+    if start >= stop or slot_of_block.keys().isdisjoint(blocks[start:stop][::-1]):
         return 0
-    return next(d for d in range(stop, start, -1) if blocks[d - 1] in slot_by_block)
+    return next(d for d in range(stop, start, -1) if blocks[d - 1] in slot_of_block)
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ def bring_back(
     for depth in range(len(blocks), -(-start // block_size_tokens), -1):
         key, block = keys[depth - 1], blocks[depth - 1]
         worth = tier.is_worth(key, depth * block_size_tokens - start)
-        if not worth or block in slots.tree.slot_by_block:
+        if not worth or block in slots.tree.slot_of_block:
             continue
         tier.pin(key)
         try:

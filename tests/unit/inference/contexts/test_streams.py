@@ -124,10 +124,10 @@ def tier_traffic(
         if fetch_fails:
             copies._checksum = fails  # type: ignore[assignment]
         with suppress(MambaSlotCapacityError):
-            if block not in slots.tree.slot_by_block:
+            if block not in slots.tree.slot_of_block:
                 bring_back(slots, [block], [block + 1], 0, 1)
             copies._checksum = checksum
-            if block not in slots.tree.slot_by_block:
+            if block not in slots.tree.slot_of_block:
                 (slot,) = slots.reserve([block])
                 memory[slot].copy_(simulator.device_memory(pattern(block)), non_blocking=True)
                 slots.commit([slot])

@@ -115,7 +115,7 @@ class BooksMachine(RuleBasedStateMachine):
     @rule(block=st.integers(0, 9))
     def take(self, block: int) -> None:
         self.registered.add(block)
-        if block not in self.slots.tree.slot_by_block:
+        if block not in self.slots.tree.slot_of_block:
             (slot,) = self.slots.reserve([block])
             self.memory[slot] = 255  # a reader of what was here must have read it
             self.memory[slot] = self.content(block)
@@ -125,10 +125,10 @@ class BooksMachine(RuleBasedStateMachine):
     @rule(block=st.integers(0, 9))
     def bring_back(self, block: int) -> None:
         if block in self.registered:
-            there = block in self.slots.tree.slot_by_block
+            there = block in self.slots.tree.slot_of_block
             came = bring_back(self.slots, [block], [block + 100], 0, 1)
             assert not (came and there)
-            assert not came or self.share or block in self.slots.tree.slot_by_block
+            assert not came or self.share or block in self.slots.tree.slot_of_block
             assert came or self.share or there or block + 100 not in self.tier
 
     @rule(block=st.integers(0, 9))
@@ -146,7 +146,7 @@ class BooksMachine(RuleBasedStateMachine):
 
     @rule(block=st.integers(0, 9))
     def use(self, block: int) -> None:
-        if block in self.slots.tree.slot_by_block:
+        if block in self.slots.tree.slot_of_block:
             self.slots.note_use(self.slots.tree.slot_of(block))
 
     @invariant()
@@ -203,10 +203,10 @@ def test_a_bad_copy_that_cost_another_state_is_reported() -> None:
         slots.commit(slots.reserve([block]))
     copies.rows ^= 1
     assert bring_back(slots, [4, 5], [104, 105], 1, 1)
-    assert not slots.tree.slot_by_block
+    assert not slots.tree.slot_of_block
     assert list(tier.host.copies) == [104]
     assert bring_back(slots, [4], [104], 0, 1)
-    assert 4 in slots.tree.slot_by_block
+    assert 4 in slots.tree.slot_of_block
 
 
 def test_a_tier_without_tensors_finds_every_copy() -> None:
@@ -215,7 +215,7 @@ def test_a_tier_without_tensors_finds_every_copy() -> None:
     for block in (1, 2):
         slots.commit(slots.reserve([block]))
     assert bring_back(slots, [1], [101], 0, 1)
-    assert 1 in slots.tree.slot_by_block
+    assert 1 in slots.tree.slot_of_block
     assert tier.stats().num_states_fetched == 1
 
 
