@@ -207,7 +207,8 @@ class DynamicInferenceContext:
             and not is_valid(step.request.request_id)
         ]
         if invalid:
-            self.prefix_cache.slots.release([slot for step in invalid for slot in step.destinations.values()])
+            for step in invalid:
+                self.prefix_cache.release_reserved(step)
             rows = {step.holding.row for step in invalid}
             self._steps = tuple(step for step in self._steps if step.holding.row not in rows)
 

@@ -239,6 +239,21 @@ class PrefixCache:
         if slot >= 0:
             self.slots.unpin(slot)
 
+    def fetch_state(self, chain: PrefixHashChain, blocks: Sequence[int], start: int) -> bool:
+        """Copy back the deepest good state after token `start` from the tier, if that beats computing.
+
+        Waits for the copy, may evict states, and is a collective where the model is split.
+
+        Args:
+            chain: the hashes of at least the prefix that `blocks` hold.
+            blocks: the registered blocks of the prefix, as a match has them; deeper states are not fetched.
+            start: the tokens that the sequence can continue from without a fetch.
+
+        Returns:
+            Whether states changed, so that earlier matches may be wrong.
+        """
+        return self.slots.fetch_state(blocks, chain.keys, start, self._block_size)
+
     def release(self, path: CachedPath) -> None:
         """Release all that the path holds; do not use the path afterwards.
 
@@ -349,6 +364,10 @@ class PrefixCache:
                 if committed[position] == slot and not keeps:
                     path.rolling_block = block
         return committed
+
+    def release_reserved(self, step: PathStep) -> None:
+        """Free the slots that were reserved for the states of a step whose results are not kept."""
+        self.slots.release(list(step.destinations.values()))
 
     def abort(self) -> None:
         """Free all slots that were reserved for a step that failed."""

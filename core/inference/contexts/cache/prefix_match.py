@@ -1,4 +1,4 @@
-"""What is cached of a sequence, why each of its other tokens is computed, and states fetched from a tier."""
+"""What is cached of a sequence, and why each of its other tokens is computed."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
-from ....errors import MambaSlotCapacityError
 from .hashing import GhostList, PrefixHashChain
 from .prefix_tree import PrefixTree
-from .state_slots import StateSlots
 
 ComputeReason = Literal[
     "never_seen",
@@ -252,34 +250,3 @@ class TokenLedger:
 def _overlap(one: range, other: range) -> int:
     """How many integers lie in both ranges."""
     return max(0, min(one.stop, other.stop) - max(one.start, other.start))
-
-
-def bring_back(
-    slots: StateSlots, blocks: Sequence[int], keys: Sequence[int], start: int, block_size_tokens: int
-) -> bool:
-    """Fetch the deepest good state after token `start`, if that beats computing; whether states changed.
-
-    Waits for the copy, may evict states, and is a collective where the model is split.
-    """
-    tier, changed = slots.tier, False
-    if tier is None or not (tier.host or tier.files):
-        return False
-    for depth in range(len(blocks), -(-start // block_size_tokens), -1):
-        key, block = keys[depth - 1], blocks[depth - 1]
-        worth = tier.is_worth(key, depth * block_size_tokens - start)
-        if not worth or block in slots.tree.slot_of_block:
-            continue
-        tier.pin(key)
-        try:
-            (slot,) = slots.reserve([block])
-        except MambaSlotCapacityError:
-            tier.pin(None)
-            return changed
-        changed = True
-        good = tier.fetch(key, slot)
-        slots.tree.note_copies_lost(tier.take_lost())
-        if good:
-            slots.commit([slot])
-            return True
-        slots.release([slot])
-    return changed

@@ -154,6 +154,33 @@ class StateSlots:
                 self.policy.unplan(self._planned.pop(slot))
         self._free_slots(slots)
 
+    def fetch_state(
+        self, blocks: Sequence[int], keys: Sequence[int], start: int, block_size_tokens: int
+    ) -> bool:
+        """See `PrefixCache.fetch_state`; `blocks` and `keys` are those of a prefix, first block first."""
+        tier, changed = self.tier, False
+        if tier is None or not (tier.host or tier.files):
+            return False
+        for depth in range(len(blocks), -(-start // block_size_tokens), -1):
+            key, block = keys[depth - 1], blocks[depth - 1]
+            worth = tier.is_worth(key, depth * block_size_tokens - start)
+            if not worth or block in self.tree.slot_of_block:
+                continue
+            tier.pin(key)
+            try:
+                (slot,) = self.reserve([block])
+            except MambaSlotCapacityError:
+                tier.pin(None)
+                return changed
+            changed = True
+            good = tier.fetch(key, slot)
+            self.tree.note_copies_lost(tier.take_lost())
+            if good:
+                self.commit([slot])
+                return True
+            self.release([slot])
+        return changed
+
     # ---- use
 
     def pin(self, slot: int) -> None:
