@@ -152,9 +152,11 @@ class Admission:
     def schedule(
         self, request: DynamicInferenceRequest, token_budget: int, spared: Iterable[int] = ()
     ) -> RequestStep | None:
-        """Allocate a step of up to `token_budget` tokens; None, with nothing changed, where none is possible.
+        """Allocate a step of up to `token_budget` tokens, or nothing and return None where none is possible.
 
         Every part of a prefill is matched again: it may jump ahead to states that others have stored since.
+        The search for room changes cached states, also where it ends in None: running requests copy and
+        unpin those that they resumed from, and a fetch may evict some.
         """
         holding = request.holding
         if holding is not None and holding.decoding:

@@ -301,7 +301,8 @@ def reserve_states[S: PathStep](
     if max_inner_states is not None:
         inner = [key for key in wanted if _is_inner(steps[certain[key][0]], certain[key][1])]
         beyond = inner[max_inner_states:]
-        wanted = [key for key in wanted if key not in set(beyond)]
+        dropped = set(beyond)
+        wanted = [key for key in wanted if key not in dropped]
     if not slots.policy.refuses:
         decoding = [steps[certain[key][0]].path for key in wanted if certain[key][1].kind == "decode"]
         make_room_by_rolling(slots, decoding, len(wanted))

@@ -92,7 +92,7 @@ class MatchBasis(NamedTuple):
     num_lapses: int = -1
 
 
-@dataclass(frozen=True)
+@dataclass
 class PrefixMatch:
     """The result of `PrefixCache.match`. A match holds and pins nothing.
 
@@ -106,7 +106,8 @@ class PrefixMatch:
         resume_slot: the durable slot of that state, or -1.
         seen_tokens: how far the sequence follows a known path, evicted blocks included.
         spans: why each token from `resume_tokens` to N is computed, in order and without gaps.
-        basis: what was asked for, and when the match was right. No part of what the match says.
+        basis: what was asked for, and when the match was right. No part of what the match says, and the only
+            attribute that is set later: by `match_prefix`, where it returns the match again.
     """
 
     blocks: tuple[int, ...]
@@ -177,7 +178,7 @@ def match_prefix(
     basis = MatchBasis(num_tokens, _last_key(chain, num_tokens), num_held, max_resume_tokens, *versions)
     match = PrefixMatch(blocks, depth * size, slot, num_seen * size, spans, basis)
     if known == match and known.basis.num_tokens == num_tokens:
-        object.__setattr__(known, "basis", basis)
+        known.basis = basis
         return known
     return match
 

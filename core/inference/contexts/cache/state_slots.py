@@ -118,7 +118,7 @@ class StateSlots:
         return slots
 
     def commit(self, slots: Sequence[int], blocks: Sequence[int] | None = None) -> list[int]:
-        """Make written slots findable as states of `blocks`; see `MambaSlotAllocator.commit`."""
+        """Make written slots findable as states of `blocks`; returns the slot with each state now, or -1."""
         blocks = [self.reserved[slot] for slot in slots] if blocks is None else blocks
         keys = [self.tree.hash_of(block) if block >= 0 else -1 for block in blocks]
         for slot, block, key in zip(slots, blocks, keys, strict=True):
