@@ -5,10 +5,10 @@ from typing import Any
 
 import mambaslots as ms
 import torch
+from mambaslots.devices import numbers_on
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.inference.engines.steps import StepRunner
-from mambaslots.inference.kernels.state_tensors import numbers_on
 from torch import Tensor
 
 _NAN_BYTE = 0xFF

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...config import InferenceConfig
-from ...parallel_groups import on_device_of
+from ...devices import on_device_of
 from ...state_spec import HybridStateSpec
 from ..contexts.padding import FEWEST_ROWS, padded_to_ladder, power_of_two, rung, rungs
 from ..contexts.request import DynamicInferenceRequest

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...devices import numbers_on
 from ...request import SamplingParams, TopLogProbs
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.padding import padded_to_ladder
@@ -19,7 +20,6 @@ from ..kernels.kernel_set import runs_triton
 from ..kernels.log_probs import log_probs_of, top_log_probs
 from ..kernels.reference import token_draws
 from ..kernels.reference.token_draws import WHOLE, TokenDraw
-from ..kernels.state_tensors import numbers_on
 from .engine_observer import NewTokens
 from .logits_changes import LogitsChanges
 from .runner import GraphRunner, Model
