@@ -1,6 +1,5 @@
 """How a model is split over ranks: the part that one rank holds, process groups, and their collectives."""
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .devices import on_device_of
 from .validation import boolean, instance, integer, shown
-
-_CURRENT = -1  # `torch.cuda.device` then makes no CUDA call
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,6 @@ class ModelShard:
     def __post_init__(self) -> None:
         instance("attention_layers", self.attention_layers, Part)
         instance("kv_heads", self.kv_heads, Part)
-
-
-def on_device_of(device: torch.device | None) -> AbstractContextManager[object]:
-    """A context in which `device` is the current CUDA device; no effect for None or another kind."""
-    # Triton launches on the current device, wherever its tensors are; nccl sends Python objects from it.
-    is_cuda = device is not None and device.type == "cuda"
-    return torch.cuda.device(device.index if is_cuda and device is not None else _CURRENT)
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ class EngineReplica:
         events = None
         if self._looks is not None and wants_all is not None:
             events = self._looks.next(wants_all)
-        num_states = len(self._ranks.engine.context.prefix_cache.tree.hash_to_block_id)
+        num_states = len(self._ranks.engine.context.prefix_cache.tree.state_block_of_hash)
         return ReplicaStatus(self._name, self._processes, self._engine.num_running, num_states, events)
 
     async def hand_over(self, order: HandOver) -> None:

@@ -75,7 +75,7 @@ class AnswerStates:
         found: dict[int, Crossing] = {}
         if not (tracks := record_of(context).tracks):
             return found
-        states, size = slots.tree.slot_by_block, context.block_size_tokens
+        states, size = slots.tree.slot_of_block, context.block_size_tokens
         for crossing in crossings(context):
             track = tracks.get(crossing.request_id)
             if track is None:

@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from ..devices import numbers_on
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
-from ..inference.kernels.state_tensors import numbers_on
 from .host_record import HostCallError
 from .overrides import override
 from .versions import GATED_DELTA_NET

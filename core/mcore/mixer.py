@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inference.kernels.state_tensors import numbers_on
+from ..devices import numbers_on
 from .overrides import override
 from .versions import MAMBA_METADATA, MAMBA_MIXER
 

@@ -126,7 +126,7 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     def _evict_as_host(self, blocks: Sequence[int]) -> None:
         """Make room by evicting states of blocks that no request holds, by default the oldest of the host."""
-        kv, slot_of = self.context.kv_block_allocator, self.slots.tree.slot_by_block
+        kv, slot_of = self.context.kv_block_allocator, self.slots.tree.slot_of_block
         required = len({block for block in blocks if block not in slot_of})
         missing = required - self.free_count
         if missing <= 0:
@@ -148,7 +148,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         """See the base; a block without a slot gets one with a zero state, where a slot is free."""
         blocks, keys = self._checked_blocks(block_ids), integers("hashes", hashes)
         check_lengths(blocks, hashes=keys)
-        states = self.slots.tree.slot_by_block
+        states = self.slots.tree.slot_of_block
         lacking = [b for b, key in zip(blocks, keys, strict=True) if b not in states and key > 0]
         if lacking:
             reserved = self.slots.reserved.values()

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..inference.kernels.state_tensors import numbers_on
+from ..devices import numbers_on
 from ..validation import INT32_MAX, integer
 from . import align_reference
 from .align_reference import AlignLayout, AlignState

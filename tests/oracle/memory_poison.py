@@ -5,10 +5,10 @@ from typing import Any
 
 import mambaslots as ms
 import torch
+from mambaslots.devices import numbers_on
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.inference.engines.step_runner import StepRunner
-from mambaslots.inference.kernels.state_tensors import numbers_on
 from torch import Tensor
 
 _NAN_BYTE = 0xFF
@@ -73,7 +73,7 @@ class MemoryPoison:
             _fill(states, 1, slots)
         encoded = memory.durable_pool
         if encoded is not memory.state_pool:
-            unused = set(range(encoded.num_durable)).difference(cache.tree.slot_by_block.values())
+            unused = set(range(encoded.num_durable)).difference(cache.tree.slot_of_block.values())
             encoded.memory.index_fill_(0, numbers_on(encoded.memory.device, sorted(unused)), _NAN_BYTE)
         self._fill_kv(blocks)
         self._fill_inputs()

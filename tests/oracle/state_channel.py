@@ -14,7 +14,7 @@ def resumable_keys(cache: PrefixCache) -> set[int]:
     return {
         key
         for key, block in tree.block_of_hash.items()
-        if block in cache.slots.tree.slot_by_block or (tier is not None and key in tier)
+        if block in cache.slots.tree.slot_of_block or (tier is not None and key in tier)
     }
 
 

@@ -127,7 +127,7 @@ def test_a_package_imports_only_what_its_row_names() -> None:
         ("hf.text", "serve.http_answers"),
         ("net.transfer.export", "net.routing.state_events"),
         ("net.transfer.export", "monitor.__init__"),
-        ("net.routing.state_router", "inference.engines.runner"),
+        ("net.routing.state_router", "inference.engines.step_runner"),
         ("net.lockstep.followers", "net.transfer.export"),
         ("net.lockstep.followers", "inference.kernels.state_copy"),
         ("inference.kernels.reference.conv", "inference.contexts.states"),

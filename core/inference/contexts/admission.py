@@ -11,7 +11,7 @@ import torch
 from ...config import InferenceConfig
 from .cache.checkpoint_plan import Boundary, checked_boundaries
 from .cache.prefix_cache import PrefixCache
-from .cache.prefix_match import PrefixMatch, bring_back
+from .cache.prefix_match import PrefixMatch
 from .device_memory import DeviceMemory
 from .pool_sizes import num_live_slots
 from .request import DynamicInferenceRequest, Holding, RequestStep
@@ -152,9 +152,11 @@ class Admission:
     def schedule(
         self, request: DynamicInferenceRequest, token_budget: int, spared: Iterable[int] = ()
     ) -> RequestStep | None:
-        """Allocate a step of up to `token_budget` tokens; None, with nothing changed, where none is possible.
+        """Allocate a step of up to `token_budget` tokens, or nothing and return None where none is possible.
 
         Every part of a prefill is matched again: it may jump ahead to states that others have stored since.
+        The search for room changes cached states, also where it ends in None: running requests copy and
+        unpin those that they resumed from, and a fetch may evict some.
         """
         holding = request.holding
         if holding is not None and holding.decoding:
@@ -193,11 +195,11 @@ class Admission:
 
     def _fetch(self, request: DynamicInferenceRequest, match: PrefixMatch, start: int) -> bool:
         """Fetch a state after token `start` for a request that can go on; whether the match is stale now."""
-        holding, size = request.holding, self._block_size
+        holding = request.holding
         if self._cache.tier is None or (holding is not None and not holding.path.shares):
             return False
-        blocks = match.blocks[: request.most_resumed // size]
-        return bring_back(self._cache.slots, blocks, request.hashes.keys, start, size)
+        blocks = match.blocks[: request.most_resumed // self._block_size]
+        return self._cache.fetch_state(request.hashes, blocks, start)
 
     def _schedule_decode(self, request: DynamicInferenceRequest, holding: Holding) -> RequestStep | None:
         """A decode; one of a token that only the device knows neither needs nor completes a KV block."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...config import InferenceConfig
+from ...devices import numbers_on
 from ...state_spec import HybridStateSpec, durable_tensors
 from ...validation import addressable
-from ..kernels.state_tensors import numbers_on
 from .cache.free_lists import DirtyEntries, MemoryCleaner
 from .cache.memory import UnitSizes
 from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes, input_bytes, input_shapes, num_live_slots

@@ -15,11 +15,12 @@ from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
 from .cache.prefix_match import TokenLedger
 from .device_memory import DeviceMemory
+from .padding import largest_shape
 from .pool_sizes import PoolSizes, sized
 from .request import DynamicInferenceRequest, RequestStep
 from .states import RequestStates
 from .step_builder import Padding, StepBuffer, StepBuilder
-from .step_inputs import StepInputs, StepObserver, StepShape
+from .step_inputs import StepInputs, StepObserver
 from .tier_copies import tier_of
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class DynamicInferenceContext:
             pool, memory.durable_pool, self.prefix_cache, scrubber.scratch, spec.separate_states, chunk
         )
         self._empty_rows()
-        largest = StepShape.largest(
+        largest = largest_shape(
             config.max_requests, config.max_tokens_per_step, 1 + config.num_speculative_tokens,
             self.admission.block_table.shape[1], self._chunk_size, config.batch_invariant,
         )  # fmt: skip
@@ -206,7 +207,8 @@ class DynamicInferenceContext:
             and not is_valid(step.request.request_id)
         ]
         if invalid:
-            self.prefix_cache.slots.release([slot for step in invalid for slot in step.destinations.values()])
+            for step in invalid:
+                self.prefix_cache.release_reserved(step)
             rows = {step.holding.row for step in invalid}
             self._steps = tuple(step for step in self._steps if step.holding.row not in rows)
 

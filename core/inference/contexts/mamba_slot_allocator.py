@@ -100,7 +100,7 @@ class MambaSlotAllocator:
         kv = context.kv_block_allocator
         tree = kv.tree if isinstance(kv, KVBlockAllocator) else HostTree(self._num_blocks, kv)
         self.slots = StateSlots(self.max_slots, policy, tree)
-        self.hash_to_block_id = tree.hash_to_block_id
+        self.hash_to_block_id = tree.state_block_of_hash
         if self._block_size % self._grid:
             warnings.warn(
                 f"block_size_tokens is {self._block_size}, no multiple of the SSD chunk ({self._grid}): most "
@@ -182,7 +182,7 @@ class MambaSlotAllocator:
     @property
     def block_to_slot(self) -> Tensor:
         slots = torch.full((self._num_blocks,), -1, dtype=torch.int32, device="cpu")
-        by_block = self.slots.tree.slot_by_block
+        by_block = self.slots.tree.slot_of_block
         slots[list(by_block)] = torch.tensor(list(by_block.values()), dtype=torch.int32, device="cpu")
         return slots
 
@@ -198,7 +198,7 @@ class MambaSlotAllocator:
     def has_state(self, block_id: int) -> bool:
         """Whether a committed slot holds the state after block `block_id`."""
         if type(block_id) is int and 0 <= block_id < self._num_blocks:
-            return block_id in self.slots.tree.slot_by_block
+            return block_id in self.slots.tree.slot_of_block
         return self.get_slot(block_id) >= 0
 
     def get_slot(self, block_id: int) -> int:
@@ -210,7 +210,7 @@ class MambaSlotAllocator:
     def reserve(self, block_ids: Sequence[int]) -> list[int]:
         """See `StateSlots.reserve`."""
         blocks = self._checked_blocks(block_ids)
-        taken = {*self.slots.reserved.values(), *self.slots.tree.slot_by_block}
+        taken = {*self.slots.reserved.values(), *self.slots.tree.slot_of_block}
         if len(set(blocks)) < len(blocks) or not taken.isdisjoint(blocks):
             raise ValueError(f"block_ids is {blocks}; accepted: distinct blocks without state or reservation")
         return self.slots.reserve(blocks)
@@ -283,9 +283,9 @@ class MambaSlotAllocator:
         if keys is not hashes:  # some may be <= 0
             named = [(block, key) for block, key in zip(blocks, keys, strict=True) if key > 0]
             blocks, keys = [block for block, _ in named], [key for _, key in named]
-        slot_by_block = self.slots.tree.slot_by_block
+        slot_of_block = self.slots.tree.slot_of_block
         try:
-            slots = [slot_by_block[block] for block in blocks]
+            slots = [slot_of_block[block] for block in blocks]
         except KeyError:
             raise ValueError(f"block_ids is {shown(block_ids)}; accepted: blocks with a slot") from None
         self.slots.name(blocks, slots, keys)
@@ -471,8 +471,8 @@ class MambaSlotAllocator:
         tree, reserved = self.slots.tree, set(self.slots.reserved.values())
         found: dict[int, tuple[int, int, bool]] = {}
         for (block, row, is_inner), key in zip(places, hashes, strict=True):
-            findable = key > 0 and tree.hash_to_block_id.get(key, block) == block
-            if findable and block not in reserved and block not in tree.slot_by_block:
+            findable = key > 0 and tree.state_block_of_hash.get(key, block) == block
+            if findable and block not in reserved and block not in tree.slot_of_block:
                 found.setdefault(block, (row, key, is_inner))
         num_inner = sum(is_inner for _, _, is_inner in found.values())
         blocks, source_rows = list(found), [row for row, _, _ in found.values()]

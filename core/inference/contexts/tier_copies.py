@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...config import InferenceConfig
-from ...parallel_groups import on_device_of
+from ...devices import on_device_of
 from ...state_spec import HybridStateSpec
 from ...validation import INT32_MAX
 from ..kernels.row_checksum import RowChecksum

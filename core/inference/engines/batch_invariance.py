@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ...config import InferenceConfig
-from ...parallel_groups import on_device_of
+from ...devices import on_device_of
 from ...state_spec import HybridStateSpec
+from ..contexts.padding import FEWEST_ROWS, padded_to_ladder, power_of_two, rung, rungs
 from ..contexts.request import DynamicInferenceRequest
-from ..contexts.step_inputs import FEWEST_ROWS, StepShape, padded_to_ladder, power_of_two, rung, rungs
+from ..contexts.step_inputs import StepShape
 from ..kernels import attention
 from . import product_check
 from .dummy_steps import DummySteps

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...state_spec import HybridStateSpec
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.step_inputs import FEWEST_ROWS, StepInputs, StepShape, power_of_two, rung
+from ..contexts.padding import FEWEST_ROWS, power_of_two, rung
+from ..contexts.step_inputs import StepInputs, StepShape
 from .model_protocol import Model
 
 SMALLEST_PREFILL_TOKENS = 16

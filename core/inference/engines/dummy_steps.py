@@ -11,8 +11,9 @@ from ...request import SamplingParams
 from ...state_spec import HybridStateSpec
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.dynamic_context import DynamicInferenceContext
+from ..contexts.padding import MOST_PADDING, rung
 from ..contexts.request import DynamicInferenceRequest, RequestStep
-from ..contexts.step_inputs import MOST_PADDING, StepShape, rung
+from ..contexts.step_inputs import StepShape
 from .model_protocol import Model
 
 ROOM = 2

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...cache_stats import EngineStats, SpeculationStats
+from ...devices import on_device_of
 from ...errors import KVBlockCapacityError, MambaSlotCapacityError
-from ...parallel_groups import on_device_of
 from ...request import EarlyEnd, FinishReason, RequestResult
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.cache.pins import PinnedPrefix

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...devices import numbers_on
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from ..kernels.kernel_set import runs_triton
 from ..kernels.reference import penalties
-from ..kernels.state_tensors import numbers_on
 
 Row = tuple[RequestStep, int]
 """A row of logits: the step of its request, and how many of the step's drafts are before the row."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..contexts.step_inputs import rungs
+from ..contexts.padding import rungs
 
 BASE_ROWS = 256
 """Different rows of the operands. Larger products repeat them, so that a row comes at several places."""

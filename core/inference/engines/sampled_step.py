@@ -9,13 +9,13 @@ from itertools import batched
 import torch
 from torch import Tensor
 
+from ...devices import numbers_on
 from ...request import SamplingParams, TopLogProbs
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
 from ..kernels.kernel_set import runs_triton
 from ..kernels.log_probs import log_probs_of, top_log_probs
 from ..kernels.reference import token_draws
 from ..kernels.reference.token_draws import WHOLE, TokenDraw
-from ..kernels.state_tensors import numbers_on
 from .engine_observer import NewTokens
 from .logits_changes import LogitsChanges
 

@@ -221,7 +221,7 @@ class PromisedStates:
             if self._cache.slots.num_available <= len(self._positions):
                 return
             key = step.key_at(boundary.position)
-            if key not in self._positions and key not in self._cache.tree.hash_to_block_id:
+            if key not in self._positions and key not in self._cache.tree.state_block_of_hash:
                 self._positions[key] = boundary.position
 
     def is_awaited_by(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:

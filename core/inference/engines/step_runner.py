@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from ..contexts.dynamic_context import DynamicInferenceContext
+from ..contexts.padding import padded_to_ladder
 from ..contexts.request import RequestStep
-from ..contexts.step_inputs import StepInputs, StepShape, padded_to_ladder
+from ..contexts.step_inputs import StepInputs, StepShape
 from ..kernels.kernel_set import kernel_set
 from .cuda_graphs import GraphRunner
 from .engine_observer import NewTokens

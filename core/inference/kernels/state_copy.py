@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...parallel_groups import on_device_of
+from ...devices import numbers_on, on_device_of
 from .reference import state_copy as reference
-from .state_tensors import CodedTensor, StateTensors, numbers_on
+from .state_tensors import CodedTensor, StateTensors
 
 
 def copy_states(

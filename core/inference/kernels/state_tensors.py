@@ -1,9 +1,7 @@
 """The tensors that hold states, and the slots that callers name in them."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -49,9 +47,3 @@ def check_last_stride(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}; accepted: a last stride of 1")
-
-
-def numbers_on(device: torch.device, numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-    """A list of numbers, or of lists, on `device`, by one copy that does not synchronise."""
-    pinned = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
-    return pinned.to(device, non_blocking=True)

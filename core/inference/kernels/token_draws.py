@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...devices import numbers_on
 from .reference.token_draws import TokenDraw
-from .state_tensors import numbers_on
 
 BLOCK = 4096
 NUM_WARPS = 16

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ...parallel_groups import on_device_of
+from ...devices import on_device_of
 from ...validation import shown
 from ..channel import Address, Link, Listener, PeerLostError
 from .export import CacheAccess

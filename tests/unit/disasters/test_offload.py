@@ -51,7 +51,7 @@ def tiered(request: pytest.FixtureRequest, tmp_path: Path) -> ms.DynamicInferenc
 
 
 def states_of(engine: ms.DynamicInferenceEngine) -> dict[int, int]:
-    return dict(engine.context.prefix_cache.slots.tree.hash_to_block_id)
+    return dict(engine.context.prefix_cache.slots.tree.state_block_of_hash)
 
 
 @pytest.mark.disaster(number=14)
@@ -67,7 +67,7 @@ def test_a_slot_is_not_found_before_its_copy_is_known_to_be_right(
     def failing(host_slot: int, slot: int, serial: int) -> bool:
         before = states_of(tiered)
         assert slot in slots.reserved
-        assert slot not in slots.tree.slot_by_block.values()
+        assert slot not in slots.tree.slot_of_block.values()
         row = tiered.context.memory.durable_pool.memory[
             tiered.context.memory.durable_pool.durable_index(slot)
         ]

@@ -40,7 +40,7 @@ class FreedBytesAreOnes:
         holdings = [request.holding for request in context.requests if request.holding]
         committed = [
             memory.durable_pool.durable_index(s)
-            for s in context.prefix_cache.slots.tree.slot_by_block.values()
+            for s in context.prefix_cache.slots.tree.slot_of_block.values()
         ]
         committed += [
             memory.durable_pool.durable_index(holding.path.state_slot)

@@ -42,7 +42,7 @@ class UnwrittenIsNaN:
         cache, pool = self._context.prefix_cache, self._context.memory.durable_pool
         for step in steps:
             for position, slot in step.destinations.items():
-                assert step.key_at(position) not in cache.slots.tree.hash_to_block_id
+                assert step.key_at(position) not in cache.slots.tree.state_block_of_hash
                 pool.memory[pool.durable_index(slot)] = 0xFF
                 self.num_reserved += 1
             computed = cache.kv_blocks.tree.block_of_hash

@@ -133,7 +133,7 @@ FAULTS = {
             (
                 CONTEXTS + "mamba_slot_allocator.py",
                 "        self.slots.forget(listed, with_blocks=True)\n",
-                "        if hashes_to_delete & self.slots.tree.hash_to_block_id.keys():\n"
+                "        if hashes_to_delete & self.slots.tree.state_block_of_hash.keys():\n"
                 "            self.slots.forget(listed, with_blocks=True)\n",
             ),
         ),
@@ -254,7 +254,7 @@ FAULTS = {
                 "        holding.branch_tokens = self._branch_tokens(match, request)\n",
                 "        slots = self._cache.slots\n"
                 "        for block in match.blocks:\n"
-                "            if block in slots.tree.slot_by_block:\n"
+                "            if block in slots.tree.slot_of_block:\n"
                 "                slots.note_use(slots.tree.slot_of(block))\n"
                 "        holding.branch_tokens = self._branch_tokens(match, request)\n",
             ),

@@ -87,8 +87,8 @@ def test_fault_06_forgetting_the_kv_prefixes_forgets_the_states() -> None:
     prefill(context, make_request(prompt))
     context.reset_prefix_cache()
     states = context.prefix_cache.tree
-    assert states.hash_to_block_id == {}
-    assert states.slot_by_block == {}
+    assert states.state_block_of_hash == {}
+    assert states.slot_of_block == {}
     assert context.admission.match(make_request(prompt)).resume_tokens == 0
 
 

@@ -155,7 +155,7 @@ def test_looks_bring_all_changes_though_a_caller_waits_for_none() -> None:
                         pass
                     assert events.inserted
                 tree = engine.context.prefix_cache.tree
-                while known._router.index.keys_of("a") != set(tree.hash_to_block_id):
+                while known._router.index.keys_of("a") != set(tree.state_block_of_hash):
                     await asked()
 
     asyncio.run(main())

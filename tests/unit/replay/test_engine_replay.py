@@ -30,8 +30,8 @@ def state_of(replay: EngineReplay) -> tuple[object, ...]:
     cache = replay.context.prefix_cache
     return (
         replay.now_ns,
-        cache.slots.tree.slot_by_block.copy(),
-        cache.slots.tree.hash_to_block_id.copy(),
+        cache.slots.tree.slot_of_block.copy(),
+        cache.slots.tree.state_block_of_hash.copy(),
         list(cache.slots.free),
         eviction_order(cache.slots),
         cache.slots.pins.copy(),

@@ -9,13 +9,13 @@ pool of blocks and that of slots. They alone change the index:
     checkpoint_plan, pins
 
 prefix_cache         the calls of a sequence
-prefix_match         what is cached of a sequence, why its other tokens are computed, states from the tier
+prefix_match         what is cached of a sequence, and why its other tokens are computed
 checkpoint_plan      which boundaries a step stores, what a sequence holds, slots reserved for a step
 pins                 prefixes that stay until they are unpinned
 prefix_tree          the index: registered blocks, the states at their ends, what changed last
 free_lists           free blocks, dirty entries, and which leaf of the tree is freed next
 kv_block_allocator   KV blocks: reference counts, the free list, eviction; checks the arguments of a host
-state_slots          slots: free, reserved, committed, live; pins; which states are evicted
+state_slots          slots: free, reserved, committed, live; pins; which states are evicted or fetched
 eviction             the interface of policies, and LRU
 value_eviction       the default policy: classes of states, their rates of use, the order by value
 state_tree           what that policy knows of prefixes, ghosts included

@@ -291,7 +291,7 @@ def reserve_states[S: PathStep](
     for number, step in enumerate(steps):
         for boundary in step.boundaries:
             key = step.key_at(boundary.position)
-            if key not in slots.tree.hash_to_block_id:
+            if key not in slots.tree.state_block_of_hash:
                 known = boundary.position <= len(step.sequence)
                 (certain if known else guessed).setdefault(key, (number, boundary))
     if not (certain or guessed):
@@ -301,7 +301,8 @@ def reserve_states[S: PathStep](
     if max_inner_states is not None:
         inner = [key for key in wanted if _is_inner(steps[certain[key][0]], certain[key][1])]
         beyond = inner[max_inner_states:]
-        wanted = [key for key in wanted if key not in set(beyond)]
+        dropped = set(beyond)
+        wanted = [key for key in wanted if key not in dropped]
     if not slots.policy.refuses:
         decoding = [steps[certain[key][0]].path for key in wanted if certain[key][1].kind == "decode"]
         make_room_by_rolling(slots, decoding, len(wanted))

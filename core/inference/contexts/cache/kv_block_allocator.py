@@ -65,7 +65,7 @@ class KVBlockAllocator:
             units: of a memory that blocks share with states, between which `lender` moves units.
         """
         self._slots = slots
-        self._now = clock
+        self._clock = clock
         self.total_count = integer("total_count", total_count, 1, INT32_MAX)
         self._registers = boolean("enable_prefix_caching", enable_prefix_caching)
         self._units = units
@@ -81,7 +81,7 @@ class KVBlockAllocator:
         self.tree.set_references(range(self.total_count), 0)
         self.tree.set_references(self._lent_blocks, 1)
         self.tree.leaves.timestamps[:] = [0] * self.total_count
-        self._clock = 0
+        self._last_release_ns = 0
         self._num_cached = 0
         self._restart_free()
 
@@ -211,10 +211,10 @@ class KVBlockAllocator:
             unheld = [block for block, held in zip(blocks, remaining, strict=True) if not held]
         cached = [block for block in unheld if parents[block] >= 0]
         cached.reverse()
-        clock = max(self._clock + 1, self._now())
-        if (block := tree.release(blocks, remaining, cached, clock)) >= 0:
+        now_ns = max(self._last_release_ns + 1, self._clock())
+        if (block := tree.release(blocks, remaining, cached, now_ns)) >= 0:
             raise ValueError(f"block_ids names {block}; accepted: with the held blocks that continue it")
-        self._clock = clock
+        self._last_release_ns = now_ns
         self._num_cached += len(cached)
         if len(cached) < len(unheld):
             self._add_free([block for block in reversed(unheld) if parents[block] < 0])

@@ -143,7 +143,7 @@ class PrefixCache:
     def _resumable_blocks(self, chain: PrefixHashChain) -> list[int]:
         """The KV blocks up to the deepest cached state of the sequence with hashes `chain`."""
         blocks = self.tree.match(chain.root, chain.keys, chain.tokens) if self._enabled else []
-        while blocks and blocks[-1] not in self.tree.slot_by_block:
+        while blocks and blocks[-1] not in self.tree.slot_of_block:
             blocks.pop()
         return blocks
 
@@ -239,6 +239,21 @@ class PrefixCache:
         if slot >= 0:
             self.slots.unpin(slot)
 
+    def fetch_state(self, chain: PrefixHashChain, blocks: Sequence[int], start: int) -> bool:
+        """Copy back the deepest good state after token `start` from the tier, if that beats computing.
+
+        Waits for the copy, may evict states, and is a collective where the model is split.
+
+        Args:
+            chain: the hashes of at least the prefix that `blocks` hold.
+            blocks: the registered blocks of the prefix, as a match has them; deeper states are not fetched.
+            start: the tokens that the sequence can continue from without a fetch.
+
+        Returns:
+            Whether states changed, so that earlier matches may be wrong.
+        """
+        return self.slots.fetch_state(blocks, chain.keys, start, self._block_size)
+
     def release(self, path: CachedPath) -> None:
         """Release all that the path holds; do not use the path afterwards.
 
@@ -303,7 +318,7 @@ class PrefixCache:
             The steps with their `destinations`.
         """
         if self._borrowing:
-            states = self.tree.hash_to_block_id
+            states = self.tree.state_block_of_hash
             wanted = {step.key_at(boundary.position) for step in steps for boundary in step.boundaries}
             self._borrowing.lend_slots(sum(key not in states for key in wanted))
         return reserve_states(self.slots, steps, max_inner_states)
@@ -349,6 +364,10 @@ class PrefixCache:
                 if committed[position] == slot and not keeps:
                     path.rolling_block = block
         return committed
+
+    def release_reserved(self, step: PathStep) -> None:
+        """Free the slots that were reserved for the states of a step whose results are not kept."""
+        self.slots.release(list(step.destinations.values()))
 
     def abort(self) -> None:
         """Free all slots that were reserved for a step that failed."""
@@ -401,7 +420,7 @@ class PrefixCache:
             self.kv_blocks.deregister_all()  # calls observers
         finally:
             self.kv_blocks.reset(keep_totals=keep_totals)
-        self.tree.state_turnover.mend(len(self.tree.slot_by_block))
+        self.tree.state_turnover.mend(len(self.tree.slot_of_block))
         self.tree.turnover.mend(len(self.tree.block_of_hash))
 
     # ---- the whole
@@ -449,8 +468,8 @@ class PrefixCache:
         self.pins.check_integrity()
         assert references == Counter(self.kv_blocks.references), "a KV reference leaked"
         assert pins == Counter(self.slots.pins), "a pin leaked"
-        num_findable = len(self.tree.hash_to_block_id)
-        assert num_findable == len(self.tree.slot_by_block), "a state without a hash"
+        num_findable = len(self.tree.state_block_of_hash)
+        assert num_findable == len(self.tree.slot_of_block), "a state without a hash"
         assert during_step or not self.slots.reserved, "a reservation leaked"
         if self.tier is not None:
             self.tier.check_integrity(self.tree.block_of_hash.__contains__)

@@ -1,4 +1,4 @@
-"""What is cached of a sequence, why each of its other tokens is computed, and states fetched from a tier."""
+"""What is cached of a sequence, and why each of its other tokens is computed."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
-from ....errors import MambaSlotCapacityError
 from .hashing import GhostList, PrefixHashChain
 from .prefix_tree import PrefixTree
-from .state_slots import StateSlots
 
 ComputeReason = Literal[
     "never_seen",
@@ -89,12 +87,12 @@ class MatchBasis(NamedTuple):
     last_key: int = 0  # hash of the last whole block
     num_held: int = -1  # the path's registered blocks; -1 where nothing was looked up
     max_resume_tokens: int | None = None
-    clock: int = -1  # this and the next two are the tree's and its ghosts'
-    state_clock: int = -1
+    block_version: int = -1  # this and the next two are the tree's and its ghosts'
+    state_version: int = -1
     num_lapses: int = -1
 
 
-@dataclass(frozen=True)
+@dataclass
 class PrefixMatch:
     """The result of `PrefixCache.match`. A match holds and pins nothing.
 
@@ -108,7 +106,8 @@ class PrefixMatch:
         resume_slot: the durable slot of that state, or -1.
         seen_tokens: how far the sequence follows a known path, evicted blocks included.
         spans: why each token from `resume_tokens` to N is computed, in order and without gaps.
-        basis: what was asked for, and when the match was right. No part of what the match says.
+        basis: what was asked for, and when the match was right. No part of what the match says, and the only
+            attribute that is set later: by `match_prefix`, where it returns the match again.
     """
 
     blocks: tuple[int, ...]
@@ -136,7 +135,7 @@ def match_prefix(
     ghosts, keys, size = tree.ghosts, chain.keys, chain.block_size_tokens
     blocks, num_seen, whole = tuple(path_blocks[:num_held]), 0, num_tokens // size
     if known is not None and _is_of_beginning(known.basis, chain, num_tokens, num_held, max_resume_tokens):
-        since, blocks = known.basis.clock, known.blocks
+        since, blocks = known.basis.block_version, known.blocks
         no_lapse = known.basis.num_lapses == ghosts.num_lapses
         if no_lapse:  # what was seen is there, or a ghost
             num_seen = known.seen_tokens // size
@@ -145,7 +144,7 @@ def match_prefix(
         elif (
             no_lapse
             and num_tokens == known.basis.num_tokens
-            and known.basis.state_clock == tree.state_clock
+            and known.basis.state_version == tree.state_version
             and not (len(blocks) < whole and keys[len(blocks)] in tree.block_of_hash)
             and not (num_seen < whole and ghosts.has(keys[num_seen], "block"))
         ):
@@ -175,11 +174,11 @@ def match_prefix(
     if limited:
         spans = (*spans, Span(asked * size, num_tokens, "disabled"))
     slot = tree.slot_of(blocks[depth - 1]) if depth else -1
-    clocks = tree.clock, tree.state_clock, ghosts.num_lapses
-    basis = MatchBasis(num_tokens, _last_key(chain, num_tokens), num_held, max_resume_tokens, *clocks)
+    versions = tree.block_version, tree.state_version, ghosts.num_lapses
+    basis = MatchBasis(num_tokens, _last_key(chain, num_tokens), num_held, max_resume_tokens, *versions)
     match = PrefixMatch(blocks, depth * size, slot, num_seen * size, spans, basis)
     if known == match and known.basis.num_tokens == num_tokens:
-        object.__setattr__(known, "basis", basis)
+        known.basis = basis
         return known
     return match
 
@@ -200,10 +199,10 @@ def _is_of_beginning(
 
 def _deepest_state(tree: PrefixTree, blocks: tuple[int, ...], start: int, stop: int) -> int:
     """The largest d in (start, stop] where `blocks[d - 1]` has a state, or 0."""
-    slot_by_block = tree.slot_by_block
-    if start >= stop or slot_by_block.keys().isdisjoint(blocks[start:stop][::-1]):
+    slot_of_block = tree.slot_of_block
+    if start >= stop or slot_of_block.keys().isdisjoint(blocks[start:stop][::-1]):
         return 0
-    return next(d for d in range(stop, start, -1) if blocks[d - 1] in slot_by_block)
+    return next(d for d in range(stop, start, -1) if blocks[d - 1] in slot_of_block)
 
 
 @dataclass(frozen=True)
@@ -252,34 +251,3 @@ class TokenLedger:
 def _overlap(one: range, other: range) -> int:
     """How many integers lie in both ranges."""
     return max(0, min(one.stop, other.stop) - max(one.start, other.start))
-
-
-def bring_back(
-    slots: StateSlots, blocks: Sequence[int], keys: Sequence[int], start: int, block_size_tokens: int
-) -> bool:
-    """Fetch the deepest good state after token `start`, if that beats computing; whether states changed.
-
-    Waits for the copy, may evict states, and is a collective where the model is split.
-    """
-    tier, changed = slots.tier, False
-    if tier is None or not (tier.host or tier.files):
-        return False
-    for depth in range(len(blocks), -(-start // block_size_tokens), -1):
-        key, block = keys[depth - 1], blocks[depth - 1]
-        worth = tier.is_worth(key, depth * block_size_tokens - start)
-        if not worth or block in slots.tree.slot_by_block:
-            continue
-        tier.pin(key)
-        try:
-            (slot,) = slots.reserve([block])
-        except MambaSlotCapacityError:
-            tier.pin(None)
-            return changed
-        changed = True
-        good = tier.fetch(key, slot)
-        slots.tree.note_copies_lost(tier.take_lost())
-        if good:
-            slots.commit([slot])
-            return True
-        slots.release([slot])
-    return changed

@@ -35,19 +35,19 @@ class PrefixTree:
         self.block_of_hash: dict[int, int] = {}
         self.ghosts = GhostList(2 * num_blocks)
         self.copies: HostTier | frozenset[int] = frozenset()  # hashes with a copy in a tier
-        self.slot_by_block: dict[int, int] = {}  # of the state at its end, in the order of commits
-        self.hash_to_block_id: dict[int, int] = {}  # prefix hash -> the block whose state it finds
+        self.slot_of_block: dict[int, int] = {}  # of the state at its end, in the order of commits
+        self.state_block_of_hash: dict[int, int] = {}  # prefix hash -> the block whose state it finds
         self.used: set[int] = set()  # slots from which a request resumed since their commit
-        self._block_by_slot: list[int] = []  # for each slot its last block; stale without a state
-        self._key_by_slot: list[int] = []  # for each slot the hash that finds its state, or 0; stale without
-        self._last_used_ns: list[int] = []  # for each slot, by `_use_clock`; stale without a state
-        self._use_clock = 0  # no two changes happen at one time, also where the caller's clock stands
+        self._block_of_slot: list[int] = []  # for each slot its last block; stale without a state
+        self._key_of_slot: list[int] = []  # for each slot the hash that finds its state, or 0; stale without
+        self._last_used_ns: list[int] = []  # for each slot, by `_latest_ns`; stale without a state
+        self._latest_ns = 0  # no two changes happen at one time, also where the caller's clock stands
         self.leaves = LeafOrder([0] * num_blocks, self.holds_state)
         self.turnover = Turnover[KVRemovalCause](KV_REMOVAL_CAUSES)
         self.state_turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES)
-        self.clock = self.state_clock = self.num_changes = 0  # of blocks, of states; never set back
+        self.block_version = self.state_version = self.num_changes = 0  # of blocks, of states; never set back
         self._changed = deque[int](maxlen=_MOST_CHANGES)  # the hashes of the last changes
-        self._serials = [0] * num_blocks  # for each block the clock at its registration
+        self._serials = [0] * num_blocks  # for each block `block_version` at its registration
         self.references = [0] * num_blocks + [1]  # the origin's come last
         self.parents = [-1] * num_blocks  # -1: not registered
         self.num_children = [0] * (num_blocks + 1)
@@ -62,7 +62,7 @@ class PrefixTree:
         num_blocks, num_registered = self._origin, len(self.block_of_hash)
         self.block_of_hash.clear()
         self.ghosts.clear()
-        self.clock += 1
+        self.block_version += 1
         self.parents[:] = [-1] * num_blocks
         self.num_children[:] = [0] * (num_blocks + 1)
         self._num_held_children[:] = [0] * (num_blocks + 1)
@@ -93,7 +93,7 @@ class PrefixTree:
         return keys[::-1]
 
     def stands(self, block: int, since: int) -> bool:
-        """Whether a block registered at clock `since` still is. Then every ancestor is, too."""
+        """Whether a block registered at version `since` still is. Then every ancestor is, too."""
         return self.parents[block] >= 0 and self._serials[block] <= since
 
     def was_continued(self, key: int) -> bool:
@@ -126,7 +126,7 @@ class PrefixTree:
         block_of_hash, parents, num_held = self.block_of_hash, self.parents, self._num_held_children
         own_hashes, contents, num_children = self._hashes, self._tokens, self.num_children
         serials = self._serials
-        self.clock = clock = self.clock + 1
+        self.block_version = version = self.block_version + 1
         if before == self._origin and isinstance(parent, bytes) and blocks and hashes[0] not in block_of_hash:
             self._root_digests[blocks[0]] = parent
         for block, key, content in zip(
@@ -137,7 +137,7 @@ class PrefixTree:
             block_of_hash[key] = block
             own_hashes[block] = key
             contents[block] = content
-            serials[block] = clock
+            serials[block] = version
             parents[block] = before
             num_children[before] += 1
             num_held[before] += 1
@@ -169,7 +169,7 @@ class PrefixTree:
         return num_cached
 
     def release(
-        self, blocks: Sequence[int], remaining: Sequence[int], cached: Sequence[int], clock: int
+        self, blocks: Sequence[int], remaining: Sequence[int], cached: Sequence[int], now_ns: int
     ) -> int:
         """Set these blocks' counts and last use; `cached`: those without any, children first.
 
@@ -188,7 +188,7 @@ class PrefixTree:
             references[block] = count
         timestamps = leaves.timestamps
         for block in cached:
-            timestamps[block] = clock
+            timestamps[block] = now_ns
             if not num_children[block]:
                 leaves.offer(block)
         return -1
@@ -232,7 +232,7 @@ class PrefixTree:
         before = {parents[block] for block in blocks}
         before.discard(self._origin)
         self.ghosts.add_all([own_hashes[block] for block in before], "continuation")
-        self.clock += 1
+        self.block_version += 1
         for block in blocks:
             parents[block] = -1
         self.turnover.by_cause[cause] += len(hashes)
@@ -242,63 +242,63 @@ class PrefixTree:
 
     def add_slots(self, num_slots: int, num_ghosts: int) -> None:
         """States are in slots 0 .. num_slots - 1; at least so many ghosts are remembered."""
-        self._block_by_slot = [-1] * num_slots
-        self._key_by_slot = [0] * num_slots
+        self._block_of_slot = [-1] * num_slots
+        self._key_of_slot = [0] * num_slots
         self._last_used_ns = [0] * num_slots
         self.ghosts.capacity = max(self.ghosts.capacity, num_ghosts)
 
     def slot_of(self, block: int) -> int:
         """The slot of the block's state, or -1."""
-        return self.slot_by_block.get(block, -1)
+        return self.slot_of_block.get(block, -1)
 
     def block_of(self, slot: int) -> int:
         """The block whose state the slot holds, or -1."""
-        block = self._block_by_slot[slot]
-        return block if self.slot_by_block.get(block) == slot else -1
+        block = self._block_of_slot[slot]
+        return block if self.slot_of_block.get(block) == slot else -1
 
     def blocks_of(self, slots: Iterable[int]) -> list[int]:
         """The blocks of slots that hold states."""
-        return [self._block_by_slot[slot] for slot in slots]
+        return [self._block_of_slot[slot] for slot in slots]
 
     def key_of(self, block: int) -> int:
         """The hash under which the block's state is found, or -1."""
-        slot = self.slot_by_block.get(block, -1)
-        return self._key_by_slot[slot] or -1 if slot >= 0 else -1
+        slot = self.slot_of_block.get(block, -1)
+        return self._key_of_slot[slot] or -1 if slot >= 0 else -1
 
     def holds_state(self, block: int) -> bool:
         """Whether the registered block's state is in a slot, or has a copy in a tier."""
-        return block in self.slot_by_block or self._hashes[block] in self.copies
+        return block in self.slot_of_block or self._hashes[block] in self.copies
 
     def states_by_recency(self) -> list[int]:
         """The slots of all states, least recently used first: the same on all ranks, under all policies."""
-        return sorted(self.slot_by_block.values(), key=self._last_used_ns.__getitem__)
+        return sorted(self.slot_of_block.values(), key=self._last_used_ns.__getitem__)
 
     def enter_states(self, blocks: Sequence[int], slots: Sequence[int], now_ns: int) -> None:
         """The slots hold the blocks' states; no hash finds these states yet."""
-        slot_by_block, block_by_slot = self.slot_by_block, self._block_by_slot
-        key_by_slot, last_used_ns = self._key_by_slot, self._last_used_ns
-        now_ns = self._use_clock = max(self._use_clock + 1, now_ns)
+        slot_of_block, block_of_slot = self.slot_of_block, self._block_of_slot
+        key_of_slot, last_used_ns = self._key_of_slot, self._last_used_ns
+        now_ns = self._latest_ns = max(self._latest_ns + 1, now_ns)
         for block, slot in zip(blocks, slots, strict=True):
-            slot_by_block[block] = slot
-            block_by_slot[slot] = block
-            key_by_slot[slot] = 0
+            slot_of_block[block] = slot
+            block_of_slot[slot] = block
+            key_of_slot[slot] = 0
             last_used_ns[slot] = now_ns
         self.state_turnover.num_entered += len(blocks)
         self._note_states_changed(blocks)
 
     def name_states(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
         """Make the blocks' states, in these slots, findable; a hash in use keeps finding its older state."""
-        block_named, key_by_slot = self.hash_to_block_id, self._key_by_slot
+        block_named, key_of_slot = self.state_block_of_hash, self._key_of_slot
         name = block_named.setdefault
         self.note_changes(keys)
         for block, slot, key in zip(blocks, slots, keys, strict=True):
             if name(key, block) == block:
-                if (former := key_by_slot[slot]) and former != key:
+                if (former := key_of_slot[slot]) and former != key:
                     self.note_changes([former])
                     del block_named[former]
-                key_by_slot[slot] = key
+                key_of_slot[slot] = key
         self.ghosts.discard_states(keys)
-        self.state_clock += 1
+        self.state_version += 1
 
     def note_changes(self, keys: Collection[int]) -> None:
         """There may be a state, or a copy of one, under each of these hashes, or none any more."""
@@ -312,7 +312,7 @@ class PrefixTree:
 
     def note_state_used(self, slot: int, now_ns: int) -> None:
         """A request resumed from this slot."""
-        self._last_used_ns[slot] = self._use_clock = max(self._use_clock + 1, now_ns)
+        self._last_used_ns[slot] = self._latest_ns = max(self._latest_ns + 1, now_ns)
         self.used.add(slot)
 
     def note_refused(self, keys: Sequence[int]) -> None:
@@ -320,7 +320,7 @@ class PrefixTree:
         if keys:
             self.state_turnover.num_refused += len(keys)
             self.ghosts.add_all(keys, "refused state")
-            self.state_clock += 1
+            self.state_version += 1
 
     def note_copies_lost(self, keys: Collection[int]) -> None:
         """The tier has no copy under these hashes any more."""
@@ -330,27 +330,27 @@ class PrefixTree:
 
     def remove_states(self, blocks: Sequence[int], cause: StateRemovalCause, now_ns: int) -> list[int]:
         """Forget the states of these blocks, as far as they have one; returns the slots of these states."""
-        slot_by_block, key_by_slot = self.slot_by_block, self._key_by_slot
+        slot_of_block, key_of_slot = self.slot_of_block, self._key_of_slot
         removed = blocks
         try:
-            slots = [slot_by_block[block] for block in blocks]
+            slots = [slot_of_block[block] for block in blocks]
         except KeyError:  # some have no state
-            removed = [block for block in blocks if block in slot_by_block]
-            slots = [slot_by_block[block] for block in removed]
-        keys = [key for slot in slots if (key := key_by_slot[slot])]
+            removed = [block for block in blocks if block in slot_of_block]
+            slots = [slot_of_block[block] for block in removed]
+        keys = [key for slot in slots if (key := key_of_slot[slot])]
         if cause in ("new_state", "live_state"):
             self.ghosts.add_all(keys, "state")
         self.note_changes(keys)
-        unname = self.hash_to_block_id.pop
+        unname = self.state_block_of_hash.pop
         for key in keys:  # the hash goes first, because it is what makes a state findable
             unname(key, None)
         for block in removed:
-            del slot_by_block[block]
+            del slot_of_block[block]
         turnover = self.state_turnover
         turnover.by_cause[cause] += len(slots)
         if slots and cause in EVICTIONS:
             last_used_ns = self._last_used_ns
-            turnover.note_ages(max(self._use_clock, now_ns), [last_used_ns[slot] for slot in slots])
+            turnover.note_ages(max(self._latest_ns, now_ns), [last_used_ns[slot] for slot in slots])
             turnover.num_unused += len(slots) - len(self.used and self.used.intersection(slots))
         if self.used:
             self.used.difference_update(slots)
@@ -360,19 +360,19 @@ class PrefixTree:
 
     def clear_states(self) -> None:
         """Forget every state and ghost."""
-        num_removed = len(self.slot_by_block)
+        num_removed = len(self.slot_of_block)
         self.num_changes += 1
         self._changed.clear()  # there are too many changes to list
-        self.hash_to_block_id.clear()
-        self.slot_by_block.clear()
+        self.state_block_of_hash.clear()
+        self.slot_of_block.clear()
         self.used.clear()
         self.ghosts.clear()
-        self.state_clock += 1
+        self.state_version += 1
         self.state_turnover.by_cause["reset"] += num_removed
 
     def _note_states_changed(self, blocks: Iterable[int]) -> None:
         """Note that states of these blocks were added or removed."""
-        self.state_clock += 1
+        self.state_version += 1
         self.leaves.note_states_changed(blocks)
 
     # ---- the whole
@@ -395,19 +395,19 @@ class PrefixTree:
             parent = self.parents[block]
             older = parent == self._origin or self._serials[parent] <= self._serials[block]
             assert older, "a block is older than its parent"
-            assert self._serials[block] <= self.clock, "a block is newer than the clock"
+            assert self._serials[block] <= self.block_version, "a block is newer than the version"
         held_parents = {self.parents[block] for block in registered & held}
         assert held_parents <= held | {self._origin}, "a block is held, its parent is not"
 
     def check_states(self) -> None:
         """Raise AssertionError where the maps of states contradict each other or the hashes of blocks."""
-        slots = {slot: block for block, slot in self.slot_by_block.items()}
-        assert len(slots) == len(self.slot_by_block), "two blocks share a slot"
-        assert self.blocks_of(slots) == list(self.slot_by_block), "a slot's block is another"
-        assert all(self._last_used_ns[slot] <= self._use_clock for slot in slots), "a use is in the future"
+        slots = {slot: block for block, slot in self.slot_of_block.items()}
+        assert len(slots) == len(self.slot_of_block), "two blocks share a slot"
+        assert self.blocks_of(slots) == list(self.slot_of_block), "a slot's block is another"
+        assert all(self._last_used_ns[slot] <= self._latest_ns for slot in slots), "a use is in the future"
         assert self.used <= slots.keys(), "a slot without a state counts as used"
-        keys = {key: block for slot, block in slots.items() if (key := self._key_by_slot[slot])}
-        assert keys == self.hash_to_block_id, "a state's hash is another"
+        keys = {key: block for slot, block in slots.items() if (key := self._key_of_slot[slot])}
+        assert keys == self.state_block_of_hash, "a state's hash is another"
         for key, block in keys.items():
             assert self.hash_of(block) == key, f"block {block} is indexed under a hash that is not its own"
         self.state_turnover.check_integrity(len(slots), "states")

@@ -73,7 +73,7 @@ class StateSlots:
         return SlotCounts(
             free=len(self.free),
             reserved=len(self.reserved),
-            committed=len(self.tree.slot_by_block),
+            committed=len(self.tree.slot_of_block),
             committed_total=turnover.num_entered,
             evicted_total=turnover.by_cause["new_state"] + turnover.by_cause["live_state"],
             live=len(self.live),
@@ -83,7 +83,7 @@ class StateSlots:
     def num_available(self) -> int:
         """Slots that `reserve` could allocate: free ones and unpinned committed ones."""
         num_pinned = sum(1 for slot in self.pins if slot not in self.reserved)
-        return len(self.free) + len(self.tree.slot_by_block) - num_pinned
+        return len(self.free) + len(self.tree.slot_of_block) - num_pinned
 
     def next_victims(self, count: int, kept: Collection[int] | None = None) -> list[int]:
         """Up to `count` slots that would be evicted next, but those `kept` (pinned ones); changes nothing."""
@@ -118,7 +118,7 @@ class StateSlots:
         return slots
 
     def commit(self, slots: Sequence[int], blocks: Sequence[int] | None = None) -> list[int]:
-        """Make written slots findable as states of `blocks`; see `MambaSlotAllocator.commit`."""
+        """Make written slots findable as states of `blocks`; returns the slot with each state now, or -1."""
         blocks = [self.reserved[slot] for slot in slots] if blocks is None else blocks
         keys = [self.tree.hash_of(block) if block >= 0 else -1 for block in blocks]
         for slot, block, key in zip(slots, blocks, keys, strict=True):
@@ -132,7 +132,7 @@ class StateSlots:
             # The block may be deregistered since; its number may then stand for another prefix.
             gone = self.reserved.pop(slot) < 0
             planned = self._planned.pop(slot, -1)
-            if key > 0 and not gone and block not in self.tree.slot_by_block:
+            if key > 0 and not gone and block not in self.tree.slot_of_block:
                 self._enter([block], [slot])
                 self.name([block], [slot], [key])
             else:
@@ -153,6 +153,33 @@ class StateSlots:
             if slot in self._planned:
                 self.policy.unplan(self._planned.pop(slot))
         self._free_slots(slots)
+
+    def fetch_state(
+        self, blocks: Sequence[int], keys: Sequence[int], start: int, block_size_tokens: int
+    ) -> bool:
+        """See `PrefixCache.fetch_state`; `blocks` and `keys` are those of a prefix, first block first."""
+        tier, changed = self.tier, False
+        if tier is None or not (tier.host or tier.files):
+            return False
+        for depth in range(len(blocks), -(-start // block_size_tokens), -1):
+            key, block = keys[depth - 1], blocks[depth - 1]
+            worth = tier.is_worth(key, depth * block_size_tokens - start)
+            if not worth or block in self.tree.slot_of_block:
+                continue
+            tier.pin(key)
+            try:
+                (slot,) = self.reserve([block])
+            except MambaSlotCapacityError:
+                tier.pin(None)
+                return changed
+            changed = True
+            good = tier.fetch(key, slot)
+            self.tree.note_copies_lost(tier.take_lost())
+            if good:
+                self.commit([slot])
+                return True
+            self.release([slot])
+        return changed
 
     # ---- use
 
@@ -205,14 +232,14 @@ class StateSlots:
 
     def allocate(self, blocks: Sequence[int]) -> list[int]:
         """Commit a slot, without a hash, for each block; a block has one slot at most."""
-        slot_by_block = self.tree.slot_by_block
+        slot_of_block = self.tree.slot_of_block
         new, keep = blocks, []
-        if len(set(blocks)) < len(blocks) or not slot_by_block.keys().isdisjoint(blocks):
-            new = [block for block in dict.fromkeys(blocks) if block not in slot_by_block]
-            keep = [slot_by_block[block] for block in blocks if block in slot_by_block]
+        if len(set(blocks)) < len(blocks) or not slot_of_block.keys().isdisjoint(blocks):
+            new = [block for block in dict.fromkeys(blocks) if block not in slot_of_block]
+            keep = [slot_of_block[block] for block in blocks if block in slot_of_block]
         slots = self._take(len(new), keep)
         self._enter(new, slots)
-        return [slot_by_block[block] for block in blocks] if len(new) < len(blocks) else slots
+        return [slot_of_block[block] for block in blocks] if len(new) < len(blocks) else slots
 
     def name(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
         """Make the states in these slots, of these blocks, findable by prefix hash."""
@@ -226,7 +253,7 @@ class StateSlots:
     ) -> None:
         """Free the slots of so many unpinned states not in `keep`; an error, if fewer, changes nothing."""
         kept = self.pins.keys() | keep
-        states = self.tree.slot_by_block
+        states = self.tree.slot_of_block
         if len(states) < num_slots + len(kept):  # judged without the policy, which a choice may reorder
             num_evictable = sum(slot not in kept for slot in states.values())
             if num_evictable < num_slots:
@@ -353,7 +380,7 @@ class StateSlots:
         """Raise AssertionError where the maps contradict each other or the KV hashes; O(slots)."""
         self.tree.check_states()
         free, reserved = set(self.free), set(self.reserved)
-        committed = set(self.tree.slot_by_block.values())
+        committed = set(self.tree.slot_of_block.values())
         lent = set(self._units.lent_slots) if self._units else set[int]()
         assert len(free) == len(self.free), "a slot is free twice"
         assert free.isdisjoint(committed | reserved), "a slot is free and in use"

@@ -164,7 +164,7 @@ def test_a_new_state_while_decoding_replaces_the_older_unless_a_request_resumed_
     def depths_with_state(context: DynamicInferenceContext, request: DynamicInferenceRequest) -> list[int]:
         slots = context.prefix_cache.slots
         return [
-            i + 1 for i, block in enumerate(request.holding.path.blocks) if block in slots.tree.slot_by_block
+            i + 1 for i, block in enumerate(request.holding.path.blocks) if block in slots.tree.slot_of_block
         ]
 
     context = make_context()

@@ -3,14 +3,15 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.step_inputs import (
+from mambaslots.inference.contexts.padding import (
     MOST_PADDING,
-    StepShape,
+    largest_shape,
     padded_to_ladder,
     power_of_two,
     rung,
     rungs,
 )
+from mambaslots.inference.contexts.step_inputs import StepShape
 from mambaslots.inference.engines.cuda_graphs import GraphBuckets, GraphRunner
 from oracle.serving import small_engine, small_model
 
@@ -50,7 +51,7 @@ def contexts(draw: st.DrawFn) -> tuple[StepShape, int]:
         draw(st.integers(1, 9)),
         chunk_size,
     )
-    return StepShape.largest(*sizes), chunk_size, StepShape.largest(*sizes, on_ladder=True)
+    return largest_shape(*sizes), chunk_size, largest_shape(*sizes, on_ladder=True)
 
 
 @st.composite

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.errors import MambaSlotCapacityError
 from mambaslots.inference.contexts import tier_copies as host_copies
-from mambaslots.inference.contexts.cache.prefix_match import bring_back
 from mambaslots.inference.contexts.cache.state_slots import StateSlots
 from mambaslots.inference.contexts.cache.tier import HostTier
 from mambaslots.inference.contexts.step_builder import StepBuffer
@@ -124,10 +123,10 @@ def tier_traffic(
         if fetch_fails:
             copies._checksum = fails  # type: ignore[assignment]
         with suppress(MambaSlotCapacityError):
-            if block not in slots.tree.slot_by_block:
-                bring_back(slots, [block], [block + 1], 0, 1)
+            if block not in slots.tree.slot_of_block:
+                slots.fetch_state([block], [block + 1], 0, 1)
             copies._checksum = checksum
-            if block not in slots.tree.slot_by_block:
+            if block not in slots.tree.slot_of_block:
                 (slot,) = slots.reserve([block])
                 memory[slot].copy_(simulator.device_memory(pattern(block)), non_blocking=True)
                 slots.commit([slot])

@@ -10,7 +10,7 @@ import mambaslots as ms
 import pytest
 import torch
 import torch.nn.functional as F
-from mambaslots.inference.contexts.step_inputs import rungs
+from mambaslots.inference.contexts.padding import rungs
 from mambaslots.inference.engines import batch_invariance, product_check
 from mambaslots.inference.engines.batch_invariance import (
     SWITCHES,

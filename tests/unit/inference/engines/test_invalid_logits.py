@@ -112,7 +112,7 @@ def test_earlier_parts_of_a_prompt_are_found_until_the_part_with_invalid_logits(
         (result,) = engine.step().finished
     assert result.finish_reason == "invalid_logits"
     assert resumable(engine, prompt) == 0
-    assert (tree.block_of_hash, tree.slot_by_block) == ({}, {})
+    assert (tree.block_of_hash, tree.slot_of_block) == ({}, {})
     assert_idle(engine)
 
 

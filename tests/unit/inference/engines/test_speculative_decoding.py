@@ -368,7 +368,7 @@ class TestStates:
         serve_checked(engine, [prompt, prompt], length=40)
         slots = engine.context.prefix_cache.slots
         assert slots.counts.evicted_total == 0  # one state of another's, and the two's rolling one
-        assert len(slots.tree.slot_by_block) == 2
+        assert len(slots.tree.slot_of_block) == 2
 
     def test_after_a_reset_of_the_cache_requests_go_on_from_their_own_states(self):
         engine = speculating(most=3)

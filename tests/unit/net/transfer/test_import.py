@@ -210,7 +210,7 @@ def test_known_kv_without_a_state_gets_one(source: ms.DynamicInferenceEngine) ->
     target = engine_of()
     moved(source, target)
     slots = target.context.prefix_cache.slots
-    for block in list(slots.tree.slot_by_block):
+    for block in list(slots.tree.slot_of_block):
         slots.drop(block)
     report = moved(source, target)
     assert report.known == replace(expected_counts(source), prefixes=0, states=0)
@@ -231,7 +231,7 @@ def test_too_small_an_engine_takes_what_fits(
     held = target.context.prefix_cache.slots
     assert (
         report.imported.states
-        == len(held.tree.slot_by_block)
+        == len(held.tree.slot_of_block)
         <= held.num_slots
         == slots + target.config.max_requests
     )
@@ -354,7 +354,7 @@ def test_what_the_allocators_report(source: ms.DynamicInferenceEngine) -> None:
     target = engine_of()
     moved(source, target)
     kv, slots = target.context.prefix_cache.kv_blocks, target.context.prefix_cache.slots
-    assert sorted(eviction_order(slots)) == sorted(slots.tree.slot_by_block.values())
+    assert sorted(eviction_order(slots)) == sorted(slots.tree.slot_of_block.values())
     for block in range(kv.total_count):
         assert (block in kv.tree) == (block in kv.tree.block_of_hash.values())
 
@@ -469,7 +469,7 @@ def test_a_slot_that_is_allocated_but_not_registered_is_not_exported() -> None:
     """It holds bytes of another state until its host has filled it."""
     source = warm_engine()
     slots, kv = source.context.prefix_cache.slots, source.context.prefix_cache.kv_blocks
-    stateless = [block for block in kv.tree.block_of_hash.values() if block not in slots.tree.slot_by_block]
+    stateless = [block for block in kv.tree.block_of_hash.values() if block not in slots.tree.slot_of_block]
     if not stateless:
         stateless = [slots.tree.block_of(eviction_order(slots)[0])]
         assert slots.drop(stateless[0])

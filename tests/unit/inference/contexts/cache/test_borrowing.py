@@ -150,7 +150,7 @@ def assert_disjoint(ranges, total):
 def usable(cache):
     """The slots and blocks that may be used now."""
     slots, kv = cache.slots, cache.kv_blocks
-    numbers = {*slots.free, *slots.tree.slot_by_block.values(), *slots.reserved, *slots.live}
+    numbers = {*slots.free, *slots.tree.slot_of_block.values(), *slots.reserved, *slots.live}
     free = list(kv.free)
     blocks = {*free, *kv.tree.block_of_hash.values(), *kv.references}
     return numbers, blocks
@@ -212,7 +212,7 @@ class Borrowers(RuleBasedStateMachine):
         cache.register(path, tokens, len(tokens))
         for block in path.blocks[-takes:] if takes else ():
             cache._borrowing.lend_slots(1)
-            if block not in cache.slots.tree.slot_by_block and cache.slots.num_available:
+            if block not in cache.slots.tree.slot_of_block and cache.slots.num_available:
                 cache.slots.commit(cache.slots.reserve([block]))
 
     @precondition(lambda self: self.paths)
@@ -253,9 +253,9 @@ class Borrowers(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 5))
     def slots_are_wanted(self, count):
-        before = len(self.cache.slots.tree.slot_by_block)
+        before = len(self.cache.slots.tree.slot_of_block)
         self.cache._borrowing.lend_slots(count)
-        gone = before - len(self.cache.slots.tree.slot_by_block)
+        gone = before - len(self.cache.slots.tree.slot_of_block)
         assert gone <= before
 
     @rule(count=st.integers(1, 9))

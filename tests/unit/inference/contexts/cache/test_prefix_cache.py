@@ -64,10 +64,10 @@ def picture(cache, paths=()):
     """Everything a caller can see, to show that a failed call changed nothing."""
     return (
         cache.stats(),
-        cache.kv_blocks.tree.clock,
+        cache.kv_blocks.tree.block_version,
         cache.kv_blocks.references,
         dict(cache.kv_blocks.tree.block_of_hash),
-        dict(cache.slots.tree.slot_by_block),
+        dict(cache.slots.tree.slot_of_block),
         dict(cache.slots.pins),
         eviction_order(cache.slots),
         [(list(path.blocks), path.num_registered, path.state_slot) for path in paths],
@@ -227,7 +227,7 @@ def states_outlive_blocks(cache):
     free = {
         block for block in range(kv.total_count) if not kv.tree.references[block] and block not in kv.tree
     }
-    return free & (set(states.hash_to_block_id.values()) | set(states.slot_by_block))
+    return free & (set(states.state_block_of_hash.values()) | set(states.slot_of_block))
 
 
 def test_a_state_that_cannot_be_forgotten_keeps_its_block(monkeypatch):
@@ -751,7 +751,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert cache.kv_blocks.references == +self.refs()
         assert set(cache.kv_blocks.tree.block_of_hash.values()) == self.prefix_of.keys()
         assert [cache.slots.tree.block_of(slot) for slot in eviction_order(cache.slots)] == self.states
-        slots = cache.slots.tree.slot_by_block
+        slots = cache.slots.tree.slot_of_block
         assert {block for block, slot in slots.items() if slot in cache.tree.used} == self.used
         for sequence in self.sequences:
             assert sequence.path.blocks == sequence.blocks

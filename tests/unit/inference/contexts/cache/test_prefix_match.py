@@ -324,7 +324,7 @@ class RememberedMatches(RuleBasedStateMachine):
         path = opened(self.cache, tokens, salt)
         self.cache.register(path, tokens, len(tokens))
         block = data.draw(st.sampled_from(path.blocks))
-        if block not in self.cache.slots.tree.slot_by_block and self.cache.slots.num_available:
+        if block not in self.cache.slots.tree.slot_of_block and self.cache.slots.num_available:
             self.cache.slots.commit(self.cache.slots.reserve([block]))
         self.cache.release(path)
 
@@ -347,7 +347,7 @@ class RememberedMatches(RuleBasedStateMachine):
     @rule(data=st.data())
     def states_are_taken(self, data):
         path, slots = self.path(data), self.cache.slots
-        blocks = [b for b in path.blocks[: path.num_registered] if b not in slots.tree.slot_by_block]
+        blocks = [b for b in path.blocks[: path.num_registered] if b not in slots.tree.slot_of_block]
         if blocks and slots.num_available:
             slots.commit(slots.reserve([data.draw(st.sampled_from(blocks))]))
 
@@ -359,7 +359,7 @@ class RememberedMatches(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def a_state_is_dropped(self, data):
-        blocks = list(self.cache.slots.tree.slot_by_block)
+        blocks = list(self.cache.slots.tree.slot_of_block)
         if blocks:
             self.cache.slots.drop(data.draw(st.sampled_from(blocks)))
 

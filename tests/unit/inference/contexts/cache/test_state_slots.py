@@ -186,4 +186,4 @@ def test_slots_are_given_to_the_worthiest_and_free_ones_are_left_for_guesses(
         chosen.append(candidate)
     assert slots.make_room(planned(*certain)) == chosen
     assert len(slots.free) == len(chosen) + free
-    assert len(slots.tree.slot_by_block) == evictable
+    assert len(slots.tree.slot_of_block) == evictable

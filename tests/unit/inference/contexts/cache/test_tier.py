@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from mambaslots.inference.contexts.cache.prefix_match import bring_back
 from mambaslots.inference.contexts.cache.state_slots import StateSlots
 from mambaslots.inference.contexts.cache.tier import HostTier, TierSlots
 from mambaslots.inference.contexts.tier_copies import HostCopies
@@ -115,7 +114,7 @@ class BooksMachine(RuleBasedStateMachine):
     @rule(block=st.integers(0, 9))
     def take(self, block: int) -> None:
         self.registered.add(block)
-        if block not in self.slots.tree.slot_by_block:
+        if block not in self.slots.tree.slot_of_block:
             (slot,) = self.slots.reserve([block])
             self.memory[slot] = 255  # a reader of what was here must have read it
             self.memory[slot] = self.content(block)
@@ -123,12 +122,12 @@ class BooksMachine(RuleBasedStateMachine):
             self.ever.add(block)
 
     @rule(block=st.integers(0, 9))
-    def bring_back(self, block: int) -> None:
+    def fetch(self, block: int) -> None:
         if block in self.registered:
-            there = block in self.slots.tree.slot_by_block
-            came = bring_back(self.slots, [block], [block + 100], 0, 1)
+            there = block in self.slots.tree.slot_of_block
+            came = self.slots.fetch_state([block], [block + 100], 0, 1)
             assert not (came and there)
-            assert not came or self.share or block in self.slots.tree.slot_by_block
+            assert not came or self.share or block in self.slots.tree.slot_of_block
             assert came or self.share or there or block + 100 not in self.tier
 
     @rule(block=st.integers(0, 9))
@@ -146,7 +145,7 @@ class BooksMachine(RuleBasedStateMachine):
 
     @rule(block=st.integers(0, 9))
     def use(self, block: int) -> None:
-        if block in self.slots.tree.slot_by_block:
+        if block in self.slots.tree.slot_of_block:
             self.slots.note_use(self.slots.tree.slot_of(block))
 
     @invariant()
@@ -202,11 +201,11 @@ def test_a_bad_copy_that_cost_another_state_is_reported() -> None:
     for block in (5, 4):
         slots.commit(slots.reserve([block]))
     copies.rows ^= 1
-    assert bring_back(slots, [4, 5], [104, 105], 1, 1)
-    assert not slots.tree.slot_by_block
+    assert slots.fetch_state([4, 5], [104, 105], 1, 1)
+    assert not slots.tree.slot_of_block
     assert list(tier.host.copies) == [104]
-    assert bring_back(slots, [4], [104], 0, 1)
-    assert 4 in slots.tree.slot_by_block
+    assert slots.fetch_state([4], [104], 0, 1)
+    assert 4 in slots.tree.slot_of_block
 
 
 def test_a_tier_without_tensors_finds_every_copy() -> None:
@@ -214,8 +213,8 @@ def test_a_tier_without_tensors_finds_every_copy() -> None:
     slots = StateSlots(1, "lru", host_tree(100), tier=tier)
     for block in (1, 2):
         slots.commit(slots.reserve([block]))
-    assert bring_back(slots, [1], [101], 0, 1)
-    assert 1 in slots.tree.slot_by_block
+    assert slots.fetch_state([1], [101], 0, 1)
+    assert 1 in slots.tree.slot_of_block
     assert tier.stats().num_states_fetched == 1
 
 

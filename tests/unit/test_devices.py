@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from mambaslots.parallel_groups import on_device_of
+from mambaslots.devices import on_device_of
 
 
 @pytest.mark.parametrize("device", [None, torch.device("cpu"), torch.device("meta")])
