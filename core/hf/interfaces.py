@@ -37,8 +37,13 @@ def attention_forward(
 
     query is [1, heads, T, D], key and value are [1, kv heads, T, D], rotated, normalised and scaled.
     """
-    unserved = {"attention_mask": attention_mask, "sliding_window": sliding_window}
-    for name, asked in (unserved | {"softcap": softcap, "s_aux": s_aux}).items():
+    unserved = {
+        "attention_mask": attention_mask,
+        "sliding_window": sliding_window,
+        "softcap": softcap,
+        "s_aux": s_aux,
+    }
+    for name, asked in unserved.items():
         if asked is not None:
             raise ValueError(f"{name} of {type(module).__name__} is {shown(asked)}; accepted: None")
     paged: PagedAttention = module.mambaslots_attention  # type: ignore[assignment]
@@ -51,9 +56,9 @@ def experts_forward(
 ) -> Tensor:
     """transformers' experts, "grouped_mm" on a GPU and "eager" elsewhere: what this rank's experts add.
 
-    "grouped_mm" does not synchronise; "eager" reads on the host which experts have tokens. Where ranks split
-    the experts, "grouped_mm" drops those of other ranks; in "eager" they are one of this rank with the weight
-    zero.
+    "grouped_mm" does not synchronise in bfloat16 on compute capability 9.0; "eager" reads on the host which
+    experts have tokens. Where ranks split the experts, "grouped_mm" drops those of other ranks; in "eager"
+    they are one of this rank with the weight zero.
     """
     from transformers.integrations.moe import grouped_mm_experts_forward
 

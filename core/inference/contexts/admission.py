@@ -154,9 +154,11 @@ class Admission:
     ) -> RequestStep | None:
         """Allocate a step of up to `token_budget` tokens, or nothing and return None where none is possible.
 
-        Every part of a prefill is matched again: it may jump ahead to states that others have stored since.
-        The search for room changes cached states, also where it ends in None: running requests copy and
-        unpin those that they resumed from, and a fetch may evict some.
+        Every part of a prefill is matched again: it may jump ahead to states that others have stored since. A
+        request whose known tokens are all computed gets a step that `follows`: `begin_step` then needs the
+        sampled tokens. No step follows where it would complete a KV block or store a state. The search for
+        room changes cached states, also where it ends in None: running requests copy and unpin those that
+        they resumed from, and a fetch may evict some.
         """
         holding = request.holding
         if holding is not None and holding.decoding:

@@ -40,7 +40,10 @@ def chunk_grid(
     checkpoint_rows: Integers = (),
     checkpoint_positions: Integers = (),
 ) -> ChunkGrid:
-    """The absolute chunk grid of rows with `computed` tokens and `lengths` new ones; checkpoints on it."""
+    """The absolute chunk grid of rows with `computed` tokens and `lengths` new ones, 0 or more.
+
+    Checkpoints lie at multiples of `chunk_size` in (computed, computed + length] of their row.
+    """
     before, counts = np.asarray(computed, np.int64), np.asarray(lengths, np.int64)
     rows, positions = np.asarray(checkpoint_rows, np.int64), np.asarray(checkpoint_positions, np.int64)
     starts = np.zeros(counts.size + 1, np.int64)

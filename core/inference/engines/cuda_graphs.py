@@ -123,6 +123,7 @@ class GraphRunner:
 
     The first step of a shape runs eagerly, on padded inputs, and so compiles and tunes all kernels at exactly
     this shape. Graphs hold the addresses of the pools and of the step buffer: a suspend drops all graphs.
+    Padding writes no state, because every index of padding is -1.
     """
 
     def __init__(self, spec: HybridStateSpec, buckets: GraphBuckets, max_graphs: int) -> None:

@@ -101,8 +101,7 @@ class Placement:
             path: list[int] = []
             self._paths.append(path)
             nodes = self._nodes_down_to(state, visited)
-            parent = forest.parents[nodes[0]] if nodes else 0
-            if nodes and (parent < 0 or parent in self._block_of):
+            if nodes and self._parent_is_held(nodes[0]):
                 keys, tokens = [forest.keys[node] for node in nodes], [forest.tokens[node] for node in nodes]
                 blocks = self._kv_blocks.tree.match(self._parent_of(nodes[0]), keys, tokens)
                 self._kv_blocks.add_references(blocks)
@@ -142,6 +141,10 @@ class Placement:
             nodes.append(node)
             node = self._forest.parents[node]
         return nodes[::-1]
+
+    def _parent_is_held(self, node: int) -> bool:
+        parent = self._forest.parents[node]
+        return parent < 0 or parent in self._block_of
 
     def _parent_of(self, node: int) -> int | bytes:
         """What precedes `node` in the KV index: a block that a path holds, or a root digest."""

@@ -266,7 +266,7 @@ class KVBlockAllocator:
             raise ValueError(
                 f"block_ids is {blocks}; accepted: distinct, held blocks that are not registered yet"
             )
-        return self.tree.register(parent, blocks, keys, tokens)
+        return self.tree.register(parent, blocks, keys, list(tokens))
 
     # ---- eviction
 

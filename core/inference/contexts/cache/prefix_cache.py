@@ -128,7 +128,8 @@ class PrefixCache:
             max_resume_tokens: deeper states do not count, because the tokens after are to be computed: the
                 sequence shares their KV only. None for no limit.
             known: an earlier result, of which the call uses what still holds: O(1) where nothing has changed
-                that concerns the sequence. Where the result is the same, the call returns `known` itself.
+                that concerns the sequence. Where the result is the same, the call returns `known` itself. A
+                result of another sequence, path or limit is ignored.
         """
         if not self._enabled or (path is not None and not path.shares):
             nothing = PrefixMatch((), 0, -1, 0, (Span(0, num_tokens, "disabled"),))

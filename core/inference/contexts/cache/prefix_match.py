@@ -217,7 +217,7 @@ class TokenLedger:
     def of_step(
         cls, resumed: range, computed: range, spans: Sequence[Span], num_counted: int, num_prompt_tokens: int
     ) -> "TokenLedger":
-        """The counts of a step that resumed [resumed_from, start); `num_counted` were counted before."""
+        """The counts of a step, of prompt tokens; `num_counted` leading tokens were counted before."""
         new = range(num_counted, num_prompt_tokens)
         counts = cls(_overlap(resumed, new), _overlap(computed, range(num_counted)))
         for span in spans:
