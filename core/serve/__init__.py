@@ -4,11 +4,9 @@ A request goes through them in this order:
 
 server, connections, settings        the process; clients that half-close, processes out of descriptors
 app, gate                            endpoints; around each: the header Host, keys, an id, a log line
-service                              admits requests, within the server's limits, to the engine
-bodies, requests                     the body's bytes; a body as a model, which checks each field
-preparation                          a checked body becomes a job: prompts, parameters, plans
+service                              admits requests, within the server's limits, and streams the answers
+preparation, requests                a body's bytes become a job; a body as a model, which checks each field
 served_engine                        an engine as the server sees it
-generated_answers                    the streams of the engine to HTTP
 http_answers                         an answer's text and tokens as OpenAI's JSON, whole and in chunks
 errors, metrics                      the errors that clients see; Prometheus' text
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ...config import InferenceConfig
-from .chunk_grid import chunk_grid
 from .device_memory import DeviceMemory
 from .request import RequestStep
 from .states import RequestStates
@@ -23,6 +22,7 @@ from .step_inputs import (
     Replay,
     StepInputs,
     StepShape,
+    chunk_grid,
 )
 
 _MAX_CACHED_VIEWS = 256
