@@ -1,4 +1,4 @@
-"""KV blocks: reference counts, the free list, eviction. Arguments are checked here, also for the tree."""
+"""KV blocks: reference counts, the free list, eviction. Arguments are checked here; the tree checks none."""
 
 import logging
 import time

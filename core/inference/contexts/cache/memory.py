@@ -35,9 +35,9 @@ class UnitShape(NamedTuple):
     blocks: int
 
     def unit_bytes(self, sizes: UnitSizes) -> int:
-        """Bytes of a unit. Slots divide a unit evenly, and so do blocks."""
+        """Bytes of a unit. Slots divide a unit evenly, and so do blocks. Not 0 where a rank has neither."""
         granule = ALIGNMENT * math.lcm(self.slots, self.blocks)
-        return -(-max(self.slots * sizes.slot, self.blocks * sizes.block) // granule) * granule
+        return max(1, -(-max(self.slots * sizes.slot, self.blocks * sizes.block) // granule)) * granule
 
     def slot_stride(self, sizes: UnitSizes) -> int:
         return self.unit_bytes(sizes) // self.slots
@@ -177,7 +177,7 @@ class MemoryUnits:
 
     @property
     def num_lent_blocks(self) -> int:
-        """How many these are; O(units)."""
+        """Blocks whose memory holds states; O(units)."""
         return sum(self.holds_states) * self.blocks_per_unit
 
     def _units_with(self, states: bool) -> list[int]:

@@ -58,6 +58,13 @@ def test_units_of_real_models_are_small_and_waste_little(slot, block):
     assert shape.unit_bytes(UnitSizes(slot, block)) < 10 * max(slot, block)
 
 
+def test_a_pipeline_stage_without_states_and_kv_follows_the_others() -> None:
+    some = RankBudget(SIZES, 100_000, 2)
+    alone = MemoryDivision.of([some], 4)
+    assert MemoryDivision.of([some, RankBudget(UnitSizes(0, 0), 100_000, 2)], 4) == alone
+    assert alone.shape.unit_bytes(UnitSizes(0, 0)) < 100_000 / alone.num_units
+
+
 @given(memory=st.integers(0, 200_000), num_live=st.integers(1, 5), longest=st.integers(1, 9))
 def test_a_division_fits_into_its_budget_and_holds_what_it_must(memory, num_live, longest):
     division = MemoryDivision.of([RankBudget(SIZES, memory, num_live)], longest)
