@@ -237,15 +237,16 @@ class Source(Session[Address]):
 
     def _answers(self, access: CacheAccess, offer: Offer) -> list[tuple[Peer, Want]]:
         """Offer to all ranks until all have answered; a destination that starts again gets the offer anew."""
-        offered: set[Address] = set()
+        offered: dict[Address, Peer] = {}  # a connection that was made again has not got it
         answered: dict[Address, Want] = {}
         while not self.peers or not self.peers.keys() <= answered.keys():
             try:
                 self.connect(access)
-                for key in self.peers.keys() - offered:
-                    self.peers[key].inbox.clear()
-                    self.peers[key].send(offer)
-                    offered.add(key)
+                for key, peer in self.peers.items():
+                    if offered.get(key) is not peer:
+                        peer.inbox.clear()
+                        peer.send(offer)
+                        offered[key] = peer
             except PeerLostError as error:
                 if answered or self.remaining_s() <= 0 or self.gate.closed:
                     raise TransferError(str(error)) from error
