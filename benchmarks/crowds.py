@@ -46,7 +46,7 @@ from crowd.cases import CASES, Case
 from crowd.rows import HEADER, OVER_BUDGET, QUICK, Bench, OverBudget, Row, Sizes
 from support.command_line import add_count, make_parser
 
-MOST_REPEATS = 300  # answers are long enough
+MAX_REPEATS = 300  # answers are long enough
 
 
 def measured(case: Case, bench: Bench) -> Iterator[Row]:
@@ -82,8 +82,8 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all")
     parser.add_argument("--quick", action="store_true", help="small sizes; judges nothing")
     arguments = parser.parse_args()
-    if arguments.repeats > MOST_REPEATS:
-        parser.error(f"--repeats is {arguments.repeats}; accepted: 1 to {MOST_REPEATS}")
+    if arguments.repeats > MAX_REPEATS:
+        parser.error(f"--repeats is {arguments.repeats}; accepted: 1 to {MAX_REPEATS}")
     torch.set_num_threads(1)
     bench = Bench(QUICK if arguments.quick else Sizes(), arguments.repeats, arguments.budget)
     revision = commit()

@@ -122,8 +122,8 @@ class InferenceConfig:
         check_fields(self, integer, or_none=True, num_cuda_graphs=(1, INT32_MAX))
         check_fields(self, boolean, enable_prefix_caching=(), decode_by_replay=(), batch_invariant=())
         check_fields(self, boolean, or_none=True, async_scheduling=())
-        check_fields(self, real, or_none=True, total_gb=(0.0, _MOST_GB))
-        check_fields(self, real, host_cache_gb=(0.0, _MOST_GB))
+        check_fields(self, real, or_none=True, total_gb=(0.0, _MAX_GB))
+        check_fields(self, real, host_cache_gb=(0.0, _MAX_GB))
         checked_policy("eviction_policy", self.eviction_policy)
         one_of("free_memory", self.free_memory, get_args(FreeMemory))
         instance("checkpoint_plan", self.checkpoint_plan, CheckpointPlan)
@@ -183,7 +183,7 @@ class InferenceConfig:
                 f"disk_cache is {pair}; accepted: None where host_cache_gb is 0.0, because files are read "
                 "and written by way of host memory"
             )
-        set_field(self, "disk_cache", (pair[0], real("disk_cache[1]", pair[1], 0.0, _MOST_GB)))
+        set_field(self, "disk_cache", (pair[0], real("disk_cache[1]", pair[1], 0.0, _MAX_GB)))
 
     def _check_execution(self) -> None:
         if self.async_scheduling and self.num_speculative_tokens:
@@ -218,7 +218,7 @@ class InferenceConfig:
         return None if self.async_scheduling else "async_scheduling"
 
 
-_MOST_GB = 2.0**33  # 2**63 bytes
+_MAX_GB = 2.0**33  # 2**63 bytes
 _WITHOUT_SLOTS = "; to serve without state slots, set enable_prefix_caching=False"
 
 

@@ -23,7 +23,7 @@ from .validation import shown
 logger = logging.getLogger(__name__)
 
 SMALLEST_BLOCK = {"cpu": 16, "cuda": 64}  # small blocks resume more, large ones are faster to attend to
-MOST_REQUESTS = {"cpu": 32, "cuda": 128}
+MAX_REQUESTS = {"cpu": 32, "cuda": 128}
 CUDA_GRAPHS = 64
 SHORTEST_CONTEXT = 8192
 """Contexts are not lowered below it before rows are."""
@@ -236,7 +236,7 @@ def serving_config(
             max_tokens_per_step=max(2048, rows, block) if steps is None else steps, **settings,
         )  # fmt: skip
 
-    rows = MOST_REQUESTS[kind] if max_requests is None else max_requests
+    rows = MAX_REQUESTS[kind] if max_requests is None else max_requests
     length = (context or SHORTEST_CONTEXT) if max_sequence_length is None else max_sequence_length
     if pools_are_given or total_gb is None:
         return config(rows, length, total_gb)

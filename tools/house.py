@@ -18,7 +18,7 @@ from types import CodeType
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "core"
-MOST_SHOWN = 10
+MAX_SHOWN = 10
 
 
 def code_lines(source: str) -> int:
@@ -137,7 +137,7 @@ def main() -> None:
         sizes = [sum(counts[file] for file in own) for counts in (lines, code)]
         print(f"{room or 'all':<28}{len(own):>7}{sizes[0]:>9,}{sizes[1]:>9,}")
     print("\nlargest files: ", end="")
-    largest = sorted(files, key=lambda file: -lines[file])[:MOST_SHOWN]
+    largest = sorted(files, key=lambda file: -lines[file])[:MAX_SHOWN]
     print(", ".join(f"{file.relative_to(CORE)} {lines[file]}" for file in largest))
     classes = Counter(
         {
@@ -147,7 +147,7 @@ def main() -> None:
             if isinstance(node, ast.ClassDef)
         }
     )
-    print("widest classes: ", ", ".join(f"{name} {count}" for name, count in classes.most_common(MOST_SHOWN)))
+    print("widest classes: ", ", ".join(f"{name} {count}" for name, count in classes.most_common(MAX_SHOWN)))
     names = {".".join(file.relative_to(CORE).with_suffix("").parts): file for file in files}
     graph = {name: imports_of(file, set(names)) for name, file in names.items()}
     print("import circles: ", circles(graph) or "none")

@@ -42,7 +42,7 @@ from soaking.rounds import (
 LINE_S = 30.0
 JUDGED_S = 300.0
 """A soak that is shorter may lack events, and readings of memory."""
-MOST_GROWTH = 0.01
+MAX_GROWTH = 0.01
 SEEDS = 100_000
 """Of a soak: round N of a kind has the seed `--seed` x SEEDS + N."""
 
@@ -112,10 +112,10 @@ class Soak:
         if not self.memory.is_enough:
             found.append(f"memory was read {len(self.memory.resident)} times only")
         start, end = ends(self.memory.resident)
-        if end - start > MOST_GROWTH * start:
+        if end - start > MAX_GROWTH * start:
             found.append(f"resident memory grew from {start:.1f} to {end:.1f} MiB")
         start, end = ends(self.memory.on_device)
-        if end - start > MOST_GROWTH * self._most_on_device / MIB:
+        if end - start > MAX_GROWTH * self._most_on_device / MIB:
             found.append(f"memory of the GPU at rest grew from {start:.1f} to {end:.1f} MiB")
         return found
 

@@ -10,7 +10,7 @@ from mambaslots.inference.contexts.pool_sizes import GIGABYTE
 from mambaslots.replay.setting import ReplayResult, ReplaySetting
 from mambaslots.replay.trace import Trace
 
-MOST_BLOCKS = 1 << 40
+MAX_BLOCKS = 1 << 40
 StatesFactory = Callable[[BlockIndex, int], StateSlots]
 
 
@@ -23,7 +23,7 @@ def num_state_slots(setting: ReplaySetting) -> int:
 def num_kv_blocks(setting: ReplaySetting, block_size: int) -> int:
     """Blocks that `kv_gb` holds; without attention they are names only, and as many as wanted."""
     if not setting.shape.kv_bytes_per_token:
-        return MOST_BLOCKS
+        return MAX_BLOCKS
     gigabytes = setting.kv_gb if setting.kv_gb is not None else _half(setting)
     return int(gigabytes * GIGABYTE) // (setting.shape.kv_bytes_per_token * block_size)
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-MOST_OVER_LIMIT = 1.35
-MOST_IDLE = 0.05
-MOST_COST = 0.01
+MAX_OVER_LIMIT = 1.35
+MAX_IDLE = 0.05
+MAX_COST = 0.01
 Requirement = tuple[str, float, float]
 """What is measured, its value, and the most that it may be."""
 
@@ -129,24 +129,22 @@ def requirements(name: str, parts: dict[str, Any]) -> list[Requirement]:
             found.append((f"{name}: prefill of 4,096 / transformers' own", ratio, 1.0))
         elif name != "Qwen3.5-4B":
             ratio = compared["forward_ms"] / compared["products_ms"]
-            found.append((f"{name}: prefill of 4,096 / its products", ratio, MOST_OVER_LIMIT))
+            found.append((f"{name}: prefill of 4,096 / its products", ratio, MAX_OVER_LIMIT))
     for row in parts.get("decode", ()):
         if row["requests"] in (1, 32):
             what = f"{name}: decode of {row['requests']}"
-            found.append((f"{what} / its bytes", row["step_ms"] / row["limit_ms"], MOST_OVER_LIMIT))
+            found.append((f"{what} / its bytes", row["step_ms"] / row["limit_ms"], MAX_OVER_LIMIT))
             if "idle_share" in row.get("trace", {}):
-                found.append((f"{what}: GPU idle between steps", row["trace"]["idle_share"], MOST_IDLE))
+                found.append((f"{what}: GPU idle between steps", row["trace"]["idle_share"], MAX_IDLE))
     if "checkpoints" in parts:
         row = parts["checkpoints"]
-        found.append(
-            (f"{name}: {row['states']} checkpoints in a prefill", checkpoint_cost(row)[0], MOST_COST)
-        )
+        found.append((f"{name}: {row['states']} checkpoints in a prefill", checkpoint_cost(row)[0], MAX_COST))
     if "rolling" in parts:
         row = parts["rolling"]
-        found.append((f"{name}: rolling states", row["rolling_ms"] / row["off_ms"] - 1, MOST_COST))
+        found.append((f"{name}: rolling states", row["rolling_ms"] / row["off_ms"] - 1, MAX_COST))
     if "cold" in parts:
         row = parts["cold"]
-        found.append((f"{name}: cache on, nothing reused", row["on_s"] / row["off_s"] - 1, MOST_COST))
+        found.append((f"{name}: cache on, nothing reused", row["on_s"] / row["off_s"] - 1, MAX_COST))
     return found
 
 

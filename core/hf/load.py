@@ -19,7 +19,7 @@ from .weights import load_weights
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _SUBFOLDERS = ["*/*"]
-_MOST_LAYERS = 10_000
+_MAX_LAYERS = 10_000
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
@@ -103,8 +103,8 @@ def _config(folder: Path) -> PretrainedConfig:
     for part in (stored, section(folder / CONFIG, stored, "text_config")):
         for name, count in part.items():
             is_count = isinstance(count, int) and ("layers" in name or "experts" in name)
-            if is_count and count > _MOST_LAYERS:
-                most = f"at most {_MOST_LAYERS}"
+            if is_count and count > _MAX_LAYERS:
+                most = f"at most {_MAX_LAYERS}"
                 raise CheckpointError(f"{folder / CONFIG}: {name} is {count}; accepted: {most}")
     return architectures.read_config(folder / CONFIG)
 

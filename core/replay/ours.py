@@ -18,7 +18,7 @@ from .engine_replay import EngineReplay, chains_of
 from .setting import ModelShape, ReplayResult, ReplaySetting
 from .trace import Trace
 
-_MOST_NAMES = 1 << 20  # KV blocks of a model without attention, which are names of prefixes only
+_MAX_NAMES = 1 << 20  # KV blocks of a model without attention, which are names of prefixes only
 
 
 def pool_counts(setting: ReplaySetting) -> tuple[int, int]:
@@ -37,7 +37,7 @@ def pool_counts(setting: ReplaySetting) -> tuple[int, int]:
         state_bytes, kv_bytes = setting.state_gb * GIGABYTE, setting.kv_gb * GIGABYTE
     block_bytes = shape.kv_bytes_per_token * setting.block_size_tokens
     num_slots = int(state_bytes // shape.durable_state_bytes)
-    num_blocks = int(kv_bytes // block_bytes) if block_bytes else _MOST_NAMES
+    num_blocks = int(kv_bytes // block_bytes) if block_bytes else _MAX_NAMES
     if num_slots < 1 or num_blocks < 1:
         raise ValueError(
             f"{named}; accepted for {shape.name}: one state of {shape.durable_state_bytes} bytes and "

@@ -27,7 +27,7 @@ _NUM_PARTS = 3
 """Most tokens of a character that is not complete: UTF-8 has up to 4 bytes for a character."""
 _NUM_KEPT = 16
 """With so many tokens the first ones are dropped, where that changes no text."""
-_MOST_KEPT = 128
+_MAX_KEPT = 128
 """With so many tokens a new text begins, whatever it changes."""
 
 
@@ -144,7 +144,7 @@ class Detokenizer:
                 self._keep_from(start)
                 self._start, self._num_returned = 0, len(rest) - num_held
                 return ""
-        return self.finish() if len(self._tokens) >= _MOST_KEPT else ""
+        return self.finish() if len(self._tokens) >= _MAX_KEPT else ""
 
     def _is_beginning(self, start: int, rest: str) -> bool:
         """Whether the tokens from `start` on, whose text is `rest`, have the same end whatever follows them.

@@ -19,7 +19,7 @@ from .toy_answers import Answer, Ask, answer, prompt_log_probs
 from .toy_lm import ToyLM
 
 TOLERANCE = 1e-9
-MOST_STEPS = 2000
+MAX_STEPS = 2000
 BELONG_TO_REQUESTS = frozenset(
     {
         "DynamicInferenceRequest", "TokenStream", "StreamFeed", "RequestResult", "Holding", "CachedPath",
@@ -328,8 +328,8 @@ class Ledger:
     def steps(self) -> Iterator[None]:
         before = self.num_steps
         while self.engine.has_unfinished_requests():
-            if self.num_steps - before > MOST_STEPS:
-                raise LeftWrongError("hang", f"not finished after {MOST_STEPS} steps")
+            if self.num_steps - before > MAX_STEPS:
+                raise LeftWrongError("hang", f"not finished after {MAX_STEPS} steps")
             self.step()
             yield
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 Array = NDArray[np.float64]
 
-_GRID, _MOST_SEEN = 8, 2000
+_GRID, _MAX_SEEN = 8, 2000
 """Sequences of so many tokens, and multiples of it, are remembered; at most so many of a model."""
 
 
@@ -99,7 +99,7 @@ class RecurrentLM:
 
     def _after(self, tokens: list[int]) -> Array:
         """The logits after a sequence, which begins where an earlier one was of the same tokens."""
-        if len(self._seen) > _MOST_SEEN:
+        if len(self._seen) > _MAX_SEEN:
             self._seen.clear()
         done = len(tokens) // _GRID * _GRID
         while done and tuple(tokens[:done]) not in self._seen:

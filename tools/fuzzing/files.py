@@ -36,7 +36,7 @@ WEIGHTS = {
 """Shares of the inputs of targets whose inputs take milliseconds."""
 REMEMBERING = {"calls of an engine"}
 """Targets with one engine for all inputs, which is not set back behind each."""
-_MOST_READ = 4
+_MAX_READ = 4
 """So many requests of an accepted trace are read."""
 
 
@@ -77,7 +77,7 @@ class Traces:
             trace = read_trace(self.path)
             arrivals = []
             for index in range(len(trace.requests)):
-                if index < _MOST_READ:
+                if index < _MAX_READ:
                     request = trace.requests[index]
                     for tokens in (request.prompt, request.answer):
                         assert len(tokens), "a prompt or an answer without tokens"

@@ -28,7 +28,7 @@ from oracle.toy_answers import Answer, Ask, answer_of, prompt_log_probs_of
 from soaking.rounds import RoundTally
 from soaking.worlds import SHAPES, Prompts, World, bits_world, small_world
 
-MOST_KEPT = 256
+MAX_KEPT = 256
 
 
 @dataclass(eq=False)
@@ -88,7 +88,7 @@ class Recurrences:
 
     def _keep[T](self, key: object, value: T) -> T:
         self._known[key] = value
-        if len(self._known) > MOST_KEPT:
+        if len(self._known) > MAX_KEPT:
             self._known.popitem(last=False)
         return value
 

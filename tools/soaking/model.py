@@ -20,7 +20,7 @@ from oracle.toy_answers import Ask, draw
 
 NUM_VERSIONS = 3
 TOLERANCE = 1e-9  # of log-probs, float64
-MOST_TOPS = 5
+MAX_TOPS = 5
 _KEPT = 8  # the oracle keeps where it is at every eighth token of the last prompt
 _CHARACTERS = [*range(32, 127), 10, *b"\xc3\xa9\xbc"]  # answers are mostly made of these bytes
 
@@ -87,7 +87,7 @@ class Oracle:
             all_log_probs = logits - log_sum_exp(logits)
             tokens.append(token)
             log_probs.append(float(all_log_probs[token]))
-            tops.append(tuple(np.sort(all_log_probs)[::-1][:MOST_TOPS].tolist()))
+            tops.append(tuple(np.sort(all_log_probs)[::-1][:MAX_TOPS].tolist()))
             if token in ask.stops or len(tokens) == ask.length:
                 return Expected(tuple(tokens), tuple(log_probs), tuple(tops))
             logits = model.step(token)

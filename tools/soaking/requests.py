@@ -11,7 +11,7 @@ from typing import Any
 
 from fuzzing.malformed_bodies import CHATS, COMPLETIONS
 from soaking.model import (
-    MOST_TOPS,
+    MAX_TOPS,
     TOLERANCE,
     Expected,
     Oracle,
@@ -27,7 +27,7 @@ from oracle.toy_answers import Ask
 
 LONGEST = 320  # tokens of a prompt and its answer
 LONGEST_PROMPT = LONGEST - 32
-MOST_MESSAGES = 7
+MAX_MESSAGES = 7
 _LOWEST = -9999.0  # what JSON has for minus infinity
 
 
@@ -135,7 +135,7 @@ class Talk:
             given = random.choice([given, given[0]])
         fields: dict[str, Any] = {"prompt": given}
         if random.random() < 0.3:
-            fields["logprobs"] = random.randint(0, MOST_TOPS)
+            fields["logprobs"] = random.randint(0, MAX_TOPS)
         if random.random() < 0.2:
             fields["checkpoints"] = [random.randint(1, min(map(len, tokens)))]
         tenant = random.choice(self.tenants)
@@ -154,7 +154,7 @@ class Talk:
         chat = self._conversation(random)
         fields: dict[str, Any] = {"messages": [dict(message) for message in chat.messages]}
         if random.random() < 0.3:
-            fields |= {"logprobs": True, "top_logprobs": random.randint(0, MOST_TOPS)}
+            fields |= {"logprobs": True, "top_logprobs": random.randint(0, MAX_TOPS)}
         query = self._query(random, CHATS, fields, [chat.tokens], chat.tenant, chat.salt)
         query.conversation = chat
         return query
@@ -168,7 +168,7 @@ class Talk:
             if random.random() < 0.3:
                 messages = messages[: random.randrange(1, len(messages) + 1, 2)]  # it ends with a user's
             chat = Conversation(chat.tenant, chat.salt, messages)
-            if len(messages) < MOST_MESSAGES and random.random() < 0.8:
+            if len(messages) < MAX_MESSAGES and random.random() < 0.8:
                 answer = random.choice(list(self.answers))[:12]
                 chat.messages.append({"role": "assistant", "content": answer})
                 chat.messages.append(self._user(random))

@@ -28,7 +28,7 @@ from .cache.kv_block_allocator import MAX_HASH, KVBlockAllocator
 from .cache.state_slots import StateSlots
 from .host_context import HostTree, block_count, device_of_live_states, size_of
 
-_MOST_OFFSETS = 3  # a request's, as megatron-core sizes its scratch
+_MAX_OFFSETS = 3  # a request's, as megatron-core sizes its scratch
 
 
 class MambaSlotAllocator:
@@ -112,7 +112,7 @@ class MambaSlotAllocator:
         self._has_intermediates = False
         self._worth: dict[int, int] = {}  # block -> rank of the kind of its planned boundary, 0 the worthiest
         self.num_dropped = 0
-        shape = size_of(context, "max_requests"), _MOST_OFFSETS
+        shape = size_of(context, "max_requests"), _MAX_OFFSETS
         with torch.inference_mode(False):  # others than inference tensors can be written anywhere
             self._intermediate_offsets_cpu = torch.zeros(shape, dtype=torch.int32, device="cpu")
             self._intermediate_counts_cpu = torch.zeros(shape[0], dtype=torch.int32, device="cpu")
@@ -392,7 +392,7 @@ class MambaSlotAllocator:
         inside = [b.position for b in boundaries if b.position < stop]
         on_grid = [position for position in inside if (position - start) % self._grid == 0]
         num_free = self.max_intermediate_count - int(self._intermediate_counts_cpu.sum())
-        chosen = sorted(on_grid[: max(0, min(_MOST_OFFSETS, num_free))])
+        chosen = sorted(on_grid[: max(0, min(_MAX_OFFSETS, num_free))])
         self.num_dropped += len(inside) - len(chosen)
         for column, position in enumerate(chosen):
             self._intermediate_offsets_cpu[row, column] = position - start

@@ -5,7 +5,7 @@ from .step_inputs import StepShape
 FEWEST_ROWS = 32
 """With fewer rows cuBLAS pads by itself, or picks kernels that are up to eight times as slow."""
 _BLOCK = 256  # rungs above it are its multiples
-MOST_PADDING = _BLOCK - 1
+MAX_PADDING = _BLOCK - 1
 """No number of rows is further from its rung."""
 
 
@@ -44,7 +44,7 @@ def largest_shape(
 ) -> StepShape:  # fmt: skip
     """Upper bounds of all sizes of a context's steps; `on_ladder`: of those of `padded_to_ladder`."""
     if on_ladder:
-        max_requests, max_tokens_per_step = rung(max_requests), max_tokens_per_step + MOST_PADDING
+        max_requests, max_tokens_per_step = rung(max_requests), max_tokens_per_step + MAX_PADDING
         decode_tokens = power_of_two(decode_tokens)
     num_decode_tokens = max_requests * decode_tokens
     num_chunks = -(-max_tokens_per_step // chunk_size)

@@ -21,11 +21,11 @@ _UNLIMITED = INT32_MAX + 2
 
 SHARE_OF_FREE_GPU = 0.85  # the rest is for activations, graphs and the libraries' workspaces
 SHARE_OF_FREE_RAM = 0.5
-MOST_GB_ON_CPU = 16.0
+MAX_GB_ON_CPU = 16.0
 
 NUM_STAGING_SLOTS = 2
 """Slots for states inside prefills until they are encoded: the default plan's tail and branch point."""
-_MOST_NAMES = 1 << 20
+_MAX_NAMES = 1 << 20
 """KV blocks without bytes that a context makes for cached prefixes, at most."""
 
 
@@ -126,13 +126,13 @@ def _of_total(config: InferenceConfig, ranks: Sequence[_Rank]) -> PoolSizes:
         raise _too_small(config, ranks, [rank.least_bytes(longest) for rank in ranks])
     if not has_kv:
         # Blocks name prefixes only: those of running requests, and four times those of all slots' longest
-        # prefixes, but at most `_MOST_NAMES`, because the bookkeeping of a block costs some hundred bytes.
-        slots = min(slots, _MOST_NAMES)
-        names = config.max_requests * longest + min(4 * slots * longest, _MOST_NAMES)
+        # prefixes, but at most `_MAX_NAMES`, because the bookkeeping of a block costs some hundred bytes.
+        slots = min(slots, _MAX_NAMES)
+        names = config.max_requests * longest + min(4 * slots * longest, _MAX_NAMES)
         return PoolSizes(min(names, INT32_MAX), slots)
     blocks = min(blocks, INT32_MAX)
     return PoolSizes(
-        blocks, min(blocks, _MOST_NAMES) if config.enable_prefix_caching and not has_states else slots
+        blocks, min(blocks, _MAX_NAMES) if config.enable_prefix_caching and not has_states else slots
     )
 
 
@@ -188,7 +188,7 @@ def free_gb(device: torch.device) -> float:
         torch.cuda.empty_cache()
         return SHARE_OF_FREE_GPU * torch.cuda.mem_get_info(device)[0] / GIGABYTE
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of torchrun on this machine
-    return min(MOST_GB_ON_CPU, SHARE_OF_FREE_RAM * _available_ram() / GIGABYTE) / ranks
+    return min(MAX_GB_ON_CPU, SHARE_OF_FREE_RAM * _available_ram() / GIGABYTE) / ranks
 
 
 def _available_ram() -> int:

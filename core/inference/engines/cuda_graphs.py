@@ -15,7 +15,7 @@ from ..contexts.step_inputs import StepInputs, StepShape
 from .model_protocol import Model
 
 SMALLEST_PREFILL_TOKENS = 16
-MOST_PREFILL_TOKENS = 512
+MAX_PREFILL_TOKENS = 512
 """Prefill tokens of a captured step, padding included, at most."""
 
 
@@ -42,7 +42,7 @@ class GraphBuckets:
         return cls(
             max_requests=config.max_requests,
             table_blocks=context.admission.block_table.shape[1],
-            max_prefill_tokens=min(MOST_PREFILL_TOKENS, config.max_tokens_per_step),
+            max_prefill_tokens=min(MAX_PREFILL_TOKENS, config.max_tokens_per_step),
             chunk_size=context.spec.chunk_tokens(config.block_size_tokens),
             block_size=config.block_size_tokens,
             decode_tokens=1 + config.num_speculative_tokens,

@@ -11,7 +11,7 @@ from ...request import SamplingParams
 from ...state_spec import HybridStateSpec
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.padding import MOST_PADDING, rung
+from ..contexts.padding import MAX_PADDING, rung
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from ..contexts.step_inputs import StepShape
 from .model_protocol import Model
@@ -39,7 +39,7 @@ class DummySteps:
         small = replace(
             config,
             max_requests=ROOM,
-            max_tokens_per_step=max(rung(ROOM * longest), most_tokens) + MOST_PADDING,
+            max_tokens_per_step=max(rung(ROOM * longest), most_tokens) + MAX_PADDING,
             max_sequence_length=longest,
             num_kv_blocks=ROOM * -(-longest // self._block_size),
             num_mamba_slots=None,

@@ -12,7 +12,7 @@ from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from .drafter import Drafter
 
-_MOST_AWAITING = 128  # so many waiting requests await a state in a step, before no further one is looked at
+_MAX_AWAITING = 128  # so many waiting requests await a state in a step, before no further one is looked at
 
 
 class Scheduler:
@@ -153,7 +153,7 @@ class Scheduler:
                 break
             if promised.is_awaited_by(request, match):
                 num_awaiting += 1
-                if num_awaiting == _MOST_AWAITING:
+                if num_awaiting == _MAX_AWAITING:
                     break
                 continue
             step = self._context.admission.schedule(request, budget, next_slots[i + 1 :])

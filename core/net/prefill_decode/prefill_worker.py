@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 """How often a worker says that its engine makes steps."""
-_MOST_COMPUTATIONS = 3
+_MAX_COMPUTATIONS = 3
 """Of one prefix: its state may be evicted between its request's end and the pin."""
 
 
@@ -178,7 +178,7 @@ async def computed_prefix(server: AsyncEngine, tokens: list[int], salt: bytes | 
 
     try:
         missing = await server.call(pin)
-        for _ in range(_MOST_COMPUTATIONS):
+        for _ in range(_MAX_COMPUTATIONS):
             if missing:
                 await _compute(server, tokens, salt)
                 missing = await server.call(pin)

@@ -9,7 +9,7 @@ from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryUnits
 from .state_slots import StateSlots
 
-MOST_LOOKS = 64
+MAX_LOOKS = 64
 """Units that one call looks at, at most, to find one that can be emptied."""
 
 
@@ -64,10 +64,10 @@ class Borrowing:
         return not slots or set(slots).issubset(self._slots.next_victims(count))
 
     def _candidates(self) -> Iterator[KVUnit]:
-        """Clock algorithm: units that could be emptied, of `MOST_LOOKS` from the hand on."""
+        """Clock algorithm: units that could be emptied, of `MAX_LOOKS` from the hand on."""
         units, tree = self._units, self._kv_blocks.tree
         first, count = units.num_kv_units, units.num_units - units.num_kv_units
-        for step in range(min(count, MOST_LOOKS)):
+        for step in range(min(count, MAX_LOOKS)):
             unit = first + (self._hand + step) % count
             if units.holds_states[unit] or (leaves := self._leaves_of(unit)) is None:
                 continue
@@ -76,7 +76,7 @@ class Borrowing:
                 continue  # a state of a tier, or one that is read
             last_use = max(map(tree.leaves.timestamps.__getitem__, leaves), default=0)
             yield KVUnit(unit, leaves, slots, last_use)
-        self._hand = (self._hand + MOST_LOOKS) % max(1, count)
+        self._hand = (self._hand + MAX_LOOKS) % max(1, count)
 
     def _leaves_of(self, unit: int) -> list[int] | None:
         """A unit's cached blocks, children first; None where one is held, or continued by another unit's."""

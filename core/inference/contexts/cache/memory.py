@@ -7,9 +7,9 @@ from typing import NamedTuple, Self
 
 ALIGNMENT = 256
 """Bytes. Every slot and every block begins at a multiple of it."""
-MOST_WASTE = 0.02
-_MOST_OF_A_UNIT = 24
-_MOST_NUMBERS = 1 << 18
+MAX_WASTE = 0.02
+_MAX_OF_A_UNIT = 24
+_MAX_NUMBERS = 1 << 18
 """Slots, or blocks, that a memory numbers at most: the bookkeeping of each costs some hundred bytes."""
 
 
@@ -61,13 +61,13 @@ class UnitShape(NamedTuple):
         slot, block = both[0] if both else (max(s for s, _ in ranks), max(b for _, b in ranks))
         small, large = sorted((slot, block))
         best, least = cls(1, 1), math.inf
-        for few in range(1, _MOST_OF_A_UNIT + 1):
+        for few in range(1, _MAX_OF_A_UNIT + 1):
             for many in (few * large // small, -(-few * large // small)):
                 shape = cls(few, many) if slot >= block else cls(many, few)
                 waste = shape.waste(ranks)
                 if waste < least:
                     best, least = shape, waste
-                if waste < MOST_WASTE:
+                if waste < MAX_WASTE:
                     return shape
         return best
 
@@ -116,7 +116,7 @@ class MemoryDivision:
         """The division that every rank can afford; `num_units` < `num_kv_units` where one has too little."""
         shape = UnitShape.of([rank.sizes for rank in ranks])
         num_live = max(rank.num_live for rank in ranks)
-        num_units = min(_MOST_NUMBERS // max(shape), *(_units(rank, shape, num_live) for rank in ranks))
+        num_units = min(_MAX_NUMBERS // max(shape), *(_units(rank, shape, num_live) for rank in ranks))
         return cls(shape, num_live, num_units, -(-blocks_of_longest // shape.blocks))
 
     def least_bytes(self, sizes: UnitSizes) -> int:

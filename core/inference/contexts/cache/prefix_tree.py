@@ -20,7 +20,7 @@ Parent = int | bytes
 """What precedes a registered block: the block before it, or the root digest of a prefix's first block."""
 
 
-_MOST_CHANGES = 4096
+_MAX_CHANGES = 4096
 
 
 class PrefixTree:
@@ -46,7 +46,7 @@ class PrefixTree:
         self.turnover = Turnover[KVRemovalCause](KV_REMOVAL_CAUSES)
         self.state_turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES)
         self.block_version = self.state_version = self.num_changes = 0  # of blocks, of states; never set back
-        self._changed = deque[int](maxlen=_MOST_CHANGES)  # the hashes of the last changes
+        self._changed = deque[int](maxlen=_MAX_CHANGES)  # the hashes of the last changes
         self._serials = [0] * num_blocks  # for each block `block_version` at its registration
         self.references = [0] * num_blocks + [1]  # the origin's come last
         self.parents = [-1] * num_blocks  # -1: not registered

@@ -8,7 +8,7 @@ from itertools import chain
 
 GHOST, PLANNED = -2, -1
 """In the place of a slot: the state is gone, or refused; the state will be stored."""
-_MOST_KEYS_A_GHOST = 32
+_MAX_KEYS_A_GHOST = 32
 
 
 class Role(Enum):
@@ -151,7 +151,7 @@ class StateTree:
     def surplus_ghost(self) -> StateNode | None:
         """A ghost to forget, where there are too many, or the ways to them take the host's memory."""
         num_ghosts, most = len(self.ghosts), self._max_ghosts
-        too_long = self.num_edge_keys > _MOST_KEYS_A_GHOST * most and num_ghosts > 1
+        too_long = self.num_edge_keys > _MAX_KEYS_A_GHOST * most and num_ghosts > 1
         return next(iter(self.ghosts.values())) if num_ghosts > most or too_long else None
 
     def forget(self, ghost: StateNode) -> list[StateNode]:

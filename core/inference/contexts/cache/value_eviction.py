@@ -16,9 +16,9 @@ _USE_CLASSES = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # uses of a fork -> class; more u
 # forks of more uses are used sooner, superseded and abandoned states seldom. Two states' worth of evidence.
 _PRIORS = (0.3, 0.4, 0.6, 0.7, 0.8, 0.4, 0.5, 0.8, 1.0, 1.2, 1.5, 0.04, 0.04, 0.02, 0.02, 0.04)
 _RESCORED_A_REQUEST = 16
-_MOST_SESSION_USES = 6  # a place that more requests ended at is no place of one session
-_MOST_ABANDONED_USES = 4
-_MOST_ABANDONED = 256  # places that a request looks at
+_MAX_SESSION_USES = 6  # a place that more requests ended at is no place of one session
+_MAX_ABANDONED_USES = 4
+_MAX_ABANDONED = 256  # places that a request looks at
 _REFRESH_REQUESTS = 64  # requests from one computation of the rates to the next, at least
 _UNNAMED = 1 << 80  # a state that its host has not named yet is the last to go
 _INNER = ("chunk_end", "interval")
@@ -85,7 +85,7 @@ class ValueEviction(EvictionPolicy):
             if not again:
                 leaves = len(keys) <= node.depth or keys[node.depth] not in node.children
                 self._note_use(node, is_fork=node.role is Role.SUPERSEDED or (bool(node.children) and leaves))
-                if node.children and node.num_uses <= _MOST_SESSION_USES:
+                if node.children and node.num_uses <= _MAX_SESSION_USES:
                     self._note_abandoned(node)
             turn = node.turn + (node.role is not Role.FORK)
         self._num_requests += 1
@@ -133,7 +133,7 @@ class ValueEviction(EvictionPolicy):
         """A request branches off at `node`, a place of one session, which abandons the states below."""
         places = list(node.continued)
         for below in places:
-            if len(places) > _MOST_ABANDONED or below.num_uses > _MOST_ABANDONED_USES or below.running:
+            if len(places) > _MAX_ABANDONED or below.num_uses > _MAX_ABANDONED_USES or below.running:
                 continue
             places.extend(below.continued)
             if not below.abandoned:

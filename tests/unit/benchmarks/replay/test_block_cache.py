@@ -15,7 +15,7 @@ from sglang_row import SGLangCache
 from vllm_row import VLLMCache
 
 Requests = list[tuple[list[int], list[int]]]
-MOST_BLOCKS = 16
+MAX_BLOCKS = 16
 ONE_BY_ONE = ReplaySetting(SMALL, max_requests=1, max_tokens_per_step=100)
 
 
@@ -36,9 +36,7 @@ def resumed_of_each(cache: BlockCache, index: BlockIndex, requests: Requests) ->
 
 @pytest.mark.parametrize("decode", [False, True])
 @pytest.mark.parametrize("branch", [False, True])
-@given(
-    requests=request_lists(), num_slots=st.integers(0, 4), num_kv=st.integers(MOST_BLOCKS, 2 * MOST_BLOCKS)
-)
+@given(requests=request_lists(), num_slots=st.integers(0, 4), num_kv=st.integers(MAX_BLOCKS, 2 * MAX_BLOCKS))
 def test_resumes_what_plain_sets_resume(
     decode: bool, branch: bool, requests: Requests, num_slots: int, num_kv: int
 ) -> None:
@@ -95,7 +93,7 @@ class CheckedLoop(RequestLoop):
 @given(
     requests=request_lists(),
     num_slots=st.integers(0, 5),
-    num_kv=st.integers(1, 2 * MOST_BLOCKS),
+    num_kv=st.integers(1, 2 * MAX_BLOCKS),
     max_requests=st.integers(1, 4),
     max_tokens_per_step=st.integers(4, 12),
     sessions=st.integers(0, 3),

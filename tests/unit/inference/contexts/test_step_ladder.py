@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.padding import (
-    MOST_PADDING,
+    MAX_PADDING,
     largest_shape,
     padded_to_ladder,
     power_of_two,
@@ -25,7 +25,7 @@ class TestRungs:
     def test_the_next_rung(self, rows):
         padded = rung(rows)
         assert is_rung(padded)
-        assert rows <= padded <= rows + MOST_PADDING
+        assert rows <= padded <= rows + MAX_PADDING
         assert not any(is_rung(between) for between in range(rows, padded) if between)
         assert rung(padded) == padded
 
@@ -92,7 +92,7 @@ class TestSteps:
         assert_padded(shape, padded, bound)
         assert padded_to_ladder(padded) == padded
         assert padded.prefills == shape.prefills
-        assert padded.tokens - shape.tokens <= MOST_PADDING or padded.decode_tokens > shape.decode_tokens
+        assert padded.tokens - shape.tokens <= MAX_PADDING or padded.decode_tokens > shape.decode_tokens
         if shape.prefills:
             assert (padded.decodes, padded.decode_tokens) == (shape.decodes, shape.decode_tokens)
         else:

@@ -196,7 +196,7 @@ class TestOtherModels:
         assert other.core.step_runner.graphs.shapes
 
     def test_steps_beyond_every_captured_shape_run_eagerly(self, monkeypatch):
-        monkeypatch.setattr(cuda_graphs, "MOST_PREFILL_TOKENS", 48)
+        monkeypatch.setattr(cuda_graphs, "MAX_PREFILL_TOKENS", 48)
         engine = engine_of(model_on("cuda"), num_cuda_graphs=2)
         expected = engine_of(model_on("cuda")).generate(PROMPTS, GREEDY)
         same_answers(model_on("cpu"), expected, engine.generate(PROMPTS, GREEDY))

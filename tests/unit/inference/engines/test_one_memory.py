@@ -288,4 +288,4 @@ def test_the_line_of_memory_says_what_is_shared() -> None:
     engine = engine_of(5)
     said = engine.context.memory.summary()
     assert "cached states and KV share" in said
-    assert borrowing.MOST_LOOKS > 0
+    assert borrowing.MAX_LOOKS > 0

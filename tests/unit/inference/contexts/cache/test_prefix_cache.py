@@ -17,7 +17,7 @@ from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
 from oracle.kv_index import eviction_order
 
 SIZE = 2  # tokens of a block
-MOST_BLOCKS = 32
+MAX_BLOCKS = 32
 PLAN = CheckpointPlan()
 
 
@@ -32,7 +32,7 @@ def num_blocks_of(tokens):
 
 
 def table_row():
-    return np.full(MOST_BLOCKS, -1, np.int32)
+    return np.full(MAX_BLOCKS, -1, np.int32)
 
 
 def opened(cache, tokens, salt=b""):
@@ -555,7 +555,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), tokens=PROMPTS)
     def a_sequence_goes_on(self, data, tokens):
         sequence = self.drawn(data)
-        if len(sequence.tokens) + len(tokens) > MOST_BLOCKS * SIZE:
+        if len(sequence.tokens) + len(tokens) > MAX_BLOCKS * SIZE:
             return
         known = sequence.tokens
         sequence.tokens = known + tokens
