@@ -15,8 +15,8 @@ from ..inference.contexts.cache.checkpoint_plan import (
 )
 from ..inference.contexts.cache.eviction import PolicyChoice
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
+from ..inference.kernels.reference.state_tensors import StateTensors
 from ..inference.kernels.state_copy import copy_states
-from ..inference.kernels.state_tensors import StateTensors
 from ..validation import integers
 from .cached_answers import AnswerStates
 from .host_record import HostCallError, check_lengths, record_of

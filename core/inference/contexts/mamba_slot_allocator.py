@@ -20,8 +20,8 @@ from ...validation import (
     numbers,
     shown,
 )
+from ..kernels.reference.state_tensors import StateTensors
 from ..kernels.state_copy import copy_states
-from ..kernels.state_tensors import StateTensors
 from .cache.checkpoint_plan import KINDS_BY_WORTH, CheckpointPlan, checked_boundaries
 from .cache.eviction import PolicyChoice, checked_policy
 from .cache.kv_block_allocator import MAX_HASH, KVBlockAllocator

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...state_spec import SCALES, SlotLayout, StateTensor
 from ...validation import addressable
+from ..kernels.reference.state_tensors import CodedTensor, StateTensors
 from ..kernels.state_copy import copy_states, decode_states, encode_states
-from ..kernels.state_tensors import CodedTensor, StateTensors
 from .cache.free_lists import DirtyEntries
 from .cache.prefix_cache import PrefixCache
 from .request import Holding, RequestStep

@@ -12,11 +12,11 @@ delta_solve                                  new rows of a triangular system for
 attention, attention_segments, write_kv      attention over paged KV, and the store of keys and values
 norms, gates                                 the rest of a layer
 penalties, token_draws, log_probs            logits lowered by counts of tokens; tokens drawn; log-probs
-state_tensors, state_copy, row_checksum      whole states: declared, copied and encoded, checked
+state_copy, row_checksum                     whole states: copied and encoded, checked
 state_move, state_codec                      the launches of `state_copy`
 tiles                                        what several kernels do
-reference/                                   conv, ssd, delta, attention, penalties, token_draws, state_copy;
-                                             pointwise (norms, gates, the head); chunks, which scans share
+reference/                                   conv, ssd, delta, attention, penalties, token_draws, state_copy,
+                                             state_tensors; pointwise (norms, gates, the head); chunks, which scans share
 
 May import torch and Triton, and declarations of states; no cache and no request.
 """

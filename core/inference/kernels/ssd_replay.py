@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .reference.state_tensors import check_last_stride, check_slots
 from .ssd import operand_dtype
 from .ssd_stages import (
     INTERPRETED,
@@ -24,7 +25,6 @@ from .ssd_stages import (
     state_blocks,
     sum_decays,
 )
-from .state_tensors import check_last_stride, check_slots
 from .tiles import load_tile
 
 MIN_PROGRAMS = 1024

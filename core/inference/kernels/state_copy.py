@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...devices import numbers_on, on_device_of
 from .reference import state_copy as reference
-from .state_tensors import CodedTensor, StateTensors
+from .reference.state_tensors import CodedTensor, StateTensors
 
 
 def copy_states(

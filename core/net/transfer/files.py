@@ -244,6 +244,11 @@ def _write(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the name, too
+        finally:
+            os.close(folder)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -12,8 +12,8 @@ from mambaslots.inference.contexts.states import StatePool, coded_tensors
 from mambaslots.inference.kernels import state_codec
 from mambaslots.inference.kernels.reference import state_copy as reference
 from mambaslots.inference.kernels.reference.state_copy import dequantise, quantise
+from mambaslots.inference.kernels.reference.state_tensors import SMALLEST, CodedTensor
 from mambaslots.inference.kernels.state_copy import decode_states, encode_states
-from mambaslots.inference.kernels.state_tensors import SMALLEST, CodedTensor
 from mambaslots.state_spec import durable_tensors, gated_delta_net_states, mamba2_states, short_conv_states
 from oracle.ssd import DEVICES, kernel_device
 from oracle.synchronisation import no_synchronisation

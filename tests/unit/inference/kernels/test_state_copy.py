@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from mambaslots.inference.contexts.states import StatePool
 from mambaslots.inference.kernels import state_move
 from mambaslots.inference.kernels.reference import state_copy as reference
+from mambaslots.inference.kernels.reference.state_tensors import StateTensors
 from mambaslots.inference.kernels.state_copy import copy_states
 from mambaslots.inference.kernels.state_move import PartMove, move_states
-from mambaslots.inference.kernels.state_tensors import StateTensors
 from oracle.budget import costly
 from oracle.state_tensors import conv_and_ssm
 from oracle.synchronisation import no_synchronisation
