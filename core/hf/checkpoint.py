@@ -171,7 +171,7 @@ def _no_safetensors(folder: Path) -> str:
     return f"{folder} has neither {_WHOLE} nor {_INDEX}"
 
 
-def block_size(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
+def weight_block_size(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Rows and columns that share a scale in block-scaled FP8; None if nothing is quantised."""
     file = folder / CONFIG
     found = section(file, config, "quantization_config")

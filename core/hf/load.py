@@ -12,7 +12,7 @@ from ..parallel_groups import ParallelGroups
 from ..validation import instance
 from . import architectures
 from .architectures import restore_buffers, skeleton
-from .checkpoint import block_size
+from .checkpoint import weight_block_size
 from .served_model import ServedModel
 from .split import ModelSplit
 from .weights import load_weights
@@ -83,7 +83,7 @@ def load(
     if dtype is not None:
         validation.float_dtype("dtype", dtype)
     folder = checkpoint_folder(path_or_name)
-    blocks = block_size(folder, read_object(folder / CONFIG))
+    blocks = weight_block_size(folder, read_object(folder / CONFIG))
     config = _config(folder)
     try:
         model = skeleton(config, dtype or _named_dtype(config))

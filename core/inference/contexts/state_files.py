@@ -90,11 +90,6 @@ class StateFiles:
         names = None if files is None else [self._name(file) for file in files]
         self._writer.work.put(partial(self._writer.delete, names))
 
-    def wait(self) -> None:
-        done = threading.Event()
-        self._writer.work.put(done.set)
-        done.wait()
-
 
 class _Writer:
     """Writes and removes files of a locked directory, on a thread of its own that does the queued `work`."""

@@ -16,7 +16,7 @@ from mambaslots.inference.contexts.state_files import StateFiles
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from oracle.budget import costly
 from oracle.faulty_copies import make_faulty
-from oracle.file_starts import start_in_threads
+from oracle.file_starts import start_in_threads, wait_for
 from oracle.scrubbed import assert_scrubbed
 from oracle.toy_answers import Ask, answer
 from oracle.toy_engine import ask, resumed, tier_of, toy_engine
@@ -53,7 +53,7 @@ def test_files_hold_what_host_memory_has_no_room_for(tmp_path: Path) -> None:
     copies = tier_of(tiered).copies
     assert isinstance(copies, HostCopies)
     assert copies._files is not None
-    copies._files.wait()
+    wait_for(copies._files)
     converse(tiered, turns=1)
     stats = tiered.stats().cache.tiers
     assert stats.num_states_fetched_from_disk > 0
@@ -62,7 +62,7 @@ def test_files_hold_what_host_memory_has_no_room_for(tmp_path: Path) -> None:
     assert files
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in files)
     tiered.reset_prefix_cache()
-    copies._files.wait()
+    wait_for(copies._files)
     assert not list(tmp_path.glob("*/*.state"))
 
 
@@ -187,7 +187,7 @@ def test_a_pipe_in_place_of_a_file_is_a_miss(tmp_path: Path) -> None:
     os.mkfifo(files.directory / "0.state")
     assert files.load(0, 1, row) is None
     files.save(0, 1, row, lambda: 5)
-    files.wait()
+    wait_for(files)
     assert files.load(0, 1, row) == 5
     files.close()
 
