@@ -395,7 +395,14 @@ def main() -> None:
     if args.device == "cuda" and torch.cuda.device_count() < 2:
         print("nothing measured: this needs two GPUs (or --shape tiny --device cpu)")
         return
-    args.transport = args.transport or TRANSPORTS[args.device == "cpu" :]
+    has_nccl = args.device == "cuda" and pipe.nccl_facts(torch.device("cuda", 0)) is not None
+    if not has_nccl and "nccl" in (args.transport or ()):
+        parser.error(
+            "argument --transport: 'nccl' needs two GPUs and nccl4py: pip install 'mambaslots[nccl]'"
+        )
+    if not has_nccl and args.device == "cuda":
+        print("nccl is not measured: nccl4py is not installed (the extra nccl)", flush=True)
+    args.transport = args.transport or TRANSPORTS[not has_nccl :]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     found = measured(args)
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else None

@@ -87,6 +87,18 @@ class ParallelGroups:
                     f"pipeline has the ranks {sorted(both)} in common with tensor; accepted: this rank alone"
                 )
 
+    def check_device(self, device: torch.device) -> None:
+        """Raise a ValueError unless the groups' backends take tensors of the model's device.
+
+        Example: nccl takes none of "cpu"; ranks would wait for each other in the first collective.
+        """
+        for name, group in (("tensor", self.tensor), ("pipeline", self.pipeline)):
+            if group is not None and device.type not in (backend := dist.get_backend_config(group)):
+                raise ValueError(
+                    f"{name} is a process group of {backend}, and the model is on {device}; accepted: a "
+                    'group for this device, for instance of gloo for "cpu" and of nccl for "cuda"'
+                )
+
     @property
     def tensor_rank(self) -> int:
         return 0 if self.tensor is None else dist.get_rank(self.tensor)

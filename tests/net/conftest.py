@@ -90,7 +90,8 @@ def _is_like_on_2_ranks(item: pytest.Item) -> bool:
 
 def _is_for(item: pytest.Item, ranks: int) -> bool:
     wanted = item.get_closest_marker("ranks")
-    return (wanted is None or ranks in wanted.args) and not _is_refused(item)
+    on_cpu = item.path.name == "test_docs_example.py"  # its code says so
+    return (wanted is None or ranks in wanted.args) and not (_is_refused(item) or (on_cpu and ON_GPUS))
 
 
 def _is_refused(item: pytest.Item) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.engines import cuda_graphs, step_runner
-from oracle.distributed_world import World, splits
+from oracle.distributed_world import TIMEOUT, World, splits
 from oracle.drafters import MODES
 from oracle.recorded_graphs import fix_addresses
 from oracle.serving import (
@@ -371,6 +371,15 @@ def test_a_vocabulary_that_does_not_divide_is_padded(world: World) -> None:
 def test_groups_that_share_ranks_are_refused(world: World) -> None:
     with pytest.raises(ValueError, match=r"pipeline has the ranks \[0, 1\] in common"):
         ms.ParallelGroups(world.groups(2, 1).tensor, world.groups(1, 2).pipeline)
+
+
+@pytest.mark.ranks(2)
+def test_groups_for_tensors_of_another_device_are_refused(world: World) -> None:
+    device = "cpu" if world.device.type == "cuda" else "cuda"
+    group = torch.distributed.new_group(backend=f"{device}:gloo", timeout=TIMEOUT)
+    model = ms.models.HybridLM(small_config(), SEED, groups=ms.ParallelGroups(group)).to(world.device)
+    with pytest.raises(ValueError, match=f"tensor is a process group of {device}:gloo, and the model is on"):
+        small_engine(model=model)
 
 
 def test_groups_are_checked() -> None:

@@ -68,6 +68,7 @@ class DynamicInferenceEngine:
         seed = integer("seed", seed, 0, INT64_MAX)
         drafter = checked_drafter(drafter, config.num_speculative_tokens)
         spec, invariance = model.state_spec(), None
+        spec.groups.check_device(spec.device)
         self.config = config = sized(config, spec.device)
         if config.batch_invariant:
             from . import batch_invariance  # here, because it imports triton by way of torch

@@ -49,7 +49,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
         sizes = replace(
             SMALL,
             batches=(Batch(8, 1, 120, 8), Batch(8, 130, 500, 20, num_families=2), Batch(2, 600, 800, 140)),
-            block=128, max_length=1024, step=1024, cuts=(128, 384), turn=150,
+            block=128, max_length=1024, step=1024, cuts=(256, 384), turn=150,
         )  # fmt: skip
         bench = BitsBench(served_model(request.param), sizes, {"batch_invariant": True})
         bench.serve_alone()
