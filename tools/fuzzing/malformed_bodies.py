@@ -179,11 +179,14 @@ class Malformed:
         )
 
     def deep(self, path: str) -> bytes:
-        depth = self._random.choice([65, 500, 1000, 5000, 20_000])
+        field = self._random.choice(["user", "prompt", "metadata", "tools"])
+        # What a field holds that changes no answer may be nested as deeply as the parser goes.
+        depths = [5000, 20_000] if field in ("user", "metadata") else [65, 500, 1000, 5000, 20_000]
+        depth = self._random.choice(depths)
         opening, closing = self._random.choice([("[", "]"), ('{"a":', "}")])
         inner = self._random.choice(["1", ""]) if opening == "[" else "1"
         nested = opening * depth + inner + closing * depth * self._random.randrange(2)
-        return self._with(path, f'"{self._random.choice(["user", "prompt", "metadata", "tools"])}": {nested}')
+        return self._with(path, f'"{field}": {nested}')
 
     def no_object(self, path: str) -> Any:
         return self._random.choice([[], [GOOD[path]], "x", 3, None, True, 1.5, json.dumps(GOOD[path])])

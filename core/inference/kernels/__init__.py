@@ -16,7 +16,7 @@ state_copy, row_checksum                     whole states: copied and encoded, c
 state_move, state_codec                      the launches of `state_copy`
 tiles                                        what several kernels do
 reference/                                   conv, ssd, delta, attention, penalties, token_draws, state_copy,
-                                             state_tensors; pointwise (norms, gates, the head); chunks, which scans share
+                                             state_tensors; pointwise (norms, gates, the head); chunks
 
 May import torch and Triton, and declarations of states; no cache and no request.
 """
