@@ -81,6 +81,17 @@ def noting(initialize_all_tensors: Callable[..., None]) -> Callable[..., None]:
     return initialize
 
 
+def noting_engine(add_request: Callable[..., Any]) -> Callable[..., Any]:
+    """The host's method that queues a request; the context then knows whose queue it is."""
+
+    @functools.wraps(add_request)
+    def add(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        record_of(engine.context).engine = weakref.ref(engine)
+        return add_request(engine, *args, **kwargs)
+
+    return add
+
+
 def refuse_to_serve() -> None:
     """Let every context raise RuntimeError where it is to serve: the host's own methods misread its cache."""
     for context in filter(None, (built.context for built in built_contexts)):

@@ -1,7 +1,7 @@
 """What the corrections remember about one host context: its running requests, and its counts."""
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,7 @@ class HostRecord:
     spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
     ledger: TokenLedger = field(default_factory=TokenLedger)
     kv_ghosts: GhostList = field(default_factory=lambda: GhostList(65536))
+    engine: Callable[[], Any] = lambda: None  # a weak reference to what queues the context's requests
     turnover: Turnover[StateRemovalCause] | None = None  # also with allocators before a resume
     slots: SlotCounts = field(default_factory=lambda: SlotCounts(0, 0, 0, 0, 0))
     dropped: int = 0

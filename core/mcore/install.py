@@ -19,7 +19,7 @@ from ..inference.contexts.cache.eviction import EvictionPolicy, PolicyChoice, ch
 from ..validation import boolean, instance, shown
 from ..version import VERSION
 from . import admission, cached_answers, gated_delta_net, lifecycle, mixer, stages
-from .built_contexts import built_contexts, noting, refuse_to_serve
+from .built_contexts import built_contexts, noting, noting_engine, refuse_to_serve
 from .overrides import (
     MissingHostError,
     OtherSettingsError,
@@ -32,7 +32,14 @@ from .overrides import (
     unknown_methods,
 )
 from .slot_allocator import HostCapacityError, HostSlotAllocator, Settings
-from .versions import DYNAMIC_CONTEXT, KV_ALLOCATOR, TESTED_VERSIONS, series_of, version_of_tree
+from .versions import (
+    DYNAMIC_CONTEXT,
+    DYNAMIC_ENGINE,
+    KV_ALLOCATOR,
+    TESTED_VERSIONS,
+    series_of,
+    version_of_tree,
+)
 
 _ALLOCATOR_MODULE = "megatron.core.inference.contexts.mamba_slot_allocator"
 CORRECTIONS = (admission, cached_answers, gated_delta_net, lifecycle, mixer, stages)
@@ -155,6 +162,9 @@ def _replace_all(methods: Mapping[Override, Any]) -> None:
     if hasattr(own, "MambaSlotCapacityError"):
         _replace(own, "MambaSlotCapacityError", HostCapacityError)
     _replace(context, "initialize_all_tensors", noting(context.initialize_all_tensors))
+    engine = owner_class(DYNAMIC_ENGINE)
+    if hasattr(engine, "_add_request"):  # else states where waiting prompts part are not stored
+        _replace(engine, "_add_request", noting_engine(engine._add_request))
 
 
 def _vouch(version: str, unknown: list[str]) -> None:

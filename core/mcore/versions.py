@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 DYNAMIC_CONTEXT = "megatron.core.inference.contexts.dynamic_context:DynamicInferenceContext"
+DYNAMIC_ENGINE = "megatron.core.inference.engines.dynamic_engine:DynamicInferenceEngine"
 STATE_CONFIG = "megatron.core.inference.config:MambaInferenceStateConfig"
 KV_ALLOCATOR = "megatron.core.inference.contexts.kv_block_allocator:KVBlockAllocator"
 MHA_METADATA = "megatron.core.inference.contexts.attention_context.mha_metadata:MHAMetadata"

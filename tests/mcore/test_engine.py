@@ -13,7 +13,7 @@ import mambaslots.mcore
 import mcore_rig
 import pytest
 from mambaslots.mcore.recurrence import SERIES
-from mcore.engine_cases import CASES
+from mcore.engine_cases import CASES, serve_together, tokens
 from mcore_rig import Served
 
 CACHE_OPTIONS = ("num_mamba_slots", "enable_chunked_prefill", "max_tokens", "async_sched_mode")
@@ -103,6 +103,23 @@ def test_answers_are_those_without_a_cache(name: str, model: Any, reference: Cal
                 context.mamba_slot_allocator.check_integrity()
     assert wrong_answers(served, reference(name)) == []
     assert [one.num_resumed_tokens for one in served] == RESUMED[name]
+
+
+def test_prompts_that_wait_together_resume_where_they_part(model: Any) -> None:
+    """Three of four skip the 96 tokens that all share, in the step after they were computed first."""
+    shared = tokens(100, 140)
+    prompts = [shared + tokens(60, 141 + i) for i in range(4)]
+
+    def computed(**cache: Any) -> tuple[list[list[int]], int]:
+        engine = mcore_rig.make_engine(model, max_tokens=192, enable_chunked_prefill=True, **cache)
+        answers = [one.tokens for one in serve_together(engine, prompts)]
+        return answers, engine.context.lifetime_prefill_token_count
+
+    expected, everything = computed(prefix_caching=False)
+    with mambaslots.mcore.installed():
+        answers, num_computed = computed(num_mamba_slots=16)
+    assert answers == expected
+    assert (everything, num_computed) == (640, 640 - 3 * 96)
 
 
 @pytest.mark.long

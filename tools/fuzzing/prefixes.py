@@ -28,6 +28,7 @@ from mambaslots.net import import_prefixes, load_prefixes, save_prefixes
 from mambaslots.net.transfer.files import MANIFEST
 from mambaslots.net.transfer.format import TransferError
 from mambaslots.net.transfer.shard import encode_prefixes
+from oracle.file_starts import wait_for
 from oracle.toy_answers import Ask, answer
 from oracle.toy_lm import ToyLM
 from oracle.transfers import Declared, engine_of, random_export
@@ -422,12 +423,12 @@ class Tiers:
         assert isinstance(drawn, Harm)
         engine = self._engine
         engine.reset_prefix_cache()
-        self._files.wait()
+        wait_for(self._files)
         self._sweep()
         is_full = any(what == "full" for what, _ in drawn.steps)
         with patch.object(state_files, "open", _no_space, create=True) if is_full else nullcontext():
             self._ask_all()
-            self._files.wait()
+            wait_for(self._files)
         for what, seed in drawn.steps:
             self._harm(drawn.where, what, Random(seed))
         before = engine.stats().cache.tiers

@@ -11,7 +11,7 @@ import torch
 from ...config import InferenceConfig
 from .cache.checkpoint_plan import Boundary, checked_boundaries
 from .cache.prefix_cache import PrefixCache
-from .cache.prefix_match import PrefixMatch
+from .cache.prefix_match import PrefixMatch, depth_worth_a_state
 from .device_memory import DeviceMemory
 from .pool_sizes import num_live_slots
 from .request import DynamicInferenceRequest, Holding, RequestStep
@@ -270,8 +270,24 @@ class Admission:
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
+    def note_waiting(
+        self, request: DynamicInferenceRequest, waiting: Iterable[DynamicInferenceRequest]
+    ) -> None:
+        """Note where a request that is about to begin should store a state for those that wait."""
+        others = [other for other in waiting if other is not request] if self._shares else []
+        for each in (request, *others):
+            each.hashes.extend_to(each.tokens)
+        known = self.match(request).resume_tokens // self._block_size
+        depth = depth_worth_a_state(request.hashes.keys, [each.hashes.keys for each in others], known)
+        request.shared_tokens = depth * self._block_size
+
     def _branch_tokens(self, match: PrefixMatch, request: DynamicInferenceRequest) -> int:
-        """Tokens shared with an earlier sequence before both differ, or 0: seen [abcd], now [abx]: ab."""
+        """Tokens shared with an earlier sequence before both differ, or 0: seen [abcd], now [abx]: ab.
+
+        Or with sequences that wait, where these are more.
+        """
+        if request.shared_tokens > match.resume_tokens:
+            return request.shared_tokens
         depth, keys = match.seen_tokens // self._block_size, request.hashes.keys
         if not 0 < depth < len(keys):
             return 0

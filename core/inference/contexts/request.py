@@ -104,6 +104,7 @@ class DynamicInferenceRequest:
     owned: bool = False  # a stream or a call of `generate` owns the result
     result: RequestResult | None = None  # of an ended request; the engine writes it
     awaited_tokens: int = 0  # boundary whose state the last step waited for; the scheduler writes it
+    shared_tokens: int = 0  # with requests that waited as it was admitted; `Admission` writes it
     awaits_states: bool = True  # whether it may wait again
     _token_view: TokenView | None = None
 

@@ -156,6 +156,7 @@ class Scheduler:
                 if num_awaiting == _MAX_AWAITING:
                     break
                 continue
+            self._context.admission.note_waiting(request, islice(self.waiting.values(), _MAX_AWAITING))
             step = self._context.admission.schedule(request, budget, next_slots[i + 1 :])
             if step is None:
                 if self._fits_beside_pins(request, match):

@@ -13,6 +13,7 @@ import mambaslots as ms
 import pytest
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from oracle.cached_prefixes import assert_cache_is_right
+from oracle.file_starts import wait_for
 from oracle.late_streams import late_copies
 from oracle.serving import random_tokens, serve_checked, small_engine, small_model
 from oracle.toy_engine import ask, resumed, tier_of, toy_engine
@@ -33,7 +34,7 @@ def disk(path: Path) -> dict[str, Any]:
 def wait_for_files(engine: ms.DynamicInferenceEngine) -> None:
     copies = tier_of(engine).copies
     if isinstance(copies, HostCopies) and copies._files is not None:
-        copies._files.wait()
+        wait_for(copies._files)
 
 
 # ---- published before the copy ran (SGLang)

@@ -21,6 +21,7 @@ from mambaslots.net.transfer.placement import ImportReport
 from oracle.budget import thinned
 from oracle.cached_prefixes import assert_cache_is_right
 from oracle.disaggregated import Place, answers, run
+from oracle.file_starts import wait_for
 from oracle.late_streams import late_copies
 from oracle.serving import random_tokens, resumable
 from oracle.state_channel import resumable_keys
@@ -121,7 +122,7 @@ def test_copies_of_old_states_in_host_memory_and_files_never_come_back(
                 copies = tier_of(engine).copies
                 assert isinstance(copies, HostCopies)
                 if copies._files is not None:
-                    copies._files.wait()
+                    wait_for(copies._files)
             assert hits > 0
             if running:
                 for text in TEXTS[:3]:

@@ -20,6 +20,7 @@ from mambaslots.net import (
 )
 from mambaslots.state_spec import SCALES
 from oracle.cached_prefixes import assert_cache_is_right, snapshot, tokens_to
+from oracle.file_starts import wait_for
 from oracle.model_kinds import MIX, kind_of_model
 from oracle.serving import assert_answers, random_tokens, serve_checked, small_engine, small_model
 from oracle.stored_states import RoundedEngine
@@ -96,7 +97,7 @@ def test_all_tensors_go_to_host_memory_and_files_and_come_back(disk: bool, tmp_p
             serve_checked(engine, [text], length=2)
             assert_cache_is_right(engine)
             if disk:
-                engine.context.prefix_cache.tier.copies._files.wait()  # type: ignore[union-attr]
+                wait_for(engine.context.prefix_cache.tier.copies._files)  # type: ignore[union-attr]
     tiers = engine.stats().cache.tiers
     assert tiers.num_states_fetched > 0
     assert (tiers.num_states_fetched_from_disk > 0) == disk

@@ -39,8 +39,8 @@ class CheckpointPlan:
     Attributes:
         tail: store the deepest boundary that a repeat of the prompt can resume from (<= N-1 for N prompt
             tokens). Also N itself where N is a boundary: longer prompts resume there.
-        branch: store the boundary where the prompt and a cached prompt differ first, if no state is cached
-            there. Cached [a b c d], prompt [a b x]: the state after b.
+        branch: store the boundary where the prompt and a cached or waiting one differ first, if no state is
+            cached there. Cached or waiting [a b c d], prompt [a b x]: the state after b.
         chunk_ends: store the end of a prefill step, where the end is a boundary.
         decode: "rolling" keeps the state of the last boundary that decoding crossed. An integer (a multiple
             of the block) also keeps the states at the integer's multiples. "off" stores no state.
@@ -103,8 +103,8 @@ class CheckpointPlan:
                 another step is a decode.
             prompt_tokens: where prefill ends and decoding begins.
             block_size_tokens: tokens of a block.
-            seen_tokens: leading tokens that the sequence shares with an earlier one before the two differ;
-                0 where it only continues or repeats one.
+            seen_tokens: leading tokens that the sequence shares with an earlier or waiting one before the two
+                differ; 0 where it only continues or repeats one.
 
         Returns:
             One boundary for each position, of the position's worthiest kind; the worthiest kinds first. With

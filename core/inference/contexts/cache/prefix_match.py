@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -78,6 +78,25 @@ def compute_spans(
     if num_tokens > start:
         spans.append(Span(start, num_tokens, "partial_block" if num_seen == len(keys) else "never_seen"))
     return tuple(spans)
+
+
+def depth_worth_a_state(keys: Sequence[int], others: Iterable[Sequence[int]], num_known: int) -> int:
+    """After how many blocks of `keys` a state saves `others` the most blocks; 0 where it saves none.
+
+    `num_known` blocks are saved without it. Example: of keys [a b c] and others [[a b x], [a b y], [a z]],
+    2: a state after b saves two of them 2 blocks each, one after a would save three of them 1 block each.
+    """
+    depth = saved = 0
+    shared = sorted((_num_shared(keys, other) for other in others), reverse=True)
+    for count, num_shared in enumerate(shared, 1):
+        if (num_shared - num_known) * count > saved:
+            depth, saved = num_shared, (num_shared - num_known) * count
+    return depth
+
+
+def _num_shared(keys: Sequence[int], other: Sequence[int]) -> int:
+    """Leading blocks that two sequences have in common; a key stands for all blocks up to its own."""
+    return bisect_left(range(min(len(keys), len(other))), True, key=lambda i: keys[i] != other[i])
 
 
 class MatchBasis(NamedTuple):

@@ -139,6 +139,19 @@ def test_with_slots_they_wait_one_step_and_share() -> None:
     assert sorted(result.num_resumed_tokens for result in client.results) == [0] + [96] * 63
 
 
+def test_prompts_that_part_behind_a_common_head_share_it_from_the_first_on() -> None:
+    """Each has 40 tokens of its own: the first stores a state where the others part from it, as well."""
+    client = Client(
+        small_engine(num_kv_blocks=1200, max_requests=64, max_tokens_per_step=8192, num_mamba_slots=70)
+    )
+    for prompt in sharing(12):
+        client.ask(Asked((*prompt, *random_tokens(40, prompt[-1])), 2))
+    assert len(client.step().admitted) == 1
+    assert len(client.step().admitted) == 11
+    client.finish()
+    assert sorted(result.num_resumed_tokens for result in client.results) == [0] + [96] * 11
+
+
 def test_a_request_waits_in_vain_once() -> None:
     """The slot that was promised goes to a state of more worth."""
     engine = small_engine(num_mamba_slots=2, num_kv_blocks=200, max_requests=8, max_tokens_per_step=64)

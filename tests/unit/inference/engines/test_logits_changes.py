@@ -151,7 +151,7 @@ def test_steps_of_the_same_requests_send_nothing_to_the_device_again() -> None:
     params = params_of("all", min_tokens=6)
     engine = small_engine()
     changes = engine.core.step_runner.logits_changes
-    ids = [engine.add_request(prompt, params) for prompt in (PROMPT, PROMPT[:11])]
+    ids = [engine.add_request(prompt, params) for prompt in (PROMPT, PROMPT[1:12])]
     results: dict[int, ms.RequestResult] = {}
     sent: list[int] = []
     with mock.patch.object(changes, "_sent", side_effect=changes._sent) as sending:
@@ -164,7 +164,7 @@ def test_steps_of_the_same_requests_send_nothing_to_the_device_again() -> None:
     decodes = sent[2:9]  # `min_tokens` end within them, once
     assert sorted(map(bool, decodes)) == [False] * 6 + [True]
     assert any(sent[9:]), "another request makes another batch"
-    for one, prompt in zip(ids, (PROMPT, PROMPT[:11], PROMPT[:9]), strict=True):
+    for one, prompt in zip(ids, (PROMPT, PROMPT[1:12], PROMPT[:9]), strict=True):
         assert results[one].tokens == expected(prompt, params)
 
 

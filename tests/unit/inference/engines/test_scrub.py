@@ -11,6 +11,7 @@ from mambaslots.inference.contexts.cache.free_lists import DirtyEntries
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.inference.engines.engine_core import EngineCore
 from oracle import drafters
+from oracle.file_starts import wait_for
 from oracle.model_kinds import MIX
 from oracle.scrubbed import NewOwners, assert_scrubbed
 from oracle.serving import random_tokens, serve_checked, small_engine, small_model, tiny_model
@@ -195,13 +196,13 @@ def test_rows_of_host_memory_and_files_are_zero_before_they_go(
     for _ in range(2):
         serve(engine, [*PROMPTS, *(random_tokens(40, seed) for seed in range(4))])
     assert copies._files is not None
-    copies._files.wait()
+    wait_for(copies._files)
     assert engine.stats().cache.tiers.num_states_fetched > 0
     assert list(tmp_path.glob("*/*.state"))
     engine.reset_prefix_cache()
     assert_scrubbed(engine)
     assert not copies.rows.any()
-    copies._files.wait()
+    wait_for(copies._files)
     assert not list(tmp_path.glob("*/*.state"))
     assert any(len(text) > 100 for text in last)
     assert not any(any(text) for text in last)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.inference.contexts.cache import prefix_match
@@ -24,6 +24,23 @@ def chain_of(tokens, salt=b""):
     chain = PrefixHashChain(SIZE, salt)
     chain.extend_to(tokens)
     return chain
+
+
+@given(st.lists(st.text("ab", max_size=5), max_size=5), st.text("ab", max_size=5), st.integers(0, 5))
+def test_a_state_is_stored_where_it_saves_the_most_blocks(
+    others: list[str], text: str, num_known: int
+) -> None:
+    keys, *other_keys = (
+        [hash(each[:depth]) for depth in range(1, len(each) + 1)] for each in (text, *others)
+    )
+    saved = {
+        depth: (depth - num_known) * sum(other[:depth] == text[:depth] for other in others)
+        for depth in range(num_known + 1, len(text) + 1)
+    }
+    depth = prefix_match.depth_worth_a_state(keys, other_keys, num_known)
+    most = max(saved.values(), default=0)
+    assert saved.get(depth, 0) == most
+    assert (depth > 0) == (most > 0)
 
 
 def opened(cache, tokens, salt=b""):
