@@ -8,10 +8,11 @@ from statistics import mean, median, quantiles
 from typing import Any
 
 import mcore_rig
+import megatron.core
 import torch
 from mcore_runs import LOADS, Run
 
-PACKAGES = ("torch", "triton", "megatron-core")
+PACKAGES = ("torch", "triton")
 
 
 def _row(label: str, *cells: str) -> None:
@@ -55,7 +56,8 @@ def machine(without: Run) -> dict[str, str]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     if without.ranks > 1:
         device = f"{without.ranks} ranks, each on one {device}"
-    packages = {name: f"{name} {version(name)}" for name in PACKAGES}
+    versions = {name: version(name) for name in PACKAGES} | {"megatron-core": megatron.core.__version__}
+    packages = {name: f"{name} {number}" for name, number in versions.items()}
     return {"device": device, **packages, "date": datetime.date.today().isoformat()}
 
 
