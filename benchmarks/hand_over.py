@@ -169,6 +169,8 @@ class Side:
             assert channel.transport == transport, channel.transport
             call = partial(self.over_channel, channel)
         for length in LENGTHS[self.shape]:
+            if self.number == 0:
+                print(f"{transport}: {repeats} hand-overs of {length} tokens", flush=True)
             figures = [call(length) for _ in range(repeats + 1)][1:]
             if self.number == 0 and transport == "nccl":
                 self.store.set(f"bytes {length}", str(int(figures[0]["MiB"] * 2**20)))

@@ -1,7 +1,7 @@
 """The ranks of a test under torchrun, split in Megatron's ways, and small models split over them."""
 
 from datetime import timedelta
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import mambaslots as ms
@@ -37,6 +37,11 @@ class World:
         self.device = device
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+
+    @cached_property
+    def orders(self) -> dist.ProcessGroup:
+        """All ranks over gloo, also on GPUs: there, who waits in nccl holds up the stream of all threads."""
+        return dist.new_group(backend="gloo", timeout=TIMEOUT)
 
     @cache  # noqa: B019 - one a session; groups are made by all ranks together
     def groups(self, tensor_size: int = 1, pipeline_size: int = 1) -> ParallelGroups:

@@ -33,6 +33,7 @@ class LedRanks:
 
     def __init__(self, world: World, split: str, patch: pytest.MonkeyPatch) -> None:
         self.world = world
+        assert world.orders  # made by all ranks together
         self.model = world.model(split)
         self._engines: list[msd.LeadingEngine] = []
         self.plain_engine = ms.DynamicInferenceEngine
@@ -68,7 +69,7 @@ class LedRanks:
 
     def _broadcast(self, order: object) -> object:
         orders = [order]
-        dist.broadcast_object_list(orders, src=0)
+        dist.broadcast_object_list(orders, src=0, group=self.world.orders)
         return orders[0]
 
     def _follow(self) -> None:
