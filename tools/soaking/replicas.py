@@ -75,8 +75,7 @@ class Places:
     ) -> ImportReport | None:
         """Hand prefixes from one replica to another."""
         if fault:  # an open connection has the methods that it was made with, and would not lie
-            for end in self._channels.pop((source, target), ()):
-                end.close()
+            self._forget((source, target))
         sending, receiving = await self._ends(source, target)
         timeout_s = _SHORT_S if fault else _PATIENCE_S
         late_s = _SHORT_S / 2 if fault == "late" else 0.0
@@ -96,8 +95,14 @@ class Places:
             return None
         with lying(fault, random):
             both = await asyncio.gather(sent, received)
+        if fault:  # and one that was made to lie would go on, where this hand-over had nothing to lie about
+            self._forget((source, target))
         self.failures = both[0].failure, both[1].failure
         return both[1]
+
+    def _forget(self, pair: tuple[int, int]) -> None:
+        for end in self._channels.pop(pair, ()):
+            end.close()
 
     async def _ends(self, source: int, target: int) -> tuple[msd.TransferChannel, msd.TransferChannel]:
         if (source, target) not in self._channels:
@@ -117,8 +122,7 @@ class Places:
     def forget(self, replica: int) -> None:
         """End the channels of a replica that is gone."""
         for pair in [pair for pair in self._channels if replica in pair]:
-            for end in self._channels.pop(pair):
-                end.close()
+            self._forget(pair)
 
     def close(self) -> list[str]:
         """End all channels. Returns what is left in the store."""
