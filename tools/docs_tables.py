@@ -196,27 +196,32 @@ def shares() -> str:
 
 
 def megatron() -> str:
-    runs = [run for run in results("mcore_h100")["8b, bfloat16"]["runs"] if not run["whole_prompts"]]
-    names = [run["name"] + (", CUDA graphs" if run["cuda_graphs"] else "") for run in runs]
+    versions = results("mcore_h200")
+    runs = [run for found in versions.values() for run in found["runs"] if not run["whole_prompts"]]
+    names = [f"{version}, {run['name']}" for version, found in versions.items() for run in found["runs"][1:]]
     figures = {
         "time to first token, mean, ms": "ttft_mean_s",
+        "time to first token, 90th percentile, ms": "ttft_p90_s",
         "time to first token after the first turn, ms": "later_ttft_mean_s",
     }
     rows = [
         *([what, *(number(1e3 * run["speed"][name]) for run in runs)] for what, name in figures.items()),
         ["output tokens a second", *(number(run["speed"]["output_tokens_a_second"]) for run in runs)],
     ]
-    return markdown(["one H100, bfloat16", *names], rows)
+    rows.append(["resumed of 53,448 prompt tokens", *(f"{run['num_resumed_tokens']:,}" for run in runs)])
+    return markdown(["one H200, bfloat16, CUDA graphs", *names], rows)
 
 
 def vllm() -> str:
     """One GPU, the same requests and the same clock."""
-    models = results("vllm_peer_h200")["models"]
+    found = results("vllm_peer_h100")
+    models = found["models"]
     sides = [side for model in models.values() for side in model.values()]
     names = [f"{model}: {side}" for model, found in models.items() for side in found]
 
     def row(what: str, group: str, key: str, unit: str = "") -> list[str]:
-        return [what, *(f"{side[group][key]:,}{unit}" for side in sides)]
+        figures = [side.get(group, {}).get(key) for side in sides]
+        return [what, *("-" if figure is None else f"{figure:,}{unit}" for figure in figures)]
 
     equal = "equal_answers_of_24"
     rows = [
@@ -234,7 +239,7 @@ def vllm() -> str:
         row("equal answers, cold and warm", equal, "cold and warm", " of 24"),
         row("equal answers, alone and in a batch", equal, "alone and in one batch", " of 24"),
     ]
-    return markdown(["one NVIDIA H200", *names], rows)
+    return markdown([f"one {found['device']}", *names], rows)
 
 
 def day(result: Any) -> str:
@@ -245,7 +250,7 @@ def day(result: Any) -> str:
 
 def picture() -> str:
     """What docs/figures.png shows, measured where and when."""
-    ours, peers = results("gpu_serving_h200"), results("vllm_peer_h200")
+    ours, peers = results("gpu_serving_h200"), results("vllm_peer_h100")
     versions = peers["versions"]
     return paragraph(f"""
         Left: one {ours["device"]}, torch {ours["torch"].partition("+")[0]}, {day(ours)}. Middle: one
@@ -275,11 +280,12 @@ def readme() -> str:
         for row in results("replay_total")["results"]
         if row["total_gb"] == 22.0 and row["trace"].startswith("chat")
     }
-    peers = results("vllm_peer_h200")["models"]
+    peers = results("vllm_peer_h100")["models"]
     first = {
-        side: figures["conversations"]["first_token_ms"] for side, figures in peers["Nemotron-H-8B"].items()
+        side: peers["Nemotron-H-8B"][side]["conversations"]["first_token_ms"]
+        for side in ("vllm", "mambaslots")
     }
-    same = peers["Nemotron-H-8B"]["mambaslots, batch_invariant"]["equal_answers_of_24"]["cold and warm"]
+    same = peers["Qwen3.5-4B"]["mambaslots, batch_invariant"]["equal_answers_of_24"]["cold and warm"]
     tier = results("host_tier_h100")["resumed"]
     more = results("encoded_states_h100")["slots"][0]["slots"]["int8"]
     rows = [
