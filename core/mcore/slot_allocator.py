@@ -24,7 +24,7 @@ from .cached_answers import AnswerStates
 from .host_record import HostCallError, check_lengths, record_of
 
 _logger = logging.getLogger(__package__)
-_MAX_WAITING = 128  # so many waiting requests are compared with one that begins
+_MAX_WAITING = 32  # so many waiting requests are compared with one that begins
 
 
 @dataclass(frozen=True)

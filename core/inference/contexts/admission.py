@@ -150,7 +150,11 @@ class Admission:
         return [self.match(request).resume_slot for request in requests]
 
     def schedule(
-        self, request: DynamicInferenceRequest, token_budget: int, spared: Iterable[int] = ()
+        self,
+        request: DynamicInferenceRequest,
+        token_budget: int,
+        spared: Iterable[int] = (),
+        waiting: Iterable[DynamicInferenceRequest] = (),
     ) -> RequestStep | None:
         """Allocate a step of up to `token_budget` tokens, or nothing and return None where none is possible.
 
@@ -158,7 +162,8 @@ class Admission:
         request whose known tokens are all computed gets a step that `follows`: `begin_step` then needs the
         sampled tokens. No step follows where it would complete a KV block or store a state. The search for
         room changes cached states, also where it ends in None: running requests copy and unpin those that
-        they resumed from, and a fetch may evict some.
+        they resumed from, and a fetch may evict some. A request that is admitted stores a state where those
+        that are `waiting` depart from it.
         """
         holding = request.holding
         if holding is not None and holding.decoding:
@@ -177,6 +182,7 @@ class Admission:
                 break
         ahead = match.resume_tokens > num_computed
         if holding is None:
+            request.shared_tokens = self._shared_tokens(request, match, waiting)
             holding = self.admit(request, match.resume_slot, spared)
         self._cache.hold(holding.path, match)
         if ahead:  # first: to grow may evict states
@@ -270,16 +276,17 @@ class Admission:
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def note_waiting(
-        self, request: DynamicInferenceRequest, waiting: Iterable[DynamicInferenceRequest]
-    ) -> None:
-        """Note where a request that is about to begin should store a state for those that wait."""
-        others = [other for other in waiting if other is not request] if self._shares else []
-        for each in (request, *others):
-            each.hashes.extend_to(each.tokens)
-        known = self.match(request).resume_tokens // self._block_size
-        depth = depth_worth_a_state(request.hashes.keys, [each.hashes.keys for each in others], known)
-        request.shared_tokens = depth * self._block_size
+    def _shared_tokens(
+        self, request: DynamicInferenceRequest, match: PrefixMatch, waiting: Iterable[DynamicInferenceRequest]
+    ) -> int:
+        """Where a request that is admitted should store a state for those that wait; 0 for nowhere."""
+        if not self._shares:
+            return 0
+        others = [other for other in waiting if other is not request]
+        for other in others:
+            other.hashes.extend_to(other.tokens)
+        known, keys = match.resume_tokens // self._block_size, [other.hashes.keys for other in others]
+        return depth_worth_a_state(request.hashes.keys, keys, known) * self._block_size
 
     def _branch_tokens(self, match: PrefixMatch, request: DynamicInferenceRequest) -> int:
         """Tokens shared with an earlier sequence before both differ, or 0: seen [abcd], now [abx]: ab.

@@ -12,6 +12,7 @@ from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from .drafter import Drafter
 
+_MAX_COMPARED = 32  # waiting requests with which one that is admitted may share a state
 _MAX_AWAITING = 128  # so many waiting requests await a state in a step, before no further one is looked at
 
 
@@ -156,8 +157,9 @@ class Scheduler:
                 if num_awaiting == _MAX_AWAITING:
                     break
                 continue
-            self._context.admission.note_waiting(request, islice(self.waiting.values(), _MAX_AWAITING))
-            step = self._context.admission.schedule(request, budget, next_slots[i + 1 :])
+            step = self._context.admission.schedule(
+                request, budget, next_slots[i + 1 :], islice(self.waiting.values(), _MAX_COMPARED)
+            )
             if step is None:
                 if self._fits_beside_pins(request, match):
                     break

@@ -87,7 +87,9 @@ def depth_worth_a_state(keys: Sequence[int], others: Iterable[Sequence[int]], nu
     2: a state after b saves two of them 2 blocks each, one after a would save three of them 1 block each.
     """
     depth = saved = 0
-    shared = sorted((_num_shared(keys, other) for other in others), reverse=True)
+    key = keys[num_known] if num_known < len(keys) else None
+    deeper = [other for other in others if len(other) > num_known and other[num_known] == key]
+    shared = sorted((_num_shared(keys, other) for other in deeper), reverse=True)
     for count, num_shared in enumerate(shared, 1):
         if (num_shared - num_known) * count > saved:
             depth, saved = num_shared, (num_shared - num_known) * count
