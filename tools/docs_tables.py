@@ -79,9 +79,9 @@ def gpu() -> str:
         ["the same with the cache", *conversations("generated_tokens_per_s", "with cache")],
     ]
     note = (
-        "\nIn brackets: the time divided by its lower bound. For a prompt, the bound is the time of the model's\n"
-        "matrix products alone. For a decode step it is the bytes that the step must move (weights, states, KV),\n"
-        "divided by the bandwidth of a large copy (`gpu_serving_h200.json`).\n"
+        "\nIn brackets: the time divided by its lower bound. For a prompt, the bound is the time of the\n"
+        "model's matrix products alone. For a decode step it is the bytes that the step must move\n"
+        "(weights, states, KV), divided by the bandwidth of a large copy (`gpu_serving_h200.json`).\n"
     )
     return markdown(["one NVIDIA H200, bfloat16", *names], rows) + note
 
