@@ -236,7 +236,8 @@ def small_world(random: Random, turn: int, folder: Path) -> World:
     settings: dict[str, Any] = {
         "block_size_tokens": block,
         "max_requests": random.randint(1, 5),
-        "max_tokens_per_step": random.choice([8, 13, 32, 64]) if chunked else longest + 5,
+        # Replay takes steps of a chunk of 8 and a decode of each other request.
+        "max_tokens_per_step": max(13 * replays, random.choice([8, 13, 32, 64])) if chunked else longest + 5,
         "max_sequence_length": longest,
         "eviction_policy": random.choice(["value", "value", "lru"]),
         "checkpoint_plan": random_plan(random, block, SMALL.longest_prompt),

@@ -317,6 +317,8 @@ class EngineCore:
         self, num_tokens: dict[DynamicInferenceRequest, int], speculation: SpeculationStats, num_reports: int
     ) -> None:
         """Queue the requests of a step again, with the tokens that they had before it."""
+        # First: an undoing that is interrupted, and made again, may leave a change half made.
+        in_model, self.step_runner.in_model = self.step_runner.in_model, False
         self.speculation = speculation
         self.step_runner.forget()
         while len(self.reports) > num_reports:
@@ -330,7 +332,6 @@ class EngineCore:
             self.scheduler.restart(requests)
         except Exception:
             self._rebuild()
-        in_model, self.step_runner.in_model = self.step_runner.in_model, False
         self._check_or_rebuild(cut_off=not in_model)
 
     def _check_or_rebuild(self, *, cut_off: bool = True) -> None:

@@ -20,6 +20,11 @@ def test_nothing_is_wrong_and_nothing_is_left(first: int) -> None:
     assert not any(found), "\n".join(filter(None, found))
 
 
+def test_a_step_whose_undoing_is_interrupted_is_undone_again_and_checked() -> None:
+    """The model fails in a step of this seed, and the release of its rows is interrupted."""
+    assert not Totals().run(103003)
+
+
 def test_a_cache_that_keeps_states_of_old_weights_is_noticed() -> None:
     totals = Totals()
     with patch.object(ms.DynamicInferenceEngine, "set_weights_version", lambda engine, version: None):
