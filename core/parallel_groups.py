@@ -93,7 +93,8 @@ class ParallelGroups:
         Example: nccl takes none of "cpu"; ranks would wait for each other in the first collective.
         """
         for name, group in (("tensor", self.tensor), ("pipeline", self.pipeline)):
-            if group is not None and device.type not in (backend := dist.get_backend_config(group)):
+            backend = dist.get_backend_config(group) if group in self._split_groups() else f"{device.type}:"
+            if f"{device.type}:" not in backend:
                 raise ValueError(
                     f"{name} is a process group of {backend}, and the model is on {device}; accepted: a "
                     'group for this device, for instance of gloo for "cpu" and of nccl for "cuda"'

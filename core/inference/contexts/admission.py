@@ -150,20 +150,16 @@ class Admission:
         return [self.match(request).resume_slot for request in requests]
 
     def schedule(
-        self,
-        request: DynamicInferenceRequest,
-        token_budget: int,
-        spared: Iterable[int] = (),
+        self, request: DynamicInferenceRequest, token_budget: int, spared: Iterable[int] = (),
         waiting: Iterable[DynamicInferenceRequest] = (),
-    ) -> RequestStep | None:
+    ) -> RequestStep | None:  # fmt: skip
         """Allocate a step of up to `token_budget` tokens, or nothing and return None where none is possible.
 
         Every part of a prefill is matched again: it may jump ahead to states that others have stored since. A
         request whose known tokens are all computed gets a step that `follows`: `begin_step` then needs the
         sampled tokens. No step follows where it would complete a KV block or store a state. The search for
         room changes cached states, also where it ends in None: running requests copy and unpin those that
-        they resumed from, and a fetch may evict some. A request that is admitted stores a state where those
-        that are `waiting` depart from it.
+        they resumed from, and a fetch may evict some. An admitted request stores a state for `waiting` ones.
         """
         holding = request.holding
         if holding is not None and holding.decoding:
@@ -280,25 +276,22 @@ class Admission:
         self, request: DynamicInferenceRequest, match: PrefixMatch, waiting: Iterable[DynamicInferenceRequest]
     ) -> int:
         """Where a request that is admitted should store a state for those that wait; 0 for nowhere."""
-        if not self._shares:
+        others = [other for other in waiting if other is not request] if self._shares else []
+        if not others:
             return 0
-        others = [other for other in waiting if other is not request]
         for other in others:
             other.hashes.extend_to(other.tokens)
-        known, keys = match.resume_tokens // self._block_size, [other.hashes.keys for other in others]
-        return depth_worth_a_state(request.hashes.keys, keys, known) * self._block_size
+        size = self._block_size
+        keys = [other.hashes.keys[: other.most_resumed // size] for other in others]  # as they may resume
+        return depth_worth_a_state(request.hashes.keys, keys, match.resume_tokens // size) * size
 
     def _branch_tokens(self, match: PrefixMatch, request: DynamicInferenceRequest) -> int:
-        """Tokens shared with an earlier sequence before both differ, or 0: seen [abcd], now [abx]: ab.
-
-        Or with sequences that wait, where these are more.
-        """
-        if request.shared_tokens > match.resume_tokens:
-            return request.shared_tokens
+        """Tokens shared with an earlier or waiting one before both differ; seen [abcd], now [abx]: ab."""
         depth, keys = match.seen_tokens // self._block_size, request.hashes.keys
-        if not 0 < depth < len(keys):
-            return 0
-        return match.seen_tokens if self._cache.tree.was_continued(keys[depth - 1]) else 0
+        shared = request.shared_tokens if request.shared_tokens > match.resume_tokens else 0
+        if not shared < match.seen_tokens or not 0 < depth < len(keys):
+            return shared
+        return match.seen_tokens if self._cache.tree.was_continued(keys[depth - 1]) else shared
 
     def _boundaries(self, holding: Holding, start: int, stop: int) -> tuple[Boundary, ...]:
         """The boundaries in (start, stop] whose states the request's plan stores."""

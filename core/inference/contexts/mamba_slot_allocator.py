@@ -387,7 +387,7 @@ class MambaSlotAllocator:
         if not getattr(req, "precomputed_block_hashes", True) or stop <= start:
             return
         seen = (-(-finished // block) + num_matched_blocks) * block if num_matched_blocks else 0
-        seen = self._shared_tokens(req, start // block) or seen
+        seen = max(seen, self._shared_tokens(req, start // block))
         boundaries = checked_boundaries(self._plan, start, stop, prompt, block, seen)
         blocks = context.request_to_kv_block_ids[row]
         inside = [b.position for b in boundaries if b.position < stop]
@@ -408,7 +408,7 @@ class MambaSlotAllocator:
             self._worth[int(blocks[boundary.position // block - 1])] = worth
 
     def _shared_tokens(self, req: Any, num_known: int) -> int:
-        """Tokens beyond `num_known` blocks that a request shares with others that wait; 0 if nobody knows."""
+        """Leading tokens, more than `num_known` blocks, that waiting requests share; 0 for none."""
         return 0
 
     def _prefill_rows(self) -> slice:

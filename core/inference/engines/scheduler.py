@@ -1,7 +1,7 @@
 """Which requests advance in the next step, and which wait."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from ...errors import KVBlockCapacityError
@@ -158,7 +158,7 @@ class Scheduler:
                     break
                 continue
             step = self._context.admission.schedule(
-                request, budget, next_slots[i + 1 :], islice(self.waiting.values(), _MAX_COMPARED)
+                request, budget, next_slots[i + 1 :], islice(self._still_waiting(), _MAX_COMPARED)
             )
             if step is None:
                 if self._fits_beside_pins(request, match):
@@ -175,6 +175,10 @@ class Scheduler:
             self.running.append(request)
             del self.waiting[request.request_id]
         steps += new
+
+    def _still_waiting(self) -> Iterator[DynamicInferenceRequest]:
+        """Those that are not admitted, also not in the step that is being scheduled."""
+        return (request for request in self.waiting.values() if request.holding is None)
 
     def _num_blocks(self, request: DynamicInferenceRequest) -> int:
         return -(-len(request.tokens) // self._config.block_size_tokens)

@@ -244,6 +244,8 @@ class Source(Session[Address]):
                 self.connect(access)
                 for key, peer in self.peers.items():
                     if offered.get(key) is not peer:
+                        if key in answered:
+                            raise TransferError(f"{peer.name} was lost after its answer")
                         peer.inbox.clear()
                         peer.send(offer)
                         offered[key] = peer

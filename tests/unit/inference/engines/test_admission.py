@@ -152,6 +152,32 @@ def test_prompts_that_part_behind_a_common_head_share_it_from_the_first_on() -> 
     assert sorted(result.num_resumed_tokens for result in client.results) == [0] + [96] * 11
 
 
+def test_prompts_behind_many_others_share_their_head_too() -> None:
+    engine = small_engine(
+        num_kv_blocks=2400, max_requests=128, max_tokens_per_step=1 << 14, num_mamba_slots=200
+    )
+    client = Client(engine)
+    for number in range(64):
+        client.ask(Asked(tuple(random_tokens(9, 100 + number)), 2))
+    for prompt in sharing(12):
+        client.ask(Asked((*prompt, *random_tokens(40, prompt[-1])), 2))
+    client.finish()
+    assert sum(result.num_resumed_tokens for result in client.results) == 11 * 96
+
+
+def test_a_waiting_prompt_with_less_in_common_costs_no_branch() -> None:
+    """A head is cached, then continued otherwise beside a prompt with one block of it: a third resumes it."""
+    engine = small_engine()
+    (cached, second, third), other = sharing(3), random_tokens(40, 9)
+    for prompt in ((*cached, *random_tokens(20, 1)), (*second, *random_tokens(20, 2))):
+        engine.add_request(list(prompt), SHORT)
+        engine.add_request([*prompt[:8], *other], SHORT)
+        while engine.has_unfinished_requests():
+            engine.step()
+    (result,) = engine.generate([[*third, *random_tokens(20, 3)]], SHORT)
+    assert result.num_resumed_tokens == 96
+
+
 def test_a_request_waits_in_vain_once() -> None:
     """The slot that was promised goes to a state of more worth."""
     engine = small_engine(num_mamba_slots=2, num_kv_blocks=200, max_requests=8, max_tokens_per_step=64)
