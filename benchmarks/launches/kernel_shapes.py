@@ -20,8 +20,8 @@ from mambaslots.inference.kernels import (
 )
 from mambaslots.inference.kernels import penalties as penalty_kernels
 from mambaslots.inference.kernels import token_draws as draw_kernels
+from mambaslots.inference.kernels.reference.state_tensors import StateTensors
 from mambaslots.inference.kernels.state_move import PartMove
-from mambaslots.inference.kernels.state_tensors import StateTensors
 
 HEADS, HEAD_DIM, GROUPS, STATE_DIM = 128, 64, 8, 128
 TAPS = 4
