@@ -44,7 +44,7 @@ def single(samples: Samples, name: str) -> float:
 
 def pressed() -> tuple[ms.DynamicInferenceEngine, Monitor, Recorder]:
     """An engine that has evicted states and KV, of two tenants."""
-    engine = small_engine(num_mamba_slots=4, num_kv_blocks=16, max_sequence_length=96)
+    engine = small_engine(num_mamba_slots=2, num_kv_blocks=16, max_sequence_length=96)
     monitor, recorder = Monitor(engine, model_name="small"), Recorder()
     engine.observe(recorder)
     monitor.name_salt("salt", "alice")
@@ -74,7 +74,7 @@ def test_metrics_are_the_engines_counts_and_a_recorders() -> None:
     assert by_label(samples, "mambaslots_kv_blocks_left_total") == cache.kv_blocks_removed_by_cause
     assert cache.states_removed_by_cause["new_state"]
     assert cache.kv_blocks_removed_by_cause["new_block"]
-    assert sum(by_label(samples, "mambaslots_state_slots").values()) == 4 + engine.config.max_requests
+    assert sum(by_label(samples, "mambaslots_state_slots").values()) == 2 + engine.config.max_requests
     assert sum(by_label(samples, "mambaslots_kv_blocks").values()) == 16
     for name, number in (
         ("running", stats.num_running),
