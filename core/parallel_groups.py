@@ -92,9 +92,9 @@ class ParallelGroups:
 
         Example: nccl takes none of "cpu"; ranks would wait for each other in the first collective.
         """
-        for name, group in (("tensor", self.tensor), ("pipeline", self.pipeline)):
-            backend = dist.get_backend_config(group) if group in self._split_groups() else f"{device.type}:"
-            if f"{device.type}:" not in backend:
+        for group in self._split_groups():
+            if f"{device.type}:" not in (backend := dist.get_backend_config(group)):
+                name = "tensor" if group is self.tensor else "pipeline"
                 raise ValueError(
                     f"{name} is a process group of {backend}, and the model is on {device}; accepted: a "
                     'group for this device, for instance of gloo for "cpu" and of nccl for "cuda"'

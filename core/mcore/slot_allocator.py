@@ -15,7 +15,7 @@ from ..inference.contexts.cache.checkpoint_plan import (
     make_room_by_rolling,
 )
 from ..inference.contexts.cache.eviction import PolicyChoice
-from ..inference.contexts.cache.prefix_match import depth_worth_a_state
+from ..inference.contexts.cache.prefix_match import MAX_COMPARED, depth_worth_a_state
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from ..inference.kernels.reference.state_tensors import StateTensors
 from ..inference.kernels.state_copy import copy_states
@@ -24,7 +24,6 @@ from .cached_answers import AnswerStates
 from .host_record import HostCallError, check_lengths, record_of
 
 _logger = logging.getLogger(__package__)
-_MAX_WAITING = 32  # so many waiting requests are compared with one that begins
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,10 @@ class HostSlotAllocator(MambaSlotAllocator):
         engine = self._record.engine()
         if engine is None:
             return 0
-        waiting = [
-            number for number in islice(engine.waiting_request_ids, _MAX_WAITING) if number != req.request_id
-        ]
-        others = [engine.get_request(number).precomputed_block_hashes for number in waiting]
-        return depth_worth_a_state(req.precomputed_block_hashes, others, num_known) * self._block_size
+        waiting = islice(engine.waiting_request_ids, MAX_COMPARED)
+        others = [engine.get_request(number) for number in waiting if number != req.request_id]
+        keys = [other.precomputed_block_hashes for other in others]
+        return depth_worth_a_state(req.precomputed_block_hashes, keys, num_known) * self._block_size
 
     def _device(self) -> torch.device:
         """Where the live states are; as the host's own, on the current device where there are none."""

@@ -287,11 +287,13 @@ class Admission:
 
     def _branch_tokens(self, match: PrefixMatch, request: DynamicInferenceRequest) -> int:
         """Tokens shared with an earlier or waiting one before both differ; seen [abcd], now [abx]: ab."""
-        depth, keys = match.seen_tokens // self._block_size, request.hashes.keys
-        shared = request.shared_tokens if request.shared_tokens > match.resume_tokens else 0
-        if not shared < match.seen_tokens or not 0 < depth < len(keys):
-            return shared
-        return match.seen_tokens if self._cache.tree.was_continued(keys[depth - 1]) else shared
+        depth, keys, shared = (
+            match.seen_tokens // self._block_size,
+            request.hashes.keys,
+            request.shared_tokens,
+        )
+        branches = 0 < depth < len(keys) and self._cache.tree.was_continued(keys[depth - 1])
+        return max(match.seen_tokens if branches else 0, shared if shared > match.resume_tokens else 0)
 
     def _boundaries(self, holding: Holding, start: int, stop: int) -> tuple[Boundary, ...]:
         """The boundaries in (start, stop] whose states the request's plan stores."""

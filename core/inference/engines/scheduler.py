@@ -1,18 +1,17 @@
 """Which requests advance in the next step, and which wait."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from ...errors import KVBlockCapacityError
 from ...validation import integers
 from ..contexts.cache.prefix_cache import PrefixCache
-from ..contexts.cache.prefix_match import PrefixMatch
+from ..contexts.cache.prefix_match import MAX_COMPARED, PrefixMatch
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from .drafter import Drafter
 
-_MAX_COMPARED = 32  # waiting requests with which one that is admitted may share a state
 _MAX_AWAITING = 128  # so many waiting requests await a state in a step, before no further one is looked at
 
 
@@ -157,9 +156,9 @@ class Scheduler:
                 if num_awaiting == _MAX_AWAITING:
                     break
                 continue
-            step = self._context.admission.schedule(
-                request, budget, next_slots[i + 1 :], islice(self._still_waiting(), _MAX_COMPARED)
-            )
+            still_waiting = (other for other in self.waiting.values() if other.holding is None)
+            others = islice(still_waiting, MAX_COMPARED)
+            step = self._context.admission.schedule(request, budget, next_slots[i + 1 :], others)
             if step is None:
                 if self._fits_beside_pins(request, match):
                     break
@@ -175,10 +174,6 @@ class Scheduler:
             self.running.append(request)
             del self.waiting[request.request_id]
         steps += new
-
-    def _still_waiting(self) -> Iterator[DynamicInferenceRequest]:
-        """Those that are not admitted, also not in the step that is being scheduled."""
-        return (request for request in self.waiting.values() if request.holding is None)
 
     def _num_blocks(self, request: DynamicInferenceRequest) -> int:
         return -(-len(request.tokens) // self._config.block_size_tokens)

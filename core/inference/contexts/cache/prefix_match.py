@@ -80,6 +80,10 @@ def compute_spans(
     return tuple(spans)
 
 
+MAX_COMPARED = 32
+"""Waiting requests with which one that begins is compared."""
+
+
 def depth_worth_a_state(keys: Sequence[int], others: Iterable[Sequence[int]], num_known: int) -> int:
     """After how many blocks of `keys` a state saves `others` the most blocks; 0 where it saves none.
 

@@ -104,6 +104,13 @@ def sharing(count: int) -> list[list[int]]:
     return [[*head, token] for token in range(count)]
 
 
+def wide_client() -> Client:
+    """Of an engine that could take 64 requests in one step."""
+    return Client(
+        small_engine(num_kv_blocks=1200, max_requests=64, max_tokens_per_step=8192, num_mamba_slots=70)
+    )
+
+
 def test_where_pins_keep_all_other_slots_the_promised_state_is_in_the_slot_of_an_idle_row() -> None:
     """The last request to get a row takes that slot over, and resumes."""
     engine = small_engine(
@@ -128,9 +135,7 @@ def test_where_pins_keep_all_other_slots_the_promised_state_is_in_the_slot_of_an
 
 
 def test_with_slots_they_wait_one_step_and_share() -> None:
-    client = Client(
-        small_engine(num_kv_blocks=1200, max_requests=64, max_tokens_per_step=8192, num_mamba_slots=70)
-    )
+    client = wide_client()
     for prompt in sharing(64):
         client.ask(Asked(tuple(prompt), 2))
     assert len(client.step().admitted) == 1
@@ -141,9 +146,7 @@ def test_with_slots_they_wait_one_step_and_share() -> None:
 
 def test_prompts_that_part_behind_a_common_head_share_it_from_the_first_on() -> None:
     """Each has 40 tokens of its own: the first stores a state where the others part from it, as well."""
-    client = Client(
-        small_engine(num_kv_blocks=1200, max_requests=64, max_tokens_per_step=8192, num_mamba_slots=70)
-    )
+    client = wide_client()
     for prompt in sharing(12):
         client.ask(Asked((*prompt, *random_tokens(40, prompt[-1])), 2))
     assert len(client.step().admitted) == 1
