@@ -195,13 +195,19 @@ def main() -> int:
     parser = make_parser(__doc__)
     add_minutes(parser, 4.0)
     add_count(parser, "--seed", 0, "of the faults and the requests", at_least=0)
+    add_count(parser, "--ingresses", 1, "of the fleet")
     args = parser.parse_args()
     from oracle.ray_fleet import fleet, ray_cluster, workers
 
     with (
         ray_cluster(),
         fleet(
-            {"min_replicas": NUM_REPLICAS, "max_replicas": NUM_REPLICAS, "health_period_s": 5.0},
+            {
+                "min_replicas": NUM_REPLICAS,
+                "max_replicas": NUM_REPLICAS,
+                "ingresses": args.ingresses,
+                "health_period_s": 5.0,
+            },
             request_timeout_s=TIMEOUT_S - 10.0,
         ) as served,
     ):

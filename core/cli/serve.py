@@ -63,6 +63,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
          "engines; with MIN:MAX as many as the requests need. They run on this machine, or on the cluster "
          "that RAY_ADDRESS names (default: one engine, without Ray)"),
         ("--tp", count(), None, "N", "processes that split a replica's model"),
+        ("--ingresses", count(), None, "N",
+         "processes that serve HTTP and choose replicas; with 2, one may be lost (default: 1)"),
     ))  # fmt: skip
     parser.epilog = (
         f"With --api-keys, the page and /metrics need the key in the environment variable {ADMIN_KEY}."
@@ -89,6 +91,8 @@ def run(options: argparse.Namespace) -> int:
         return serve_split(options, settings)
     if options.replicas is not None or options.tp is not None:
         return _run_replicas(options, settings)
+    if options.ingresses is not None:
+        raise ValueError(f"--ingresses is {options.ingresses} without --replicas; accepted: both, or neither")
     loaded = load_model(options)
     engine = make_engine(loaded, options)
     with nullcontext() if options.record is None else TraceRecorder(engine, options.record):
@@ -126,6 +130,7 @@ def _run_replicas(options: argparse.Namespace, settings: "ServerSettings") -> in
         min_replicas=fewest,
         max_replicas=most,
         ranks=options.tp or 1,
+        ingresses=options.ingresses or 1,
         max_requests=options.max_requests,
         drain_timeout_s=options.drain_timeout_s,
     )

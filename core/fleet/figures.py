@@ -1,6 +1,7 @@
 """The figures of several replicas as those of one engine: metrics, and the snapshot of the page."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +15,20 @@ from ..serve.served_engine import LocalEngine
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """A replica's metrics, and its snapshot. It can be pickled."""
+    """A replica's metrics, its snapshot, and the numbers of the ingresses that ask it. It can be pickled."""
 
     replica: str
     metrics: tuple[Metric, ...]
     snapshot: Mapping[str, Any]
+    ingresses: Mapping[str, Mapping[str, int]]
 
 
-async def replica_report(engine: LocalEngine, replica: str) -> ReplicaReport:
+async def replica_report(
+    engine: LocalEngine, replica: str, ingresses: Mapping[str, Mapping[str, int]]
+) -> ReplicaReport:
     """Made in another thread, so that the event loop does not wait."""
     metrics = await asyncio.to_thread(lambda: tuple(monitor_metrics(engine.monitor)))
-    return ReplicaReport(replica, metrics, await engine.snapshot())
+    return ReplicaReport(replica, metrics, await engine.snapshot(), ingresses)
 
 
 _GAUGES = {
@@ -38,6 +42,17 @@ _COUNTERS = {
     "retries": "Times that the rest of an answer went to another replica.",
     "requests_given_up": "Requests that lost too many replicas.",
 }
+
+
+def numbers_of_all(
+    ingress: str, numbers: Mapping[str, int], reports: Sequence[ReplicaReport]
+) -> Counter[str]:
+    """`numbers` of this ingress and those of the others, added; of what replicas know, the newest."""
+    by_ingress: dict[str, Counter[str]] = {}
+    for report in reports:
+        for other, known in report.ingresses.items():
+            by_ingress[other] = by_ingress.get(other, Counter()) | Counter(known)
+    return sum((by_ingress | {ingress: Counter(numbers)}).values(), Counter())
 
 
 def fleet_metrics_text(

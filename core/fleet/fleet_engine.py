@@ -17,7 +17,7 @@ from ..inference.contexts.cache.hashing import PrefixHashChain, SaltKey
 from ..inference.engines.streams import AsyncStream, TokenStream
 from ..request import EarlyEnd, SamplingParams
 from ..serve.served_engine import EngineFacts
-from .figures import ReplicaReport, fleet_metrics_text, merged_snapshot
+from .figures import ReplicaReport, fleet_metrics_text, merged_snapshot, numbers_of_all
 from .replica_answers import AnswerPart, EngineRequest, FleetAnswer, ReplicaLostError
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,10 @@ class FleetEngine:
         reports: Callable[[], Awaitable[Sequence[ReplicaReport]]],
         max_waiting_requests: int = 1024,
     ) -> None:
-        """`call` chooses a replica and yields its `answer_parts`; `num_replicas` returns at once."""
+        """`call` chooses a replica and yields its `answer_parts`; `num_replicas` returns at once.
+
+        The queue's limit is this ingress' own.
+        """
         self.facts = facts
         self._salt_key = salt_key  # that of the replicas
         self._call = call
@@ -61,7 +64,7 @@ class FleetEngine:
         self._reports = reports
         self._max_waiting = max_waiting_requests
         self._new_ids = count()
-        self._name = secrets.token_hex(6)  # other ingresses of the same replicas have other names
+        self.name = secrets.token_hex(6)  # other ingresses of the same replicas have other names
         self._counts: Counter[str] = Counter()
         self._open: dict[FleetAnswer, asyncio.Task[None]] = {}
         self._is_draining = False
@@ -87,6 +90,15 @@ class FleetEngine:
     def failure(self) -> BaseException | None:
         """A `NoReplicaError` while no replica serves."""
         return None if self._num_replicas() else NoReplicaError("no replica serves now")
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """What this ingress adds to the fleet's metrics."""
+        return {
+            **self._counts,
+            "requests_waiting": self.num_waiting,
+            "requests_running": self.num_running,
+        }
 
     # ---- its life
 
@@ -140,7 +152,7 @@ class FleetEngine:
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(63))
         request = EngineRequest(
-            request_id=f"{self._name}-{number}",
+            request_id=f"{self.name}-{number}",
             prompt=tuple(prompt),
             num_generated=0,
             sampling=sampling,
@@ -224,14 +236,11 @@ class FleetEngine:
     # ---- what an operator reads
 
     async def metrics_text(self) -> tuple[bytes, str]:
-        """The replicas' metrics, each with the label `replica`, and the fleet's own ones."""
+        """The replicas' metrics, each with the label `replica`, and those of all ingresses together."""
         reports = await self._reports()
-        now = {
-            "replicas": self._num_replicas(),
-            "requests_waiting": self.num_waiting,
-            "requests_running": self.num_running,
-        }
-        return await asyncio.to_thread(fleet_metrics_text, {**self._counts, **now}, reports)
+        numbers = numbers_of_all(self.name, self.numbers, reports)
+        numbers["replicas"] = self._num_replicas()
+        return await asyncio.to_thread(fleet_metrics_text, numbers, reports)
 
     async def snapshot(self) -> dict[str, Any] | None:
         """The figures of all replicas; None where none reports."""

@@ -1,4 +1,4 @@
-"""The ingress: the server's application, in a process that Ray Serve starts."""
+"""An ingress: the server's application, in a process that Ray Serve starts."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from .figures import ReplicaReport
 from .fleet_engine import FleetEngine
 from .guard import kill_when_still
 from .known_replicas import known_replicas_of
+from .replica_questions import IngressQuestion
 from .settings import FleetSettings
 
 _QUESTION_S = 0.25
@@ -29,7 +30,7 @@ _FIRST_S = 2.0
 
 
 class Ingress:
-    """What Ray Serve deploys as the application's ingress: the server over a `FleetEngine`."""
+    """What Ray Serve deploys as the application's ingresses: the server over a `FleetEngine`."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self,
@@ -46,12 +47,13 @@ class Ingress:
         self._load_text = load_text
         self._salt_key = SaltKey(salt_key)
         self._server = server
+        self._engine: FleetEngine | None = None
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Ray calls this after the constructor."""
         self._listening = asyncio.create_task(self._listen())
         facts = await self._facts()
-        engine = FleetEngine(
+        engine = self._engine = FleetEngine(
             facts,
             self._salt_key,
             self._calls.stream,
@@ -90,7 +92,11 @@ class Ingress:
 
     async def _ask(self, name: str, replica: Any) -> None:
         try:
-            status = await answer_of(replica, "status", self._known.lacks_states(name))
+            question = None
+            if self._engine is not None:
+                lacks_states = self._known.lacks_states(name)
+                question = IngressQuestion(self._engine.name, lacks_states, self._engine.numbers)
+            status = await answer_of(replica, "status", question)
             self._known.note_answer(name, status.events)
         except ActorDiedError:
             self._known.forget(name)

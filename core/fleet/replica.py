@@ -16,7 +16,6 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..net.lockstep.following import follow
 from ..net.routing.state_events import StateEvents
@@ -26,6 +25,7 @@ from ..serve.served_engine import EngineFacts, LocalEngine
 from .figures import ReplicaReport, replica_report
 from .guard import kill_when_still
 from .replica_answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
+from .replica_questions import Ingresses, IngressQuestion, StateLooks
 from .settings import FleetSettings
 from .warming import HandOver, meeting_store, serve_hand_over, take_over
 
@@ -46,25 +46,6 @@ class ReplicaStatus:
     num_running: int
     num_states: int
     events: StateEvents | None = None
-
-
-class StateLooks:
-    """An engine's states, look after look; a look waits for the end of a step, and no caller waits for it."""
-
-    def __init__(self, engine: AsyncEngine, publisher: StatePublisher) -> None:
-        self._engine, self._publisher = engine, publisher
-        self._look: asyncio.Future[StateEvents | None] | None = None
-
-    def next(self, wants_all: bool) -> StateEvents | None:
-        """What the look that ended has found; begins another one, at the changes or at all states."""
-        ended, events = self._look, None
-        if ended is not None:
-            if not ended.done():
-                return None
-            events = None if ended.exception() else ended.result()
-        take = self._publisher.snapshot if wants_all else self._publisher.take
-        self._look = asyncio.ensure_future(self._engine.call(lambda engine: take()))
-        return events
 
 
 class FollowingRank:
@@ -162,13 +143,11 @@ class EngineReplica:
         )
         self._engine.start()
         self._warm_timeout_s = settings.warm_timeout_s
-        self._looks: StateLooks | None = None
+        self._ingresses = Ingresses(self._looks if engine.config.enable_prefix_caching else None)
         self._hand_overs: set[asyncio.Task[None]] = set()
         self._watching = asyncio.create_task(self._end_when_lost())
-        if engine.config.enable_prefix_caching:
-            self._looks = StateLooks(self._engine, StatePublisher(engine, self._name))
-            if settings.warm_timeout_s:
-                await take_over(self._name, settings, self._engine)
+        if engine.config.enable_prefix_caching and settings.warm_timeout_s:
+            await take_over(self._name, settings, self._engine)
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[AnswerPart]:
         """Answer a request; a caller that closes the stream cancels it."""
@@ -185,14 +164,15 @@ class EngineReplica:
     async def facts(self) -> EngineFacts:
         return self._engine.facts
 
-    async def status(self, wants_all: bool | None = None) -> ReplicaStatus:
-        """Says that all ranks' event loops run; with `wants_all` also how states changed, or all of them."""
+    async def status(self, question: IngressQuestion | None = None) -> ReplicaStatus:
+        """Says that all ranks' event loops run, and to an ingress also how states changed."""
         await self._ranks.processes()
-        events = None
-        if self._looks is not None and wants_all is not None:
-            events = self._looks.next(wants_all)
+        events = self._ingresses.answer(question) if question is not None else None
         num_states = len(self._ranks.engine.context.prefix_cache.tree.state_block_of_hash)
         return ReplicaStatus(self._name, self._processes, self._engine.num_running, num_states, events)
+
+    def _looks(self) -> StateLooks:
+        return StateLooks(self._engine, StatePublisher(self._ranks.engine, self._name))
 
     async def hand_over(self, order: HandOver) -> None:
         """Begin to hand states over."""
@@ -201,7 +181,7 @@ class EngineReplica:
         task.add_done_callback(self._hand_overs.discard)
 
     async def report(self) -> ReplicaReport:
-        return await replica_report(self._engine, self._name)
+        return await replica_report(self._engine, self._name, self._ingresses.numbers)
 
     async def check_health(self) -> None:
         """Raise the failure of the engine; Ray then starts another replica instead."""

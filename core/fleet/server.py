@@ -116,12 +116,12 @@ def fleet_application(
     server: ServerSettings,
     settings: FleetSettings,
 ) -> serve.Application:
-    """The ingress and the replicas."""
+    """The ingresses and the replicas."""
     most = server.max_waiting_requests + settings.max_replicas * settings.max_requests
     ingress = serve.deployment(
         serve.ingress()(Ingress),
         name="Ingress",
-        num_replicas=1,
+        num_replicas=settings.ingresses,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=2 * most + _CONTROL_CALLS,  # the server itself refuses what is too much
         graceful_shutdown_timeout_s=server.drain_timeout_s + 5.0,
@@ -190,7 +190,7 @@ def serve_replicas(
     ones have `server.drain_timeout_s` to end. The second signal ends them, the third one this process at
     once. On a cluster that was there before, only the application is ended.
 
-    `make_engine` and `load_text` are called in the replicas and in the ingress. Returns the exit code: 0
+    `make_engine` and `load_text` are called in the replicas and in the ingresses. Returns the exit code: 0
     after a shutdown, 1 where Ray has stopped.
     """
     if not os.environ.get(ADDRESS):
@@ -225,16 +225,15 @@ def _serve_until_signal(handle: Any, server: ServerSettings, settings: FleetSett
                     return 1
         seconds = f"{server.drain_timeout_s:g} s"
         print(f"mambaslots: {signals[0].name}; running requests have {seconds}", flush=True)
-        draining = handle.drain.remote()
+        draining = handle.broadcast("drain")
         deadline = time.monotonic() + server.drain_timeout_s + _BEYOND_DRAIN_S
         while len(signals) < 2 and time.monotonic() < deadline:
             try:
-                draining.result(timeout_s=_LOOK_S)
-                break
+                ends = draining.results(timeout_s=_LOOK_S, return_exceptions=True)
             except TimeoutError:
                 continue
-            except (RayError, RayServeException):
-                break  # the replica that answers clients is gone, and all answers with it
+            if not any(isinstance(end, TimeoutError) for end in ends):
+                break  # an ingress that is lost has lost its answers, too
     return 0
 
 

@@ -16,13 +16,15 @@ class FleetSettings:
         trace: whether replicas write a line about each request to stderr.
         min_replicas, max_replicas: how many replicas there are. Where they differ, Ray starts and ends
             replicas by the requests that wait and run.
+        ingresses: processes that serve HTTP and choose replicas. With 2, clients are served while Ray
+            replaces one that is lost.
         ranks: processes of a replica, over which the model is split by tensors.
         cpus_per_rank, gpus_per_rank: what Ray reserves for each process; fractions are taken.
         max_requests: requests that run at once in a replica; as many more wait there.
         warm_timeout_s: seconds in which a new replica may receive states of another one; 0: none.
         drain_timeout_s: seconds that running requests have when a replica is to end.
         health_period_s, health_timeout_s: seconds between two looks at a replica's health, and of a look.
-            Ray replaces a replica, or the ingress, after three looks without an answer.
+            Ray replaces a replica, or an ingress, after three looks without an answer.
     """
 
     name: str = "mambaslots"
@@ -30,6 +32,7 @@ class FleetSettings:
     trace: bool = False
     min_replicas: int = 1
     max_replicas: int = 1
+    ingresses: int = 1
     ranks: int = 1
     cpus_per_rank: float = 1.0
     gpus_per_rank: float = 0.0

@@ -21,8 +21,9 @@ KEYS = "a:key-of-a\nb:key-of-b\n"
 def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     keys = tmp_path / "keys"
     keys.write_text(KEYS)
+    fleet = "--threads 1 --replicas 2 --ingresses 2"
     sizes = "--num-kv-blocks 256 --num-mamba-slots 32 --max-requests 4 --max-sequence-length 1024"
-    command = f"serve models/tiny-code --device cpu --dtype float64 --threads 1 {sizes} --replicas 2 --port 0"
+    command = f"serve models/tiny-code --device cpu --dtype float64 {sizes} {fleet} --port 0"
     process = subprocess.Popen(
         [sys.executable, "-m", "mambaslots", *command.split(), "--api-keys", str(keys), "--trace"],
         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Two replicas behind one address: right answers, second turns where their states are, lost replicas."""
+"""Two replicas and ingresses at one address: right answers, second turns where their states are, losses."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def expected(prompt: list[int], **sampling: Any) -> list[int]:
 def two(cluster: None) -> "Iterator[Fleet]":
     from oracle.ray_fleet import fleet
 
-    with fleet({"min_replicas": 2, "max_replicas": 2}) as made:
+    with fleet({"min_replicas": 2, "max_replicas": 2, "ingresses": 2}) as made:
         yield made
 
 
@@ -161,6 +161,43 @@ def replicas_in(metrics: dict[str, float]) -> set[str]:
     """Names of the replicas whose figures are there."""
     labels = (name.partition(" ")[2] for name in metrics)
     return {json.loads(label)["replica"] for label in labels if '"replica"' in label}
+
+
+def test_one_of_two_ingresses_that_is_killed_costs_its_own_streams_alone(two: "Fleet") -> None:
+    """They end with an error event; others continue, new requests are served, and no count goes down."""
+    from oracle.ray_fleet import workers
+
+    two.wait_for_replicas(2)
+    two.wait_until(lambda: len(workers("Ingress")) == 2, "two ingresses")
+    before = two.metrics()["mambaslots_fleet_requests_total"]
+    wanted, prompts = SAMPLED | {"max_tokens": 150}, [prompt_of(number) for number in range(210, 218)]
+    tokens: list[list[int]] = [[] for _ in prompts]
+
+    def read(number: int) -> str:
+        try:
+            for part in two.stream(prompts[number], **wanted):
+                tokens[number] += part
+        except openai.APIError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(prompts)) as clients:
+        answers = [clients.submit(read, number) for number in range(len(prompts))]
+        two.wait_until(lambda: all(len(some) >= 5 for some in tokens), "all of them run")
+        time.sleep(0.5)  # the replicas know both ingresses' numbers
+        os.kill(workers("Ingress")[0], signal.SIGKILL)
+        for number in range(220, 230):
+            assert two.get("/health") == {"status": "ok"}
+            assert two.complete(prompt_of(number), **GREEDY)[0] == expected(prompt_of(number), **GREEDY)
+    errors = [answer.result() for answer in answers]
+    for prompt, some, error in zip(prompts, tokens, errors, strict=True):
+        whole = expected(prompt, **wanted)
+        assert some == (whole[: len(some)] if error else whole)
+        assert not error or "was lost; send the request again" in error
+    assert 0 < sum(map(bool, errors)) < len(errors), errors
+    for _ in range(5):
+        assert two.metrics()["mambaslots_fleet_requests_total"] == before + len(prompts) + 10
+        time.sleep(0.3)
 
 
 def test_a_stream_that_loses_its_ingress_ends_with_an_error_event(two: "Fleet") -> None:

@@ -78,7 +78,7 @@ class Replicas:
             await parts.aclose()
 
     async def reports(self) -> list[ReplicaReport]:
-        return [_copied(await replica_report(local, f"r{i}")) for i, local in enumerate(self.local)]
+        return [_copied(await replica_report(local, f"r{i}", {})) for i, local in enumerate(self.local)]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Replicas"]:

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from mambaslots.fleet.figures import merged_snapshot
+from mambaslots.fleet.figures import ReplicaReport, merged_snapshot, numbers_of_all
+from mambaslots.fleet.replica_questions import GONE_S, Ingresses, IngressQuestion
 from oracle.operations_snapshot import EVERY_S, TIME_S, snapshot
 
 
@@ -67,3 +68,26 @@ def test_points_of_one_interval_are_added(shift_s: float) -> None:
 
 def _no_points() -> dict[str, Any]:
     return {"every_s": EVERY_S, "points": []}
+
+
+def test_the_numbers_of_ingresses_are_added_once_each() -> None:
+    """The own ones are of now; of another's the newest that a replica has."""
+    reports = [
+        ReplicaReport("r0", (), {}, {"a": {"requests": 3}, "b": {"requests": 5, "retries": 1}}),
+        ReplicaReport("r1", (), {}, {"b": {"requests": 7}}),
+    ]
+    assert numbers_of_all("a", {"requests": 4}, reports) == {"requests": 11, "retries": 1}
+    assert numbers_of_all("a", {"requests": 4}, []) == {"requests": 4}
+
+
+def test_an_ingress_that_is_gone_has_no_requests_and_keeps_its_counts() -> None:
+    now_s = 0.0
+    ingresses = Ingresses(None, clock=lambda: now_s)
+    numbers = {"requests": 3, "requests_waiting": 1, "requests_running": 2}
+    assert ingresses.answer(IngressQuestion("a", True, numbers)) is None
+    assert ingresses.answer(IngressQuestion("b", True, {"requests": 1})) is None
+    assert ingresses.numbers == {"a": numbers, "b": {"requests": 1}}
+    now_s = 2 * GONE_S
+    ingresses.answer(IngressQuestion("b", True, {"requests": 2}))
+    ended = {"requests": 3, "requests_waiting": 0, "requests_running": 0}
+    assert ingresses.numbers == {"a": ended, "b": {"requests": 2}}

@@ -123,39 +123,44 @@ def test_a_replica_says_all_that_it_holds_where_something_is_missing() -> None:
     assert lacking() == {"a", "b"}
 
 
-def test_looks_bring_all_changes_though_a_caller_waits_for_none() -> None:
-    from mambaslots.fleet.replica import StateLooks
+def test_each_ingress_learns_all_changes_and_waits_for_none() -> None:
+    from mambaslots.fleet.replica_questions import Ingresses, IngressQuestion, StateLooks
 
-    engine, known = engine_of(), KnownReplicas()
-    expect(known, ["a"])
+    engine, known_by = engine_of(), {"one": KnownReplicas(), "two": KnownReplicas()}
+    for known in known_by.values():
+        expect(known, ["a"])
 
     async def main() -> None:
         async with ms.AsyncEngine(engine) as server:
-            looks = StateLooks(server, msd.StatePublisher(engine, "a"))
+            ingresses = Ingresses(lambda: StateLooks(server, msd.StatePublisher(engine, "a")))
 
-            async def asked() -> Any:
-                events = looks.next(known.lacks_states("a"))
+            async def asked(ingress: str) -> Any:
+                known = known_by[ingress]
+                events = ingresses.answer(IngressQuestion(ingress, known.lacks_states("a"), {}))
                 known.note_answer("a", events)
                 await server.call(lambda engine: None)  # the look has ended
                 await asyncio.sleep(0)
                 return events
 
-            async def changes() -> Any:
-                while (events := await asked()) is None:
+            async def changes(ingress: str) -> Any:
+                while (events := await asked(ingress)) is None:
                     await asyncio.sleep(0.01)
                 return events
 
             async with asyncio.timeout(30):
-                assert await asked() is None
-                assert (await changes()).is_snapshot
-                assert not known.lacks_states("a")
+                for ingress, known in known_by.items():
+                    assert await asked(ingress) is None
+                    assert (await changes(ingress)).is_snapshot
+                    assert not known.lacks_states("a")
                 for seed in range(2):
                     await server.generate(random_tokens(60, seed))
-                    while (events := await changes()).is_snapshot:  # of a look that had begun before
-                        pass
-                    assert events.inserted
+                    for ingress in known_by:
+                        while (events := await changes(ingress)).is_snapshot:  # of a look begun before
+                            pass
+                        assert events.inserted
                 tree = engine.context.prefix_cache.tree
-                while known._router.index.keys_of("a") != set(tree.state_block_of_hash):
-                    await asked()
+                for ingress, known in known_by.items():
+                    while known._router.index.keys_of("a") != set(tree.state_block_of_hash):
+                        await asked(ingress)
 
     asyncio.run(main())

@@ -11,6 +11,7 @@ import pytest
 from mambaslots.errors import NoReplicaError
 from mambaslots.fleet.known_replicas import KnownReplicas
 from mambaslots.fleet.replica_answers import AnswerPart, EngineRequest, ReplicaLostError
+from mambaslots.fleet.replica_questions import IngressQuestion
 
 REQUEST = EngineRequest("one", (1, 2), 0, ms.SamplingParams(seed=1))
 
@@ -136,6 +137,7 @@ def test_an_ingress_asks_a_replica_again_once_it_has_answered(monkeypatch: pytes
     async def main() -> None:
         asking = ingress.Ingress.__new__(ingress.Ingress)
         asking._known = known
+        asking._engine = SimpleNamespace(name="one", numbers={"requests": 3})  # type: ignore[assignment]
         known.expect({"quick": quick, "slow": slow, "failing": failing, "dead": dead})
         listening = asyncio.create_task(asking._listen())
         async with asyncio.timeout(30):
@@ -146,7 +148,7 @@ def test_an_ingress_asks_a_replica_again_once_it_has_answered(monkeypatch: pytes
     asyncio.run(main())
     assert answers.keys() == {"quick"}
     assert [one.most_open for one in (quick, slow, failing, dead)] == [1, 1, 1, 1]
-    assert quick.arguments == ("status", True)
+    assert quick.arguments == ("status", IngressQuestion("one", True, {"requests": 3}))
     assert sorted(known.replicas) == ["failing", "quick", "slow"]
 
 
