@@ -1,5 +1,6 @@
 """Channels that live on between two replicas of one rank each: two threads of this process."""
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -158,7 +159,7 @@ def test_a_peer_that_was_late_is_met_by_the_next_call(pair: Pair) -> None:
     for end, call in zip(pair.ends, ("send", "receive"), strict=True):
         begin = time.monotonic()
         report = getattr(end, call)(timeout_s=0.3)
-        assert "did not come in 0.3 s" in report.failure
+        assert re.search("did not come in 0.3 s|connection is closed", report.failure)  # after an old offer
         assert time.monotonic() - begin < 1.5
     sent, received = pair.hand_over()
     assert (sent.failure, received.failure) == ("", "")
