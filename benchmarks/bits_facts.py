@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from mambaslots.inference.kernels import attention, delta, ssd
 from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
-from mambaslots.inference.kernels.reference.attention import AttentionRows
+from mambaslots.inference.kernels.operands import AttentionRows
 from support.command_line import add_device, check_device, make_parser
 from torch import Tensor
 

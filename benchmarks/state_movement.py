@@ -36,8 +36,8 @@ from typing import Any
 
 import torch
 from mambaslots.inference.contexts.states import StatePool
+from mambaslots.inference.kernels.operands import StateTensors
 from mambaslots.inference.kernels.reference import state_copy as reference
-from mambaslots.inference.kernels.reference.state_tensors import StateTensors
 from mambaslots.inference.kernels.state_copy import copy_states
 from mambaslots.state_spec import StateTensor
 from support.command_line import add_count, add_device, check_device, make_parser

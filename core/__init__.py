@@ -9,13 +9,14 @@ state_spec, parallel_groups  what a model keeps of a sequence; how a model is sp
 devices                      the current device, and numbers that the host sends to one
 files, errors, validation    a checkpoint's files; errors of capacity and of an engine; argument checks
 version                      this version, and the newest tested ones of others
+lazy_names                   public names that are imported at their first use
 
 May import every room. docs/architecture.md says what each of the other files here may import.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from .lazy_names import importer
 from .version import VERSION
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from .inference.engines.model_protocol import Model
     from .inference.engines.streams import TokenStream
     from .inference.kernels.kernel_set import kernel_set
-    from .inference.kernels.reference.attention import AttentionRows
+    from .inference.kernels.operands import AttentionRows
     from .llm import LLM, Completion
     from .loaded_model import LoadedModel, load
     from .parallel_groups import ParallelGroups
@@ -94,7 +95,7 @@ _NAMES_OF_MODULES = {
     f"{_ENGINES}.model_protocol": "Model",
     f"{_ENGINES}.streams": "TokenStream",
     "inference.kernels.kernel_set": "kernel_set",
-    "inference.kernels.reference.attention": "AttentionRows",
+    "inference.kernels.operands": "AttentionRows",
     "llm": "Completion LLM",
     "loaded_model": "LoadedModel load",
     "parallel_groups": "ParallelGroups",
@@ -102,22 +103,10 @@ _NAMES_OF_MODULES = {
     "state_spec": "HybridStateSpec StateTensor gated_delta_net_states mamba2_states short_conv_states",
     "text": "TextCodec",
 }
-_SOURCES = {name: module for module, names in _NAMES_OF_MODULES.items() for name in names.split()}
-_PACKAGES = ("hf", "models", "testing", "text")
 
 
 if not TYPE_CHECKING:  # a type checker would accept any name
-
-    def __getattr__(name: str) -> Any:
-        """Import a public name at its first use."""
-        if name in _SOURCES:
-            value = getattr(import_module(f"{__name__}.{_SOURCES[name]}"), name)
-        elif name in _PACKAGES:
-            value = import_module(f"{__name__}.{name}")
-        else:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = value
-        return value
+    __getattr__ = importer(globals(), _NAMES_OF_MODULES, ("hf", "models", "testing", "text"))
 
 
 def __dir__() -> list[str]:

@@ -192,6 +192,13 @@ class ParallelGroups:
                 values = [entry for part in parts for entry in part]
         return values
 
+    def raise_first(
+        self, refusal: str, device: torch.device | None, error: type[Exception] = ValueError
+    ) -> None:
+        """Raise `error` on all ranks, with the first rank's `refusal` that is not empty. Synchronises."""
+        if refusals := list(filter(None, self.gather(refusal, device))):
+            raise error(refusals[0])
+
     def least(self, count: int, device: torch.device) -> int:
         """The smallest `count` of all ranks of both groups. Synchronises.
 

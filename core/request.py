@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from .inference.contexts.cache.prefix_match import ComputeReason
 from .validation import (
     INT32_MAX,
     INT64_MAX,
@@ -17,6 +16,9 @@ from .validation import (
     set_field,
     shown,
 )
+
+if TYPE_CHECKING:
+    from .inference.contexts.cache.prefix_match import ComputeReason
 
 TopLogProbs = tuple[tuple[int, float], ...]
 """Token ids and their log-probs: the most likely tokens at one position, the most likely one first."""
@@ -143,7 +145,7 @@ class PromptFigures:
     """What became of a request's prompt, as in `RequestResult`; known once the answer has a token."""
 
     num_resumed_tokens: int
-    computed_by_reason: Mapping[ComputeReason, int]
+    computed_by_reason: Mapping["ComputeReason", int]
     prompt_log_probs: list[float] | None = None
 
     __repr__ = brief_repr
@@ -178,7 +180,7 @@ class RequestResult:
     prompt_log_probs: list[float] | None
     num_prompt_tokens: int
     num_resumed_tokens: int
-    computed_by_reason: Mapping[ComputeReason, int]
+    computed_by_reason: Mapping["ComputeReason", int]
     num_recomputed_tokens: int
     ttft_s: float | None
     finish_reason: FinishReason
@@ -210,7 +212,7 @@ class ScoreResult:
     start: int
     num_tokens: int
     num_resumed_tokens: int
-    computed_by_reason: Mapping[ComputeReason, int]
+    computed_by_reason: Mapping["ComputeReason", int]
     num_recomputed_tokens: int
     finish_reason: FinishReason
 

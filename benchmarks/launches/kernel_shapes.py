@@ -20,7 +20,7 @@ from mambaslots.inference.kernels import (
 )
 from mambaslots.inference.kernels import penalties as penalty_kernels
 from mambaslots.inference.kernels import token_draws as draw_kernels
-from mambaslots.inference.kernels.reference.state_tensors import StateTensors
+from mambaslots.inference.kernels.operands import StateTensors
 from mambaslots.inference.kernels.state_move import PartMove
 
 HEADS, HEAD_DIM, GROUPS, STATE_DIM = 128, 64, 8, 128

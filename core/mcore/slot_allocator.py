@@ -17,7 +17,7 @@ from ..inference.contexts.cache.checkpoint_plan import (
 from ..inference.contexts.cache.eviction import PolicyChoice
 from ..inference.contexts.cache.prefix_match import MAX_COMPARED, depth_worth_a_state
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
-from ..inference.kernels.reference.state_tensors import StateTensors
+from ..inference.kernels.operands import StateTensors
 from ..inference.kernels.state_copy import copy_states
 from ..validation import integers
 from .cached_answers import AnswerStates

@@ -2,21 +2,27 @@
 
 The *ranks* of a replica hold parts of one model and make every step together; *replicas* hold the same model,
 and move cached prefixes between them. Of each other, the folders import one thing: `prefill_decode` imports
-`transfer`. May import `engines`, `contexts`, `cache`, `kernels`; nothing of HTTP or of Ray.
+`transfer`. May import `engines`, `contexts`, `cache`, `kernels`; nothing of HTTP or of Ray. A name
+is imported at its first use: a router needs no engine.
 """
 
-from .heartbeat import Heartbeat
-from .lockstep.following import follow
-from .lockstep.leading_engine import LeadingEngine
-from .prefill_decode.disaggregated_engine import DisaggregatedEngine
-from .prefill_decode.prefill_worker import PrefillWorker
-from .routing.state_publisher import StatePublisher
-from .routing.state_router import StateRouter
-from .transfer.export import export_prefixes
-from .transfer.files import load_prefixes, save_prefixes
-from .transfer.hand_over import TransferChannel
-from .transfer.import_ import import_prefixes
-from .transfer.shard import decode_prefixes, encode_prefixes
+from typing import TYPE_CHECKING
+
+from ..lazy_names import importer
+
+if TYPE_CHECKING:
+    from .heartbeat import Heartbeat
+    from .lockstep.following import follow
+    from .lockstep.leading_engine import LeadingEngine
+    from .prefill_decode.disaggregated_engine import DisaggregatedEngine
+    from .prefill_decode.prefill_worker import PrefillWorker
+    from .routing.state_publisher import StatePublisher
+    from .routing.state_router import StateRouter
+    from .transfer.export import export_prefixes
+    from .transfer.files import load_prefixes, save_prefixes
+    from .transfer.hand_over import TransferChannel
+    from .transfer.import_ import import_prefixes
+    from .transfer.shard import decode_prefixes, encode_prefixes
 
 __all__ = [
     # a model split over ranks
@@ -29,3 +35,22 @@ __all__ = [
     # routing to replicas
     "StateRouter", "StatePublisher",
 ]  # fmt: skip
+
+if not TYPE_CHECKING:  # a type checker would accept any name
+    __getattr__ = importer(
+        globals(),
+        {
+            "heartbeat": "Heartbeat",
+            "lockstep.following": "follow",
+            "lockstep.leading_engine": "LeadingEngine",
+            "prefill_decode.disaggregated_engine": "DisaggregatedEngine",
+            "prefill_decode.prefill_worker": "PrefillWorker",
+            "routing.state_publisher": "StatePublisher",
+            "routing.state_router": "StateRouter",
+            "transfer.export": "export_prefixes",
+            "transfer.files": "load_prefixes save_prefixes",
+            "transfer.hand_over": "TransferChannel",
+            "transfer.import_": "import_prefixes",
+            "transfer.shard": "decode_prefixes encode_prefixes",
+        },
+    )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from mambaslots.inference.kernels.reference.attention import AttentionRows
+from mambaslots.inference.kernels.operands import AttentionRows
 from torch import Tensor
 
 

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from importlib import resources
 from pathlib import Path
+from types import ModuleType
 
 import mambaslots as ms
+import mambaslots.net
 import pytest
 from oracle.fresh_process import printed_by
 
@@ -194,27 +196,33 @@ def test_importing_mambaslots_imports_none_of_its_hosts_and_no_triton() -> None:
 
 
 def test_importing_mambaslots_imports_no_torch() -> None:
-    modules = "mambaslots, mambaslots.errors, mambaslots.cache_stats, mambaslots.inference.contexts.cache"
+    rooms = "errors", "cache_stats", "inference.contexts.cache", "text", "net.routing.state_router"
+    modules = "mambaslots, " + ", ".join(f"mambaslots.{room}" for room in rooms)
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split() == ["False"], done.stderr
 
 
-def test_every_public_name_exists_and_the_package_is_typed() -> None:
-    assert len(ms.__all__) <= 45
-    for name in ms.__all__:
-        assert hasattr(ms, name)
+@pytest.mark.parametrize("package", [ms, mambaslots.net])
+def test_every_public_name_exists(package: ModuleType) -> None:
+    for name in package.__all__:
+        assert hasattr(package, name)
     with pytest.raises(AttributeError, match="nothing"):
-        ms.nothing  # noqa: B018
+        package.nothing  # noqa: B018
+    assert package.__file__ is not None
     imported_for_types = {
         alias.asname or alias.name
-        for block in ast.parse((CORE / "__init__.py").read_text()).body
+        for block in ast.parse(Path(package.__file__).read_text()).body
         if isinstance(block, ast.If)
         for node in block.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert imported_for_types == {*ms.__all__, "hf"}
+    assert imported_for_types - {"hf"} == set(package.__all__)
+
+
+def test_the_package_is_small_and_typed() -> None:
+    assert len(ms.__all__) <= 45
     assert (resources.files("mambaslots") / "py.typed").is_file()
 
 

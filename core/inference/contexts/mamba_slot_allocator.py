@@ -20,7 +20,7 @@ from ...validation import (
     numbers,
     shown,
 )
-from ..kernels.reference.state_tensors import StateTensors
+from ..kernels.operands import StateTensors
 from ..kernels.state_copy import copy_states
 from .cache.checkpoint_plan import KINDS_BY_WORTH, CheckpointPlan, checked_boundaries
 from .cache.eviction import PolicyChoice, checked_policy

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...state_spec import SCALES, SlotLayout, StateTensor
 from ...validation import addressable
-from ..kernels.reference.state_tensors import CodedTensor, StateTensors
+from ..kernels.operands import CodedTensor, StateTensors
 from ..kernels.state_copy import copy_states, decode_states, encode_states
 from .cache.free_lists import DirtyEntries
 from .cache.prefix_cache import PrefixCache

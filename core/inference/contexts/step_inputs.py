@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ..kernels.reference.attention import AttentionRows
+from ..kernels.operands import AttentionRows
 from .request import RequestStep
 from .states import StatePool
 

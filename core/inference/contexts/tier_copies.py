@@ -234,9 +234,7 @@ def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> 
         except (OSError, MemoryError, RuntimeError) as error:
             refused = f"host_cache_gb is {config.host_cache_gb}, disk_cache is {config.disk_cache}; "
             refused += f"accepted: what this machine has room for: {error}"
-    refused = next(filter(None, spec.groups.gather(refused, spec.device)), "")
-    if refused:
-        raise ValueError(refused)
+    spec.groups.raise_first(refused, spec.device)
     groups, device = spec.groups, spec.device
     return HostTier(
         num_slots,

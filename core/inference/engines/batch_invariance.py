@@ -86,9 +86,7 @@ class BatchInvariance:
             check()
         except BatchVarianceError as error:
             refusal = str(error)
-        refusals = list(filter(None, self._spec.groups.gather(refusal, self._spec.device)))
-        if refusals:
-            raise BatchVarianceError(refusals[0])
+        self._spec.groups.raise_first(refusal, self._spec.device, BatchVarianceError)
 
     def _check_parts(self, model: Model, config: InferenceConfig) -> None:
         found = record(model, self._spec, config)

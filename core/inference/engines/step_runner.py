@@ -18,8 +18,8 @@ from ..contexts.request import DynamicInferenceRequest, GeneratedToken, RequestS
 from ..contexts.step_inputs import StepInputs, StepShape
 from ..kernels.kernel_set import kernel_set, runs_triton
 from ..kernels.log_probs import log_probs_of, top_log_probs
+from ..kernels.operands import WHOLE, TokenDraw
 from ..kernels.reference import token_draws
-from ..kernels.reference.token_draws import WHOLE, TokenDraw
 from .cuda_graphs import GraphRunner
 from .engine_observer import NewTokens
 from .logits_changes import LogitsChanges

@@ -5,6 +5,7 @@ torch for a CPU and as the oracle, in `reference/`. A model calls both by the me
 `kernel_set(device, dtype)` chooses; engines and contexts choose by the device. An index of -1 is padding:
 nothing is read, nothing is written.
 
+operands                                     what callers hand over: pools of states, rows, draws
 kernel_set, gpu_kernels                      which functions a model calls
 conv, ssd, ssd_stages, delta                 prefill and decode of convolutions, Mamba-2, gated delta nets
 conv_replay, ssd_replay, delta_replay,       decodes with the rounding of a prefill
@@ -16,7 +17,7 @@ state_copy, row_checksum                     whole states: copied and encoded, c
 state_move, state_codec                      the launches of `state_copy`
 tiles                                        what several kernels do
 reference/                                   conv, ssd, delta, attention, penalties, token_draws, state_copy,
-                                             state_tensors; pointwise (norms, gates, the head); chunks
+                                             pointwise (norms, gates, the head); chunks
 
 May import torch and Triton, and declarations of states; no cache and no request.
 """

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .reference.attention import AttentionRows, score_scale
-from .reference.chunks import compute_dtype
+from .operands import AttentionRows, compute_dtype
+from .reference.attention import score_scale
 
 if TYPE_CHECKING:
     from .attention_segments import SegmentRows

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference.attention import AttentionRows
+from .operands import AttentionRows
 
 
 class Readers(IntEnum):

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .conv import convolved, load_taps
-from .reference.state_tensors import check_slots
+from .operands import check_slots
 
 CHANNELS, NUM_WARPS = 128, 2
 

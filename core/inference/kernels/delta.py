@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference.state_tensors import check_slots
+from .operands import check_slots
 from .tiles import any_index, load_tile
 
 OPERAND_TOKENS, OPERAND_WARPS = 32, 4

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .delta import OPERAND_TOKENS, OPERAND_WARPS, normalised, scan_chunks
 from .delta_solve import decay_sums, of_blocks, solve_rows
-from .reference.state_tensors import check_slots
+from .operands import check_slots
 
 OUTPUT_WARPS, OUTPUT_REGISTERS = 4, 128
 COMPLETION_WARPS, COMPLETION_STAGES, COMPLETION_ROWS = 4, 2, 16

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference.state_tensors import check_slots
+from .operands import check_slots
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -50,3 +50,4 @@ class GpuKernelSet(KernelSet):
 for module in (norms, gates, conv, conv_replay, ssd, ssd_replay, delta, delta_replay, write_kv, attention):
     for name in _FUNCTIONS & vars(module).keys():
         setattr(GpuKernelSet, name, staticmethod(vars(module)[name]))
+assert vars(GpuKernelSet).keys() >= _FUNCTIONS, "a GPU would run the torch function"

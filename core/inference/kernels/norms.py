@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .gates import dense, dense_rows, sigmoid
-from .reference.state_tensors import check_last_stride
+from .operands import check_last_stride
 
 BLOCK = 1024  # elements of a program, at least
 ELEMENTS_A_WARP = 512  # 16 a thread: two loads of 16 bytes in 16-bit floats

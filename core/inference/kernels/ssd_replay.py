@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference.state_tensors import check_last_stride, check_slots
+from .operands import check_last_stride, check_slots
 from .ssd import operand_dtype
 from .ssd_stages import (
     INTERPRETED,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference.state_tensors import check_last_stride, check_slots
+from .operands import check_last_stride, check_slots
 from .tiles import load_tile
 
 SUM_WARPS = 1

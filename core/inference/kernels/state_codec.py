@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference.state_tensors import INVERSE_OF_LARGEST, SMALLEST, CodedTensor
+from .operands import INVERSE_OF_LARGEST, SMALLEST, CodedTensor
 
 NUM_WARPS = 8
 _TILE_ELEMENTS = 8192

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...devices import numbers_on, on_device_of
+from .operands import CodedTensor, StateTensors
 from .reference import state_copy as reference
-from .reference.state_tensors import CodedTensor, StateTensors
 
 
 def copy_states(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference.state_tensors import StateTensors
+from .operands import StateTensors
 
 PROGRAMS = 4224
 """Most programs of a launch: 32 for each of the 132 multiprocessors of an H200, of which 8 fit at once."""

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...devices import numbers_on
-from .reference.token_draws import TokenDraw
+from .operands import TokenDraw
 
 BLOCK = 4096
 NUM_WARPS = 16

@@ -12,12 +12,12 @@ Inputs may be padded to larger shapes. Padding writes nothing:
     checkpoint      row is -1, end is 0, destination is -1
     position of KV  is -1
 
-May import torch, and files of the package and of the root; nothing else.
+May import torch, the operands, files of the package and of the root; nothing else.
 """
 
 from ....state_spec import HybridStateSpec
+from ..operands import compute_dtype
 from . import attention, conv, delta, pointwise, ssd
-from .chunks import compute_dtype
 
 
 class KernelSet:

@@ -6,11 +6,6 @@ import torch
 from torch import Tensor
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which norms, decays, scores and states of a `dtype` model are computed."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def rounded(result: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """`result` in `dtype`, in `out` where there is one."""
     return result.to(dtype) if out is None else out.copy_(result)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .chunks import compute_dtype, read_states, rounded, write_states
+from ..operands import compute_dtype
+from .chunks import read_states, rounded, write_states
 
 
 def causal_conv1d_prefill(

@@ -13,7 +13,8 @@ recurrence goes from that state over these inputs, token by token.
 import torch
 from torch import Tensor
 
-from .chunks import PaddedChunks, compute_dtype, pass_states, read_states, write_states
+from ..operands import compute_dtype
+from .chunks import PaddedChunks, pass_states, read_states, write_states
 
 _NORM_EPSILON = 1e-6
 

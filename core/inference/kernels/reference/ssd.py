@@ -7,7 +7,8 @@ For packed rows or single tokens, h[t] = exp(dt A) h[t-1] + dt B x and y = C h +
 import torch
 from torch import Tensor
 
-from .chunks import PaddedChunks, compute_dtype, pass_states, read_states, rounded, write_states
+from ..operands import compute_dtype
+from .chunks import PaddedChunks, pass_states, read_states, rounded, write_states
 
 
 def ssd_chunk_scan(

@@ -15,7 +15,7 @@ The bfloat16 encoding rounds to the nearest, ties to even. It keeps -0.0, NaN an
 import torch
 from torch import Tensor
 
-from .state_tensors import INVERSE_OF_LARGEST, SMALLEST, CodedTensor, StateTensors
+from ..operands import INVERSE_OF_LARGEST, SMALLEST, CodedTensor, StateTensors
 
 
 def copy_states(source: StateTensors, read: Tensor, destination: StateTensors, write: Tensor) -> None:

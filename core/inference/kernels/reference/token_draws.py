@@ -5,38 +5,12 @@ probability exceeds the row's random number. Probabilities are rounded down to m
 summed as integers, so that a row's token depends neither on an order of addition nor on other rows.
 """
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-WHOLE = 1 << 53  # how many parts make up probability 1
-
-
-class TokenDraw(NamedTuple):
-    """How the token of one row of logits is drawn.
-
-    Attributes:
-        row: the row of logits.
-        temperature: divides the logits, > 0; clamped to the normal numbers of the scores' dtype.
-        top_k: keep the k most likely tokens; of equally likely ones those with the lowest ids. 0 keeps all.
-        top_p: keep the smallest set of most likely tokens that reaches this probability, in (0, 1]; of
-            equally likely ones those with the lowest ids. 1 keeps all.
-        uniform: a random number in [0, 1).
-    """
-
-    row: int
-    temperature: float
-    top_k: int
-    top_p: float
-    uniform: float
-
-    @property
-    def needed_parts(self) -> int:
-        """`top_p` in parts."""
-        return math.ceil(self.top_p * WHOLE)
+from ..operands import WHOLE, TokenDraw
 
 
 def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence[TokenDraw]) -> None:

@@ -16,7 +16,7 @@ from mambaslots.inference.kernels.attention_segments import (
     combine_segments,
     segment_rows,
 )
-from mambaslots.inference.kernels.reference.attention import AttentionRows
+from mambaslots.inference.kernels.operands import AttentionRows
 from oracle.attention_batch import AttentionBatch, Padding
 from oracle.budget import profile
 from oracle.segment_attention import PlainAttention

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mambaslots.inference.kernels import attention, attention_segments
-from mambaslots.inference.kernels.reference.attention import AttentionRows
+from mambaslots.inference.kernels.operands import AttentionRows
 from oracle.attention_batch import AttentionBatch, Padding
 from oracle.synchronisation import no_synchronisation
 from torch import Tensor

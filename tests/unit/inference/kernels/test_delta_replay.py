@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mambaslots.inference.kernels import delta_replay, delta_solve
 from mambaslots.inference.kernels.delta import delta_operands, gated_delta_rule_scan
 from mambaslots.inference.kernels.kernel_set import KernelSet
-from mambaslots.inference.kernels.reference.chunks import compute_dtype
+from mambaslots.inference.kernels.operands import compute_dtype
 from mambaslots.inference.kernels.reference.delta import normalised
 from oracle.budget import dear, is_quick
 from oracle.fla_stages import one_configuration
