@@ -7,9 +7,11 @@ import time
 import traceback
 
 VOCABULARY = {"Nemotron-H-8B": 131072, "Qwen3.5-4B": 248320}
-PARTS = ("ttft", "decode", "conversations", "throughput", "bits")
+PARTS = ("ttft", "hits", "decode", "conversations", "throughput", "bits")
 FULL = {
     "ttft": (512, 4096, 16384),
+    "hits": (2048, 8192, 32768, 131072),
+    "new": 512,
     "repeats": 7,
     "warm": 3,
     "decode": ((1, 512), (1, 3000), (1, 4096), (8, 3000), (32, 3000), (128, 3000)),
@@ -27,12 +29,14 @@ FULL = {
     "bit_prompts": 24,
     "bit_lengths": (200, 2000),
     "bit_tokens": 32,
-    "max_len": 40960,
+    "max_len": 132608,
     "max_tokens": 8192,
     "max_seqs": 256,
 }
 TINY = FULL | {
     "ttft": (64, 512),
+    "hits": (256, 1024),
+    "new": 64,
     "repeats": 2,
     "warm": 1,
     "decode": ((1, 64), (3, 300)),
@@ -97,6 +101,29 @@ def ttft(side, size, draw):
             side.result(request)
         times = times[size["warm"] :]
         yield {"tokens": length, "ms": statistics.median(times), "least": min(times), "most": max(times)}
+
+
+def hits(side, size, draw):
+    """The first token of a prompt whose first tokens an earlier prompt had, all but `new` ones."""
+    for known in size["hits"]:
+        side.reset()
+        head, times, cached = draw.tokens(known), [], []
+        for number in range(1 + size["warm"] + size["repeats"]):
+            prompt = head + draw.tokens(size["new"] * bool(number))  # the first one is the head
+            side.sync()
+            time.sleep(0.05)
+            begun = time.perf_counter()
+            request = side.add(prompt, 1)
+            while not side.step().get(request):
+                pass
+            times.append(1e3 * (time.perf_counter() - begun))
+            side.drain()
+            cached.append(side.result(request)[2])
+        first, times = times[0], times[1 + size["warm"] :]
+        yield {
+            "known": known, "new": size["new"], "ms": statistics.median(times), "least": min(times),
+            "most": max(times), "cold_head_ms": first, "cached_tokens": min(cached[1:]),
+        }  # fmt: skip
 
 
 def counted_step(side, counts):
@@ -271,6 +298,7 @@ def bits(side, size, draw):
 
 MEASURES = {
     "ttft": ttft,
+    "hits": hits,
     "decode": decode,
     "conversations": conversations,
     "throughput": throughput,

@@ -32,6 +32,8 @@ def add(side, line):
         side.setdefault("failed", []).append(part)
     elif part == "ttft":
         side.setdefault("first_token_ms", {})[str(line["tokens"])] = round(line["ms"], 1)
+    elif part == "hits":
+        side.setdefault("first_token_after_hit_ms", {})[str(line["known"])] = round(line["ms"], 1)
     elif part == "decode" and line["rows"] == 1 and round(line["context"], -3) != 3000:
         context = "512" if line["context"] < 1000 else "4096"
         side.setdefault("decode_of_1_ms", {})[context] = round(line["ms"], 2)
