@@ -154,7 +154,7 @@ class FleetEngine:
         request = EngineRequest(
             request_id=f"{self.name}-{number}",
             prompt=tuple(prompt),
-            num_generated=0,
+            num_given_tokens=0,
             sampling=sampling,
             cache_salt=cache_salt,
             plan=checkpoint_plan,

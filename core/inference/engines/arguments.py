@@ -56,9 +56,9 @@ class RequestFactory:
                 f"min_tokens is {sampling.min_tokens} and every token is a stop token; accepted: fewer"
             )
         integer("num_top_log_probs", sampling.num_top_log_probs, 0, vocab_size)
-        if sampling.num_generated:
+        if sampling.num_given_tokens:
             _check_given(tokens, sampling)
-        num_prompt_tokens, most = len(tokens) - sampling.num_generated, sampling.max_tokens
+        num_prompt_tokens, most = len(tokens) - sampling.num_given_tokens, sampling.max_tokens
         text = f"prompt and answer have {num_prompt_tokens} + {most} tokens; accepted: together at most"
         self._check_length(text, num_prompt_tokens + most)
         return self._made(tokens, num_prompt_tokens, sampling, cache_salt, checkpoint_plan)
@@ -133,15 +133,15 @@ class RequestFactory:
 
 
 def _check_given(tokens: list[int], sampling: SamplingParams) -> None:
-    """Raise a ValueError where an answer cannot begin with the last `num_generated` of `tokens`."""
-    given = sampling.num_generated
+    """Raise a ValueError where an answer cannot begin with the last `num_given_tokens` of `tokens`."""
+    given = sampling.num_given_tokens
     if given >= len(tokens):
         raise ValueError(
-            f"num_generated is {given} and the prompt has {len(tokens)} tokens; accepted: at least one "
-            "token before those that were generated"
+            f"num_given_tokens is {given} and the prompt has {len(tokens)} tokens; accepted: at least one "
+            "token before the given ones"
         )
     if tokens[-1] in sampling.stops:
-        raise ValueError("the last token that was generated ends the answer; accepted: a token that does not")
+        raise ValueError("the last given token ends the answer; accepted: a token that does not")
 
 
 def request_seed(sampling: SamplingParams, engine_seed: int, request_id: int) -> int:

@@ -297,7 +297,6 @@ class EngineCore:
         finished = [self._end(self.requests[request_id], reason) for request_id, reason in reasons.items()]
         return StepReport(
             admitted=tuple(s.request.request_id for s in steps if s.request in self.scheduler.admitted),
-            generated={request_id: new[-1] for request_id, new in tokens.items()},
             finished=tuple(finished),
             tokens=tokens,
         )

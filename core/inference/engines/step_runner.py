@@ -169,7 +169,7 @@ class SampledStep:
         """Drawn tokens, largest logits; where asked for, log-probs, and ids and log-probs of top tokens."""
         rows = [(step, number) for step in self._sampled for number in range(1 + len(step.drafts))]
         params = [step.request.sampling for step, _ in rows]
-        positions = [step.num_generated + number for step, number in rows]
+        positions = [step.answer_length + number for step, number in rows]
         are_changed = any(one.changes_logits for one in params)
         to_draw = changes.changed(self._sampled, logits) if are_changed else logits
         drawn, largest = sample(to_draw, params, positions, [step.request.seed for step, _ in rows])

@@ -139,11 +139,10 @@ class RequestSource:
 
     @property
     def prompt_figures(self) -> PromptFigures | None:
-        has_token = self.request.num_generated > len(self.request.given_tokens)
-        return self.request.prompt_figures if has_token else None
+        return self.request.prompt_figures if self.request.num_new else None
 
     def take(self) -> tuple[GeneratedToken, ...]:
-        new = () if self.closed else tuple(self.request.generated_from(self.num_read))
+        new = () if self.closed else tuple(self.request.new_from(self.num_read))
         self.num_read += len(new)
         return new
 
@@ -152,9 +151,9 @@ class RequestSource:
         request = self.request
         self.cancel_abandoned()
         while not self.closed:
-            if request.num_generated - len(request.given_tokens) > self.num_read:
+            if request.num_new > self.num_read:
                 self.num_read += 1
-                return request.generated_from(self.num_read - 1)[0]
+                return request.new_from(self.num_read - 1)[0]
             if request.result is not None:
                 break
             try:
