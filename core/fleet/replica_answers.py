@@ -161,7 +161,7 @@ class FleetAnswer(Answer):
             self.end_as(part.finish_reason)
         self.wake()
 
-    def complete(self) -> bool:
+    def end_if_complete(self) -> bool:
         """End an answer whose last token has come, though its end has not. Returns whether it has ended."""
         if self.tokens and self.tokens[-1].token in self._request.sampling.stops:
             self.end_as("stop")

@@ -90,7 +90,7 @@ class DynamicInferenceRequest:
     hashes: PrefixHashChain  # extended when a hash is needed
     arrival_s: float
     seed: int = 0
-    next_token: int | None = None  # of a request that scores: after the prompt; its log-prob is the end
+    next_token: int | None = None  # the last token of a sequence to score; the others are the prompt
     given_tokens: list[int] = field(default_factory=list)  # first ones, by another engine; not in results
     tokens: list[int] = field(default_factory=list)  # the prompt, then the answer
     log_probs: list[float] = field(default_factory=list)  # of tokens after the given ones, as far as asked
