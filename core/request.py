@@ -44,8 +44,8 @@ class SamplingParams:
             three times: 1.7.
         logit_bias: token id -> what is added to its logit, from -100 to 100; kept as ascending pairs.
         min_tokens: no stop token ends the answer before it has so many tokens.
-        ignore_eos: no token ends the answer. Over HTTP, as in vLLM, those
-            of the request still do.
+        ignore_eos: no token ends the answer, also none of `stop_token_ids`. A request over HTTP differs, as
+            in vLLM: its `stop_token_ids` still end the answer.
         seed: seed of this request's random numbers. Token i depends on the seed, on i and on the distribution
             only; the batch, pauses and restarts change nothing. None makes a seed of the engine's seed and
             the request id, so requests without a seed differ from one another.

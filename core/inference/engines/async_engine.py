@@ -155,8 +155,8 @@ class AsyncEngine:
         """Wait until no answer is open, and the engine has got and cancelled those whose tasks have gone."""
         await self._none_open.wait()
         if not thread.ended.done():
-            reply: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            thread.post(self._engine.has_unfinished_requests, reply)
+            reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            thread.post(self._engine.settle, reply)
             with suppress(Exception):  # of an engine that no step is made of any more
                 await reply
 

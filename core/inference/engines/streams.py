@@ -120,9 +120,9 @@ class RequestSource:
 
     request: DynamicInferenceRequest
     step: Callable[[], None]
-    cancel_abandoned: Callable[[], None]  # ends the requests in `abandoned`, where any thread may append
+    settle: Callable[[], None]  # ends the requests in `abandoned`, where any thread may append
     abandoned: deque[tuple[int, EarlyEnd]]
-    cancels_when_dropped: bool
+    has_one_caller: bool  # else `drop` ends nothing: ranks collect garbage at different times
     closed: bool = False
     num_read: int = 0
 
@@ -149,7 +149,7 @@ class RequestSource:
     def next_token(self) -> GeneratedToken:
         """The next token, after as many steps as it takes; StopIteration at the end."""
         request = self.request
-        self.cancel_abandoned()
+        self.settle()
         while not self.closed:
             if request.num_new > self.num_read:
                 self.num_read += 1
@@ -164,14 +164,14 @@ class RequestSource:
 
     def end_early(self, reason: EarlyEnd) -> None:
         self.abandoned.append((self.request_id, reason))
-        self.cancel_abandoned()
+        self.settle()
 
     def close(self) -> None:
         self.closed = True
         self.end_early("cancelled")
 
     def drop(self) -> None:
-        if self.cancels_when_dropped:
+        if self.has_one_caller:
             self.abandoned.append((self.request_id, "cancelled"))
 
 
