@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from ...errors import QueueFullError
@@ -164,9 +163,7 @@ class AsyncEngine:
         self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     # ---- what any thread may read

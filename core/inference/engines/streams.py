@@ -4,7 +4,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 
 from ...request import EarlyEnd, FinishReason, PromptFigures, RequestResult
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken
@@ -97,17 +96,13 @@ class TokenStream[Item](Iterator[Item], AsyncIterator[Item]):
     def __enter__(self) -> "TokenStream[Item]":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     async def __aenter__(self) -> "TokenStream[Item]":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.close()
 
 
