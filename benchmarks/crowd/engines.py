@@ -78,7 +78,7 @@ def start_decodes(
     """Add prompts, and make steps until all of them have a token."""
     started = {engine.add_request(prompt, answer(num_tokens)) for prompt in prompts}
     while started:
-        started -= engine.step().generated.keys()
+        started -= engine.step().tokens.keys()
 
 
 def timed_step(engine: ms.DynamicInferenceEngine) -> Sample:

@@ -56,7 +56,7 @@ def _converse(served: ServingModel, engine: ms.DynamicInferenceEngine) -> dict[s
         while len(finished) < len(users):
             report = engine.step()
             now = time.perf_counter()
-            for request in report.generated:
+            for request in report.tokens:
                 if request in newest:
                     between_ms.append(1e3 * (now - newest[request]))
                 else:

@@ -50,10 +50,10 @@ class DecodeBench:
 
     def step(self) -> set[int]:
         """The requests that got a token."""
-        generated = self._engine.step().generated
-        for request in generated:
+        tokens = self._engine.step().tokens
+        for request in tokens:
             self._contexts[request] += 1
-        return set(generated)
+        return set(tokens)
 
     def time_steps(self, steps: int) -> list[float]:
         """Milliseconds from the return of one step to the return of the next."""
@@ -116,7 +116,7 @@ def measure_rolling(served: ServingModel) -> dict[str, float]:
             for index in range(rows):  # boundaries fall evenly over the steps
                 prompt = served.tokens(context - index * BLOCK // rows)
                 engine.add_request(prompt, sampling, checkpoint_plan=plan)
-            while len(engine.step().generated) < rows:
+            while len(engine.step().tokens) < rows:
                 pass
             for _ in range(WARM_UP):
                 engine.step()

@@ -83,9 +83,7 @@ class Ours(common.Side):
         report = self.engine.step()
         for result in report.finished:
             self.results[result.request_id] = result
-        if report.tokens:
-            return {request: [one.token for one in tokens] for request, tokens in report.tokens.items()}
-        return {request: [one.token] for request, one in report.generated.items()}
+        return {request: [one.token for one in tokens] for request, tokens in report.tokens.items()}
 
     def busy(self):
         return self.engine.has_unfinished_requests()

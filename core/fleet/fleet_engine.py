@@ -154,7 +154,7 @@ class FleetEngine:
         request = EngineRequest(
             request_id=f"{self.name}-{number}",
             prompt=tuple(prompt),
-            num_generated=0,
+            num_given_tokens=0,
             sampling=sampling,
             cache_salt=cache_salt,
             plan=checkpoint_plan,
@@ -206,7 +206,7 @@ class FleetEngine:
                     "request %s lost its replica after %d tokens, loss %d: %s",
                     answer.request_id, len(answer.tokens), num_lost, str(error)[:_LONGEST_CAUSE],
                 )  # fmt: skip
-                if answer.early_end is not None or answer.complete():
+                if answer.early_end is not None or answer.end_if_complete():
                     return
                 if num_lost > MAX_RETRIES:
                     self._counts["requests_given_up"] += 1

@@ -24,7 +24,7 @@ class EngineRequest:
 
     request_id: str  # the same in all attempts
     prompt: tuple[int, ...]  # the client's, then the tokens that lost replicas have generated
-    num_generated: int  # of the last of these tokens; sampling continues with the next random number
+    num_given_tokens: int  # of the last of these tokens; sampling continues with the next random number
     sampling: SamplingParams
     cache_salt: bytes | None = None
     plan: CheckpointPlan | None = None
@@ -35,13 +35,13 @@ class EngineRequest:
 
     def __repr__(self) -> str:
         """One line, without tokens and salt: they are the user's."""
-        prompt, given = len(self.prompt) - self.num_generated, self.num_generated
+        prompt, given = len(self.prompt) - self.num_given_tokens, self.num_given_tokens
         return f"<EngineRequest {self.request_id}: {prompt} prompt tokens, {given} generated>"
 
     @property
     def route(self) -> RouteRequest:
         """What a router sees of it; its answer has at most the tokens that are still to be generated."""
-        most = self.sampling.max_tokens - self.num_generated
+        most = self.sampling.max_tokens - self.num_given_tokens
         return RouteRequest(self.keys, len(self.prompt), self.block_size_tokens, most)
 
 
@@ -71,7 +71,7 @@ async def answer_parts(
     try:
         stream = await engine.stream(
             request.prompt,
-            replace(request.sampling, num_generated=request.num_generated),
+            replace(request.sampling, num_given_tokens=request.num_given_tokens),
             cache_salt=request.cache_salt,
             checkpoint_plan=request.plan,
             tenant=request.tenant,
@@ -145,7 +145,7 @@ class FleetAnswer(Answer):
         return replace(
             self._request,
             prompt=sequence,
-            num_generated=len(self.tokens),
+            num_given_tokens=len(self.tokens),
             sampling=sampling,
             keys=() if self._chain is None else tuple(self._chain.keys),
             lost=self.lost,
@@ -161,7 +161,7 @@ class FleetAnswer(Answer):
             self.end_as(part.finish_reason)
         self.wake()
 
-    def complete(self) -> bool:
+    def end_if_complete(self) -> bool:
         """End an answer whose last token has come, though its end has not. Returns whether it has ended."""
         if self.tokens and self.tokens[-1].token in self._request.sampling.stops:
             self.end_as("stop")

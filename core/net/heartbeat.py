@@ -21,8 +21,8 @@ from .channel import Address, Link, Listener, PeerLostError
 STUCK = 70
 """The exit status (EX_SOFTWARE) of a process that ended itself because a collective held a thread of it."""
 
-# Of a timeout, from a rank's death to the end of the survivors: the silence that counts as death, a quarter
-# of it until it begins, two looks that find it, and two until a survivor has raised or has ended its process.
+# `timeout_s` is the time from a rank's death to the end of the survivors. Of 10 s: 1.5 s (a quarter of the
+# silence) until it begins, 6 s of silence, 1 s (two looks) until it is found, 1 s until survivors end.
 _LOOKS = 20
 _SILENCE = 0.6
 _CAPACITY = (KVBlockCapacityError, MambaSlotCapacityError)

@@ -209,7 +209,7 @@ class EngineReplay:
 
     def _generate(self, request: DynamicInferenceRequest, num_tokens: int) -> None:
         """Append the next tokens of the request's answer; the last one ends the request."""
-        number, first = request.request_id, request.num_generated
+        number, first = request.request_id, request.answer_length
         if not first:
             self.first_token_ns[number] = self.now_ns - self.arrivals.came_ns(number)
         request.tokens += self._answers[number][first : first + num_tokens]

@@ -89,7 +89,7 @@ class TraceRecorder:
 
     def request_ended(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
         end = (request.request_id, request.arrival_s)
-        if self._file is None or end == self._last or not request.num_generated:
+        if self._file is None or end == self._last or not request.answer_length:
             return
         line = self._line(request)
         self._last = end  # an interrupted observer receives the same end again
@@ -111,7 +111,7 @@ class TraceRecorder:
             "arrival_s": round(max(0.0, request.arrival_s - self._begun_s), 4),
             "token_count": num_prompt,
             "prefix_hashes": hashes[:whole],
-            "answer_count": request.num_generated,
+            "answer_count": request.answer_length,
             "answer_hashes": hashes[whole:],
             "hash_tokens": self._block_size,
         }

@@ -120,6 +120,8 @@ class Caller:
 
     def suspend(self, number: int) -> None:
         self.engine.suspend()
+        with pytest.raises(RuntimeError, match="step is called on a suspended engine"):
+            self.engine.step()
         self.engine.call_on_all(check_alike)
         self.engine.resume()
 

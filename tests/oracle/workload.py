@@ -95,7 +95,7 @@ class Client:
 
     def step(self) -> ms.StepReport:
         report = self.engine.step()
-        assert report.generated == {request_id: tokens[-1] for request_id, tokens in report.tokens.items()}
+        assert all(report.tokens.values())
         for request_id in self.own & report.tokens.keys():
             self.arrived[request_id] += [one.token for one in report.tokens[request_id]]
         for result in report.finished:

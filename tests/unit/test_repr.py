@@ -55,15 +55,13 @@ def test_no_token_of_a_short_answer() -> None:
     found = GeneratedToken(7731, -0.5)
     reasons: dict[ComputeReason, int] = {"never_seen": 5}
     result = ms.RequestResult(3, [7731] * 2, [-0.5] * 2, None, None, 5, 0, reasons, 0, None, "length")
-    report = ms.StepReport((3,), {3: found}, (result,), {3: (found, found)})
+    report = ms.StepReport((3,), (result,), {3: (found, found)})
     assert repr(result) == (
         "RequestResult(request_id=3, tokens=<2 items>, log_probs=<2 items>, num_prompt_tokens=5, "
         "num_resumed_tokens=0, computed_by_reason={'never_seen': 5}, num_recomputed_tokens=0, "
         "finish_reason='length')"
     )
-    assert repr(report) == (
-        f"StepReport(admitted=(3,), generated=<1 entry>, finished=({result!r},), tokens=<1 entry>)"
-    )
+    assert repr(report) == f"StepReport(admitted=(3,), finished=({result!r},), tokens=<1 entry>)"
     assert repr(MarkedPrompt([7731], (1,))) == "MarkedPrompt(tokens=<1 item>, marks=(1,))"
 
 

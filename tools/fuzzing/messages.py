@@ -243,18 +243,18 @@ class FleetRequests:
 
     def draw(self, random: Random) -> dict[str, Any]:
         fields: dict[str, Any] = {
-            "request_id": "r", "prompt": tuple(SENT[0]), "num_generated": 0,
+            "request_id": "r", "prompt": tuple(SENT[0]), "num_given_tokens": 0,
             "sampling": SamplingParams(max_tokens=2, seed=1), "cache_salt": None, "plan": None,
             "tenant": None,
         }  # fmt: skip
         for _ in range(random.choice((0, 1, 1, 2))):
             name = random.choice(
-                ["prompt", "prompt", "num_generated", "sampling", "cache_salt", "plan", "tenant"]
+                ["prompt", "prompt", "num_given_tokens", "sampling", "cache_salt", "plan", "tenant"]
             )
             fields[name] = any_value(random)
             if name == "prompt" and random.random() < 0.6:
                 fields[name] = (*SENT[0][: random.randrange(20)], any_value(random))
-            if name == "num_generated" and random.random() < 0.6:
+            if name == "num_given_tokens" and random.random() < 0.6:
                 fields[name] = random.choice((-1, 1, 2, 33, 34, 2**31, 2**63, True))
         return fields
 

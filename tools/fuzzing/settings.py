@@ -220,7 +220,7 @@ def _other(random: Random, good: Any) -> Any:
         range(5), (1, 2), {1: 2}, [[1, 2], None], [[1], [2], [3]], [[1] * 200], iter([1, 2]),
     )  # fmt: skip
     others: tuple[Any, ...] = (
-        ms.SamplingParams(max_tokens=2**31 - 1), ms.SamplingParams(num_generated=1),
+        ms.SamplingParams(max_tokens=2**31 - 1), ms.SamplingParams(num_given_tokens=1),
         [_ONE], [_ONE, None],
         ms.CheckpointPlan(prefill_interval=3), ms.CheckpointPlan(marks=(2**31 - 1,)), [ms.CheckpointPlan()],
         b"", "", "\ud800", [b"a", "b"], ["a"], -1, 2**63, good, None,

@@ -148,8 +148,8 @@ class DynamicInferenceContext:
     ) -> StepInputs:
         """Reserve slots for the planned states, and build the model's inputs, decode rows first.
 
-        The inputs are valid until the next step. All `steps` follow, or none. `padding` maps their shape to
-        one at least as large. `sampled_tokens`: [steps] on the device, what steps that follow decode.
+        The inputs are valid until the next step. `padding` maps their shape to one at least as large.
+        `sampled_tokens`: where all steps follow, the token that each decodes, [steps] on the device.
         """
         if self._scrubs:
             self.memory.scrubber.scrub()

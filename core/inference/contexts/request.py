@@ -90,7 +90,7 @@ class DynamicInferenceRequest:
     hashes: PrefixHashChain  # extended when a hash is needed
     arrival_s: float
     seed: int = 0
-    next_token: int | None = None  # of a request that scores: after the prompt; its log-prob is the end
+    next_token: int | None = None  # the last token of a sequence to score; the others are the prompt
     given_tokens: list[int] = field(default_factory=list)  # first ones, by another engine; not in results
     tokens: list[int] = field(default_factory=list)  # the prompt, then the answer
     log_probs: list[float] = field(default_factory=list)  # of tokens after the given ones, as far as asked
@@ -118,7 +118,7 @@ class DynamicInferenceRequest:
             state = f"ended: {self.result.finish_reason}"
         return (
             f"<DynamicInferenceRequest {self.request_id}: {len(self.prompt_tokens)} prompt tokens, "
-            f"{self.num_generated} generated, {state}>"
+            f"{self.answer_length} generated, {state}>"
         )
 
     @property
@@ -129,14 +129,18 @@ class DynamicInferenceRequest:
         return self._token_view
 
     @property
-    def generated(self) -> list[int]:
-        """The answer after `given_tokens`."""
-        return self.tokens[len(self.prompt_tokens) + len(self.given_tokens) :]
-
-    @property
-    def num_generated(self) -> int:
+    def answer_length(self) -> int:
         """Tokens of the answer, `given_tokens` included."""
         return len(self.tokens) - len(self.prompt_tokens)
+
+    @property
+    def num_new(self) -> int:
+        """Tokens of the answer after `given_tokens`."""
+        return self.answer_length - len(self.given_tokens)
+
+    @property
+    def new_tokens(self) -> list[int]:
+        return self.tokens[len(self.prompt_tokens) + len(self.given_tokens) :]
 
     @property
     def max_length(self) -> int:
@@ -167,13 +171,13 @@ class DynamicInferenceRequest:
         """Why the answer, or the scoring, is complete; None where it is not."""
         if self.next_token is not None:
             return "length" if len(self.prompt_log_probs) == len(self.scored_positions) else None
-        if self.num_generated and self.tokens[-1] in self.sampling.stops:
+        if self.answer_length and self.tokens[-1] in self.sampling.stops:
             return "stop"
         return "length" if len(self.tokens) >= self.max_length else None
 
-    def generated_from(self, first: int) -> list[GeneratedToken]:
-        """The generated tokens after `given_tokens`, from number `first` on."""
-        tokens = self.generated[first:]
+    def new_from(self, first: int) -> list[GeneratedToken]:
+        """The `new_tokens` from number `first` on."""
+        tokens = self.new_tokens[first:]
         log_probs: Sequence[float | None] = self.log_probs[first:] or [None] * len(tokens)
         tops: Sequence[TopLogProbs | None] = self.top_log_probs[first:] or [None] * len(tokens)
         return list(map(GeneratedToken, tokens, log_probs, tops))
@@ -189,7 +193,7 @@ class DynamicInferenceRequest:
     def result_for(self, reason: FinishReason) -> RequestResult:
         return RequestResult(
             request_id=self.request_id,
-            tokens=self.generated,
+            tokens=self.new_tokens,
             log_probs=self.log_probs if self.sampling.return_log_probs else None,
             top_log_probs=self.top_log_probs if self.sampling.num_top_log_probs else None,
             prompt_log_probs=None if self.sampling.skip_prompt_log_probs else self.prompt_log_probs,
@@ -231,11 +235,10 @@ class DynamicInferenceRequest:
         """Cut the request to its first `num_tokens` tokens; the step that generated the others failed."""
         if num_tokens < len(self.tokens):
             self.tokens = self.tokens[:num_tokens]  # another list: views of the old one stay what they are
-        num_new = self.num_generated - len(self.given_tokens)
-        del self.log_probs[num_new:]
-        del self.top_log_probs[num_new:]
+        del self.log_probs[self.num_new :]
+        del self.top_log_probs[self.num_new :]
         self.hashes.cut_to(num_tokens)
-        if not num_new:
+        if not self.num_new:
             self.ttft_s = None
 
 
@@ -268,8 +271,8 @@ class RequestStep(PathStep):
         return self.follows or self.stop - len(self.drafts) == len(self.request.tokens)
 
     @property
-    def num_generated(self) -> int:
-        """How many tokens the request has generated before those that are sampled after this step."""
+    def answer_length(self) -> int:
+        """The request's `answer_length` before the tokens that are sampled after this step."""
         return self.stop - len(self.drafts) - len(self.request.prompt_tokens)
 
     def completes_block(self, block_size_tokens: int) -> bool:

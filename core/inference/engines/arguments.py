@@ -4,7 +4,6 @@ import hashlib
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +26,8 @@ class RequestFactory:
     """Makes the requests of an engine from what its callers pass, which is checked here alone."""
 
     def __init__(self, context: DynamicInferenceContext, salt_key: SaltKey, seed: int) -> None:
-        # Of a user's next request, and of the next one that computes a prefix or scores: apart, so that no
-        # seed depends on what is cached or scored.
+        # Of the next request of a user (0, 1, ..), and of the next one of `warm` or `score` (-2, -3, ..).
+        # Seeds are made of ids: `warm` and `score` change no seed of a user's request.
         self.next_ids = 0, NO_ID - 1
         self._context, self._config = context, context.config
         self._salt_key, self._seed = salt_key, seed
@@ -56,9 +55,9 @@ class RequestFactory:
                 f"min_tokens is {sampling.min_tokens} and every token is a stop token; accepted: fewer"
             )
         integer("num_top_log_probs", sampling.num_top_log_probs, 0, vocab_size)
-        if sampling.num_generated:
+        if sampling.num_given_tokens:
             _check_given(tokens, sampling)
-        num_prompt_tokens, most = len(tokens) - sampling.num_generated, sampling.max_tokens
+        num_prompt_tokens, most = len(tokens) - sampling.num_given_tokens, sampling.max_tokens
         text = f"prompt and answer have {num_prompt_tokens} + {most} tokens; accepted: together at most"
         self._check_length(text, num_prompt_tokens + most)
         return self._made(tokens, num_prompt_tokens, sampling, cache_salt, checkpoint_plan)
@@ -75,8 +74,7 @@ class RequestFactory:
         self._check_length(f"{name} has {len(tokens)} tokens; accepted: at most", len(tokens))
         start = integer(f"start of {name}", start, 1, len(tokens) - 1)
         if plan is None:  # other sequences may share the context
-            plan = self._config.checkpoint_plan
-            plan = replace(plan, marks=(*plan.marks, start - 1))
+            plan = self._config.checkpoint_plan.with_marks([start - 1])
         sampling = SamplingParams(max_tokens=1, skip_prompt_log_probs=False, prompt_log_probs_start=start)
         request = self._made(tokens[:-1], len(tokens) - 1, sampling, cache_salt, plan)
         request.next_token = tokens[-1]
@@ -133,15 +131,15 @@ class RequestFactory:
 
 
 def _check_given(tokens: list[int], sampling: SamplingParams) -> None:
-    """Raise a ValueError where an answer cannot begin with the last `num_generated` of `tokens`."""
-    given = sampling.num_generated
+    """Raise a ValueError where an answer cannot begin with the last `num_given_tokens` of `tokens`."""
+    given = sampling.num_given_tokens
     if given >= len(tokens):
         raise ValueError(
-            f"num_generated is {given} and the prompt has {len(tokens)} tokens; accepted: at least one "
-            "token before those that were generated"
+            f"num_given_tokens is {given} and the prompt has {len(tokens)} tokens; accepted: at least one "
+            "token before the given ones"
         )
     if tokens[-1] in sampling.stops:
-        raise ValueError("the last token that was generated ends the answer; accepted: a token that does not")
+        raise ValueError("the last given token ends the answer; accepted: a token that does not")
 
 
 def request_seed(sampling: SamplingParams, engine_seed: int, request_id: int) -> int:

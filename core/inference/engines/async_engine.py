@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from ...errors import QueueFullError
@@ -155,8 +154,8 @@ class AsyncEngine:
         """Wait until no answer is open, and the engine has got and cancelled those whose tasks have gone."""
         await self._none_open.wait()
         if not thread.ended.done():
-            reply: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            thread.post(self._engine.has_unfinished_requests, reply)
+            reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            thread.post(self._engine.settle, reply)
             with suppress(Exception):  # of an engine that no step is made of any more
                 await reply
 
@@ -164,9 +163,7 @@ class AsyncEngine:
         self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     # ---- what any thread may read

@@ -45,8 +45,8 @@ class DynamicInferenceEngine:
         model, config: what the engine was built with.
         context: what the requests hold, and the prefix cache.
         salt_key: hashes the salts of requests; its `key_id` identifies the key.
-        factory, core, cancels_abandoned: for the package alone: what makes new requests, what has the
-            requests and their results, and whether this rank cancels the requests of dropped streams.
+        factory, core: for the package alone: what makes new requests, and what has the requests and their
+            results.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class DynamicInferenceEngine:
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
         self.factory = RequestFactory(self.context, self.salt_key, seed)
         self.core = EngineCore(self.context, drafter, invariance)
-        self.cancels_abandoned = True
 
     def __repr__(self) -> str:
         """One line: model, device, queue, and how full the pools are."""
@@ -164,9 +163,8 @@ class DynamicInferenceEngine:
         return request
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has something to do, or to report; first cancels the requests of dropped streams."""
-        self._repair_and_cancel()
-        return bool(self.core.requests or self.core.reports)
+        """Whether `step` has something to do, as to cancel the request of a dropped stream, or to report."""
+        return bool(self.core.requests or self.core.reports or self.core.repair)
 
     def computed_prefix(self, request_id: int) -> list[int]:
         """The tokens of an unfinished request that are computed: KV and state for them exist now."""
@@ -202,7 +200,7 @@ class DynamicInferenceEngine:
 
     def _advance(self, reports: bool = False, claims_results: bool = True) -> None:
         """Make a step, then cancel abandoned requests. Arguments as of `EngineCore.step`."""
-        self.check_usable("step")
+        self.check_allocated("step")
         self._apply(self.core.step, self.model, reports, claims_results)
         self._cancel_abandoned()
 
@@ -219,7 +217,7 @@ class DynamicInferenceEngine:
 
     @property
     def _may_cancel(self) -> bool:
-        return self.cancels_abandoned
+        return True
 
     def _cancel_abandoned(self) -> None:
         """Cancel the requests whose streams were dropped, and notify observers of all that have ended."""
@@ -232,10 +230,10 @@ class DynamicInferenceEngine:
             core.abandoned.popleft()
         core.notify_ended()
 
-    def _repair_and_cancel(self) -> None:
+    def settle(self) -> None:
         """As `check_usable`, but does nothing during a step, or where the engine is broken."""
         if not self.core.stepping and self.core.broken_by is None:
-            self.check_usable("stats")
+            self.check_usable("settle")
 
     def check_usable(self, call: str) -> None:
         """Repair what a failed call has left, and cancel abandoned requests.
@@ -245,6 +243,12 @@ class DynamicInferenceEngine:
         """
         self.core.check_usable(call)
         self._cancel_abandoned()
+
+    def check_allocated(self, call: str) -> None:
+        """`check_usable` of a call that needs the pools: RuntimeError where the engine is suspended, too."""
+        self.check_usable(call)
+        if not self.context.memory.allocated:
+            raise RuntimeError(f"{call} is called on a suspended engine; resume it first")
 
     def changing_cache(self, *harmless: type[Exception]) -> AbstractContextManager[None]:
         """Inside, prefixes may enter the cache; errors are repaired, but for `harmless` ones."""
@@ -276,7 +280,7 @@ class DynamicInferenceEngine:
         params = one_each("sampling_params", sampling_params, len(listed))
         salts = one_each("cache_salt", cache_salt, len(listed))
         plans = one_each("checkpoint_plan", checkpoint_plan, len(listed))
-        self._check_allocated("generate")
+        self.check_allocated("generate")
         requests = [  # all of them are checked before one has an id
             self.factory.request(prompt, sampling, salt, plan, name)
             for (name, prompt), sampling, salt, plan in zip(listed, params, salts, plans, strict=True)
@@ -314,7 +318,7 @@ class DynamicInferenceEngine:
         starts = one_each("start", start, len(listed), "sequence")
         salts = one_each("cache_salt", cache_salt, len(listed), "sequence")
         plans = one_each("checkpoint_plan", checkpoint_plan, len(listed), "sequence")
-        self._check_allocated("score")
+        self.check_allocated("score")
         arguments = zip(listed, starts, salts, plans, strict=True)
         requests = [
             self.factory.sequence(f"sequences[{i}]", sequence, first, salt, plan)
@@ -358,7 +362,7 @@ class DynamicInferenceEngine:
             self._note_interrupt(error)
             raise
         finally:
-            self._repair_and_cancel()
+            self.settle()
 
     def stream(
         self,
@@ -374,10 +378,8 @@ class DynamicInferenceEngine:
         cancels its request; dropping does not on a split model without a `LeadingEngine`.
         """
         request = self._made(prompt, sampling_params, cache_salt, checkpoint_plan, owned=True)
-        # Ranks that make their calls themselves collect garbage at different times: there a request ends
-        # only where `close` is called.
-        drops, abandoned = self.has_one_caller, self.core.abandoned
-        source = RequestSource(request, self._advance, self._repair_and_cancel, abandoned, drops)
+        abandoned, one_caller = self.core.abandoned, self.has_one_caller
+        source = RequestSource(request, self._advance, self.settle, abandoned, one_caller)
         stream = TokenStream[GeneratedToken](source)
         self._add(request)
         return stream
@@ -389,7 +391,7 @@ class DynamicInferenceEngine:
             The result, once. None while the request runs, and where a stream or `step` claimed it.
         """
         request_id = integer("request_id", request_id, 0)
-        self._repair_and_cancel()
+        self.settle()
         return self.core.unclaimed.pop(request_id, None)
 
     # ---- the cache
@@ -402,7 +404,7 @@ class DynamicInferenceEngine:
         Returns:
             How many of the prefix's tokens later prompts can resume.
         """
-        self._check_allocated("warm")
+        self.check_allocated("warm")
         prefix, chain = self.factory.prefix(tokens, cache_salt)
         cache, size = self.context.prefix_cache, self.config.block_size_tokens
         whole = len(prefix) // size * size
@@ -420,7 +422,7 @@ class DynamicInferenceEngine:
             MambaSlotCapacityError: pins keep `num_mamba_slots` slots already.
             RuntimeError: the engine is suspended, and so caches nothing.
         """
-        self._check_allocated("pin")
+        self.check_allocated("pin")
         _, chain = self.factory.prefix(tokens, cache_salt)
         cache = self.context.prefix_cache
         if not cache.resumable_tokens(chain):
@@ -431,7 +433,7 @@ class DynamicInferenceEngine:
 
     def pins(self) -> list[PinnedPrefix]:
         """The pinned prefixes, in the order in which they were pinned."""
-        self._repair_and_cancel()
+        self.settle()
         return list(self.context.prefix_cache.pins.held)
 
     def unpin(self, prefix: PinnedPrefix) -> None:
@@ -443,12 +445,6 @@ class DynamicInferenceEngine:
             pins.unpin(prefix)  # raises, and changes nothing
         else:
             self._apply(self.core.unpin, index)
-
-    def _check_allocated(self, call: str) -> None:
-        """`check_usable` of a call that computes."""
-        self.check_usable(call)
-        if not self.context.memory.allocated:
-            raise RuntimeError(f"{call} is called on a suspended engine; resume it first")
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix and pin. Requests under way go on, but cache nothing any more."""
@@ -497,7 +493,7 @@ class DynamicInferenceEngine:
         `settle`: whether requests of dropped streams are cancelled first; False allows any thread to call.
         """
         if settle:
-            self._repair_and_cancel()
+            self.settle()
         return self.core.stats()
 
     def describe(self) -> str:
@@ -508,7 +504,7 @@ class DynamicInferenceEngine:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, rows and memory disagree; O(pools and requests)."""
-        self._repair_and_cancel()
+        self.settle()
         self.core.check_integrity()
 
     def suspend(self) -> None:

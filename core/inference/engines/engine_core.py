@@ -98,7 +98,7 @@ class EngineCore:
         self._is_split = context.spec.groups.is_split
         self._on_device = on_device_of(context.spec.device)
         self._in_change = False
-        self._repair: Callable[[], None] | None = None  # of the change under way, or of one that failed
+        self.repair: Callable[[], None] | None = None  # of the change under way, or of one that failed
 
     # ---- changes
 
@@ -114,7 +114,7 @@ class EngineCore:
         # Holding signals takes 10 us: worth it for steps, and for what forgets all prefixes.
         with signals_held() if repair is not None else nullcontext():
             self._in_change = True
-            self._repair = repair or self._check_or_rebuild
+            self.repair = repair or self._check_or_rebuild
             try:
                 yield
                 self._complete()
@@ -144,12 +144,12 @@ class EngineCore:
     def _complete(self) -> None:
         if self._context.config.free_memory == "zero":
             self._context.memory.scrubber.scrub()
-        self._repair = None
+        self.repair = None
 
     def _run_repair(self) -> None:
         try:
-            if self._repair is not None:
-                self._repair()
+            if self.repair is not None:
+                self.repair()
             self._complete()
         except Exception as error:
             logger.exception("the repair after a failed call failed")
@@ -165,7 +165,7 @@ class EngineCore:
                 "at a time"
             )
         self.check_not_broken()
-        if self._repair is not None and not self._in_change:
+        if self.repair is not None and not self._in_change:
             self._run_repair()
 
     def check_not_broken(self) -> None:
@@ -195,8 +195,6 @@ class EngineCore:
     @torch.inference_mode()
     def step(self, model: Model, reports: bool = False, claims_results: bool = True) -> None:
         """Make a step. `reports`: append its report. `claims_results`: claim its results."""
-        if not self._context.memory.allocated:
-            raise RuntimeError("step is called on a suspended engine; resume it first")
         begun_s = time.perf_counter()
         with self._in_step(), self._on_device:
             steps, tokens, invalid = self.step_runner.make(model, self.scheduler)
@@ -217,7 +215,7 @@ class EngineCore:
             return self._context.prefix_cache.pin(chain)
 
     def unpin(self, index: int) -> None:
-        """Unpin the prefix of this number in the order of the pins."""
+        """Unpin the prefix at `index` of the pins; ranks of which one has failed may give other `pin_id`s."""
         pins = self._context.prefix_cache.pins
         with self.changing():
             pins.unpin(list(pins.held)[index])
@@ -244,7 +242,7 @@ class EngineCore:
 
     def reset(self, weights_version: object, allocated: bool) -> None:
         """End every request, drop every result, prefix and count. Arguments: those of the calling rank."""
-        self._in_change, self._repair = False, self._reset  # in place of every other repair
+        self._in_change, self.repair = False, self._reset  # in place of every other repair
         with signals_held():
             self._reset()
             self._complete()
@@ -297,7 +295,6 @@ class EngineCore:
         finished = [self._end(self.requests[request_id], reason) for request_id, reason in reasons.items()]
         return StepReport(
             admitted=tuple(s.request.request_id for s in steps if s.request in self.scheduler.admitted),
-            generated={request_id: new[-1] for request_id, new in tokens.items()},
             finished=tuple(finished),
             tokens=tokens,
         )

@@ -25,13 +25,11 @@ class StepReport:
 
     Attributes:
         admitted: ids of the requests that got a row.
-        generated: request id -> newest token, for each request with a new token.
         finished: results of the requests that ended.
         tokens: request id -> all new tokens, in order; more than one only where drafts were accepted.
     """
 
     admitted: tuple[int, ...] = ()
-    generated: dict[int, GeneratedToken] = field(default_factory=dict)
     finished: tuple[RequestResult, ...] = ()
     tokens: NewTokens = field(default_factory=dict)
 
@@ -133,7 +131,7 @@ class ProgressLine:
             self._shown_s = now_s
             seconds = now_s - self._start_s
             num_done = sum(request.result is not None for request in self._requests)
-            num_tokens = sum(request.num_generated for request in self._requests)
+            num_tokens = sum(request.num_new for request in self._requests)
             sys.stderr.write(
                 f"{num_done:,} of {len(self._requests):,} done, {num_tokens:,} tokens generated, "
                 f"{seconds:,.1f} s, {num_tokens / max(seconds, 1e-9):,.0f} tokens/s   "

@@ -165,6 +165,7 @@ class EngineThread(Thread):
         """Advance all requests; returns False where nothing is to do until a call comes."""
         engine = self._engine
         try:
+            engine.settle()
             if not (engine.context.memory.allocated and engine.has_unfinished_requests()):
                 return False
             report = engine.step(claims_results=False)  # of requests that calls have added
@@ -250,6 +251,7 @@ class EngineThread(Thread):
         for request_id in list(self._streams):
             self._end_request(request_id, error)
         try:
+            self._engine.settle()
             unfinished = self._engine.has_unfinished_requests()  # those that calls have added
         except Exception:
             unfinished = True

@@ -22,10 +22,10 @@ Penalties = tuple[Tensor, Tensor, Tensor]
 
 @dataclass
 class _Counted:
-    """A request's row of the counts, and how many of its generated tokens are counted there."""
+    """A request's row of the counts, and how many tokens of its answer are counted there."""
 
     row: int
-    num_generated: int
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class _Changes:
                 step.request is request and not step.drafts
                 for step, request in zip(steps, self.requests, strict=True)
             )
-            and [step.num_generated >= step.request.sampling.min_tokens for step in steps] == self.is_free
-            and all(counted.num_generated == steps[row].num_generated for row, counted in self.counted)
+            and [step.answer_length >= step.request.sampling.min_tokens for step in steps] == self.is_free
+            and all(counted.num_tokens == steps[row].answer_length for row, counted in self.counted)
         )
 
 
@@ -99,7 +99,7 @@ class LogitsChanges:
         if self._changes is not None and self._changes.drawn is not None:
             rows, count_rows = self._changes.drawn
             for _, counted in self._changes.counted:
-                counted.num_generated += 1
+                counted.num_tokens += 1
             _add(self._counts, count_rows, drawn if len(rows) == len(drawn) else drawn.index_select(0, rows))
 
     def free(self, request: DynamicInferenceRequest) -> None:
@@ -136,7 +136,7 @@ class LogitsChanges:
             drawn = self._columns([(row, counts.row) for row, counts in counted]) if counted else None
         return _Changes(
             requests=[step.request for step, _ in rows],
-            is_free=[step.num_generated + n >= step.request.sampling.min_tokens for step, n in rows],
+            is_free=[step.answer_length + n >= step.request.sampling.min_tokens for step, n in rows],
             counted=counted,
             drawn=drawn,
             penalties=penalties,
@@ -152,21 +152,21 @@ class LogitsChanges:
 
     def _up_to_date(self, step: RequestStep, out: Tensor) -> _Counted:
         """The request's counts of its prompt and of all tokens before this step."""
-        request, known = step.request, step.num_generated
+        request, known = step.request, step.answer_length
         counted = self._counted.get(request)
         # A new request, or one of which a token that was drawn ahead was dropped, is counted from its start.
-        if counted is None or counted.num_generated > known:
+        if counted is None or counted.num_tokens > known:
             row = self._free_row(out) if counted is None else counted.row
             self._counts[row].zero_()
             if request.sampling.repetition_penalty != 1.0:
                 self._counts[row].index_fill_(0, self._sent(request.prompt_tokens), 1)
             counted = self._counted[request] = _Counted(row, 0)
-        new = request.tokens[len(request.prompt_tokens) + counted.num_generated :]
-        new = new[: known - counted.num_generated]
+        new = request.tokens[len(request.prompt_tokens) + counted.num_tokens :]
+        new = new[: known - counted.num_tokens]
         if new:
             _add(self._counts, self._sent([counted.row] * len(new)), self._sent(new))
-            counted.num_generated += len(new)
-        assert counted.num_generated == known, "a token that was drawn ahead is counted when it is drawn"
+            counted.num_tokens += len(new)
+        assert counted.num_tokens == known, "a token that was drawn ahead is counted when it is drawn"
         return counted
 
     def _free_row(self, out: Tensor) -> int:
@@ -186,7 +186,7 @@ class LogitsChanges:
         for row, (step, number) in enumerate(rows):
             sampling = step.request.sampling
             listed += [(row, token, bias) for token, bias in sampling.biases]
-            if step.num_generated + number < sampling.min_tokens:
+            if step.answer_length + number < sampling.min_tokens:
                 listed += [(row, token, -math.inf) for token in sorted({*sampling.stops})]
         if not listed:
             return None

@@ -9,7 +9,7 @@ from ...validation import integers
 from ..contexts.cache.prefix_cache import PrefixCache
 from ..contexts.cache.prefix_match import MAX_COMPARED, PrefixMatch
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.request import DynamicInferenceRequest, RequestStep
+from ..contexts.request import DynamicInferenceRequest, Holding, RequestStep
 from .drafter import Drafter
 
 _MAX_AWAITING = 128  # so many waiting requests await a state in a step, before no further one is looked at
@@ -20,8 +20,11 @@ class Scheduler:
 
     Decodes go first, then prefills under way, then waiting requests, then drafts. A request that gets no
     block is *paused*: it keeps its row, blocks and state, and none is admitted until it goes on. Where no
-    request can go on, the one admitted last is preempted: so the oldest one always finishes. Blocks are held
-    for a prompt, not for its answer. A request waits, and holds up no other, while pins leave it too few.
+    request can go on, the one admitted last is preempted: so the oldest one always finishes.
+
+    A request is admitted once the blocks of its whole prompt are available; those of its answer need not be.
+    Where pins leave too few, the request waits, and later ones are admitted. Blocks of 256, 10 of them, 8
+    pinned: a prompt of 600 tokens (3 blocks) waits, the one of 500 behind it (2 blocks) runs.
     """
 
     def __init__(self, context: DynamicInferenceContext, drafter: Drafter | None = None) -> None:
@@ -119,10 +122,10 @@ class Scheduler:
         steps: list[RequestStep] = []
         self.num_paused = 0
         budget = self._config.max_tokens_per_step
-        for request in sorted(self.running, key=_is_prefill):
+        for request in sorted(self.running, key=lambda request: not _holding(request).decoding):
             if budget == 0:
                 break
-            if not self._fits_a_cut(_num_missing(request), budget):
+            if not self._fits_a_cut(len(request.tokens) - _holding(request).num_computed, budget):
                 continue
             step = self._context.admission.schedule(request, budget)
             if step is None:
@@ -151,7 +154,7 @@ class Scheduler:
             match = self._context.admission.match(request)
             if not self._fits_a_cut(len(request.tokens) - match.resume_tokens, budget):
                 break
-            if promised.is_awaited_by(request, match):
+            if promised.make_wait(request, match):
                 num_awaiting += 1
                 if num_awaiting == _MAX_AWAITING:
                     break
@@ -226,8 +229,8 @@ class PromisedStates:
             if key not in self._positions and key not in self._cache.tree.state_block_of_hash:
                 self._positions[key] = boundary.position
 
-    def is_awaited_by(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:
-        """Whether a deeper state than the match's is promised; notes in the request what it waits for."""
+    def make_wait(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:
+        """Let the request wait where a deeper state than the match's is promised; returns whether it does."""
         if request.awaited_tokens > match.resume_tokens:
             request.awaited_tokens = 0
             request.awaits_states = False
@@ -243,10 +246,6 @@ class PromisedStates:
         return request.awaited_tokens > 0
 
 
-def _num_missing(request: DynamicInferenceRequest) -> int:
-    """The known tokens that a running request has not computed yet."""
-    return len(request.tokens) - (request.holding.num_computed if request.holding is not None else 0)
-
-
-def _is_prefill(request: DynamicInferenceRequest) -> bool:
-    return request.holding is not None and not request.holding.decoding
+def _holding(request: DynamicInferenceRequest) -> Holding:
+    assert request.holding is not None, "a request runs and holds nothing"
+    return request.holding

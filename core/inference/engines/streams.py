@@ -4,7 +4,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 
 from ...request import EarlyEnd, FinishReason, PromptFigures, RequestResult
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken
@@ -97,17 +96,13 @@ class TokenStream[Item](Iterator[Item], AsyncIterator[Item]):
     def __enter__(self) -> "TokenStream[Item]":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     async def __aenter__(self) -> "TokenStream[Item]":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.close()
 
 
@@ -120,9 +115,9 @@ class RequestSource:
 
     request: DynamicInferenceRequest
     step: Callable[[], None]
-    cancel_abandoned: Callable[[], None]  # ends the requests in `abandoned`, where any thread may append
+    settle: Callable[[], None]  # ends the requests in `abandoned`, where any thread may append
     abandoned: deque[tuple[int, EarlyEnd]]
-    cancels_when_dropped: bool
+    has_one_caller: bool  # else `drop` ends nothing: ranks collect garbage at different times
     closed: bool = False
     num_read: int = 0
 
@@ -139,22 +134,21 @@ class RequestSource:
 
     @property
     def prompt_figures(self) -> PromptFigures | None:
-        has_token = self.request.num_generated > len(self.request.given_tokens)
-        return self.request.prompt_figures if has_token else None
+        return self.request.prompt_figures if self.request.num_new else None
 
     def take(self) -> tuple[GeneratedToken, ...]:
-        new = () if self.closed else tuple(self.request.generated_from(self.num_read))
+        new = () if self.closed else tuple(self.request.new_from(self.num_read))
         self.num_read += len(new)
         return new
 
     def next_token(self) -> GeneratedToken:
         """The next token, after as many steps as it takes; StopIteration at the end."""
         request = self.request
-        self.cancel_abandoned()
+        self.settle()
         while not self.closed:
-            if request.num_generated - len(request.given_tokens) > self.num_read:
+            if request.num_new > self.num_read:
                 self.num_read += 1
-                return request.generated_from(self.num_read - 1)[0]
+                return request.new_from(self.num_read - 1)[0]
             if request.result is not None:
                 break
             try:
@@ -165,14 +159,14 @@ class RequestSource:
 
     def end_early(self, reason: EarlyEnd) -> None:
         self.abandoned.append((self.request_id, reason))
-        self.cancel_abandoned()
+        self.settle()
 
     def close(self) -> None:
         self.closed = True
         self.end_early("cancelled")
 
     def drop(self) -> None:
-        if self.cancels_when_dropped:
+        if self.has_one_caller:
             self.abandoned.append((self.request_id, "cancelled"))
 
 

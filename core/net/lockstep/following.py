@@ -1,6 +1,7 @@
 """The ranks of a split model that make what rank 0 calls, and the messages that carry the calls."""
 
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from importlib import import_module
@@ -274,7 +275,7 @@ def follow(engine: DynamicInferenceEngine, *, heartbeat: Heartbeat | None = None
     if requests := engine.core.requests:
         raise ValueError(f"engine has {len(requests)} requests that have not ended; accepted: a new one")
     link = _meet_leader(engine)
-    engine.cancels_abandoned = False  # requests end here only where rank 0 ends them
+    abandoned, engine.core.abandoned = engine.core.abandoned, deque(maxlen=0)  # rank 0 alone ends requests
     try:
         while not isinstance(call := _next_call(link, heartbeat), Close):
             link.send(_outcome_of(call, engine, heartbeat))
@@ -288,7 +289,7 @@ def follow(engine: DynamicInferenceEngine, *, heartbeat: Heartbeat | None = None
         raise
     finally:
         link.close()
-        engine.cancels_abandoned = True
+        engine.core.abandoned = abandoned
 
 
 def _meet_leader(engine: DynamicInferenceEngine) -> Link:

@@ -33,10 +33,8 @@ class CacheAccess:
     def __init__(self, engine: DynamicInferenceEngine, call: str) -> None:
         """ValueError or RuntimeError as in `export_prefixes`; they name the public function `call`."""
         instance("engine", engine, DynamicInferenceEngine)
-        engine.check_usable(call)
+        engine.check_allocated(call)
         context = engine.context
-        if not context.memory.allocated:
-            raise RuntimeError(f"{call} is called on a suspended engine; resume it first")
         if context.steps:
             raise RuntimeError(f"{call} is called during a step; end or abort it first")
         if not engine.config.enable_prefix_caching:

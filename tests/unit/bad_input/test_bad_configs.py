@@ -72,7 +72,7 @@ SAMPLING_ARGUMENTS: dict[str, Bad] = {
     "num_top_log_probs": bad.integer(0, 20),
     "skip_prompt_log_probs": bad.boolean(),
     "prompt_log_probs_start": _count,
-    "num_generated": bad.integer(0, 15),  # less than the default of `max_tokens`
+    "num_given_tokens": bad.integer(0, 15),  # less than the default of `max_tokens`
 }
 PLAN_ARGUMENTS: dict[str, Bad] = {
     "tail": bad.boolean(),

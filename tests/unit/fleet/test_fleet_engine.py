@@ -85,7 +85,7 @@ def test_an_answer_is_the_same_wherever_its_replica_is_lost(params: ms.SamplingP
             assert len(others) == (loss < LENGTH)  # the whole answer has come: no replica is asked again
             for second in others:
                 assert list(second.prompt) == PROMPT + expected.tokens[:loss]
-                assert second.num_generated == loss
+                assert second.num_given_tokens == loss
                 assert second.route.num_answer_tokens == LENGTH - loss
                 assert second.sampling.seed == first.sampling.seed
                 if loss:  # its prompt's log-probs have come

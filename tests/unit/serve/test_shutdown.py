@@ -275,7 +275,7 @@ def test_what_runs_when_the_drain_is_over_is_cancelled(streams: bool) -> None:
         body = {"prompt": PROMPT, "max_tokens": 1900, "stream": streams}
         reply = threads.submit(served.post, "/v1/completions", body)
         core = served.app.state.engine._engine.core
-        while not any(one.num_generated for one in list(core.requests.values())):
+        while not any(one.num_new for one in list(core.requests.values())):
             time.sleep(0.001)
         assert served.do(served.app.state.service.drain) is False
         answer = reply.result()

@@ -36,6 +36,7 @@ def expected(prompt: list[int], length: int = LENGTH) -> list[int]:
 def assert_nothing_left(engine: ms.DynamicInferenceEngine) -> None:
     """No thread, no request, no row and no KV is left, and the engine serves."""
     assert [thread for thread in threading.enumerate() if thread.name == "mambaslots-engine"] == []
+    engine.settle()
     assert not engine.has_unfinished_requests()
     assert not engine.core.unclaimed
     engine.check_integrity()
@@ -550,7 +551,7 @@ def test_a_call_that_exits_ends_the_thread_and_raises_at_its_caller() -> None:
 def test_an_engine_that_cannot_be_reset_ends_the_thread() -> None:
     async def body(server: ms.AsyncEngine) -> None:
         undo = [
-            raising_calls(engine, "has_unfinished_requests", lambda: RuntimeError("beyond repair")),
+            raising_calls(engine, "settle", lambda: RuntimeError("beyond repair")),
             raising_calls(engine, "reset", lambda: RuntimeError("beyond reset")),
         ]
         stream = await server.stream(PROMPTS[0], PARAMS)

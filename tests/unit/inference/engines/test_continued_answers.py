@@ -18,8 +18,8 @@ def parts_of(
     given: list[int] = []
     results = []
     for cut in [*cuts, None]:
-        stream = engine.stream([*prompt, *given], replace(params, num_generated=len(given)))
-        while cut is None or stream._source.request.num_generated < cut:
+        stream = engine.stream([*prompt, *given], replace(params, num_given_tokens=len(given)))
+        while cut is None or stream._source.request.answer_length < cut:
             if next(stream, None) is None:
                 break
         stream.close()
@@ -76,11 +76,12 @@ def test_a_part_resumes_from_states_in_the_answer() -> None:
     params = ms.SamplingParams(max_tokens=30)
     (whole,) = engine.generate([prompt], params)
     sequence = prompt + whole.tokens[:20]
-    (rest,) = engine.generate([sequence], replace(params, num_generated=20))
+    (rest,) = engine.generate([sequence], replace(params, num_given_tokens=20))
     assert rest.tokens == whole.tokens[20:]
     assert rest.num_resumed_tokens == 16  # of the prompt; the state lies behind it
     assert engine.stats().cache.num_recomputed_tokens == 0
-    assert len(engine.stream(sequence, replace(params, num_generated=20))._source.request.prompt_tokens) == 16
+    stream = engine.stream(sequence, replace(params, num_given_tokens=20))
+    assert len(stream._source.request.prompt_tokens) == 16
 
 
 @pytest.mark.parametrize("fails_at", [1, 3])
@@ -88,7 +89,7 @@ def test_a_failed_step_costs_a_part_no_token(fails_at: int, monkeypatch: pytest.
     engine, prompt = small_engine(), random_tokens(20, 2)
     params = ms.SamplingParams(max_tokens=9, temperature=2.0, seed=4, return_log_probs=True)
     (whole,) = small_engine().generate([prompt], params)
-    request_id = engine.add_request(prompt + whole.tokens[:4], replace(params, num_generated=4))
+    request_id = engine.add_request(prompt + whole.tokens[:4], replace(params, num_given_tokens=4))
     run, num_steps = type(engine.core.step_runner).run, 0
 
     def failing(*arguments: Any) -> Any:
@@ -111,21 +112,21 @@ def test_a_failed_step_costs_a_part_no_token(fails_at: int, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("num_generated", "changes", "message"),
+    ("num_given_tokens", "changes", "message"),
     [
-        (3, {}, "num_generated is 3 and the prompt has 3 tokens"),
-        (2, {"stop_token_ids": (7,)}, "the last token that was generated ends the answer"),
+        (3, {}, "num_given_tokens is 3 and the prompt has 3 tokens"),
+        (2, {"stop_token_ids": (7,)}, "the last given token ends the answer"),
         (1, {"max_tokens": 255}, "2 \\+ 255 tokens; accepted: together at most"),
     ],
 )
-def test_what_cannot_go_on_is_refused(num_generated: int, changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_go_on_is_refused(num_given_tokens: int, changes: dict[str, Any], message: str) -> None:
     engine = small_engine()
-    params = ms.SamplingParams(**({"max_tokens": 5} | changes), num_generated=num_generated)
+    params = ms.SamplingParams(**({"max_tokens": 5} | changes), num_given_tokens=num_given_tokens)
     with pytest.raises(ValueError, match=message):
         engine.add_request([5, 6, 7], params)
     assert not engine.has_unfinished_requests()
 
 
 def test_no_answer_goes_on_behind_its_length() -> None:
-    with pytest.raises(ValueError, match="num_generated is 5; accepted: an integer from 0 to 4"):
-        ms.SamplingParams(max_tokens=5, num_generated=5)
+    with pytest.raises(ValueError, match="num_given_tokens is 5; accepted: an integer from 0 to 4"):
+        ms.SamplingParams(max_tokens=5, num_given_tokens=5)

@@ -416,7 +416,7 @@ def test_an_abandoned_stream_leaves_nothing(how: str, taken: int) -> None:
         next(stream)
         client.arrived.clear()
     for request_id in client.asked:  # steps made by the stream were reported to no caller
-        client.arrived[request_id] = client.engine.core.requests[request_id].generated
+        client.arrived[request_id] = client.engine.core.requests[request_id].new_tokens
     if how == "closed":
         stream.close()
     elif how == "dropped in a cycle":
@@ -473,7 +473,7 @@ def test_a_generate_that_raises_leaves_no_orphan(point: str, after: bool, number
     assert not raised or set(client.engine.core.requests) <= {others}
     done = client.engine.take_result(others)
     if done is None:
-        client.arrived[others] = client.engine.core.requests[others].generated
+        client.arrived[others] = client.engine.core.requests[others].new_tokens
         client.finish()
     else:
         client.arrived[others] = list(done.tokens)

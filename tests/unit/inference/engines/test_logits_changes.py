@@ -178,7 +178,7 @@ def test_counts_are_freed_with_their_requests() -> None:
 def test_the_beginning_of_an_answer_counts_as_answer() -> None:
     params = params_of("frequency")
     whole = expected(PROMPT, params)
-    more = params_of("frequency", num_generated=5)
+    more = params_of("frequency", num_given_tokens=5)
     (rest,) = small_engine().generate([PROMPT + whole[:5]], more)
     assert rest.tokens == whole[5:]
 

@@ -98,7 +98,7 @@ def test_a_step_that_samples_nothing_waits_for_nothing():
     torch.cuda._sleep(2_000_000_000)  # about a second
     busy = torch.cuda.Event()
     busy.record()
-    assert not engine.step().generated
+    assert not engine.step().tokens
     assert not busy.query(), "the step waited for what ran before it"
     while engine.has_unfinished_requests():
         engine.step()

@@ -390,7 +390,7 @@ def test_warm_under_load_serves_the_others_along() -> None:
     for request_id in list(client.asked):
         result = engine.take_result(request_id)
         if result is None:
-            client.arrived[request_id] = list(engine.core.requests[request_id].generated)
+            client.arrived[request_id] = list(engine.core.requests[request_id].new_tokens)
         else:
             client.arrived[request_id] = list(result.tokens)
             client.take(result)

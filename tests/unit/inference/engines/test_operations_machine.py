@@ -49,7 +49,7 @@ class OperationsMachine(RuleBasedStateMachine):
         for request_id in list(self.client.asked):
             result = self.engine.take_result(request_id)
             if result is None:
-                self.client.arrived[request_id] = list(self.engine.core.requests[request_id].generated)
+                self.client.arrived[request_id] = list(self.engine.core.requests[request_id].new_tokens)
             else:
                 self.client.arrived[request_id] = list(result.tokens)
                 self.client.take(result)

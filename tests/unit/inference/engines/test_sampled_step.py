@@ -14,7 +14,7 @@ from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
 from mambaslots.inference.engines.arguments import request_seed
 from mambaslots.inference.engines.logits_changes import LogitsChanges
-from mambaslots.inference.engines.step_runner import SampledStep, accepted_tokens
+from mambaslots.inference.engines.sampler import SampledStep, accepted_tokens
 from oracle.sampled_rows import sample_rows
 from oracle.serving import random_tokens, small_engine
 
@@ -72,7 +72,7 @@ def test_requests_without_finite_logits_get_nothing_and_the_others_their_tokens(
     for i in (0, 1, 7):
         params = ms.SamplingParams(seed=i, **settings)
         ((token, log_prob, _),) = tokens[i]
-        assert [token] == sample_rows(logits[i : i + 1], [params], [0]) == requests[i].generated
+        assert [token] == sample_rows(logits[i : i + 1], [params], [0]) == requests[i].new_tokens
         assert log_prob == pytest.approx(float(logits[i].double().log_softmax(-1)[token]), abs=1e-5)
         assert sampled.num_accepted(i) == 1
     for i in sampled.invalid:
@@ -105,7 +105,7 @@ def test_rows_behind_the_first_wrong_draft_do_not_count(data: st.DataObject) -> 
             break
     assert [one.token for one in tokens[6]] == [0]
     assert sampled.invalid == ((5,) if expected is None else ())
-    assert drafting.generated == (expected or [])
+    assert drafting.new_tokens == (expected or [])
     assert [one.token for one in tokens.get(5, ())] == (expected or [])
     if expected:
         assert expected == accepted_tokens(drafts, drawn, (stop,))

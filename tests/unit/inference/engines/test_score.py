@@ -224,7 +224,7 @@ def test_beside_requests_that_run_and_wait(mode: dict[str, Any]) -> None:
             client.arrived[request_id] = list(result.tokens)
             client.take(result)
         else:
-            known = client.engine.core.requests[request_id].generated
+            known = client.engine.core.requests[request_id].new_tokens
             client.arrived[request_id] = list(known)
     client.finish()
     assert_idle(client.engine)
@@ -289,7 +289,7 @@ def test_a_failing_step_fails_the_call_and_nothing_else(point: str, after: bool)
     assert list(engine.core.requests) in ([0], [])
     score_checked(engine, SEQUENCES[2:4], 30)
     for request in engine.core.requests.values():
-        client.arrived[request.request_id] = list(request.generated)
+        client.arrived[request.request_id] = list(request.new_tokens)
     if not engine.core.requests and (result := engine.take_result(0)) is not None:
         client.arrived[0] = list(result.tokens)
         client.take(result)

@@ -15,7 +15,7 @@ from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.inference.contexts.states import StatePool
 from mambaslots.inference.engines import cuda_graphs
 from mambaslots.inference.engines.cuda_graphs import GraphBuckets, GraphRunner
-from mambaslots.inference.engines.step_runner import accepted_tokens
+from mambaslots.inference.engines.sampler import accepted_tokens
 from oracle.drafters import MixedDrafter, RightDrafter, WrongDrafter
 from oracle.recorded_graphs import fix_addresses
 from oracle.recurrent_lm import RecurrentLM
@@ -211,8 +211,6 @@ class TestAnswers:
         while engine.has_unfinished_requests():
             report = engine.step()
             arrived += [token.token for token in report.tokens.get(request_id, ())]
-            if request_id in report.tokens:
-                assert report.generated[request_id] == report.tokens[request_id][-1]
         assert arrived == expected[1]
         assert [token.token for token in stream] == expected[0]
 

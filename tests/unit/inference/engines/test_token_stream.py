@@ -152,6 +152,10 @@ def test_letting_go_of_a_stream_cancels_its_request() -> None:
     next(stream)
     del stream
     gc.collect()
+    assert engine.has_unfinished_requests()  # which ends nothing
+    assert engine.core.requests
+    assert engine.step() == ms.StepReport()
+    assert not engine.has_unfinished_requests()
     assert_nothing_runs(engine)
 
 
@@ -181,7 +185,7 @@ def test_a_dropped_stream_cancels_only_where_it_may(cancels: bool) -> None:
     request_id = engine.add_request(PROMPTS[0], PARAMS)
     request = engine.core.requests[request_id]
     stream = ms.TokenStream[GeneratedToken](
-        RequestSource(request, lambda: None, lambda: None, abandoned, cancels_when_dropped=cancels)
+        RequestSource(request, lambda: None, lambda: None, abandoned, has_one_caller=cancels)
     )
     del stream
     gc.collect()

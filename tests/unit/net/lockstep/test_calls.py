@@ -32,10 +32,10 @@ MADE_ON_ALL_RANKS = {
 }
 # These end abandoned requests, on all ranks, and else read.
 READS_AFTER_ENDS = {
-    "has_unfinished_requests", "take_result", "pins", "stats", "check_integrity", "check_usable",
+    "settle", "take_result", "pins", "stats", "check_integrity", "check_usable", "check_allocated",
 }  # fmt: skip
 READS = {
-    "computed_prefix", "weights_version", "describe",
+    "has_unfinished_requests", "computed_prefix", "weights_version", "describe",
     "has_one_caller", "observe", "unobserve",
 }  # fmt: skip
 # Refused outside `call_on_all`.
