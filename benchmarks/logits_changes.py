@@ -42,7 +42,7 @@ def main() -> None:
     check_device(parser, options.device)
     import torch
     from mambaslots.inference.engines.logits_changes import LogitsChanges
-    from mambaslots.inference.engines.sampler import SampledStep
+    from mambaslots.inference.engines.step_runner import SampledStep
 
     device = torch.device(options.device)
     generator = torch.Generator(device).manual_seed(0)

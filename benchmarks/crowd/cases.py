@@ -23,7 +23,7 @@ from crowd.engines import (
     timed_step,
 )
 from crowd.rows import OVER_BUDGET, Bench, OverBudget, Row, Sample, Sizes, cpu_ms
-from mambaslots.inference.engines.sampler import sample
+from mambaslots.inference.engines.step_runner import sample
 from torch import Tensor
 
 Case = Callable[[Bench], Iterator[Row]]

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import mambaslots as ms
 from mambaslots.inference.contexts.cache.checkpoint_plan import CachedPath
-from mambaslots.inference.engines import sampler, step_runner
+from mambaslots.inference.engines import step_runner
 from mambaslots.inference.kernels import log_probs
 
 Owner = Callable[[ms.DynamicInferenceEngine], object]
@@ -44,10 +44,10 @@ POINTS: dict[str, tuple[Owner, str]] = {
     "commit": (lambda e: e.context.prefix_cache.slots, "commit"),
     "advance": (lambda e: e.context._states, "advance"),
     "end": (lambda e: e.context, "end_step"),
-    "sample": (lambda e: sampler, "sample"),
+    "sample": (lambda e: step_runner, "sample"),
     "log_softmax": (lambda e: log_probs, "log_softmax"),
     "sampled": (lambda e: step_runner, "SampledStep"),
-    "waited": (lambda e: sampler.SampledStep, "wait"),
+    "waited": (lambda e: step_runner.SampledStep, "wait"),
     "leaving": (lambda e: e.context, "release"),
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from mambaslots import SamplingParams
-from mambaslots.inference.engines.sampler import sample
+from mambaslots.inference.engines.step_runner import sample
 from torch import Tensor
 
 _WHOLE = 1 << 53

@@ -7,8 +7,8 @@ of the core, and runs inside `EngineCore.changing`.
 dynamic_engine, arguments           the engine's calls; new requests from their arguments, checked here alone
 engine_core                         the calls that change an engine; undo of one that failed
 scheduler, drafter                  which requests advance; guesses at their next tokens
-step_runner                         the model's call in a step, which may be launched ahead
-sampler, logits_changes             tokens drawn, and read later; penalties, biases, min_p
+step_runner                         the model's call in a step, which may be launched ahead; tokens drawn
+logits_changes                      penalties, biases, min_p
 model_protocol, cuda_graphs         what a model offers; its steps as CUDA graphs
 dummy_steps                         steps without users
 streams, async_engine, engine_thread

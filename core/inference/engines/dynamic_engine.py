@@ -89,7 +89,7 @@ class DynamicInferenceEngine:
     @property
     def has_one_caller(self) -> bool:
         """Whether calls in one process suffice; else each rank of a split model makes all calls."""
-        return not self.context.spec.groups.is_split
+        return not self.core.is_split
 
     # ---- requests
 

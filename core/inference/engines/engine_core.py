@@ -95,7 +95,7 @@ class EngineCore:
         self.weights_version: object = None
         self._context = context
         self._drafter = drafter
-        self._is_split = context.spec.groups.is_split
+        self.is_split = context.spec.groups.is_split
         self._on_device = on_device_of(context.spec.device)
         self._in_change = False
         self.repair: Callable[[], None] | None = None  # of the change under way, or of one that failed
@@ -174,7 +174,7 @@ class EngineCore:
 
     def note_failure(self, error: BaseException) -> None:
         """Break the engine of a split model, unless every rank raises `error` alike."""
-        if self._is_split and not (isinstance(error, KVBlockCapacityError) and error.request_id is not None):
+        if self.is_split and not (isinstance(error, KVBlockCapacityError) and error.request_id is not None):
             self.broken_by = error
 
     # ---- the calls that change an engine; all ranks of a split model make them

@@ -1,21 +1,29 @@
-"""Steps: the call of the model, which may be launched before the tokens of the step before are read."""
+"""Steps: the call of the model, which may be launched ahead, and the draw of tokens, read later."""
 
-from collections.abc import Sequence
+import hashlib
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import batched
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ...devices import numbers_on
+from ...request import SamplingParams, TopLogProbs
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.padding import padded_to_ladder
-from ..contexts.request import RequestStep
+from ..contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
 from ..contexts.step_inputs import StepInputs, StepShape
-from ..kernels.kernel_set import kernel_set
+from ..kernels.kernel_set import kernel_set, runs_triton
+from ..kernels.log_probs import log_probs_of, top_log_probs
+from ..kernels.operands import WHOLE, TokenDraw
+from ..kernels.reference import token_draws
 from .cuda_graphs import GraphRunner
 from .engine_observer import NewTokens
 from .logits_changes import LogitsChanges
 from .model_protocol import Model
-from .sampler import SampledStep
 from .scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -65,7 +73,7 @@ class StepRunner:
 
     def _launch(
         self, model: Model, scheduled: Sequence[RequestStep], sampled_tokens: Tensor | None
-    ) -> SampledStep:
+    ) -> "SampledStep":
         """Launch a step. `sampled_tokens`: its tokens, where it follows a step whose tokens are not read."""
         if self.invariance is not None:
             self.invariance.check_switches()
@@ -127,3 +135,202 @@ def describe_steps(context: DynamicInferenceContext, graphs: GraphRunner | None)
         f"decodes: {decodes}",
         f"evicted states: {evicted}",
     )
+
+
+class SampledStep:
+    """A step that runs on the device, and its new tokens there; perhaps they are not computed yet."""
+
+    def __init__(self, steps: Sequence[RequestStep], logits: Tensor, changes: LogitsChanges) -> None:
+        """Choose tokens for the requests whose known tokens are all computed. Does not synchronise."""
+        self.steps = steps
+        # Ids of the requests that get no token, known after `wait`: the largest logit of a row that they need
+        # is NaN or infinite. Logits of -inf next to a finite one are valid: they forbid tokens.
+        self.invalid: tuple[int, ...] = ()
+        self._scored = [step for step in steps if step.scored_positions]
+        self._sampled = [step for step in steps if step.completes]
+        self._drawn: Tensor | None = None
+        self._tokens: NewTokens | None = None
+        columns: list[Tensor] = []  # of a scored step: log-probs, largest logits
+        rows: list[int] = []
+        stop = 0
+        for step in steps:
+            first, stop = stop, stop + len(step.logit_positions)
+            if step.scored_positions:
+                own = logits[first : first + len(step.scored_positions)]
+                following = numbers_on(logits.device, step.request.following_tokens(step.scored_positions))
+                columns += [log_probs_of(own, following), own.amax(dim=-1)]
+            if step.completes:
+                rows += range(stop - 1 - len(step.drafts), stop)
+        if self._sampled:
+            columns += self._draw(_rows_of(logits, rows), changes)
+        self._results = Results(columns)
+
+    def _draw(self, logits: Tensor, changes: LogitsChanges) -> list[Tensor]:
+        """Drawn tokens, largest logits; where asked for, log-probs, and ids and log-probs of top tokens."""
+        rows = [(step, number) for step in self._sampled for number in range(1 + len(step.drafts))]
+        params = [step.request.sampling for step, _ in rows]
+        positions = [step.answer_length + number for step, number in rows]
+        are_changed = any(one.changes_logits for one in params)
+        to_draw = changes.changed(self._sampled, logits) if are_changed else logits
+        drawn, largest = sample(to_draw, params, positions, [step.request.seed for step, _ in rows])
+        if are_changed:
+            changes.count(drawn)
+        self._drawn = drawn
+        columns = [drawn, largest]
+        if any(one.return_log_probs for one in params):
+            columns.append(log_probs_of(logits, drawn))
+        if width := max(one.num_top_log_probs for one in params):
+            wanting = _rows_of(logits, [row for row, one in enumerate(params) if one.num_top_log_probs])
+            columns += [column.flatten() for column in top_log_probs(wanting, width)]
+        return columns
+
+    def tokens_of(self, requests: Sequence[DynamicInferenceRequest]) -> Tensor:
+        """The tokens of requests without drafts, [requests] int64 on the device. Does not synchronise."""
+        assert self._drawn is not None, "a step without drafts draws a token for each of these"
+        rows = {step.request.request_id: row for row, step in enumerate(self._sampled)}
+        wanted = [rows[request.request_id] for request in requests]
+        if wanted == list(range(len(self._drawn))):
+            return self._drawn
+        return self._drawn.index_select(0, numbers_on(self._drawn.device, wanted))
+
+    def num_accepted(self, request_id: int) -> int:
+        """How many tokens of a valid request's step are right. Waits as `wait` does."""
+        return len(self.wait()[request_id])
+
+    def is_valid(self, request_id: int) -> bool:
+        """Whether a request has no invalid logits in this step."""
+        if self._tokens is None and all(
+            step.request.request_id != request_id for step in (*self._scored, *self._sampled)
+        ):
+            return True
+        self.wait()
+        return request_id not in self.invalid
+
+    def wait(self) -> NewTokens:
+        """Append the new tokens to their requests, and return them by request id."""
+        if self._tokens is not None:
+            return self._tokens
+        numbers = iter(self._results.wait())
+        scored = [(step.request, step, next(numbers), next(numbers)) for step in self._scored]
+        invalid = {
+            request.request_id
+            for request, _, _, largest in scored
+            if request.result is None and not all(map(math.isfinite, largest))
+        }
+        drawn = [int(token) for token in next(numbers, ())]
+        largest = next(numbers, ())
+        nothing: Sequence[None] = [None] * len(drawn)
+        returned = any(step.request.sampling.return_log_probs for step in self._sampled)
+        log_probs: Sequence[float | None] = next(numbers) if returned else nothing
+        tops = self._tops(numbers) or nothing
+        now_s = time.perf_counter()
+        generated: NewTokens = {}
+        stop = 0
+        for step in self._sampled:
+            request, first, stop = step.request, stop, stop + 1 + len(step.drafts)
+            if request.result is not None or len(request.tokens) != step.stop - len(step.drafts):
+                continue
+            tokens = accepted_tokens(step.drafts, drawn[first:stop], request.sampling.stops)
+            reached = slice(first, first + len(tokens))  # rows after the first wrong draft mean nothing
+            if not all(map(math.isfinite, largest[reached])):
+                invalid.add(request.request_id)
+            if request.request_id in invalid:
+                continue
+            values = (log_probs if request.sampling.return_log_probs else nothing)[reached]
+            generated[request.request_id] = tuple(map(GeneratedToken, tokens, values, tops[reached]))
+            request.append(tokens, values, now_s, tops[reached])
+        for request, step, own, _ in scored:
+            if request.request_id not in invalid and request.result is None:
+                request.set_prompt_log_probs(step.scored_positions, own)
+        self.invalid = tuple(sorted(invalid))
+        self._tokens = generated
+        return generated
+
+    def _tops(self, numbers: Iterator[list[float]]) -> list[TopLogProbs | None]:
+        """The most likely tokens of each drawn row; empty where no request returns them."""
+        rows = (step for step in self._sampled for _ in range(1 + len(step.drafts)))
+        wanted = [step.request.sampling.num_top_log_probs for step in rows]
+        if not any(wanted):
+            return []
+        pairs = zip(map(int, next(numbers)), next(numbers), strict=True)
+        returned = batched(pairs, max(wanted))
+        return [next(returned)[:number] if number else None for number in wanted]
+
+
+def _rows_of(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """These rows, ascending; without a copy where they are all."""
+    return logits if len(rows) == len(logits) else logits.index_select(0, numbers_on(logits.device, rows))
+
+
+def sample(
+    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], seeds: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """A token for each row, and its largest logit. Synchronises only without triton, or in float64."""
+    draws = [
+        TokenDraw(
+            row=row,
+            temperature=1.0 if one.temperature is None else one.temperature,
+            top_k=one.top_k or 0,
+            top_p=1.0 if one.top_p is None else one.top_p,
+            uniform=_uniform(seed, position),
+        )
+        for row, (one, position, seed) in enumerate(zip(params, positions, seeds, strict=True))
+        if not one.greedy
+    ]
+    if len(draws) < len(params):
+        largest, tokens = logits.max(dim=-1)
+    else:
+        largest = logits.amax(dim=-1)
+        tokens = torch.empty(len(params), dtype=torch.int64, device=logits.device)
+    if draws:
+        _draws_for(logits)(tokens, logits, largest, draws)
+    return tokens, largest
+
+
+def _draws_for(logits: Tensor) -> Callable[[Tensor, Tensor, Tensor, Sequence[TokenDraw]], None]:
+    if runs_triton(logits.device) and logits.dtype != torch.float64:
+        from ..kernels.token_draws import draw_tokens
+
+        return draw_tokens
+    return token_draws.draw_tokens
+
+
+def _uniform(seed: int, position: int) -> float:
+    """The random number in [0, 1) of a request's token at `position`; exact in float64."""
+    digest = hashlib.sha256(f"{seed} {position}".encode()).digest()
+    return (int.from_bytes(digest[:8], "big") >> 11) / WHOLE
+
+
+class Results:
+    """The numbers of 1-D tensors, on their way to the CPU in one copy. float64 holds token ids exactly."""
+
+    def __init__(self, columns: Sequence[Tensor]) -> None:
+        self._lengths = [len(column) for column in columns]
+        self._copied: torch.cuda.Event | None = None
+        if not columns:
+            return
+        self._numbers = torch.cat([column.double() for column in columns])
+        if self._numbers.device.type == "cuda":
+            there = self._numbers
+            self._numbers = torch.empty(there.shape, dtype=there.dtype, pin_memory=True, device="cpu")
+            self._numbers.copy_(there, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def wait(self) -> list[list[float]]:
+        """The numbers of each tensor. Waits until they are here."""
+        if not self._lengths:
+            return []
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [part.tolist() for part in torch.split(self._numbers, self._lengths)]
+
+
+def accepted_tokens(drafts: Sequence[int], drawn: Sequence[int], stops: Collection[int | None]) -> list[int]:
+    """New tokens: `drawn` up to the first token that differs from its draft or ends the answer."""
+    tokens: list[int] = []
+    for i, token in enumerate(drawn):
+        tokens.append(token)
+        if token in stops or i == len(drafts) or token != drafts[i]:
+            break
+    return tokens

@@ -19,7 +19,7 @@ from mambaslots.inference.contexts.step_builder import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepShape
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.inference.engines.cuda_graphs import GraphRunner
-from mambaslots.inference.engines.sampler import Results
+from mambaslots.inference.engines.step_runner import Results
 from mambaslots.net.transfer.format import TransferError
 from mambaslots.net.transfer.pieces import NUM_BUFFERS, PoolGate, Staging, receive_pieces, send_pieces
 from mambaslots.net.transfer.pipe import NcclPipe
@@ -306,7 +306,7 @@ def graphs(simulator: Simulator, random: Random) -> None:
 SCENARIOS: dict[str, tuple[Scenario, ...]] = {
     "inference/contexts/tier_copies.py": (tier, scrubbed_tier),
     "inference/contexts/step_builder.py": (step_buffer,),
-    "inference/engines/sampler.py": (sampled,),
+    "inference/engines/step_runner.py": (sampled,),
     "net/transfer/pieces.py": (hand_over,),
     "net/transfer/pipe.py": (hand_over,),
     "inference/engines/cuda_graphs.py": (graphs,),

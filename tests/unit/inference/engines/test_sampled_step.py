@@ -14,7 +14,7 @@ from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
 from mambaslots.inference.engines.arguments import request_seed
 from mambaslots.inference.engines.logits_changes import LogitsChanges
-from mambaslots.inference.engines.sampler import SampledStep, accepted_tokens
+from mambaslots.inference.engines.step_runner import SampledStep, accepted_tokens
 from oracle.sampled_rows import sample_rows
 from oracle.serving import random_tokens, small_engine
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.engines import sampler
+from mambaslots.inference.engines import step_runner
 from mambaslots.inference.kernels import log_probs
 from mambaslots.inference.kernels.log_probs import top_log_probs
 from oracle.drafters import MODES, speculating
@@ -120,7 +120,7 @@ def test_streams_and_steps_bring_them_with_their_tokens_also_after_failed_steps(
 
 def test_a_step_without_such_a_request_computes_none() -> None:
     engine = small_engine()
-    with patch.object(sampler, "top_log_probs", side_effect=AssertionError):
+    with patch.object(step_runner, "top_log_probs", side_effect=AssertionError):
         (result,) = engine.generate(PROMPTS[:1], WANTED[1])
     assert result.top_log_probs is None
 
