@@ -181,6 +181,6 @@ def add_engine(parser: argparse.ArgumentParser, *, max_requests: int | None = No
         "--batch-invariant", action="store_true", help="answers depend on the request alone, to the bit (GPU)"
     )
     group.add_argument(
-        "--free-memory", choices=("keep", "zero", "nan"), default="keep",
-        help="what free memory holds: stale values, zeros, or NaN to debug a model (default: %(default)s)",
+        "--free-memory", choices=("keep", "zero"), default="keep",
+        help="what free memory holds: stale values, or zeros (default: %(default)s)",
     )  # fmt: skip
