@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .inference.contexts.cache.prefix_match import ComputeReason
+from .inference.contexts.cache.pool_stats import ComputeReason
 from .validation import (
     INT32_MAX,
     INT64_MAX,

@@ -7,12 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inference.contexts.cache.checkpoint_plan import (
-    Boundary,
-    CheckpointPlan,
-    checked_boundaries,
-    drop_rolling,
-)
+from ..inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan, checked_boundaries
+from ..inference.contexts.cache.paths import drop_rolling
 from ..inference.contexts.cache.state_slots import StateSlots
 from .admission import adopt_twin, caches_states
 from .host_record import RequestTrack, record_of

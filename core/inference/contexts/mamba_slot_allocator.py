@@ -386,9 +386,9 @@ class MambaSlotAllocator:
         self._clear_rows(slice(row, row + 1))
         if not getattr(req, "precomputed_block_hashes", True) or stop <= start:
             return
-        seen = (-(-finished // block) + num_matched_blocks) * block if num_matched_blocks else 0
-        seen = max(seen, self._shared_tokens(req, start // block))
-        boundaries = checked_boundaries(self._plan, start, stop, prompt, block, seen)
+        branch_tokens = (-(-finished // block) + num_matched_blocks) * block if num_matched_blocks else 0
+        branch_tokens = max(branch_tokens, self._shared_tokens(req, start // block))
+        boundaries = checked_boundaries(self._plan, start, stop, prompt, block, branch_tokens)
         blocks = context.request_to_kv_block_ids[row]
         inside = [b.position for b in boundaries if b.position < stop]
         on_grid = [position for position in inside if (position - start) % self._grid == 0]

@@ -8,22 +8,24 @@ from dataclasses import replace
 
 from ....validation import INT32_MAX, boolean, integer
 from .borrowing import Borrowing
-from .checkpoint_plan import (
-    CachedPath,
-    CheckpointPlan,
-    PathStep,
-    TableRow,
-    drop_rolling,
-    reserve_states,
-)
+from .checkpoint_plan import CheckpointPlan
 from .eviction import PolicyChoice, checked_policy
 from .free_lists import MemoryCleaner
 from .hashing import PrefixHashChain
 from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryDivision, MemoryUnits
+from .paths import (
+    CachedPath,
+    PathStep,
+    PrefixMatch,
+    Span,
+    TableRow,
+    drop_rolling,
+    match_prefix,
+    reserve_states,
+)
 from .pins import PinnedPrefix, PinnedPrefixes
 from .pool_stats import Clock, PoolStats, TierStats
-from .prefix_match import PrefixMatch, Span, match_prefix
 from .prefix_tree import PrefixTree
 from .state_slots import StateSlots
 from .tier import HostTier
@@ -131,7 +133,7 @@ class PrefixCache:
                 that concerns the sequence. Where the result is the same, the call returns `known` itself. A
                 result of another sequence, path or limit is ignored.
         """
-        if not self._enabled or (path is not None and not path.shares):
+        if not self._enabled or (path is not None and not path.caches):
             nothing = PrefixMatch((), 0, -1, 0, (Span(0, num_tokens, "disabled"),))
             return known if known == nothing else nothing
         blocks, num_held = (path.blocks, path.num_registered) if path is not None else ((), 0)
@@ -171,7 +173,7 @@ class PrefixCache:
             again: whether the request came before, and was preempted.
         """
         path = CachedPath(chain, plan, table_row, self._enabled)
-        if path.shares:
+        if path.caches:
             num_reachable = len(chain.keys)
             if max_resume_tokens is not None:
                 num_reachable = min(num_reachable, max_resume_tokens // self._block_size)
@@ -275,7 +277,7 @@ class PrefixCache:
         """
         self.release_state(path)
         self.slots.policy.end(path.request)
-        registered = path.blocks[: path.num_registered] if path.shares else []
+        registered = path.blocks[: path.num_registered] if path.caches else []
         self.slots.forget_copies(registered)
         for block in registered:
             self.slots.drop(block, "discarded")
@@ -289,10 +291,10 @@ class PrefixCache:
         """Make the blocks findable that the sequence's first `num_computed` tokens complete.
 
         Where another block is registered for the same prefix, the path continues with that block and releases
-        its own. Registers nothing for a path that does not share.
+        its own. Registers nothing for a path that does not cache.
         """
         first, stop = path.num_registered, num_computed // self._block_size
-        if stop <= first or not path.shares:
+        if stop <= first or not path.caches:
             return
         chain, kv = path.chain, self.kv_blocks
         chain.extend_to(tokens, num_computed)
@@ -400,7 +402,7 @@ class PrefixCache:
         `paths`: all open paths; none of them may hold a state.
         """
         for path in paths:
-            path.shares = False
+            path.caches = False
             path.rolling_block = -1
         self.pins.unpin_all()
         if self.tier is not None:

@@ -6,8 +6,8 @@ from typing import Any
 import mambaslots as ms
 import numpy as np
 import pytest
-from mambaslots.inference.contexts.cache.checkpoint_plan import CachedPath
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
+from mambaslots.inference.contexts.cache.paths import CachedPath
 from oracle.serving import assert_answers, random_tokens, small_engine
 
 BLOCK = 8

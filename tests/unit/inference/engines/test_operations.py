@@ -172,10 +172,10 @@ def test_a_request_restarted_after_a_reset_shares_again() -> None:
         client.step()
     engine = client.engine
     engine.reset_prefix_cache()
-    assert not engine.core.requests[request_id].holding.path.shares
+    assert not engine.core.requests[request_id].holding.path.caches
     engine.core.scheduler.preempt(engine.core.requests[request_id])
     client.step()
-    assert engine.core.requests[request_id].holding.path.shares
+    assert engine.core.requests[request_id].holding.path.caches
     assert cached(engine)[0] >= 5
     client.finish()
     assert resumed(engine, [*LONG[:40], 1]) == 40

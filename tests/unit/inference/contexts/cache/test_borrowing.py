@@ -247,7 +247,7 @@ class Borrowers(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_prefix_is_pinned(self, data):
         path = self.draw(data, self.paths)
-        if path.shares and self.cache.resumable_tokens(path.chain):
+        if path.caches and self.cache.resumable_tokens(path.chain):
             try:
                 self.cache.pin(path.chain)
             except MambaSlotCapacityError:
