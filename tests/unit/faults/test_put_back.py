@@ -132,9 +132,9 @@ FAULTS = {
         (
             (
                 CONTEXTS + "mamba_slot_allocator.py",
-                "        self.slots.forget(listed, with_blocks=True)\n",
+                "        self.slots.remove(listed, with_blocks=True)\n",
                 "        if hashes_to_delete & self.slots.tree.state_block_of_hash.keys():\n"
-                "            self.slots.forget(listed, with_blocks=True)\n",
+                "            self.slots.remove(listed, with_blocks=True)\n",
             ),
         ),
     ),

@@ -283,20 +283,20 @@ class RollingOwner(Protocol):
     rolling_block: int
 
 
-def drop_rolling(slots: StateSlots, owner: RollingOwner) -> None:
-    """Drop the owner's newest decode state that rolls; one that a request has resumed from stays."""
+def remove_rolling(slots: StateSlots, owner: RollingOwner) -> None:
+    """Remove the owner's newest decode state that rolls; one that a request has resumed from stays."""
     block = owner.rolling_block
     slot = slots.tree.slot_of(block) if block >= 0 else -1
-    if slot < 0 or slot in slots.tree.used or slots.drop(block, "rolled"):
+    if slot < 0 or slot in slots.tree.used or slots.remove_unpinned(block, "rolled"):
         owner.rolling_block = -1
 
 
 def make_room_by_rolling(slots: StateSlots, owners: Iterable[RollingOwner], num_slots: int) -> None:
-    """Drop decode states of `owners`, which store newer ones now, until `num_slots` slots are free."""
+    """Remove decode states of `owners`, which store newer ones now, until `num_slots` slots are free."""
     for owner in owners:
         if len(slots.free) >= num_slots:
             return
-        drop_rolling(slots, owner)
+        remove_rolling(slots, owner)
 
 
 def reserve_states[S: PathStep](

@@ -20,8 +20,8 @@ from .paths import (
     PrefixMatch,
     Span,
     TableRow,
-    drop_rolling,
     match_prefix,
+    remove_rolling,
     reserve_states,
 )
 from .pins import PinnedPrefix, PinnedPrefixes
@@ -278,9 +278,9 @@ class PrefixCache:
         self.release_state(path)
         self.slots.policy.end(path.request)
         registered = path.blocks[: path.num_registered] if path.caches else []
-        self.slots.forget_copies(registered)
+        self.slots.remove_copies(registered)
         for block in registered:
-            self.slots.drop(block, "discarded")
+            self.slots.remove_unpinned(block, "discarded")
         blocks = list(path.blocks)
         path.replace(0, [])
         self.kv_blocks.release_memory_blocks(blocks, forget=True)
@@ -323,7 +323,7 @@ class PrefixCache:
         if self._borrowing:
             states = self.tree.state_block_of_hash
             wanted = {step.key_at(boundary.position) for step in steps for boundary in step.boundaries}
-            self._borrowing.lend_slots(sum(key not in states for key in wanted))
+            self._borrowing.borrow_slots(sum(key not in states for key in wanted))
         return reserve_states(self.slots, steps, max_inner_states)
 
     def after_verification[S: PathStep](self, planned: Sequence[S], accepted: Sequence[S]) -> list[S]:
@@ -363,7 +363,7 @@ class PrefixCache:
             (committed[position],) = slots.commit([slot], [block])
             if step.decoding:
                 keeps = any(b.position == position and b.keeps for b in step.boundaries)
-                drop_rolling(slots, path)
+                remove_rolling(slots, path)
                 if committed[position] == slot and not keeps:
                     path.rolling_block = block
         return committed
@@ -445,8 +445,8 @@ class PrefixCache:
             states_removed_by_cause=states.by_cause.copy(),
             state_ages=states.ages,
             num_free_kv_blocks=kv.total_avail,
-            num_cached_kv_blocks=kv.cached_count,
-            num_held_kv_blocks=kv.held_count,
+            num_cached_kv_blocks=kv.num_cached,
+            num_held_kv_blocks=kv.num_held,
             num_kv_blocks_registered=blocks.num_entered,
             kv_blocks_removed_by_cause=blocks.by_cause.copy(),
             tiers=TierStats() if self.tier is None else self.tier.stats(),

@@ -267,7 +267,7 @@ def test_a_host_that_observes_does_not_take_the_states_place():
 
 
 LEAVING = {
-    "evict": lambda cache, path: cache.kv_blocks.evict_lru_blocks(cache.kv_blocks.cached_count),
+    "evict": lambda cache, path: cache.kv_blocks.evict_lru_blocks(cache.kv_blocks.num_cached),
     "release": lambda cache, path: cache.release(path),
     "discard": lambda cache, path: cache.discard(path),
     "forget": lambda cache, path: cache.forget([path]),

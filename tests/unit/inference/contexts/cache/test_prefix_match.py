@@ -183,7 +183,7 @@ def test_what_happens_to_other_prefixes_leaves_a_match_alone(cache):
     take_state(cache, path, 3)
     match = cache.match(path.chain, 20)
     take_state(cache, other, 3)
-    cache.slots.drop(other.blocks[0])
+    cache.slots.remove_unpinned(other.blocks[0])
     cache.release(other)
     cache.kv_blocks.evict_lru_blocks(3)
     assert cache.match(path.chain, 20, known=match) is match
@@ -193,7 +193,7 @@ def test_what_happens_to_other_prefixes_leaves_a_match_alone(cache):
     "change",
     [
         lambda cache, path: take_state(cache, path, 9),
-        lambda cache, path: cache.slots.drop(path.blocks[4]),
+        lambda cache, path: cache.slots.remove_unpinned(path.blocks[4]),
         lambda cache, path: cache.slots.evict(1),
         lambda cache, path: cache.tree.note_refused([path.chain.keys[6]]),
         lambda cache, path: (cache.release(path), cache.kv_blocks.evict_lru_blocks(1)),
@@ -378,7 +378,7 @@ class RememberedMatches(RuleBasedStateMachine):
     def a_state_is_dropped(self, data):
         blocks = list(self.cache.slots.tree.slot_of_block)
         if blocks:
-            self.cache.slots.drop(data.draw(st.sampled_from(blocks)))
+            self.cache.slots.remove_unpinned(data.draw(st.sampled_from(blocks)))
 
     @rule(count=st.integers(1, 3))
     def states_are_evicted(self, count):
@@ -389,7 +389,7 @@ class RememberedMatches(RuleBasedStateMachine):
     @rule(count=st.integers(1, 6))
     def blocks_are_evicted(self, count):
         kv = self.cache.kv_blocks
-        kv.evict_lru_blocks(min(count, kv.cached_count))
+        kv.evict_lru_blocks(min(count, kv.num_cached))
 
     @precondition(lambda self: self.paths)
     @rule(data=st.data())
