@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from operator import countOf
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ....errors import KVBlockCapacityError
 from ....validation import INT32_MAX, boolean, checked_integers, integer, shown
@@ -14,13 +14,18 @@ from .pool_stats import Clock, KVRemovalCause
 from .prefix_tree import Parent, PrefixTree
 from .state_slots import StateSlots
 
-if TYPE_CHECKING:
-    from .borrowing import Borrowing
-
 logger = logging.getLogger(__name__)
 
 DeregistrationObserver = Callable[[list[int], set[int]], None]
 MAX_HASH = (1 << 63) - 1
+
+
+class BlockBorrower(Protocol):
+    """`Borrowing`, whose module imports this one: moves units of a shared memory from states to blocks."""
+
+    def num_blocks_to_borrow(self, keep: Sequence[int] | None = None) -> int: ...
+
+    def borrow_blocks(self, num_blocks: int) -> None: ...
 
 
 class KVBlockAllocator:
@@ -63,7 +68,7 @@ class KVBlockAllocator:
         self.total_count = integer("total_count", total_count, 1, INT32_MAX)
         self._registers = boolean("enable_prefix_caching", enable_prefix_caching)
         self._units = units
-        self.borrowing: Borrowing | None = None
+        self.borrowing: BlockBorrower | None = None
         self.tree = PrefixTree(self.total_count) if slots is None else slots.tree
         self._observers: list[DeregistrationObserver] = []
         self._dirty = dirty or DirtyEntries()
