@@ -56,7 +56,7 @@ class Report:
     """What was found.
 
     Attributes:
-        moves: units that went to states, and to KV.
+        moves: units that `Churn` moved to states, and to KV.
         graphs: what the engine with `total_gb` says of its CUDA graphs before and after the moves.
         same_addresses: whether the pools lie where they lay before the moves.
         equal_tokens, equal_bits: of how many answers, of `num_answers`, the tokens, and the log-probs too.
@@ -88,6 +88,7 @@ class Churn:
     def __init__(self, engine: "ms.DynamicInferenceEngine") -> None:
         self._cache = engine.context.prefix_cache
         self._num_steps = 0
+        self.moves = [0, 0]  # units that it moved to states, and to KV
         engine.context.observers.append(self)
 
     def step_begun(self, steps: object, inputs: object) -> None: ...
@@ -95,11 +96,14 @@ class Churn:
     def step_ended(self, steps: object) -> None:
         self._num_steps += 1
         kv: Any = self._cache.kv_blocks
+        before = sum(kv.borrowing.units.holds_states)
         if self._num_steps % 10 == 0:
-            kv.evict_lru_blocks(kv.cached_count)
-            kv.lender.lend_slots(len(self._cache.slots.free) + 8)
+            kv.evict_lru_blocks(kv.num_cached)
+            kv.borrowing.borrow_slots(len(self._cache.slots.free) + 8)
         elif self._num_steps % 5 == 0:
-            kv.lender.lend_blocks(kv.total_avail + 8)
+            kv.borrowing.borrow_blocks(kv.total_avail + 8)
+        change = sum(kv.borrowing.units.holds_states) - before
+        self.moves[change < 0] += abs(change)
 
 
 def model_on(device: str) -> "ms.models.HybridLM":
@@ -173,7 +177,7 @@ def compare(device: str, scale: Scale, report: Report) -> None:
     for engine in (fixed, shared):
         engine.generate(prompts_of(scale, 0), params)  # captures graphs
     before = _addresses(shared), shared.describe()
-    Churn(shared)
+    churn = Churn(shared)
     for turn in range(ROUNDS):
         prompts = prompts_of(scale, turn)
         answers = zip(fixed.generate(prompts, params), shared.generate(prompts, params), strict=True)
@@ -188,8 +192,7 @@ def compare(device: str, scale: Scale, report: Report) -> None:
                     report.largest_difference, *(abs(one - two) for one, two in pairs)
                 )
         shared.check_integrity()
-    lender: Any = shared.context.prefix_cache.kv_blocks
-    report.moves = lender.lender.num_to_states, lender.lender.num_to_kv
+    report.moves = churn.moves[0], churn.moves[1]
     report.graphs = _graphs(before[1]), _graphs(shared.describe())
     report.same_addresses = before[0] == _addresses(shared)
 

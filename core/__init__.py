@@ -30,10 +30,11 @@ if TYPE_CHECKING:
         MambaSlotCapacityError,
         QueueFullError,
     )
-    from .inference.contexts.cache.checkpoint_plan import CheckpointPlan, PathStep
+    from .inference.contexts.cache.checkpoint_plan import CheckpointPlan
     from .inference.contexts.cache.eviction import EvictionPolicy
     from .inference.contexts.cache.hashing import PrefixHashChain
     from .inference.contexts.cache.kv_block_allocator import KVBlockAllocator
+    from .inference.contexts.cache.paths import PathStep
     from .inference.contexts.cache.prefix_cache import PrefixCache
     from .inference.contexts.mamba_slot_allocator import MambaSlotAllocator
     from .inference.contexts.step_inputs import StepInputs
@@ -81,10 +82,11 @@ _NAMES_OF_MODULES = {
     "cache_stats": "COMPUTE_REASONS EngineStats SpeculationStats",
     "config": "InferenceConfig",
     "errors": ("EngineDeadError KVBlockCapacityError MambaSlotCapacityError QueueFullError"),
-    f"{_CONTEXTS}.cache.checkpoint_plan": "CheckpointPlan PathStep",
+    f"{_CONTEXTS}.cache.checkpoint_plan": "CheckpointPlan",
     f"{_CONTEXTS}.cache.eviction": "EvictionPolicy",
     f"{_CONTEXTS}.cache.hashing": "PrefixHashChain",
     f"{_CONTEXTS}.cache.kv_block_allocator": "KVBlockAllocator",
+    f"{_CONTEXTS}.cache.paths": "PathStep",
     f"{_CONTEXTS}.cache.prefix_cache": "PrefixCache",
     f"{_CONTEXTS}.mamba_slot_allocator": "MambaSlotAllocator",
     f"{_CONTEXTS}.step_inputs": "StepInputs",

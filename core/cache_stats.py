@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .inference.contexts.cache.pool_stats import PoolStats, TierStats
-from .inference.contexts.cache.prefix_match import COMPUTE_REASONS, ComputeReason
+from .inference.contexts.cache.pool_stats import COMPUTE_REASONS, ComputeReason, PoolStats, TierStats
 
 __all__ = [
     "COMPUTE_REASONS", "ComputeReason", "CacheStats", "EngineStats", "PoolStats", "SpeculationStats",

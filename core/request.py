@@ -18,7 +18,7 @@ from .validation import (
 )
 
 if TYPE_CHECKING:
-    from .inference.contexts.cache.prefix_match import ComputeReason
+    from .inference.contexts.cache.pool_stats import ComputeReason
 
 TopLogProbs = tuple[tuple[int, float], ...]
 """Token ids and their log-probs: the most likely tokens at one position, the most likely one first."""

@@ -97,7 +97,7 @@ class Engine:
                 stop=stop,
                 prompt_tokens=request.num_prompt,
                 block_size_tokens=BLOCK,
-                seen_tokens=request.seen,
+                branch_tokens=request.seen,
             )
             decoding = start >= request.num_prompt
             planned.append(ms.PathStep(request.path, request.tokens, start, stop, decoding, boundaries))

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..inference.contexts.cache import prefix_match
-from ..inference.contexts.cache.prefix_match import Span
+from ..inference.contexts.cache import paths
+from ..inference.contexts.cache.paths import Span
 from .host_record import HostRecord, check_lengths, record_of
 from .overrides import override
 from .versions import DYNAMIC_CONTEXT, KV_ALLOCATOR, MHA_METADATA
@@ -80,7 +80,7 @@ def compute_spans(context: Any, record: HostRecord, request: Any, skipped: int) 
         (d for d in range(matched, len(keys)) if not record.kv_ghosts.has(keys[d], "block")), len(keys)
     )
     depth = skipped // size
-    return prefix_match.compute_spans(
+    return paths.compute_spans(
         keys,
         num_resumed=depth,
         num_reachable=max(depth, min(matched, (length - 1) // size)),

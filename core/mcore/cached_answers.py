@@ -7,12 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inference.contexts.cache.checkpoint_plan import (
-    Boundary,
-    CheckpointPlan,
-    checked_boundaries,
-    drop_rolling,
-)
+from ..inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan, checked_boundaries
+from ..inference.contexts.cache.paths import remove_rolling
 from ..inference.contexts.cache.state_slots import StateSlots
 from .admission import adopt_twin, caches_states
 from .host_record import RequestTrack, record_of
@@ -134,7 +130,7 @@ class AnswerStates:
         """The newer decode state of a request replaces its older one."""
         boundary = self._boundary(crossing)
         rolls = self._slots.tree.slot_of(block) == slot and boundary is not None and not boundary.keeps
-        drop_rolling(self._slots, track)
+        remove_rolling(self._slots, track)
         if rolls:
             track.rolling_block = block
 

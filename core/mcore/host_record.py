@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..inference.contexts.cache.hashing import GhostList
-from ..inference.contexts.cache.pool_stats import SlotCounts, StateRemovalCause, Turnover
-from ..inference.contexts.cache.prefix_match import ComputeReason, Span, TokenLedger
+from ..inference.contexts.cache.paths import Span, TokenLedger
+from ..inference.contexts.cache.pool_stats import ComputeReason, SlotCounts, StateRemovalCause, Turnover
 from .versions import INFERENCE_REQUEST
 
 

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import MambaSlotCapacityError
-from ..inference.contexts.cache.checkpoint_plan import (
-    CheckpointPlan,
-    make_room_by_rolling,
-)
+from ..inference.contexts.cache.checkpoint_plan import MAX_COMPARED, CheckpointPlan, depth_worth_a_state
 from ..inference.contexts.cache.eviction import PolicyChoice
-from ..inference.contexts.cache.prefix_match import MAX_COMPARED, depth_worth_a_state
+from ..inference.contexts.cache.paths import make_room_by_rolling
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from ..inference.kernels.operands import StateTensors
 from ..inference.kernels.state_copy import copy_states

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..cache_stats import CacheStats, EngineStats
-from ..inference.contexts.cache.prefix_match import ComputeReason
+from ..inference.contexts.cache.pool_stats import ComputeReason
 from ..inference.contexts.pool_sizes import GIGABYTE
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 

@@ -134,7 +134,7 @@ def a_reset_cache(engine: Engine) -> None:
 
 def a_lost_state(engine: Engine) -> None:
     slots = engine.context.prefix_cache.slots
-    slots.forget([next(iter(slots.tree.slot_of_block))])
+    slots.remove([next(iter(slots.tree.slot_of_block))])
     serve(engine, range(20, 21))
 
 

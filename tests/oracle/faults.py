@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import mambaslots as ms
-from mambaslots.inference.contexts.cache.checkpoint_plan import CachedPath
+from mambaslots.inference.contexts.cache.paths import CachedPath
 from mambaslots.inference.engines import step_runner
 from mambaslots.inference.kernels import log_probs
 

@@ -135,10 +135,29 @@ def assert_idle(engine: ms.DynamicInferenceEngine, pinned_blocks: int = 0) -> No
     """Nothing is held any more but what is pinned."""
     context, slots = engine.context, engine.context.prefix_cache.slots
     context.check_integrity()
-    assert context.prefix_cache.kv_blocks.held_count == pinned_blocks
+    assert context.prefix_cache.kv_blocks.num_held == pinned_blocks
     assert slots.reserved == {}
     assert pinned_blocks or slots.pins == {}
     assert context.requests == []
+
+
+def counted_moves(engine: ms.DynamicInferenceEngine) -> list[int]:
+    """Units that went to states, and to KV, from now on: a list that the engine's memory counts up."""
+    borrowing: Any = engine.context.prefix_cache.kv_blocks.borrowing
+    counts = [0, 0]
+
+    def count(side: int, name: str) -> None:
+        give = getattr(borrowing, name)
+
+        def counted(unit: int) -> None:
+            give(unit)
+            counts[side] += 1
+
+        setattr(borrowing, name, counted)
+
+    count(0, "_give_to_states")
+    count(1, "_give_to_kv")
+    return counts
 
 
 def pressed_engine(**overrides: object) -> ms.DynamicInferenceEngine:

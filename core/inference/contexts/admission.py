@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 
 from ...config import InferenceConfig
-from .cache.checkpoint_plan import Boundary, checked_boundaries
+from .cache.checkpoint_plan import Boundary, checked_boundaries, depth_worth_a_state
+from .cache.paths import PrefixMatch
 from .cache.prefix_cache import PrefixCache
-from .cache.prefix_match import PrefixMatch, depth_worth_a_state
 from .device_memory import DeviceMemory
 from .pool_sizes import num_live_slots
 from .request import DynamicInferenceRequest, Holding, RequestStep
@@ -33,7 +33,7 @@ class Admission:
         states: RequestStates,
         memory: DeviceMemory,
     ) -> None:
-        self._shares = config.enable_prefix_caching
+        self._caches = config.enable_prefix_caching
         self._replays = config.replays
         self._block_size = config.block_size_tokens
         self._chunk_size = chunk_size
@@ -47,11 +47,11 @@ class Admission:
         self.block_table = torch.full(shape, -1, dtype=torch.int32, device="cpu")
         self._table: npt.NDArray[np.integer[Any]] = self.block_table.numpy()
         self._slots_per_row = num_live_slots(config) // config.max_requests
-        self._shares_slots = memory.state_pool.is_shared
+        self._one_pool = memory.state_pool.is_shared
         self._requests: dict[int, DynamicInferenceRequest] = {}
         self._free = list(range(config.max_requests - 1, -1, -1))
         self._scrubber.inputs.note(self._free)
-        if not self._shares_slots:
+        if not self._one_pool:
             self._scrubber.live.note(self.idle_slots())
 
     # ---- rows
@@ -77,7 +77,7 @@ class Admission:
     ) -> Holding:
         """Give a waiting request a row, an open path, and live slots as `StateSlots.take_live` does."""
         row = self._free[-1]
-        if self._shares_slots:
+        if self._one_pool:
             live = tuple(self._cache.slots.take_live(self._slots_per_row, resume_slot, spared))
         else:
             live = tuple(self._own_slots(row))
@@ -96,7 +96,7 @@ class Admission:
         """Free the request's row and live slots; the caller releases the path of the returned Holding."""
         holding, request.holding = request.holding, None
         assert holding is not None, "a request without a row is released"
-        if self._shares_slots:
+        if self._one_pool:
             self._cache.slots.free_live(holding.live_slots)
         else:
             self._scrubber.live.note(holding.live_slots)
@@ -117,7 +117,7 @@ class Admission:
         assert not self._requests.keys() & set(self._free), "a row is both free and taken"
         live = [slot for holding in self.holdings for slot in holding.live_slots]
         assert len(set(live)) == len(live), "two rows share a live slot"
-        if self._shares_slots:
+        if self._one_pool:
             assert self._cache.slots.live == set(live), "a live slot leaked"
         for row in range(num_rows):
             request = self._requests.get(row)
@@ -128,7 +128,7 @@ class Admission:
             assert holding is not None, "a row is taken by a request that holds nothing"
             assert holding.row == row, "a request sits in another row"
             assert len(holding.live_slots) == self._slots_per_row, "a row has too few live slots"
-            if not self._shares_slots:
+            if not self._one_pool:
                 assert list(holding.live_slots) == [*self._own_slots(row)], "a row has another's live slot"
 
     # ---- steps
@@ -136,7 +136,7 @@ class Admission:
     def match(self, request: DynamicInferenceRequest) -> PrefixMatch:
         """What is cached of a request's tokens; changes only the request's hash chain and its last match."""
         path = request.holding.path if request.holding is not None else None
-        if self._shares and (path is None or path.shares):
+        if self._caches and (path is None or path.caches):
             request.hashes.extend_to(request.tokens)
         num_tokens, limit = len(request.tokens), request.max_resume_tokens
         request.match = self._cache.match(request.hashes, num_tokens, path, limit, request.match)
@@ -145,7 +145,7 @@ class Admission:
     def resume_slots(self, requests: Sequence[DynamicInferenceRequest]) -> list[int]:
         """The slots that waiting requests resume from; none where rows for all of them evict no state."""
         num_slots = len(requests) * self._slots_per_row
-        if not self._shares_slots or len(self._cache.slots.free) >= num_slots:
+        if not self._one_pool or len(self._cache.slots.free) >= num_slots:
             return [-1] * len(requests)
         return [self.match(request).resume_slot for request in requests]
 
@@ -172,7 +172,7 @@ class Admission:
             stop = self._stop(start, len(request.tokens), token_budget)
             if stop <= start or not self._affords(request, match, stop):
                 return None
-            if holding is None and not self._has_slots():
+            if holding is None and not self._make_room():
                 return None
             if not (may_fetch and self._fetch(request, match, start)):
                 break
@@ -200,7 +200,7 @@ class Admission:
     def _fetch(self, request: DynamicInferenceRequest, match: PrefixMatch, start: int) -> bool:
         """Fetch a state after token `start` for a request that can go on; whether the match is stale now."""
         holding = request.holding
-        if self._cache.tier is None or (holding is not None and not holding.path.shares):
+        if self._cache.tier is None or (holding is not None and not holding.path.caches):
             return False
         blocks = match.blocks[: request.most_resumed // self._block_size]
         return self._cache.fetch_state(request.hashes, blocks, start)
@@ -258,9 +258,9 @@ class Admission:
         num_blocks = self._num_blocks(len(request.tokens) if path is None else stop)
         return self._cache.affords(num_blocks, match, path)
 
-    def _has_slots(self) -> bool:
-        """Whether a waiting request can get live slots, once running ones unpin what they resumed from."""
-        if not self._shares_slots:
+    def _make_room(self) -> bool:
+        """Unpin what running requests resumed from until a waiting one can get live slots; False: too few."""
+        if not self._one_pool:
             return True
         slots, needed = self._cache.slots, self._slots_per_row
         for holding in self.holdings:
@@ -276,7 +276,7 @@ class Admission:
         self, request: DynamicInferenceRequest, match: PrefixMatch, waiting: Iterable[DynamicInferenceRequest]
     ) -> int:
         """Where a request that is admitted should store a state for those that wait; 0 for nowhere."""
-        others = [other for other in waiting if other is not request] if self._shares else []
+        others = [other for other in waiting if other is not request] if self._caches else []
         if not others:
             return 0
         for other in others:
@@ -286,18 +286,18 @@ class Admission:
         return depth_worth_a_state(request.hashes.keys, keys, match.resume_tokens // size) * size
 
     def _branch_tokens(self, match: PrefixMatch, request: DynamicInferenceRequest) -> int:
-        """Tokens shared with an earlier or waiting one before both differ; seen [abcd], now [abx]: ab."""
-        depth, keys, shared = (
-            match.seen_tokens // self._block_size,
-            request.hashes.keys,
-            request.shared_tokens,
-        )
+        """After how many tokens the request departs from an earlier or a waiting one; 0: from none.
+
+        Example with blocks a, b, c, d and x: after an earlier [a b c d], [a b x] departs after a and b.
+        """
+        depth, keys = match.seen_tokens // self._block_size, request.hashes.keys
+        shared = request.shared_tokens
         branches = 0 < depth < len(keys) and self._cache.tree.was_continued(keys[depth - 1])
         return max(match.seen_tokens if branches else 0, shared if shared > match.resume_tokens else 0)
 
     def _boundaries(self, holding: Holding, start: int, stop: int) -> tuple[Boundary, ...]:
         """The boundaries in (start, stop] whose states the request's plan stores."""
-        if not holding.path.shares or start // self._block_size == stop // self._block_size:
+        if not holding.path.caches or start // self._block_size == stop // self._block_size:
             return ()
         return checked_boundaries(
             holding.path.plan, start, stop, holding.prefill_length, self._block_size, holding.branch_tokens

@@ -11,9 +11,9 @@ from ...cache_stats import CacheStats
 from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec
 from .admission import Admission
+from .cache.paths import TokenLedger
 from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
-from .cache.prefix_match import TokenLedger
 from .device_memory import DeviceMemory
 from .padding import largest_shape
 from .pool_sizes import PoolSizes, sized

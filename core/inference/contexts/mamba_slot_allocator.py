@@ -262,12 +262,12 @@ class MambaSlotAllocator:
 
     def invalidate_block(self, block_id: int) -> None:
         """Free the slot of `block_id`, if any, and drop its index key."""
-        self.slots.forget([integer("block_id", block_id, 0, self._num_blocks - 1)])
+        self.slots.remove([integer("block_id", block_id, 0, self._num_blocks - 1)])
 
     def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
         """Free the slot of every listed block, at every deregistration; `hashes_to_delete` is not needed."""
         listed = self._checked_blocks(block_ids_list, "block_ids_list")
-        self.slots.forget(listed, with_blocks=True)
+        self.slots.remove(listed, with_blocks=True)
 
     def register_block_hashes_batch(self, block_ids: list[int], hashes: list[int]) -> None:
         """Make the states of blocks findable by prefix hash; hashes <= 0 are skipped.
@@ -386,9 +386,9 @@ class MambaSlotAllocator:
         self._clear_rows(slice(row, row + 1))
         if not getattr(req, "precomputed_block_hashes", True) or stop <= start:
             return
-        seen = (-(-finished // block) + num_matched_blocks) * block if num_matched_blocks else 0
-        seen = max(seen, self._shared_tokens(req, start // block))
-        boundaries = checked_boundaries(self._plan, start, stop, prompt, block, seen)
+        branch_tokens = (-(-finished // block) + num_matched_blocks) * block if num_matched_blocks else 0
+        branch_tokens = max(branch_tokens, self._shared_tokens(req, start // block))
+        boundaries = checked_boundaries(self._plan, start, stop, prompt, block, branch_tokens)
         blocks = context.request_to_kv_block_ids[row]
         inside = [b.position for b in boundaries if b.position < stop]
         on_grid = [position for position in inside if (position - start) % self._grid == 0]
@@ -455,7 +455,7 @@ class MambaSlotAllocator:
             self._copy_intermediate_to_cache(sources[:num_inner], taken[:num_inner])
             self.store_from_live_batch(taken[num_inner:], sources[num_inner:])
         except BaseException:
-            slots.forget(chosen)
+            slots.remove(chosen)
             raise
         self.register_block_hashes_batch(chosen, [hashes[place] for place in kept])
 

@@ -31,7 +31,11 @@ _MAX_NAMES = 1 << 20
 
 @dataclass(frozen=True)
 class PoolSizes:
-    """Units of the two pools, equal on all ranks; with a `division`, the numbers name more than there is."""
+    """KV blocks and slots, equal on all ranks; with a `division` they share one memory.
+
+    Example: 10 units that each hold 1 state or 5 blocks count as 10 slots and 50 blocks. While 4 of them hold
+    states, there is memory for 30 blocks.
+    """
 
     num_kv_blocks: int
     num_mamba_slots: int

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from ...request import FinishReason, PromptFigures, RequestResult, SamplingParams, TopLogProbs
-from .cache.checkpoint_plan import CachedPath, CheckpointPlan, PathStep
+from .cache.checkpoint_plan import CheckpointPlan
 from .cache.hashing import PrefixHashChain
-from .cache.prefix_match import PrefixMatch, Span, TokenLedger
+from .cache.paths import CachedPath, PathStep, PrefixMatch, Span, TokenLedger
 
 
 class TokenView(Sequence[int]):
@@ -278,7 +278,7 @@ class RequestStep(PathStep):
     def completes_block(self, block_size_tokens: int) -> bool:
         """Whether the step fills a KV block that becomes findable then."""
         path = self.holding.path
-        return path.shares and self.stop // block_size_tokens > path.num_registered
+        return path.caches and self.stop // block_size_tokens > path.num_registered
 
     @property
     def tokens(self) -> list[int]:

@@ -217,7 +217,7 @@ def test_a_model_is_made_of_a_config_and_a_seed() -> None:
 
 # ---- a plan's calls
 
-STEP = {"start": 0, "stop": 16, "prompt_tokens": 20, "block_size_tokens": 8, "seen_tokens": 8}
+STEP = {"start": 0, "stop": 16, "prompt_tokens": 20, "block_size_tokens": 8, "branch_tokens": 8}
 
 
 @pytest.mark.parametrize("name", STEP)

@@ -73,7 +73,7 @@ def drop_states(engine: Engine, kept: int = 0) -> None:
     """All states but the first `kept` ones leave; their KV stays."""
     slots = engine.context.prefix_cache.slots
     for block in sorted(slots.tree.slot_of_block)[kept:]:
-        slots.drop(block)
+        slots.remove_unpinned(block)
 
 
 def ask_all(engine: Engine) -> list[int]:

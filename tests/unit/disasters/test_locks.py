@@ -27,7 +27,7 @@ from oracle.serving import (
     small_model,
 )
 from oracle.toy_engine import ask, resumed, tier_of, toy_engine
-from oracle.workload import assert_idle
+from oracle.workload import assert_idle, counted_moves
 
 HEAD = random_tokens(40, 1)
 ONE = ms.SamplingParams(max_tokens=1)
@@ -234,11 +234,6 @@ def shared_engine(num_units: int, **settings: Any) -> ms.DynamicInferenceEngine:
     )  # fmt: skip
 
 
-def moved(engine: ms.DynamicInferenceEngine) -> tuple[int, int]:
-    lender = engine.context.prefix_cache.kv_blocks.lender  # type: ignore[attr-defined]
-    return lender.num_to_states, lender.num_to_kv
-
-
 @pytest.mark.disaster(number=18)
 @pytest.mark.parametrize("kind", ["Mamba-2", "delta net", "short convolution"], indirect=True)
 @pytest.mark.in_turn("mode")
@@ -247,17 +242,18 @@ def test_one_side_starves_while_the_other_is_idle_and_memory_moves(kind: str, mo
     """Long prefixes, which are mostly KV, until units move; then short ones, which are mostly states."""
     settings = {"plain": {}, "drafts": {"num_speculative_tokens": 2}, "replay": {"decode_by_replay": True}}
     engine, hits = shared_engine(2, poisoned=True, **settings[mode]), 0
+    moves = counted_moves(engine)
     for turn, (length, side) in enumerate([(50, 1), (8, 0)]):
-        before = moved(engine)
+        before = moves[side]
         for seed in range(40):
-            if moved(engine)[side] > before[side]:
+            if moves[side] > before:
                 break
             text = random_tokens(length, 1000 * turn + seed)
             serve_checked(engine, [text, [*text[:-1], 3]], length=1)
             (result,) = serve_checked(engine, [[*text, 7]], length=1)
             hits += result.num_resumed_tokens
             engine.check_integrity()
-        assert moved(engine)[side] > before[side], "memory does not move"
+        assert moves[side] > before, "memory does not move"
         assert_cache_is_right(engine)
     assert hits > 0
     assert_idle(engine)

@@ -35,7 +35,7 @@ FAULTS = {
         "fault_01",
         (
             (
-                POLICIES + "prefix_match.py",
+                POLICIES + "paths.py",
                 "min(limit, num_tokens - 1) // size",
                 "min(limit, max(0, num_tokens - 2)) // size",
             ),
@@ -132,9 +132,9 @@ FAULTS = {
         (
             (
                 CONTEXTS + "mamba_slot_allocator.py",
-                "        self.slots.forget(listed, with_blocks=True)\n",
+                "        self.slots.remove(listed, with_blocks=True)\n",
                 "        if hashes_to_delete & self.slots.tree.state_block_of_hash.keys():\n"
-                "            self.slots.forget(listed, with_blocks=True)\n",
+                "            self.slots.remove(listed, with_blocks=True)\n",
             ),
         ),
     ),

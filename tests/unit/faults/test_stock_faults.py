@@ -62,7 +62,7 @@ def test_fault_04_a_state_that_left_since_it_was_matched_is_not_resumed_from() -
     expected = prefill(context, make_request(prompt))
     request = make_request(prompt)
     match = context.admission.match(request)
-    context.prefix_cache.slots.forget([match.blocks[4]])
+    context.prefix_cache.slots.remove([match.blocks[4]])
     chunk = context.admission.schedule(request, 64)
     assert chunk is not None
     assert chunk.start == 0
@@ -234,12 +234,12 @@ def test_fault_13_an_admission_that_fails_leaves_no_reference_and_no_block_behin
     context.release(finished)
     prefill(context, make_request(random_tokens(40, seed=2)))
     kv = context.prefix_cache.kv_blocks
-    free, held = kv.total_avail, kv.held_count
+    free, held = kv.total_avail, kv.num_held
     assert (
         context.admission.schedule(make_request(finished.prompt_tokens + random_tokens(40, seed=3)), 64)
         is None
     )
-    assert (kv.total_avail, kv.held_count) == (free, held)
+    assert (kv.total_avail, kv.num_held) == (free, held)
     context.check_integrity()
 
 
@@ -379,7 +379,7 @@ def test_fault_21_the_drop_in_commits_in_one_launch_and_restores_in_one(device: 
     slots._collect_commit_data = lambda: (blocks, list(range(len(blocks))), [], [], keys)  # type: ignore[method-assign]
 
     def commit() -> None:
-        slots.slots.forget(blocks)
+        slots.slots.remove(blocks)
         slots.commit_intermediate_states()
 
     commit()

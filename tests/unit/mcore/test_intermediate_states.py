@@ -212,7 +212,7 @@ def test_a_row_is_the_plans_boundaries_on_the_kernels_grid(data):
         stop=stop,
         prompt_tokens=total,
         block_size_tokens=4,
-        seen_tokens=4 * (before + matched) if matched else 0,
+        branch_tokens=4 * (before + matched) if matched else 0,
     )
     inside = [b.position for b in wanted if b.position < stop]
     reachable = [position for position in inside if (position - start) % grid == 0]

@@ -5,12 +5,12 @@ pool of blocks and that of slots. They alone change the index:
 
     prefix_cache ---- kv_block_allocator, state_slots ---- prefix_tree
       |                     |                |
-    prefix_match,      memory, borrowing   eviction, value_eviction, tier
+    paths,             memory, borrowing   eviction, value_eviction, tier
     checkpoint_plan, pins
 
 prefix_cache         the calls of a sequence
-prefix_match         what is cached of a sequence, and why its other tokens are computed
-checkpoint_plan      which boundaries a step stores, what a sequence holds, slots reserved for a step
+paths                a sequence: what of it is cached and why no more, what it holds, what a step stores
+checkpoint_plan      which boundaries a step stores: the configuration, which imports no other part
 pins                 prefixes that stay until they are unpinned
 prefix_tree          the index: registered blocks, the states at their ends, what changed last
 free_lists           free blocks, dirty entries, and which leaf of the tree is freed next
@@ -23,7 +23,7 @@ use_rates            how soon requests come back to a state of each class
 memory, borrowing    both pools as units of one memory, whose sides may change
 tier                 which states have a copy in host memory or in a file
 hashing              chained hashes of blocks, salts, and what is gone under which hash
-pool_stats           counts
+pool_stats           counts, and why tokens were computed or entries removed
 
 May import the standard library, numpy and the package's errors and checks; no torch, request or step.
 """

@@ -32,23 +32,21 @@ class Borrowing:
     def __init__(
         self, units: MemoryUnits, kv_blocks: KVBlockAllocator, slots: StateSlots, cleaner: MemoryCleaner
     ) -> None:
-        self._units = units
+        self.units = units
         self._kv_blocks = kv_blocks
         assert isinstance(kv_blocks.free, BlocksByUnit)
         self._free = kv_blocks.free
         self._slots = slots
         self._hand = 0  # the unit at which the next look begins
-        self.num_to_states = 0
-        self.num_to_kv = 0
         self._cleaner = cleaner
-        kv_blocks.lender = self
+        kv_blocks.borrowing = self
 
     # ---- states need memory
 
-    def lend_slots(self, num_slots: int) -> None:
+    def borrow_slots(self, num_slots: int) -> None:
         """Add free slots until so many are free, or until it is better to evict states."""
         while len(self._slots.free) < num_slots:
-            whole = [unit for unit in self._free.whole_units if unit >= self._units.num_kv_units]
+            whole = [unit for unit in self._free.whole_units if unit >= self.units.num_kv_units]
             if whole:
                 self._give_to_states(whole[0])
                 continue
@@ -60,12 +58,12 @@ class Borrowing:
 
     def _is_worth_less(self, slots: list[int]) -> bool:
         """Whether a unit of KV with states in `slots` costs less: they are among the next victims."""
-        count = len(slots) + self._units.slots_per_unit
+        count = len(slots) + self.units.slots_per_unit
         return not slots or set(slots).issubset(self._slots.next_victims(count))
 
     def _candidates(self) -> Iterator[KVUnit]:
         """Clock algorithm: units that could be emptied, of `MAX_LOOKS` from the hand on."""
-        units, tree = self._units, self._kv_blocks.tree
+        units, tree = self.units, self._kv_blocks.tree
         first, count = units.num_kv_units, units.num_units - units.num_kv_units
         for step in range(min(count, MAX_LOOKS)):
             unit = first + (self._hand + step) % count
@@ -80,7 +78,7 @@ class Borrowing:
 
     def _leaves_of(self, unit: int) -> list[int] | None:
         """A unit's cached blocks, children first; None where one is held, or continued by another unit's."""
-        blocks, tree = self._units.blocks_of(unit), self._kv_blocks.tree
+        blocks, tree = self.units.blocks_of(unit), self._kv_blocks.tree
         parents = tree.parents
         if any(tree.references[blocks.start : blocks.stop]):
             return None
@@ -95,20 +93,19 @@ class Borrowing:
         return ordered if len(ordered) == len(counts) else None
 
     def _give_to_states(self, unit: int) -> None:
-        blocks = self._units.blocks_of(unit)
+        blocks = self.units.blocks_of(unit)
         self._cleaner.move_unit(unit, blocks, self._cleaner.blocks)
         self._kv_blocks.tree.set_references(blocks, 1)
-        self._cleaner.blocks.withdraw(blocks)
-        self._free.withdraw(unit)
-        self._units.holds_states[unit] = True
-        self._slots.enter(self._units.slots_of(unit))
-        self.num_to_states += 1
+        self._cleaner.blocks.discard(blocks)
+        self._free.take_unit(unit)
+        self.units.holds_states[unit] = True
+        self._slots.take_back(self.units.slots_of(unit))
 
     # ---- KV needs memory
 
-    def num_blocks_to_lend(self, keep: Sequence[int] | None = None) -> int:
-        """How many blocks `lend_blocks` could add; `keep`: slots of a request that needs spare units, too."""
-        units, slots = self._units, self._slots
+    def num_blocks_to_borrow(self, keep: Sequence[int] | None = None) -> int:
+        """How many blocks `borrow_blocks` could add; `keep`: slots of a request that needs spare units."""
+        units, slots = self.units, self._slots
         fixed = units.units_of_slots([*slots.pins, *slots.reserved, *slots.live, *(keep or ())])
         movable = sum(held and unit not in fixed for unit, held in enumerate(units.holds_states))
         num_spare = units.num_spare_units if keep is not None else 0
@@ -118,9 +115,9 @@ class Borrowing:
     @property
     def _num_units_that_may_go(self) -> int:
         """Of the units that hold states, those that neither pins nor the live slots of idle rows need."""
-        return sum(self._units.holds_states) - self._units.num_units_for_pins(self._slots.pins)
+        return sum(self.units.holds_states) - self.units.num_units_for_pins(self._slots.pins)
 
-    def lend_blocks(self, num_blocks: int) -> None:
+    def borrow_blocks(self, num_blocks: int) -> None:
         """Add blocks until so many are free: stateless ones go first, then free slots, then states."""
         kv, slots = self._kv_blocks, self._slots
         while kv.total_avail < num_blocks:
@@ -135,7 +132,7 @@ class Borrowing:
 
     def _free_state_unit(self) -> int:
         """A unit of states all of whose slots are free, or -1; O(free slots)."""
-        units = self._units
+        units = self.units
         if self._num_units_that_may_go < 1:
             return -1
         counts: Counter[int] = Counter()
@@ -147,16 +144,15 @@ class Borrowing:
         return -1
 
     def _give_to_kv(self, unit: int) -> None:
-        self._cleaner.move_unit(unit, self._units.slots_of(unit), self._cleaner.slots)
-        self._slots.withdraw(self._units.slots_of(unit))
-        self._units.holds_states[unit] = False
-        blocks = self._units.blocks_of(unit)
+        self._cleaner.move_unit(unit, self.units.slots_of(unit), self._cleaner.slots)
+        self._slots.lend(self.units.slots_of(unit))
+        self.units.holds_states[unit] = False
+        blocks = self.units.blocks_of(unit)
         self._kv_blocks.tree.set_references(blocks, 0)
         self._free.extend(reversed(blocks))
-        self.num_to_kv += 1
 
     # ---- the whole
 
     def check_integrity(self) -> None:
         """Raise AssertionError where a unit that always holds KV holds states."""
-        assert not any(self._units.holds_states[: self._units.num_kv_units]), "KV has too few units"
+        assert not any(self.units.holds_states[: self.units.num_kv_units]), "KV has too few units"

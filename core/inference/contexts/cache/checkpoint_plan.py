@@ -1,17 +1,11 @@
-"""At which block boundaries states are stored, and what a sequence and its step hold for that."""
+"""At which block boundaries states are stored."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, Self, get_args
 
-import numpy as np
-import numpy.typing as npt
-
-from ....validation import INT32_MAX, boolean, integer, integers, optional_integer
-from .hashing import PrefixHashChain
-from .state_slots import PlannedState, StateSlots
-
-TableRow = npt.NDArray[np.integer[Any]]
+from ....validation import INT32_MAX, boolean, check_fields, integer, integers, set_field
 
 BoundaryKind = Literal["mark", "tail", "branch", "decode", "chunk_end", "interval"]
 KINDS_BY_WORTH: tuple[BoundaryKind, ...] = get_args(BoundaryKind)
@@ -56,14 +50,11 @@ class CheckpointPlan:
     marks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("tail", "branch", "chunk_ends"):
-            boolean(name, getattr(self, name))
+        check_fields(self, boolean, tail=(), branch=(), chunk_ends=())
         if not isinstance(self.decode, str) or self.decode not in ("rolling", "off"):
-            every = integer("decode", self.decode, 1, INT32_MAX, also="'rolling' or 'off'")
-            object.__setattr__(self, "decode", every)
-        interval = optional_integer("prefill_interval", self.prefill_interval, 1, INT32_MAX)
-        object.__setattr__(self, "prefill_interval", interval)
-        object.__setattr__(self, "marks", tuple(integers("marks", self.marks, 0, INT32_MAX)))
+            check_fields(self, integer, decode=(1, INT32_MAX, "'rolling' or 'off'"))
+        check_fields(self, integer, or_none=True, prefill_interval=(1, INT32_MAX))
+        set_field(self, "marks", tuple(integers("marks", self.marks, 0, INT32_MAX)))
 
     @classmethod
     def every_block(cls, block_size_tokens: int) -> "CheckpointPlan":
@@ -94,7 +85,7 @@ class CheckpointPlan:
                 )
 
     def boundaries(
-        self, *, start: int, stop: int, prompt_tokens: int, block_size_tokens: int, seen_tokens: int = 0
+        self, *, start: int, stop: int, prompt_tokens: int, block_size_tokens: int, branch_tokens: int = 0
     ) -> tuple[Boundary, ...]:
         """The boundaries in (start, stop] to store in the step that computes tokens [start, stop).
 
@@ -103,8 +94,8 @@ class CheckpointPlan:
                 another step is a decode.
             prompt_tokens: where prefill ends and decoding begins.
             block_size_tokens: tokens of a block.
-            seen_tokens: leading tokens that the sequence shares with an earlier or waiting one before the two
-                differ; 0 where it only continues or repeats one.
+            branch_tokens: leading tokens that the sequence shares with an earlier or waiting one before the
+                two differ; 0 where it only continues or repeats one.
 
         Returns:
             One boundary for each position, of the position's worthiest kind; the worthiest kinds first. With
@@ -114,9 +105,9 @@ class CheckpointPlan:
         start, stop = integer("start", start, 0), integer("stop", stop, 0)
         prompt_tokens = integer("prompt_tokens", prompt_tokens, 0)
         block_size_tokens = integer("block_size_tokens", block_size_tokens, 1)
-        seen_tokens = integer("seen_tokens", seen_tokens, 0)
+        branch_tokens = integer("branch_tokens", branch_tokens, 0)
         first: dict[int, Boundary] = {}
-        planned = self._planned(start, stop, prompt_tokens, block_size_tokens, seen_tokens)
+        planned = self._planned(start, stop, prompt_tokens, block_size_tokens, branch_tokens)
         for position, kind in sorted(planned, key=lambda place: KINDS_BY_WORTH.index(place[1])):
             position -= position % block_size_tokens
             if start < position <= stop:
@@ -125,7 +116,7 @@ class CheckpointPlan:
         return tuple(first.values())
 
     def _planned(
-        self, start: int, stop: int, prompt: int, block: int, seen: int
+        self, start: int, stop: int, prompt: int, block: int, branch: int
     ) -> Iterator[tuple[int, BoundaryKind]]:
         if start >= prompt:
             if self.decode != "off":
@@ -136,7 +127,7 @@ class CheckpointPlan:
             yield prompt - 1, "tail"
             yield prompt, "tail"
         if self.branch:
-            yield seen, "branch"
+            yield branch, "branch"
         if self.chunk_ends and stop % block == 0:
             yield stop, "chunk_end"
         if self.prefill_interval is not None:
@@ -145,7 +136,12 @@ class CheckpointPlan:
 
 
 def checked_boundaries(
-    plan: CheckpointPlan, start: int, stop: int, prompt_tokens: int, block_size_tokens: int, seen_tokens: int
+    plan: CheckpointPlan,
+    start: int,
+    stop: int,
+    prompt_tokens: int,
+    block_size_tokens: int,
+    branch_tokens: int,
 ) -> tuple[Boundary, ...]:
     """What `plan.boundaries` returns, checked where the plan is one of a user's own."""
     found = plan.boundaries(
@@ -153,7 +149,7 @@ def checked_boundaries(
         stop=stop,
         prompt_tokens=prompt_tokens,
         block_size_tokens=block_size_tokens,
-        seen_tokens=seen_tokens,
+        branch_tokens=branch_tokens,
     )
     if type(plan) is CheckpointPlan:
         return found
@@ -168,166 +164,26 @@ def checked_boundaries(
     return boundaries
 
 
-class CachedPath:
-    """The KV blocks of one sequence, and the durable slot of its state; only `PrefixCache` changes it."""
-
-    def __init__(
-        self, chain: PrefixHashChain, plan: CheckpointPlan, table_row: TableRow, shares: bool
-    ) -> None:
-        """`table_row`: [blocks of the longest sequence], all -1. The path writes its `blocks` there."""
-        self.chain = chain
-        self.plan = plan
-        self.shares = shares  # False without caching, and once the cache was reset
-        self.blocks: list[int] = []  # each with a reference of this path, as in the block table's row
-        self.num_registered = 0  # leading blocks that are complete and never written again
-        self.state_slot = -1  # whose state the sequence continues from, pinned; -1: none
-        self.rolling_block = -1  # of the newest decode state that rolls, or -1
-        self.request = -1  # the eviction policy's number, or -1
-        self._table_row = table_row
-
-    def check_fits(self, num_blocks: int) -> None:
-        """ValueError where the row of the block table cannot show so many blocks."""
-        if num_blocks > len(self._table_row):
-            raise ValueError(
-                f"table_row has {len(self._table_row)} entries; accepted: at least {num_blocks}, one for "
-                "each block that the path will hold"
-            )
-
-    def append(self, blocks: list[int]) -> None:
-        first = len(self.blocks)
-        self.blocks += blocks
-        self._table_row[first : first + len(blocks)] = blocks
-
-    def replace(self, first: int, blocks: list[int]) -> None:
-        """Put `blocks` in the place of block `first` and all later blocks; O(these blocks)."""
-        self._table_row[first : len(self.blocks)] = -1
-        del self.blocks[first:]
-        self.append(blocks)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError where the row of the block table shows other blocks."""
-        assert 0 <= self.num_registered <= len(self.blocks), "more blocks are registered than held"
-        assert self._table_row[: len(self.blocks)].tolist() == self.blocks, "the block table is off"
-        assert (self._table_row[len(self.blocks) :] == -1).all(), "the block table has stale entries"
+MAX_COMPARED = 32
+"""Waiting requests with which one that begins is compared."""
 
 
-@dataclass(frozen=True)
-class PathStep:
-    """Tokens [start, stop) of one sequence, which the next step computes.
+def depth_worth_a_state(keys: Sequence[int], others: Iterable[Sequence[int]], num_known: int) -> int:
+    """After how many blocks of `keys` a state saves `others` the most blocks; 0 where it saves none.
 
-    The last tokens may be drafts: guesses at the sequence's next tokens, which the step verifies.
-
-    Attributes:
-        path: the sequence's path in the cache.
-        sequence: the known tokens of the sequence; drafts are not among them.
-        start, stop: token positions.
-        decoding: whether the step is a decode; else it is (a part of) a prefill.
-        boundaries: where states are to be stored.
-        destinations: boundary position -> the slot reserved for its state; `PrefixCache.reserve` fills it.
-        drafts: the drafts of a decode.
+    `num_known` blocks are saved without it. Example: of keys [a b c] and others [[a b x], [a b y], [a z]],
+    2: a state after b saves two of them 2 blocks each, one after a would save three of them 1 block each.
     """
-
-    path: CachedPath
-    sequence: Sequence[int] = field(repr=False, compare=False)
-    start: int
-    stop: int
-    decoding: bool = False
-    boundaries: tuple[Boundary, ...] = ()
-    destinations: dict[int, int] = field(default_factory=dict)
-    drafts: tuple[int, ...] = ()
-
-    def key_at(self, position: int) -> int:
-        """The hash of the prefix that ends at block boundary `position` of the tokens and drafts."""
-        chain = self.path.chain
-        chain.extend_to(self.sequence, position)
-        if position > len(self.sequence):  # a fork, so that drafts do not enter the sequence's chain
-            chain = chain.fork()
-            chain.extend_to([*self.sequence, *self.drafts], position)
-        return chain.keys[position // chain.block_size_tokens - 1]
-
-    def block_at(self, position: int) -> int:
-        return self.path.blocks[position // self.path.chain.block_size_tokens - 1]
-
-    def accepted(self, num_tokens: int) -> Self:
-        """This decode cut to its first `num_tokens` tokens; the others are wrong drafts."""
-        stop = self.start + num_tokens
-        return replace(
-            self,
-            stop=stop,
-            drafts=self.drafts[: num_tokens - 1],
-            boundaries=tuple(boundary for boundary in self.boundaries if boundary.position <= stop),
-            destinations={p: slot for p, slot in self.destinations.items() if p <= stop},
-        )
+    depth = saved = 0
+    key = keys[num_known] if num_known < len(keys) else None
+    deeper = [other for other in others if len(other) > num_known and other[num_known] == key]
+    shared = sorted((_num_shared(keys, other) for other in deeper), reverse=True)
+    for count, num_shared in enumerate(shared, 1):
+        if (num_shared - num_known) * count > saved:
+            depth, saved = num_shared, (num_shared - num_known) * count
+    return depth
 
 
-class RollingOwner(Protocol):
-    """A sequence that decodes; `rolling_block` ends at its newest decode state that rolls, or is -1."""
-
-    rolling_block: int
-
-
-def drop_rolling(slots: StateSlots, owner: RollingOwner) -> None:
-    """Drop the owner's newest decode state that rolls; one that a request has resumed from stays."""
-    block = owner.rolling_block
-    slot = slots.tree.slot_of(block) if block >= 0 else -1
-    if slot < 0 or slot in slots.tree.used or slots.drop(block, "rolled"):
-        owner.rolling_block = -1
-
-
-def make_room_by_rolling(slots: StateSlots, owners: Iterable[RollingOwner], num_slots: int) -> None:
-    """Drop decode states of `owners`, which store newer ones now, until `num_slots` slots are free."""
-    for owner in owners:
-        if len(slots.free) >= num_slots:
-            return
-        drop_rolling(slots, owner)
-
-
-def reserve_states[S: PathStep](
-    slots: StateSlots, steps: Sequence[S], max_inner_states: int | None = None
-) -> list[S]:
-    """Reserve a slot for each boundary that has no state yet, as far as slots go; may evict states."""
-    certain: dict[int, tuple[int, Boundary]] = {}  # hash -> number of the step, boundary
-    guessed: dict[int, tuple[int, Boundary]] = {}
-    for number, step in enumerate(steps):
-        for boundary in step.boundaries:
-            key = step.key_at(boundary.position)
-            if key not in slots.tree.state_block_of_hash:
-                known = boundary.position <= len(step.sequence)
-                (certain if known else guessed).setdefault(key, (number, boundary))
-    if not (certain or guessed):
-        return list(steps)
-    wanted = sorted(certain, key=lambda key: KINDS_BY_WORTH.index(certain[key][1].kind))
-    beyond: list[int] = []
-    if max_inner_states is not None:
-        inner = [key for key in wanted if _is_inner(steps[certain[key][0]], certain[key][1])]
-        beyond = inner[max_inner_states:]
-        dropped = set(beyond)
-        wanted = [key for key in wanted if key not in dropped]
-    if not slots.policy.refuses:
-        decoding = [steps[certain[key][0]].path for key in wanted if certain[key][1].kind == "decode"]
-        make_room_by_rolling(slots, decoding, len(wanted))
-    chosen = slots.make_room([_planned(steps[certain[key][0]], certain[key][1]) for key in wanted])
-    served = set(chosen)
-    slots.tree.note_refused([key for key in wanted if key not in served] + beyond)
-    # States of drafts evict nothing, because the drafts may be wrong.
-    num_free = len(slots.free) - len(chosen)
-    chosen += [key for key in guessed if key not in certain][:num_free]
-    places = [certain.get(key) or guessed[key] for key in chosen]
-    blocks = [steps[number].block_at(boundary.position) for number, boundary in places]
-    destinations: dict[int, dict[int, int]] = {}
-    for (number, boundary), slot in zip(places, slots.reserve(blocks, chosen), strict=True):
-        destinations.setdefault(number, {})[boundary.position] = slot
-    return [
-        replace(step, destinations=destinations[number]) if number in destinations else step
-        for number, step in enumerate(steps)
-    ]
-
-
-def _planned(step: PathStep, boundary: Boundary) -> PlannedState:
-    depth = boundary.position // step.path.chain.block_size_tokens
-    return step.path.chain.keys, depth, boundary.kind, step.path.request
-
-
-def _is_inner(step: PathStep, boundary: Boundary) -> bool:
-    """Whether a prefill passes the boundary, so that only kernels that store states inside one keep it."""
-    return not step.decoding and boundary.position < step.stop
+def _num_shared(keys: Sequence[int], other: Sequence[int]) -> int:
+    """Leading blocks that two sequences have in common; a key stands for all blocks up to its own."""
+    return bisect_left(range(min(len(keys), len(other))), True, key=lambda i: keys[i] != other[i])

@@ -134,7 +134,7 @@ class BlocksByUnit:
         for unit, free in by_unit.items():
             self._set(unit, self._of_unit[unit] + free)
 
-    def withdraw(self, unit: int) -> None:
+    def take_unit(self, unit: int) -> None:
         """Take the blocks of a unit that is wholly free."""
         self._set(unit, [])
 
@@ -187,7 +187,7 @@ class DirtyEntries:
     def has_any(self, entries: Iterable[int]) -> bool:
         return not self._entries.isdisjoint(entries)
 
-    def withdraw(self, entries: Iterable[int]) -> None:
+    def discard(self, entries: Iterable[int]) -> None:
         """Note that these entries are zero, or that another pool owns their memory."""
         self._entries.difference_update(entries)
 

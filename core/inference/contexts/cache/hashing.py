@@ -141,8 +141,7 @@ _STATES = _BITS["state"] | _BITS["refused state"]
 class GhostList:
     """A bounded map from the hashes of prefixes to what is gone under them; O(1) a hash.
 
-    What is there again (a block that is registered, a state of a host that is not named yet) may still be
-    listed.
+    A block that is registered again stays listed as gone. A state is listed until `discard_states` names it.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -1,8 +1,7 @@
-"""KV blocks: reference counts, the free list, eviction. Arguments are checked here; the tree checks none."""
+"""KV blocks: reference counts, the free list, eviction."""
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import countOf
 from typing import Protocol
@@ -21,12 +20,12 @@ DeregistrationObserver = Callable[[list[int], set[int]], None]
 MAX_HASH = (1 << 63) - 1
 
 
-class BlockLender(Protocol):
-    """Moves units of a shared memory from states to blocks; `Borrowing` is one."""
+class BlockBorrower(Protocol):
+    """`Borrowing`, whose module imports this one: moves units of a shared memory from states to blocks."""
 
-    def num_blocks_to_lend(self, keep: Sequence[int] | None = None) -> int: ...
+    def num_blocks_to_borrow(self, keep: Sequence[int] | None = None) -> int: ...
 
-    def lend_blocks(self, num_blocks: int) -> None: ...
+    def borrow_blocks(self, num_blocks: int) -> None: ...
 
 
 class KVBlockAllocator:
@@ -58,18 +57,18 @@ class KVBlockAllocator:
 
         Args:
             enable_prefix_caching: whether blocks may be registered.
-            slots: of the states at the ends of blocks, which are forgotten before their blocks are
+            slots: of the states at the ends of blocks, which are removed before their blocks are
                 deregistered; None for KV alone.
             clock: says when blocks are used.
             dirty: collects the blocks that become free.
-            units: of a memory that blocks share with states, between which `lender` moves units.
+            units: of a memory that blocks share with states, between which `borrowing` moves units.
         """
         self._slots = slots
         self._clock = clock
         self.total_count = integer("total_count", total_count, 1, INT32_MAX)
         self._registers = boolean("enable_prefix_caching", enable_prefix_caching)
         self._units = units
-        self.lender: BlockLender | None = None
+        self.borrowing: BlockBorrower | None = None
         self.tree = PrefixTree(self.total_count) if slots is None else slots.tree
         self._observers: list[DeregistrationObserver] = []
         self._dirty = dirty or DirtyEntries()
@@ -78,9 +77,8 @@ class KVBlockAllocator:
         self._clear_references()
 
     def _clear_references(self) -> None:
-        self.tree.set_references(range(self.total_count), 0)
+        self.tree.clear_references()
         self.tree.set_references(self._lent_blocks, 1)
-        self.tree.leaves.timestamps[:] = [0] * self.total_count
         self._last_release_ns = 0
         self._num_cached = 0
         self._restart_free()
@@ -117,12 +115,12 @@ class KVBlockAllocator:
         return len(self.free)
 
     @property
-    def cached_count(self) -> int:
+    def num_cached(self) -> int:
         """The number of registered blocks that are not held."""
         return self._num_cached
 
     @property
-    def held_count(self) -> int:
+    def num_held(self) -> int:
         num_lent = self._units.num_lent_blocks if self._units else 0
         return self.total_count - self.total_avail - self._num_cached - num_lent
 
@@ -139,9 +137,9 @@ class KVBlockAllocator:
         needed = integer("num_blocks", num_blocks, 0)
         matched = integer("potential_matched_count", potential_matched_count, 0)
         missing = needed - (self.total_avail + self._num_cached - matched)
-        if missing <= 0 or self.lender is None:
+        if missing <= 0 or self.borrowing is None:
             return missing <= 0
-        return missing <= self.lender.num_blocks_to_lend(keep_slots)
+        return missing <= self.borrowing.num_blocks_to_borrow(keep_slots)
 
     # ---- allocation and references
 
@@ -152,8 +150,8 @@ class KVBlockAllocator:
             KVBlockCapacityError: too few blocks are free or cached; nothing is evicted.
         """
         num_blocks = integer("num_blocks", num_blocks, 0)
-        if num_blocks > self.total_avail and self.lender is not None:
-            self.lender.lend_blocks(num_blocks)
+        if num_blocks > self.total_avail and self.borrowing is not None:
+            self.borrowing.borrow_blocks(num_blocks)
         missing = num_blocks - self.total_avail
         if missing > self._num_cached:
             raise KVBlockCapacityError(num_blocks, self.total_avail + self._num_cached)
@@ -166,58 +164,21 @@ class KVBlockAllocator:
 
     def add_references(self, block_ids: Sequence[int]) -> None:
         """Add one reference to each of these held or registered blocks; parents come before children."""
-        blocks = self._checked(block_ids)
-        refs, parents = self.tree.references, self.tree.parents
-        seen: set[int] = set()
-        for block in blocks:
-            seen.add(block)
-            if refs[block]:
-                continue
-            parent = parents[block]
-            if parent < 0:
-                raise ValueError(
-                    f"block_ids names {block}; accepted: held or registered blocks, this one is free"
-                )
-            if not refs[parent] and parent not in seen:
-                raise ValueError(
-                    f"block_ids names {block}; accepted: after its parent {parent}, which is not held"
-                )
-        self._num_cached -= self.tree.hold(blocks)
+        self._num_cached -= self.tree.hold(self._checked(block_ids))
 
     def release_memory_blocks(self, block_ids: Sequence[int], forget: bool = False) -> None:
-        """Remove one reference from each block; the blocks of a sequence come in order.
+        """Remove one reference from each of these distinct blocks; those of a sequence come in order.
 
-        Unregistered blocks without a reference become free; registered ones stay cached. A block named twice
-        loses two references.
+        Unregistered blocks without a reference become free; registered ones stay cached.
 
         `forget`: also deregister the blocks that are not held any more and no other sequence continues.
         """
-        blocks = self._checked(block_ids)
-        refs, tree = self.tree.references, self.tree
-        parents = tree.parents
-        if len(set(blocks)) == len(blocks):
-            remaining = [refs[block] - 1 for block in blocks]
-        else:
-            counts = Counter(blocks)
-            blocks, remaining = list(counts), [refs[block] - count for block, count in counts.items()]
-        unheld = blocks
-        if any(remaining):
-            if (least := min(remaining)) < 0:
-                block = blocks[remaining.index(least)]
-                raise ValueError(
-                    f"block_ids names {block} {refs[block] - least} times; accepted: at most as often as it "
-                    f"has references ({refs[block]})"
-                )
-            unheld = [block for block, held in zip(blocks, remaining, strict=True) if not held]
-        cached = [block for block in unheld if parents[block] >= 0]
-        cached.reverse()
-        now_ns = max(self._last_release_ns + 1, self._clock())
-        if (block := tree.release(blocks, remaining, cached, now_ns)) >= 0:
-            raise ValueError(f"block_ids names {block}; accepted: with the held blocks that continue it")
+        tree, now_ns = self.tree, max(self._last_release_ns + 1, self._clock())
+        cached, freed = tree.release(self._checked(block_ids), now_ns)
         self._last_release_ns = now_ns
         self._num_cached += len(cached)
-        if len(cached) < len(unheld):
-            self._add_free([block for block in reversed(unheld) if parents[block] < 0])
+        if freed:
+            self._add_free(freed)
         if forget:
             gone = []
             for block in cached:
@@ -302,7 +263,7 @@ class KVBlockAllocator:
         try:
             if self._slots is not None:  # a state must not outlive its block
                 state_cause = "kv_evicted" if cause == "new_block" else cause
-                self._slots.forget(blocks, state_cause, with_blocks=True)
+                self._slots.remove(blocks, state_cause, with_blocks=True)
         except BaseException:
             self.tree.put_back(blocks)
             raise

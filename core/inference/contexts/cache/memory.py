@@ -74,7 +74,7 @@ class UnitShape(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryDivision:
-    """One memory for states and KV, in bytes from its start; a number keeps its address:
+    """One memory for states and KV. The address of a slot or block never changes; from the start there are:
 
     live slots, one more slot | unit 0 .. num_kv_units-1 | .. | unit num_units-1
     always states             | always KV                | states or KV, as they are needed

@@ -35,10 +35,10 @@ class PinnedPrefixes:
         self,
         slots: StateSlots,
         kv_blocks: KVBlockAllocator,
-        max_slots: int | None = None,
-        units: MemoryUnits | None = None,
+        max_slots: int,
+        units: MemoryUnits | None,
     ) -> None:
-        self._max_slots = slots.num_slots if max_slots is None else max_slots
+        self._max_slots = max_slots
         self._slots = slots
         self._kv_blocks = kv_blocks
         self._units = units

@@ -26,6 +26,33 @@ new_block: its memory was needed for another block.
 discarded: the model's results in it were no numbers.
 reset: all prefixes were forgotten.
 """
+ComputeReason = Literal[
+    "never_seen",
+    "kv_evicted",
+    "state_not_taken",
+    "branch_first_seen",
+    "state_evicted",
+    "last_token",
+    "partial_block",
+    "capacity",
+    "disabled",
+]
+"""Why a prompt token was computed and not resumed:
+
+never_seen: no earlier request had this prefix.
+kv_evicted: an earlier request had this prefix, and its KV is evicted.
+state_not_taken: the KV is there, but the plan stored no state that deep.
+branch_first_seen: the KV is there up to where this prompt and a cached one differ first. No state was stored
+    at that point, because this request is the first that differs there.
+state_evicted: a state was there and was evicted.
+last_token: the whole prompt is known, but its last block must be computed for the last token's logits.
+partial_block: tokens after the last whole block of a prompt whose whole blocks, if it has any, are known.
+    A prompt shorter than a block has no whole block: this is the reason of all its tokens, also of new ones.
+capacity: a state was planned there, and no slot was available.
+disabled: no prefix caching, or the log-probs of these tokens are wanted.
+"""
+COMPUTE_REASONS: tuple[ComputeReason, ...] = get_args(ComputeReason)
+"""All values of `ComputeReason`, whose documentation explains each."""
 STATE_REMOVAL_CAUSES: tuple[StateRemovalCause, ...] = get_args(StateRemovalCause)
 KV_REMOVAL_CAUSES: tuple[KVRemovalCause, ...] = get_args(KVRemovalCause)
 EVICTIONS = frozenset({"new_state", "live_state", "kv_evicted", "new_block"})

@@ -8,22 +8,24 @@ from dataclasses import replace
 
 from ....validation import INT32_MAX, boolean, integer
 from .borrowing import Borrowing
-from .checkpoint_plan import (
-    CachedPath,
-    CheckpointPlan,
-    PathStep,
-    TableRow,
-    drop_rolling,
-    reserve_states,
-)
+from .checkpoint_plan import CheckpointPlan
 from .eviction import PolicyChoice, checked_policy
 from .free_lists import MemoryCleaner
 from .hashing import PrefixHashChain
 from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryDivision, MemoryUnits
+from .paths import (
+    CachedPath,
+    PathStep,
+    PrefixMatch,
+    Span,
+    TableRow,
+    match_prefix,
+    remove_rolling,
+    reserve_states,
+)
 from .pins import PinnedPrefix, PinnedPrefixes
 from .pool_stats import Clock, PoolStats, TierStats
-from .prefix_match import PrefixMatch, Span, match_prefix
 from .prefix_tree import PrefixTree
 from .state_slots import StateSlots
 from .tier import HostTier
@@ -131,7 +133,7 @@ class PrefixCache:
                 that concerns the sequence. Where the result is the same, the call returns `known` itself. A
                 result of another sequence, path or limit is ignored.
         """
-        if not self._enabled or (path is not None and not path.shares):
+        if not self._enabled or (path is not None and not path.caches):
             nothing = PrefixMatch((), 0, -1, 0, (Span(0, num_tokens, "disabled"),))
             return known if known == nothing else nothing
         blocks, num_held = (path.blocks, path.num_registered) if path is not None else ((), 0)
@@ -171,7 +173,7 @@ class PrefixCache:
             again: whether the request came before, and was preempted.
         """
         path = CachedPath(chain, plan, table_row, self._enabled)
-        if path.shares:
+        if path.caches:
             num_reachable = len(chain.keys)
             if max_resume_tokens is not None:
                 num_reachable = min(num_reachable, max_resume_tokens // self._block_size)
@@ -275,10 +277,10 @@ class PrefixCache:
         """
         self.release_state(path)
         self.slots.policy.end(path.request)
-        registered = path.blocks[: path.num_registered] if path.shares else []
-        self.slots.forget_copies(registered)
+        registered = path.blocks[: path.num_registered] if path.caches else []
+        self.slots.remove_copies(registered)
         for block in registered:
-            self.slots.drop(block, "discarded")
+            self.slots.remove_unpinned(block, "discarded")
         blocks = list(path.blocks)
         path.replace(0, [])
         self.kv_blocks.release_memory_blocks(blocks, forget=True)
@@ -289,10 +291,10 @@ class PrefixCache:
         """Make the blocks findable that the sequence's first `num_computed` tokens complete.
 
         Where another block is registered for the same prefix, the path continues with that block and releases
-        its own. Registers nothing for a path that does not share.
+        its own. Registers nothing for a path that does not cache.
         """
         first, stop = path.num_registered, num_computed // self._block_size
-        if stop <= first or not path.shares:
+        if stop <= first or not path.caches:
             return
         chain, kv = path.chain, self.kv_blocks
         chain.extend_to(tokens, num_computed)
@@ -321,7 +323,7 @@ class PrefixCache:
         if self._borrowing:
             states = self.tree.state_block_of_hash
             wanted = {step.key_at(boundary.position) for step in steps for boundary in step.boundaries}
-            self._borrowing.lend_slots(sum(key not in states for key in wanted))
+            self._borrowing.borrow_slots(sum(key not in states for key in wanted))
         return reserve_states(self.slots, steps, max_inner_states)
 
     def after_verification[S: PathStep](self, planned: Sequence[S], accepted: Sequence[S]) -> list[S]:
@@ -361,7 +363,7 @@ class PrefixCache:
             (committed[position],) = slots.commit([slot], [block])
             if step.decoding:
                 keeps = any(b.position == position and b.keeps for b in step.boundaries)
-                drop_rolling(slots, path)
+                remove_rolling(slots, path)
                 if committed[position] == slot and not keeps:
                     path.rolling_block = block
         return committed
@@ -400,7 +402,7 @@ class PrefixCache:
         `paths`: all open paths; none of them may hold a state.
         """
         for path in paths:
-            path.shares = False
+            path.caches = False
             path.rolling_block = -1
         self.pins.unpin_all()
         if self.tier is not None:
@@ -443,8 +445,8 @@ class PrefixCache:
             states_removed_by_cause=states.by_cause.copy(),
             state_ages=states.ages,
             num_free_kv_blocks=kv.total_avail,
-            num_cached_kv_blocks=kv.cached_count,
-            num_held_kv_blocks=kv.held_count,
+            num_cached_kv_blocks=kv.num_cached,
+            num_held_kv_blocks=kv.num_held,
             num_kv_blocks_registered=blocks.num_entered,
             kv_blocks_removed_by_cause=blocks.by_cause.copy(),
             tiers=TierStats() if self.tier is None else self.tier.stats(),

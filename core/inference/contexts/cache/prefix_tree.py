@@ -27,7 +27,7 @@ class PrefixTree:
     """What is cached under each prefix: a KV block, perhaps the state at its end, and why either is gone.
 
     A registered block lies below the block before it; a prefix's first block below the *origin*, which counts
-    as a block that is always held. `KVBlockAllocator` checks arguments.
+    as a block that is always held. Arguments are numbers of blocks: `KVBlockAllocator` checks that.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -156,9 +156,31 @@ class PrefixTree:
         for block in blocks:
             references[block] = count
 
+    def clear_references(self) -> None:
+        """No block is held, or was used; none may be registered."""
+        self.set_references(range(self._origin), 0)
+        self.leaves.timestamps[:] = [0] * self._origin
+
     def hold(self, blocks: Sequence[int]) -> int:
-        """Add a reference to each of these blocks, parents first; returns how many were cached."""
+        """Add a reference to each of these held or registered blocks, parents first.
+
+        Returns how many were cached. ValueError, with nothing changed, for other blocks and another order.
+        """
         references, parents, num_held = self.references, self.parents, self._num_held_children
+        seen: set[int] = set()
+        for block in blocks:
+            seen.add(block)
+            if references[block]:
+                continue
+            parent = parents[block]
+            if parent < 0:
+                raise ValueError(
+                    f"block_ids names {block}; accepted: held or registered blocks, this one is free"
+                )
+            if not references[parent] and parent not in seen:
+                raise ValueError(
+                    f"block_ids names {block}; accepted: after its parent {parent}, which is not held"
+                )
         num_cached = 0
         for block in blocks:
             if references[block] == 0:
@@ -168,30 +190,42 @@ class PrefixTree:
             references[block] += 1
         return num_cached
 
-    def release(
-        self, blocks: Sequence[int], remaining: Sequence[int], cached: Sequence[int], now_ns: int
-    ) -> int:
-        """Set these blocks' counts and last use; `cached`: those without any, children first.
+    def release(self, blocks: Sequence[int], now_ns: int) -> tuple[list[int], list[int]]:
+        """Remove a reference from each of these blocks, and note their last use.
 
-        Returns -1, or, with nothing changed, one of these that a held block would continue.
+        Returns the blocks without a reference now: the registered ones and the others, both from the last
+        one on. ValueError, with nothing changed, for a block that is named twice, not held, or continued by
+        a held block.
         """
-        parents, num_children, num_held = self.parents, self.num_children, self._num_held_children
+        references, parents, num_held = self.references, self.parents, self._num_held_children
+        remaining = [references[block] - 1 for block in blocks]
+        unheld = blocks
+        if any(remaining):
+            if -1 in remaining:
+                block = blocks[remaining.index(-1)]
+                raise ValueError(f"block_ids names {block}; accepted: held blocks")
+            unheld = [block for block, count in zip(blocks, remaining, strict=True) if not count]
+        if len(set(blocks)) < len(blocks):
+            raise ValueError(f"block_ids is {blocks}; accepted: distinct blocks")
+        cached = [block for block in reversed(unheld) if parents[block] >= 0]
         for block in cached:
             num_held[parents[block]] -= 1
         if sum([num_held[block] for block in cached]):
             continued = next(block for block in reversed(cached) if num_held[block])
             for block in cached:
                 num_held[parents[block]] += 1
-            return continued
-        references, leaves = self.references, self.leaves
+            raise ValueError(f"block_ids names {continued}; accepted: with the held blocks that continue it")
         for block, count in zip(blocks, remaining, strict=True):
             references[block] = count
+        leaves, num_children = self.leaves, self.num_children
         timestamps = leaves.timestamps
         for block in cached:
             timestamps[block] = now_ns
             if not num_children[block]:
                 leaves.offer(block)
-        return -1
+        if len(cached) == len(unheld):
+            return cached, []
+        return cached, [block for block in reversed(unheld) if parents[block] < 0]
 
     # ---- eviction
 
@@ -273,7 +307,7 @@ class PrefixTree:
         """The slots of all states, least recently used first: the same on all ranks, under all policies."""
         return sorted(self.slot_of_block.values(), key=self._last_used_ns.__getitem__)
 
-    def enter_states(self, blocks: Sequence[int], slots: Sequence[int], now_ns: int) -> None:
+    def insert_states(self, blocks: Sequence[int], slots: Sequence[int], now_ns: int) -> None:
         """The slots hold the blocks' states; no hash finds these states yet."""
         slot_of_block, block_of_slot = self.slot_of_block, self._block_of_slot
         key_of_slot, last_used_ns = self._key_of_slot, self._last_used_ns
@@ -329,7 +363,7 @@ class PrefixTree:
         self.leaves.note_states_changed([block_of_hash[key] for key in keys if key in block_of_hash])
 
     def remove_states(self, blocks: Sequence[int], cause: StateRemovalCause, now_ns: int) -> list[int]:
-        """Forget the states of these blocks, as far as they have one; returns the slots of these states."""
+        """Remove the states of these blocks, as far as they have one; returns the slots of these states."""
         slot_of_block, key_of_slot = self.slot_of_block, self._key_of_slot
         removed = blocks
         try:

@@ -21,7 +21,7 @@ class StateSlots:
 
         FREE -- reserve --> RESERVED -- commit --> COMMITTED -- take_live --> LIVE
           ^ <--- release ------+                       |                        |
-          +--------------------------- evict, drop, forget + <----- free_live --+ (FREE -- take_live --> LIVE)
+          +--------------------------------- evict, remove + <----- free_live --+ (FREE -- take_live --> LIVE)
 
     A reserved slot is written by one step and read by no request. A committed slot is immutable and findable.
     A pinned slot is not evicted; where its block is evicted, the slot becomes RESERVED for no block until its
@@ -133,7 +133,7 @@ class StateSlots:
             gone = self.reserved.pop(slot) < 0
             planned = self._planned.pop(slot, -1)
             if key > 0 and not gone and block not in self.tree.slot_of_block:
-                self._enter([block], [slot])
+                self._insert([block], [slot])
                 self.name([block], [slot], [key])
             else:
                 self._free_slots([slot])
@@ -238,7 +238,7 @@ class StateSlots:
             new = [block for block in dict.fromkeys(blocks) if block not in slot_of_block]
             keep = [slot_of_block[block] for block in blocks if block in slot_of_block]
         slots = self._take(len(new), keep)
-        self._enter(new, slots)
+        self._insert(new, slots)
         return [slot_of_block[block] for block in blocks] if len(new) < len(blocks) else slots
 
     def name(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
@@ -267,20 +267,20 @@ class StateSlots:
         self._spill(victims, cause)
         self._free_slots(victims)
 
-    def drop(self, block: int, cause: StateRemovalCause = "by_host") -> bool:
-        """Free the slot of a state that its owner no longer needs; False, with nothing done, if pinned."""
+    def remove_unpinned(self, block: int, cause: StateRemovalCause = "by_host") -> bool:
+        """Remove the block's state, which its owner no longer needs; False, with nothing done, if pinned."""
         if self.tree.slot_of(block) in self.pins:
             return False
-        self.forget([block], cause)
+        self.remove([block], cause)
         return True
 
-    def forget(
+    def remove(
         self, blocks: Sequence[int], cause: StateRemovalCause = "by_host", *, with_blocks: bool = False
     ) -> None:
-        """Free the slots of blocks; `with_blocks`: these are evicted, too."""
+        """Remove the states of blocks, and free their slots; `with_blocks`: these are evicted, too."""
         if with_blocks:
-            self.forget_copies(blocks)
-        slots = self._remove(blocks, cause)
+            self.remove_copies(blocks)
+        slots = self._unindex(blocks, cause)
         if slots:
             if self.pins and not self.pins.keys().isdisjoint(slots):
                 pinned = [slot for slot in slots if slot in self.pins]
@@ -291,12 +291,12 @@ class StateSlots:
             gone = set(blocks)
             self.reserved = {slot: -1 if block in gone else block for slot, block in self.reserved.items()}
 
-    def forget_copies(self, blocks: Sequence[int]) -> None:
-        """Forget the copies of these blocks' states in the tier."""
+    def remove_copies(self, blocks: Sequence[int]) -> None:
+        """Remove the copies of these blocks' states in the tier."""
         if self.tier is not None:
             keys = [self.tree.hash_of(block) for block in blocks]
             self.tree.note_changes(keys)
-            self.tier.forget(keys)
+            self.tier.remove(keys)
 
     def clear(self, totals: bool = False, live: bool = False) -> None:
         """Forget every state, reservation, pin and ghost; also `totals`, and `live` slots become free."""
@@ -315,16 +315,16 @@ class StateSlots:
 
     # ---- memory that slots share with KV blocks
 
-    def withdraw(self, slots: Sequence[int]) -> None:
-        """Remove these free slots from the free list: their memory will hold KV."""
+    def lend(self, slots: Sequence[int]) -> None:
+        """Take these free slots from the free list: their memory will hold KV."""
         gone = set(slots)
-        self._dirty.withdraw(gone)
+        self._dirty.discard(gone)
         self.free = [slot for slot in self.free if slot not in gone]
 
-    def enter(self, slots: Sequence[int]) -> None:
-        """Add these slots to the free list, whose memory held KV and is zero where that is asked for."""
+    def take_back(self, slots: Sequence[int]) -> None:
+        """Free lent slots, whose memory held KV and is zero where that is asked for."""
         self._free_slots(slots)
-        self._dirty.withdraw(slots)
+        self._dirty.discard(slots)
 
     # ---- inside
 
@@ -355,19 +355,19 @@ class StateSlots:
         return victims
 
     def _spill(self, slots: Sequence[int], cause: StateRemovalCause = "new_state") -> None:
-        """Copy states that are evicted to the tier, and forget them."""
+        """Copy states that are evicted to the tier, and remove them."""
         tree, tier = self.tree, self.tier
         blocks = tree.blocks_of(slots)
         if tier is not None:
             tier.spill(slots, [tree.key_of(block) for block in blocks])
             tree.note_copies_lost(tier.take_lost())
-        self._remove(blocks, cause)
+        self._unindex(blocks, cause)
 
-    def _enter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        self.tree.enter_states(blocks, slots, self._clock())
+    def _insert(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        self.tree.insert_states(blocks, slots, self._clock())
         self.policy.insert(slots)
 
-    def _remove(self, blocks: Sequence[int], cause: StateRemovalCause) -> list[int]:
+    def _unindex(self, blocks: Sequence[int], cause: StateRemovalCause) -> list[int]:
         slots = self.tree.remove_states(blocks, cause, self._clock())
         self.policy.remove(slots, cause in EVICTIONS)
         return slots

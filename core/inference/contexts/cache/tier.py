@@ -54,8 +54,8 @@ class TierSlots:
         """Index the state in a slot from `allocate` under its hash; no other state ever had this `serial`."""
         self.copies[key] = slot, serial
 
-    def forget(self, keys: Iterable[int]) -> list[int]:
-        """Free the slots of these hashes, and return them."""
+    def remove(self, keys: Iterable[int]) -> list[int]:
+        """Remove the copies under these hashes, and return their slots, which are free."""
         keys = [key for key in keys if key in self.copies]
         slots = [self.copies.pop(key)[0] for key in keys]
         self.dirty.note(slots)
@@ -231,7 +231,7 @@ class HostTier:
                 tier.use(key)
 
     def fetch(self, key: int, slot: int) -> bool:
-        """Copy a pinned state to a reserved slot; False, and forgotten on all ranks, if it is bad on one."""
+        """Copy a pinned state to a reserved slot; False, and removed on all ranks, if it is bad on one."""
         from_file = key not in self.host
         good = loaded = False
         try:
@@ -243,7 +243,7 @@ class HostTier:
             logger.warning("a state could not be copied back; its tokens are computed", exc_info=True)
         self.pin(None)
         if not self._agree(good):
-            self.forget([key])
+            self.remove([key])
             self.num_damaged += loaded
             self.num_not_written += not loaded
             self._lost.append(key)
@@ -264,11 +264,11 @@ class HostTier:
 
     # ---- the whole
 
-    def forget(self, keys: Iterable[int]) -> None:
-        """Forget the copies under these hashes."""
+    def remove(self, keys: Iterable[int]) -> None:
+        """Remove the copies under these hashes."""
         listed = list(keys)
-        self.host.forget(listed)
-        gone = self.files.forget(listed)
+        self.host.remove(listed)
+        gone = self.files.remove(listed)
         if gone:
             self.copies.delete(gone)
 

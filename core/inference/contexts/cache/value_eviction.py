@@ -45,9 +45,9 @@ class ValueEviction(EvictionPolicy):
         superseded   a state whose request has a deeper one, by what it was taken as
         abandoned    below a place where its session went another way; forks apart
 
-    The order is a heap. The newest entry of a node counts; it may be too low, but not too high: a value falls
-    only in calls that push another entry, and is computed anew when an entry comes up. The rates change
-    slowly: after each request a few states are scored anew.
+    The order is a heap, in which a node's newest entry counts. A call that lowers a value pushes an entry.
+    One that raises a value may leave the lower entry: when that comes up, the node gets another. The rates
+    change slowly: after each request a few states are scored anew.
     """
 
     refuses = True

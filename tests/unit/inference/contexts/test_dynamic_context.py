@@ -40,7 +40,7 @@ def test_a_later_chunk_does_not_skip_on_a_kv_match_without_a_state() -> None:
     context.begin_step([first])
     context.abort_step()
     state_block = context.admission.match(request).blocks[6]
-    context.prefix_cache.slots.forget([state_block])
+    context.prefix_cache.slots.remove([state_block])
 
     first = schedule(context, request, budget=16)
     run(context, first)
@@ -67,7 +67,7 @@ def test_twins_computed_in_the_same_step_end_up_sharing_the_blocks_registered_fi
     run(context, *[schedule(context, request) for request in requests])
     assert requests[0].holding.path.blocks[:4] == requests[1].holding.path.blocks[:4]
     assert requests[0].holding.path.blocks[4] != requests[1].holding.path.blocks[4]
-    assert context.prefix_cache.kv_blocks.held_count == 6
+    assert context.prefix_cache.kv_blocks.num_held == 6
 
 
 def test_admission_without_enough_blocks_changes_nothing() -> None:

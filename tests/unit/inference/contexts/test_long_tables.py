@@ -6,8 +6,8 @@ from typing import Any
 import mambaslots as ms
 import numpy as np
 import pytest
-from mambaslots.inference.contexts.cache.checkpoint_plan import CachedPath
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
+from mambaslots.inference.contexts.cache.paths import CachedPath
 from oracle.serving import assert_answers, random_tokens, small_engine
 
 BLOCK = 8
@@ -60,7 +60,7 @@ class RecordedRow:
 @pytest.mark.parametrize(("first", "blocks"), [(0, []), (2, [7, 8, 9]), (4, []), (1, [5])])
 def test_blocks_are_replaced_without_a_look_at_the_rest_of_the_row(first: int, blocks: list[int]) -> None:
     row: Any = RecordedRow(2**20)
-    path = CachedPath(PrefixHashChain(BLOCK), ms.CheckpointPlan(), row, shares=True)
+    path = CachedPath(PrefixHashChain(BLOCK), ms.CheckpointPlan(), row, caches=True)
     path.append([3, 1, 4, 1])
     path.replace(first, blocks)
     assert path.blocks == [3, 1, 4, 1][:first] + blocks

@@ -148,7 +148,7 @@ def tier_traffic(
         else:
             step(block, fetch_fails=call == "fails")
         if random.random() < 0.1:
-            held.forget([block + 1])
+            held.remove([block + 1])
             held.host.dirty.scrub()
     for block in [0, 1, 2, 3] * 3:  # states that have copies leave their slots to others that come back
         step(block)

@@ -219,7 +219,7 @@ def test_a_stream_closed_early_cancels_its_request() -> None:
     next(stream)
     stream.close()
     assert not engine.has_unfinished_requests()
-    assert engine.context.prefix_cache.kv_blocks.held_count == 0
+    assert engine.context.prefix_cache.kv_blocks.num_held == 0
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
@@ -231,7 +231,7 @@ def test_cancelling_frees_everything_and_keeps_what_was_computed(steps: int) -> 
     result = engine.cancel(request_id)
     engine.context.check_integrity()
     assert result.finish_reason == "cancelled"
-    assert engine.context.prefix_cache.kv_blocks.held_count == 0
+    assert engine.context.prefix_cache.kv_blocks.num_held == 0
     (repeat,) = serve_checked(engine, [prompt])
     assert repeat.num_resumed_tokens == min(16 * steps, 32)
 

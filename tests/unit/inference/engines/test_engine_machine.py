@@ -156,7 +156,7 @@ class EngineMachine(RuleBasedStateMachine):
         with self.scope:
             while self.engine.has_unfinished_requests():
                 self.step(1)
-            assert self.engine.context.prefix_cache.kv_blocks.held_count == 0
+            assert self.engine.context.prefix_cache.kv_blocks.num_held == 0
             assert self.engine.context.requests == []
 
 

@@ -128,8 +128,8 @@ def test_copies_are_forgotten_with_their_weights(which: str) -> None:
 def test_a_copy_dies_with_its_kv() -> None:
     engine, forgotten = toy_engine(1, 40, num_kv_blocks=30), list[int]()
     host = tier_of(engine).host
-    forget = host.forget
-    host.forget = lambda keys: forgotten.extend(freed := forget(keys)) or freed  # type: ignore[method-assign]
+    remove = host.remove
+    host.remove = lambda keys: forgotten.extend(freed := remove(keys)) or freed  # type: ignore[method-assign]
     for seed in range(12):
         random = Random(seed)
         ask(engine, [random.randrange(29) for _ in range(30)], 3)

@@ -16,7 +16,7 @@ from mambaslots.net import export_prefixes, import_prefixes
 from oracle.model_kinds import KINDS, WITH_ATTENTION
 from oracle.scrubbed import NewOwners, assert_scrubbed
 from oracle.serving import random_tokens, run_checked, serve_checked, small_engine, small_model
-from oracle.workload import assert_idle
+from oracle.workload import assert_idle, counted_moves
 
 BLOCK = 8
 FILES = {"borrowing.py", "kv_block_allocator.py", "state_slots.py", "memory.py"}
@@ -40,11 +40,6 @@ def _budget(sizes: UnitSizes, live: int) -> Any:
     return RankBudget(sizes, 1 << 30, live)
 
 
-def moves(engine: ms.DynamicInferenceEngine) -> tuple[int, int]:
-    lender = engine.context.prefix_cache.kv_blocks.lender  # type: ignore[attr-defined]
-    return lender.num_to_states, lender.num_to_kv
-
-
 class Churn:
     """After each step units change sides: now KV is emptied for states, now states for KV."""
 
@@ -59,10 +54,10 @@ class Churn:
         self._num_steps += 1
         kv, slots = self._cache.kv_blocks, self._cache.slots
         if self._num_steps % 6 == 0:
-            kv.evict_lru_blocks(kv.cached_count)
-            kv.lender.lend_slots(len(slots.free) + 8)  # type: ignore[attr-defined]
+            kv.evict_lru_blocks(kv.num_cached)
+            kv.borrowing.borrow_slots(len(slots.free) + 8)  # type: ignore[union-attr]
         elif self._num_steps % 3 == 0:
-            kv.lender.lend_blocks(kv.total_avail + kv.cached_count + 4)  # type: ignore[attr-defined]
+            kv.borrowing.borrow_blocks(kv.total_avail + kv.num_cached + 4)  # type: ignore[union-attr]
 
 
 def traffic(engine: ms.DynamicInferenceEngine, rounds: int, length: int = 6) -> None:
@@ -92,12 +87,13 @@ def test_an_import_leaves_out_the_states_whose_memory_its_blocks_take(num_units:
 
 def test_units_move_by_themselves_where_traffic_changes() -> None:
     engine = engine_of(10)
+    moves = counted_moves(engine)
     stems = [random_tokens(24, seed) for seed in range(3)]
     for turn in range(4):
         short = [stem + random_tokens(9, 100 * turn + i) for i, stem in enumerate(stems)]
         long = [random_tokens(50, 1000 + 7 * turn + i) for i in range(3)]
         serve_checked(engine, short if turn > 1 else long, length=6)
-    assert sum(moves(engine)) > 0
+    assert sum(moves) > 0
 
 
 @pytest.mark.parametrize("kind", WITH_ATTENTION, indirect=True)
@@ -105,9 +101,10 @@ def test_units_move_by_themselves_where_traffic_changes() -> None:
 @pytest.mark.parametrize("num_units", [3, 6])
 def test_answers_are_the_recurrences_while_units_change_sides(kind: str, num_units: int) -> None:
     engine = engine_of(num_units, poisoned=True)
+    moves = counted_moves(engine)
     Churn(engine)
     traffic(engine, rounds=12)
-    assert min(moves(engine)) > 2
+    assert min(moves) > 2
     assert engine.stats().cache.num_resumed_tokens > 0
     assert_idle(engine)
 
@@ -123,21 +120,22 @@ def test_answers_are_the_recurrences_while_units_change_sides(kind: str, num_uni
 )
 def test_other_ways_to_serve_do_too(settings: dict[str, Any]) -> None:
     engine = engine_of(5, poisoned=True, **settings)
+    moves = counted_moves(engine)
     Churn(engine)
     traffic(engine, rounds=4)
-    assert sum(moves(engine)) > 0
+    assert sum(moves) > 0
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_speculative_tokens": 2}, {"decode_by_replay": True}])
 def test_what_changes_sides_is_zero_with_scrub(settings: dict[str, Any]) -> None:
     """Also the bytes between two entries of a unit, which the other side wrote."""
     engine = engine_of(5, free_memory="zero", **settings)
-    owners = NewOwners(engine)
+    owners, moves = NewOwners(engine), counted_moves(engine)
     Churn(engine)
     for _ in range(2):
         traffic(engine, rounds=2)
         assert_scrubbed(engine)
-    assert sum(moves(engine)) > 0
+    assert sum(moves) > 0
     assert owners.num_checked > 10
     engine.reset_prefix_cache()
     assert_scrubbed(engine)

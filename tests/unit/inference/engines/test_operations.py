@@ -172,10 +172,10 @@ def test_a_request_restarted_after_a_reset_shares_again() -> None:
         client.step()
     engine = client.engine
     engine.reset_prefix_cache()
-    assert not engine.core.requests[request_id].holding.path.shares
+    assert not engine.core.requests[request_id].holding.path.caches
     engine.core.scheduler.preempt(engine.core.requests[request_id])
     client.step()
-    assert engine.core.requests[request_id].holding.path.shares
+    assert engine.core.requests[request_id].holding.path.caches
     assert cached(engine)[0] >= 5
     client.finish()
     assert resumed(engine, [*LONG[:40], 1]) == 40
@@ -459,7 +459,7 @@ def test_pins_of_one_prefix_and_of_overlapping_ones_nest() -> None:
     assert [pin.num_tokens for pin in (short, long, again)] == [16, 40, 40]
     for step, (pin, blocks, depth) in enumerate(((long, 5, 40), (again, 2, 16), (short, 0, 0))):
         engine.unpin(pin)
-        assert engine.context.prefix_cache.kv_blocks.held_count == blocks
+        assert engine.context.prefix_cache.kv_blocks.num_held == blocks
         for seed in range(6):
             engine.generate([random_tokens(48, 100 * step + seed)], ONE)
         assert resumed(engine, [*LONG[:40], 1]) == depth

@@ -204,7 +204,7 @@ class OperationsMachine(RuleBasedStateMachine):
             self.engine.resume()
             self.streams.clear()
             self.client.finish()
-            assert self.engine.context.prefix_cache.kv_blocks.held_count == 0
+            assert self.engine.context.prefix_cache.kv_blocks.num_held == 0
             assert self.engine.context.requests == []
             assert not self.engine.core.unclaimed
             self.engine.unobserve(self.recorder)  # which no error has dropped

@@ -136,7 +136,7 @@ def test_each_time_of_zeroing_is_needed(kind: str, part: str, monkeypatch: pytes
             if sys._getframe(1).f_code.co_name == "scrub":
                 clean(left, entries)
             else:
-                left.withdraw(entries)
+                left.discard(entries)
 
         monkeypatch.setattr(DirtyEntries, "clean", only_scrubs)
     else:

@@ -419,7 +419,7 @@ class TestOthers:
             engine.step()
             holding = request.holding
             num_held = len(holding.path.blocks) if holding else 0
-            assert kv.held_count == num_held == (-(-holding.num_computed // BLOCK) if holding else 0)
+            assert kv.num_held == num_held == (-(-holding.num_computed // BLOCK) if holding else 0)
             engine.context.check_integrity()
 
     @pytest.mark.parametrize("drafter", [WrongDrafter, MixedDrafter])

@@ -211,7 +211,7 @@ def test_known_kv_without_a_state_gets_one(source: ms.DynamicInferenceEngine) ->
     moved(source, target)
     slots = target.context.prefix_cache.slots
     for block in list(slots.tree.slot_of_block):
-        slots.drop(block)
+        slots.remove_unpinned(block)
     report = moved(source, target)
     assert report.known == replace(expected_counts(source), prefixes=0, states=0)
     assert report.imported.states == expected_counts(source).states
@@ -472,7 +472,7 @@ def test_a_slot_that_is_allocated_but_not_registered_is_not_exported() -> None:
     stateless = [block for block in kv.tree.block_of_hash.values() if block not in slots.tree.slot_of_block]
     if not stateless:
         stateless = [slots.tree.block_of(eviction_order(slots)[0])]
-        assert slots.drop(stateless[0])
+        assert slots.remove_unpinned(stateless[0])
     before = export_prefixes(source)
     allocated = slots.allocate(stateless[:1])
     assert export_prefixes(source).forest.digest == before.forest.digest

@@ -84,12 +84,12 @@ def test_a_division_fits_into_its_budget_and_holds_what_it_must(memory, num_live
 
 
 class Units:
-    """What `lend_slots` asks of its parts; `left` are the units that it has emptied."""
+    """What `borrow_slots` asks of its parts; `left` are the units that it has emptied."""
 
     def __init__(self, units, victims=()):
         self.candidates, self.left = units, []
         self.lending = Borrowing.__new__(Borrowing)
-        self.lending._units = SimpleNamespace(num_kv_units=0, slots_per_unit=1)
+        self.lending.units = SimpleNamespace(num_kv_units=0, slots_per_unit=1)
         self.lending._free = SimpleNamespace(whole_units=[])
         self.lending._slots = SimpleNamespace(free=[], next_victims=lambda count: list(victims[:count]))
         self.lending._kv_blocks = SimpleNamespace(evict_leaves=lambda leaves: None)
@@ -107,14 +107,14 @@ def unit(number, slots, last_use):
 
 def test_units_without_states_go_first_the_one_used_longest_ago_before_others():
     units = Units([unit(0, [5], 1), unit(1, [], 9), unit(2, [], 3)])
-    units.lending.lend_slots(3)
+    units.lending.borrow_slots(3)
     assert units.left == [2, 1]
 
 
 @pytest.mark.parametrize(("victims", "taken"), [([5, 6, 7], True), ([6, 5], True), ([6, 7, 5], False)])
 def test_a_unit_with_states_goes_where_they_would_go_anyway(victims, taken):
     units = Units([unit(0, [5], 1)], victims)
-    units.lending.lend_slots(1)
+    units.lending.borrow_slots(1)
     assert units.left == [0] * taken
 
 
@@ -218,7 +218,7 @@ class Borrowers(RuleBasedStateMachine):
         )
         cache.register(path, tokens, len(tokens))
         for block in path.blocks[-takes:] if takes else ():
-            cache._borrowing.lend_slots(1)
+            cache._borrowing.borrow_slots(1)
             if block not in cache.slots.tree.slot_of_block and cache.slots.num_available:
                 cache.slots.commit(cache.slots.reserve([block]))
 
@@ -247,7 +247,7 @@ class Borrowers(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_prefix_is_pinned(self, data):
         path = self.draw(data, self.paths)
-        if path.shares and self.cache.resumable_tokens(path.chain):
+        if path.caches and self.cache.resumable_tokens(path.chain):
             try:
                 self.cache.pin(path.chain)
             except MambaSlotCapacityError:
@@ -261,7 +261,7 @@ class Borrowers(RuleBasedStateMachine):
     @rule(count=st.integers(1, 5))
     def slots_are_wanted(self, count):
         before = len(self.cache.slots.tree.slot_of_block)
-        self.cache._borrowing.lend_slots(count)
+        self.cache._borrowing.borrow_slots(count)
         gone = before - len(self.cache.slots.tree.slot_of_block)
         assert gone <= before
 
@@ -269,8 +269,8 @@ class Borrowers(RuleBasedStateMachine):
     def blocks_are_wanted(self, count):
         kv = self.cache.kv_blocks
         could = kv.is_memory_available(count)
-        self.cache._borrowing.lend_blocks(count)
-        assert not could or kv.total_avail + kv.cached_count >= count
+        self.cache._borrowing.borrow_blocks(count)
+        assert not could or kv.total_avail + kv.num_cached >= count
 
     @rule(count=st.integers(1, 2))
     def live_slots_are_taken(self, count):

@@ -17,7 +17,7 @@ NOTHING = CheckpointPlan(tail=False, branch=False, chunk_ends=False, decode="off
 
 def boundaries(plan, start, stop, prompt, block=4, seen=0):
     return plan.boundaries(
-        start=start, stop=stop, prompt_tokens=prompt, block_size_tokens=block, seen_tokens=seen
+        start=start, stop=stop, prompt_tokens=prompt, block_size_tokens=block, branch_tokens=seen
     )
 
 

@@ -126,7 +126,7 @@ def test_what_is_no_policy_is_refused(policy):
 
 
 class EveryThird(CheckpointPlan):
-    def boundaries(self, *, start, stop, prompt_tokens, block_size_tokens, seen_tokens=0):
+    def boundaries(self, *, start, stop, prompt_tokens, block_size_tokens, branch_tokens=0):
         return [(p, "interval") for p in range(3 * block_size_tokens, stop + 1, 3 * block_size_tokens)]
 
 

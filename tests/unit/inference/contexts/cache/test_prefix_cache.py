@@ -10,8 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.errors import KVBlockCapacityError, MambaSlotCapacityError
-from mambaslots.inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan, PathStep
+from mambaslots.inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
+from mambaslots.inference.contexts.cache.paths import PathStep
 from mambaslots.inference.contexts.cache.pool_stats import AGE_BOUNDS_S
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
 from oracle.kv_index import eviction_order
@@ -105,7 +106,7 @@ def test_another_salt_shares_nothing():
 def test_a_cache_that_is_off_lends_blocks_and_keeps_nothing():
     cache = PrefixCache(4, 4, SIZE, enabled=False)
     path = computed(cache, [1, 2, 3], positions=[])
-    assert (len(path.blocks), path.num_registered, path.shares) == (2, 0, False)
+    assert (len(path.blocks), path.num_registered, path.caches) == (2, 0, False)
     assert cache.match(chain_of([1, 2, 3]), 3).blocks == ()
     assert cache.stats().num_free_slots == 0
     with pytest.raises(ValueError, match="chain has 1 whole blocks; accepted: one of a prefix with a cached"):
@@ -266,7 +267,7 @@ def test_a_host_that_observes_does_not_take_the_states_place():
 
 
 LEAVING = {
-    "evict": lambda cache, path: cache.kv_blocks.evict_lru_blocks(cache.kv_blocks.cached_count),
+    "evict": lambda cache, path: cache.kv_blocks.evict_lru_blocks(cache.kv_blocks.num_cached),
     "release": lambda cache, path: cache.release(path),
     "discard": lambda cache, path: cache.discard(path),
     "forget": lambda cache, path: cache.forget([path]),
@@ -325,7 +326,7 @@ class Sequence:
         self.path = path
         self.blocks = []
         self.num_registered = 0
-        self.shares = True
+        self.caches = True
         self.state_block = -1  # the block whose state is pinned
 
     def prefix(self, depth):
@@ -451,7 +452,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         held = sequence.path if sequence in self.sequences else None
         match = self.cache.match(chain, length, held, limit)
         assert picture(self.cache, self.paths) == before
-        blocks = self.known(sequence.salt, sequence.tokens) if sequence.shares else []
+        blocks = self.known(sequence.salt, sequence.tokens) if sequence.caches else []
         assert list(match.blocks) == blocks
         most = length - 1 if limit is None else min(limit, length - 1)
         first, reachable = sequence.num_registered, min(len(blocks), most // SIZE)
@@ -506,7 +507,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def register(self, sequence, num_computed):
         self.cache.register(sequence.path, sequence.tokens, num_computed)
-        if sequence.shares:
+        if sequence.caches:
             for depth in range(sequence.num_registered + 1, num_computed // SIZE + 1):
                 theirs = self.block_of(sequence.prefix(depth))
                 if theirs >= 0:
@@ -588,7 +589,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         steps, wanted = [], {}
         for row, (sequence, stop) in enumerate(zip(chosen, stops, strict=True)):
             first = sequence.num_registered
-            depths = range(first + 1, stop // SIZE + 1) if sequence.shares else ()
+            depths = range(first + 1, stop // SIZE + 1) if sequence.caches else ()
             positions = [depth * SIZE for depth in depths if data.draw(st.sampled_from([True, True, False]))]
             steps.append(step_of(sequence.path, sequence.tokens, stop, positions))
             for position in positions:
@@ -650,11 +651,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.sequences.remove(sequence)
         self.cache.discard(sequence.path)
         pinned, cached = self.pinned_states(), self.cached()
-        for depth in range(sequence.num_registered, 0, -1) if sequence.shares else ():
+        for depth in range(sequence.num_registered, 0, -1) if sequence.caches else ():
             block = sequence.blocks[depth - 1]
             if block in self.states and block not in pinned:
                 self.lose_state(block, "discarded")
-        for block in reversed(sequence.blocks[: sequence.num_registered] if sequence.shares else []):
+        for block in reversed(sequence.blocks[: sequence.num_registered] if sequence.caches else []):
             if block in cached and block in self.leaves():
                 self.leave(block, "discarded")
                 self.departed.remove(block)
@@ -731,7 +732,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.states.clear()
         self.used.clear()
         for sequence in self.sequences:
-            sequence.shares = False
+            sequence.caches = False
 
     @precondition(lambda self: len(self.prefix_of) > 4)
     @rule()
@@ -755,10 +756,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert {block for block, slot in slots.items() if slot in cache.tree.used} == self.used
         for sequence in self.sequences:
             assert sequence.path.blocks == sequence.blocks
-            assert sequence.path.shares == sequence.shares
+            assert sequence.path.caches == sequence.caches
             held = cache.slots.tree.slot_of(sequence.state_block)
             assert sequence.path.state_slot == held
-            if sequence.shares:
+            if sequence.caches:
                 assert sequence.path.num_registered == sequence.num_registered
         stats = cache.stats()
         assert stats.num_free_slots == self.num_slots - len(self.states)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from mambaslots.inference.contexts.cache import prefix_match
-from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
+from mambaslots.inference.contexts.cache import paths
+from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan, depth_worth_a_state
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
+from mambaslots.inference.contexts.cache.paths import PrefixMatch, compute_spans
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
-from mambaslots.inference.contexts.cache.prefix_match import PrefixMatch, compute_spans
 from mambaslots.inference.contexts.cache.prefix_tree import PrefixTree
 from oracle.kv_index import eviction_order
 
@@ -37,7 +37,7 @@ def test_a_state_is_stored_where_it_saves_the_most_blocks(
         depth: (depth - num_known) * sum(other[:depth] == text[:depth] for other in others)
         for depth in range(num_known + 1, len(text) + 1)
     }
-    depth = prefix_match.depth_worth_a_state(keys, other_keys, num_known)
+    depth = depth_worth_a_state(keys, other_keys, num_known)
     most = max(saved.values(), default=0)
     assert saved.get(depth, 0) == most
     assert (depth > 0) == (most > 0)
@@ -149,7 +149,7 @@ def span_calls(monkeypatch):
         calls.append(args)
         return compute_spans(*args, **kwargs)
 
-    monkeypatch.setattr(prefix_match, "compute_spans", counting)
+    monkeypatch.setattr(paths, "compute_spans", counting)
     return calls
 
 
@@ -183,7 +183,7 @@ def test_what_happens_to_other_prefixes_leaves_a_match_alone(cache):
     take_state(cache, path, 3)
     match = cache.match(path.chain, 20)
     take_state(cache, other, 3)
-    cache.slots.drop(other.blocks[0])
+    cache.slots.remove_unpinned(other.blocks[0])
     cache.release(other)
     cache.kv_blocks.evict_lru_blocks(3)
     assert cache.match(path.chain, 20, known=match) is match
@@ -193,7 +193,7 @@ def test_what_happens_to_other_prefixes_leaves_a_match_alone(cache):
     "change",
     [
         lambda cache, path: take_state(cache, path, 9),
-        lambda cache, path: cache.slots.drop(path.blocks[4]),
+        lambda cache, path: cache.slots.remove_unpinned(path.blocks[4]),
         lambda cache, path: cache.slots.evict(1),
         lambda cache, path: cache.tree.note_refused([path.chain.keys[6]]),
         lambda cache, path: (cache.release(path), cache.kv_blocks.evict_lru_blocks(1)),
@@ -378,7 +378,7 @@ class RememberedMatches(RuleBasedStateMachine):
     def a_state_is_dropped(self, data):
         blocks = list(self.cache.slots.tree.slot_of_block)
         if blocks:
-            self.cache.slots.drop(data.draw(st.sampled_from(blocks)))
+            self.cache.slots.remove_unpinned(data.draw(st.sampled_from(blocks)))
 
     @rule(count=st.integers(1, 3))
     def states_are_evicted(self, count):
@@ -389,7 +389,7 @@ class RememberedMatches(RuleBasedStateMachine):
     @rule(count=st.integers(1, 6))
     def blocks_are_evicted(self, count):
         kv = self.cache.kv_blocks
-        kv.evict_lru_blocks(min(count, kv.cached_count))
+        kv.evict_lru_blocks(min(count, kv.num_cached))
 
     @precondition(lambda self: self.paths)
     @rule(data=st.data())
@@ -448,7 +448,7 @@ class RememberedMatches(RuleBasedStateMachine):
         self.remembered = [one for one in self.remembered if one.path is None or one.path in self.paths]
         for one in self.remembered:
             fresh = self.matched(one)
-            if one.path is None or one.path.shares:
+            if one.path is None or one.path.caches:
                 held = one.path.blocks[: one.path.num_registered] if one.path is not None else ()
                 # A path may have registered more than a shorter match asks for.
                 if len(held) <= one.num_tokens // SIZE:

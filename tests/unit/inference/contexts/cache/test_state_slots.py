@@ -102,7 +102,7 @@ class SharedSlotsMachine(RuleBasedStateMachine):
             self.order.remove(block)
             self.order.append(block)
         elif what == "drop":
-            assert self.slots.drop(block) == (block not in self.pinned)
+            assert self.slots.remove_unpinned(block) == (block not in self.pinned)
             if block not in self.pinned:
                 self.order.remove(block)
         elif block in self.pinned or len(self.pinned) < self.max_pins:

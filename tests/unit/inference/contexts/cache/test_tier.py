@@ -133,7 +133,7 @@ class BooksMachine(RuleBasedStateMachine):
     @rule(block=st.integers(0, 9))
     def kv_leaves(self, block: int) -> None:
         if block in self.registered:
-            self.slots.forget([block], with_blocks=True)
+            self.slots.remove([block], with_blocks=True)
             self.registered.discard(block)
             self.ever.discard(block)
 
