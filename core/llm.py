@@ -31,7 +31,7 @@ SHARE_OF_ROWS = 0.5
 """What running requests and one sequence of the whole context may take of the memory; the rest caches."""
 
 Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Sequence[int] | torch.Tensor
+TextOrTokens = str | Sequence[int] | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -84,17 +84,17 @@ class LLM:
 
     @overload
     def generate(
-        self, prompts: Prompt, sampling_params: SamplingParams | None = None, **params: Any
+        self, prompts: TextOrTokens, sampling_params: SamplingParams | None = None, **params: Any
     ) -> Completion: ...
 
     @overload
     def generate(
-        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None, **params: Any
+        self, prompts: Sequence[TextOrTokens], sampling_params: SamplingParams | None = None, **params: Any
     ) -> list[Completion]: ...
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: TextOrTokens | Sequence[TextOrTokens],
         sampling_params: SamplingParams | None = None,
         **params: Any,
     ) -> Completion | list[Completion]:
@@ -132,7 +132,7 @@ class LLM:
 
     def stream(
         self,
-        prompt: Prompt | Messages,
+        prompt: TextOrTokens | Messages,
         sampling_params: SamplingParams | None = None,
         **params: Any,
     ) -> Iterator[str]:

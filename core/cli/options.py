@@ -61,7 +61,7 @@ def directory_and_gb(text: str) -> tuple[str, float]:
     return directory, positive(size)
 
 
-def listed[T](entry: Callable[[str], T | list[T]]) -> Callable[[str], list[T]]:
+def comma_list[T](entry: Callable[[str], T | list[T]]) -> Callable[[str], list[T]]:
     """A type of arguments: entries divided by commas."""
 
     def entries(text: str) -> list[T]:

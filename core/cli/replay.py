@@ -22,7 +22,7 @@ from ..replay.report import (
     unlimited_shares,
 )
 from ..replay.setting import MODELS, STATE_DTYPES, ModelShape, ReplaySetting, model_shape
-from .options import add_group, add_json, count, is_file, listed, positive
+from .options import add_group, add_json, comma_list, count, is_file, positive
 
 TEXT = """\
 The scheduler, the cache and its policies are those of the engine; the clock counts steps. The table says
@@ -33,7 +33,7 @@ BUDGETS_GB = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_group(parser, "traffic", None, (
-        ("--trace", listed(_origin), "chat", "LIST",
+        ("--trace", comma_list(_origin), "chat", "LIST",
          f"generated traces ({', '.join(KINDS)}), all of these by the name all, or files: JSON lines of your "
          "own traffic or in Mooncake's format; divided by commas"),
         ("--seed", count(0), 0, "N", "of generated traces"),
@@ -42,10 +42,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--concurrency", count(), 32, "N", "requests that run at once; 1 replays one after another"),
     ))  # fmt: skip
     group = add_group(parser, "memory", None, (
-        ("--budget-gb", listed(positive), None, "LIST",
+        ("--budget-gb", comma_list(positive), None, "LIST",
          "memory for cached states, in GB (default, unless --total-gb is given: 1,2,4,...,64)"),
         ("--kv-gb", positive, 20.0, "GB", "for KV"),
-        ("--total-gb", listed(positive), None, "LIST",
+        ("--total-gb", comma_list(positive), None, "LIST",
          "memory for live states, cached states and KV together"),
         ("--host-gb", positive, 0.0, "GB", "host memory for evicted states"),
         ("--model", str, "nemotron-h-8b", "MODEL",
@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     ))  # fmt: skip
     group.add_argument("--state-dtype", choices=STATE_DTYPES, help="of cached states (default: the model's)")
     add_group(parser, "cache", None, (
-        ("--policy", listed(str), None, "LIST",
+        ("--policy", comma_list(str), None, "LIST",
          "eviction policies, a row each: names, or FILE.py:Class (default: the engine's)"),
         ("--plan", str, None, "PLAN", f"which states are cached: {PLAN_SYNTAX}; or FILE.py:Class"),
     ))  # fmt: skip

@@ -168,7 +168,7 @@ class EngineReplica:
         """Says that all ranks' event loops run, and to an ingress also how states changed."""
         await self._ranks.processes()
         events = self._ingresses.answer(question) if question is not None else None
-        num_states = len(self._ranks.engine.context.prefix_cache.tree.state_block_of_hash)
+        num_states = self._ranks.engine.context.prefix_cache.num_states
         return ReplicaStatus(self._name, self._processes, self._engine.num_running, num_states, events)
 
     def _looks(self) -> StateLooks:

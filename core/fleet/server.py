@@ -69,7 +69,7 @@ def cluster() -> Iterator[bool]:
         ray.shutdown()
 
 
-def placed(settings: FleetSettings, device: str, joined: bool) -> FleetSettings:
+def with_resources(settings: FleetSettings, device: str, joined: bool) -> FleetSettings:
     """The settings with what Ray reserves for each rank: a GPU and a core, or else a share of the cores.
 
     On a cluster that is joined a rank has a core. ValueError: an own cluster has too few GPUs.
@@ -199,7 +199,7 @@ def serve_replicas(
         http = {"host": server.host, "port": server.port, "keep_alive_timeout_s": _KEEP_ALIVE_S}
         serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET)
         check_http(server.host, server.port)
-        settings = placed(settings, device, joined)
+        settings = with_resources(settings, device, joined)
         application = fleet_application(make_engine, load_text, salt_key, server, settings)
         try:
             handle = serve.run(application, name=settings.name, route_prefix="/")

@@ -116,7 +116,7 @@ def find_sources(
         if any(re.search(pattern, each) for pattern in patterns for each in (name, renamed))
     ]
     if superfluous := [name for name in strange if name not in ignored]:
-        raise CheckpointError(f"the checkpoint has weights that {kind} has not: {listed(superfluous)}")
+        raise CheckpointError(f"the checkpoint has weights that {kind} has not: {joined_names(superfluous)}")
     for source in by_target.values():
         _check(source, wanted[source.target].shape, checkpoint)
     made = by_target.keys()
@@ -124,7 +124,7 @@ def find_sources(
     ties = [{name, other} for name, other in model.all_tied_weights_keys.items()]
     tied = set().union(*(tie for tie in ties if not tie.isdisjoint(made)))
     if absent := sorted(missing - tied, key=dot_natural_key):
-        raise CheckpointError(f"the checkpoint lacks weights of {kind}: {listed(absent)}")
+        raise CheckpointError(f"the checkpoint lacks weights of {kind}: {joined_names(absent)}")
     return list(by_target.values()), ignored, missing
 
 
@@ -192,11 +192,11 @@ def _check_experts(source: WeightSource, pattern: str, names: list[str], num_exp
     matches = [match for name in names if (match := number.search(name))]
     if absent := sorted(set(range(num_experts)) - {int(match[1]) for match in matches}) if matches else []:
         begin, end = matches[0].string[: matches[0].start(1)], matches[0].string[matches[0].end(1) :]
-        lacking = listed([f"{begin}{index}{end}" for index in absent])
+        lacking = joined_names([f"{begin}{index}{end}" for index in absent])
         raise CheckpointError(f"the checkpoint lacks weights of {source.target}: {lacking}")
 
 
-def listed(names: Collection[str]) -> str:
+def joined_names(names: Collection[str]) -> str:
     """Names for a message: the first ones, and how many more there are."""
     shown = list(names)[:_MAX_SHOWN]
     more = len(names) - len(shown)
@@ -216,9 +216,9 @@ def load_weights(
     with Checkpoint(folder, blocks) as checkpoint:
         sources, ignored, missing = find_sources(model, checkpoint)
         if ignored:
-            logger.info("%s: not loaded, not of the text model: %s", folder, listed(ignored))
+            logger.info("%s: not loaded, not of the text model: %s", folder, joined_names(ignored))
         if checkpoint.activation_scales:
-            scales = listed(checkpoint.activation_scales)
+            scales = joined_names(checkpoint.activation_scales)
             logger.info("%s: not used, activations are not quantised: %s", folder, scales)
         wanted = model.state_dict()
         progress = LoadProgress(folder, sum(wanted[source.target].nbytes for source in sources))

@@ -1,8 +1,16 @@
 """What processes that serve one model say and send to each other.
 
 The *ranks* of a replica hold parts of one model and make every step together; *replicas* hold the same model,
-and move cached prefixes between them. Of each other, the folders import one thing: `prefill_decode` imports
-`transfer`. May import `engines`, `contexts`, `cache`, `kernels`; nothing of HTTP or of Ray. A name
+and move cached prefixes between them.
+
+channel, heartbeat, all_ranks   messages between processes; which rank died; work that all ranks do or none
+lockstep/                       one rank leads, the others make its calls
+transfer/                       prefixes to another replica
+prefill_decode/                 prefill apart from decode
+routing/                        which replica holds a prompt's states
+
+Of each other, the folders import one thing: `prefill_decode` imports `transfer`. All import the files here
+but `routing`. May import `engines`, `contexts`, `cache`, `kernels`; nothing of HTTP or of Ray. A name
 is imported at its first use: a router needs no engine.
 """
 

@@ -141,7 +141,7 @@ class Fuzzer(Ledger):
         self.model.fails, self.model.spoils, self.model.during = "", None, None
         if self._resetting:
             self._reset()
-        self.engine.check_usable("this")
+        self.engine.ensure_usable("this")
         self.engine.set_weights_version(self.model.version)
         if self._suspended:
             self.engine.resume()

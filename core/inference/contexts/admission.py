@@ -85,7 +85,7 @@ class Admission:
         self._scrubber.inputs.clean([row])
         self._free.pop()
         path = self._cache.open(
-            request.hashes, request.plan, self._table[row], max_resume_tokens=request.most_resumed,
+            request.hashes, request.plan, self._table[row], max_resume_tokens=request.max_resume_tokens,
             again=request.num_counted > 0,
         )  # fmt: skip
         request.holding = Holding(row, live, path, prefill_length=len(request.tokens))
@@ -138,7 +138,7 @@ class Admission:
         path = request.holding.path if request.holding is not None else None
         if self._caches and (path is None or path.caches):
             request.hashes.extend_to(request.tokens)
-        num_tokens, limit = len(request.tokens), request.max_resume_tokens
+        num_tokens, limit = len(request.tokens), request.max_unscored_tokens
         request.match = self._cache.match(request.hashes, num_tokens, path, limit, request.match)
         return request.match
 
@@ -202,7 +202,7 @@ class Admission:
         holding = request.holding
         if self._cache.tier is None or (holding is not None and not holding.path.caches):
             return False
-        blocks = match.blocks[: request.most_resumed // self._block_size]
+        blocks = match.blocks[: request.max_resume_tokens // self._block_size]
         return self._cache.fetch_state(request.hashes, blocks, start)
 
     def _schedule_decode(self, request: DynamicInferenceRequest, holding: Holding) -> RequestStep | None:
@@ -282,7 +282,9 @@ class Admission:
         for other in others:
             other.hashes.extend_to(other.tokens)
         size = self._block_size
-        keys = [other.hashes.keys[: other.most_resumed // size] for other in others]  # as they may resume
+        keys = [
+            other.hashes.keys[: other.max_resume_tokens // size] for other in others
+        ]  # as they may resume
         return depth_worth_a_state(request.hashes.keys, keys, match.resume_tokens // size) * size
 
     def _branch_tokens(self, match: PrefixMatch, request: DynamicInferenceRequest) -> int:

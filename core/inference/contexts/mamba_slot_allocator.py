@@ -54,6 +54,9 @@ class MambaSlotAllocator:
         mamba_chunk_size, ssm_chunk_alignment    kernels store states inside a prefill at multiples of it
         block_size_tokens                        tokens of a KV block, by default as the kernels' multiple
 
+    A subclass may override what the host answers (`_device`, `_policy`, `_checkpoint_plan`, `_kernel_grid`,
+    `_shared_tokens`), and what a step calls (`_commit`, `_clear_pending`).
+
     Example: `MambaSlotAllocator(context, 64, 24, (4096, 4), (64, 64, 128), torch.bfloat16, torch.float32)`
     keeps 64 states of 24 layers. With blocks of 256 tokens, 600 tokens of a prompt planned and a `marks` plan
     at 256, the state after token 256 is scratch row 0 until it is committed.

@@ -155,16 +155,16 @@ class DynamicInferenceRequest:
         return range(self.sampling.prompt_log_probs_start - 1, last)
 
     @property
-    def max_resume_tokens(self) -> int | None:
+    def max_unscored_tokens(self) -> int | None:
         """How many leading tokens may stay without logits; None where only the next token needs logits."""
         scored, num_known = self.scored_positions, len(self.prompt_log_probs)
         return scored[num_known] if num_known < len(scored) else None
 
     @property
-    def most_resumed(self) -> int:
+    def max_resume_tokens(self) -> int:
         """How many leading tokens a cached state may stand for: the last known token is always computed."""
         limit = len(self.tokens) - 1
-        return limit if self.max_resume_tokens is None else min(limit, self.max_resume_tokens)
+        return limit if self.max_unscored_tokens is None else min(limit, self.max_unscored_tokens)
 
     @property
     def finish_reason(self) -> FinishReason | None:

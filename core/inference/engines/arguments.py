@@ -60,7 +60,7 @@ class RequestFactory:
         num_prompt_tokens, most = len(tokens) - sampling.num_given_tokens, sampling.max_tokens
         text = f"prompt and answer have {num_prompt_tokens} + {most} tokens; accepted: together at most"
         self._check_length(text, num_prompt_tokens + most)
-        return self._made(tokens, num_prompt_tokens, sampling, cache_salt, checkpoint_plan)
+        return self._new_request(tokens, num_prompt_tokens, sampling, cache_salt, checkpoint_plan)
 
     def sequence(
         self, name: str, sequence: Prompt, start: int, cache_salt: Salt, plan: CheckpointPlan | None
@@ -76,7 +76,7 @@ class RequestFactory:
         if plan is None:  # other sequences may share the context
             plan = self._config.checkpoint_plan.with_marks([start - 1])
         sampling = SamplingParams(max_tokens=1, skip_prompt_log_probs=False, prompt_log_probs_start=start)
-        request = self._made(tokens[:-1], len(tokens) - 1, sampling, cache_salt, plan)
+        request = self._new_request(tokens[:-1], len(tokens) - 1, sampling, cache_salt, plan)
         request.next_token = tokens[-1]
         return request
 
@@ -97,7 +97,7 @@ class RequestFactory:
         if self._config.enable_prefix_caching:
             request.hashes.extend_to(request.tokens)  # here, so that a crowd of new requests delays no step
 
-    def _made(
+    def _new_request(
         self,
         tokens: list[int],
         num_prompt_tokens: int,

@@ -116,14 +116,14 @@ class DynamicInferenceEngine:
             ValueError: the request can never run, as a prompt that is longer than the KV pool.
             RuntimeError: a failed step has broken the engine.
         """
-        request = self._made(prompt, sampling_params, cache_salt, checkpoint_plan, owned=False)
+        request = self._new_request(prompt, sampling_params, cache_salt, checkpoint_plan, owned=False)
         self._add(request)
         return request.request_id
 
-    def _made(self, *arguments: Any, owned: bool) -> DynamicInferenceRequest:
+    def _new_request(self, *arguments: Any, owned: bool) -> DynamicInferenceRequest:
         """A request with its id; during a step, too."""
         if not self.core.stepping:
-            self.check_usable("add_request")
+            self.ensure_usable("add_request")
         else:
             self.core.check_not_broken()
         request = self.factory.request(*arguments)
@@ -149,7 +149,7 @@ class DynamicInferenceEngine:
             ValueError: the request is unknown or has ended, or the reason is another.
         """
         one_of("reason", reason, get_args(EarlyEnd))
-        self.check_usable("cancel")
+        self.ensure_usable("cancel")
         self._request(request_id)
         result = self._apply(self.core.end, request_id, reason)
         self.core.unclaimed.pop(request_id, None)
@@ -189,7 +189,7 @@ class DynamicInferenceEngine:
             Exception: what the model raises. No request has a new token then, and all running requests are
                 queued again.
         """
-        self.check_usable("step")
+        self.ensure_usable("step")
         try:
             if not self.core.reports:
                 self._advance(reports=True, claims_results=claims_results)
@@ -200,7 +200,7 @@ class DynamicInferenceEngine:
 
     def _advance(self, reports: bool = False, claims_results: bool = True) -> None:
         """Make a step, then cancel abandoned requests. Arguments as of `EngineCore.step`."""
-        self.check_allocated("step")
+        self.ensure_allocated("step")
         self._apply(self.core.step, self.model, reports, claims_results)
         self._cancel_abandoned()
 
@@ -231,22 +231,22 @@ class DynamicInferenceEngine:
         core.notify_ended()
 
     def settle(self) -> None:
-        """As `check_usable`, but does nothing during a step, or where the engine is broken."""
+        """As `ensure_usable`, but does nothing during a step, or where the engine is broken."""
         if not self.core.stepping and self.core.broken_by is None:
-            self.check_usable("settle")
+            self.ensure_usable("settle")
 
-    def check_usable(self, call: str) -> None:
+    def ensure_usable(self, call: str) -> None:
         """Repair what a failed call has left, and cancel abandoned requests.
 
         Raises:
             RuntimeError: a step runs, the engine is broken, or the repair fails. The message names `call`.
         """
-        self.core.check_usable(call)
+        self.core.ensure_usable(call)
         self._cancel_abandoned()
 
-    def check_allocated(self, call: str) -> None:
-        """`check_usable` of a call that needs the pools: RuntimeError where the engine is suspended, too."""
-        self.check_usable(call)
+    def ensure_allocated(self, call: str) -> None:
+        """`ensure_usable` of a call that needs the pools: RuntimeError where the engine is suspended, too."""
+        self.ensure_usable(call)
         if not self.context.memory.allocated:
             raise RuntimeError(f"{call} is called on a suspended engine; resume it first")
 
@@ -280,7 +280,7 @@ class DynamicInferenceEngine:
         params = one_each("sampling_params", sampling_params, len(listed))
         salts = one_each("cache_salt", cache_salt, len(listed))
         plans = one_each("checkpoint_plan", checkpoint_plan, len(listed))
-        self.check_allocated("generate")
+        self.ensure_allocated("generate")
         requests = [  # all of them are checked before one has an id
             self.factory.request(prompt, sampling, salt, plan, name)
             for (name, prompt), sampling, salt, plan in zip(listed, params, salts, plans, strict=True)
@@ -318,7 +318,7 @@ class DynamicInferenceEngine:
         starts = one_each("start", start, len(listed), "sequence")
         salts = one_each("cache_salt", cache_salt, len(listed), "sequence")
         plans = one_each("checkpoint_plan", checkpoint_plan, len(listed), "sequence")
-        self.check_allocated("score")
+        self.ensure_allocated("score")
         arguments = zip(listed, starts, salts, plans, strict=True)
         requests = [
             self.factory.sequence(f"sequences[{i}]", sequence, first, salt, plan)
@@ -377,7 +377,7 @@ class DynamicInferenceEngine:
         Asking for a token advances all requests until this one has a token. Closing or dropping a stream
         cancels its request; dropping does not on a split model without a `LeadingEngine`.
         """
-        request = self._made(prompt, sampling_params, cache_salt, checkpoint_plan, owned=True)
+        request = self._new_request(prompt, sampling_params, cache_salt, checkpoint_plan, owned=True)
         abandoned, one_caller = self.core.abandoned, self.has_one_caller
         source = RequestSource(request, self._advance, self.settle, abandoned, one_caller)
         stream = TokenStream[GeneratedToken](source)
@@ -404,7 +404,7 @@ class DynamicInferenceEngine:
         Returns:
             How many of the prefix's tokens later prompts can resume.
         """
-        self.check_allocated("warm")
+        self.ensure_allocated("warm")
         prefix, chain = self.factory.prefix(tokens, cache_salt)
         cache, size = self.context.prefix_cache, self.config.block_size_tokens
         whole = len(prefix) // size * size
@@ -422,7 +422,7 @@ class DynamicInferenceEngine:
             MambaSlotCapacityError: pins keep `num_mamba_slots` slots already.
             RuntimeError: the engine is suspended, and so caches nothing.
         """
-        self.check_allocated("pin")
+        self.ensure_allocated("pin")
         _, chain = self.factory.prefix(tokens, cache_salt)
         cache = self.context.prefix_cache
         if not cache.resumable_tokens(chain):
@@ -438,7 +438,7 @@ class DynamicInferenceEngine:
 
     def unpin(self, prefix: PinnedPrefix) -> None:
         """Release a pinned prefix; ValueError for a prefix that is not pinned."""
-        self.check_usable("unpin")
+        self.ensure_usable("unpin")
         pins = self.context.prefix_cache.pins
         index = next((index for index, pinned in enumerate(pins.held) if pinned is prefix), None)
         if index is None:
@@ -448,7 +448,7 @@ class DynamicInferenceEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix and pin. Requests under way go on, but cache nothing any more."""
-        self.check_usable("reset_prefix_cache")
+        self.ensure_usable("reset_prefix_cache")
         self._apply(self.core.reset_prefix_cache)
 
     @property
@@ -462,7 +462,7 @@ class DynamicInferenceEngine:
         Raises:
             ValueError: comparing `version` with the version before gives no single truth value.
         """
-        self.check_usable("set_weights_version")
+        self.ensure_usable("set_weights_version")
         try:
             changed = bool(version != self.core.weights_version)
             bool(version == version)  # the next version must be comparable with this one
@@ -509,19 +509,19 @@ class DynamicInferenceEngine:
 
     def suspend(self) -> None:
         """Free all pools until `resume`: prefixes are forgotten, running requests wait, `step` raises."""
-        self.check_usable("suspend")
+        self.ensure_usable("suspend")
         if self.context.memory.allocated:
             self._apply(self.core.suspend)
 
     def resume(self) -> None:
         """Allocate the pools again, empty; queued requests start from their first token."""
-        self.check_usable("resume")
+        self.ensure_usable("resume")
         self._apply(self.core.resume)
 
     def reset(self) -> None:
         """Drop all prefixes and counts, end all requests with "reset", and repair a broken engine."""
         if self.core.stepping:
-            self.check_usable("reset")
+            self.ensure_usable("reset")
         self._apply(self.core.reset, self.core.weights_version, self.context.memory.allocated)
         if self.context.spec.groups.is_split:  # ranks that failed at different requests get the same ids
             users, other = self.factory.next_ids

@@ -157,7 +157,7 @@ class EngineCore:
 
     # ---- what calls are possible
 
-    def check_usable(self, call: str) -> None:
+    def ensure_usable(self, call: str) -> None:
         """Repair what a failed call has left; RuntimeError where `call` cannot be made now."""
         if self.stepping:
             raise RuntimeError(

@@ -19,5 +19,5 @@ tiles                                        what several kernels do
 reference/                                   conv, ssd, delta, attention, penalties, token_draws, state_copy,
                                              pointwise (norms, gates, the head); chunks
 
-May import torch and Triton, and declarations of states; no cache and no request.
+May import torch, Triton, fla-core and FlashAttention-3, and declarations of states; no cache and no request.
 """

@@ -1,7 +1,7 @@
 """Copy whole states, encode live states into durable slots, and decode them.
 
-On CUDA one Triton launch does the work, of `state_move` for all of a copy, of `state_codec` for each tensor.
-Both are imported by the first call that needs them. Elsewhere torch does (`reference.state_copy`).
+Where Triton runs, one launch does the work, of `state_move` for all of a copy, of `state_codec` for each
+tensor. Both are imported by the first call that needs them. Elsewhere torch does (`reference.state_copy`).
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...devices import numbers_on, on_device_of
+from .kernel_set import runs_triton
 from .operands import CodedTensor, StateTensors
 from .reference import state_copy as reference
 
@@ -27,7 +28,7 @@ def copy_states(
     if not len(read):
         return
     copy = reference.copy_states
-    if destination.ssm.is_cuda:
+    if runs_triton(destination.ssm.device):
         from . import state_move
 
         copy = state_move.copy_states
@@ -61,7 +62,7 @@ def _run(
     if not len(reads):
         return
     code = reference.code_tensor
-    if read.device.type == "cuda":
+    if runs_triton(read.device):
         from . import state_codec
 
         code = state_codec.code_tensor

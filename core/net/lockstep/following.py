@@ -34,7 +34,7 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
         """Make the call on a rank that follows, whose arguments rank 0 has checked."""
         name, *arguments = self._of(engine)
         if name != "reset":
-            engine.core.check_usable(name)
+            engine.core.ensure_usable(name)
         getattr(engine.core, name)(*arguments)
         engine.core.notify_ended()  # no result has a reader here: each request has an owner
 
@@ -52,10 +52,10 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, plan: CheckpointPlan) -> "Plan":
         check_plain("checkpoint_plan", tuple(vars(plan).values()))
-        return cls(named("checkpoint_plan", type(plan)), vars(plan))
+        return cls(name_of("checkpoint_plan", type(plan)), vars(plan))
 
-    def made(self) -> CheckpointPlan:
-        kind = found(self.kind)
+    def to_plan(self) -> CheckpointPlan:
+        kind = resolve(self.kind)
         plan: CheckpointPlan = kind.__new__(kind)
         vars(plan).update(self.attributes | {"marks": tuple(self.attributes["marks"])})
         return plan
@@ -88,7 +88,7 @@ class Add(_Call, frozen=True, array_like=True, tag="add"):
             request_id=self.request_id,
             prompt_tokens=self.prompt_tokens,
             sampling=self.sampling,
-            plan=self.plan.made(),
+            plan=self.plan.to_plan(),
             hashes=hashes,
             arrival_s=time.perf_counter(),
             seed=self.seed,
@@ -136,7 +136,7 @@ class Load(_Call, frozen=True, array_like=True, tag="load"):
     function: str
 
     def make(self, engine: DynamicInferenceEngine) -> None:
-        found(self.function)
+        resolve(self.function)
 
 
 class Run(_Call, frozen=True, array_like=True, tag="run"):
@@ -150,7 +150,7 @@ class Run(_Call, frozen=True, array_like=True, tag="run"):
         core = engine.core
         engine.factory.next_ids = self.ids
         try:
-            found(self.function)(engine, *self.arguments)
+            resolve(self.function)(engine, *self.arguments)
         finally:
             for ended in (core.abandoned, core.unclaimed, core.reports):  # rank 0 has its own
                 ended.clear()
@@ -226,11 +226,11 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str, bytes)
 
 
-def named(argument: str, thing: Callable[..., Any]) -> str:
+def name_of(argument: str, thing: Callable[..., Any]) -> str:
     """ "module:name" of a function or class; ValueError for one that has none."""
     name = f"{getattr(thing, '__module__', None)}:{getattr(thing, '__qualname__', None)}"
     try:
-        is_found = found(name) is thing
+        is_found = resolve(name) is thing
     except (ImportError, AttributeError):
         is_found = False
     if not is_found:
@@ -240,7 +240,7 @@ def named(argument: str, thing: Callable[..., Any]) -> str:
     return name
 
 
-def found(name: str) -> Any:
+def resolve(name: str) -> Any:
     """What "module:name" names."""
     module, _, path = name.partition(":")
     return attrgetter(path)(import_module(module))

@@ -22,7 +22,7 @@ from ...parallel_groups import ParallelGroups
 from ...validation import LONGEST_TIMEOUT_S, instance, real, shown
 from ..heartbeat import Heartbeat, RankDiedError
 from .followers import Followers
-from .following import Load, Outcome, Run, call_of, check_plain, named
+from .following import Load, Outcome, Run, call_of, check_plain, name_of
 
 _CAPACITY = (KVBlockCapacityError, MambaSlotCapacityError)
 _DEATH_S = 0.5
@@ -250,13 +250,13 @@ class LeadingEngine(DynamicInferenceEngine):
         """
         if not callable(function):
             raise ValueError(f"function is {shown(function)}; accepted: a function of the engine")
-        self.check_usable("call_on_all")
+        self.ensure_usable("call_on_all")
         if self._followers is None:
             return function(self, *arguments)
         if self._runs_on_all:
             raise RuntimeError("call_on_all is called by a function that it calls; call the inner one itself")
         check_plain("an argument of call_on_all", arguments)
-        run = Run(named("function", function), list(arguments), self.factory.next_ids)
+        run = Run(name_of("function", function), list(arguments), self.factory.next_ids)
         with signals_held(), self._lock:
             self._await_followers()
             self._lead(Load(run.function), lambda: None)
@@ -291,8 +291,8 @@ class LeadingEngine(DynamicInferenceEngine):
             raise RuntimeError(f"a call was not made on all ranks: {'; '.join(differences)}")
         return value
 
-    def check_usable(self, call: str) -> None:
-        """As `DynamicInferenceEngine.check_usable`.
+    def ensure_usable(self, call: str) -> None:
+        """As `DynamicInferenceEngine.ensure_usable`.
 
         Raises:
             RuntimeError: also where a function that all ranks call is called here alone.
@@ -303,7 +303,7 @@ class LeadingEngine(DynamicInferenceEngine):
                 f"{call} is called on one rank of a split model; call it on all: "
                 f"engine.call_on_all({call}, ...)"
             )
-        super().check_usable(call)
+        super().ensure_usable(call)
 
     # ---- the end
 

@@ -33,7 +33,7 @@ class CacheAccess:
     def __init__(self, engine: DynamicInferenceEngine, call: str) -> None:
         """ValueError or RuntimeError as in `export_prefixes`; they name the public function `call`."""
         instance("engine", engine, DynamicInferenceEngine)
-        engine.check_allocated(call)
+        engine.ensure_allocated(call)
         context = engine.context
         if context.steps:
             raise RuntimeError(f"{call} is called during a step; end or abort it first")

@@ -428,6 +428,11 @@ class PrefixCache:
 
     # ---- the whole
 
+    @property
+    def num_states(self) -> int:
+        """Prefixes from which a request can resume."""
+        return len(self.tree.state_block_of_hash)
+
     def stats(self) -> PoolStats:
         """How full both pools are."""
         slots, kv, pins = self.slots.counts, self.kv_blocks, list(self.slots.pins)

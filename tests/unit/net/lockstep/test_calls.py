@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
-from mambaslots.net.lockstep.following import Add, Call, Change, Plan, call_of, check_plain, named
+from mambaslots.net.lockstep.following import Add, Call, Change, Plan, call_of, check_plain, name_of
 from oracle.serving import small_engine
 
 # The calls that a public method sends to the other ranks; those that make steps send each request and step.
@@ -32,7 +32,7 @@ MADE_ON_ALL_RANKS = {
 }
 # These end abandoned requests, on all ranks, and else read.
 READS_AFTER_ENDS = {
-    "settle", "take_result", "pins", "stats", "check_integrity", "check_usable", "check_allocated",
+    "settle", "take_result", "pins", "stats", "check_integrity", "ensure_usable", "ensure_allocated",
 }  # fmt: skip
 READS = {
     "has_unfinished_requests", "computed_prefix", "weights_version", "describe",
@@ -108,7 +108,7 @@ class OwnPlan(CheckpointPlan):
 
 def test_a_plan_of_a_users_class_is_sent_by_its_name() -> None:
     plan = OwnPlan(3)
-    copy = msgspec.msgpack.decode(msgspec.msgpack.encode(Plan.of(plan)), type=Plan).made()
+    copy = msgspec.msgpack.decode(msgspec.msgpack.encode(Plan.of(plan)), type=Plan).to_plan()
     assert type(copy) is OwnPlan
     assert vars(copy) == vars(plan)
 
@@ -135,10 +135,10 @@ def test_only_plain_values_are_sent(value: object) -> None:
 
 
 def test_functions_are_sent_by_name() -> None:
-    assert named("function", msd.save_prefixes) == "mambaslots.net.transfer.files:save_prefixes"
+    assert name_of("function", msd.save_prefixes) == "mambaslots.net.transfer.files:save_prefixes"
     for function in (lambda engine: None, sent.__get__(3), small_engine().step, 3):
         with pytest.raises(ValueError, match=r"^function is .*; accepted: what other ranks can import"):
-            named("function", function)  # type: ignore[arg-type]
+            name_of("function", function)  # type: ignore[arg-type]
 
 
 def test_a_step_is_a_few_bytes() -> None:
