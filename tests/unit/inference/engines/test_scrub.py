@@ -128,7 +128,7 @@ def test_each_place_that_frees_memory_is_noted(
 @pytest.mark.parametrize("part", ["clean", "scrub", "at the end of a call"])
 def test_each_time_of_zeroing_is_needed(kind: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if part == "at the end of a call":
-        monkeypatch.setattr(EngineCore, "_complete", lambda core: setattr(core, "_repair", None))
+        monkeypatch.setattr(EngineCore, "_complete", lambda core: setattr(core, "repair", None))
     elif part == "clean":
         clean = DirtyEntries.clean
 
