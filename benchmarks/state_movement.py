@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 from mambaslots.inference.contexts.states import StatePool
-from mambaslots.inference.kernels.operands import StateTensors
+from mambaslots.inference.kernels.operands import ConvAndSsm
 from mambaslots.inference.kernels.reference import state_copy as reference
 from mambaslots.inference.kernels.state_copy import copy_states
 from mambaslots.state_spec import StateTensor
@@ -138,9 +138,9 @@ class Device:
         return 2 * size / self.seconds([lambda: to.copy_(of)])
 
 
-def random_states(model: Model, device: str, slots: int) -> StateTensors:
+def random_states(model: Model, device: str, slots: int) -> ConvAndSsm:
     """[layers, slots, ...] of random bits: zeros move faster than data."""
-    made = StateTensors(
+    made = ConvAndSsm(
         torch.empty(model.layers, slots, *model.conv_shape, dtype=model.conv_dtype, device=device),
         torch.empty(model.layers, slots, *model.ssm_shape, dtype=model.ssm_dtype, device=device),
     )
@@ -189,8 +189,8 @@ class Pools:
             StateTensor("ssm", model.layers, model.ssm_shape, model.ssm_dtype),
         )
         pool = StatePool(states, model.slots, model.slots, device)
-        self.live = StateTensors(pool["conv"][:, : pool.num_live], pool["ssm"][:, : pool.num_live])
-        self.durable = StateTensors(pool.durable("conv"), pool.durable("ssm"))
+        self.live = ConvAndSsm(pool["conv"][:, : pool.num_live], pool["ssm"][:, : pool.num_live])
+        self.durable = ConvAndSsm(pool.durable("conv"), pool.durable("ssm"))
         self.stock_live = random_states(model, device, model.slots)
         self.stock_durable = random_states(model, device, model.slots)
         for ours, theirs in zip(self.durable, self.stock_durable, strict=True):

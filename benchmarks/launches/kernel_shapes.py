@@ -20,7 +20,7 @@ from mambaslots.inference.kernels import (
 )
 from mambaslots.inference.kernels import penalties as penalty_kernels
 from mambaslots.inference.kernels import token_draws as draw_kernels
-from mambaslots.inference.kernels.operands import StateTensors
+from mambaslots.inference.kernels.operands import ConvAndSsm
 from mambaslots.inference.kernels.state_move import PartMove
 
 HEADS, HEAD_DIM, GROUPS, STATE_DIM = 128, 64, 8, 128
@@ -30,9 +30,9 @@ Access = Literal["load", "store"]
 BOTH: tuple[Access, ...] = ("load", "store")
 
 
-def state_pool(ssm_dtype: torch.dtype = torch.float32) -> StateTensors:
+def state_pool(ssm_dtype: torch.dtype = torch.float32) -> ConvAndSsm:
     """A pool of 64 states, without memory."""
-    return StateTensors(
+    return ConvAndSsm(
         torch.empty(24, 64, 10240, 3, dtype=torch.bfloat16, device="meta"),
         torch.empty(24, 64, HEADS, HEAD_DIM, STATE_DIM, dtype=ssm_dtype, device="meta"),
     )
@@ -44,7 +44,7 @@ def state_copies() -> list[Specialisation]:
     types |= dict.fromkeys(state_move.PART_ARGUMENTS, "i64")
     found = []
 
-    def launch(name: str, pool: StateTensors, changed: dict[str, Any], wide: tuple[Access, ...]) -> None:
+    def launch(name: str, pool: ConvAndSsm, changed: dict[str, Any], wide: tuple[Access, ...]) -> None:
         constants = state_move.constants_of(*(PartMove.between(part, part) for part in pool)) | changed
         options = {"num_warps": state_move.NUM_WARPS, "num_stages": 1}
         found.append(Specialisation(name, state_move.move_states, types, constants, **options, wide=wide))

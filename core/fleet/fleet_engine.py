@@ -166,7 +166,7 @@ class FleetEngine:
             chain = PrefixHashChain(self.facts.block_size_tokens, self._salt_key.root(cache_salt))
         answer = FleetAnswer(number, request, chain, self._end)
         task = self._open[answer] = asyncio.create_task(self._call_replicas(answer))
-        task.add_done_callback(partial(self._ended, answer))  # also where it is cancelled before it begins
+        task.add_done_callback(partial(self._on_task_done, answer))  # also where it never begins
         self._counts["requests"] += 1
         try:
             await answer.opened.wait()
@@ -184,7 +184,7 @@ class FleetEngine:
             answer.early_end = reason
             task.cancel()
 
-    def _ended(self, answer: FleetAnswer, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, answer: FleetAnswer, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None and answer.early_end is None:
             answer.end(None, error)

@@ -14,7 +14,7 @@ from ..inference.contexts.cache.checkpoint_plan import MAX_COMPARED, CheckpointP
 from ..inference.contexts.cache.eviction import PolicyChoice
 from ..inference.contexts.cache.paths import make_room_by_rolling
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
-from ..inference.kernels.operands import StateTensors
+from ..inference.kernels.operands import ConvAndSsm
 from ..inference.kernels.state_copy import copy_states
 from ..validation import integers
 from .cached_answers import AnswerStates
@@ -54,7 +54,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         self._record.turnover = tree.state_turnover = self._record.turnover or tree.state_turnover
         self.num_dropped = self._record.dropped
         self._restore_pins: list[int] = []
-        self._backup: StateTensors | None = None
+        self._backup: ConvAndSsm | None = None
 
     def _policy(self) -> PolicyChoice:
         """What `install` was called with, else the host's; "ref_zero", about KV blocks, counts as "lru"."""
@@ -239,11 +239,11 @@ class HostSlotAllocator(MambaSlotAllocator):
         """Free scratch, too: the host drops its graphs, and builds another allocator."""
         self.note_counts()
         conv, ssm = self._scratch
-        self._scratch = StateTensors(conv[:, :0].clone(), ssm[:, :0].clone())
+        self._scratch = ConvAndSsm(conv[:, :0].clone(), ssm[:, :0].clone())
 
     def offload_pool(self) -> None:
         """Move the durable tensors to host memory; synchronises."""
-        self._backup = StateTensors(_to_host(self.conv_states), _to_host(self.ssm_states))
+        self._backup = ConvAndSsm(_to_host(self.conv_states), _to_host(self.ssm_states))
         self._durable = self._new_states(0, self.ssm_states.device)
 
     def resume_pool(self) -> None:
@@ -252,7 +252,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         if any(states.shape[1] != self.max_slots for states in own):
             with torch.inference_mode(False):  # others than inference tensors can be written anywhere
                 self._durable = (
-                    StateTensors(backup.conv.to(device), backup.ssm.to(device))
+                    ConvAndSsm(backup.conv.to(device), backup.ssm.to(device))
                     if backup is not None
                     else self._new_states(self.max_slots, device)
                 )

@@ -14,7 +14,7 @@ from ..request import SamplingParams
 from ..text import TextCodec
 from ..validation import INT64_MAX
 from .errors import RequestError, bad_argument, bad_field
-from .requests import MAX_CHOICES, AnswerRequest, ChatRequest, CompletionRequest, Context
+from .requests import MAX_CHOICES, AnswerRequest, BodyLimits, ChatRequest, CompletionRequest
 from .served_engine import EngineFacts
 from .settings import ServerSettings
 
@@ -58,7 +58,7 @@ class Preparation:
         self.longest = min(facts.max_sequence_length, facts.pool_tokens)
         self._facts = facts
         self._loaded = loaded
-        self._context = Context(
+        self._context = BodyLimits(
             model_name=settings.model_name,
             vocab_size=facts.vocab_size,
             max_prompts=min(MAX_CHOICES, settings.max_waiting_requests),

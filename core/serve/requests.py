@@ -130,7 +130,7 @@ class StreamOptions(Fields):
     include_obfuscation: bool = False
 
 
-class Context(BaseModel):
+class BodyLimits(BaseModel):
     """What bodies are checked against: the model's name and vocabulary, and the most prompts of one body."""
 
     model_name: str
@@ -167,7 +167,7 @@ class AnswerRequest(Fields):
     return_token_ids: bool = False
 
     @classmethod
-    def read(cls, body: dict[str, Any], context: Context, header_salt: str | None) -> Self:
+    def read(cls, body: dict[str, Any], context: BodyLimits, header_salt: str | None) -> Self:
         """The request in `body`; a RequestError names the first field that is wrong."""
         cls._check_names(body)
         if header_salt is not None:

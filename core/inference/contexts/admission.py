@@ -156,8 +156,8 @@ class Admission:
         """Allocate a step of up to `token_budget` tokens, or nothing and return None where none is possible.
 
         Every part of a prefill is matched again: it may jump ahead to states that others have stored since. A
-        request whose known tokens are all computed gets a step that `follows`: `begin_step` then needs the
-        sampled tokens. No step follows where it would complete a KV block or store a state. The search for
+        request whose known tokens are all computed gets a step that `is_ahead`: `begin_step` then needs
+        the sampled tokens. There is none where it would complete a KV block or store a state. The search for
         room changes cached states, also where it ends in None: running requests copy and unpin those that
         they resumed from, and a fetch may evict some. An admitted request stores a state for `waiting` ones.
         """
@@ -208,15 +208,15 @@ class Admission:
     def _schedule_decode(self, request: DynamicInferenceRequest, holding: Holding) -> RequestStep | None:
         """A decode; one of a token that only the device knows neither needs nor completes a KV block."""
         start, path, size = holding.num_computed, holding.path, self._block_size
-        follows, needs_block = start == len(request.tokens), start == len(path.blocks) * size
-        if follows and (needs_block or (start + 1) % size == 0):
+        is_ahead, needs_block = start == len(request.tokens), start == len(path.blocks) * size
+        if is_ahead and (needs_block or (start + 1) % size == 0):
             return None
         if needs_block:
             if not self._cache.kv_blocks.is_memory_available(1):
                 return None
             self._cache.grow(path, len(path.blocks) + 1)
         return RequestStep.of(
-            request, holding, start, start + 1, decoding=True, follows=follows,
+            request, holding, start, start + 1, decoding=True, is_ahead=is_ahead,
             boundaries=self._boundaries(holding, start, start + 1),
         )  # fmt: skip
 

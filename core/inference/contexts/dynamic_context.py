@@ -149,7 +149,7 @@ class DynamicInferenceContext:
         """Reserve slots for the planned states, and build the model's inputs, decode rows first.
 
         The inputs are valid until the next step. `padding` maps their shape to one at least as large.
-        `sampled_tokens`: where all steps follow, the token that each decodes, [steps] on the device.
+        `sampled_tokens`: where all steps are ahead, the token that each decodes, [steps] on the device.
         """
         if self._scrubs:
             self.memory.scrubber.scrub()

@@ -20,7 +20,7 @@ from ...validation import (
     numbers,
     shown,
 )
-from ..kernels.operands import StateTensors
+from ..kernels.operands import ConvAndSsm
 from ..kernels.state_copy import copy_states
 from .cache.checkpoint_plan import KINDS_BY_WORTH, CheckpointPlan, checked_boundaries
 from .cache.eviction import PolicyChoice, checked_policy
@@ -153,10 +153,10 @@ class MambaSlotAllocator:
         return policy
 
     @torch.inference_mode(False)  # inference tensors cannot be written outside of that mode
-    def _new_states(self, num_slots: int, device: torch.device) -> StateTensors:
+    def _new_states(self, num_slots: int, device: torch.device) -> ConvAndSsm:
         rows = (self.num_mamba_layers, num_slots)
         conv_dtype, ssm_dtype = self._dtypes
-        return StateTensors(
+        return ConvAndSsm(
             torch.zeros(*rows, *self._conv_shape, dtype=conv_dtype, device=device),
             torch.zeros(*rows, *self._ssm_shape, dtype=ssm_dtype, device=device),
         )
@@ -177,8 +177,8 @@ class MambaSlotAllocator:
     def intermediate_ssm_out(self) -> Tensor:
         return self._scratch.ssm
 
-    def _live_states(self) -> StateTensors:
-        return StateTensors(self.context.mamba_conv_states, self.context.mamba_ssm_states)
+    def _live_states(self) -> ConvAndSsm:
+        return ConvAndSsm(self.context.mamba_conv_states, self.context.mamba_ssm_states)
 
     # ---- lookup
 
@@ -352,7 +352,7 @@ class MambaSlotAllocator:
         slots = self.slots
         block = slots.tree.block_of(slot)
         unowned = block < 0 and slot not in slots.reserved
-        if slot in slots.pins or unowned or slots.tree.key_of(block) > 0:
+        if slot in slots.pins or unowned or slots.tree.state_key_of(block) > 0:
             raise ValueError(f"slot is {slot}; accepted: one reserved, or allocated and not registered yet")
 
     # ---- before the step

@@ -250,7 +250,7 @@ class RequestStep(PathStep):
     holding: Holding = field(kw_only=True)
     num_resumed: int = 0  # before `start`
     spans: tuple[Span, ...] = ()
-    follows: bool = False  # a decode of the token that the step before samples; `tokens` has a 0 for it
+    is_ahead: bool = False  # a decode of the token that the step before samples; `tokens` has a 0 for it
 
     @classmethod
     def of(
@@ -268,7 +268,7 @@ class RequestStep(PathStep):
         """Whether the request's next token is sampled after this step."""
         if self.request.next_token is not None:
             return False
-        return self.follows or self.stop - len(self.drafts) == len(self.request.tokens)
+        return self.is_ahead or self.stop - len(self.drafts) == len(self.request.tokens)
 
     @property
     def answer_length(self) -> int:
@@ -283,7 +283,7 @@ class RequestStep(PathStep):
     @property
     def tokens(self) -> list[int]:
         """The tokens to compute, drafts included."""
-        if self.follows:
+        if self.is_ahead:
             return [0]
         known = self.request.tokens[self.start : self.stop]
         return [*known, *self.drafts] if self.drafts else known

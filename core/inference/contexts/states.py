@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...state_spec import SCALES, SlotLayout, StateTensor
 from ...validation import addressable
-from ..kernels.operands import CodedTensor, StateTensors
+from ..kernels.operands import CodedTensor, ConvAndSsm
 from ..kernels.state_copy import copy_states, decode_states, encode_states
 from .cache.free_lists import DirtyEntries
 from .cache.prefix_cache import PrefixCache
@@ -107,7 +107,7 @@ class StatePool:
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy whole slots, pair by pair, in one launch; no destination is a source or named twice."""
         slots = self.memory[None]
-        states = StateTensors(slots[..., :0], slots)  # one tensor for all: slots are contiguous
+        states = ConvAndSsm(slots[..., :0], slots)  # one tensor for all: slots are contiguous
         copy_states(states, sources, states, destinations)
 
 

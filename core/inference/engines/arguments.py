@@ -87,7 +87,7 @@ class RequestFactory:
         chain.extend_to(prefix)
         return prefix, chain
 
-    def number(self, request: DynamicInferenceRequest, *, is_users: bool, owned: bool) -> None:
+    def assign_id(self, request: DynamicInferenceRequest, *, is_users: bool, owned: bool) -> None:
         """Give a request its id and seed. `owned`: the engine keeps no result of it for `take_result`."""
         users, other = self.next_ids
         self.next_ids = (users + 1, other) if is_users else (users, other - 1)

@@ -127,7 +127,7 @@ class DynamicInferenceEngine:
         else:
             self.core.check_not_broken()
         request = self.factory.request(*arguments)
-        self.factory.number(request, is_users=True, owned=owned)
+        self.factory.assign_id(request, is_users=True, owned=owned)
         return request
 
     def _add(self, request: DynamicInferenceRequest) -> None:
@@ -345,7 +345,7 @@ class DynamicInferenceEngine:
         line = ProgressLine(requests) if boolean("progress", progress) else None
         try:
             for request in requests:
-                self.factory.number(request, is_users=is_users, owned=True)
+                self.factory.assign_id(request, is_users=is_users, owned=True)
                 self._apply(self.core.add, request)
             for request in requests:
                 while request.result is None:

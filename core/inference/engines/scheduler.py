@@ -101,13 +101,13 @@ class Scheduler:
                 raise self._capacity_error(next(iter(self.waiting.values())))
             self.preempt(self.running[-1])
 
-    def following(self, steps: Sequence[RequestStep]) -> list[RequestStep]:
-        """What the requests of the last step do next, as far as that follows before its tokens are read."""
+    def steps_ahead(self, steps: Sequence[RequestStep]) -> list[RequestStep]:
+        """Steps of the last step's requests that can be launched before its tokens are read; none, or all."""
         live = [step for step in steps if step.request.holding is step.holding]
         may_admit = self.waiting and len(self.running) < self._config.max_requests
         if len(live) < len(self.running) or may_admit or self._drafter:
             return []
-        following = []
+        ahead = []
         for request, holding in ((step.request, step.holding) for step in live):
             if holding.num_computed != len(request.tokens):
                 return []
@@ -116,8 +116,8 @@ class Scheduler:
             step = self._context.admission.schedule(request, 1)
             if step is None:
                 return []
-            following.append(step)
-        return following
+            ahead.append(step)
+        return ahead
 
     def _advance_running(self) -> list[RequestStep]:
         steps: list[RequestStep] = []

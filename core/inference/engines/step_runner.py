@@ -53,10 +53,10 @@ class StepRunner:
             if not scheduled:
                 return (), {}, ()
             step = self._launch(model, scheduled, None)
-        ahead = self._looks_ahead and not (self.graphs and self.graphs.captures_next)
-        if ahead and (following := scheduler.following(step.steps)):
-            tokens_there = step.tokens_of([one.request for one in following])
-            self.unread = self._launch(model, following, tokens_there)
+        looks_ahead = self._looks_ahead and not (self.graphs and self.graphs.captures_next)
+        if looks_ahead and (ahead := scheduler.steps_ahead(step.steps)):
+            tokens_there = step.tokens_of([one.request for one in ahead])
+            self.unread = self._launch(model, ahead, tokens_there)
         tokens = step.wait()
         if self.graphs is not None:
             self.graphs.after_step(model)
@@ -74,7 +74,7 @@ class StepRunner:
     def _launch(
         self, model: Model, scheduled: Sequence[RequestStep], sampled_tokens: Tensor | None
     ) -> "SampledStep":
-        """Launch a step. `sampled_tokens`: its tokens, where it follows a step whose tokens are not read."""
+        """Launch a step. `sampled_tokens`: its tokens on the device, where the step is ahead."""
         if self.invariance is not None:
             self.invariance.check_switches()
         inputs = self._context.begin_step(scheduled, self.padded, sampled_tokens)  # reserve, publish

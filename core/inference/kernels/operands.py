@@ -14,7 +14,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class StateTensors(NamedTuple):
+class ConvAndSsm(NamedTuple):
     """Two tensors of states, conv [layers, slots, ...] and ssm [layers, slots, ...]; one may be empty."""
 
     conv: Tensor

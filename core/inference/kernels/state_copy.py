@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ...devices import numbers_on, on_device_of
 from .kernel_set import runs_triton
-from .operands import CodedTensor, StateTensors
+from .operands import CodedTensor, ConvAndSsm
 from .reference import state_copy as reference
 
 
 def copy_states(
-    source: StateTensors, sources: Sequence[int], destination: StateTensors, destinations: Sequence[int]
+    source: ConvAndSsm, sources: Sequence[int], destination: ConvAndSsm, destinations: Sequence[int]
 ) -> None:
     """Copy states `source[:, i]` to `destination[:, j]`, pair by pair: both tensors, all layers, same bits.
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .operands import StateTensors
+from .operands import ConvAndSsm
 
 PROGRAMS = 4224
 """Most programs of a launch: 32 for each of the 132 multiprocessors of an H200, of which 8 fit at once."""
@@ -55,7 +55,7 @@ class PartMove(NamedTuple):
         return -(-self.size // (ACCESSES * self.align))
 
 
-def copy_states(source: StateTensors, read: Tensor, destination: StateTensors, write: Tensor) -> None:
+def copy_states(source: ConvAndSsm, read: Tensor, destination: ConvAndSsm, write: Tensor) -> None:
     """Copy states `source[:, read]` to `destination[:, write]` in one launch, which a graph can capture.
 
     Raises a ValueError where states cannot move between the pools as bytes.

@@ -158,7 +158,7 @@ def _path_of(access: CacheAccess, index: int, prefix: PrefixName) -> list[int]:
 def recent_states(engine: DynamicInferenceEngine) -> list[int]:
     """The hashes of the states that a prompt can find, the most recently used first; alike on all ranks."""
     access = CacheAccess(engine, "recent_states")
-    return [access.slots.tree.key_of(block) for block in access.state_slots()]
+    return [access.slots.tree.state_key_of(block) for block in access.state_slots()]
 
 
 def forest_of(access: CacheAccess, state_blocks: Sequence[int]) -> tuple[list[int], PrefixForest]:

@@ -294,7 +294,7 @@ class PrefixTree:
         """The blocks of slots that hold states."""
         return [self._block_of_slot[slot] for slot in slots]
 
-    def key_of(self, block: int) -> int:
+    def state_key_of(self, block: int) -> int:
         """The hash under which the block's state is found, or -1."""
         slot = self.slot_of_block.get(block, -1)
         return self._key_of_slot[slot] or -1 if slot >= 0 else -1

@@ -359,7 +359,7 @@ class StateSlots:
         tree, tier = self.tree, self.tier
         blocks = tree.blocks_of(slots)
         if tier is not None:
-            tier.spill(slots, [tree.key_of(block) for block in blocks])
+            tier.spill(slots, [tree.state_key_of(block) for block in blocks])
             tree.note_copies_lost(tier.take_lost())
         self._unindex(blocks, cause)
 

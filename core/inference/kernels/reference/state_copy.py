@@ -15,10 +15,10 @@ The bfloat16 encoding rounds to the nearest, ties to even. It keeps -0.0, NaN an
 import torch
 from torch import Tensor
 
-from ..operands import INVERSE_OF_LARGEST, SMALLEST, CodedTensor, StateTensors
+from ..operands import INVERSE_OF_LARGEST, SMALLEST, CodedTensor, ConvAndSsm
 
 
-def copy_states(source: StateTensors, read: Tensor, destination: StateTensors, write: Tensor) -> None:
+def copy_states(source: ConvAndSsm, read: Tensor, destination: ConvAndSsm, write: Tensor) -> None:
     """Copy states `source[:, read]` to `destination[:, write]`."""
     for source_pool, destination_pool in zip(source, destination, strict=True):
         destination_pool[:, write] = source_pool[:, read]

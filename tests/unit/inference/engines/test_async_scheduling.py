@@ -31,9 +31,9 @@ class Launches:
         engine.context.observers.append(self)
 
     def step_begun(self, steps: Sequence[RequestStep], inputs: ms.StepInputs) -> None:
-        follows = {step.follows for step in steps}
-        assert len(follows) == 1
-        self.steps.append((follows.pop(), sum(len(step.request.tokens) for step in steps)))
+        kinds = {step.is_ahead for step in steps}
+        assert len(kinds) == 1
+        self.steps.append((kinds.pop(), sum(len(step.request.tokens) for step in steps)))
 
     def step_ended(self, steps: Sequence[RequestStep]) -> None:
         """Nothing is to be done."""
@@ -62,9 +62,9 @@ def test_steps_follow_wherever_no_block_and_no_state_needs_the_token() -> None:
     # behind it, wait. The first decode waits for the prefill, whose blocks wait for finite logits.
     decoded = range(len(PROMPT), len(PROMPT) + LENGTH - 1)
     expected = [(p + 1) % BLOCK != 0 and p % BLOCK != 0 and p != len(PROMPT) for p in decoded]
-    assert [follows for follows, _ in launches.steps] == [False, *expected]
-    for (follows, known), position in zip(launches.steps[1:], decoded, strict=True):
-        assert known == (position if follows else position + 1)
+    assert [is_ahead for is_ahead, _ in launches.steps] == [False, *expected]
+    for (is_ahead, known), position in zip(launches.steps[1:], decoded, strict=True):
+        assert known == (position if is_ahead else position + 1)
 
 
 def test_a_report_has_the_tokens_of_its_own_step() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.states import StatePool
 from mambaslots.inference.kernels import state_move
-from mambaslots.inference.kernels.operands import StateTensors
+from mambaslots.inference.kernels.operands import ConvAndSsm
 from mambaslots.inference.kernels.reference import state_copy as reference
 from mambaslots.inference.kernels.state_copy import copy_states
 from mambaslots.inference.kernels.state_move import PartMove, move_states
@@ -67,7 +67,7 @@ def pools(layout, slots, shapes, dtypes, device, seed, layers=2):
         laid_out(layout, layers, slots, shape, dtype, device, seed + i)
         for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
     ]
-    return StateTensors(*(states for states, _ in made)), [memory for _, memory in made]
+    return ConvAndSsm(*(states for states, _ in made)), [memory for _, memory in made]
 
 
 def states(slots, dtype=torch.float32, seed=0):
@@ -76,7 +76,7 @@ def states(slots, dtype=torch.float32, seed=0):
 
 def nemotron_h_8b():
     """A pool of 64 of Nemotron-H-8B's states, without memory."""
-    return StateTensors(
+    return ConvAndSsm(
         torch.empty(24, 64, 10240, 3, dtype=torch.bfloat16, device="meta"),
         torch.empty(24, 64, 128, 64, 128, dtype=torch.float32, device="meta"),
     )
@@ -164,17 +164,17 @@ class TestKernel:
             random_bytes(*shape, dtype=torch.uint8, seed=1).to(device) for shape in [(2, 3, 33), (1, 3, 33)]
         ]
         for pool, outside in zip((layers_apart, slots_apart), near, strict=True):
-            of, to = StateTensors(outside, outside), StateTensors(pool, pool)
+            of, to = ConvAndSsm(outside, outside), ConvAndSsm(pool, pool)
             here = list(range(pool.shape[1]))
             state_move.copy_states(of, indices(here, device), to, indices(here, device))
             assert torch.equal(pool, outside[:, : len(here)])
-            back = StateTensors(torch.zeros_like(outside), torch.zeros_like(outside))
+            back = ConvAndSsm(torch.zeros_like(outside), torch.zeros_like(outside))
             state_move.copy_states(to, indices(here, device), back, indices([2, 1][: len(here)], device))
             assert torch.equal(back.ssm[:, 2], pool[:, 0])
 
     def test_states_without_bytes_or_layers_or_pairs_are_nothing(self, device):
         for layers, shape, pairs in [(2, (0,), [0]), (0, (3,), [0]), (2, (3,), [])]:
-            pool = StateTensors(*torch.ones(2, layers, 4, *shape, device=device))
+            pool = ConvAndSsm(*torch.ones(2, layers, 4, *shape, device=device))
             state_move.copy_states(pool, indices(pairs, device), pool, indices(pairs, device))
             assert all(bool(states.all()) for states in pool)
 
@@ -185,13 +185,13 @@ class TestKernel:
         assert [part.align for part in parts] == [16, 16]
 
     def test_pools_between_which_bits_cannot_move_are_refused(self, device):
-        pool = StateTensors(*torch.ones(2, 2, 4, 6, 4, device=device))
+        pool = ConvAndSsm(*torch.ones(2, 2, 4, 6, 4, device=device))
         others = {
-            "shape": StateTensors(pool.conv[..., :2], pool.ssm),
-            "dtype": StateTensors(pool.conv, pool.ssm.int()),
-            "layers": StateTensors(pool.conv[:1], pool.ssm[:1]),
-            "device": StateTensors(pool.conv.to("meta"), pool.ssm),
-            "gaps": StateTensors(pool.conv, pool.ssm.mT.contiguous().mT),
+            "shape": ConvAndSsm(pool.conv[..., :2], pool.ssm),
+            "dtype": ConvAndSsm(pool.conv, pool.ssm.int()),
+            "layers": ConvAndSsm(pool.conv[:1], pool.ssm[:1]),
+            "device": ConvAndSsm(pool.conv.to("meta"), pool.ssm),
+            "gaps": ConvAndSsm(pool.conv, pool.ssm.mT.contiguous().mT),
         }
         for other in others.values():
             with pytest.raises(ValueError, match="accepted"):
@@ -224,8 +224,8 @@ class TestWrapper:
         pool = StatePool(conv_and_ssm(2, (3, 4), (2, 3, 2), dtype, dtype), 3, 4)
         pool["conv"].copy_(random_bytes(2, 7, 3, 4, dtype=dtype, seed=1))
         pool["ssm"].copy_(random_bytes(2, 7, 2, 3, 2, dtype=dtype, seed=2))
-        live = StateTensors(pool["conv"][:, : pool.num_live], pool["ssm"][:, : pool.num_live])
-        durable = StateTensors(pool.durable("conv"), pool.durable("ssm"))
+        live = ConvAndSsm(pool["conv"][:, : pool.num_live], pool["ssm"][:, : pool.num_live])
+        durable = ConvAndSsm(pool.durable("conv"), pool.durable("ssm"))
         expected = bits([pool["conv"][:, 1], pool["ssm"][:, 1]])
         copy_states(live, [1], durable, [3])
         index = pool.durable_index(3)
@@ -281,7 +281,7 @@ class TestGpu:
         for turn, write in enumerate(([7, 2], [0, 8])):
             for new in computed:
                 new.view(torch.uint8).add_(turn)
-            expected = after(memory, durable, list(zip([3, 1], write, strict=True)), StateTensors(*computed))
+            expected = after(memory, durable, list(zip([3, 1], write, strict=True)), ConvAndSsm(*computed))
             graph.replay()
             if commit == "one launch":
                 copy_states(scratch, [3, 1], durable, write)
@@ -332,8 +332,8 @@ class TestGpu:
         pool = StatePool(
             conv_and_ssm(2, (64, 3), (128, 64, 128), torch.bfloat16, torch.bfloat16), 1, slots, cuda
         )
-        far = StateTensors(pool.durable("conv"), pool.durable("ssm"))
-        new = StateTensors(*(random_bytes(2, 1, *t.shape[2:], dtype=t.dtype, seed=3).to(cuda) for t in far))
+        far = ConvAndSsm(pool.durable("conv"), pool.durable("ssm"))
+        new = ConvAndSsm(*(random_bytes(2, 1, *t.shape[2:], dtype=t.dtype, seed=3).to(cuda) for t in far))
         copy_states(new, [0], far, [slots - 1])
         copy_states(far, [slots - 1], far, [slots - 2])
         for states, expected in zip(far, new, strict=True):

@@ -679,7 +679,7 @@ class KVBlockMachine(RuleBasedStateMachine):
     def chain_of(self, request):
         salt, contents, _, _ = request
         prefixes = [(salt, *contents[: i + 1]) for i in range(len(contents))]
-        return prefixes, [self.key_of(prefix) for prefix in prefixes]
+        return prefixes, [self.state_key_of(prefix) for prefix in prefixes]
 
     def free(self):
         blocks = range(self.kv.total_count)
@@ -694,7 +694,7 @@ class KVBlockMachine(RuleBasedStateMachine):
     def drop(self, block):
         prefix = self.prefix_of.pop(block)
         del self.block_of[prefix]
-        del self.by_key[self.key_of(prefix)]
+        del self.by_key[self.state_key_of(prefix)]
         self.states.discard(block)
 
     def expect_evicted(self, blocks):
@@ -707,7 +707,7 @@ class KVBlockMachine(RuleBasedStateMachine):
                 if not self.children(leaf)
             }
             assert worth[block] == min(worth.values())
-            keys.add(self.key_of(self.prefix_of[block]))
+            keys.add(self.state_key_of(self.prefix_of[block]))
             self.drop(block)
         self.expect_news(blocks, keys)
 
