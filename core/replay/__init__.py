@@ -5,7 +5,7 @@ recorder, hashed_requests, generate  an engine's own traffic as hashes; tokens f
 setting, engine_replay, ours         sizes and memory; one replay; the policies that are compared
 report                               the table, and how much memory to give
 
-May import `engines` (the scheduler), `contexts`, `cache`, and `hf`, whose state sizes it reads.
+May import `engines`, `contexts`, `cache`, and `hf`, whose state sizes it reads.
 """
 
 from .generate import generate

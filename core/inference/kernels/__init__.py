@@ -6,7 +6,7 @@ torch for a CPU and as the oracle, in `reference/`. A model calls both by the me
 nothing is read, nothing is written.
 
 operands                                     what callers hand over: pools of states, rows, draws
-kernel_set, gpu_kernels                      which functions a model calls
+torch_kernels, gpu_kernels, kernel_set       the functions that a model calls, twice, and the choice
 conv, ssd, ssd_stages, delta                 prefill and decode of convolutions, Mamba-2, gated delta nets
 conv_replay, ssd_replay, delta_replay,       decodes with the rounding of a prefill
 delta_solve                                  new rows of a triangular system for `delta_replay`

@@ -404,7 +404,7 @@ def _complete_chunk(
     v = tl.load(values + t[:, None] * (heads * value_dim) + p[None, :], mask=in_value, other=0.0)
     written = tl.dot(solved, (v * beta[:, None]).to(operand), allow_tf32=False).to(operand)
     held = tl.zeros((chunk_size, BLOCK_V), dtype=tl.float32)
-    key_end: tl.constexpr = max(key_dim, 2 * SLICE)  # `output_blocks` says why there are two turns
+    key_end: tl.constexpr = max(key_dim, 2 * SLICE)  # `completion_blocks` says why there are two turns
     for first in range(0, key_end, SLICE):
         n = first + tl.arange(0, SLICE)
         key = tl.load(keys + t[:, None] * key_stride + n[None, :], mask=(n < key_dim)[None, :], other=0.0)

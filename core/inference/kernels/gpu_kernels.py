@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...state_spec import HybridStateSpec
 from . import attention, conv, conv_replay, delta, delta_replay, gates, norms, ssd, ssd_replay, write_kv
-from .reference import KernelSet
+from .torch_kernels import KernelSet
 
 _FUNCTIONS = {name for name, function in vars(KernelSet).items() if isinstance(function, staticmethod)}
 _FUNCTIONS -= {"check_states", "compute_dtype", "describe", "head_product"}

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import torch
 
 from ...validation import float_dtype, shown
-from .reference import KernelSet
+from .torch_kernels import KernelSet
 
 _REFERENCE = KernelSet()
 

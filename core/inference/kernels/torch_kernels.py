@@ -1,0 +1,101 @@
+"""The functions that a model calls, in torch; `gpu_kernels` has them in Triton."""
+
+from ...state_spec import HybridStateSpec
+from .operands import compute_dtype
+from .reference import attention, conv, delta, pointwise, ssd
+
+
+class KernelSet:
+    """The functions that a model calls: here in plain torch, in `GpuKernelSet` in Triton.
+
+    `H`, `P`, `G` and `N` are heads, channels of a head, groups and state size of Mamba: head h belongs to
+    group h // (H // G). `Hk`, `Hv`, `Dk` and `Dv` are key heads, value heads and the sizes of their keys and
+    values: value head h reads key head h // (Hv // Hk). A function computes in `compute_dtype`, and returns
+    the dtype of its first tensor, rounded once; gates and logits stay in the compute dtype. An argument of
+    one name is the same in all functions. Prefills have packed rows of `[tokens, ...]`; decodes have `[rows,
+    T, ...]`:
+
+        x, weight, bias: of a convolution, [tokens, channels] raw, [channels, kernel], [channels] or None
+        conv_states: [slots, channels, >= kernel - 1] the last raw inputs, oldest first
+        x, dt: of Mamba, [tokens, H, P]; [tokens, H] after bias and softplus
+        A, B, C, D: of Mamba, [H] negative; [tokens, G, N]; [tokens, G, N]; [H]
+        ssm_states, states: [slots, H, P, N] and [slots, Hv, Dk, Dv]
+        q, k: of a delta net, [tokens, Hk, Dk] raw: a function normalises both, x * rsqrt(sum x^2 + 1e-6), and
+            multiplies q by Dk ** -0.5
+        v, g, beta: of a delta net, [tokens, Hv, Dv]; [tokens, Hv] log decays, 0 or less, finite; [tokens, Hv]
+            strengths as they are used
+        sources: [rows] slot of the state before a row, -1: zeros
+        destinations: slot for the state after it, -1: nowhere. [rows]; in updates [rows, T], one for each
+            token; in `gated_delta_rule_replay` named only where the row completes its chunk. It may be the
+            row's own source, no other row's
+        query_start_loc, token_rows: [rows + 1] where each row's tokens start; [tokens] the row of each token
+        checkpoint_rows, checkpoint_ends, checkpoint_destinations: [n] the window before token
+            `checkpoint_ends` of the stream, which is a token of that row or the row's end, goes to this slot
+        chunk_size, cu_chunk_seqlens, seq_idx, row_chunk_starts: as in `PrefillChunks`; a row without tokens
+            has no chunk and passes its state on unchanged
+        chunk_destinations: [chunks] slots for the states after chunks
+        out: where the result goes, contiguous; None allocates it
+        query, key; keys, values: [T, heads, head dim], [T, KV heads, head dim]; query head h reads KV head
+            h // (heads // KV heads)
+        kv_cache: [2 (K, V), blocks, block size, KV heads, head dim]
+        eps, offset: of norms over the last dimension, added to the mean square and to the weight [n]
+
+    For decodes by replay, a request keeps what its tokens since the last grid point, a multiple of
+    `chunk_size`, put in, at position % chunk_size; of a convolution its last raw inputs, at position % R:
+
+        slots, starts, lengths: [rows] the request, -1: padding; the position of its first new token; its new
+            tokens, at most T and all in one chunk. Outputs of the tokens after them are unspecified
+        tail_starts: [rows] the packed token that begins a prefill row's last, incomplete chunk; a tail that
+            begins at its row's end has no token
+        conv_inputs: [slots, R, channels], R at least kernel - 1 + T; only the kernel - 1 positions before
+            `starts` are read, and positions before 0 are zeros
+        x_inputs, B_inputs, gates: [slots, chunk_size, H, P], [slots, chunk_size, G, N] and [slots, 2, H,
+            chunk_size], the last in the compute dtype: dt, and sums of dt * A from the grid point; numbers
+            from start + length on have no effect, NaN included
+        k_inputs, v_inputs, g_inputs, beta_inputs: [slots, chunk_size, ...] of normalised k, and of v, g and
+            beta
+        new_v, new_v_inputs, inverses: for 16-bit tokens on a GPU, else None. [tokens, Hv, Dv] what each token
+            adds to the value of its key; [slots, chunk_size, Hv, Dv]; [slots, Hv, (chunk_size + 16) // 2,
+            chunk_size] float32, the inverses of the chunks' triangular systems in blocks of 16 x 16 on and
+            below the diagonal
+
+    Example: `kernel_set(torch.device("cpu"), torch.bfloat16).rms_norm(x, weight, 1e-5)` with x [7, 512] and
+    weight [512] computes in float32 and returns bfloat16 [7, 512].
+    """
+
+    @staticmethod
+    def check_states(spec: HybridStateSpec) -> None:
+        """Raise an ImportError or a ValueError where no kernel here can compute these states."""
+
+    @staticmethod
+    def describe(spec: HybridStateSpec) -> tuple[str, ...]:
+        """What computes attention of a model, and why nothing better does; a line, or none."""
+        dtype = str(compute_dtype(spec.kv_dtype)).removeprefix("torch.")
+        return (f"attention, scans and norms: torch operations in {dtype}",)
+
+    compute_dtype = staticmethod(compute_dtype)
+    rms_norm = staticmethod(pointwise.rms_norm)
+    add_rms_norm = staticmethod(pointwise.add_rms_norm)
+    gated_rms_norm = staticmethod(pointwise.gated_rms_norm)
+    rms_norm_gated = staticmethod(pointwise.rms_norm_gated)
+    qk_norm_rotary = staticmethod(pointwise.qk_norm_rotary)
+    relu_squared = staticmethod(pointwise.relu_squared)
+    silu_mul = staticmethod(pointwise.silu_mul)
+    sigmoid_mul = staticmethod(pointwise.sigmoid_mul)
+    time_steps = staticmethod(pointwise.time_steps)
+    delta_gates = staticmethod(pointwise.delta_gates)
+    head_product = staticmethod(pointwise.head_product)
+    causal_conv1d_prefill = staticmethod(conv.causal_conv1d_prefill)
+    causal_conv1d_update = staticmethod(conv.causal_conv1d_update)
+    causal_conv1d_replay = staticmethod(conv.causal_conv1d_replay)
+    keep_conv_inputs = staticmethod(conv.keep_conv_inputs)
+    ssd_chunk_scan = staticmethod(ssd.ssd_chunk_scan)
+    selective_state_update = staticmethod(ssd.selective_state_update)
+    ssd_replay = staticmethod(ssd.ssd_replay)
+    keep_ssd_inputs = staticmethod(ssd.keep_ssd_inputs)
+    gated_delta_rule_scan = staticmethod(delta.gated_delta_rule_scan)
+    gated_delta_rule_update = staticmethod(delta.gated_delta_rule_update)
+    gated_delta_rule_replay = staticmethod(delta.gated_delta_rule_replay)
+    keep_delta_inputs = staticmethod(delta.keep_delta_inputs)
+    write_kv = staticmethod(attention.write_kv)
+    paged_attention = staticmethod(attention.paged_attention)
