@@ -13,7 +13,7 @@ class HashedTree(PrefixTree):
         super().__init__(num_blocks)
         self._hash = hash_of
 
-    def hash_of(self, block: int) -> int:
+    def key_of(self, block: int) -> int:
         return self._hash(block)
 
     def keys_to(self, block: int) -> list[int]:

@@ -131,7 +131,7 @@ def state_of(engine: ms.DynamicInferenceEngine) -> dict[str, object]:
         "tokens": {request_id: one.tokens for request_id, one in engine.core.requests.items()},
         "waiting": list(scheduler.waiting),
         "running": [request.request_id for request in scheduler.running],
-        "states": sorted(cache.slots.tree.state_block_of_hash.items()),
+        "states": sorted(cache.slots.tree.state_block_of_key.items()),
         "slots": [cache.slots.tree.block_of(slot) for slot in range(cache.slots.num_slots)],
         "order": list(cache.slots.tree.states_by_recency()),
         "pins": [(one.num_tokens, one.key) for one in cache.pins.held],

@@ -42,12 +42,12 @@ def maps_of(engine: ms.DynamicInferenceEngine) -> dict[str, Any]:
     kv, slots = engine.context.prefix_cache.kv_blocks, engine.context.prefix_cache.slots
     return {
         "references": list(kv.tree.references),
-        "hashes": list(map(kv.tree.hash_of, range(kv.total_count))),
-        "blocks": dict(kv.tree.block_of_hash),
+        "hashes": list(map(kv.tree.key_of, range(kv.total_count))),
+        "blocks": dict(kv.tree.block_of_key),
         "free blocks": kv.total_avail,
         "parents": list(kv.tree.parents),
         "states": dict(slots.tree.slot_of_block),
-        "state keys": dict(slots.tree.state_block_of_hash),
+        "state keys": dict(slots.tree.state_block_of_key),
         "free slots": list(slots.free),
         "reserved": dict(slots.reserved),
         "pins": dict(slots.pins),

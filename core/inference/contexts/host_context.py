@@ -17,12 +17,12 @@ class HostTree(PrefixTree):
         super().__init__(num_blocks)
         self.host_kv = host_kv
 
-    def hash_of(self, block: int) -> int:
+    def key_of(self, block: int) -> int:
         return int(self.host_kv.block_hashes[block])
 
     def keys_to(self, block: int) -> list[int]:
         """The hash of the block alone: a host does not say what precedes it."""
-        return [self.hash_of(block)]
+        return [self.key_of(block)]
 
 
 def size_of(context: Any, name: str, default: int = 0, minimum: int = 0) -> int:

@@ -103,7 +103,7 @@ class MambaSlotAllocator:
         kv = context.kv_block_allocator
         tree = kv.tree if isinstance(kv, KVBlockAllocator) else HostTree(self._num_blocks, kv)
         self.slots = StateSlots(self.max_slots, policy, tree)
-        self.hash_to_block_id = tree.state_block_of_hash
+        self.hash_to_block_id = tree.state_block_of_key
         if self._block_size % self._grid:
             warnings.warn(
                 f"block_size_tokens is {self._block_size}, no multiple of the SSD chunk ({self._grid}): most "
@@ -143,7 +143,7 @@ class MambaSlotAllocator:
     def _hashes_of(self, blocks: Sequence[int]) -> list[int]:
         kv = self.context.kv_block_allocator
         if isinstance(kv, KVBlockAllocator):
-            return [kv.tree.hash_of(block) for block in blocks]
+            return [kv.tree.key_of(block) for block in blocks]
         listed = torch.tensor(blocks, dtype=torch.int64, device="cpu")
         return kv.block_hashes[listed].tolist()  # type: ignore[no-any-return]
 
@@ -479,7 +479,7 @@ class MambaSlotAllocator:
         tree, reserved = self.slots.tree, set(self.slots.reserved.values())
         found: dict[int, tuple[int, int, bool]] = {}
         for (block, row, is_inner), key in zip(places, hashes, strict=True):
-            findable = key > 0 and tree.state_block_of_hash.get(key, block) == block
+            findable = key > 0 and tree.state_block_of_key.get(key, block) == block
             if findable and block not in reserved and block not in tree.slot_of_block:
                 found.setdefault(block, (row, key, is_inner))
         num_inner = sum(is_inner for _, _, is_inner in found.values())

@@ -227,7 +227,7 @@ class PromisedStates:
             if self._cache.slots.num_available <= len(self._positions):
                 return
             key = step.key_at(boundary.position)
-            if key not in self._positions and key not in self._cache.tree.state_block_of_hash:
+            if key not in self._positions and key not in self._cache.tree.state_block_of_key:
                 self._positions[key] = boundary.position
 
     def make_wait(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:

@@ -230,7 +230,7 @@ class Watch:
 
     def _findable(self) -> Any:
         cache = self.engine.context.prefix_cache
-        return dict(cache.kv_blocks.tree.block_of_hash), dict(cache.slots.tree.state_block_of_hash)
+        return dict(cache.kv_blocks.tree.block_of_key), dict(cache.slots.tree.state_block_of_key)
 
     def look(self) -> None:
         self.looks += 1

@@ -78,10 +78,10 @@ def test_a_refused_commit_changes_nothing() -> None:
     engine = small_engine()
     serve_checked(engine, [LONG[:33]])
     slots, tree = engine.context.prefix_cache.slots, engine.context.prefix_cache.kv_blocks.tree
-    one, other, *_ = (block for block in tree.block_of_hash.values() if block not in slots.tree.slot_of_block)
-    (slot,) = slots.reserve([one], [tree.hash_of(one)])
+    one, other, *_ = (block for block in tree.block_of_key.values() if block not in slots.tree.slot_of_block)
+    (slot,) = slots.reserve([one], [tree.key_of(one)])
     before = slots.counts, dict(slots.reserved), dict(slots._planned)
-    with pytest.raises(ValueError, match=f"the block of hash {tree.hash_of(one)}, whose state the slot"):
+    with pytest.raises(ValueError, match=f"the block of hash {tree.key_of(one)}, whose state the slot"):
         slots.commit([slot], [other])
     assert (slots.counts, slots.reserved, slots._planned) == before
     slots.reserved[slot] = other

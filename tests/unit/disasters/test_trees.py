@@ -104,7 +104,7 @@ def test_any_paths_come_and_go(calls: list[tuple[list[int], str]]) -> None:
 def cached_prefixes(engine: ms.DynamicInferenceEngine) -> set[Path]:
     """The token prefixes that have a state, read from the maps; matching has no part in it."""
     cache = engine.context.prefix_cache
-    return {tokens_to(cache.kv_blocks.tree, block) for block in cache.slots.tree.state_block_of_hash.values()}
+    return {tokens_to(cache.kv_blocks.tree, block) for block in cache.slots.tree.state_block_of_key.values()}
 
 
 def assert_found(engine: ms.DynamicInferenceEngine, prompts: Iterable[Sequence[int]]) -> int:
@@ -175,11 +175,11 @@ def test_what_a_partial_block_holds_is_not_found_before_the_block_is_full(mode: 
             assert_answers(ids[result.request_id], result)
         engine.context.check_integrity()
         tree = engine.context.prefix_cache.kv_blocks.tree
-        now = set(tree.block_of_hash)
+        now = set(tree.block_of_key)
         retired |= index - now
         assert not retired & now, "a hash came back that had left"
         index = now
-        for block in tree.block_of_hash.values():
+        for block in tree.block_of_key.values():
             tokens = tokens_to(tree, block)
             assert len(tokens) % 8 == 0
             assert any(tokens == whole[: len(tokens)] for whole in wholes), "wrong tokens are in the index"

@@ -42,12 +42,12 @@ class UnwrittenIsNaN:
         cache, pool = self._context.prefix_cache, self._context.memory.durable_pool
         for step in steps:
             for position, slot in step.destinations.items():
-                assert step.key_at(position) not in cache.slots.tree.state_block_of_hash
+                assert step.key_at(position) not in cache.slots.tree.state_block_of_key
                 pool.memory[pool.durable_index(slot)] = 0xFF
                 self.num_reserved += 1
-            computed = cache.kv_blocks.tree.block_of_hash
+            computed = cache.kv_blocks.tree.block_of_key
             whole = [step.key_at(end) for end in range(BLOCK, step.stop + 1, BLOCK)]
-            found = [cache.kv_blocks.tree.block_of_hash[key] for key in whole if key in computed]
+            found = [cache.kv_blocks.tree.block_of_key[key] for key in whole if key in computed]
             own = step.holding.path.blocks[step.holding.path.num_registered :]
             assert not set(found) & set(own), "a block is found that this step is to write"
 

@@ -89,7 +89,7 @@ FAULTS = {
             ),
             (
                 POLICIES + "prefix_tree.py",
-                "            if key in block_of_hash:",
+                "            if key in block_of_key:",
                 "            if False:",
             ),
         ),
@@ -133,7 +133,7 @@ FAULTS = {
             (
                 CONTEXTS + "mamba_slot_allocator.py",
                 "        self.slots.remove(listed, with_blocks=True)\n",
-                "        if hashes_to_delete & self.slots.tree.state_block_of_hash.keys():\n"
+                "        if hashes_to_delete & self.slots.tree.state_block_of_key.keys():\n"
                 "            self.slots.remove(listed, with_blocks=True)\n",
             ),
         ),

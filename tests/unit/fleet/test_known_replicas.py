@@ -160,7 +160,7 @@ def test_each_ingress_learns_all_changes_and_waits_for_none() -> None:
                         assert events.inserted
                 tree = engine.context.prefix_cache.tree
                 for ingress, known in known_by.items():
-                    while known._router.index.keys_of("a") != set(tree.state_block_of_hash):
+                    while known._router.index.keys_of("a") != set(tree.state_block_of_key):
                         await asked(ingress)
 
     asyncio.run(main())

@@ -31,12 +31,12 @@ def state_of(replay: EngineReplay) -> tuple[object, ...]:
     return (
         replay.now_ns,
         cache.slots.tree.slot_of_block.copy(),
-        cache.slots.tree.state_block_of_hash.copy(),
+        cache.slots.tree.state_block_of_key.copy(),
         list(cache.slots.free),
         eviction_order(cache.slots),
         cache.slots.pins.copy(),
         list(cache.kv_blocks.references),
-        cache.kv_blocks.tree.block_of_hash.copy(),
+        cache.kv_blocks.tree.block_of_key.copy(),
         [
             (r.request_id, len(r.tokens), r.holding and r.holding.num_computed)
             for r in replay.scheduler.running

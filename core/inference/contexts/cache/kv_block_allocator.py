@@ -284,7 +284,7 @@ class KVBlockAllocator:
 
         Costs O(pool).
         """
-        by_hash = self.tree.block_of_hash
+        by_hash = self.tree.block_of_key
         registered, hashes = (list(by_hash.values()), list(by_hash)) if self._observers else ([], [])
         self._num_cached = 0
         self.tree.clear()
@@ -316,7 +316,7 @@ class KVBlockAllocator:
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other; O(pool)."""
         refs = self.tree.references
-        registered = set(self.tree.block_of_hash.values())
+        registered = set(self.tree.block_of_key.values())
         if isinstance(self.free, BlocksByUnit):
             self.free.check_integrity()
         listed = list(self.free)

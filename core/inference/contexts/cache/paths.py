@@ -125,12 +125,12 @@ def match_prefix(
             no_lapse
             and num_tokens == known.basis.num_tokens
             and known.basis.state_version == tree.state_version
-            and not (len(blocks) < whole and keys[len(blocks)] in tree.block_of_hash)
+            and not (len(blocks) < whole and keys[len(blocks)] in tree.block_of_key)
             and not (num_seen < whole and ghosts.has(keys[num_seen], "block"))
         ):
             return known
     first = len(blocks)
-    if first < whole and keys[first] in tree.block_of_hash:
+    if first < whole and keys[first] in tree.block_of_key:
         parent = blocks[-1] if blocks else chain.root
         blocks = (*blocks, *tree.match(parent, keys[first:whole], chain.tokens[first:whole]))
     num_seen = max(num_seen, len(blocks))
@@ -308,7 +308,7 @@ def reserve_states[S: PathStep](
     for number, step in enumerate(steps):
         for boundary in step.boundaries:
             key = step.key_at(boundary.position)
-            if key not in slots.tree.state_block_of_hash:
+            if key not in slots.tree.state_block_of_key:
                 known = boundary.position <= len(step.sequence)
                 (certain if known else guessed).setdefault(key, (number, boundary))
     if not (certain or guessed):

@@ -77,7 +77,7 @@ class PinnedPrefixes:
             raise MambaSlotCapacityError(len(slots) + 1, self.max_slots)
         self._slots.pin(slot)
         self._kv_blocks.add_references(blocks)
-        prefix = PinnedPrefix(self._next_id, num_tokens, self._slots.tree.hash_of(blocks[-1]))
+        prefix = PinnedPrefix(self._next_id, num_tokens, self._slots.tree.key_of(blocks[-1]))
         self.held[prefix] = (blocks, slot)
         self._blocks.update(blocks)
         self._next_id += 1

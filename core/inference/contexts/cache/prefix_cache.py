@@ -321,7 +321,7 @@ class PrefixCache:
             The steps with their `destinations`.
         """
         if self._borrowing:
-            states = self.tree.state_block_of_hash
+            states = self.tree.state_block_of_key
             wanted = {step.key_at(boundary.position) for step in steps for boundary in step.boundaries}
             self._borrowing.borrow_slots(sum(key not in states for key in wanted))
         return reserve_states(self.slots, steps, max_inner_states)
@@ -424,14 +424,14 @@ class PrefixCache:
         finally:
             self.kv_blocks.reset(keep_totals=keep_totals)
         self.tree.state_turnover.mend(len(self.tree.slot_of_block))
-        self.tree.turnover.mend(len(self.tree.block_of_hash))
+        self.tree.turnover.mend(len(self.tree.block_of_key))
 
     # ---- the whole
 
     @property
     def num_states(self) -> int:
         """Prefixes from which a request can resume."""
-        return len(self.tree.state_block_of_hash)
+        return len(self.tree.state_block_of_key)
 
     def stats(self) -> PoolStats:
         """How full both pools are."""
@@ -476,8 +476,8 @@ class PrefixCache:
         self.pins.check_integrity()
         assert references == Counter(self.kv_blocks.references), "a KV reference leaked"
         assert pins == Counter(self.slots.pins), "a pin leaked"
-        num_findable = len(self.tree.state_block_of_hash)
+        num_findable = len(self.tree.state_block_of_key)
         assert num_findable == len(self.tree.slot_of_block), "a state without a hash"
         assert during_step or not self.slots.reserved, "a reservation leaked"
         if self.tier is not None:
-            self.tier.check_integrity(self.tree.block_of_hash.__contains__)
+            self.tier.check_integrity(self.tree.block_of_key.__contains__)

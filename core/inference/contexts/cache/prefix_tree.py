@@ -32,11 +32,11 @@ class PrefixTree:
 
     def __init__(self, num_blocks: int) -> None:
         self._origin = num_blocks  # one more than the last block
-        self.block_of_hash: dict[int, int] = {}
+        self.block_of_key: dict[int, int] = {}
         self.ghosts = GhostList(2 * num_blocks)
         self.copies: HostTier | frozenset[int] = frozenset()  # hashes with a copy in a tier
         self.slot_of_block: dict[int, int] = {}  # of the state at its end, in the order of commits
-        self.state_block_of_hash: dict[int, int] = {}  # prefix hash -> the block whose state it finds
+        self.state_block_of_key: dict[int, int] = {}  # prefix hash -> the block whose state it finds
         self.used: set[int] = set()  # slots from which a request resumed since their commit
         self._block_of_slot: list[int] = []  # for each slot its last block; stale without a state
         self._key_of_slot: list[int] = []  # for each slot the hash that finds its state, or 0; stale without
@@ -53,14 +53,14 @@ class PrefixTree:
         self.num_children = [0] * (num_blocks + 1)
         self._num_held_children = [0] * (num_blocks + 1)
         # The last registration of each block; meaningless once the block is deregistered.
-        self._hashes = [-1] * num_blocks
+        self._keys = [-1] * num_blocks
         self._tokens = [b""] * num_blocks
         self._root_digests: dict[int, bytes] = {}
 
     def clear(self) -> None:
         """Forget every block and ghost; `clear_states` forgets the states."""
-        num_blocks, num_registered = self._origin, len(self.block_of_hash)
-        self.block_of_hash.clear()
+        num_blocks, num_registered = self._origin, len(self.block_of_key)
+        self.block_of_key.clear()
         self.ghosts.clear()
         self.block_version += 1
         self.parents[:] = [-1] * num_blocks
@@ -74,9 +74,9 @@ class PrefixTree:
         """Whether the block is registered."""
         return self.parents[block] >= 0
 
-    def hash_of(self, block: int) -> int:
-        """The hash that the block is registered under, or -1."""
-        return self._hashes[block] if self.parents[block] >= 0 else -1
+    def key_of(self, block: int) -> int:
+        """The key of the block: the hash that it is registered under, or -1."""
+        return self._keys[block] if self.parents[block] >= 0 else -1
 
     def content_of(self, block: int) -> tuple[Parent, bytes]:
         """A registered block's parent (the block before it, or the root digest), and its token ids."""
@@ -86,9 +86,9 @@ class PrefixTree:
     def keys_to(self, block: int) -> list[int]:
         """The hashes of the registered blocks of a prefix, up to `block`, first block first; O(blocks)."""
         keys: list[int] = []
-        parents, hashes = self.parents, self._hashes
+        parents, own_keys = self.parents, self._keys
         while 0 <= block != self._origin and len(keys) <= self._origin:
-            keys.append(hashes[block])
+            keys.append(own_keys[block])
             block = parents[block]
         return keys[::-1]
 
@@ -98,15 +98,15 @@ class PrefixTree:
 
     def was_continued(self, key: int) -> bool:
         """Whether a registered block continues the prefix with this hash, or one did that was evicted."""
-        block = self.block_of_hash.get(key, -1)
+        block = self.block_of_key.get(key, -1)
         return (block >= 0 and self.num_children[block] > 0) or self.ghosts.has(key, "continuation")
 
     def match(self, parent: Parent, hashes: Sequence[int], tokens: Sequence[bytes]) -> list[int]:
         """The registered blocks that continue `parent`, up to the first unknown one; token ids count."""
         matched: list[int] = []
-        parents, contents, block_of_hash = self.parents, self._tokens, self.block_of_hash
+        parents, contents, block_of_key = self.parents, self._tokens, self.block_of_key
         for key, content in zip(hashes, tokens, strict=True):
-            block = block_of_hash.get(key, -1)
+            block = block_of_key.get(key, -1)
             if block < 0 or contents[block] != content:
                 break
             before = parents[block]
@@ -123,19 +123,19 @@ class PrefixTree:
         canonical = self.match(parent, hashes, tokens)
         num_known = len(canonical)
         before = canonical[-1] if canonical else self._origin if isinstance(parent, bytes) else parent
-        block_of_hash, parents, num_held = self.block_of_hash, self.parents, self._num_held_children
-        own_hashes, contents, num_children = self._hashes, self._tokens, self.num_children
+        block_of_key, parents, num_held = self.block_of_key, self.parents, self._num_held_children
+        own_keys, contents, num_children = self._keys, self._tokens, self.num_children
         serials = self._serials
         self.block_version = version = self.block_version + 1
-        if before == self._origin and isinstance(parent, bytes) and blocks and hashes[0] not in block_of_hash:
+        if before == self._origin and isinstance(parent, bytes) and blocks and hashes[0] not in block_of_key:
             self._root_digests[blocks[0]] = parent
         for block, key, content in zip(
             blocks[num_known:], hashes[num_known:], tokens[num_known:], strict=True
         ):
-            if key in block_of_hash:  # the key of another prefix, which `match` did not accept
+            if key in block_of_key:  # the key of another prefix, which `match` did not accept
                 break
-            block_of_hash[key] = block
-            own_hashes[block] = key
+            block_of_key[key] = block
+            own_keys[block] = key
             contents[block] = content
             serials[block] = version
             parents[block] = before
@@ -258,14 +258,14 @@ class PrefixTree:
 
     def deregister(self, blocks: Sequence[int], cause: KVRemovalCause) -> list[int]:
         """Forget blocks that were taken as leaves; returns their hashes."""
-        own_hashes, parents, block_of_hash = self._hashes, self.parents, self.block_of_hash
-        hashes = [own_hashes[block] for block in blocks]
+        own_keys, parents, block_of_key = self._keys, self.parents, self.block_of_key
+        hashes = [own_keys[block] for block in blocks]
         for key in hashes:
-            del block_of_hash[key]
+            del block_of_key[key]
         self.ghosts.add_all(hashes, "block")
         before = {parents[block] for block in blocks}
         before.discard(self._origin)
-        self.ghosts.add_all([own_hashes[block] for block in before], "continuation")
+        self.ghosts.add_all([own_keys[block] for block in before], "continuation")
         self.block_version += 1
         for block in blocks:
             parents[block] = -1
@@ -301,7 +301,7 @@ class PrefixTree:
 
     def holds_state(self, block: int) -> bool:
         """Whether the registered block's state is in a slot, or has a copy in a tier."""
-        return block in self.slot_of_block or self._hashes[block] in self.copies
+        return block in self.slot_of_block or self._keys[block] in self.copies
 
     def states_by_recency(self) -> list[int]:
         """The slots of all states, least recently used first: the same on all ranks, under all policies."""
@@ -322,7 +322,7 @@ class PrefixTree:
 
     def name_states(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
         """Make the blocks' states, in these slots, findable; a hash in use keeps finding its older state."""
-        block_named, key_of_slot = self.state_block_of_hash, self._key_of_slot
+        block_named, key_of_slot = self.state_block_of_key, self._key_of_slot
         name = block_named.setdefault
         self.note_changes(keys)
         for block, slot, key in zip(blocks, slots, keys, strict=True):
@@ -359,8 +359,8 @@ class PrefixTree:
     def note_copies_lost(self, keys: Collection[int]) -> None:
         """The tier has no copy under these hashes any more."""
         self.note_changes(keys)
-        block_of_hash = self.block_of_hash
-        self.leaves.note_states_changed([block_of_hash[key] for key in keys if key in block_of_hash])
+        block_of_key = self.block_of_key
+        self.leaves.note_states_changed([block_of_key[key] for key in keys if key in block_of_key])
 
     def remove_states(self, blocks: Sequence[int], cause: StateRemovalCause, now_ns: int) -> list[int]:
         """Remove the states of these blocks, as far as they have one; returns the slots of these states."""
@@ -375,7 +375,7 @@ class PrefixTree:
         if cause in ("new_state", "live_state"):
             self.ghosts.add_all(keys, "state")
         self.note_changes(keys)
-        unname = self.state_block_of_hash.pop
+        unname = self.state_block_of_key.pop
         for key in keys:  # the hash goes first, because it is what makes a state findable
             unname(key, None)
         for block in removed:
@@ -397,7 +397,7 @@ class PrefixTree:
         num_removed = len(self.slot_of_block)
         self.num_changes += 1
         self._changed.clear()  # there are too many changes to list
-        self.state_block_of_hash.clear()
+        self.state_block_of_key.clear()
         self.slot_of_block.clear()
         self.used.clear()
         self.ghosts.clear()
@@ -415,7 +415,7 @@ class PrefixTree:
         """Raise AssertionError where the maps contradict each other; `held`: the blocks that are held."""
         registered = {block for block, parent in enumerate(self.parents) if parent >= 0}
         self.turnover.check_integrity(len(registered), "KV blocks")
-        assert {self._hashes[b]: b for b in registered} == self.block_of_hash, "a block's hash is another"
+        assert {self._keys[b]: b for b in registered} == self.block_of_key, "a block's hash is another"
         for counts, blocks in (
             (self.num_children, registered),
             (self._num_held_children, registered & held),
@@ -441,7 +441,7 @@ class PrefixTree:
         assert all(self._last_used_ns[slot] <= self._latest_ns for slot in slots), "a use is in the future"
         assert self.used <= slots.keys(), "a slot without a state counts as used"
         keys = {key: block for slot, block in slots.items() if (key := self._key_of_slot[slot])}
-        assert keys == self.state_block_of_hash, "a state's hash is another"
+        assert keys == self.state_block_of_key, "a state's hash is another"
         for key, block in keys.items():
-            assert self.hash_of(block) == key, f"block {block} is indexed under a hash that is not its own"
+            assert self.key_of(block) == key, f"block {block} is indexed under a hash that is not its own"
         self.state_turnover.check_integrity(len(slots), "states")

@@ -120,7 +120,7 @@ class StateSlots:
     def commit(self, slots: Sequence[int], blocks: Sequence[int] | None = None) -> list[int]:
         """Make written slots findable as states of `blocks`; returns the slot with each state now, or -1."""
         blocks = [self.reserved[slot] for slot in slots] if blocks is None else blocks
-        keys = [self.tree.hash_of(block) if block >= 0 else -1 for block in blocks]
+        keys = [self.tree.key_of(block) if block >= 0 else -1 for block in blocks]
         for slot, block, key in zip(slots, blocks, keys, strict=True):
             if 0 < key != self._planned.get(slot, key):
                 raise ValueError(
@@ -294,7 +294,7 @@ class StateSlots:
     def remove_copies(self, blocks: Sequence[int]) -> None:
         """Remove the copies of these blocks' states in the tier."""
         if self.tier is not None:
-            keys = [self.tree.hash_of(block) for block in blocks]
+            keys = [self.tree.key_of(block) for block in blocks]
             self.tree.note_changes(keys)
             self.tier.remove(keys)
 
@@ -392,7 +392,7 @@ class StateSlots:
         targets = [block for block in self.reserved.values() if block >= 0]
         assert len(targets) == len(set(targets)), "two slots are reserved for one block"
         for slot, block in self.reserved.items():
-            key = self.tree.hash_of(block) if block >= 0 and slot in self._planned else -1
+            key = self.tree.key_of(block) if block >= 0 and slot in self._planned else -1
             assert key < 0 or key == self._planned[slot], "a slot is reserved for another prefix's block"
         self.policy.check_integrity(committed)
         assert self._planned.keys() <= reserved, "a state is planned for a slot that is not reserved"

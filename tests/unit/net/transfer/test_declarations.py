@@ -53,9 +53,9 @@ def cached(engine: ms.DynamicInferenceEngine) -> dict[tuple[str, int], torch.Ten
     memory, kv = engine.context.memory, engine.context.prefix_cache.kv_blocks
     slots = engine.context.prefix_cache.slots.tree
     found = {}
-    for key, block in kv.tree.block_of_hash.items():
+    for key, block in kv.tree.block_of_key.items():
         found["kv", key] = memory.kv_cache[:, :, block]
-    for key, block in slots.state_block_of_hash.items():
+    for key, block in slots.state_block_of_key.items():
         for tensor in memory.state_pool.states:
             found[tensor.name, key] = memory.state_pool.durable(tensor.name)[:, slots.slot_of(block)]
     return found

@@ -356,7 +356,7 @@ def test_what_the_allocators_report(source: ms.DynamicInferenceEngine) -> None:
     kv, slots = target.context.prefix_cache.kv_blocks, target.context.prefix_cache.slots
     assert sorted(eviction_order(slots)) == sorted(slots.tree.slot_of_block.values())
     for block in range(kv.total_count):
-        assert (block in kv.tree) == (block in kv.tree.block_of_hash.values())
+        assert (block in kv.tree) == (block in kv.tree.block_of_key.values())
 
 
 def timestamps(engine: ms.DynamicInferenceEngine, blocks: Any) -> list[int]:
@@ -469,14 +469,14 @@ def test_a_slot_that_is_allocated_but_not_registered_is_not_exported() -> None:
     """It holds bytes of another state until its host has filled it."""
     source = warm_engine()
     slots, kv = source.context.prefix_cache.slots, source.context.prefix_cache.kv_blocks
-    stateless = [block for block in kv.tree.block_of_hash.values() if block not in slots.tree.slot_of_block]
+    stateless = [block for block in kv.tree.block_of_key.values() if block not in slots.tree.slot_of_block]
     if not stateless:
         stateless = [slots.tree.block_of(eviction_order(slots)[0])]
         assert slots.remove_unpinned(stateless[0])
     before = export_prefixes(source)
     allocated = slots.allocate(stateless[:1])
     assert export_prefixes(source).forest.digest == before.forest.digest
-    slots.name(stateless[:1], allocated, [kv.tree.hash_of(stateless[0])])
+    slots.name(stateless[:1], allocated, [kv.tree.key_of(stateless[0])])
     assert len(export_prefixes(source).forest.states) == len(before.forest.states) + 1
 
 

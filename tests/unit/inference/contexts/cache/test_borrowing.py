@@ -159,7 +159,7 @@ def usable(cache):
     slots, kv = cache.slots, cache.kv_blocks
     numbers = {*slots.free, *slots.tree.slot_of_block.values(), *slots.reserved, *slots.live}
     free = list(kv.free)
-    blocks = {*free, *kv.tree.block_of_hash.values(), *kv.references}
+    blocks = {*free, *kv.tree.block_of_key.values(), *kv.references}
     return numbers, blocks
 
 

@@ -28,7 +28,7 @@ def cached(kv, parent, *contents, key=1):
 
 
 def hashes_of(kv, blocks=None):
-    return [kv.tree.hash_of(block) for block in (range(kv.total_count) if blocks is None else blocks)]
+    return [kv.tree.key_of(block) for block in (range(kv.total_count) if blocks is None else blocks)]
 
 
 def references_of(kv, blocks):
@@ -41,7 +41,7 @@ def picture(kv):
         list(kv.tree.references),
         hashes_of(kv),
         list(kv.tree.leaves.timestamps),
-        dict(kv.tree.block_of_hash),
+        dict(kv.tree.block_of_key),
         kv.total_avail,
         kv.num_cached,
         [kv.tree.num_children[block] for block in range(kv.total_count)],
@@ -679,7 +679,7 @@ class KVBlockMachine(RuleBasedStateMachine):
     def chain_of(self, request):
         salt, contents, _, _ = request
         prefixes = [(salt, *contents[: i + 1]) for i in range(len(contents))]
-        return prefixes, [self.state_key_of(prefix) for prefix in prefixes]
+        return prefixes, [self.key_of(prefix) for prefix in prefixes]
 
     def free(self):
         blocks = range(self.kv.total_count)
@@ -694,7 +694,7 @@ class KVBlockMachine(RuleBasedStateMachine):
     def drop(self, block):
         prefix = self.prefix_of.pop(block)
         del self.block_of[prefix]
-        del self.by_key[self.state_key_of(prefix)]
+        del self.by_key[self.key_of(prefix)]
         self.states.discard(block)
 
     def expect_evicted(self, blocks):
@@ -904,7 +904,7 @@ class KVBlockMachine(RuleBasedStateMachine):
         assert kv.total_avail == len(self.free())
         assert kv.num_cached == len(self.cached())
         assert kv.num_held == len(+self.refs)
-        assert kv.tree.block_of_hash == self.by_key
+        assert kv.tree.block_of_key == self.by_key
         assert self.news == []
         for block in self.prefix_of:
             assert kv.tree.num_children[block] == len(self.children(block))

@@ -67,7 +67,7 @@ def picture(cache, paths=()):
         cache.stats(),
         cache.kv_blocks.tree.block_version,
         cache.kv_blocks.references,
-        dict(cache.kv_blocks.tree.block_of_hash),
+        dict(cache.kv_blocks.tree.block_of_key),
         dict(cache.slots.tree.slot_of_block),
         dict(cache.slots.pins),
         eviction_order(cache.slots),
@@ -228,7 +228,7 @@ def states_outlive_blocks(cache):
     free = {
         block for block in range(kv.total_count) if not kv.tree.references[block] and block not in kv.tree
     }
-    return free & (set(states.state_block_of_hash.values()) | set(states.slot_of_block))
+    return free & (set(states.state_block_of_key.values()) | set(states.slot_of_block))
 
 
 def test_a_state_that_cannot_be_forgotten_keeps_its_block(monkeypatch):
@@ -750,7 +750,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         cache.check_integrity(self.paths)
         assert self.departed == []
         assert cache.kv_blocks.references == +self.refs()
-        assert set(cache.kv_blocks.tree.block_of_hash.values()) == self.prefix_of.keys()
+        assert set(cache.kv_blocks.tree.block_of_key.values()) == self.prefix_of.keys()
         assert [cache.slots.tree.block_of(slot) for slot in eviction_order(cache.slots)] == self.states
         slots = cache.slots.tree.slot_of_block
         assert {block for block, slot in slots.items() if slot in cache.tree.used} == self.used

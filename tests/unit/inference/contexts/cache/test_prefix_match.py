@@ -76,8 +76,8 @@ def looked_up(cache, chain, num_tokens, held=(), limit=None):
     whole = num_tokens // SIZE
     blocks, parent = [], chain.root
     for key, content in zip(chain.keys[:whole], chain.tokens[:whole], strict=True):
-        found = [b for b in tree.block_of_hash.values() if tree.content_of(b) == (parent, content)]
-        assert found == ([tree.block_of_hash[key]] if key in tree.block_of_hash else [])
+        found = [b for b in tree.block_of_key.values() if tree.content_of(b) == (parent, content)]
+        assert found == ([tree.block_of_key[key]] if key in tree.block_of_key else [])
         if not found:
             break
         blocks += found

@@ -101,10 +101,10 @@ class BooksMachine(RuleBasedStateMachine):
         self.tier = HostTier(host_slots, FaultyCopies(copies, Random(seed), share))
         self.registered: set[int] = set()
         self.share = share
-        self.slots = StateSlots(slots, "lru", HashedTree(10, self.hash_of), tier=self.tier)
+        self.slots = StateSlots(slots, "lru", HashedTree(10, self.key_of), tier=self.tier)
         self.ever: set[int] = set()  # keys whose states were taken since they were registered
 
-    def hash_of(self, block: int) -> int:
+    def key_of(self, block: int) -> int:
         return block + 100 if block in self.registered else -1
 
     @staticmethod
