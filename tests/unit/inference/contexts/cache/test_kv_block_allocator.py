@@ -707,7 +707,7 @@ class KVBlockMachine(RuleBasedStateMachine):
                 if not self.children(leaf)
             }
             assert worth[block] == min(worth.values())
-            keys.add(self.state_key_of(self.prefix_of[block]))
+            keys.add(self.key_of(self.prefix_of[block]))
             self.drop(block)
         self.expect_news(blocks, keys)
 
