@@ -149,7 +149,7 @@ class Admission:
             return [-1] * len(requests)
         return [self.match(request).resume_slot for request in requests]
 
-    def schedule(
+    def allocate_step(
         self, request: DynamicInferenceRequest, token_budget: int, spared: Iterable[int] = (),
         waiting: Iterable[DynamicInferenceRequest] = (),
     ) -> RequestStep | None:  # fmt: skip

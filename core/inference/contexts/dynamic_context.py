@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class DynamicInferenceContext:
     """Rows, live states and steps of the requests that run at once, over a `PrefixCache`.
 
-    A step consists of `admission.schedule` for each request that shall advance, `begin_step`, the model's
+    A step consists of `admission.allocate_step` for each request that advances, `begin_step`, the model's
     forward, and `end_step` (or `abort_step`).
     """
 

@@ -264,7 +264,7 @@ class EngineCore:
         self._note_end(request, result)  # first: a repair restores what is still in `requests`
         del self.requests[request.request_id]
         if request.sampling.has_penalties:
-            self.step_runner.logits_changes.free(request)
+            self.step_runner.logits_changes.release_row(request)
         self.scheduler.remove(request, discard=reason == "invalid_logits")
         if not self.requests:
             self.step_runner.unread = None  # an idle engine keeps nothing of the requests that it has served

@@ -102,7 +102,7 @@ class LogitsChanges:
                 counted.num_tokens += 1
             _add(self._counts, count_rows, drawn if len(rows) == len(drawn) else drawn.index_select(0, rows))
 
-    def free(self, request: DynamicInferenceRequest) -> None:
+    def release_row(self, request: DynamicInferenceRequest) -> None:
         """Give the row of a request that has ended to the next one."""
         self._counted.pop(request, None)
         self._changes = None

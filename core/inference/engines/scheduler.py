@@ -113,7 +113,7 @@ class Scheduler:
                 return []
             if len(request.tokens) + 1 >= request.max_length:
                 continue
-            step = self._context.admission.schedule(request, 1)
+            step = self._context.admission.allocate_step(request, 1)
             if step is None:
                 return []
             ahead.append(step)
@@ -128,7 +128,7 @@ class Scheduler:
                 break
             if not self._fits_a_cut(len(request.tokens) - _holding(request).num_computed, budget):
                 continue
-            step = self._context.admission.schedule(request, budget)
+            step = self._context.admission.allocate_step(request, budget)
             if step is None:
                 self.num_paused += 1
             else:
@@ -162,7 +162,7 @@ class Scheduler:
                 continue
             still_waiting = (other for other in self.waiting.values() if other.holding is None)
             others = islice(still_waiting, MAX_COMPARED)
-            step = self._context.admission.schedule(request, budget, next_slots[i + 1 :], others)
+            step = self._context.admission.allocate_step(request, budget, next_slots[i + 1 :], others)
             if step is None:
                 if self._fits_beside_pins(request, match):
                     break

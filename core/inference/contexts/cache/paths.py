@@ -199,7 +199,7 @@ class CachedPath:
         self.num_registered = 0  # leading blocks that are complete and never written again
         self.state_slot = -1  # whose state the sequence continues from, pinned; -1: none
         self.rolling_block = -1  # of the newest decode state that rolls, or -1
-        self.request = -1  # the eviction policy's number, or -1
+        self.policy_ticket = -1  # the eviction policy's number, or -1
         self._table_row = table_row
 
     def check_fits(self, num_blocks: int) -> None:
@@ -342,7 +342,7 @@ def reserve_states[S: PathStep](
 
 def _planned(step: PathStep, boundary: Boundary) -> PlannedState:
     depth = boundary.position // step.path.chain.block_size_tokens
-    return step.path.chain.keys, depth, boundary.kind, step.path.request
+    return step.path.chain.keys, depth, boundary.kind, step.path.policy_ticket
 
 
 def _is_inner(step: PathStep, boundary: Boundary) -> bool:

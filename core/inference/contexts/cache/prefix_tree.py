@@ -101,11 +101,11 @@ class PrefixTree:
         block = self.block_of_key.get(key, -1)
         return (block >= 0 and self.num_children[block] > 0) or self.ghosts.has(key, "continuation")
 
-    def match(self, parent: Parent, hashes: Sequence[int], tokens: Sequence[bytes]) -> list[int]:
+    def match(self, parent: Parent, keys: Sequence[int], tokens: Sequence[bytes]) -> list[int]:
         """The registered blocks that continue `parent`, up to the first unknown one; token ids count."""
         matched: list[int] = []
         parents, contents, block_of_key = self.parents, self._tokens, self.block_of_key
-        for key, content in zip(hashes, tokens, strict=True):
+        for key, content in zip(keys, tokens, strict=True):
             block = block_of_key.get(key, -1)
             if block < 0 or contents[block] != content:
                 break
@@ -117,21 +117,19 @@ class PrefixTree:
         return matched
 
     def register(
-        self, parent: Parent, blocks: Sequence[int], hashes: Sequence[int], tokens: Sequence[bytes]
+        self, parent: Parent, blocks: Sequence[int], keys: Sequence[int], tokens: Sequence[bytes]
     ) -> list[int]:
         """Enter consecutive, held blocks below `parent`; see `KVBlockAllocator.register_chain`."""
-        canonical = self.match(parent, hashes, tokens)
+        canonical = self.match(parent, keys, tokens)
         num_known = len(canonical)
         before = canonical[-1] if canonical else self._origin if isinstance(parent, bytes) else parent
         block_of_key, parents, num_held = self.block_of_key, self.parents, self._num_held_children
         own_keys, contents, num_children = self._keys, self._tokens, self.num_children
         serials = self._serials
         self.block_version = version = self.block_version + 1
-        if before == self._origin and isinstance(parent, bytes) and blocks and hashes[0] not in block_of_key:
+        if before == self._origin and isinstance(parent, bytes) and blocks and keys[0] not in block_of_key:
             self._root_digests[blocks[0]] = parent
-        for block, key, content in zip(
-            blocks[num_known:], hashes[num_known:], tokens[num_known:], strict=True
-        ):
+        for block, key, content in zip(blocks[num_known:], keys[num_known:], tokens[num_known:], strict=True):
             if key in block_of_key:  # the key of another prefix, which `match` did not accept
                 break
             block_of_key[key] = block
@@ -257,20 +255,20 @@ class PrefixTree:
                 self.leaves.offer(block)
 
     def deregister(self, blocks: Sequence[int], cause: KVRemovalCause) -> list[int]:
-        """Forget blocks that were taken as leaves; returns their hashes."""
+        """Forget blocks that were taken as leaves; returns their keys."""
         own_keys, parents, block_of_key = self._keys, self.parents, self.block_of_key
-        hashes = [own_keys[block] for block in blocks]
-        for key in hashes:
+        keys = [own_keys[block] for block in blocks]
+        for key in keys:
             del block_of_key[key]
-        self.ghosts.add_all(hashes, "block")
+        self.ghosts.add_all(keys, "block")
         before = {parents[block] for block in blocks}
         before.discard(self._origin)
         self.ghosts.add_all([own_keys[block] for block in before], "continuation")
         self.block_version += 1
         for block in blocks:
             parents[block] = -1
-        self.turnover.by_cause[cause] += len(hashes)
-        return hashes
+        self.turnover.by_cause[cause] += len(keys)
+        return keys
 
     # ---- states
 

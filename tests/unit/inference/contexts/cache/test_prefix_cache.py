@@ -139,7 +139,7 @@ def test_the_policy_learns_of_every_sequence_that_is_opened(limit, reachable, mo
     monkeypatch.setattr(cache.slots.policy, "arrive", lambda *arrival: arrivals.append(arrival) or 7)
     chain = chain_of([1, 2, 3, 4, 5, 6, 7])
     path = cache.open(chain, PLAN, table_row(), max_resume_tokens=limit)
-    assert (path.request, arrivals) == (7, [(chain.keys, reachable, False)])
+    assert (path.policy_ticket, arrivals) == (7, [(chain.keys, reachable, False)])
 
 
 def test_a_state_leaves_with_its_block():
