@@ -15,7 +15,7 @@ from typing import Any
 from block_cache import TakenStates
 from block_rows import BlockRow, StockRow, capped_slots
 from clairvoyant import CEILING
-from mambaslots.cli.options import Parser, listed, new_file
+from mambaslots.cli.options import Parser, comma_list, new_file
 from mambaslots.cli.replay import add_options, asked_of, settings_of, sources_of
 from mambaslots.replay.ours import UNLIMITED, OursRow
 from mambaslots.replay.report import (
@@ -87,7 +87,7 @@ def main() -> None:
     add_options(parser)
     add_jobs(parser)
     parser.add_argument(
-        "--rows", type=listed(_row), default=["ours"], metavar="LIST",
+        "--rows", type=comma_list(_row), default=["ours"], metavar="LIST",
         help=f"rows and groups of rows: {', '.join((*GROUPS, *ROWS))}",
     )  # fmt: skip
     parser.add_argument("--plot", type=new_file, metavar="PATH", help="draw the table into this file")

@@ -84,7 +84,7 @@ FAULTS = {
         (
             (
                 POLICIES + "prefix_tree.py",
-                "        canonical = self.match(parent, hashes, tokens)\n",
+                "        canonical = self.match(parent, keys, tokens)\n",
                 "        canonical = []\n",
             ),
             (

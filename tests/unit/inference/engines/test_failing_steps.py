@@ -568,6 +568,6 @@ def test_an_interrupt_before_a_request_has_an_id_cancels_no_other_one() -> None:
     other = engine.factory.sequence("sequence", HEADS[4], 1, None, None)
     engine.factory.assign_id(other, is_users=False, owned=True)
     engine.core.add(other)
-    with patch.object(engine.factory, "number", side_effect=Interrupted), suppress(Interrupted):
+    with patch.object(engine.factory, "assign_id", side_effect=Interrupted), suppress(Interrupted):
         engine.generate([HEADS[2]])
     assert list(engine.core.requests) == [other.request_id]
