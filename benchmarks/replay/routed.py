@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mambaslots.cli.options import Parser, count, comma_list, new_file, positive
+from mambaslots.cli.options import Parser, comma_list, count, new_file, positive
 from mambaslots.cli.replay import add_options, asked_of, settings_of, sources_of
 from mambaslots.inference.contexts.cache.pool_stats import NANOSECONDS
 from mambaslots.replay.engine_replay import Arrivals, EngineReplay
@@ -141,7 +141,9 @@ def main() -> None:
     parser = Parser(description=__doc__)
     add_options(parser)
     add_jobs(parser)
-    parser.add_argument("--replicas", type=comma_list(count()), default=[4], metavar="LIST", help="(default: 4)")
+    parser.add_argument(
+        "--replicas", type=comma_list(count()), default=[4], metavar="LIST", help="(default: 4)"
+    )
     parser.add_argument(
         "--router", type=comma_list(_routers), default=list(ROUTERS), metavar="LIST", help=", ".join(ROUTERS)
     )
