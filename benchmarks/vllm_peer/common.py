@@ -85,20 +85,22 @@ def emit(side, model, part, **figures):
     print(json.dumps({"side": side, "model": model, "part": part, **figures}), flush=True)
 
 
+def first_token(side, prompt):
+    """Milliseconds until a prompt's first token, and how many of its tokens were cached."""
+    side.sync()
+    time.sleep(0.05)
+    begun = time.perf_counter()
+    request = side.add(prompt, 1)
+    while not side.step().get(request):
+        pass
+    ms = 1e3 * (time.perf_counter() - begun)
+    side.drain()
+    return ms, side.result(request)[2]
+
+
 def ttft(side, size, draw):
     for length in size["ttft"]:
-        times = []
-        for _ in range(size["warm"] + size["repeats"]):
-            prompt = draw.tokens(length)
-            side.sync()
-            time.sleep(0.05)
-            begun = time.perf_counter()
-            request = side.add(prompt, 1)
-            while not side.step().get(request):
-                pass
-            times.append(1e3 * (time.perf_counter() - begun))
-            side.drain()
-            side.result(request)
+        times = [first_token(side, draw.tokens(length))[0] for _ in range(size["warm"] + size["repeats"])]
         times = times[size["warm"] :]
         yield {"tokens": length, "ms": statistics.median(times), "least": min(times), "most": max(times)}
 
@@ -107,22 +109,14 @@ def hits(side, size, draw):
     """The first token of a prompt whose first tokens an earlier prompt had, all but `new` ones."""
     for known in size["hits"]:
         side.reset()
-        head, times, cached = draw.tokens(known), [], []
-        for number in range(1 + size["warm"] + size["repeats"]):
-            prompt = head + draw.tokens(size["new"] * bool(number))  # the first one is the head
-            side.sync()
-            time.sleep(0.05)
-            begun = time.perf_counter()
-            request = side.add(prompt, 1)
-            while not side.step().get(request):
-                pass
-            times.append(1e3 * (time.perf_counter() - begun))
-            side.drain()
-            cached.append(side.result(request)[2])
-        first, times = times[0], times[1 + size["warm"] :]
+        head = draw.tokens(known)
+        cold_ms, _ = first_token(side, head)
+        repeats = range(size["warm"] + size["repeats"])
+        rounds = [first_token(side, head + draw.tokens(size["new"])) for _ in repeats]
+        times = [ms for ms, _ in rounds[size["warm"] :]]
         yield {
             "known": known, "new": size["new"], "ms": statistics.median(times), "least": min(times),
-            "most": max(times), "cold_head_ms": first, "cached_tokens": min(cached[1:]),
+            "most": max(times), "cold_head_ms": cold_ms, "cached_tokens": min(cached for _, cached in rounds),
         }  # fmt: skip
 
 

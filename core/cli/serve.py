@@ -91,8 +91,6 @@ def run(options: argparse.Namespace) -> int:
         return serve_split(options, settings)
     if options.replicas is not None or options.tp is not None:
         return _run_replicas(options, settings)
-    if options.ingresses is not None:
-        raise ValueError(f"--ingresses is {options.ingresses} without --replicas; accepted: both, or neither")
     loaded = load_model(options)
     engine = make_engine(loaded, options)
     with nullcontext() if options.record is None else TraceRecorder(engine, options.record):
@@ -100,7 +98,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_early(options: argparse.Namespace) -> None:
-    """Refuse a missing folder and a port in use before seconds of imports and of loading."""
+    """Refuse a missing folder, a port in use and options alone before seconds of imports and of loading."""
+    if options.ingresses is not None and options.replicas is options.tp is None:
+        raise ValueError(f"--ingresses is {options.ingresses} without --replicas; accepted: both, or neither")
     path, accepted = Path(options.model), "accepted: a folder with config.json, or a name on the hub"
     if (options.model.startswith(("/", "./", "../", "~")) or path.exists()) and not path.is_dir():
         raise ValueError(f"{options.model!r} is no folder; {accepted}")

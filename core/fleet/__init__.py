@@ -12,8 +12,7 @@ warming                              a new replica receives states
 guard, cut_answers                   kills a process that stands still; ends streams of a lost ingress
 figures                              metrics and the page's snapshot of all together
 
-May import `serve`, `monitor`, `net`, `engines`,
-`contexts`, `cache`.
+May import `serve`, `monitor`, `net`, `engines`, `contexts`, `cache`.
 """
 
 from .settings import FleetSettings, check_installed

@@ -282,9 +282,7 @@ class Admission:
         for other in others:
             other.hashes.extend_to(other.tokens)
         size = self._block_size
-        keys = [
-            other.hashes.keys[: other.max_resume_tokens // size] for other in others
-        ]  # as they may resume
+        keys = [other.hashes.keys[: other.max_resume_tokens // size] for other in others]
         return depth_worth_a_state(request.hashes.keys, keys, match.resume_tokens // size) * size
 
     def _branch_tokens(self, match: PrefixMatch, request: DynamicInferenceRequest) -> int:

@@ -71,13 +71,13 @@ def test_options_reach_replicas_and_secrets_do_not(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("mambaslots.fleet.server.serve_replicas", serve_replicas)
     monkeypatch.delenv("MAMBASLOTS_SALT_KEY", raising=False)
     (tmp_path / "keys").write_text("alice:the-key-of-alice\n")
-    words = ["--replicas", "2:5", "--tp", "2", "--max-requests", "6", "--trace"]
+    words = ["--replicas", "2:5", "--tp", "2", "--ingresses", "2", "--max-requests", "6", "--trace"]
     assert main(["serve", MODEL, *SIZES, *words, "--api-keys", str(tmp_path / "keys")]) == 7
     server, fleet = called["settings"]
     assert server.api_keys == {"alice": "the-key-of-alice"}
     assert fleet == FleetSettings(
-        model_name="tiny-code", min_replicas=2, max_replicas=5, ranks=2, max_requests=6,
-        trace=True,
+        model_name="tiny-code", min_replicas=2, max_replicas=5, ranks=2, ingresses=2,
+        max_requests=6, trace=True,
     )  # fmt: skip
     data = pickle.dumps((called["make"], called["text"]))
     assert b"alice" not in data
@@ -89,6 +89,17 @@ def test_options_reach_replicas_and_secrets_do_not(monkeypatch: pytest.MonkeyPat
     assert engine.weights_version == weights_version(Path(MODEL))
     assert text().text is not None
     assert called["salt_key"] not in repr(make)
+
+
+@pytest.mark.parametrize("rank", [None, "0"])
+def test_ingresses_need_replicas(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str | None
+) -> None:
+    """Under torchrun, too."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, rank) if rank is not None else monkeypatch.delenv(name, raising=False)
+    assert main(["serve", MODEL, "--ingresses", "2"]) == 2
+    assert "--ingresses is 2 without --replicas; accepted: both, or neither" in capsys.readouterr().err
 
 
 def test_options_for_another_process_are_data() -> None:
