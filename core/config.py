@@ -78,7 +78,8 @@ class InferenceConfig:
         batch_invariant: the tokens and log-prob bits of a request depend on its own tokens, sampling
             parameters and seed alone: not on the cache, other requests, cuts, CUDA graphs, drafts or
             preemption. For bfloat16 and float16 models on a GPU. Implies `decode_by_replay`. An engine checks
-            itself at its start, and refuses what it cannot promise.
+            itself at its start, and refuses what it cannot promise. None: on where the model, the GPU and
+            the other settings allow it and the check passes; else off, and `describe()` says why.
 
     Memory:
         free_memory: what free memory holds: states, KV blocks, inputs of decodes, rows of host memory, files.
@@ -109,7 +110,7 @@ class InferenceConfig:
     num_cuda_graphs: int | None = None
     async_scheduling: bool | None = None
     decode_by_replay: bool = False
-    batch_invariant: bool = False
+    batch_invariant: bool | None = None
 
     free_memory: FreeMemory = "keep"
 
@@ -120,8 +121,8 @@ class InferenceConfig:
             num_speculative_tokens=(0, MAX_SPECULATIVE_TOKENS),
         )  # fmt: skip
         check_fields(self, integer, or_none=True, num_cuda_graphs=(1, INT32_MAX))
-        check_fields(self, boolean, enable_prefix_caching=(), decode_by_replay=(), batch_invariant=())
-        check_fields(self, boolean, or_none=True, async_scheduling=())
+        check_fields(self, boolean, enable_prefix_caching=(), decode_by_replay=())
+        check_fields(self, boolean, or_none=True, async_scheduling=(), batch_invariant=())
         check_fields(self, real, or_none=True, total_gb=(0.0, _MAX_GB))
         check_fields(self, real, host_cache_gb=(0.0, _MAX_GB))
         checked_policy("eviction_policy", self.eviction_policy)
@@ -202,7 +203,7 @@ class InferenceConfig:
     @property
     def replays(self) -> bool:
         """Whether decodes replay the inputs since the last grid point."""
-        return self.decode_by_replay or self.batch_invariant
+        return self.decode_by_replay or bool(self.batch_invariant)
 
     @property
     def replay_setting(self) -> str:

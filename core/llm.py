@@ -230,10 +230,14 @@ def serving_config(
     settings.setdefault("num_cuda_graphs", CUDA_GRAPHS if kind == "cuda" else None)
     steps = settings.pop("max_tokens_per_step", None)
 
-    def config(rows: int, length: int, gb: float | None) -> InferenceConfig:
+    is_open = settings.get("batch_invariant") is settings.get("durable_state_dtype") is None
+    decided = {"batch_invariant": True} if kind == "cuda" and is_open else {}  # as it may be, with its memory
+
+    def config(rows: int, length: int, gb: float | None, **changes: bool) -> InferenceConfig:
         return InferenceConfig(
             block_size_tokens=block, max_requests=rows, max_sequence_length=length, total_gb=gb,
-            max_tokens_per_step=max(2048, rows, block) if steps is None else steps, **settings,
+            max_tokens_per_step=max(2048, rows, block) if steps is None else steps,
+            **(settings | changes),
         )  # fmt: skip
 
     rows = MAX_REQUESTS[kind] if max_requests is None else max_requests
@@ -251,7 +255,7 @@ def serving_config(
     for share in (SHARE_OF_ROWS, 1.0):
         for chosen in sizes:
             try:
-                PoolSizes.of(config(*chosen, total_gb * share), spec)
+                PoolSizes.of(config(*chosen, total_gb * share, **decided), spec)
             except ValueError as refused:
                 error = refused
                 continue
@@ -260,9 +264,8 @@ def serving_config(
                     "%.3g GB hold %d requests at once (of %d) and a context of %s tokens (of %s)",
                     total_gb, chosen[0], rows, f"{chosen[1]:,}", f"{length:,}",
                 )  # fmt: skip
-            found = config(*chosen, total_gb)
-            log_room(found, spec)
-            return found
+            log_room(config(*chosen, total_gb, **decided), spec)
+            return config(*chosen, total_gb)
     assert error is not None  # `sizes` is not empty
     raise error
 

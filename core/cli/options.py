@@ -178,7 +178,9 @@ def add_engine(parser: argparse.ArgumentParser, *, max_requests: int | None = No
         help="store cached states in fewer bytes: more fit, and a resumed request starts from a rounded one",
     )  # fmt: skip
     group.add_argument(
-        "--batch-invariant", action="store_true", help="answers depend on the request alone, to the bit (GPU)"
+        "--batch-invariant",
+        action=argparse.BooleanOptionalAction,
+        help="answers depend on the request alone, to the bit (default: where GPU and model allow it)",
     )
     group.add_argument(
         "--free-memory", choices=("keep", "zero"), default="keep",

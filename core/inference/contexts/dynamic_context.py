@@ -46,7 +46,7 @@ class DynamicInferenceContext:
             )
         self._chunk_size = spec.chunk_tokens(config.block_size_tokens)
         sizes = PoolSizes.of(config, spec)
-        self._check_replays()
+        check_replays(spec, config)
         self.memory = memory = DeviceMemory(self._spec_of_memory(), config, sizes)
         pool, scrubber = memory.state_pool, memory.scrubber
         self._scrubs = config.free_memory == "zero"
@@ -71,7 +71,7 @@ class DynamicInferenceContext:
         self._empty_rows()
         largest = largest_shape(
             config.max_requests, config.max_tokens_per_step, 1 + config.num_speculative_tokens,
-            self.admission.block_table.shape[1], self._chunk_size, config.batch_invariant,
+            self.admission.block_table.shape[1], self._chunk_size, bool(config.batch_invariant),
         )  # fmt: skip
         self._buffer = StepBuffer(largest, spec.device)
         self._builder = StepBuilder(self._buffer, config, self._chunk_size, self._states, self.memory)
@@ -88,26 +88,6 @@ class DynamicInferenceContext:
 
     def _spec_of_memory(self) -> HybridStateSpec:
         return self.spec
-
-    def _check_replays(self) -> None:
-        """Raise a ValueError where decodes shall replay, and the model or the step cannot."""
-        spec, config = self.spec, self.config
-        if not config.replays:
-            return
-        setting = config.replay_setting
-        unknown = [tensor.name for tensor in spec.states if tensor.num_layers and not tensor.inputs]
-        if unknown or not (spec.replays and spec.separate_states):
-            because = f"has no inputs of {', '.join(unknown)}" if unknown else "does not replay decodes"
-            raise ValueError(
-                f"{setting} is True, and the model {because}; accepted: a model whose state_spec() has "
-                "`replays`"
-            )
-        least = self._chunk_size + config.max_requests - 1
-        if config.max_tokens_per_step < least:
-            raise ValueError(
-                f"max_tokens_per_step is {config.max_tokens_per_step}; accepted with {setting}: at least "
-                f"{least}, a decode of each other request and one chunk, at which prompts are cut"
-            )
 
     def _empty_rows(self) -> None:
         self.admission = Admission(
@@ -300,3 +280,22 @@ class DynamicInferenceContext:
         for holding in holdings:
             size = self.config.block_size_tokens
             assert holding.num_computed <= len(holding.path.blocks) * size, "tokens without a KV block"
+
+
+def check_replays(spec: HybridStateSpec, config: InferenceConfig) -> None:
+    """Raise a ValueError where decodes shall replay, and the model or the step cannot."""
+    if not config.replays:
+        return
+    setting = config.replay_setting
+    unknown = [tensor.name for tensor in spec.states if tensor.num_layers and not tensor.inputs]
+    if unknown or not (spec.replays and spec.separate_states):
+        because = f"has no inputs of {', '.join(unknown)}" if unknown else "does not replay decodes"
+        raise ValueError(
+            f"{setting} is True, and the model {because}; accepted: a model whose state_spec() has `replays`"
+        )
+    least = spec.chunk_tokens(config.block_size_tokens) + config.max_requests - 1
+    if config.max_tokens_per_step < least:
+        raise ValueError(
+            f"max_tokens_per_step is {config.max_tokens_per_step}; accepted with {setting}: at least "
+            f"{least}, a decode of each other request and one chunk, at which prompts are cut"
+        )

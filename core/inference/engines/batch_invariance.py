@@ -1,7 +1,14 @@
 """The mode in which the bits of an answer depend on its request alone, and its check at an engine's start."""
 
+import hashlib
+import importlib.metadata
+import inspect
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,8 +16,11 @@ from torch import Tensor
 
 from ...config import InferenceConfig
 from ...devices import on_device_of
+from ...files import read_regular
 from ...state_spec import HybridStateSpec
+from ..contexts.dynamic_context import check_replays
 from ..contexts.padding import FEWEST_ROWS, padded_to_ladder, power_of_two, rung, rungs
+from ..contexts.pool_sizes import sized
 from ..contexts.request import DynamicInferenceRequest
 from ..contexts.step_inputs import StepShape
 from ..kernels import attention
@@ -31,6 +41,7 @@ class BatchInvariance:
         check_settings(spec, config)
         self._spec = spec
         self.products: tuple[str, ...] = ()  # operators, sizes and dtypes that were compared
+        self.was_checked_before = False
         width = power_of_two(1 + config.num_speculative_tokens)
         self._most_tokens = rung(config.max_requests * width + config.max_tokens_per_step)
         before = {name: read_switch(name) for name in SWITCHES}
@@ -42,7 +53,7 @@ class BatchInvariance:
 
                     fix_orders_of_addition()
                 with on_device_of(spec.device):
-                    self._check(model, config)
+                    self._check_once(model, config)
                     torch.cuda.empty_cache()
         except BaseException:
             write_switches(before)
@@ -67,12 +78,22 @@ class BatchInvariance:
         return (
             f"batch invariance: {len(self.products)} shapes of products have the same bits in all of "
             f"{len(rungs(self._most_tokens))} numbers of rows, and prefills in parts, prefills beside "
-            "others and decodes the same logits",
+            "others and decodes the same logits"
+            + (", as an earlier start found" if self.was_checked_before else ""),
             f"the promise holds for {torch.cuda.get_device_name(spec.device)}, torch {torch.__version__}"
             f"{ranks}; other GPUs, versions and tensor-parallel sizes may give other bits",
         )
 
     # ---- the check
+
+    def _check_once(self, model: Model, config: InferenceConfig) -> None:
+        """Check, unless an earlier start of the same model did on all ranks."""
+        stamp = Stamp.of(model, self._spec, config)
+        self.products = stamp.products()
+        self.was_checked_before = all(self._spec.groups.gather(bool(self.products), self._spec.device))
+        if not self.was_checked_before:
+            self._check(model, config)
+            stamp.write(self.products)
 
     def _check(self, model: Model, config: InferenceConfig) -> None:
         """Raise a BatchVarianceError on all ranks where the model of any rank is refused."""
@@ -110,6 +131,87 @@ class BatchInvariance:
                 "products and attention keep them; accepted: a model whose scans, and all else, compute a "
                 "row from its own sequence, in one order"
             )
+
+
+class Stamp:
+    """A file that says that a model has passed the check on this machine, with these versions and sizes."""
+
+    def __init__(self, path: Path | None) -> None:
+        """`path`: None for a model that does not name its weights: each start checks it."""
+        self._path = path
+
+    @classmethod
+    def of(cls, model: Model, spec: HybridStateSpec, config: InferenceConfig) -> "Stamp":
+        """By all that the check depends on: shapes, but not the values of weights."""
+        module = getattr(model, "model", model)  # of transformers, or the model itself
+        if not isinstance(module, torch.nn.Module):
+            return cls(None)
+        sources = [*Path(__file__).parents[2].rglob("*.py"), Path(inspect.getfile(type(model)))]
+        depends = (
+            torch.__version__, torch.version.cuda, torch.cuda.get_device_properties(spec.device),
+            *(_version(package) for package in ("triton", "fla-core", "flash-attn-3", "transformers")),
+            sorted(item for item in os.environ.items() if item[0].startswith(("TRITON", "CUBLAS", "NVIDIA"))),
+            sorted((str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sources),
+            type(model).__qualname__, spec.model, spec.states, spec.shard, spec.groups.tensor_size,
+            [(name, one.shape, one.stride(), one.dtype) for name, one in module.named_parameters()],
+            config.block_size_tokens, config.max_requests, config.max_tokens_per_step,
+            config.num_speculative_tokens,
+        )  # fmt: skip
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        digest = hashlib.sha256(repr(depends).encode()).hexdigest()
+        return cls(folder / "mambaslots" / "batch_invariance" / f"{digest}.json")
+
+    def products(self) -> tuple[str, ...]:
+        """The products that were compared; none without a file that can be read."""
+        try:
+            return () if self._path is None else tuple(map(str, json.loads(read_regular(self._path))))
+        except (OSError, ValueError):
+            return ()
+
+    def write(self, products: tuple[str, ...]) -> None:
+        """Note that the check has passed; without a directory to write to, the next start checks again."""
+        if self._path is None:
+            return
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part = self._path.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(products))
+            part.replace(self._path)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def promised(
+    model: Model, spec: HybridStateSpec, config: InferenceConfig
+) -> tuple[InferenceConfig, BatchInvariance | None, str]:
+    """`config` with `batch_invariant` decided where it is None, the mode, and why it is off.
+
+    Where the model is split, this is a collective; ranks decide alike. Raises what the mode raises, where the
+    setting is True.
+    """
+    refusal, wanted = "", sized(replace(config, batch_invariant=True), spec.device)
+    try:
+        check_replays(spec, wanted)
+        check_settings(spec, wanted)
+    except ValueError as error:
+        if config.batch_invariant:
+            raise
+        refusal = str(error)
+    refusal = next(filter(None, spec.groups.gather(refusal, spec.device)), "")
+    try:
+        if not refusal:
+            return wanted, BatchInvariance(model, spec, wanted), ""
+    except BatchVarianceError as error:
+        if config.batch_invariant:
+            raise
+        refusal = str(error)
+    reason = refusal.removeprefix(f"{SETTING}, and ").partition("; accepted")[0]
+    return replace(config, batch_invariant=False), None, reason
 
 
 def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:

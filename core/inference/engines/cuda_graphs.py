@@ -142,7 +142,7 @@ class GraphRunner:
         dtypes = {spec.kv_dtype, *(tensor.dtype for tensor in spec.states)}
         if config.num_cuda_graphs is None or spec.device.type != "cuda" or torch.float64 in dtypes:
             return None
-        return cls(spec, GraphBuckets.of(context, config.batch_invariant), config.num_cuda_graphs)
+        return cls(spec, GraphBuckets.of(context, bool(config.batch_invariant)), config.num_cuda_graphs)
 
     @property
     def shapes(self) -> tuple[StepShape, ...]:

@@ -1,7 +1,9 @@
 """Continuous batching over a `DynamicInferenceContext`."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, get_args
 
 from ...cache_stats import EngineStats
@@ -28,6 +30,8 @@ from .engine_observer import EngineObserver, ProgressLine, StepReport
 from .model_protocol import Model
 from .step_runner import describe_steps
 from .streams import RequestSource, TokenStream
+
+logger = logging.getLogger(__name__)
 
 
 class DynamicInferenceEngine:
@@ -67,17 +71,23 @@ class DynamicInferenceEngine:
         instance("config", config, InferenceConfig)
         seed = integer("seed", seed, 0, INT64_MAX)
         drafter = checked_drafter(drafter, config.num_speculative_tokens)
-        spec, invariance = model.state_spec(), None
+        spec, invariance, self._why_variant = model.state_spec(), None, "the setting is False"
         spec.groups.check_device(spec.device)
-        self.config = config = sized(config, spec.device)
-        if config.batch_invariant:
+        if config.batch_invariant is None and (spec.device.type != "cuda" or config.durable_state_dtype):
+            self._why_variant = f"the model is on {spec.device.type}"
+            if config.durable_state_dtype:
+                self._why_variant = f"durable_state_dtype is {config.durable_state_dtype!r}"
+            config = replace(config, batch_invariant=False)
+        if config.batch_invariant is not False:
             from . import batch_invariance  # here, because it imports triton by way of torch
 
-            invariance = batch_invariance.BatchInvariance(model, spec, config)
+            config, invariance, self._why_variant = batch_invariance.promised(model, spec, config)
+        self.config = config = sized(config, spec.device)
         self.context = DynamicInferenceContext(spec, config)
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
         self.factory = RequestFactory(self.context, self.salt_key, seed)
         self.core = EngineCore(self.context, drafter, invariance)
+        logger.info(self._describe_promise()[0])
 
     def __repr__(self) -> str:
         """One line: model, device, queue, and how full the pools are."""
@@ -499,8 +509,12 @@ class DynamicInferenceEngine:
     def describe(self) -> str:
         """What serves the model, a line each: device, kernels and why no better ones, graphs, steps ahead."""
         runner = self.core.step_runner
-        promise = runner.invariance.describe() if runner.invariance is not None else ()
-        return "\n".join((*describe_steps(self.context, runner.graphs), *promise))
+        return "\n".join((*describe_steps(self.context, runner.graphs), *self._describe_promise()))
+
+    def _describe_promise(self) -> tuple[str, ...]:
+        if self.core.step_runner.invariance is not None:
+            return self.core.step_runner.invariance.describe()
+        return (f"batch invariance: off, because {self._why_variant}; answers may depend on the batch",)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, rows and memory disagree; O(pools and requests)."""

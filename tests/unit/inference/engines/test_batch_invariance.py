@@ -3,19 +3,23 @@
 import gc
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import mambaslots as ms
 import pytest
 import torch
 import torch.nn.functional as F
+from mambaslots import parallel_groups
 from mambaslots.inference.contexts.padding import rungs
 from mambaslots.inference.engines import batch_invariance, product_check
 from mambaslots.inference.engines.batch_invariance import (
     SWITCHES,
     BatchInvariance,
     check_settings,
+    promised,
     read_switch,
     record,
     write_switches,
@@ -89,6 +93,97 @@ class TestRefusals:
             ms.ParallelGroups(ordered_sums=1)  # type: ignore[arg-type]
 
 
+class TestDefault:
+    """`batch_invariant=None`: on where it can be, else off with the reason."""
+
+    @pytest.fixture(autouse=True)
+    def no_gpu_is_needed(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+        before = {name: read_switch(name) for name in SWITCHES}
+        for module in (batch_invariance, parallel_groups):
+            monkeypatch.setattr(module, "on_device_of", lambda _: nullcontext())
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: "a GPU")
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        yield
+        write_switches(before)
+
+    @pytest.fixture
+    def checks(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Which parts of the check have run; they find nothing."""
+        made: list[str] = []
+
+        def parts(mode: BatchInvariance, *_: object) -> None:
+            made.append("parts")
+            mode.products = ("aten.mm of something",)
+
+        monkeypatch.setattr(BatchInvariance, "_check_parts", parts)
+        monkeypatch.setattr(BatchInvariance, "_check_forwards", lambda *_: made.append("forwards"))
+        return made
+
+    def test_a_cpu_and_rounded_states_have_none(self, monkeypatch):
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # which is for those that ask
+        engine = ms.DynamicInferenceEngine(model_of("M"), CONFIG)
+        assert engine.config.batch_invariant is False
+        off = "batch invariance: off, because {}; answers may depend on the batch"
+        assert engine.describe().splitlines()[-1] == off.format("the model is on cpu")
+        engine = ms.DynamicInferenceEngine(model_of("M"), replace(CONFIG, durable_state_dtype="bfloat16"))
+        assert engine.describe().splitlines()[-1] == off.format("durable_state_dtype is 'bfloat16'")
+        engine = ms.DynamicInferenceEngine(model_of("M"), replace(CONFIG, batch_invariant=False))
+        assert engine.describe().splitlines()[-1] == off.format("the setting is False")
+
+    @pytest.mark.parametrize(
+        ("dtype", "changes", "reason"),
+        [
+            (torch.float32, {}, "the model is float32"),
+            (torch.bfloat16, {"max_tokens_per_step": 16}, "max_tokens_per_step is 16"),
+        ],
+    )
+    def test_what_the_model_or_a_size_rules_out(self, checks, dtype, changes, reason):
+        model, config = model_of("M", dtype), replace(CONFIG, **changes)
+        assert promised(model, on("cuda", model), config) == (
+            replace(config, batch_invariant=False),
+            None,
+            reason,
+        )
+        with pytest.raises(ValueError, match=reason):
+            promised(model, on("cuda", model), replace(config, batch_invariant=True))
+        assert not checks
+
+    def test_what_the_check_finds(self, checks, monkeypatch):
+        def finds(*_: object) -> None:
+            raise BatchVarianceError("batch_invariant is True, and a row differs; accepted: another")
+
+        monkeypatch.setattr(BatchInvariance, "_check_forwards", finds)
+        model = model_of("M")
+        for _ in range(2):  # a refusal leaves no stamp
+            config, mode, reason = promised(model, on("cuda", model), CONFIG)
+            assert (config.batch_invariant, mode, reason) == (False, None, "a row differs")
+        assert checks == ["parts", "parts"]
+        with pytest.raises(BatchVarianceError, match="a row differs"):
+            promised(model, on("cuda", model), replace(CONFIG, batch_invariant=True))
+
+    def test_a_start_after_one_that_passed_does_not_check_again(self, checks, tmp_path):
+        model = model_of("M")
+        config, mode, reason = promised(model, on("cuda", model), CONFIG)
+        assert (config.batch_invariant, reason, checks) == (True, "", ["parts", "forwards"])
+        assert mode is not None
+        assert "as an earlier start found" not in mode.describe()[0]
+        again = promised(model_of("M"), on("cuda", model), CONFIG)[1]
+        assert again is not None
+        assert "as an earlier start found" in again.describe()[0]
+        assert (again.products, len(checks)) == (mode.products, 2)
+        for other, changes in (("MM", {}), ("M", {"max_requests": 3}), ("M", {"num_speculative_tokens": 1})):
+            model = model_of(other)
+            promised(model, on("cuda", model), replace(CONFIG, **changes))
+        assert len(checks) == 8
+        for stamp in tmp_path.rglob("*.json"):
+            stamp.write_text("[")
+        model = model_of("M")
+        promised(model, on("cuda", model), CONFIG)
+        assert len(checks) == 10
+
+
 class TestSwitches:
     @pytest.fixture(autouse=True)
     def as_before(self) -> Iterator[None]:
@@ -116,7 +211,7 @@ class TestSwitches:
             assert {name: read_switch(name) for name in SWITCHES} == SWITCHES
             raise BatchVarianceError("aten.mm of something")
 
-        monkeypatch.setattr(BatchInvariance, "_check", fails)
+        monkeypatch.setattr(BatchInvariance, "_check_once", fails)
         monkeypatch.setattr(batch_invariance, "on_device_of", lambda _: torch.cuda.device(-1))
         with pytest.raises(ValueError, match="of something"):
             BatchInvariance(model, spec, CONFIG)
