@@ -8,6 +8,7 @@ OTHER_MEGATRONS := 0.19.0
 PYTEST := pytest -p no:cacheprovider
 # Three workers, because tests of servers wait; each has modules of its own as long as there are some.
 SEVERAL_AT_A_TIME := -n 3 --dist worksteal
+SEVERAL_ON_A_GPU := -n 6 --dist worksteal
 # A test that hangs prints all stacks (pyproject.toml says after how long); here it ends its process as well.
 HANGS_END := -o faulthandler_exit_on_timeout=true
 # Workers, ranks and the processes of tests compile the package, and pytest rewrites tests, once for all of them.
@@ -61,8 +62,8 @@ test-host: $(FOR_DEV)
 test-gpus: $(FOR_DEV)
 	@gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())') && \
 	test $$gpus -ge 1 || { echo "make test-gpus needs a GPU, and torch sees none."; exit 1; }; \
-	(set -x; $(BIN)/python -m $(PYTEST) -m gpu tests/unit $(ARGS)) || exit 1; \
-	$(if $(ARGS),,(set -x; $(BIN)/python -m $(PYTEST) --poison -m "gpu and not long" $(POISONED)) || exit 1;) \
+	(set -x; $(BIN)/python -m $(PYTEST) $(SEVERAL_ON_A_GPU) -m gpu tests/unit $(ARGS)) || exit 1; \
+	$(if $(ARGS),,(set -x; $(BIN)/python -m $(PYTEST) $(SEVERAL_ON_A_GPU) --poison -m "gpu and not long" $(POISONED)) || exit 1;) \
 	for ranks in $(if $(ARGS),,2 4); do \
 	  if test $$gpus -lt $$ranks; then echo "tests/net was not run with $$ranks ranks: GPUs here: $$gpus"; \
 	  else (set -x; $(call on_ranks,-m gpu tests/net)) || exit 1; fi; done

@@ -3,9 +3,9 @@
 Two processes each have the whole model (two GPUs, or the CPU). The first computes a prefix, with states at
 its half and at its end, and sends the prefix to the second one, whose cache is empty, in three ways:
 
-    nccl    over a `TransferChannel`: what the receiver lacks, with the deepest state, from GPU to GPU
-    gloo    the same channel through host memory
-    bytes   all states, exported, encoded with SHA-256, sent over gloo, decoded and imported
+    nccl      over a `TransferChannel`: what the receiver lacks, with the deepest state, from GPU to GPU
+    messages  the same channel through host memory
+    bytes     all states, exported, encoded with SHA-256, sent, decoded and imported
 
     python benchmarks/hand_over.py --json out.json                          (two GPUs; bfloat16)
     python benchmarks/hand_over.py --shape tiny --device cpu                (does it run?)

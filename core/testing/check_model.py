@@ -208,6 +208,7 @@ class _Trial:
             "max_sequence_length": longest,
             "num_kv_blocks": (3 + rows) * -(-longest // min(self.block, 8)),
             "num_mamba_slots": 24 if settings.get("enable_prefix_caching", True) else None,
+            "batch_invariant": False,
         }
         drafter = self if "num_speculative_tokens" in settings else None
         engine = DynamicInferenceEngine(self, InferenceConfig(**(sizes | settings)), drafter=drafter)

@@ -112,6 +112,10 @@ class CapturedForward:
     def pool(self) -> Any:
         return self._graph.pool()
 
+    @property
+    def kv_cache(self) -> Tensor:
+        return self._inputs.kv_cache
+
     def replay(self) -> Tensor:
         """Run on what the inputs' tensors hold now; the next replay overwrites the returned logits."""
         self._graph.replay()
@@ -173,8 +177,10 @@ class GraphRunner:
         """The model's logits. Does not synchronise."""
         self._first = None
         graph = self._graphs.get(inputs.shape)
-        if graph is not None:
+        if graph is not None and graph.kv_cache is inputs.kv_cache:
             return graph.replay()
+        if graph is not None:
+            self.drop_graphs()  # the pools were allocated anew since
         logits = model(inputs)
         if self._buckets.smallest(inputs.shape) == inputs.shape and self._has_room(inputs.shape):
             self._first = inputs

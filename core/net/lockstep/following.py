@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ...devices import on_device_of
 from ...inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ...inference.contexts.cache.hashing import PrefixHashChain
 from ...inference.contexts.request import DynamicInferenceRequest
@@ -150,7 +151,8 @@ class Run(_Call, frozen=True, array_like=True, tag="run"):
         core = engine.core
         engine.factory.next_ids = self.ids
         try:
-            resolve(self.function)(engine, *self.arguments)
+            with on_device_of(engine.context.spec.device):  # `follow` may run in any thread
+                resolve(self.function)(engine, *self.arguments)
         finally:
             for ended in (core.abandoned, core.unclaimed, core.reports):  # rank 0 has its own
                 ended.clear()

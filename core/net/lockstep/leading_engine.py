@@ -12,6 +12,7 @@ from typing import Any, Self
 import msgspec
 
 from ...config import InferenceConfig
+from ...devices import on_device_of
 from ...errors import KVBlockCapacityError, MambaSlotCapacityError
 from ...inference.engines.drafter import Drafter
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -230,7 +231,8 @@ class LeadingEngine(DynamicInferenceEngine):
 
             engine.call_on_all(msd.save_prefixes, "prefixes")
 
-        Inside, each rank makes its calls by itself: all ranks must make the same ones. Streams and requests
+        Inside, each rank makes its calls by itself: all ranks must make the same ones. The model's device is
+        the current one. Streams and requests
         whose results are wanted belong outside.
 
         Args:
@@ -272,7 +274,8 @@ class LeadingEngine(DynamicInferenceEngine):
         error: Exception | None = None
         self._runs_on_all = True
         try:
-            value = function()
+            with on_device_of(self.context.spec.device):
+                value = function()
         except Exception as raised:
             error = raised
         except BaseException as raised:

@@ -26,7 +26,9 @@ def serve(device: torch.device, **overrides: Any) -> list[list[int]]:
     """Tokens of two rounds, of which the second resumes."""
     with kind_of_model(MIX):
         model = small_model() if device.type == "cpu" else tiny_model(torch.bfloat16, device)
-    sizes = {"block_size_tokens": 32, "max_tokens_per_step": 160} if device.type == "cuda" else {}
+    sizes: dict[str, Any] = {"batch_invariant": False}  # a planted read may be in a kernel of decodes
+    if device.type == "cuda":
+        sizes |= {"block_size_tokens": 32, "max_tokens_per_step": 160}
     engine = small_engine(model=model, **sizes | overrides)
     params = ms.SamplingParams(max_tokens=6)
     tokens = [result.tokens for _ in range(2) for result in engine.generate(PROMPTS, params)]
