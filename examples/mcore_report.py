@@ -45,7 +45,7 @@ def print_machine(args: argparse.Namespace, without: Run) -> None:
         f"shape {args.shape}, {args.dtype}: {args.conversations} conversations at a time, "
         f"{args.turns} turns, "
         f"system prompts of {load.system_prompt:,} tokens,\nanswers of {load.answer}, "
-        f"at most {load.step:,} tokens a step, {args.rounds} timed round{'s' * (args.rounds > 1)}"
+        f"at most {load.step:,} tokens a step, {args.rounds} timed round{'s: medians' if args.rounds > 1 else ''}"
     )
     for name, what in mcore_rig.what_runs().items():
         print(f"  {name}: {what}")
@@ -77,16 +77,19 @@ def print_speed(without: Run, runs: list[Run]) -> None:
 
 
 def speed(run: Run) -> dict[str, float]:
-    """Of all rounds together; seconds of one."""
-    ttfts = [ttft for one in run.timed for ttft in one.ttfts_s]
-    later = [one.ttft_s for done in run.timed for turn in done.served[1:] for one in turn if one.ttft_s]
-    seconds = sum(one.seconds for one in run.timed)
+    """Of each figure the median of the rounds."""
+    rounds = [_speed_of(one) for one in run.timed]
+    return {name: median(one[name] for one in rounds) for name in rounds[0]}
+
+
+def _speed_of(done: Run) -> dict[str, float]:
+    later = [one.ttft_s for turn in done.served[1:] for one in turn if one.ttft_s]
     return {
-        "ttft_mean_s": mean(ttfts),
-        "ttft_p90_s": _p90(ttfts),
-        "later_ttft_mean_s": mean(later or ttfts),
-        "output_tokens_a_second": sum(one.num_generated_tokens for one in run.timed) / seconds,
-        "seconds": seconds / len(run.timed),
+        "ttft_mean_s": mean(done.ttfts_s),
+        "ttft_p90_s": _p90(done.ttfts_s),
+        "later_ttft_mean_s": mean(later or done.ttfts_s),
+        "output_tokens_a_second": done.num_generated_tokens / done.seconds,
+        "seconds": done.seconds,
     }
 
 
