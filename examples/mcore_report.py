@@ -45,7 +45,7 @@ def print_machine(args: argparse.Namespace, without: Run) -> None:
         f"shape {args.shape}, {args.dtype}: {args.conversations} conversations at a time, "
         f"{args.turns} turns, "
         f"system prompts of {load.system_prompt:,} tokens,\nanswers of {load.answer}, "
-        f"at most {load.step:,} tokens a step, {args.rounds} timed round{'s: medians' if args.rounds > 1 else ''}"
+        f"at most {load.step:,} tokens a step, {args.rounds} timed round{'s' * (args.rounds > 1)} (medians)"
     )
     for name, what in mcore_rig.what_runs().items():
         print(f"  {name}: {what}")
