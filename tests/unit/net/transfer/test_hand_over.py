@@ -1,13 +1,17 @@
 """Hand-overs between two replicas of one rank each: two threads of this process, over a TCP store."""
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import mambaslots as ms
@@ -381,6 +385,38 @@ class Listening:
 
     def __exit__(self, *_: object) -> None:
         self.listener.close()
+
+
+def cut(port: int) -> None:
+    """End this process's connections to a port, as a network does."""
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if os.readlink(file).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(file.name))) as one:
+                    if one.getpeername()[1:2] == (port,):
+                        one.shutdown(socket.SHUT_RDWR)
+
+
+def test_an_offer_over_a_connection_that_is_lost(
+    host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source connects again, and offers again."""
+    send, offers = Link.send, []
+
+    def send_or_lose(link: Link, message: Any, payload: Any = None) -> None:
+        if isinstance(message, pipe.Offer):
+            offers.append(link)
+            if len(offers) == 1:
+                cut(int(link._socket.LAST_ENDPOINT.rpartition(b":")[2]))
+                return
+        send(link, message, payload)
+
+    monkeypatch.setattr(Link, "send", send_or_lose)
+    target = engine_of()
+    sent, received = both(host, source, target, timeout_s=8.0)
+    assert (sent.failure, received.failure) == ("", "")
+    assert len(offers) == 2
+    assert min(result.num_resumed_tokens for result in serve_checked(target, PROMPTS)) > 0
 
 
 def test_connecting_that_does_not_end(
