@@ -24,7 +24,7 @@ RESUMED: dict[str, list[int | None]] = {
     "a_length_of_1_mod_block": [0, 64, 64],
     "a_continuation_chunk_with_kv_but_no_state": [0] * 6,
     "a_suffix_of_2_tokens": [0, 64, 0, 64],
-    "a_pool_of_2_slots": [*[0] * 6, *[None] * 4, 64, 64],
+    "a_pool_of_2_slots": [*[0] * 6, *[None] * 4, 0, 64],  # of the four, the first two took the slots
     "an_evictor_in_between": [0, 96, 0, 0, 96, 256, 64],
     "turn_on_turn": [0, 64, 96, 128],
     "suspend_and_resume": [0, 64, None, 0, 0, 0, 64, None, 64, 32, 0, 0, 0],
