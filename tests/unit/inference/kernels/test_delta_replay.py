@@ -518,13 +518,13 @@ from triton.compiler import ASTSource
 
 kernel = complete_chunks_kernel
 types = dict.fromkeys(("g_inputs", "beta_inputs", "inverses", "states"), "*fp32")
-types |= dict.fromkeys(("slots", "sources", "destinations"), "*i64")
-types |= dict.fromkeys((name for name in kernel.arg_names if name.endswith("slot_stride")), "i64")
+types |= dict.fromkeys(("slots", "sources", "destinations"), "*i64") | {"pages": "*i32"}
+types |= dict.fromkeys((name for name in kernel.arg_names if name.endswith("_stride")), "i64")
 types["rows"] = "i32"
 for dtype, key_dim, value_dim in (("fp16", 24, 40), ("bf16", 24, 40), ("fp16", 16, 24)):
     constants = dict(
         heads=2, heads_of_key=1, key_dim=key_dim, value_dim=value_dim, chunk_size=64,
-        ROWS=COMPLETION_ROWS, **completion_blocks(key_dim, value_dim),
+        page_tokens=16, ROWS=COMPLETION_ROWS, **completion_blocks(key_dim, value_dim),
     )
     of_dtype = types | dict.fromkeys(("k_inputs", "v_inputs"), "*" + dtype)
     signature = {name: of_dtype.get(name, "constexpr") for name in kernel.arg_names}
