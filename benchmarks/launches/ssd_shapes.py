@@ -120,7 +120,7 @@ def ssd_score_makers() -> list[Specialisation]:
     return found
 
 
-PAGE = 8  # tokens whose inputs lie in a KV block of Nemotron-H-8B
+PAGE = 9  # tokens whose inputs lie in a KV block of Nemotron-H-8B
 
 
 def tail_keepers() -> list[Specialisation]:
@@ -137,7 +137,7 @@ def tail_keepers() -> list[Specialisation]:
             kernel=ssd_replay.keep_tails_kernel,
             signature=pointers | indices | dict.fromkeys(strides, "i64"),
             constexprs=dict(zip(names, dimensions, strict=True))
-            | {"page_tokens": PAGE, "num_pages": 128 // PAGE, "BLOCK": ssd_replay.TAIL_BLOCK},
+            | {"page_tokens": PAGE, "num_pages": -(-128 // PAGE), "BLOCK": ssd_replay.TAIL_BLOCK},
             divisible_by_16=(*pointers, *strides),
             num_warps=ssd_replay.TAIL_WARPS,
             wide=BOTH,

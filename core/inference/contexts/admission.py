@@ -223,7 +223,7 @@ class Admission:
             return None
         num_inputs = start % self._chunk_size + 1
         if num_missing := needs_block + self._num_missing_pages(holding, num_inputs):
-            if num_missing > kv.total_avail and (is_ahead or not kv.is_memory_available(num_missing)):
+            if not kv.is_memory_available(num_missing):
                 return None
             self._cache.grow(path, len(path.blocks) + needs_block)
             self._add_pages(holding, num_inputs)
