@@ -28,7 +28,7 @@ SCALE_DTYPE = torch.bfloat16
 """A scale is rounded up to this, which adds 1.2 % to the error of random entries. Scales in float32 would add
 2.9 % to the bytes of an 8B model's state."""
 SCALES = "_scales"
-InputLayout = Literal["ring", "chunk", "by_head"]
+InputLayout = Literal["ring", "page", "chunk", "by_head"]
 Coarsest = Literal["exact", "bfloat16", "int8"]
 """How far a cached copy of a tensor may be rounded: not at all, to bfloat16, or to scaled int8."""
 
@@ -39,6 +39,7 @@ class InputTensor:
 
     With C tokens of a chunk and K drafts of a step at most, the token at position p lies at p % (taps + K)
     of a "ring" [taps + K, *shape], at p % C of a "chunk" [C, *shape], or of the end of "by_head" [*shape, C].
+    What a "page" [P, *shape] has P tokens of a chunk share memory with KV: token p lies in page p % C // P.
     """
 
     name: str
@@ -51,7 +52,7 @@ class InputTensor:
         """The shape of one request in one layer; `num_drafts`: drafts of a step, at most."""
         if self.layout == "ring":
             return (self.taps + num_drafts, *self.shape)
-        return (chunk_size, *self.shape) if self.layout == "chunk" else (*self.shape, chunk_size)
+        return (*self.shape, chunk_size) if self.layout == "by_head" else (chunk_size, *self.shape)
 
 
 @dataclass(frozen=True)
@@ -346,8 +347,8 @@ def mamba2_states(
     shared = StateSegment(groups, state_dim)
     window = _window("conv", layers, (StateSegment(heads, head_dim), shared, shared), conv_kernel, conv_dtype)
     inputs = (
-        InputTensor("ssm_x", (heads.count, head_dim), conv_dtype),
-        InputTensor("ssm_B", (groups.count, state_dim), conv_dtype),
+        InputTensor("ssm_x", (heads.count, head_dim), conv_dtype, "page"),
+        InputTensor("ssm_B", (groups.count, state_dim), conv_dtype, "page"),
         InputTensor("ssm_gates", (2, heads.count), _gate_dtype(conv_dtype), "by_head"),
     )
     inner = head_dim, state_dim
@@ -375,14 +376,14 @@ def gated_delta_net_states(
     window = _window("gdn_conv", layers, channels, conv_kernel, conv_dtype)
     gates = _gate_dtype(conv_dtype)
     inputs = [
-        InputTensor("delta_k", (key_heads.count, key_dim), conv_dtype),
-        InputTensor("delta_v", (value_heads.count, value_dim), conv_dtype),
+        InputTensor("delta_k", (key_heads.count, key_dim), conv_dtype, "page"),
+        InputTensor("delta_v", (value_heads.count, value_dim), conv_dtype, "page"),
         InputTensor("delta_g", (value_heads.count,), gates),
         InputTensor("delta_beta", (value_heads.count,), gates),
     ]
     if conv_dtype.itemsize == 2:
         # New values, and the inverse of a chunk's triangular system in blocks on and below its diagonal.
-        inputs.append(InputTensor("delta_new_v", (value_heads.count, value_dim), conv_dtype))
+        inputs.append(InputTensor("delta_new_v", (value_heads.count, value_dim), conv_dtype, "page"))
         shape = value_heads.count, (grid + 16) // 2
         inputs.append(InputTensor("delta_inverse", shape, torch.float32, "by_head"))
     inner = key_dim, value_dim

@@ -105,21 +105,26 @@ def update(pool: str, tokens: int, heads: int, dim: int) -> Specialisation:
     )
 
 
+PAGE = 16  # tokens whose inputs lie in a KV block of Qwen3.5-4B
+PAGE_STRIDES = "k_page_stride", "v_page_stride"
+INDICES = {"slots": "*i64", "pages": "*i32"}
+
+
 def kept_rows() -> list[Specialisation]:
     """What decodes of one token and of four keep, and prefills' tails, inputs of each dtype."""
     found = []
     for dtype in TORCH:
         for heads, dim in HEADS:
             sizes = {"KEY_HEADS": KEY_HEADS, "VALUE_HEADS": heads, "KEY_DIM": dim, "VALUE_DIM": dim}
-            slot_strides = dict.fromkeys((f"{x}_slot_stride" for x in ("k", "v", *GATES)), "i64")
+            slot_strides = dict.fromkeys([*PAGE_STRIDES, *(f"{x}_slot_stride" for x in GATES)], "i64")
             for tokens, tails in ((1, False), (4, False), (CHUNK, True)):
                 pointers = dict.fromkeys([*"qkv", "queries", "k_inputs", "v_inputs"], f"*{dtype}")
-                nothing = {"new_v": None, "new_v_inputs": None, "new_v_slot_stride": 0}
+                nothing = {"new_v": None, "new_v_inputs": None, "new_v_page_stride": 0}
                 if tails and dtype != "fp32":
                     pointers |= dict.fromkeys(("new_v", "new_v_inputs"), f"*{dtype}")
                     nothing = {}
                 pointers |= dict.fromkeys((*GATES, *(f"{x}_inputs" for x in GATES)), "*fp32")
-                pointers |= {"slots": "*i64", "starts": "*i64" if tails else "*i32", "ends": "*i32"}
+                pointers |= INDICES | {"starts": "*i64" if tails else "*i32", "ends": "*i32"}
                 strides = [f"{x}_{axis}_stride" for x in "qkv" for axis in ("token", "head")]
                 strides += [f"{x}_token_stride" for x in GATES]
                 ones = [*(f"{x}_dim_stride" for x in "qkv"), *(f"{x}_head_stride" for x in GATES)]
@@ -130,11 +135,11 @@ def kept_rows() -> list[Specialisation]:
                         signature=pointers
                         | dict.fromkeys(strides, "i32")
                         | slot_strides
-                        | ({} if nothing else {"new_v_slot_stride": "i64"}),
+                        | ({} if nothing else {"new_v_page_stride": "i64"}),
                         constexprs=dict.fromkeys(ones, 1)
                         | nothing
                         | sizes
-                        | {"CHUNK": CHUNK, "TOKENS": tokens, "TAILS": tails}
+                        | {"CHUNK": CHUNK, "PAGE_TOKENS": PAGE, "TOKENS": tokens, "TAILS": tails}
                         | delta_replay.keep_blocks(tokens, KEY_HEADS, heads, dim, dim),
                         divisible_by_16=(*pointers, *strides, *slot_strides),
                         num_warps=delta_replay.KEEP_WARPS,
@@ -152,8 +157,8 @@ def solved_rows() -> list[Specialisation]:
             floats = "g_inputs", "beta_inputs", "inverses", "solved_decays"
             pointers = dict.fromkeys(("k_inputs", "solved"), "*bf16") | dict.fromkeys(floats, "*fp32")
             pointers |= {} if tails else {"queries": "*bf16"}
-            pointers |= {"slots": "*i64", "starts": "*i64" if tails else "*i32", "ends": "*i32"}
-            strides = [f"{x}_slot_stride" for x in ("k", *GATES, "inverse")]
+            pointers |= INDICES | {"starts": "*i64" if tails else "*i32", "ends": "*i32"}
+            strides = ["k_page_stride", *(f"{x}_slot_stride" for x in (*GATES, "inverse"))]
             found.append(
                 Specialisation(
                     name=f"solve_rows {'tails' if tails else f'{rows} decodes'} {heads} x {dim}",
@@ -161,6 +166,7 @@ def solved_rows() -> list[Specialisation]:
                     signature=pointers | dict.fromkeys(strides, "i64"),
                     constexprs={"heads": heads, "heads_of_key": heads // KEY_HEADS, "key_dim": dim}
                     | {"tokens": CHUNK if tails else 1, "chunk_size": CHUNK, "TAILS": tails, "BLOCK_K": dim}
+                    | {"page_tokens": PAGE}
                     | ({"queries": None} if tails else {}),
                     divisible_by_16=(*pointers, *strides),
                     num_warps=delta_solve.solve_warps(rows * heads, dim),
@@ -179,17 +185,16 @@ def replay_outputs() -> list[Specialisation]:
                 narrow = "queries", "solved", "v_inputs", "new_v_inputs", "out"
                 pointers = dict.fromkeys(narrow, "*bf16")
                 pointers |= dict.fromkeys(("solved_decays", "beta_inputs"), "*fp32")
-                pointers |= {"states": f"*{pool}"} | dict.fromkeys(("slots", "sources"), "*i64")
+                pointers |= {"states": f"*{pool}", "sources": "*i64"} | INDICES
                 pointers |= dict.fromkeys(("starts", "lengths"), "*i32")
-                strides = [f"{x}_slot_stride" for x in ("v", "beta", "new_v")]
-                strides += ["slot_stride"]
+                strides = ["v_page_stride", "beta_slot_stride", "new_v_page_stride", "slot_stride"]
                 found.append(
                     Specialisation(
                         name=f"delta_outputs, pool {pool} T={tokens} {heads} x {dim}",
                         kernel=delta_replay.outputs_kernel,
                         signature=pointers | dict.fromkeys(strides, "i64") | {"scale": "fp32"},
                         constexprs={"tokens": tokens, "heads": heads, "heads_of_key": heads // KEY_HEADS}
-                        | {"key_dim": dim, "value_dim": dim, "chunk_size": CHUNK}
+                        | {"key_dim": dim, "value_dim": dim, "chunk_size": CHUNK, "page_tokens": PAGE}
                         | delta_replay.output_blocks(tokens, dim, dim, TORCH[pool]),
                         divisible_by_16=(*pointers, *strides),
                         num_warps=delta_replay.OUTPUT_WARPS,
@@ -209,15 +214,15 @@ def completions() -> list[Specialisation]:
             pointers = dict.fromkeys(("k_inputs", "v_inputs"), "*bf16")
             pointers |= dict.fromkeys(("g_inputs", "beta_inputs", "inverses"), "*fp32")
             pointers |= {"states": f"*{pool}"}
-            pointers |= dict.fromkeys(("slots", "sources", "destinations"), "*i64")
-            strides = [f"{x}_slot_stride" for x in ("k", "v", *GATES, "inverse")] + ["slot_stride"]
+            pointers |= INDICES | dict.fromkeys(("sources", "destinations"), "*i64")
+            strides = [*PAGE_STRIDES, *(f"{x}_slot_stride" for x in (*GATES, "inverse")), "slot_stride"]
             found.append(
                 Specialisation(
                     name=f"complete_chunks, pool {pool} {heads} x {dim}",
                     kernel=delta_replay.complete_chunks_kernel,
                     signature=pointers | dict.fromkeys(strides, "i64") | {"rows": "i32"},
                     constexprs={"heads": heads, "heads_of_key": heads // KEY_HEADS}
-                    | {"key_dim": dim, "value_dim": dim, "chunk_size": CHUNK}
+                    | {"key_dim": dim, "value_dim": dim, "chunk_size": CHUNK, "page_tokens": PAGE}
                     | delta_replay.completion_blocks(dim, dim)
                     | {"ROWS": delta_replay.COMPLETION_ROWS},
                     divisible_by_16=(*pointers, *strides),

@@ -68,14 +68,15 @@ def scan_ssd(
             kernels.selective_state_update(*step, *_updated(inputs), out=out_rows)
         else:
             kept = *stored, *_replayed(inputs, replay)
-            kernels.ssd_replay(*(*step, *kept), out=out_rows)
+            kernels.ssd_replay(*(*step, *kept), out=out_rows, pages=replay.pages[: inputs.num_decodes])
     if inputs.num_prefills:
         x_rows, dt_rows, B_rows, C_rows, out_rows = _prefills(inputs, x, dt, B, C, out)
         step = x_rows, dt_rows, A, B_rows, C_rows, D, states
         kernels.ssd_chunk_scan(*step, *_scanned(inputs), out=out_rows)
         if replay is not None:
             kept = *stored, *_tails(inputs, replay), inputs.chunks.chunk_size
-            kernels.keep_ssd_inputs(x_rows, dt_rows, A, B_rows, *kept)
+            pages = replay.pages[inputs.num_decodes :]
+            kernels.keep_ssd_inputs(x_rows, dt_rows, A, B_rows, *kept, pages=pages)
     return out
 
 
@@ -95,7 +96,8 @@ def scan_gated_delta_rule(
             out = kernels.gated_delta_rule_update(*(*step, states, *_updated(inputs)))
         else:
             kept = *stored, *_replayed(inputs, replay)
-            out = kernels.gated_delta_rule_replay(*(*step, states, *kept))
+            pages = replay.pages[: inputs.num_decodes]
+            out = kernels.gated_delta_rule_replay(*(*step, states, *kept), pages=pages)
         outputs.append(out.flatten(0, 1))
     if inputs.num_prefills:
         step = _prefills(inputs, q, k, v, g, beta)
@@ -103,7 +105,8 @@ def scan_gated_delta_rule(
         new_v = torch.empty(step[2].shape, dtype=v.dtype, device=v.device) if keeps_new_v else None
         outputs.append(kernels.gated_delta_rule_scan(*(*step, states, *_scanned(inputs), new_v)))
         if replay is not None:
-            kernels.keep_delta_inputs(*(*step[1:], new_v, *stored, *_tails(inputs, replay)))
+            pages = replay.pages[inputs.num_decodes :]
+            kernels.keep_delta_inputs(*(*step[1:], new_v, *stored, *_tails(inputs, replay)), pages=pages)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

@@ -190,7 +190,7 @@ class EngineReplay:
 
     def _add(self, number: int) -> None:
         entry, config = self._trace.requests[number], self.context.config
-        pool = self.context.prefix_cache.kv_blocks.total_count * config.block_size_tokens
+        pool = self.context.admission.most_blocks * config.block_size_tokens
         if len(entry.prompt) + len(entry.answer) > min(pool, config.max_sequence_length):
             self._num_refused_tokens += len(entry.prompt)
             self._end(number)

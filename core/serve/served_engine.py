@@ -31,11 +31,11 @@ class EngineFacts:
 
     @classmethod
     def of(cls, engine: DynamicInferenceEngine) -> "EngineFacts":
-        config, cache = engine.config, engine.context.prefix_cache
+        config = engine.config
         return cls(
             vocab_size=engine.context.spec.vocab_size,
             max_sequence_length=config.max_sequence_length,
-            pool_tokens=cache.kv_blocks.total_count * config.block_size_tokens,
+            pool_tokens=engine.context.admission.most_blocks * config.block_size_tokens,
             max_requests=config.max_requests,
             block_size_tokens=config.block_size_tokens,
             caches_prefixes=config.enable_prefix_caching,

@@ -7,7 +7,7 @@ import mambaslots as ms
 import torch
 from mambaslots.devices import numbers_on
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.inference.contexts.request import RequestStep
+from mambaslots.inference.contexts.request import Holding, RequestStep
 from mambaslots.inference.engines.step_runner import StepRunner
 from torch import Tensor
 
@@ -100,11 +100,15 @@ class MemoryPoison:
             kv_cache[:, :, blocks, rows] = kv_cache.new_full((), largest)
 
     def _fill_inputs(self) -> None:
-        spec, pool = self._context.spec, self._context.memory.input_pool
+        spec, memory = self._context.spec, self._context.memory
+        pool = memory.input_pool
         chunk = spec.chunk_tokens(self._context.config.block_size_tokens)
         holdings = [request.holding for request in self._context.requests if request.holding is not None]
         for entry in (entry for tensor in spec.states for entry in tensor.inputs if entry.name in pool):
             inputs = pool[entry.name]
+            if entry.name not in memory.row_inputs:
+                _fill_pages(inputs, holdings, chunk)
+                continue
             axis = inputs.dim() - 1 if entry.layout == "by_head" else 2
             length = inputs.shape[axis]
             free = torch.ones(inputs.shape[1], length, dtype=torch.bool, device="cpu")
@@ -116,6 +120,15 @@ class MemoryPoison:
             shape = [1] * inputs.dim()
             shape[1], shape[axis] = inputs.shape[1], length
             inputs.masked_fill_(_sent(free.view(shape), inputs.device), float("nan"))
+
+
+def _fill_pages(inputs: Tensor, holdings: Sequence[Holding], chunk: int) -> None:
+    """NaN in the pages of requests, but for the tokens since the last grid point; free pages are free KV."""
+    size = inputs.shape[2]
+    for holding in holdings:
+        kept = holding.num_computed % chunk if holding.decoding else 0
+        for number, page in enumerate(holding.pages):
+            inputs[:, page, min(size, max(0, kept - number * size)) :] = float("nan")
 
 
 def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ def assert_scrubbed(engine: ms.DynamicInferenceEngine) -> None:
     for block in blocks.tolist():
         assert not kv[block].any(), f"KV block {block} is free and not zero"
     rows = {request.holding.row for request in context.requests if request.holding is not None}
-    for inputs in memory.input_pool.values():
+    for inputs in (memory.input_pool[name] for name in memory.row_inputs):
         idle = sorted(set(range(inputs.shape[1])) - rows)
         _assert_zero(inputs.movedim(1, 0).flatten(1).view(torch.uint8), idle, "inputs of a row")
 
@@ -63,11 +63,12 @@ class NewOwners:
             holding = step.holding
             known, blocks = self._seen.get(holding.row, (None, set()))
             is_new = known is not holding
-            own = holding.path.blocks[holding.path.num_registered :]
+            own = holding.path.blocks[holding.path.num_registered :] + holding.pages
             for block in own if is_new else set(own) - blocks:
                 assert not memory.kv_cache[:, :, block].any(), f"row {holding.row} got a block with bytes"
                 self.num_checked += 1
-            self._seen[holding.row] = holding, {*holding.path.blocks, *(blocks if not is_new else ())}
+            before = set() if is_new else blocks
+            self._seen[holding.row] = holding, {*holding.path.blocks, *holding.pages, *before}
             pool = memory.durable_pool
             for slot in step.destinations.values():
                 assert not pool.memory[pool.durable_index(slot)].any(), f"slot {slot} has bytes of others"
@@ -77,8 +78,8 @@ class NewOwners:
                     assert not memory.state_pool.memory[slot].any(), f"live slot {slot} has bytes of others"
                     self.num_checked += 1
             if is_new:
-                for tensor in memory.input_pool.values():
-                    assert not tensor[:, holding.row].any(), "a row has inputs of others"
+                for name in memory.row_inputs:
+                    assert not memory.input_pool[name][:, holding.row].any(), "a row has inputs of others"
 
     def step_ended(self, steps: Sequence[RequestStep]) -> None:
         """Nothing is to be done."""

@@ -13,7 +13,7 @@ from .cache.checkpoint_plan import Boundary, checked_boundaries, depth_worth_a_s
 from .cache.paths import PrefixMatch
 from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
-from .pool_sizes import num_live_slots
+from .pool_sizes import NO_PAGES, InputPages, num_live_slots
 from .request import DynamicInferenceRequest, Holding, RequestStep
 from .states import RequestStates
 
@@ -32,6 +32,7 @@ class Admission:
         cache: PrefixCache,
         states: RequestStates,
         memory: DeviceMemory,
+        pages: InputPages = NO_PAGES,
     ) -> None:
         self._caches = config.enable_prefix_caching
         self._replays = config.replays
@@ -40,10 +41,12 @@ class Admission:
         self._cache = cache
         self._states = states
         self._scrubber = memory.scrubber
-        shape = (
-            config.max_requests,
-            min(cache.kv_blocks.total_count, self._num_blocks(config.max_sequence_length)),
-        )
+        self._pages = pages
+        self.most_blocks = cache.kv_blocks.total_count - pages.per_chunk  # of KV that one request can have
+        shape = config.max_requests, min(self.most_blocks, self._num_blocks(config.max_sequence_length))
+        self.page_table = np.arange(config.max_requests, dtype=np.int32)[:, None]
+        if pages.tokens:
+            self.page_table = np.zeros((config.max_requests, pages.per_chunk), np.int32)
         self.block_table = torch.full(shape, -1, dtype=torch.int32, device="cpu")
         self._table: npt.NDArray[np.integer[Any]] = self.block_table.numpy()
         self._slots_per_row = num_live_slots(config) // config.max_requests
@@ -100,6 +103,7 @@ class Admission:
             self._cache.slots.free_live(holding.live_slots)
         else:
             self._scrubber.live.note(holding.live_slots)
+        self._release_pages(holding)
         del self._requests[holding.row]
         self._scrubber.inputs.note([holding.row])
         self._free.append(holding.row)
@@ -128,6 +132,11 @@ class Admission:
             assert holding is not None, "a row is taken by a request that holds nothing"
             assert holding.row == row, "a request sits in another row"
             assert len(holding.live_slots) == self._slots_per_row, "a row has too few live slots"
+            pages = holding.pages
+            assert len(pages) <= self._pages.per_chunk, "a row has too many pages"
+            assert self.page_table[row, : len(pages)].tolist() == pages, "the page table is off"
+            if holding.decoding:
+                assert len(pages) >= self.num_pages(holding.num_computed), "a row's inputs lie nowhere"
             if not self._one_pool:
                 assert list(holding.live_slots) == [*self._own_slots(row)], "a row has another's live slot"
 
@@ -184,6 +193,7 @@ class Admission:
         if ahead:  # first: to grow may evict states
             self._states.start_from(holding, match.resume_slot, start)
         self._cache.grow(holding.path, self._num_blocks(stop))
+        self._add_pages(holding, stop % self._chunk_size)
         if ahead or not num_computed:
             holding.spans = match.spans
         holding.branch_tokens = self._branch_tokens(match, request)
@@ -207,14 +217,16 @@ class Admission:
 
     def _schedule_decode(self, request: DynamicInferenceRequest, holding: Holding) -> RequestStep | None:
         """A decode; one of a token that only the device knows neither needs nor completes a KV block."""
-        start, path, size = holding.num_computed, holding.path, self._block_size
+        start, path, size, kv = holding.num_computed, holding.path, self._block_size, self._cache.kv_blocks
         is_ahead, needs_block = start == len(request.tokens), start == len(path.blocks) * size
         if is_ahead and (needs_block or (start + 1) % size == 0):
             return None
-        if needs_block:
-            if not self._cache.kv_blocks.is_memory_available(1):
+        num_inputs = start % self._chunk_size + 1
+        if num_missing := needs_block + self._num_missing_pages(holding, num_inputs):
+            if not kv.is_memory_available(num_missing):
                 return None
-            self._cache.grow(path, len(path.blocks) + 1)
+            self._cache.grow(path, len(path.blocks) + needs_block)
+            self._add_pages(holding, num_inputs)
         return RequestStep.of(
             request, holding, start, start + 1, decoding=True, is_ahead=is_ahead,
             boundaries=self._boundaries(holding, start, start + 1),
@@ -225,6 +237,7 @@ class Admission:
         path = step.holding.path
         if self._replays:  # a draft may be wrong, and so may not complete a chunk
             tokens = tokens[: max(0, -step.stop % self._chunk_size - 1)]
+            tokens = self._add_pages_of_drafts(step, tokens)
         room = len(path.blocks) * self._block_size - step.stop
         num_missing = self._num_blocks(max(0, len(tokens) - room))
         num_missing = min(num_missing, self._cache.kv_blocks.total_avail)
@@ -235,6 +248,44 @@ class Admission:
         stop = step.stop + len(drafts)
         boundaries = self._boundaries(step.holding, step.start, stop)
         return replace(step, stop=stop, drafts=drafts, boundaries=boundaries)
+
+    # ---- pages of inputs, each a KV block that belongs to no path
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages of a request with so many tokens: of those since the last grid point."""
+        return self._pages.holding(num_tokens % self._chunk_size)
+
+    def _num_missing_pages(self, holding: Holding, num_inputs: int) -> int:
+        return max(0, self._pages.holding(num_inputs) - len(holding.pages))
+
+    def _add_pages(self, holding: Holding, num_inputs: int) -> None:
+        """Give the request pages for the first `num_inputs` tokens of its chunk."""
+        if num_missing := self._num_missing_pages(holding, num_inputs):
+            first = len(holding.pages)
+            holding.pages += self._cache.kv_blocks.allocate_memory_blocks(num_missing)
+            self.page_table[holding.row, first : len(holding.pages)] = holding.pages[first:]
+
+    def _add_pages_of_drafts(self, step: RequestStep, tokens: Sequence[int]) -> Sequence[int]:
+        """The drafts for whose inputs there are pages, free ones included."""
+        if not self._pages.tokens:
+            return tokens
+        num_pages = len(step.holding.pages) + self._cache.kv_blocks.total_avail
+        num_inputs = step.start % self._chunk_size + step.length
+        tokens = tokens[: num_pages * self._pages.tokens - num_inputs]
+        self._add_pages(step.holding, num_inputs + len(tokens))
+        return tokens
+
+    def release_passed_pages(self, holding: Holding) -> None:
+        """Release the pages of a request at a grid point; launched steps read them before others write."""
+        if not holding.num_computed % self._chunk_size:
+            self._release_pages(holding)
+
+    def _release_pages(self, holding: Holding) -> None:
+        if holding.pages:
+            pages, holding.pages = holding.pages, []
+            self._cache.kv_blocks.release_memory_blocks(pages)
+
+    # ---- blocks and boundaries of a step
 
     def trim(self, holding: Holding) -> None:
         """Release the KV blocks that only drafts needed."""
@@ -255,8 +306,8 @@ class Admission:
     def _affords(self, request: DynamicInferenceRequest, match: PrefixMatch, stop: int) -> bool:
         """Whether the step's blocks are available; a waiting request needs the blocks of its whole prompt."""
         path = request.holding.path if request.holding is not None else None
-        num_blocks = self._num_blocks(len(request.tokens) if path is None else stop)
-        return self._cache.affords(num_blocks, match, path)
+        end = len(request.tokens) if path is None else stop
+        return self._cache.affords(self._num_blocks(end), match, path, self.num_pages(end))
 
     def _make_room(self) -> bool:
         """Unpin what running requests resumed from until a waiting one can get live slots; False: too few."""

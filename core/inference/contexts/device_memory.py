@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -12,8 +12,15 @@ from ...devices import numbers_on
 from ...state_spec import HybridStateSpec, durable_tensors
 from ...validation import addressable
 from .cache.free_lists import DirtyEntries, MemoryCleaner
-from .cache.memory import UnitSizes
-from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes, input_bytes, input_shapes, num_live_slots
+from .cache.memory import ALIGNMENT, UnitSizes
+from .pool_sizes import (
+    NUM_STAGING_SLOTS,
+    PoolSizes,
+    input_bytes,
+    input_shapes,
+    num_live_slots,
+    page_offsets,
+)
 from .states import StatePool, zeroed
 
 MEBIBYTE = 1 << 20
@@ -67,8 +74,8 @@ def _zero_slots(memory: "DeviceMemory", slots: Sequence[int]) -> None:
 
 
 def _zero_inputs(memory: "DeviceMemory", rows: Sequence[int]) -> None:
-    for tensor in memory.input_pool.values():
-        _zero(tensor, 1, rows)
+    for name in memory.row_inputs:
+        _zero(memory.input_pool[name], 1, rows)
 
 
 def _zero(memory: Tensor, axis: int, entries: Sequence[int]) -> None:
@@ -100,13 +107,15 @@ class DeviceMemory:
         self._num_slots = num_live + num_others
         self._sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(config.block_size_tokens))
         self._units: Tensor | None = None  # [units, bytes of one] of a shared memory
+        self._pages = sizes.pages
+        self._blocks: Tensor | None = None  # [KV blocks, bytes of one], where pages of inputs lie in blocks
         self.kv_cache, states = self._new_memory()
         is_shared = caching and not encodes
         self.state_pool = StatePool(spec.states, num_live, num_others, spec.device, is_shared, states)
         self.durable_pool = self.state_pool  # or a pool of their own, for encoded states
         if encodes:
             self.durable_pool = StatePool(durable, 0, sizes.num_mamba_slots, spec.device)
-        self._input_shapes = input_shapes(config, spec)
+        self._input_shapes = input_shapes(config, spec, sizes.pages)
         for name, (input_shape, dtype) in self._input_shapes.items():
             addressable(name, input_shape[1], input_shape, dtype)
         self.input_pool = self._new_inputs()
@@ -122,26 +131,48 @@ class DeviceMemory:
             spec.num_attention_layers, 2, num_blocks, self._block_size, spec.num_kv_heads, spec.head_dim,
         )  # fmt: skip
         addressable("num_kv_blocks", num_blocks, shape, spec.kv_dtype)
-        if division is None:
+        if division is None and not self._pages.tokens:
             return zeroed(shape, spec.kv_dtype, spec.device), None
-        num_bytes = division.total_bytes(sizes)
-        addressable("total_gb", num_bytes, (num_bytes,), torch.uint8)
-        memory = zeroed((num_bytes,), torch.uint8, spec.device)
-        stride = division.shape.slot_stride(sizes)
-        slots = memory.view(self._num_slots, stride)[:, : sizes.slot]
-        shared = memory[division.num_fixed_slots * stride :]
-        self._units = shared.view(division.num_units, -1)
+        stride, slots = -(-sizes.block // ALIGNMENT) * ALIGNMENT, None
+        if division is None:
+            shared = zeroed((num_blocks * stride,), torch.uint8, spec.device)
+        else:
+            num_bytes = division.total_bytes(sizes)
+            addressable("total_gb", num_bytes, (num_bytes,), torch.uint8)
+            memory = zeroed((num_bytes,), torch.uint8, spec.device)
+            slot_stride, stride = division.shape.slot_stride(sizes), division.shape.block_stride(sizes)
+            slots = memory.view(self._num_slots, slot_stride)[:, : sizes.slot]
+            shared = memory[division.num_fixed_slots * slot_stride :]
+            self._units = shared.view(division.num_units, -1)
+        self._blocks = shared.view(num_blocks, stride)
         part = math.prod(shape[3:])
-        block = division.shape.block_stride(sizes) // spec.kv_dtype.itemsize
-        strides = 2 * part, part, block, math.prod(shape[4:]), shape[5], 1
+        strides = 2 * part, part, stride // spec.kv_dtype.itemsize, math.prod(shape[4:]), shape[5], 1
         return shared.view(spec.kv_dtype).as_strided(shape, strides), slots
 
     @torch.inference_mode(False)
     def _new_inputs(self) -> dict[str, Tensor]:
-        device, shapes = self._spec.device, self._input_shapes
-        return {
-            name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()
+        """Inputs of rows; and views [layers, KV blocks, tokens of a page, *shape] of those in pages."""
+        spec, tokens, blocks = self._spec, self._pages.tokens, self._blocks
+        inputs = {
+            name: torch.zeros(shape, dtype=dtype, device=spec.device)
+            for name, (shape, dtype) in self._input_shapes.items()
         }
+        if not tokens or blocks is None:
+            return inputs
+        offsets, _ = page_offsets(spec, tokens)
+        for tensor in spec.states:
+            for entry in (entry for entry in tensor.inputs if entry.name in offsets):
+                shape = tensor.num_layers, tokens, *entry.shape
+                start = offsets[entry.name]
+                of_pages = blocks[:, start : start + math.prod(shape) * entry.dtype.itemsize]
+                view = of_pages.view(entry.dtype).view(len(blocks), *shape)
+                inputs[entry.name] = view.movedim(0, 1)
+        return inputs
+
+    @property
+    def row_inputs(self) -> Collection[str]:
+        """The names of the inputs that lie in no pages."""
+        return self._input_shapes.keys()
 
     def allocate(self) -> None:
         """Make the tensors again, as zeros, after `free`. Where it raises there are none."""
@@ -173,7 +204,7 @@ class DeviceMemory:
         self.durable_pool.free()
         self.input_pool = {name: tensor.new_empty(0) for name, tensor in self.input_pool.items()}
         self.kv_cache = self.kv_cache.new_empty(0)
-        self._units = None
+        self._units = self._blocks = None
 
     def zero_unit(self, unit: int) -> None:
         """Fill a unit of a memory that states and KV share with zeros, in stream order."""
@@ -193,6 +224,8 @@ class DeviceMemory:
         if self._input_shapes:
             num_rows = next(iter(self._input_shapes.values()))[0][1]
             parts.append(f"inputs of running requests {num_rows} x {inputs / num_rows:.3g} MiB")
+            if self._pages.tokens:
+                parts[-1] += f", and a KV block for each {self._pages.tokens} tokens of a chunk"
         if division is None:
             total += pool.num_slots * state + kv
             idle = ", and the live ones of idle rows" if pool.is_shared else ""

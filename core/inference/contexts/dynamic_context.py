@@ -64,6 +64,7 @@ class DynamicInferenceContext:
         )
         if self.prefix_cache.tier is not None:
             scrubber.host_rows = self.prefix_cache.tier.host.dirty
+        self._pages = sizes.pages
         chunk = self._chunk_size if config.replays else None
         self._states = RequestStates(
             pool, memory.durable_pool, self.prefix_cache, scrubber.scratch, spec.separate_states, chunk
@@ -72,6 +73,7 @@ class DynamicInferenceContext:
         largest = largest_shape(
             config.max_requests, config.max_tokens_per_step, 1 + config.num_speculative_tokens,
             self.admission.block_table.shape[1], self._chunk_size, bool(config.batch_invariant),
+            self.admission.page_table.shape[1],
         )  # fmt: skip
         self._buffer = StepBuffer(largest, spec.device)
         self._builder = StepBuilder(self._buffer, config, self._chunk_size, self._states, self.memory)
@@ -91,7 +93,7 @@ class DynamicInferenceContext:
 
     def _empty_rows(self) -> None:
         self.admission = Admission(
-            self.config, self._chunk_size, self.prefix_cache, self._states, self.memory
+            self.config, self._chunk_size, self.prefix_cache, self._states, self.memory, self._pages
         )
 
     # ---- what observers read
@@ -135,8 +137,9 @@ class DynamicInferenceContext:
             self.memory.scrubber.scrub()
         self._reserve(steps)
         inputs = self._builder.build(
-            self._steps, self.admission.block_table.numpy(), padding or (lambda shape: shape), sampled_tokens
-        )
+            self._steps, self.admission.block_table.numpy(), self.admission.page_table,
+            padding or (lambda shape: shape), sampled_tokens,
+        )  # fmt: skip
         for observer in self.observers:
             observer.step_begun(self._steps, inputs)
         return inputs
@@ -172,6 +175,7 @@ class DynamicInferenceContext:
             self._count(step)
             self.prefix_cache.register(step.holding.path, step.request.tokens, step.stop)
             self._states.advance(step, self.prefix_cache.commit(step))
+            self.admission.release_passed_pages(step.holding)
             if step.decoding and self.config.num_speculative_tokens:
                 self.admission.trim(step.holding)
         ended, self._steps = self._steps, ()
@@ -276,7 +280,8 @@ class DynamicInferenceContext:
         holdings, during_step = self.admission.holdings, bool(self._steps)
         self.admission.check_integrity()
         self._states.check_integrity(holdings, during_step)
-        self.prefix_cache.check_integrity([holding.path for holding in holdings], during_step)
+        pages = [page for holding in holdings for page in holding.pages]
+        self.prefix_cache.check_integrity([holding.path for holding in holdings], during_step, pages)
         for holding in holdings:
             size = self.config.block_size_tokens
             assert holding.num_computed <= len(holding.path.blocks) * size, "tokens without a KV block"

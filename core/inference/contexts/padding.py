@@ -40,7 +40,7 @@ def padded_to_ladder(shape: StepShape) -> StepShape:
 
 def largest_shape(
     max_requests: int, max_tokens_per_step: int, decode_tokens: int, table_blocks: int, chunk_size: int,
-    on_ladder: bool = False,
+    on_ladder: bool = False, pages: int = 0,
 ) -> StepShape:  # fmt: skip
     """Upper bounds of all sizes of a context's steps; `on_ladder`: of those of `padded_to_ladder`."""
     if on_ladder:
@@ -59,4 +59,5 @@ def largest_shape(
         checkpoints=num_chunks + max_requests,
         logits=num_decode_tokens + max_tokens_per_step,
         decode_tokens=decode_tokens,
+        pages=pages,
     )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ...config import InferenceConfig
-from ...state_spec import HybridStateSpec
+from ...state_spec import ALIGNMENT, HybridStateSpec
 from ...validation import INT32_MAX
 from .cache.memory import MemoryDivision, RankBudget, UnitSizes
 
@@ -29,6 +29,32 @@ _MAX_NAMES = 1 << 20
 """KV blocks without bytes that a context makes for cached prefixes, at most."""
 
 
+MAX_PAGES = 64
+"""Pages of a chunk at most; a smaller page would be allocated too often."""
+
+
+class InputPages(NamedTuple):
+    """Pages of replays' inputs, each in the memory of a KV block: taken as a request comes to them.
+
+    Without tokens there are no pages: each row has memory of its own for a whole chunk.
+    """
+
+    tokens: int = 0  # of a page
+    per_chunk: int = 0
+
+    def holding(self, num_tokens: int) -> int:
+        """Pages of the first tokens of a chunk."""
+        return -(-num_tokens // self.tokens) if self.tokens else 0
+
+    def of_requests(self, count: int) -> int:
+        """Pages of so many requests: half of their chunks, and four standard deviations."""
+        half = count * (self.per_chunk + 1) / 2 + 4 * math.sqrt(count / 12) * self.per_chunk
+        return min(count * self.per_chunk, math.ceil(half))
+
+
+NO_PAGES = InputPages()
+
+
 @dataclass(frozen=True)
 class PoolSizes:
     """KV blocks and slots, equal on all ranks; with a `division` they share one memory.
@@ -37,14 +63,20 @@ class PoolSizes:
     states, there is memory for 30 blocks.
     """
 
-    num_kv_blocks: int
+    num_kv_blocks: int  # with those of pages
     num_mamba_slots: int
     division: MemoryDivision | None = None
+    pages: InputPages = NO_PAGES
 
     @classmethod
     def of(cls, config: InferenceConfig, spec: HybridStateSpec) -> "PoolSizes":
         """The largest pools that every rank can afford. A collective; all ranks raise the same ValueError."""
-        ranks: list[_Rank] = spec.groups.gather(_rank(config, spec), spec.device)
+        paged, unpaged = _rank(config, spec, InputPages(1, 1)), _rank(config, spec, NO_PAGES)
+        own = _page_tokens(config, spec), paged, unpaged
+        gathered: list[tuple[int | None, _Rank, _Rank]] = spec.groups.gather(own, spec.device)
+        fits, of_pages, of_rows = zip(*gathered, strict=True)
+        pages = _pages(config, spec, fits)
+        ranks: Sequence[_Rank] = of_pages if pages.tokens else of_rows
         shared = [rank for rank, one in enumerate(ranks) if one.gb is not None]
         if 0 < len(shared) < len(ranks):
             raise ValueError(
@@ -56,9 +88,10 @@ class PoolSizes:
                 f"enable_prefix_caching is {caching} on the ranks of the model; accepted: the same on all"
             )
         if shared:
-            return _of_total(config, ranks)
+            return replace(_of_total(config, ranks, pages.per_chunk), pages=pages)
         num_slots = min(rank.num_slots for rank in ranks) if config.enable_prefix_caching else 0
-        return cls(min(rank.num_blocks for rank in ranks), num_slots)
+        num_blocks = min(rank.num_blocks for rank in ranks) + pages.of_requests(config.max_requests)
+        return cls(num_blocks, num_slots, pages=pages)
 
 
 class _Rank(NamedTuple):
@@ -94,10 +127,43 @@ class _Rank(NamedTuple):
         return (self.budget.num_live + self.caching) * slot + num_blocks * block
 
 
-def _rank(config: InferenceConfig, spec: HybridStateSpec) -> _Rank:
+def page_offsets(spec: HybridStateSpec, num_tokens: int) -> tuple[dict[str, int], int]:
+    """Where the inputs of a page of tokens begin, each with all its layers; and the page's bytes."""
+    offsets, end = {}, 0
+    for tensor in spec.states:
+        for entry in tensor.inputs:
+            if entry.layout == "page":
+                offsets[entry.name] = end
+                size = tensor.num_layers * num_tokens * math.prod(entry.shape) * entry.dtype.itemsize
+                end += -(-size // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def _page_tokens(config: InferenceConfig, spec: HybridStateSpec) -> int | None:
+    """Tokens whose inputs fit into a KV block of this rank, a chunk's at most; None: any number."""
+    if not (config.replays and spec.strided_blocks):
+        return 0
+    if not page_offsets(spec, 1)[1]:
+        return None
+    block = spec.kv_block_bytes(config.block_size_tokens)
+    sizes = range(spec.chunk_tokens(config.block_size_tokens), 0, -1)
+    return next((size for size in sizes if page_offsets(spec, size)[1] <= block), 0)
+
+
+def _pages(config: InferenceConfig, spec: HybridStateSpec, fits: Sequence[int | None]) -> InputPages:
+    """The pages that fit into the blocks of all ranks; evenly filled."""
+    tokens = min((size for size in fits if size is not None), default=0)
+    if not tokens:
+        return NO_PAGES
+    chunk = spec.chunk_tokens(config.block_size_tokens)
+    per_chunk = -(-chunk // tokens)
+    return InputPages(-(-chunk // per_chunk), per_chunk) if per_chunk <= MAX_PAGES else NO_PAGES
+
+
+def _rank(config: InferenceConfig, spec: HybridStateSpec, pages: InputPages) -> _Rank:
     caching, num_live = config.enable_prefix_caching, num_live_slots(config)
     encoded = caching and config.durable_state_dtype is not None
-    apart = input_bytes(input_shapes(config, spec))
+    apart = input_bytes(input_shapes(config, spec, pages))
     slot = spec.slot_bytes
     if encoded:  # live states are no part of what is divided
         apart += (num_live + NUM_STAGING_SLOTS) * slot
@@ -109,12 +175,13 @@ def _rank(config: InferenceConfig, spec: HybridStateSpec) -> _Rank:
     return _Rank(num_blocks, num_slots, config.total_gb, budget, apart, caching, divides)
 
 
-def _of_total(config: InferenceConfig, ranks: Sequence[_Rank]) -> PoolSizes:
+def _of_total(config: InferenceConfig, ranks: Sequence[_Rank], num_pages: int) -> PoolSizes:
     """The pools that `total_gb` buys: live states and inputs first, then cached states and KV in one memory.
 
     Without states, KV or caching, all goes to the other kind. Encoded states and KV get a half each.
+    `num_pages`: KV blocks of one request's inputs.
     """
-    longest = -(-config.max_sequence_length // config.block_size_tokens)
+    longest = -(-config.max_sequence_length // config.block_size_tokens) + num_pages
     has_states = any(rank.budget.sizes.slot for rank in ranks)
     has_kv = any(rank.budget.sizes.block for rank in ranks)
     caches_states = config.enable_prefix_caching and has_states
@@ -159,8 +226,11 @@ def num_live_slots(config: InferenceConfig) -> int:
     return config.max_requests * (1 if config.replays else 1 + config.num_speculative_tokens)
 
 
-def input_shapes(config: InferenceConfig, spec: HybridStateSpec) -> InputShapes:
-    """Name -> [layers, rows, *shape of one request] and dtype of what replays read, with padded drafts."""
+def input_shapes(config: InferenceConfig, spec: HybridStateSpec, pages: InputPages = NO_PAGES) -> InputShapes:
+    """Name -> [layers, rows, *shape of one request] and dtype of what replays read, with padded drafts.
+
+    Only of the inputs that lie in no pages.
+    """
     if not config.replays:
         return {}
     chunk = spec.chunk_tokens(config.block_size_tokens)
@@ -172,6 +242,7 @@ def input_shapes(config: InferenceConfig, spec: HybridStateSpec) -> InputShapes:
         )
         for tensor in spec.states
         for entry in tensor.inputs
+        if not (pages.tokens and entry.layout == "page")
     }
 
 

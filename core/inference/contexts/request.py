@@ -52,6 +52,7 @@ class Holding:
     prefill_length: int  # at the admission; decodes compute later tokens
     num_computed: int = 0  # this and `state_index` are written by `RequestStates` alone
     state_index: int = -1  # in the pool, after them (replay: at the last grid point); -1: zeros
+    pages: list[int] = field(default_factory=list)  # of inputs since the last grid point; `Admission`'s
     branch_tokens: int = 0  # shared with an earlier prompt before the two differ; `Admission` writes it
     spans: tuple[Span, ...] = ()
 

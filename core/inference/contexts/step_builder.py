@@ -94,7 +94,7 @@ def _views(buffer: Tensor, shape: StepShape) -> Iterator[tuple[str, Tensor]]:
     for field in INDEX_FIELDS:
         count = field.num_entries(shape)
         view = int32_buffer[2 * start : 2 * start + count] if field.int32 else buffer[start : start + count]
-        yield field.key, view.view(shape.rows, shape.table_blocks) if field.name == "block_table" else view
+        yield field.key, view.view(shape.rows, getattr(shape, field.columns)) if field.columns else view
         start += _words(count, field.int32)
 
 
@@ -125,6 +125,7 @@ class StepBuilder:
         self,
         steps: Sequence[RequestStep],
         block_table: Array,
+        page_table: Array,
         padding: Padding,
         sampled_tokens: Tensor | None = None,
     ) -> StepInputs:
@@ -132,7 +133,7 @@ class StepBuilder:
         layout = _Layout(steps)
         values = self._token_values(steps, layout, block_table) | self._state_values(steps, layout)
         if self._replays:
-            values |= self._replay_values(steps, layout)
+            values |= self._replay_values(steps, layout, page_table)
         shape = padding(layout.shape(values))
         values["query_start_loc"] = layout.pad_to(shape)
         for name in ("kv_write_tokens", "logit_tokens"):
@@ -206,12 +207,16 @@ class StepBuilder:
             "checkpoints.destinations": slots[:count],
         }
 
-    def _replay_values(self, steps: Sequence[RequestStep], layout: "_Layout") -> dict[str, Any]:
+    def _replay_values(
+        self, steps: Sequence[RequestStep], layout: "_Layout", page_table: Array
+    ) -> dict[str, Any]:
+        rows = [step.holding.row for step in steps]
         starts, stops = np.array(layout.starts), np.array(layout.stops)
         tails = layout.query_start_loc[:-1] - layout.num_decode_tokens - starts
         tails += stops // self._chunk_size * self._chunk_size
         return {
-            "replay.slots": [step.holding.row for step in steps],
+            "replay.slots": rows,
+            "replay.pages": page_table[rows],
             "replay.starts": starts,
             "replay.destinations": [self._states.completed_destination(step) for step in steps],
             "replay.tail_starts": tails[layout.num_decodes :],
@@ -264,6 +269,7 @@ class _Layout:
             checkpoints=len(values["checkpoints.rows"]),
             logits=len(values["logit_tokens"]),
             decode_tokens=int(self.lengths[:decodes].max()) if drafts else 1,
+            pages=values["replay.pages"].shape[1] if "replay.pages" in values else 0,
         )
 
     def pad_to(self, shape: StepShape) -> Array:

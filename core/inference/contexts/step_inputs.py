@@ -30,6 +30,7 @@ class StepShape(NamedTuple):
     checkpoints: int
     logits: int
     decode_tokens: int = 1  # tokens of each decode row: more than one where any row has drafts
+    pages: int = 0  # columns of the page table of replays; the same in all steps
 
     @property
     def rows(self) -> int:
@@ -86,11 +87,13 @@ class Replay:
     the next grid point writes the state there. A prefill row starts on a grid point. It stores the state at
     its last grid point, and the inputs after that point, its tail.
 
-    Beyond a request's tokens a slot may hold anything, NaN included.
+    Inputs lie in slots and in pages, as `InputTensor` describes. Beyond a request's tokens they may hold
+    anything, NaN included.
     """
 
     pool: dict[str, Tensor]  # `DeviceMemory.input_pool`
     slots: Annotated[Tensor, "rows", -1]  # each row's slot in `pool`; -1 = a padding row
+    pages: Annotated[Tensor, "rows", 0, "int32", "pages"]  # [R, pages of a chunk]: each row's, in order
     starts: Annotated[Tensor, "rows", 0, "int32"]  # absolute position of each row's first token
     destinations: Annotated[Tensor, "rows", -1]  # index for the state that a decode row completes
     tail_starts: Annotated[Tensor, "prefills"]  # packed prefill token after the row's last grid point
@@ -120,7 +123,9 @@ class StepInputs:
     token_ids: Annotated[Tensor, "tokens"]
     positions: Annotated[Tensor, "tokens"]  # absolute position of each token in its sequence
     kv_lengths: Annotated[Tensor, "rows", 0, "int32"]  # tokens of each sequence after this step, with drafts
-    block_table: Annotated[Tensor, "rows", 0, "int32"]  # [R, table_blocks]: KV blocks in order
+    block_table: Annotated[
+        Tensor, "rows", 0, "int32", "table_blocks"
+    ]  # [R, table_blocks]: KV blocks in order
     query_start_loc: Annotated[Tensor, "rows", None, "int32"]  # each row's first token; trailing total
     query_lengths: Annotated[Tensor, "rows", 0, "int32"]  # each row's real tokens; 0 for padding rows
     kv_write_tokens: Annotated[Tensor, "kv_writes"]  # the tokens whose keys and values are stored
@@ -189,6 +194,7 @@ class IndexField(NamedTuple):
             decodes, then one value for each prefill row. Others: one after another, then padding.
         padding: the number in all other places. None for the starts of ranges, one after another, with a
             trailing total, which also fills the padding.
+        columns: of a table with `size` rows, as an attribute of `StepShape`; "" for a tensor [n].
     """
 
     owner: str
@@ -196,6 +202,7 @@ class IndexField(NamedTuple):
     size: str
     padding: int | None = 0
     dtype: str = "int64"
+    columns: str = ""
 
     @property
     def int32(self) -> bool:
@@ -208,7 +215,7 @@ class IndexField(NamedTuple):
 
     def num_entries(self, shape: StepShape) -> int:
         count: int = getattr(shape, self.size)
-        return count * shape.table_blocks if self.name == "block_table" else count + (self.padding is None)
+        return count * getattr(shape, self.columns) if self.columns else count + (self.padding is None)
 
 
 _PARTS = {"": StepInputs, "chunks": PrefillChunks, "checkpoints": Checkpoints, "replay": Replay}

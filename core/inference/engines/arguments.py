@@ -125,7 +125,7 @@ class RequestFactory:
 
     def _check_length(self, text: str, num_tokens: int) -> None:
         longest = self._config.max_sequence_length
-        pool_tokens = self._context.prefix_cache.kv_blocks.total_count * self._config.block_size_tokens
+        pool_tokens = self._context.admission.most_blocks * self._config.block_size_tokens
         if num_tokens > min(longest, pool_tokens):
             raise ValueError(f"{text} max_sequence_length ({longest}) and the KV pool ({pool_tokens})")
 

@@ -74,6 +74,7 @@ class GraphBuckets:
             checkpoints=tokens // max(self.block_size, self.chunk_size) + prefills,
             logits=rung(logits) if self.ladder else logits,
             decode_tokens=per_row,
+            pages=shape.pages,
         )
         fits = all(has >= needs for has, needs in zip(fitting, shape, strict=True))
         return fitting if fits else None

@@ -180,7 +180,9 @@ class Scheduler:
         steps += new
 
     def _num_blocks(self, request: DynamicInferenceRequest) -> int:
-        return -(-len(request.tokens) // self._config.block_size_tokens)
+        num_tokens = len(request.tokens)
+        num_pages = self._context.admission.num_pages(num_tokens)
+        return -(-num_tokens // self._config.block_size_tokens) + num_pages
 
     def _fits_beside_pins(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:
         """Whether the request fits into the blocks that pins leave and the pinned ones that it shares."""

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from .delta import OPERAND_TOKENS, OPERAND_WARPS, normalised, scan_chunks
 from .delta_solve import decay_sums, of_blocks, solve_rows
-from .operands import check_slots
+from .operands import check_slots, page_table
+from .tiles import in_page
 
 OUTPUT_WARPS, OUTPUT_REGISTERS = 4, 128
 COMPLETION_WARPS, COMPLETION_STAGES, COMPLETION_ROWS = 4, 2, 16
@@ -32,7 +33,7 @@ def gated_delta_rule_replay(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, k_inputs: Tensor,
     v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None,
     inverses: Tensor | None, slots: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor,
-    destinations: Tensor, chunk_size: int,
+    destinations: Tensor, chunk_size: int, *, pages: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `reference.delta.gated_delta_rule_replay`, in four launches; float32 takes a scan of each chunk."""
     rows, tokens, heads, value_dim = v.shape
@@ -40,26 +41,27 @@ def gated_delta_rule_replay(
     kept = k_inputs, v_inputs, g_inputs, beta_inputs
     queries = torch.empty(rows * tokens, key_heads, key_dim, dtype=v.dtype, device=v.device)
     q, k, v_rows, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
-    step = slots, starts, lengths
+    table = page_table(pages, slots)
+    step = slots, table, starts, lengths
     _keep_rows(q, k, v_rows, g, beta, None, queries, kept, None, step, tokens, tails=False)
     if inverses is None or new_v_inputs is None:
         return _scanned(queries, kept, states, step, sources, destinations, v.shape)
     check_slots(new_v_inputs=new_v_inputs)
-    solved = solve_rows(queries, k_inputs, g_inputs, beta_inputs, inverses, slots, starts, lengths, tokens)
+    solved = solve_rows(queries, k_inputs, g_inputs, beta_inputs, inverses, *step, tokens)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     blocks = output_blocks(tokens, key_dim, value_dim, states.dtype)
     read = v_inputs, beta_inputs, new_v_inputs, states
     outputs_kernel[(triton.cdiv(value_dim, blocks["BLOCK_V"]) * heads * rows,)](
-        queries, *solved, *read, out, slots, starts, lengths, sources,
+        queries, *solved, *read, out, *step, sources,
         *(pool.stride(0) for pool in read), key_dim**-0.5,
-        tokens, heads, heads // key_heads, key_dim, value_dim, chunk_size,
+        tokens, heads, heads // key_heads, key_dim, value_dim, chunk_size, v_inputs.shape[1],
         **blocks, num_warps=OUTPUT_WARPS, num_stages=1, maxnreg=OUTPUT_REGISTERS,
     )  # fmt: skip
     blocks, read_back = completion_blocks(key_dim, value_dim), (*kept, inverses, states)
     groups = min(rows, max(COMPLETION_ROWS, triton.cdiv(rows, COMPLETION_ROWS)))
     complete_chunks_kernel[(triton.cdiv(value_dim, blocks["BLOCK_V"]) * heads * groups,)](
-        *read_back, slots, sources, destinations, *(pool.stride(0) for pool in read_back),
-        rows, heads, heads // key_heads, key_dim, value_dim, chunk_size,
+        *read_back, slots, table, sources, destinations, *(pool.stride(0) for pool in read_back),
+        rows, heads, heads // key_heads, key_dim, value_dim, chunk_size, k_inputs.shape[1],
         **blocks, ROWS=COMPLETION_ROWS, num_warps=COMPLETION_WARPS, num_stages=COMPLETION_STAGES,
     )  # fmt: skip
     return out
@@ -68,23 +70,23 @@ def gated_delta_rule_replay(
 def keep_delta_inputs(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, new_v: Tensor | None, k_inputs: Tensor, v_inputs: Tensor,
     g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None, inverses: Tensor | None,
-    slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor,
+    slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, *, pages: Tensor | None = None,
 ) -> None:  # fmt: skip
     """As `reference.delta.keep_delta_inputs`, in two launches."""
-    kept, chunk_size = (k_inputs, v_inputs, g_inputs, beta_inputs), k_inputs.shape[1]
-    rows = slots, tail_starts, query_start_loc
+    kept, chunk_size = (k_inputs, v_inputs, g_inputs, beta_inputs), g_inputs.shape[1]
+    rows = slots, page_table(pages, slots), tail_starts, query_start_loc
     _keep_rows(k, k, v, g, beta, new_v, k, kept, new_v_inputs, rows, chunk_size, tails=True)
     if inverses is not None:
         solve_rows(None, k_inputs, g_inputs, beta_inputs, inverses, *rows, chunk_size)
 
 
 def _scanned(
-    queries: Tensor, kept: tuple[Tensor, ...], states: Tensor, step: tuple[Tensor, Tensor, Tensor],
+    queries: Tensor, kept: tuple[Tensor, ...], states: Tensor, step: tuple[Tensor, Tensor, Tensor, Tensor],
     sources: Tensor, destinations: Tensor, shape: torch.Size,
 ) -> Tensor:  # fmt: skip
     """The scan of each row's chunk, whose later tokens are zeros."""
-    slots, starts, lengths = step
-    (rows, tokens), chunk_size, device = shape[:2], kept[0].shape[1], slots.device
+    slots, pages, starts, lengths = step
+    (rows, tokens), chunk_size, device = shape[:2], kept[2].shape[1], slots.device
     row, token = torch.arange(rows, device=device)[:, None], torch.arange(chunk_size, device=device)
     new = token - (starts % chunk_size)[:, None]  # the number of a new token
     is_new = (new >= 0) & (new < lengths[:, None]) & (slots >= 0)[:, None]
@@ -95,7 +97,10 @@ def _scanned(
         return chunks.masked_fill_(~mask.view(*mask.shape, *[1] * (chunks.dim() - 2)), 0).flatten(0, 1)
 
     of_step = queries.unflatten(0, (rows, tokens))[row, new.clamp(0, tokens - 1)]
-    keys, values, gates, strengths = (masked(inputs[slots.clamp(min=0)], real) for inputs in kept)
+    keys, values = (
+        masked(inputs[pages.clamp(min=0)].flatten(1, 2)[:, :chunk_size], real) for inputs in kept[:2]
+    )
+    gates, strengths = (masked(inputs[slots.clamp(min=0)], real) for inputs in kept[2:])
     row_chunks = torch.arange(rows + 1, dtype=torch.int32, device=device)
     o = scan_chunks(
         masked(of_step, is_new), keys, values, gates, strengths, states, sources, destinations, chunk_size,
@@ -109,12 +114,12 @@ def _scanned(
 def _keep_rows(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, new_v: Tensor | None, queries: Tensor,
     kept: tuple[Tensor, Tensor, Tensor, Tensor], new_v_inputs: Tensor | None,
-    rows: tuple[Tensor, Tensor, Tensor], tokens: int, tails: bool,
+    rows: tuple[Tensor, Tensor, Tensor, Tensor], tokens: int, tails: bool,
 ) -> None:  # fmt: skip
     """Launch `keep_rows_kernel`: for rows of `tokens` packed tokens; with `tails`, for packed rows' tails."""
     k_inputs, v_inputs, g_inputs, beta_inputs = kept
     check_slots(k_inputs=k_inputs, v_inputs=v_inputs, g_inputs=g_inputs, beta_inputs=beta_inputs)
-    (chunk_size, key_heads, key_dim), (heads, value_dim) = k_inputs.shape[1:], v.shape[1:]
+    (page_tokens, key_heads, key_dim), (heads, value_dim) = k_inputs.shape[1:], v.shape[1:]
     sizes = keep_blocks(tokens, key_heads, heads, key_dim, value_dim)
     tiles = (1 if tails else 2) * triton.cdiv(tokens * key_heads, KEEP_ROWS)
     tiles += triton.cdiv(tokens * heads, KEEP_ROWS) + triton.cdiv(tokens, sizes["BLOCK_G"])
@@ -123,7 +128,8 @@ def _keep_rows(
         *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
         *(pool.stride(0) for pool in kept), 0 if new_v_inputs is None else new_v_inputs.stride(0),
         KEY_HEADS=key_heads, VALUE_HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        TOKENS=tokens, CHUNK=chunk_size, TAILS=tails, **sizes, num_warps=KEEP_WARPS,
+        TOKENS=tokens, CHUNK=g_inputs.shape[1], PAGE_TOKENS=page_tokens, TAILS=tails,
+        **sizes, num_warps=KEEP_WARPS,
     )  # fmt: skip
 
 
@@ -147,19 +153,20 @@ def keep_blocks(tokens: int, key_heads: int, heads: int, key_dim: int, value_dim
 def keep_rows_kernel(
     # Pointers
     q, k, v, g, beta, new_v, queries, k_inputs, v_inputs, g_inputs, beta_inputs, new_v_inputs,
-    slots, starts, ends,
+    slots, pages, starts, ends,
     # Strides
     q_token_stride, q_head_stride, q_dim_stride,
     k_token_stride, k_head_stride, k_dim_stride,
     v_token_stride, v_head_stride, v_dim_stride,
     g_token_stride, g_head_stride,
     beta_token_stride, beta_head_stride,
-    k_slot_stride: tl.int64, v_slot_stride: tl.int64, g_slot_stride: tl.int64, beta_slot_stride: tl.int64,
-    new_v_slot_stride: tl.int64,
+    k_page_stride: tl.int64, v_page_stride: tl.int64, g_slot_stride: tl.int64, beta_slot_stride: tl.int64,
+    new_v_page_stride: tl.int64,
     # Meta-parameters
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TOKENS: tl.constexpr, CHUNK: tl.constexpr, TAILS: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr,
+    TOKENS: tl.constexpr, CHUNK: tl.constexpr, PAGE_TOKENS: tl.constexpr, TAILS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """Store what new tokens keep, and their normalised queries. A program has a row and one tile.
 
@@ -174,6 +181,7 @@ def keep_rows_kernel(
     part = tl.program_id(0) % PARTS
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     slot = tl.load(slots + row)
+    pages += row * ((CHUNK + PAGE_TOKENS - 1) // PAGE_TOKENS)
     if TAILS:
         first = tl.load(starts + row).to(tl.int64)
         length = tl.load(ends + row + 1) - first
@@ -196,7 +204,10 @@ def keep_rows_kernel(
             inside = (token < length)[:, None] & (n < KEY_DIM)[None, :]
             raw = k + ((first + token) * k_token_stride + head * k_head_stride)[:, None]
             key = normalised(tl.load(raw + n[None, :] * k_dim_stride, mask=inside, other=0.0))
-            kept = k_inputs + slot * k_slot_stride + (start * KEY_HEADS + place)[:, None] * KEY_DIM
+            kept = in_page(
+                pages, start + token, token < length, k_page_stride, PAGE_TOKENS, KEY_HEADS * KEY_DIM
+            )
+            kept = k_inputs + (kept + head * KEY_DIM)[:, None]
             tl.store(kept + n[None, :], key.to(k_inputs.dtype.element_ty), mask=inside)
         elif part < QUERY_TILES + KEY_TILES + VALUE_TILES:
             place, token, head = _heads_of_tokens(part - QUERY_TILES - KEY_TILES, VALUE_HEADS, BLOCK_R)
@@ -204,14 +215,20 @@ def keep_rows_kernel(
             inside = (token < length)[:, None] & (p < VALUE_DIM)[None, :]
             raw = v + ((first + token) * v_token_stride + head * v_head_stride)[:, None]
             value = tl.load(raw + p[None, :] * v_dim_stride, mask=inside, other=0.0)
-            kept = v_inputs + slot * v_slot_stride + (start * VALUE_HEADS + place)[:, None] * VALUE_DIM
+            kept = in_page(
+                pages, start + token, token < length, v_page_stride, PAGE_TOKENS, VALUE_HEADS * VALUE_DIM
+            )
+            kept = v_inputs + (kept + head * VALUE_DIM)[:, None]
             tl.store(kept + p[None, :], value.to(v_inputs.dtype.element_ty), mask=inside)
             if new_v is not None:
                 new_value = tl.load(
                     new_v + (first * VALUE_HEADS + place)[:, None] * VALUE_DIM + p[None, :], mask=inside
                 )
-                kept = new_v_inputs + slot * new_v_slot_stride + place[:, None] * VALUE_DIM + p[None, :]
-                tl.store(kept, new_value, mask=inside)
+                kept = in_page(
+                    pages, token, token < length, new_v_page_stride, PAGE_TOKENS, VALUE_HEADS * VALUE_DIM
+                )
+                kept = new_v_inputs + (kept + head * VALUE_DIM)[:, None]
+                tl.store(kept + p[None, :], new_value, mask=inside)
         else:
             block = part - QUERY_TILES - KEY_TILES - VALUE_TILES
             gate_token = block * BLOCK_G + tl.arange(0, BLOCK_G)[:, None]
@@ -249,13 +266,13 @@ def output_blocks(tokens: int, key_dim: int, value_dim: int, state_dtype: torch.
 def outputs_kernel(
     # Pointers
     queries, solved, solved_decays, v_inputs, beta_inputs, new_v_inputs, states, out,
-    slots, starts, lengths, sources,
+    slots, pages, starts, lengths, sources,
     # Strides
-    v_slot_stride: tl.int64, beta_slot_stride: tl.int64, new_v_slot_stride: tl.int64, slot_stride: tl.int64,
+    v_page_stride: tl.int64, beta_slot_stride: tl.int64, new_v_page_stride: tl.int64, slot_stride: tl.int64,
     # Dimensions
     scale,
     tokens: tl.constexpr, heads: tl.constexpr, heads_of_key: tl.constexpr,
-    key_dim: tl.constexpr, value_dim: tl.constexpr, chunk_size: tl.constexpr,
+    key_dim: tl.constexpr, value_dim: tl.constexpr, chunk_size: tl.constexpr, page_tokens: tl.constexpr,
     # Meta-parameters
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -288,10 +305,12 @@ def outputs_kernel(
             mask=(n < key_dim)[:, None] & in_value & (source >= 0),
             other=0.0,
         )
-        of_value = head * value_dim + t[:, None] * value_stride + p[None, :]
-        new_values = new_v_inputs + slot * new_v_slot_stride
-        v = tl.load(v_inputs + slot * v_slot_stride + of_value, mask=real[:, None] & in_value, other=0.0)
-        value = tl.load(new_values + of_value, mask=is_old & in_value, other=0.0)
+        pages += row * ((chunk_size + page_tokens - 1) // page_tokens)
+        of_v = in_page(pages, t, real, v_page_stride, page_tokens, value_stride)
+        of_value = in_page(pages, t, real, new_v_page_stride, page_tokens, value_stride)
+        of_head = head * value_dim + p[None, :]
+        v = tl.load(v_inputs + of_v[:, None] + of_head, mask=real[:, None] & in_value, other=0.0)
+        value = tl.load(new_v_inputs + of_value[:, None] + of_head, mask=is_old & in_value, other=0.0)
         beta = tl.load(beta_inputs + slot * beta_slot_stride + head + t * heads, mask=real, other=0.0)
         token = row * tokens + new
         of_solved = solved + (token * heads + head)[:, None] * solved_size
@@ -317,14 +336,15 @@ def outputs_kernel(
         o = o * tl.exp2(decay)[:, None]
         written = tl.dot(block_row, (v * beta[:, None]).to(operand)).to(operand)
         new_value = (written.to(tl.float32) - tl.dot(read_key, state)).to(operand)
-        of_new = head * value_dim + (start + new)[:, None] * value_stride + p[None, :]
-        tl.store(new_values + of_new, new_value, mask=is_new & in_value)
+        of_new = in_page(pages, start + new, new < length, new_v_page_stride, page_tokens, value_stride)
+        tl.store(new_v_inputs + of_new[:, None] + of_head, new_value, mask=is_new & in_value)
         if tokens == 1:
             fresh = tl.sum(tl.where((new == 0)[:, None], new_value.to(tl.float32), 0.0), axis=0)
             fresh = fresh.to(operand)[None, :]
         else:
             tl.debug_barrier()  # below, a thread reads what another thread has stored above
-            fresh = tl.load(new_values + of_value, mask=real[:, None] & ~is_old & in_value, other=0.0)
+            of_fresh = new_v_inputs + of_value[:, None] + of_head
+            fresh = tl.load(of_fresh, mask=real[:, None] & ~is_old & in_value, other=0.0)
         value = tl.where(is_old | ~real[:, None], value, fresh)
         o = o * scale + tl.dot(scores, value) * scale
         of_out = (token * heads + head)[:, None] * value_dim + p[None, :]
@@ -346,14 +366,14 @@ def completion_blocks(key_dim: int, value_dim: int) -> dict[str, int]:
 @triton.jit(do_not_specialize=["rows"])
 def complete_chunks_kernel(
     # Pointers
-    k_inputs, v_inputs, g_inputs, beta_inputs, inverses, states, slots, sources, destinations,
+    k_inputs, v_inputs, g_inputs, beta_inputs, inverses, states, slots, pages, sources, destinations,
     # Strides
-    k_slot_stride: tl.int64, v_slot_stride: tl.int64, g_slot_stride: tl.int64, beta_slot_stride: tl.int64,
+    k_page_stride: tl.int64, v_page_stride: tl.int64, g_slot_stride: tl.int64, beta_slot_stride: tl.int64,
     inverse_slot_stride: tl.int64, slot_stride: tl.int64,
     # Dimensions
     rows,
     heads: tl.constexpr, heads_of_key: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
-    chunk_size: tl.constexpr,
+    chunk_size: tl.constexpr, page_tokens: tl.constexpr,
     # Meta-parameters
     SLICE: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -376,21 +396,24 @@ def complete_chunks_kernel(
             if (slot >= 0) & (destination >= 0):
                 source = tl.load(sources + row)
                 of_state = states + head * (key_dim * value_dim)
+                of_row = pages + row * ((chunk_size + page_tokens - 1) // page_tokens)
                 _complete_chunk(
-                    k_inputs + slot * k_slot_stride + head // heads_of_key * key_dim,
-                    v_inputs + slot * v_slot_stride + head * value_dim,
+                    k_inputs + head // heads_of_key * key_dim, v_inputs + head * value_dim,
+                    of_row, k_page_stride, v_page_stride,
                     beta_inputs + slot * beta_slot_stride + head, g_inputs + slot * g_slot_stride + head,
                     inverses + slot * inverse_slot_stride + head * inverse_size,
                     of_state + source * slot_stride, of_state + destination * slot_stride, source >= 0, p,
-                    heads, heads // heads_of_key * key_dim, key_dim, value_dim, chunk_size, BLOCK_V, SLICE,
+                    heads, heads // heads_of_key * key_dim, key_dim, value_dim, chunk_size, page_tokens,
+                    BLOCK_V, SLICE,
                 )  # fmt: skip
 
 
 @triton.jit
 def _complete_chunk(
-    keys, values, strengths, g, inverse, entering, leaving, has_entering, p,
+    keys, values, pages, k_page_stride, v_page_stride, strengths, g, inverse, entering, leaving, has_entering,
+    p,
     heads: tl.constexpr, key_stride: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
-    chunk_size: tl.constexpr, BLOCK_V: tl.constexpr, SLICE: tl.constexpr,
+    chunk_size: tl.constexpr, page_tokens: tl.constexpr, BLOCK_V: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """Store the state after a chunk."""
     operand: tl.constexpr = keys.dtype.element_ty
@@ -401,13 +424,15 @@ def _complete_chunk(
         inverse + of_blocks(t[:, None], t[None, :]), mask=t[:, None] >= t[None, :], other=0.0
     ).to(operand)
     beta = tl.load(strengths + t * heads)
-    v = tl.load(values + t[:, None] * (heads * value_dim) + p[None, :], mask=in_value, other=0.0)
+    of_key = in_page(pages, t, t < chunk_size, k_page_stride, page_tokens, key_stride)
+    of_value = in_page(pages, t, t < chunk_size, v_page_stride, page_tokens, heads * value_dim)
+    v = tl.load(values + of_value[:, None] + p[None, :], mask=in_value, other=0.0)
     written = tl.dot(solved, (v * beta[:, None]).to(operand), allow_tf32=False).to(operand)
     held = tl.zeros((chunk_size, BLOCK_V), dtype=tl.float32)
     key_end: tl.constexpr = max(key_dim, 2 * SLICE)  # `completion_blocks` says why there are two turns
     for first in range(0, key_end, SLICE):
         n = first + tl.arange(0, SLICE)
-        key = tl.load(keys + t[:, None] * key_stride + n[None, :], mask=(n < key_dim)[None, :], other=0.0)
+        key = tl.load(keys + of_key[:, None] + n[None, :], mask=(n < key_dim)[None, :], other=0.0)
         scaled = key * beta[:, None]
         scaled = scaled * tl.exp2(decay)[:, None]
         read_key = tl.dot(solved, scaled.to(operand)).to(operand)
@@ -427,7 +452,7 @@ def _complete_chunk(
         of_part = n[:, None] * value_dim + p[None, :]
         after = tl.load(entering + of_part, mask=in_state & has_entering, other=0.0)
         after = after.to(tl.float32) * tl.exp2(decay_of_chunk)
-        key = tl.load(keys + n[:, None] + t[None, :] * key_stride, mask=(n < key_dim)[:, None], other=0.0)
+        key = tl.load(keys + n[:, None] + of_key[None, :], mask=(n < key_dim)[:, None], other=0.0)
         after = tl.dot(key, value.to(operand), after)
         tl.debug_barrier()  # a thread may overwrite what another thread has read
         tl.store(leaving + of_part, after.to(leaving.dtype.element_ty), mask=in_state)

@@ -9,27 +9,29 @@ import triton.language as tl
 from torch import Tensor
 
 from .operands import check_slots
+from .tiles import in_page
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def solve_rows(
     queries: Tensor | None, k_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, inverses: Tensor,
-    slots: Tensor, starts: Tensor, ends: Tensor, tokens: int,
+    slots: Tensor, pages: Tensor, starts: Tensor, ends: Tensor, tokens: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch `solve_rows_kernel` for decodes; without queries, for prefills' tails, as `keep_rows_kernel`.
 
     Returns what `outputs_kernel` reads of new tokens: [rows * tokens, Hv, Dk + 2 * chunk_size] and decays.
     """
     check_slots(inverses=inverses)
-    (chunk_size, key_heads, key_dim), heads = k_inputs.shape[1:], inverses.shape[1]
+    (page_tokens, key_heads, key_dim), heads = k_inputs.shape[1:], inverses.shape[1]
+    chunk_size = g_inputs.shape[1]
     size = 0 if queries is None else slots.shape[0] * tokens
     solved = k_inputs.new_empty(size, heads, key_dim + 2 * chunk_size)
     decays = inverses.new_empty(size, heads)
     solve_rows_kernel[(heads * slots.shape[0],)](
-        queries, k_inputs, g_inputs, beta_inputs, inverses, solved, decays, slots, starts, ends,
+        queries, k_inputs, g_inputs, beta_inputs, inverses, solved, decays, slots, pages, starts, ends,
         *(pool.stride(0) for pool in (k_inputs, g_inputs, beta_inputs, inverses)),
-        tokens, heads, heads // key_heads, key_dim, chunk_size, queries is None,
+        tokens, heads, heads // key_heads, key_dim, chunk_size, page_tokens, queries is None,
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)),
         num_warps=solve_warps(heads * slots.shape[0], key_dim), num_stages=1,
     )  # fmt: skip
@@ -68,10 +70,20 @@ def _coupled(products, mask, decay, of_column):
 
 
 @triton.jit
+def _in_block(pages, block, i, mask, page_stride, TOKENS: tl.constexpr, SIZE: tl.constexpr):
+    """`in_page` of the 16 tokens of a block; where pages are whole blocks, one load."""
+    if TOKENS % 16 == 0:
+        page = tl.load(pages + 16 * block // TOKENS).to(tl.int64)
+        return page * page_stride + (16 * block % TOKENS + i) * SIZE
+    else:
+        return in_page(pages, 16 * block + i, mask, page_stride, TOKENS, SIZE)
+
+
+@triton.jit
 def _new_rows(
-    keys, queries, g, beta, inverse, solved, solved_decays, row, r, start, end,
+    keys, pages, page_stride, queries, g, beta, inverse, solved, solved_decays, row, r, start, end,
     tokens: tl.constexpr, heads: tl.constexpr, key_stride: tl.constexpr, key_dim: tl.constexpr,
-    chunk_size: tl.constexpr, BLOCK_K: tl.constexpr,
+    chunk_size: tl.constexpr, page_tokens: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Store the new rows of block row r: of the inverse, of the keys that read the state, and of scores;
     without `queries`, those of the inverse only. Earlier rows of the inverse are stored.
@@ -93,9 +105,8 @@ def _new_rows(
     new = row * tokens + token - start
 
     gates = tl.load(g + t * heads, mask=t < end, other=0.0)
-    block_key = tl.load(
-        keys + token[:, None] * key_stride + n[None, :], mask=in_block[:, None] & in_key, other=0.0
-    )
+    of_key = _in_block(pages, r, i, token < end, page_stride, page_tokens, key_stride)
+    block_key = tl.load(keys + of_key[:, None] + n[None, :], mask=in_block[:, None] & in_key, other=0.0)
     strength = tl.load(beta + token * heads, mask=in_block, other=0.0)
     own = tl.load(inverse + of_blocks(token[:, None], token[None, :]), mask=is_solved, other=0.0)
     if queries is not None:
@@ -131,7 +142,8 @@ def _new_rows(
         sums = tl.zeros((16, chunk_size), dtype=tl.float32)
         for c in range(r):
             column = 16 * c + i
-            key = tl.load(keys + column[:, None] * key_stride + n[None, :], mask=in_key, other=0.0)
+            of_key = _in_block(pages, c, i, column < end, page_stride, page_tokens, key_stride)
+            key = tl.load(keys + of_key[:, None] + n[None, :], mask=in_key, other=0.0)
             above = tl.load(
                 inverse + of_blocks(column[:, None], t[None, :]),
                 mask=(column[:, None] // 16 >= t[None, :] // 16),
@@ -164,9 +176,8 @@ def _new_rows(
         for c in range(r + 1):
             column = 16 * c + i
             real = column < end
-            key = tl.load(
-                keys + column[:, None] * key_stride + n[None, :], mask=real[:, None] & in_key, other=0.0
-            )
+            of_key = _in_block(pages, c, i, real, page_stride, page_tokens, key_stride)
+            key = tl.load(keys + of_key[:, None] + n[None, :], mask=real[:, None] & in_key, other=0.0)
             block = tl.load(of_pair + column[None, :], mask=is_new[:, None], other=0.0)
             scaled = key * tl.load(beta + column * heads, mask=real, other=0.0)[:, None]
             scaled = scaled * tl.exp2(tl.gather(decays, column, 0))[:, None]
@@ -177,13 +188,13 @@ def _new_rows(
 @triton.jit
 def solve_rows_kernel(
     # Pointers
-    queries, k_inputs, g_inputs, beta_inputs, inverses, solved, solved_decays, slots, starts, ends,
+    queries, k_inputs, g_inputs, beta_inputs, inverses, solved, solved_decays, slots, pages, starts, ends,
     # Strides
-    k_slot_stride: tl.int64, g_slot_stride: tl.int64, beta_slot_stride: tl.int64,
+    k_page_stride: tl.int64, g_slot_stride: tl.int64, beta_slot_stride: tl.int64,
     inverse_slot_stride: tl.int64,
     # Dimensions
     tokens: tl.constexpr, heads: tl.constexpr, heads_of_key: tl.constexpr, key_dim: tl.constexpr,
-    chunk_size: tl.constexpr,
+    chunk_size: tl.constexpr, page_tokens: tl.constexpr,
     # Meta-parameters
     TAILS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -202,7 +213,8 @@ def solve_rows_kernel(
         end = start + tl.load(ends + row)
         queries += head // heads_of_key * key_dim
     if (slot >= 0) & (end > start):
-        keys = k_inputs + slot * k_slot_stride + head // heads_of_key * key_dim
+        keys = k_inputs + head // heads_of_key * key_dim
+        pages += row * ((chunk_size + page_tokens - 1) // page_tokens)
         g = g_inputs + slot * g_slot_stride + head
         beta = beta_inputs + slot * beta_slot_stride + head
         inverse = inverses + slot * inverse_slot_stride + head * inverse_size
@@ -210,13 +222,14 @@ def solve_rows_kernel(
         solved_decays += head
         if tokens == 1:
             _new_rows(
-                keys, queries, g, beta, inverse, solved, solved_decays, row, start // 16, start, end,
-                tokens, heads, key_stride, key_dim, chunk_size, BLOCK_K,
+                keys, pages, k_page_stride, queries, g, beta, inverse, solved, solved_decays, row,
+                start // 16, start, end,
+                tokens, heads, key_stride, key_dim, chunk_size, page_tokens, BLOCK_K,
             )  # fmt: skip
         else:
             for r in range(start // 16, (end + 15) // 16):
                 _new_rows(
-                    keys, queries, g, beta, inverse, solved, solved_decays, row, r, start, end,
-                    tokens, heads, key_stride, key_dim, chunk_size, BLOCK_K,
+                    keys, pages, k_page_stride, queries, g, beta, inverse, solved, solved_decays, row, r,
+                    start, end, tokens, heads, key_stride, key_dim, chunk_size, page_tokens, BLOCK_K,
                 )  # fmt: skip
                 tl.debug_barrier()  # below, a thread reads what another thread has stored

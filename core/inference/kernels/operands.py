@@ -51,6 +51,11 @@ def check_slots(**pools: Tensor) -> None:
             raise ValueError(f"{name} has strides {pool.stride()}; accepted: contiguous slots of any stride")
 
 
+def page_table(pages: Tensor | None, slots: Tensor) -> Tensor:
+    """[rows, pages of a chunk], dense; `slots` as pages of a whole chunk each where there are no pages."""
+    return slots[:, None].contiguous() if pages is None else pages.contiguous()
+
+
 def check_last_stride(**tensors: Tensor) -> None:
     """Raise a ValueError that names a tensor whose last dimension is not dense."""
     for name, tensor in tensors.items():

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .operands import check_last_stride, check_slots
+from .operands import check_last_stride, check_slots, page_table
 from .ssd import operand_dtype
 from .ssd_stages import (
     INTERPRETED,
@@ -25,7 +25,7 @@ from .ssd_stages import (
     state_blocks,
     sum_decays,
 )
-from .tiles import load_tile
+from .tiles import in_page, load_tile
 
 MIN_PROGRAMS = 1024
 """Programs of a step, at least, while heads can be spread: about eight on each multiprocessor of an H100."""
@@ -35,6 +35,7 @@ def ssd_replay(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
     x_inputs: Tensor, B_inputs: Tensor, gates: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor,
     sources: Tensor, destinations: Tensor, chunk_size: int, *, out: Tensor | None = None,
+    pages: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `reference.ssd.ssd_replay`, with the bits of `ssd_chunk_scan` in one run over the chunk.
 
@@ -50,10 +51,11 @@ def ssd_replay(
     y = torch.empty(rows, tokens, heads, head_dim, dtype=x.dtype, device=x.device) if out is None else out
     ssd_replay_kernel[(triton.cdiv(head_dim, blocks["BLOCK_P"]), heads // head_block, rows)](
         x, dt, A, B, C, D, ssm_states, x_inputs, B_inputs, gates, y,
-        slots, starts, lengths, sources, destinations,
+        slots, page_table(pages, slots), starts, lengths, sources, destinations,
         *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], A.stride(0), D.stride(0),
         ssm_states.stride(0), x_inputs.stride(0), B_inputs.stride(0), gates.stride(0),
-        tokens, heads, groups, head_dim, state_dim, chunk_size, operands == torch.float32, head_block,
+        tokens, heads, groups, head_dim, state_dim, chunk_size, x_inputs.shape[1],
+        operands == torch.float32, head_block,
         **blocks, **options,
     )  # fmt: skip
     return y
@@ -92,9 +94,9 @@ def block_sizes(
 
 
 @triton.jit
-def tokens_of(kept, new, k, offset, kept_stride, new_stride):
+def tokens_of(kept, new, k, offset, kept_places, new_stride):
     """Pointers to the inputs of tokens k of a chunk: the first `offset` are kept, the others are new."""
-    return tl.where(k < offset, kept + k.to(tl.int64) * kept_stride, new + (k - offset) * new_stride)
+    return tl.where(k < offset, kept + kept_places, new + (k - offset) * new_stride)
 
 
 @triton.jit
@@ -126,11 +128,11 @@ def gates_of(
 
 @triton.jit
 def scores_of(
-    C, B, B_inputs, k, offset, end, token, is_new, C_token_stride, B_token_stride,
-    B_kept_stride: tl.constexpr, state_dim: tl.constexpr, operand: tl.constexpr, BLOCK_N: tl.constexpr,
+    C, B, B_inputs, k, B_places, offset, end, token, is_new, C_token_stride, B_token_stride,
+    state_dim: tl.constexpr, operand: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """C[m] B[k] of new tokens and of tokens k of the chunk, as `chunk_scores` adds it."""
-    B_k = tokens_of(B_inputs, B, k, offset, B_kept_stride, B_token_stride)
+    B_k = tokens_of(B_inputs, B, k, offset, B_places, B_token_stride)
     scores = tl.zeros((token.shape[0], k.shape[0]), dtype=tl.float32)
     for first_n in tl.static_range(0, state_dim, BLOCK_N):
         n = first_n + tl.arange(0, BLOCK_N)
@@ -142,14 +144,14 @@ def scores_of(
 
 @triton.jit
 def add_inputs(
-    acc, scores, m, decay_m, k, x_kept, x_new, is_channel,
-    gates, dt, offset, length, rate, before, x_kept_stride, x_token_stride,
+    acc, scores, m, decay_m, k, x_places, x_kept, x_new, is_channel,
+    gates, dt, offset, length, rate, before, x_token_stride,
     dt_token_stride, tokens: tl.constexpr, log_offset: tl.constexpr, operand: tl.constexpr,
 ):  # fmt: skip
     """acc + the masked scores times x[k], over tokens k; x_kept and x_new point at the channels of x."""
     step, decay = gates_of(gates, dt, k, offset, length, rate, before, dt_token_stride, tokens, log_offset)
     scores = masked_scores(scores, decay_m, decay, step, m, k)
-    kept = x_kept[None, :] + (k.to(tl.int64) * x_kept_stride)[:, None]
+    kept = x_kept[None, :] + x_places[:, None]
     new = x_new[None, :] + ((k - offset) * x_token_stride)[:, None]
     values = load_tile(tl.where((k < offset)[:, None], kept, new), k < offset + length, is_channel)
     return multiply_add(scores.to(operand), values.to(operand), acc)
@@ -159,17 +161,17 @@ def add_inputs(
 def ssd_replay_kernel(
     # Pointers
     x, dt, A, B, C, D, ssm_states, x_inputs, B_inputs, gates, y,
-    slots, starts, lengths, sources, destinations,
+    slots, pages, starts, lengths, sources, destinations,
     # Strides
     x_row_stride: tl.int64, x_token_stride: tl.int64, x_head_stride: tl.int64,
     dt_row_stride: tl.int64, dt_token_stride: tl.int64, dt_head_stride: tl.int64,
     B_row_stride: tl.int64, B_token_stride: tl.int64, B_group_stride: tl.int64,
     C_row_stride: tl.int64, C_token_stride: tl.int64, C_group_stride: tl.int64,
     A_stride, D_stride,
-    state_slot_stride: tl.int64, x_slot_stride: tl.int64, B_slot_stride: tl.int64, gate_slot_stride: tl.int64,
+    state_slot_stride: tl.int64, x_page_stride: tl.int64, B_page_stride: tl.int64, gate_slot_stride: tl.int64,
     # Dimensions
     tokens: tl.constexpr, heads: tl.constexpr, groups: tl.constexpr,
-    head_dim: tl.constexpr, state_dim: tl.constexpr, chunk_size: tl.constexpr,
+    head_dim: tl.constexpr, state_dim: tl.constexpr, chunk_size: tl.constexpr, page_tokens: tl.constexpr,
     # Meta-parameters
     WIDE: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -187,8 +189,8 @@ def ssd_replay_kernel(
         return
     operand: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     heads_of_group: tl.constexpr = heads // groups
-    x_kept_stride: tl.constexpr = heads * head_dim
-    B_kept_stride: tl.constexpr = groups * state_dim
+    x_size: tl.constexpr = heads * head_dim
+    B_size: tl.constexpr = groups * state_dim
     log_offset: tl.constexpr = heads * chunk_size
     first_p = tl.program_id(0) * BLOCK_P
     first_head = tl.program_id(1) * BLOCK_H
@@ -200,14 +202,18 @@ def ssd_replay_kernel(
     dt += row * dt_row_stride
     B += row * B_row_stride + group * B_group_stride
     C += row * C_row_stride + group * C_group_stride
-    x_inputs += slot * x_slot_stride
-    B_inputs += slot * B_slot_stride + group * state_dim
+    pages += row * ((chunk_size + page_tokens - 1) // page_tokens)
+    B_inputs += group * state_dim
     gates += slot * gate_slot_stride
     y += row * (tokens * heads * head_dim)
     before_at = gates + log_offset + offset - 1
 
     p = first_p + tl.arange(0, BLOCK_P)
     is_channel = p < head_dim
+    if chunk_size <= BLOCK_K:
+        of_chunk = tl.arange(0, BLOCK_K)
+        x_of_chunk = in_page(pages, of_chunk, of_chunk < offset, x_page_stride, page_tokens, x_size)
+        B_of_chunk = in_page(pages, of_chunk, of_chunk < offset, B_page_stride, page_tokens, B_size)
     for tile in range(M_TILES):
         first_m = (offset // BLOCK_M * BLOCK_M if ALIGNED else offset) + tile * BLOCK_M
         if first_m < end:
@@ -217,8 +223,8 @@ def ssd_replay_kernel(
             inside = is_new[:, None] & is_channel[None, :]
             if chunk_size <= BLOCK_K:
                 shared_scores = scores_of(
-                    C, B, B_inputs, tl.arange(0, BLOCK_K), offset, end, token, is_new, C_token_stride,
-                    B_token_stride, B_kept_stride, state_dim, operand, BLOCK_N,
+                    C, B, B_inputs, of_chunk, B_of_chunk, offset, end, token, is_new, C_token_stride,
+                    B_token_stride, state_dim, operand, BLOCK_N,
                 )  # fmt: skip
 
             for head in range(first_head, first_head + BLOCK_H):
@@ -251,21 +257,23 @@ def ssd_replay_kernel(
                 x_new = x + head * x_head_stride + p
                 if chunk_size <= BLOCK_K:  # Triton loads ahead in a loop that has no loop inside
                     acc = add_inputs(
-                        acc, shared_scores, m, decay_m, tl.arange(0, BLOCK_K), x_kept, x_new, is_channel,
-                        kept_gates, dt_of_head, offset, length, rate, before, x_kept_stride, x_token_stride,
+                        acc, shared_scores, m, decay_m, of_chunk, x_of_chunk, x_kept, x_new, is_channel,
+                        kept_gates, dt_of_head, offset, length, rate, before, x_token_stride,
                         dt_token_stride, tokens, log_offset, operand,
                     )  # fmt: skip
                 else:
                     for first_k in range(0, tl.minimum(first_m + BLOCK_M, end), BLOCK_K):
                         k = first_k + tl.arange(0, BLOCK_K)
+                        B_places = in_page(pages, k, k < offset, B_page_stride, page_tokens, B_size)
                         scores = scores_of(
-                            C, B, B_inputs, k, offset, end, token, is_new, C_token_stride, B_token_stride,
-                            B_kept_stride, state_dim, operand, BLOCK_N,
+                            C, B, B_inputs, k, B_places, offset, end, token, is_new, C_token_stride,
+                            B_token_stride, state_dim, operand, BLOCK_N,
                         )  # fmt: skip
+                        x_places = in_page(pages, k, k < offset, x_page_stride, page_tokens, x_size)
                         acc = add_inputs(
-                            acc, scores, m, decay_m, k, x_kept, x_new, is_channel,
-                            kept_gates, dt_of_head, offset, length, rate, before, x_kept_stride,
-                            x_token_stride, dt_token_stride, tokens, log_offset, operand,
+                            acc, scores, m, decay_m, k, x_places, x_kept, x_new, is_channel,
+                            kept_gates, dt_of_head, offset, length, rate, before, x_token_stride,
+                            dt_token_stride, tokens, log_offset, operand,
                         )  # fmt: skip
 
                 skipped = tl.load(x_new[None, :] + token[:, None] * x_token_stride, mask=inside, other=0.0)
@@ -274,17 +282,19 @@ def ssd_replay_kernel(
                 tl.store(out, acc.to(y.dtype.element_ty), mask=inside)
 
                 # What other programs read of the inputs lies before `offset`.
-                tl.store(x_kept[None, :] + m[:, None] * x_kept_stride, skipped, mask=inside)
+                x_places = in_page(pages, m, is_new, x_page_stride, page_tokens, x_size)
+                tl.store(x_kept[None, :] + x_places[:, None], skipped, mask=inside)
                 if first_p == 0:
                     tl.store(kept_gates + m, step_m, mask=is_new)
                     tl.store(kept_gates + log_offset + m, decay_m, mask=is_new)
 
             if (first_p == 0) & (first_head % heads_of_group == 0):
+                B_places = in_page(pages, m, is_new, B_page_stride, page_tokens, B_size)
                 for first_n in tl.static_range(0, state_dim, BLOCK_N):
                     n = first_n + tl.arange(0, BLOCK_N)
                     mask = is_new[:, None] & (n < state_dim)[None, :]
                     keys = tl.load(B + token[:, None] * B_token_stride + n[None, :], mask=mask, other=0.0)
-                    tl.store(B_inputs + m[:, None] * B_kept_stride + n[None, :], keys, mask=mask)
+                    tl.store(B_inputs + B_places[:, None] + n[None, :], keys, mask=mask)
 
     if destination >= 0:
         tl.debug_barrier()  # below, a thread may overwrite what another thread has read above
@@ -314,12 +324,14 @@ def ssd_replay_kernel(
                             gates + head * chunk_size, dt_of_head, k, offset, length, rate, before,
                             dt_token_stride, tokens, log_offset,
                         )  # fmt: skip
+                        x_places = in_page(pages, k, k < offset, x_page_stride, page_tokens, x_size)
                         x_k = tokens_of(
-                            x_inputs + head * head_dim, x + head * x_head_stride, k, offset, x_kept_stride,
+                            x_inputs + head * head_dim, x + head * x_head_stride, k, offset, x_places,
                             x_token_stride,
                         )  # fmt: skip
                         values = load_tile(x_k[:, None] + state_p[None, :], k < end, state_p < head_dim)
-                        B_k = tokens_of(B_inputs, B, k, offset, B_kept_stride, B_token_stride)
+                        B_places = in_page(pages, k, k < offset, B_page_stride, page_tokens, B_size)
+                        B_k = tokens_of(B_inputs, B, k, offset, B_places, B_token_stride)
                         keys = load_tile(B_k[:, None] + state_n[None, :], k < end, state_n < state_dim)
                         update = add_update(update, values, keys, decay_of_chunk, decay, step, operand)
                     state = tl.fma(state, tl.exp(decay_of_chunk), update)
@@ -334,6 +346,7 @@ TAIL_BLOCK, TAIL_WARPS = 1024, 4  # numbers of 16 bits, 16 bytes a thread
 def keep_ssd_inputs(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, gates: Tensor,
     slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
+    *, pages: Tensor | None = None,
 ) -> None:  # fmt: skip
     """As `reference.ssd.keep_ssd_inputs`; sums of dt * A have the bits of `chunk_cumsum`.
 
@@ -341,10 +354,11 @@ def keep_ssd_inputs(
     """
     check_last_stride(x=x, B=B)
     check_slots(x_inputs=x_inputs, B_inputs=B_inputs, gates=gates)
-    keep_tails_kernel[(x_inputs.shape[1], slots.shape[0])](
-        x, B, x_inputs, B_inputs, slots, tail_starts, query_start_loc,
+    table = page_table(pages, slots)
+    keep_tails_kernel[(chunk_size, slots.shape[0])](
+        x, B, x_inputs, B_inputs, slots, table, tail_starts, query_start_loc,
         *x.stride()[:2], *B.stride()[:2], x_inputs.stride(0), B_inputs.stride(0),
-        *x.shape[1:], *B.shape[1:], BLOCK=TAIL_BLOCK, num_warps=TAIL_WARPS,
+        *x.shape[1:], *B.shape[1:], x_inputs.shape[1], table.shape[1], BLOCK=TAIL_BLOCK, num_warps=TAIL_WARPS,
     )  # fmt: skip
     heads = x.shape[1]
     block_h = heads_of_a_warp(heads)
@@ -392,14 +406,15 @@ def _copy_token(inputs, kept, head_stride, HEADS: tl.constexpr, SIZE: tl.constex
 @triton.jit
 def keep_tails_kernel(
     # Pointers
-    first, second, first_kept, second_kept, slots, tail_starts, query_start_loc,
+    first, second, first_kept, second_kept, slots, pages, tail_starts, query_start_loc,
     # Strides
     first_token_stride: tl.int64, first_head_stride: tl.int64,
     second_token_stride: tl.int64, second_head_stride: tl.int64,
-    first_slot_stride: tl.int64, second_slot_stride: tl.int64,
+    first_page_stride: tl.int64, second_page_stride: tl.int64,
     # Dimensions
     first_heads: tl.constexpr, first_size: tl.constexpr,
     second_heads: tl.constexpr, second_size: tl.constexpr,
+    page_tokens: tl.constexpr, num_pages: tl.constexpr,
     # Meta-parameters
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -411,7 +426,9 @@ def keep_tails_kernel(
     if (slot >= 0) & (token < tl.load(query_start_loc + row + 1)):
         first += token * first_token_stride
         second += token * second_token_stride
-        first_kept += slot * first_slot_stride + offset * (first_heads * first_size)
-        second_kept += slot * second_slot_stride + offset * (second_heads * second_size)
+        page = tl.load(pages + row * num_pages + offset // page_tokens).to(tl.int64)
+        offset %= page_tokens
+        first_kept += page * first_page_stride + offset * (first_heads * first_size)
+        second_kept += page * second_page_stride + offset * (second_heads * second_size)
         _copy_token(first, first_kept, first_head_stride, first_heads, first_size, BLOCK)
         _copy_token(second, second_kept, second_head_stride, second_heads, second_size, BLOCK)

@@ -11,6 +11,16 @@ def load_tile(pointers, rows, columns):
 
 
 @triton.jit
+def in_page(pages, token, mask, page_stride, TOKENS: tl.constexpr, SIZE: tl.constexpr):
+    """Where tokens of a chunk begin in a pool of pages, each TOKENS tokens of SIZE numbers.
+
+    `pages`: the row's part of the page table.
+    """
+    page = tl.load(pages + token // TOKENS, mask=mask, other=0).to(tl.int64)
+    return page * page_stride + token % TOKENS * SIZE
+
+
+@triton.jit
 def any_index(source, destinations, stride, TOKENS: tl.constexpr):
     """The largest pool index of a decode row: of its source, and of a destination for each token."""
     index = source

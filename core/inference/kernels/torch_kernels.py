@@ -49,13 +49,15 @@ class KernelSet:
             begins at its row's end has no token
         conv_inputs: [slots, R, channels], R at least kernel - 1 + T; only the kernel - 1 positions before
             `starts` are read, and positions before 0 are zeros
-        x_inputs, B_inputs, gates: [slots, chunk_size, H, P], [slots, chunk_size, G, N] and [slots, 2, H,
+        pages: [rows, pages of a chunk] where tokens' inputs lie, in order, in pools [pages, tokens, ...]; the
+            last one may have room for more tokens than the chunk. None: `slots`, of whole chunks
+        x_inputs, B_inputs, gates: [pages, tokens, H, P], [pages, tokens, G, N] and [slots, 2, H,
             chunk_size], the last in the compute dtype: dt, and sums of dt * A from the grid point; numbers
             from start + length on have no effect, NaN included
-        k_inputs, v_inputs, g_inputs, beta_inputs: [slots, chunk_size, ...] of normalised k, and of v, g and
-            beta
+        k_inputs, v_inputs, g_inputs, beta_inputs: [pages, tokens, ...] of normalised k, and of v; [slots,
+            chunk_size, ...] of g and beta
         new_v, new_v_inputs, inverses: for 16-bit tokens on a GPU, else None. [tokens, Hv, Dv] what each token
-            adds to the value of its key; [slots, chunk_size, Hv, Dv]; [slots, Hv, (chunk_size + 16) // 2,
+            adds to the value of its key; [pages, tokens, Hv, Dv]; [slots, Hv, (chunk_size + 16) // 2,
             chunk_size] float32, the inverses of the chunks' triangular systems in blocks of 16 x 16 on and
             below the diagonal
 

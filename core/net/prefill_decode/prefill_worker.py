@@ -71,10 +71,9 @@ class PrefillWorker:
         self._host = instance("host", host, str)
         self._timeout_s = real("hand_over_timeout_s", hand_over_timeout_s, 1e-3, LONGEST_TIMEOUT_S)
         self._sessions: dict[bytes, PrefillSession] = {}
-        cache = engine.context.prefix_cache
-        self._room = PromptRoom(
-            cache.kv_blocks.total_count, max(1, cache.pins.max_slots), engine.config.block_size_tokens
-        )
+        context = engine.context
+        most_slots = max(1, context.prefix_cache.pins.max_slots)
+        self._room = PromptRoom(context.admission.most_blocks, most_slots, engine.config.block_size_tokens)
 
     async def serve(self) -> None:
         """Serve until the task is cancelled.

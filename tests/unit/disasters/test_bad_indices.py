@@ -276,6 +276,7 @@ class IndicesChecked:
         if inputs.replay is not None:
             most |= {
                 "replay.slots": self._context.config.max_requests,
+                "replay.pages": next(iter(inputs.replay.pool.values())).shape[1],
                 "replay.destinations": slots,
             }
         for name, size in most.items():

@@ -54,9 +54,9 @@ class FreedBytesAreOnes:
             _fill_others(memory.state_pool.memory, 0, states)
             _fill_others(memory.durable_pool.memory, 0, committed)
         blocks = context.prefix_cache.kv_blocks
-        held = [block for holding in holdings for block in holding.path.blocks]
+        held = [block for holding in holdings for block in (*holding.path.blocks, *holding.pages)]
         _fill_others(memory.kv_cache, 2, [*held, *blocks.tree.block_of_key.values()])
-        for inputs in memory.input_pool.values():
+        for inputs in (memory.input_pool[name] for name in memory.row_inputs):
             _fill_others(inputs, 1, [holding.row for holding in holdings])
 
 

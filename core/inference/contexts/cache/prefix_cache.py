@@ -180,15 +180,20 @@ class PrefixCache:
             path.policy_ticket = self.slots.policy.arrive(chain.keys, num_reachable, again)
         return path
 
-    def affords(self, num_blocks: int, match: PrefixMatch, path: CachedPath | None) -> bool:
-        """Whether a path (None: a new one) could hold a match's blocks, and grow to `num_blocks` blocks."""
+    def affords(
+        self, num_blocks: int, match: PrefixMatch, path: CachedPath | None, num_pages: int = 0
+    ) -> bool:
+        """Whether a path (None: a new one) could hold a match's blocks, and grow to `num_blocks` blocks.
+
+        `num_pages`: blocks that the sequence needs besides.
+        """
         num_own, num_registered = (len(path.blocks), path.num_registered) if path is not None else (0, 0)
         shared = match.blocks[num_registered:]
         num_missing = max(0, num_blocks - (len(match.blocks) if shared else num_own))
         keep = (match.resume_slot,) if match.resume_slot >= 0 else ()
         references = self.tree.references
         num_held = bisect_left(shared, True, key=lambda block: not references[block])  # held ones come first
-        return self.kv_blocks.is_memory_available(num_missing, len(shared) - num_held, keep)
+        return self.kv_blocks.is_memory_available(num_missing + num_pages, len(shared) - num_held, keep)
 
     def hold(self, path: CachedPath, match: PrefixMatch) -> None:
         """Put a match's registered blocks in the place of the path's unregistered ones.
@@ -457,18 +462,22 @@ class PrefixCache:
             tiers=TierStats() if self.tier is None else self.tier.stats(),
         )
 
-    def check_integrity(self, paths: Iterable[CachedPath], during_step: bool = False) -> None:
+    def check_integrity(
+        self, paths: Iterable[CachedPath], during_step: bool = False, pages: Iterable[int] = ()
+    ) -> None:
         """Raise AssertionError where the parts contradict each other or the paths; O(pools).
 
         Args:
             paths: all open paths.
             during_step: whether slots may be reserved now.
+            pages: blocks that sequences hold besides their paths, in `kv_blocks`.
         """
         references, pins = self.pins.block_references, self.pins.slot_pins
         for path in paths:
             path.check_integrity()
             references.update(path.blocks)
             pins.update([path.state_slot] if path.state_slot >= 0 else [])
+        references.update(pages)
         self.kv_blocks.check_integrity()
         self.slots.check_integrity()
         if self._borrowing:

@@ -23,6 +23,12 @@ def write_states(states: Tensor, destinations: Tensor, values: Tensor) -> None:
     states[destinations[named]] = values[named].to(states.dtype)
 
 
+def places(pool: Tensor, pages: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """The index of tokens [start, stop) of a chunk in a pool [pages, tokens of one, ...]."""
+    tokens = torch.arange(start, stop, device=pages.device)
+    return pages[tokens // pool.shape[1]].long(), tokens % pool.shape[1]
+
+
 class PaddedChunks:
     """Chunks of packed rows, each padded to `chunk_size`: products have one shape, and bits, in any batch."""
 

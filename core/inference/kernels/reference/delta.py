@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..operands import compute_dtype
-from .chunks import PaddedChunks, pass_states, read_states, write_states
+from .chunks import PaddedChunks, pass_states, places, read_states, write_states
 
 _NORM_EPSILON = 1e-6
 
@@ -116,7 +116,7 @@ def gated_delta_rule_replay(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, k_inputs: Tensor,
     v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None,
     inverses: Tensor | None, slots: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor,
-    destinations: Tensor, chunk_size: int,
+    destinations: Tensor, chunk_size: int, *, pages: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`gated_delta_rule_scan` of the tokens since each row's last grid point; the outputs of the new ones."""
     rows, tokens = v.shape[:2]
@@ -125,19 +125,24 @@ def gated_delta_rule_replay(
     firsts, lengths = starts.long() % chunk_size, lengths.long().masked_fill(slots < 0, 0)
     row, new = (token < lengths[:, None]).nonzero(as_tuple=True)
     kept_keys = normalised(k.to(dtype))
+    pages = slots[:, None] if pages is None else pages
     for inputs, step in ((k_inputs, kept_keys), (v_inputs, v), (g_inputs, g), (beta_inputs, beta)):
-        inputs[slots[row], firsts[row] + new] = step[row, new].to(inputs.dtype)
+        of_new, size = firsts[row] + new, inputs.shape[1]
+        page = pages[row, of_new // size] if inputs.dim() == 4 else slots[row]
+        inputs[page, of_new % size] = step[row, new].to(inputs.dtype)
 
     # A chunk's tokens after the new ones are zeros, which change no state and no output.
     ends = (firsts + lengths).masked_fill(slots < 0, 0)
     chunk = torch.arange(int(ends.max()) if rows else 0, device=device)
     real = (chunk < ends[:, None])[..., None]
     own = slots.clamp(min=0)
-    keys, values, gates, strengths = (
-        inputs[own, : chunk.shape[0]]
-        .to(dtype)
-        .masked_fill(~(real if inputs.dim() == 3 else real[..., None]), 0)
-        for inputs in (k_inputs, v_inputs, g_inputs, beta_inputs)
+    keys, values = (
+        inputs[pages.clamp(min=0)].flatten(1, 2)[:, : chunk.shape[0]].to(dtype)
+        .masked_fill(~real[..., None], 0)
+        for inputs in (k_inputs, v_inputs)
+    )  # fmt: skip
+    gates, strengths = (
+        inputs[own, : chunk.shape[0]].to(dtype).masked_fill(~real, 0) for inputs in (g_inputs, beta_inputs)
     )
     heads_of_key = v.shape[2] // k.shape[2]
     keys = keys.repeat_interleave(heads_of_key, dim=2)
@@ -157,13 +162,17 @@ def gated_delta_rule_replay(
 def keep_delta_inputs(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, new_v: Tensor | None, k_inputs: Tensor, v_inputs: Tensor,
     g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None, inverses: Tensor | None,
-    slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor,
+    slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, *, pages: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Store the inputs of each prefill row's tail, the tokens after its last grid point."""
     keys = normalised(k.to(compute_dtype(v.dtype)))
-    for slot, first, end in zip(
-        slots.tolist(), tail_starts.tolist(), query_start_loc[1:].tolist(), strict=True
+    pages = slots[:, None] if pages is None else pages
+    for row, slot, first, end in zip(
+        pages, slots.tolist(), tail_starts.tolist(), query_start_loc[1:].tolist(), strict=True
     ):
-        if slot >= 0:
-            for inputs, packed in ((k_inputs, keys), (v_inputs, v), (g_inputs, g), (beta_inputs, beta)):
-                inputs[slot, : max(0, end - first)] = packed[first:end].to(inputs.dtype)
+        if slot >= 0 and end > first:
+            of_tail = places(k_inputs, row, 0, end - first)
+            for inputs, packed in ((k_inputs, keys), (v_inputs, v)):
+                inputs[of_tail] = packed[first:end].to(inputs.dtype)
+            for inputs, packed in ((g_inputs, g), (beta_inputs, beta)):
+                inputs[slot, : end - first] = packed[first:end].to(inputs.dtype)

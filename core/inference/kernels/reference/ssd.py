@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..operands import compute_dtype
-from .chunks import PaddedChunks, pass_states, read_states, rounded, write_states
+from .chunks import PaddedChunks, pass_states, places, read_states, rounded, write_states
 
 
 def ssd_chunk_scan(
@@ -85,6 +85,7 @@ def ssd_replay(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
     x_inputs: Tensor, B_inputs: Tensor, gates: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor,
     sources: Tensor, destinations: Tensor, chunk_size: int, *, out: Tensor | None = None,
+    pages: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`ssd_chunk_scan` of each row's next tokens, from the state and the inputs since its last grid point.
 
@@ -95,22 +96,25 @@ def ssd_replay(
     dtype = compute_dtype(x.dtype)
     heads_a_group = x.shape[2] // B.shape[2]
     y = torch.zeros_like(x, dtype=dtype)
+    pages = slots[:, None] if pages is None else pages
     indices = (index.tolist() for index in (slots, starts, lengths, sources, destinations))
     for row, (slot, start, length, source, destination) in enumerate(zip(*indices, strict=True)):
         if slot < 0:
             continue
         offset = start % chunk_size
         end, new = offset + length, slice(offset, offset + length)
-        x_inputs[slot, new] = x[row, :length]
-        B_inputs[slot, new] = B[row, :length]
+        of_new = places(x_inputs, pages[row], offset, end)
+        x_inputs[of_new] = x[row, :length]
+        B_inputs[of_new] = B[row, :length]
         before = gates[slot, 1, :, offset - 1 : offset].to(dtype)
         steps = dt[row, :length].to(dtype).T
         sums = torch.cat([before, steps * A.to(dtype)[:, None]], dim=1).cumsum(1)[:, before.shape[1] :]
         gates[slot, :, :, new] = torch.stack([steps, sums])
 
         steps, sums = gates[slot, :, :, :end].to(dtype)
-        scaled = x_inputs[slot, :end].to(dtype).movedim(1, 0) * steps[..., None]  # [H, tokens, P]
-        keys = B_inputs[slot, :end].to(dtype).repeat_interleave(heads_a_group, dim=1).movedim(1, 0)
+        of_chunk = places(x_inputs, pages[row], 0, end)
+        scaled = x_inputs[of_chunk].to(dtype).movedim(1, 0) * steps[..., None]  # [H, tokens, P]
+        keys = B_inputs[of_chunk].to(dtype).repeat_interleave(heads_a_group, dim=1).movedim(1, 0)
         queries = C[row, :length].to(dtype).repeat_interleave(heads_a_group, dim=1).movedim(1, 0)
         state = torch.zeros_like(ssm_states[0], dtype=dtype) if source < 0 else ssm_states[source].to(dtype)
 
@@ -128,15 +132,18 @@ def ssd_replay(
 def keep_ssd_inputs(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, gates: Tensor,
     slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
+    *, pages: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Store the inputs of each prefill row's tail, the tokens after its last grid point, for `ssd_replay`."""
     dtype = compute_dtype(x.dtype)
     ends = query_start_loc[1:].tolist()
-    for slot, start, end in zip(slots.tolist(), tail_starts.tolist(), ends, strict=True):
+    pages = slots[:, None] if pages is None else pages
+    for row, slot, start, end in zip(pages, slots.tolist(), tail_starts.tolist(), ends, strict=True):
         if slot < 0 or start >= end:
             continue
         count = end - start
-        x_inputs[slot, :count] = x[start:end]
-        B_inputs[slot, :count] = B[start:end]
+        of_tail = places(x_inputs, row, 0, count)
+        x_inputs[of_tail] = x[start:end]
+        B_inputs[of_tail] = B[start:end]
         steps = dt[start:end].to(dtype).T
         gates[slot, :, :, :count] = torch.stack([steps, (steps * A.to(dtype)[:, None]).cumsum(1)])

@@ -43,7 +43,14 @@ def test_sizes_types_and_alignment(shape):
     assert tensors["chunks.cu_chunk_seqlens"].shape == (shape.chunks + 1,)
     assert tensors["query_start_loc"].shape == (shape.decodes + shape.prefills + 1,)
     narrow = {"chunks.cu_chunk_seqlens", "chunks.seq_idx", "chunks.row_chunk_starts"}
-    narrow |= {"kv_lengths", "block_table", "query_start_loc", "query_lengths", "replay.starts"}
+    narrow |= {
+        "kv_lengths",
+        "block_table",
+        "query_start_loc",
+        "query_lengths",
+        "replay.starts",
+        "replay.pages",
+    }
     assert {name for name, tensor in tensors.items() if tensor.dtype == torch.int32} == narrow
     assert all(tensor.dtype == torch.int64 for name, tensor in tensors.items() if name not in narrow)
     begin = min(tensor.data_ptr() for tensor in tensors.values())

@@ -24,6 +24,7 @@ from oracle.budget import dear, is_quick
 from oracle.fla_stages import one_configuration
 from oracle.fresh_process import printed_by
 from oracle.gated_delta import INPUTS, LONGEST, Batch, Layer, error
+from oracle.paged_inputs import paged
 from oracle.replays import Move, Request, decode_steps
 from oracle.scan_rows import Row
 from oracle.ssd import DEVICES, kernel_device, poisoned_allocations, same_bits
@@ -295,6 +296,48 @@ class TestBits:
         walk = Walk(Layer(Hk=1, Hv=2, dtype=dtype), device, list(requests), 16, 48)
         walk.run(tokens, seed=tokens)
 
+    @pytest.mark.parametrize(
+        ("page_tokens", "tokens", "dtype"),
+        [(16, 1, torch.float16), (7, 3, torch.float16), (5, 2, torch.float32)],
+    )
+    def test_bits_of_inputs_in_pages(self, monkeypatch, device, page_tokens, tokens, dtype):
+        """Of any number of tokens, also one that does not divide the chunk."""
+        for name in ("gated_delta_rule_replay", "keep_delta_inputs"):
+            monkeypatch.setattr(delta_replay, name, paged(getattr(delta_replay, name), page_tokens))
+        walk = Walk(Layer(Hk=1, Hv=2, dtype=dtype), device, list(self.requests[1:3]), 16, 48)
+        walk.run(tokens, seed=tokens)
+
+    @pytest.mark.parametrize("page_tokens", [16, 32, 9])
+    @pytest.mark.parametrize("tokens", [1, 3])
+    def test_pages_of_long_chunks_change_no_bit(self, device, page_tokens, tokens):
+        """Of four blocks; pages of whole blocks take another way than others."""
+        generator, dtype, chunk = torch.Generator().manual_seed(page_tokens), torch.float16, 64
+
+        def drawn(*shape, dtype=dtype):
+            return (torch.rand(shape, generator=generator) / 4).to(device, dtype)
+
+        step = [drawn(4, tokens, heads, 16) for heads in (1, 1, 2)]
+        step += [-drawn(4, tokens, 2, dtype=torch.float32), drawn(4, tokens, 2, dtype=torch.float32)]
+        kept = [drawn(5, chunk, heads, 16) for heads in (1, 2)]
+        kept += [-drawn(5, chunk, 2, dtype=torch.float32), drawn(5, chunk, 2, dtype=torch.float32)]
+        kept += [drawn(5, chunk, 2, 16), drawn(5, 2, (chunk + 16) // 2, chunk, dtype=torch.float32)]
+        states = drawn(8, 2, 16, 16, dtype=torch.float32)
+        numbers = [
+            torch.tensor(values, device=device)
+            for values in ([2, 0, -1, 4], [64, 95, 0, 127 - tokens + 1], [tokens, tokens, 0, tokens])
+        ]
+        ends = torch.tensor([0, 1, -1, 2], device=device), torch.tensor([-1, -1, -1, 5], device=device)
+        found = []
+        for run in (
+            delta_replay.gated_delta_rule_replay,
+            paged(delta_replay.gated_delta_rule_replay, page_tokens),
+        ):
+            own = [x.clone() for x in (states, *kept)]
+            out = run(*step, *own, *numbers, *ends, chunk)
+            found.append([out[[0, 1, 3]], *own])
+        for one, other in zip(*found, strict=True):
+            assert same_bits(one, other)
+
     @pytest.mark.sampled(chunk=(32,), dtype=1)
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("chunk", [32, 64])
@@ -518,13 +561,13 @@ from triton.compiler import ASTSource
 
 kernel = complete_chunks_kernel
 types = dict.fromkeys(("g_inputs", "beta_inputs", "inverses", "states"), "*fp32")
-types |= dict.fromkeys(("slots", "sources", "destinations"), "*i64")
-types |= dict.fromkeys((name for name in kernel.arg_names if name.endswith("slot_stride")), "i64")
+types |= dict.fromkeys(("slots", "sources", "destinations"), "*i64") | {"pages": "*i32"}
+types |= dict.fromkeys((name for name in kernel.arg_names if name.endswith("_stride")), "i64")
 types["rows"] = "i32"
 for dtype, key_dim, value_dim in (("fp16", 24, 40), ("bf16", 24, 40), ("fp16", 16, 24)):
     constants = dict(
         heads=2, heads_of_key=1, key_dim=key_dim, value_dim=value_dim, chunk_size=64,
-        ROWS=COMPLETION_ROWS, **completion_blocks(key_dim, value_dim),
+        page_tokens=16, ROWS=COMPLETION_ROWS, **completion_blocks(key_dim, value_dim),
     )
     of_dtype = types | dict.fromkeys(("k_inputs", "v_inputs"), "*" + dtype)
     signature = {name: of_dtype.get(name, "constexpr") for name in kernel.arg_names}

@@ -1,7 +1,7 @@
 """Decode by replay: the bits of one prefill's scan, and the recurrence token by token in float64."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from mambaslots.inference.kernels.kernel_set import KernelSet
 from mambaslots.inference.kernels.ssd import ssd_chunk_scan
 from mambaslots.inference.kernels.ssd_replay import heads_of_a_program, keep_ssd_inputs, ssd_replay
 from oracle.budget import example_or_dear
+from oracle.paged_inputs import paged
 from oracle.scan_rows import Row
 from oracle.ssd import DEVICES, Batch, Layer, kernel_device, poisoned_allocations, relative_error, same_bits
 from oracle.synchronisation import no_synchronisation
@@ -186,6 +187,17 @@ class TestBits:
         layer = Layer(H=1, G=1, dtype=dtype)
         whole = prefill(layer, 1, 36, 16, device)
         decode(Replay(layer, 16, device), 1, 2, 0, 36, drafts, (-1, 3), whole)
+
+    @pytest.mark.parametrize(("page_tokens", "drafts"), [(8, 0), (5, 3), (1, 2)])
+    def test_bits_of_inputs_in_pages(self, device, page_tokens, drafts):
+        """Of any number of tokens, also one that does not divide the chunk."""
+        layer = Layer(dtype=torch.float16)
+        whole = y, states = prefill(layer, 3, 37, 16, device)
+        replay = Replay(layer, 16, device)
+        replay.keep([Tokens(3, 0, 21, 1)], run=paged(keep_ssd_inputs, page_tokens))
+        replay.states[2] = states[1].to(device)
+        replay.step = partial(replay.step, run=paged(ssd_replay, page_tokens))
+        decode(replay, 3, 1, 21, len(y), drafts, (2, 5), whole)
 
     @few
     @given(st.integers(0, 40), st.integers(1, 8), st.integers(0, 3), st.sampled_from(DTYPES))
