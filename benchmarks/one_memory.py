@@ -127,13 +127,10 @@ def engines_on(
     """An engine with two pools, and one of equal bytes whose states and KV share one memory."""
     import mambaslots as ms
     from mambaslots.inference.contexts.cache.memory import MemoryDivision, RankBudget, UnitSizes
-    from mambaslots.inference.contexts.pool_sizes import input_bytes, input_shapes
+    from mambaslots.inference.contexts.pool_sizes import PoolSizes, input_bytes, input_shapes
 
-    spec, longest = model.state_spec(), -(-scale.longest // scale.block)
+    spec = model.state_spec()
     sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(scale.block))
-    division = MemoryDivision.of([RankBudget(sizes, 1 << 50, scale.max_requests)], longest)
-    num_units = division.num_kv_units + scale.num_units
-    total = division.least_bytes(sizes) + scale.num_units * division.shape.unit_bytes(sizes)
     settings: dict[str, Any] = {
         "block_size_tokens": scale.block, "max_requests": scale.max_requests,
         "max_tokens_per_step": scale.max_tokens_per_step,
@@ -141,10 +138,18 @@ def engines_on(
         "num_cuda_graphs": 16 if device == "cuda" else None,
     }  # fmt: skip
     settings |= changes
-    inputs = input_bytes(input_shapes(ms.InferenceConfig(**settings, total_gb=1.0), spec))
+    any_config = ms.InferenceConfig(**settings, num_kv_blocks=1, num_mamba_slots=1)
+    pages = PoolSizes.of(any_config, spec).pages
+    longest = -(-scale.longest // scale.block) + pages.per_chunk
+    division = MemoryDivision.of([RankBudget(sizes, 1 << 50, scale.max_requests)], longest)
+    num_units = division.num_kv_units + scale.num_units
+    total = division.least_bytes(sizes) + scale.num_units * division.shape.unit_bytes(sizes)
+    inputs = input_bytes(input_shapes(any_config, spec, pages))
     shared = (total + inputs + 0.5) / (1 << 30)
     pools = {
-        "num_kv_blocks": max(longest, num_units // 2 * division.shape.blocks),
+        "num_kv_blocks": max(
+            longest, num_units // 2 * division.shape.blocks - pages.of_requests(scale.max_requests)
+        ),
         "num_mamba_slots": 1 + num_units // 2 * division.shape.slots,
     }
     return (

@@ -38,14 +38,14 @@ class InferenceConfig:
         max_tokens_per_step: tokens computed in one step; at least `max_requests`, and at least one block.
             With `decode_by_replay` at least `max_requests` - 1 and one chunk.
         max_sequence_length: longest prompt plus answer.
-        num_kv_blocks: blocks of the KV pool.
+        num_kv_blocks: blocks of the KV pool. Where decodes replay, blocks for their inputs are added.
         num_mamba_slots: cached states, in addition to the live states of `max_requests` requests (times
             1 + `num_speculative_tokens`, without replay). Slots of idle rows hold cached states as well,
             unless these are encoded.
         total_gb: bytes of all pools together, in place of `num_kv_blocks` and `num_mamba_slots`. Live states
-            and inputs of running requests are allocated first. Cached states and KV share the rest, and move
-            the border between them while the engine runs; encoded states have a fixed half. Ranks of a split
-            model may have different budgets. Where no pool has a size, 85 % of what is free on the GPU when
+            are allocated first. Cached states, KV and inputs of replays share the rest, and move the borders
+            between them while the engine runs; encoded states have a fixed half. Ranks of a split model may
+            have different budgets. Where no pool has a size, 85 % of what is free on the GPU when
             the engine is made, or half of what is free on a CPU, at most 16.
 
     Cache:

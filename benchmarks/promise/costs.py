@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mambaslots.inference.contexts.pool_sizes import input_bytes, input_shapes
 from serving.decode import DecodeBench, measure_decodes
 from serving.models import ServingModel
 from serving.prefill import PrefillBench, free
@@ -121,7 +122,7 @@ def bytes_of_a_token(served: ServingModel) -> dict[str, float]:
     engine = replace(served, settings={"decode_by_replay": True}).engine(
         rows=1, length=1024, tokens_per_step=1024, slots=1
     )
-    inputs = sum(tensor.nbytes for tensor in engine.context.memory.input_pool.values())
+    inputs = input_bytes(input_shapes(engine.config, spec))
     return {
         "state_bytes": spec.state_bytes,
         "input_bytes": inputs,

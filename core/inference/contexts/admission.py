@@ -216,7 +216,7 @@ class Admission:
         return self._cache.fetch_state(request.hashes, blocks, start)
 
     def _schedule_decode(self, request: DynamicInferenceRequest, holding: Holding) -> RequestStep | None:
-        """A decode; one of a token that only the device knows neither needs nor completes a KV block."""
+        """A decode; one of a token that only the device knows neither extends nor completes the path's KV."""
         start, path, size, kv = holding.num_computed, holding.path, self._block_size, self._cache.kv_blocks
         is_ahead, needs_block = start == len(request.tokens), start == len(path.blocks) * size
         if is_ahead and (needs_block or (start + 1) % size == 0):

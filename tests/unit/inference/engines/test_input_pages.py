@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.pool_sizes import InputPages, PoolSizes, input_bytes, input_shapes
 from mambaslots.inference.contexts.request import RequestStep
+from mambaslots.models import hybrid_lm
 from mambaslots.state_spec import HybridStateSpec, StateTensor, gated_delta_net_states, mamba2_states
 from oracle.budget import costly
 from oracle.drafters import MixedDrafter
@@ -198,6 +200,34 @@ def test_pages_lie_apart_inside_their_blocks() -> None:
     size = sum(pool[:, 3].numel() for pool in paged)
     assert int((memory.kv_cache[:, :, 3] != 0).sum()) == size
     assert size * spec.kv_dtype.itemsize <= spec.kv_block_bytes(CHUNK)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding, in the interpreter
+@pytest.mark.usefixtures("one_fla_configuration")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+@pytest.mark.parametrize("kind", ["Mamba-2", pytest.param("delta net", marks=pytest.mark.long)])
+def test_pages_change_no_bit_of_an_answer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernels of a GPU."""
+    from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
+
+    monkeypatch.setattr(hybrid_lm, "kernel_set", lambda device, dtype: GpuKernelSet)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())  # which fla-core's stages enter
+    with kind_of_model(kind):
+        config = replace(small_config(CHUNK, torch.float16), mamba_head_dim=16, delta_value_dim=16)
+        model = ms.models.HybridLM(config, seed=SEED)
+    of_model = type(model).state_spec
+    prompts = [random_tokens(length, seed=length) for length in (3, 13, 20)]
+    params = ms.SamplingParams(max_tokens=8, return_log_probs=True)
+    found = []
+    for paged in (True, False):
+        monkeypatch.setattr(
+            type(model), "state_spec", lambda self, paged=paged: replace(of_model(self), strided_blocks=paged)
+        )
+        engine = small_engine(model=model, decode_by_replay=True, block_size_tokens=CHUNK)
+        num_pages = PoolSizes.of(engine.config, model.state_spec()).pages.per_chunk
+        assert (num_pages >= 3) == paged
+        found.append([(r.tokens, r.log_probs) for r in engine.generate(prompts, params)])
+    assert found[0] == found[1]
 
 
 # ---- sizes
