@@ -67,7 +67,7 @@ class Measurement:
         if any(group in wanted for group in CONDITIONS):
             self._compare(wanted)
         if "off" in wanted:
-            without_setting(self._bench("off", {}, []))
+            without_setting(self._bench("off", {"batch_invariant": False}, []))
         if "costs" in wanted:
             for row in measure_costs(self._served, self._settings, self._args.steps):
                 self._add("costs", row, cost_line(row))

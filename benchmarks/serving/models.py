@@ -133,7 +133,7 @@ class ServingModel:
             num_mamba_slots=slots if caching else None,
             enable_prefix_caching=caching,
             num_cuda_graphs=graphs,
-            **self.settings,
+            **({"batch_invariant": False} | self.settings),
         )
         return ms.DynamicInferenceEngine(self.model if model is None else model, config)
 

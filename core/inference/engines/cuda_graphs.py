@@ -1,6 +1,9 @@
 """How a model's steps run: eagerly, or as CUDA graphs, one launch a step."""
 
+import gc
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -104,6 +107,7 @@ class CapturedForward:
         self._inputs = inputs  # keeps the tensors alive
         device = inputs.token_ids.device
         with (
+            _no_collection(),
             torch.cuda.stream(torch.cuda.current_stream(device)),  # resets the stream if a capture fails
             torch.cuda.graph(self._graph, pool=pool, stream=_capture_stream(device)),
         ):
@@ -211,6 +215,18 @@ class GraphRunner:
             torch.cuda.synchronize(self._spec.device)
         self._graphs.clear()
         self._first = None
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected inside: a graph that is destroyed there would end the capture of another one."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @cache
