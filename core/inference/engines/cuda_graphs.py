@@ -219,7 +219,7 @@ class GraphRunner:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage is collected inside: a graph that is destroyed there would end the capture of another one."""
+    """No garbage is collected inside: a graph destroyed there would end the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
