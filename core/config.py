@@ -224,12 +224,12 @@ _WITHOUT_SLOTS = "; to serve without state slots, set enable_prefix_caching=Fals
 
 
 PLAN_SYNTAX = (
-    "parts of CheckpointPlan, separated by commas, over the defaults: tail, branch, chunk_ends (no-tail, "
-    "no-branch, no-chunk_ends switch off), decode=rolling|off|N, prefill_interval=N, marks=N+N; every=N is "
+    "parts of CheckpointPlan, separated by commas, over the defaults: tail, branch, step_ends (no-tail, "
+    "no-branch, no-step_ends switch off), decode=rolling|off|N, prefill_interval=N, marks=N+N; every=N is "
     "decode=N,prefill_interval=N"
 )
 """The syntax of `parse_plan`, for a help text."""
-_PLAN_SWITCHES = ("tail", "branch", "chunk_ends")
+_PLAN_SWITCHES = ("tail", "branch", "step_ends")
 _PLAN_NUMBERS = {
     "every": ("decode", "prefill_interval"), "decode": ("decode",), "prefill_interval": ("prefill_interval",),
 }  # fmt: skip

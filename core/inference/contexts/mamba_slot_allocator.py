@@ -291,7 +291,7 @@ class MambaSlotAllocator:
             slots = [slot_of_block[block] for block in blocks]
         except KeyError:
             raise ValueError(f"block_ids is {shown(block_ids)}; accepted: blocks with a slot") from None
-        self.slots.name(blocks, slots, keys)
+        self.slots.register(blocks, slots, keys)
 
     # ---- states
 

@@ -177,7 +177,7 @@ class PrefixCache:
             num_reachable = len(chain.keys)
             if max_resume_tokens is not None:
                 num_reachable = min(num_reachable, max_resume_tokens // self._block_size)
-            path.policy_ticket = self.slots.policy.arrive(chain.keys, num_reachable, again)
+            path.policy_ticket = self.slots.policy.add_request(chain.keys, num_reachable, again)
         return path
 
     def affords(self, num_blocks: int, match: PrefixMatch, path: CachedPath | None) -> bool:
@@ -263,7 +263,7 @@ class PrefixCache:
         Observers of deregistered blocks are called last, when all counts are right.
         """
         self.release_state(path)
-        self.slots.policy.end(path.policy_ticket)
+        self.slots.policy.end_request(path.policy_ticket)
         blocks = list(path.blocks)
         path.replace(0, [])
         self.kv_blocks.release_memory_blocks(blocks)
@@ -276,7 +276,7 @@ class PrefixCache:
         that is held or that another sequence continues.
         """
         self.release_state(path)
-        self.slots.policy.end(path.policy_ticket)
+        self.slots.policy.end_request(path.policy_ticket)
         registered = path.blocks[: path.num_registered] if path.caches else []
         self.slots.remove_copies(registered)
         for block in registered:
@@ -359,7 +359,7 @@ class PrefixCache:
                 continue
             block = path.blocks[depth - 1]
             if step.decoding:  # a draft's state is planned only now that the draft is right
-                slots.policy.plan(path.chain.keys, depth, "decode", path.policy_ticket)
+                slots.policy.insert_planned(path.chain.keys, depth, "decode", path.policy_ticket)
             (committed[position],) = slots.commit([slot], [block])
             if step.decoding:
                 keeps = any(b.position == position and b.keeps for b in step.boundaries)

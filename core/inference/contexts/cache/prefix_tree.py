@@ -318,7 +318,7 @@ class PrefixTree:
         self.state_turnover.num_entered += len(blocks)
         self._note_states_changed(blocks)
 
-    def name_states(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
+    def register_states(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
         """Make the blocks' states, in these slots, findable; a hash in use keeps finding its older state."""
         block_named, key_of_slot = self.state_block_of_key, self._key_of_slot
         name = block_named.setdefault

@@ -13,7 +13,7 @@ from .tier import HostTier
 from .value_eviction import ValueEviction
 
 PlannedState = tuple[Sequence[int], int, str, int]
-"""A state that a step will store: the arguments of `EvictionPolicy.plan`."""
+"""A state that a step will store: the arguments of `EvictionPolicy.insert_planned`."""
 
 
 class StateSlots:
@@ -97,16 +97,16 @@ class StateSlots:
         """Plan these states, and evict states worth less; returns the hashes of those that get a slot."""
         policy = self.policy
         for state in planned:
-            policy.plan(*state)
+            policy.insert_planned(*state)
         wanted = dict.fromkeys(keys[depth - 1] for keys, depth, _, _ in planned)
         while len(wanted) > len(self.free):
-            slot, key = policy.least(lambda slot: slot not in self.pins, wanted)
+            slot, key = policy.least_valuable(lambda slot: slot not in self.pins, wanted)
             if slot >= 0:
                 self._spill(self._checked_victims([slot], 1, self.pins))
                 self._free_slots([slot])
             else:
                 key = key if key in wanted else next(reversed(wanted))
-                policy.unplan(key)
+                policy.remove_planned(key)
                 del wanted[key]
         return list(wanted)
 
@@ -134,11 +134,11 @@ class StateSlots:
             planned = self._planned.pop(slot, -1)
             if key > 0 and not gone and block not in self.tree.slot_of_block:
                 self._insert([block], [slot])
-                self.name([block], [slot], [key])
+                self.register([block], [slot], [key])
             else:
                 self._free_slots([slot])
             if planned >= 0:  # does nothing where the state is there now
-                self.policy.unplan(planned)
+                self.policy.remove_planned(planned)
             results.append(-1 if gone else self.tree.slot_of(block))
         return results
 
@@ -146,12 +146,12 @@ class StateSlots:
         """Free reserved slots without committing them; None frees all reserved slots that are not pinned."""
         if slots is None:
             self._planned.clear()
-            self.policy.unplan(None)  # also what an interrupted `make_room` planned
+            self.policy.remove_planned(None)  # also what an interrupted `make_room` planned
             slots = [slot for slot in self.reserved if slot not in self.pins]
         for slot in slots:
             del self.reserved[slot]
             if slot in self._planned:
-                self.policy.unplan(self._planned.pop(slot))
+                self.policy.remove_planned(self._planned.pop(slot))
         self._free_slots(slots)
 
     def fetch_state(
@@ -241,10 +241,10 @@ class StateSlots:
         self._insert(new, slots)
         return [slot_of_block[block] for block in blocks] if len(new) < len(blocks) else slots
 
-    def name(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
+    def register(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
         """Make the states in these slots, of these blocks, findable by prefix hash."""
-        self.tree.name_states(blocks, slots, keys)
-        self.policy.name(slots, keys, lambda i: self.tree.keys_to(blocks[i]))
+        self.tree.register_states(blocks, slots, keys)
+        self.policy.set_keys(slots, keys, lambda i: self.tree.keys_to(blocks[i]))
 
     # ---- eviction and what ends with a block
 

@@ -9,7 +9,7 @@ from .pool_stats import TierStats
 
 logger = logging.getLogger(__name__)
 
-HOST_BYTES_A_TOKEN, FILE_BYTES_A_TOKEN = 1 << 20, 1 << 16
+HOST_BYTES_PER_TOKEN, FILE_BYTES_PER_TOKEN = 1 << 20, 1 << 16
 """A state is fetched if it has at most so many bytes for each token that it saves: about what a bus, and a
 disk, move in the time in which a GPU prefills a token of an 8B model."""
 
@@ -50,7 +50,7 @@ class TierSlots:
         self.dirty.clean([slot])  # a copy that failed may be in it
         return slot, victim
 
-    def publish(self, key: int, slot: int, serial: int) -> None:
+    def register(self, key: int, slot: int, serial: int) -> None:
         """Index the state in a slot from `allocate` under its hash; no other state ever had this `serial`."""
         self.copies[key] = slot, serial
 
@@ -134,8 +134,8 @@ class HostTier:
         self.files = TierSlots(num_files)
         self.copies = copies or StateCopies()
         self.host = TierSlots(num_slots, DirtyEntries(self.copies.zero if scrubs else None))
-        self.min_tokens = max(1, state_bytes // HOST_BYTES_A_TOKEN)  # that a fetch must save
-        self.min_tokens_from_file = max(1, state_bytes // FILE_BYTES_A_TOKEN)
+        self.min_tokens = max(1, state_bytes // HOST_BYTES_PER_TOKEN)  # that a fetch must save
+        self.min_tokens_from_file = max(1, state_bytes // FILE_BYTES_PER_TOKEN)
         self._clear_totals()
         self._has_failed = False
         self._lost: list[int] = []  # hashes whose last copy is gone since `take_lost`
@@ -182,7 +182,7 @@ class HostTier:
             except Exception:
                 self._note_failure()
                 self.host.dirty.note([host_slot])
-            self.host.publish(key, host_slot, serial)
+            self.host.register(key, host_slot, serial)
             self._save(host_slot, key, serial)
 
     def take_lost(self) -> list[int]:
@@ -201,7 +201,7 @@ class HostTier:
             self.copies.save(host_slot, file, serial)
         except Exception:
             self._note_failure()
-        self.files.publish(key, file, serial)
+        self.files.register(key, file, serial)
 
     def _allocate(self, tier: TierSlots) -> int:
         slot, evicted = tier.allocate()
@@ -258,7 +258,7 @@ class HostTier:
         if host_slot < 0:
             return False
         file, serial = self.files.copies[key]
-        self.host.publish(key, host_slot, serial)
+        self.host.register(key, host_slot, serial)
         self.host.pin(key)
         return self.copies.load(file, host_slot, serial)
 

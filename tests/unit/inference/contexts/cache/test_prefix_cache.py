@@ -136,7 +136,7 @@ def test_a_path_holds_no_more_blocks_than_its_table_row_has_entries():
 @pytest.mark.parametrize(("limit", "reachable"), [(None, 3), (6, 3), (5, 2), (0, 0)])
 def test_the_policy_learns_of_every_sequence_that_is_opened(limit, reachable, monkeypatch):
     cache, arrivals = PrefixCache(8, 4, SIZE), []
-    monkeypatch.setattr(cache.slots.policy, "arrive", lambda *arrival: arrivals.append(arrival) or 7)
+    monkeypatch.setattr(cache.slots.policy, "add_request", lambda *arrival: arrivals.append(arrival) or 7)
     chain = chain_of([1, 2, 3, 4, 5, 6, 7])
     path = cache.open(chain, PLAN, table_row(), max_resume_tokens=limit)
     assert (path.policy_ticket, arrivals) == (7, [(chain.keys, reachable, False)])
