@@ -232,7 +232,7 @@ class EngineReplay:
         num_prefill_tokens = sum(step.length for step in steps if not step.decoding)
         self.now_ns += self._step_ns(num_prefill_tokens, num_decodes)
         for step in steps:
-            if step.completes:
+            if step.samples_token:
                 self._generate(step.request, 1)
 
     def _step_ns(self, num_prefill_tokens: int, num_decodes: int) -> int:

@@ -59,5 +59,5 @@ def prefill(
     while True:
         chunk = schedule(context, request, budget)
         logits = run(context, chunk)
-        if chunk.completes:
+        if chunk.samples_token:
             return logits

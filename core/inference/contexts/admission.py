@@ -49,8 +49,8 @@ class Admission:
         self._slots_per_row = num_live_slots(config) // config.max_requests
         self._one_pool = memory.state_pool.is_shared
         self._requests: dict[int, DynamicInferenceRequest] = {}
-        self._free = list(range(config.max_requests - 1, -1, -1))
-        self._scrubber.inputs.note(self._free)
+        self._free_rows = list(range(config.max_requests - 1, -1, -1))
+        self._scrubber.inputs.note(self._free_rows)
         if not self._one_pool:
             self._scrubber.live.note(self.idle_slots())
 
@@ -66,7 +66,7 @@ class Admission:
 
     def idle_slots(self) -> list[int]:
         """The live slots of free rows, in a pool of their own."""
-        return [slot for row in self._free for slot in self._own_slots(row)]
+        return [slot for row in self._free_rows for slot in self._own_slots(row)]
 
     def _own_slots(self, row: int) -> range:
         """The live slots of a row, in a pool of their own."""
@@ -76,14 +76,14 @@ class Admission:
         self, request: DynamicInferenceRequest, resume_slot: int = -1, spared: Iterable[int] = ()
     ) -> Holding:
         """Give a waiting request a row, an open path, and live slots as `StateSlots.take_live` does."""
-        row = self._free[-1]
+        row = self._free_rows[-1]
         if self._one_pool:
             live = tuple(self._cache.slots.take_live(self._slots_per_row, resume_slot, spared))
         else:
             live = tuple(self._own_slots(row))
             self._scrubber.live.clean(live)
         self._scrubber.inputs.clean([row])
-        self._free.pop()
+        self._free_rows.pop()
         path = self._cache.open(
             request.hashes, request.plan, self._table[row], max_resume_tokens=request.max_resume_tokens,
             again=request.num_counted > 0,
@@ -102,7 +102,7 @@ class Admission:
             self._scrubber.live.note(holding.live_slots)
         del self._requests[holding.row]
         self._scrubber.inputs.note([holding.row])
-        self._free.append(holding.row)
+        self._free_rows.append(holding.row)
         return holding
 
     def abandon(self) -> None:
@@ -113,8 +113,8 @@ class Admission:
     def check_integrity(self) -> None:
         """Raise AssertionError where rows, requests and live slots contradict each other."""
         num_rows = len(self._table)
-        assert len(self._requests) + len(self._free) == num_rows, "a row is lost"
-        assert not self._requests.keys() & set(self._free), "a row is both free and taken"
+        assert len(self._requests) + len(self._free_rows) == num_rows, "a row is lost"
+        assert not self._requests.keys() & set(self._free_rows), "a row is both free and taken"
         live = [slot for holding in self.holdings for slot in holding.live_slots]
         assert len(set(live)) == len(live), "two rows share a live slot"
         if self._one_pool:
@@ -145,7 +145,7 @@ class Admission:
     def resume_slots(self, requests: Sequence[DynamicInferenceRequest]) -> list[int]:
         """The slots that waiting requests resume from; none where rows for all of them evict no state."""
         num_slots = len(requests) * self._slots_per_row
-        if not self._one_pool or len(self._cache.slots.free) >= num_slots:
+        if not self._one_pool or len(self._cache.slots.free_slots) >= num_slots:
             return [-1] * len(requests)
         return [self.match(request).resume_slot for request in requests]
 
@@ -164,13 +164,13 @@ class Admission:
         holding = request.holding
         if holding is not None and holding.decoding:
             return self._schedule_decode(request, holding)
-        assert holding is not None or self._free, "more requests are scheduled than there are rows"
+        assert holding is not None or self._free_rows, "more requests are scheduled than there are rows"
         num_computed = holding.num_computed if holding is not None else 0
         for may_fetch in (True, False):
             match = self.match(request)
             start = max(num_computed, match.resume_tokens)
             stop = self._stop(start, len(request.tokens), token_budget)
-            if stop <= start or not self._affords(request, match, stop):
+            if stop <= start or not self._can_hold(request, match, stop):
                 return None
             if holding is None and not self._make_room():
                 return None
@@ -252,11 +252,11 @@ class Admission:
                 return stop
         return start if self._replays else start + budget
 
-    def _affords(self, request: DynamicInferenceRequest, match: PrefixMatch, stop: int) -> bool:
+    def _can_hold(self, request: DynamicInferenceRequest, match: PrefixMatch, stop: int) -> bool:
         """Whether the step's blocks are available; a waiting request needs the blocks of its whole prompt."""
         path = request.holding.path if request.holding is not None else None
         num_blocks = self._num_blocks(len(request.tokens) if path is None else stop)
-        return self._cache.affords(num_blocks, match, path)
+        return self._cache.can_hold(num_blocks, match, path)
 
     def _make_room(self) -> bool:
         """Unpin what running requests resumed from until a waiting one can get live slots; False: too few."""

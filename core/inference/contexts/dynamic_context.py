@@ -243,9 +243,9 @@ class DynamicInferenceContext:
             self.release(request)
         self.reset_prefix_cache()
         if self.prefix_cache.tier is not None:
-            self.memory.scrubber.host_rows.scrub()  # it needs the device memory that `free` frees
-            self.prefix_cache.tier.copies.free()
-        self.memory.free()
+            self.memory.scrubber.host_rows.scrub()  # it needs the device memory that `deallocate` frees
+            self.prefix_cache.tier.copies.deallocate_staging()
+        self.memory.deallocate()
 
     def resume(self) -> None:
         """Allocate the pools again, as zeros; does nothing unless suspended."""
@@ -261,7 +261,7 @@ class DynamicInferenceContext:
             self._num_requests_seen = 0
         self.prefix_cache.reset(keep_totals=keep_counts)
         if not self.memory.allocated:
-            self.memory.free()  # after an interrupted suspend
+            self.memory.deallocate()  # after an interrupted suspend
 
     def cache_stats(self) -> CacheStats:
         """What became of every prompt token, and how full the pools are."""

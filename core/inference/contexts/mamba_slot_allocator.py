@@ -196,7 +196,7 @@ class MambaSlotAllocator:
 
     @property
     def free_count(self) -> int:
-        return len(self.slots.free)
+        return len(self.slots.free_slots)
 
     def has_state(self, block_id: int) -> bool:
         """Whether a committed slot holds the state after block `block_id`."""

@@ -264,7 +264,7 @@ class RequestStep(PathStep):
         return self.stop - self.start
 
     @property
-    def completes(self) -> bool:
+    def samples_token(self) -> bool:
         """Whether the request's next token is sampled after this step."""
         if self.request.next_token is not None:
             return False
@@ -300,7 +300,7 @@ class RequestStep(PathStep):
         if self.drafts:
             return range(self.start, self.stop)
         scored = self.scored_positions
-        if not self.completes:
+        if not self.samples_token:
             return scored if scored else range(self.stop, self.stop)
         return range(scored.start if scored else self.stop - 1, self.stop)
 

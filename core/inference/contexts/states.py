@@ -70,7 +70,7 @@ class StatePool:
         self.memory, self._views = memory, views
         self.allocated = len(memory) == self.num_slots
 
-    def free(self) -> None:
+    def deallocate(self) -> None:
         """Free the memory; tensors without slots remain."""
         self._put(self._zeros(0))
         self.allocated = False

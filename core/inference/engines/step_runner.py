@@ -147,7 +147,7 @@ class SampledStep:
         # is NaN or infinite. Logits of -inf next to a finite one are valid: they forbid tokens.
         self.invalid: tuple[int, ...] = ()
         self._scored = [step for step in steps if step.scored_positions]
-        self._sampled = [step for step in steps if step.completes]
+        self._sampled = [step for step in steps if step.samples_token]
         self._drawn: Tensor | None = None
         self._tokens: NewTokens | None = None
         columns: list[Tensor] = []  # of a scored step: log-probs, largest logits
@@ -159,7 +159,7 @@ class SampledStep:
                 own = logits[first : first + len(step.scored_positions)]
                 following = numbers_on(logits.device, step.request.following_tokens(step.scored_positions))
                 columns += [log_probs_of(own, following), own.amax(dim=-1)]
-            if step.completes:
+            if step.samples_token:
                 rows += range(stop - 1 - len(step.drafts), stop)
         if self._sampled:
             columns += self._draw(_rows_of(logits, rows), changes)

@@ -42,7 +42,7 @@ def test_fault_02_a_continuation_chunk_skips_no_token_on_a_kv_match_alone() -> N
     prefill(context, make_request(prompt, tail_only))
     request = make_request(prompt[:50], tail_only)  # its blocks are known, no state lies within them
     chunks = [schedule(context, request, budget=16)]
-    while run(context, chunks[-1]) is not None and not chunks[-1].completes:
+    while run(context, chunks[-1]) is not None and not chunks[-1].samples_token:
         chunks.append(schedule(context, request, budget=16))
     assert [(chunk.start, chunk.stop) for chunk in chunks] == [(0, 16), (16, 32), (32, 48), (48, 50)]
 

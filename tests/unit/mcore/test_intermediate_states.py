@@ -96,7 +96,7 @@ def test_a_host_whose_blocks_are_off_its_ssd_chunk_is_warned_once_and_served(nam
     slots.reset()
 
 
-def test_a_plan_without_chunk_ends_still_keeps_the_end_of_its_prompt():
+def test_a_plan_without_step_ends_still_keeps_the_end_of_its_prompt():
     host, slots = make(optional={"checkpoint_plan": CheckpointPlan(step_ends=False)})
     request = prompt(1, 12)
     for length, block in ((4, -1), (4, 2), (4, 3)):  # boundary 4 is no one's, 8 and 12 are the tail

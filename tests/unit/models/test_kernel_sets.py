@@ -169,7 +169,7 @@ class Scenario:
         self.context.check_integrity()
         self.logits.append(logits[: inputs.num_logits].cpu())
         for (request, _), chunk in zip(work, chunks, strict=True):
-            if chunk.completes:
+            if chunk.samples_token:
                 request.tokens.append((7 * len(request.tokens) + request.holding.row) % 256)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
@@ -338,7 +338,7 @@ class DraftedScenario(Scenario):
         kept = {}
         for chunk in chunks:
             request = chunk.request
-            if chunk.completes:
+            if chunk.samples_token:
                 accepted = (self._steps // 2 + request.holding.row) % (len(chunk.drafts) + 1)
                 kept[request.request_id] = accepted + 1
                 request.tokens += [

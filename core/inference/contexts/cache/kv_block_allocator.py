@@ -40,7 +40,7 @@ class KVBlockAllocator:
     Attributes:
         total_count: blocks of the pool.
         tree: the registered blocks, as `PrefixTree` keeps them.
-        free: the free blocks.
+        free_blocks: the free list.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class KVBlockAllocator:
         self._observers: list[DeregistrationObserver] = []
         self._dirty = dirty or DirtyEntries()
         by_unit = BlocksByUnit(self.total_count, units.blocks_per_unit) if units else None
-        self.free: FreeBlocks = BlockStack() if by_unit is None else by_unit
+        self.free_blocks: FreeBlocks = BlockStack() if by_unit is None else by_unit
         self._clear_references()
 
     def _clear_references(self) -> None:
@@ -81,18 +81,18 @@ class KVBlockAllocator:
         self.tree.set_references(self._lent_blocks, 1)
         self._last_release_ns = 0
         self._num_cached = 0
-        self._restart_free()
+        self._reset_free_list()
 
-    def _restart_free(self) -> None:
+    def _reset_free_list(self) -> None:
         """Note that every block is free that is neither held nor registered."""
         refs, parents = self.tree.references, self.tree.parents
         free = [b for b in range(self.total_count - 1, -1, -1) if not refs[b] and parents[b] < 0]
-        self.free.restart(free)
+        self.free_blocks.reset(free)
         self._dirty.note(free)
 
     def _add_free(self, blocks: list[int]) -> None:
         self._dirty.note(blocks)
-        self.free.extend(blocks)
+        self.free_blocks.extend(blocks)
 
     @property
     def _lent_blocks(self) -> Sequence[int]:
@@ -112,7 +112,7 @@ class KVBlockAllocator:
     @property
     def total_avail(self) -> int:
         """The number of free blocks; cached blocks do not count."""
-        return len(self.free)
+        return len(self.free_blocks)
 
     @property
     def num_cached(self) -> int:
@@ -157,7 +157,7 @@ class KVBlockAllocator:
             raise KVBlockCapacityError(num_blocks, self.total_avail + self._num_cached)
         if missing > 0:
             self.evict_lru_blocks(missing)
-        blocks = self.free.take(num_blocks)
+        blocks = self.free_blocks.take(num_blocks)
         self._dirty.clean(blocks)
         self.tree.set_references(blocks, 1)
         return blocks
@@ -288,7 +288,7 @@ class KVBlockAllocator:
         registered, hashes = (list(by_hash.values()), list(by_hash)) if self._observers else ([], [])
         self._num_cached = 0
         self.tree.clear()
-        self._restart_free()
+        self._reset_free_list()
         self._notify(registered, hashes)
 
     def reset(self, *, keep_totals: bool = False) -> None:
@@ -317,9 +317,9 @@ class KVBlockAllocator:
         """Raise AssertionError where the maps contradict each other; O(pool)."""
         refs = self.tree.references
         registered = set(self.tree.block_of_key.values())
-        if isinstance(self.free, BlocksByUnit):
-            self.free.check_integrity()
-        listed = list(self.free)
+        if isinstance(self.free_blocks, BlocksByUnit):
+            self.free_blocks.check_integrity()
+        listed = list(self.free_blocks)
         free = set(listed)
         assert len(listed) == len(free), "a block is free twice"
         assert len(free) == self.total_avail, "the count of free blocks is off"

@@ -180,7 +180,7 @@ class PrefixCache:
             path.policy_ticket = self.slots.policy.add_request(chain.keys, num_reachable, again)
         return path
 
-    def affords(self, num_blocks: int, match: PrefixMatch, path: CachedPath | None) -> bool:
+    def can_hold(self, num_blocks: int, match: PrefixMatch, path: CachedPath | None) -> bool:
         """Whether a path (None: a new one) could hold a match's blocks, and grow to `num_blocks` blocks."""
         num_own, num_registered = (len(path.blocks), path.num_registered) if path is not None else (0, 0)
         shared = match.blocks[num_registered:]

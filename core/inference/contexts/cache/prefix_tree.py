@@ -92,7 +92,7 @@ class PrefixTree:
             block = parents[block]
         return keys[::-1]
 
-    def stands(self, block: int, since: int) -> bool:
+    def is_current(self, block: int, since: int) -> bool:
         """Whether a block registered at version `since` still is. Then every ancestor is, too."""
         return self.parents[block] >= 0 and self._serials[block] <= since
 
@@ -142,7 +142,7 @@ class PrefixTree:
             canonical.append(block)
             before = block
         if 0 < num_known < len(canonical):  # the duplicate is continued now, and so is no leaf
-            self.leaves.withdraw(canonical[num_known - 1])
+            self.leaves.discard(canonical[num_known - 1])
         self.turnover.num_entered += len(canonical) - num_known
         return canonical
 
@@ -183,7 +183,7 @@ class PrefixTree:
         for block in blocks:
             if references[block] == 0:
                 num_cached += 1
-                self.leaves.withdraw(block)
+                self.leaves.discard(block)
                 num_held[parents[block]] += 1
             references[block] += 1
         return num_cached
@@ -220,7 +220,7 @@ class PrefixTree:
         for block in cached:
             timestamps[block] = now_ns
             if not num_children[block]:
-                leaves.offer(block)
+                leaves.push(block)
         if len(cached) == len(unheld):
             return cached, []
         return cached, [block for block in reversed(unheld) if parents[block] < 0]
@@ -231,28 +231,28 @@ class PrefixTree:
         """Take the next blocks to evict, which are there; parents follow their children."""
         taken: list[int] = []
         for _ in range(num_blocks):
-            taken.append(block := self.leaves.take())
+            taken.append(block := self.leaves.pop())
             self._note_child_taken(self.parents[block])
         return taken
 
     def take_leaf(self, block: int) -> None:
         """Remove this leaf from the order and from the counts of children."""
-        self.leaves.withdraw(block)
+        self.leaves.discard(block)
         self._note_child_taken(self.parents[block])
 
     def _note_child_taken(self, parent: int) -> None:
         self.num_children[parent] = num_children = self.num_children[parent] - 1
         if not num_children and not self.references[parent]:
-            self.leaves.offer(parent)
+            self.leaves.push(parent)
 
     def put_back(self, blocks: list[int]) -> None:
         """Put blocks back that were taken, and were not deregistered."""
         for block in blocks:
             self.num_children[self.parents[block]] += 1
-            self.leaves.withdraw(self.parents[block])
+            self.leaves.discard(self.parents[block])
         for block in blocks:
             if not self.num_children[block]:
-                self.leaves.offer(block)
+                self.leaves.push(block)
 
     def deregister(self, blocks: Sequence[int], cause: KVRemovalCause) -> list[int]:
         """Forget blocks that were taken as leaves; returns their keys."""

@@ -21,7 +21,7 @@ class TierSlots:
         self.num_slots = num_slots
         self.dirty = dirty or DirtyEntries()
         self.copies: OrderedDict[int, tuple[int, int]] = OrderedDict()  # hash -> slot, serial; oldest first
-        self.free = list(range(num_slots))
+        self.free_slots = list(range(num_slots))
         self._pinned: int | None = None
 
     def __contains__(self, key: object) -> bool:
@@ -39,8 +39,8 @@ class TierSlots:
 
     def allocate(self) -> tuple[int, int]:
         """A slot to write, and the hash whose copy is evicted for it, or 0; (-1, 0) where there is none."""
-        if self.free:
-            slot = self.free.pop()
+        if self.free_slots:
+            slot = self.free_slots.pop()
             self.dirty.clean([slot])
             return slot, 0
         victim = next((key for key in self.copies if key != self._pinned), 0)
@@ -59,7 +59,7 @@ class TierSlots:
         keys = [key for key in keys if key in self.copies]
         slots = [self.copies.pop(key)[0] for key in keys]
         self.dirty.note(slots)
-        self.free += slots
+        self.free_slots += slots
         return slots
 
     def clear(self) -> None:
@@ -71,13 +71,13 @@ class TierSlots:
         """After an interrupted change: free what is not indexed; O(slots)."""
         used = {slot for slot, _ in self.copies.values()}
         if self.dirty.is_active:
-            self.dirty.note(set(range(self.num_slots)).difference(used, self.free))
-        self.free = [slot for slot in range(self.num_slots) if slot not in used]
+            self.dirty.note(set(range(self.num_slots)).difference(used, self.free_slots))
+        self.free_slots = [slot for slot in range(self.num_slots) if slot not in used]
         self._pinned = None
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the index contradicts itself; O(slots)."""
-        slots = [*(slot for slot, _ in self.copies.values()), *self.free]
+        slots = [*(slot for slot, _ in self.copies.values()), *self.free_slots]
         assert sorted(slots) == list(range(self.num_slots)), "a slot of a tier is nowhere, or twice"
         assert self._pinned is None, "a copy of a tier is pinned"
 
@@ -109,7 +109,7 @@ class StateCopies:
     def zero(self, host_slots: Sequence[int]) -> None:
         """Zero slots in host memory, after the copies under way; does not wait."""
 
-    def free(self) -> None:
+    def deallocate_staging(self) -> None:
         """Free device memory that the next `store` can allocate again."""
 
 
@@ -216,7 +216,7 @@ class HostTier:
 
     # ---- back
 
-    def is_worth(self, key: int, num_tokens: int) -> bool:
+    def is_worth_fetching(self, key: int, num_tokens: int) -> bool:
         """Whether there is a copy under this hash, to fetch rather than to compute so many tokens."""
         if key in self.host:
             return num_tokens >= self.min_tokens

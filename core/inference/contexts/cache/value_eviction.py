@@ -267,8 +267,8 @@ class ValueEviction(EvictionPolicy):
         """Raise AssertionError where the tree or the order is off; `slots`: the committed slots."""
         assert self._slots.keys() == set(slots), "the eviction policy orders other slots than the committed"
         assert all(node.slot == slot for slot, node in self._slots.items()), "a state is in another slot"
-        offered = {id(entry) for entry in self._heap}
-        assert all(id(node.entry) in offered for node in self._slots.values()), "a state is not offered"
+        entries = {id(entry) for entry in self._heap}
+        assert all(id(node.entry) in entries for node in self._slots.values()), "a state is not in the heap"
         planned = {key: node for key, node in self._tree.nodes.items() if node.slot == PLANNED}
         assert planned == self._planned, "a planned state is lost"
         self._tree.check_integrity()

@@ -142,7 +142,7 @@ def tier_traffic(
             files.run()
         elif call == "free":
             staged = copies._staged
-            copies.free()
+            copies.deallocate_staging()
             if staged is not None:
                 simulator.reuse(staged, "a step's own memory")
         else:

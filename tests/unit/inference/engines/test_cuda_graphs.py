@@ -54,7 +54,7 @@ class TestBits:
                 )
             context.end_step()
             for (request, _), chunk in zip(work, chunks, strict=True):
-                if chunk.completes:
+                if chunk.samples_token:
                     request.tokens.append(11)
         assert context.cache_stats().num_states_committed > 3
 

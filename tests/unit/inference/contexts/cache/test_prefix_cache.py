@@ -527,7 +527,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         chain = PrefixHashChain(SIZE, salt)
         sequence = Sequence(salt, tokens, self.cache.open(chain, PLAN, table_row()))
         match = self.checked_match(sequence, limit)
-        affords = self.cache.affords(num_blocks_of(tokens), match, None)
+        affords = self.cache.can_hold(num_blocks_of(tokens), match, None)
         self.sequences.append(sequence)
         self.hold(sequence, match)
         assert self.grow(sequence) == affords
@@ -569,7 +569,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """Matched again, it goes on with blocks and states that others computed since."""
         sequence = self.drawn(data)
         match = self.checked_match(sequence)
-        if self.cache.affords(num_blocks_of(sequence.tokens), match, sequence.path):
+        if self.cache.can_hold(num_blocks_of(sequence.tokens), match, sequence.path):
             self.hold(sequence, match)
             assert self.grow(sequence)
             self.resume(sequence, match)

@@ -226,5 +226,5 @@ def test_a_copy_is_fetched_where_it_saves_tokens_for_its_size(state_bytes, from_
     tier = HostTier(1, num_files=2, state_bytes=state_bytes)
     tier.spill([0, 1], [11, 22])  # 11 is in a file alone now
     for key, least in ((22, from_host), (11, from_file)):
-        assert tier.is_worth(key, least)
-        assert not tier.is_worth(key, least - 1)
+        assert tier.is_worth_fetching(key, least)
+        assert not tier.is_worth_fetching(key, least - 1)

@@ -83,7 +83,7 @@ def test_sessions_that_share_a_head_leave_no_branch():
     one_request(policy, 2, [*head, *range(60, 70)])
     assert policy.victims(1, anything) == [1]
     assert policy.victims(2, anything) == [1, 2]
-    assert policy._slots[1].abandoned is False
+    assert policy._slots[1].is_abandoned is False
 
 
 def test_a_fork_is_kept_for_the_requests_that_fell_back_on_it():
