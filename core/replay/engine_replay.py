@@ -202,7 +202,7 @@ class EngineReplay:
                 prompt_tokens=entry.prompt.tolist(),
                 sampling=_sampling(len(entry.answer)),
                 plan=config.checkpoint_plan,
-                hashes=self._chains[number],
+                chain=self._chains[number],
                 arrival_s=self.now_ns / NANOSECONDS,
             )
         )

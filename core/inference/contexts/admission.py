@@ -85,7 +85,7 @@ class Admission:
         self._scrubber.inputs.clean([row])
         self._free_rows.pop()
         path = self._cache.open(
-            request.hashes, request.plan, self._table[row], max_resume_tokens=request.max_resume_tokens,
+            request.chain, request.plan, self._table[row], max_resume_tokens=request.max_resume_tokens,
             again=request.num_counted > 0,
         )  # fmt: skip
         request.holding = Holding(row, live, path, prefill_length=len(request.tokens))
@@ -137,9 +137,9 @@ class Admission:
         """What is cached of a request's tokens; changes only the request's hash chain and its last match."""
         path = request.holding.path if request.holding is not None else None
         if self._caches and (path is None or path.caches):
-            request.hashes.extend_to(request.tokens)
+            request.chain.extend_to(request.tokens)
         num_tokens, limit = len(request.tokens), request.max_unscored_tokens
-        request.match = self._cache.match(request.hashes, num_tokens, path, limit, request.match)
+        request.match = self._cache.match(request.chain, num_tokens, path, limit, request.match)
         return request.match
 
     def resume_slots(self, requests: Sequence[DynamicInferenceRequest]) -> list[int]:
@@ -174,7 +174,8 @@ class Admission:
                 return None
             if holding is None and not self._make_room():
                 return None
-            if not (may_fetch and self._fetch(request, match, start)):
+            blocks = match.blocks[: request.max_resume_tokens // self._block_size]
+            if not (may_fetch and self._cache.fetch_state(request.chain, blocks, start)):
                 break
         ahead = match.resume_tokens > num_computed
         if holding is None:
@@ -196,14 +197,6 @@ class Admission:
             spans=holding.spans,
             boundaries=self._boundaries(holding, start, stop),
         )
-
-    def _fetch(self, request: DynamicInferenceRequest, match: PrefixMatch, start: int) -> bool:
-        """Fetch a state after token `start` for a request that can go on; whether the match is stale now."""
-        holding = request.holding
-        if self._cache.tier is None or (holding is not None and not holding.path.caches):
-            return False
-        blocks = match.blocks[: request.max_resume_tokens // self._block_size]
-        return self._cache.fetch_state(request.hashes, blocks, start)
 
     def _schedule_decode(self, request: DynamicInferenceRequest, holding: Holding) -> RequestStep | None:
         """A decode; one of a token that only the device knows neither needs nor completes a KV block."""
@@ -280,17 +273,17 @@ class Admission:
         if not others:
             return 0
         for other in others:
-            other.hashes.extend_to(other.tokens)
+            other.chain.extend_to(other.tokens)
         size = self._block_size
-        keys = [other.hashes.keys[: other.max_resume_tokens // size] for other in others]
-        return depth_worth_a_state(request.hashes.keys, keys, match.resume_tokens // size) * size
+        keys = [other.chain.keys[: other.max_resume_tokens // size] for other in others]
+        return depth_worth_a_state(request.chain.keys, keys, match.resume_tokens // size) * size
 
     def _branch_tokens(self, match: PrefixMatch, request: DynamicInferenceRequest) -> int:
         """After how many tokens the request departs from an earlier or a waiting one; 0: from none.
 
         Example with blocks a, b, c, d and x: after an earlier [a b c d], [a b x] departs after a and b.
         """
-        depth, keys = match.seen_tokens // self._block_size, request.hashes.keys
+        depth, keys = match.seen_tokens // self._block_size, request.chain.keys
         shared = request.shared_tokens
         branches = 0 < depth < len(keys) and self._cache.tree.was_continued(keys[depth - 1])
         return max(match.seen_tokens if branches else 0, shared if shared > match.resume_tokens else 0)

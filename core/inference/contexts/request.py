@@ -87,7 +87,7 @@ class DynamicInferenceRequest:
     prompt_tokens: list[int]
     sampling: SamplingParams
     plan: CheckpointPlan
-    hashes: PrefixHashChain  # extended when a hash is needed
+    chain: PrefixHashChain  # extended when a hash is needed
     arrival_s: float
     seed: int = 0
     next_token: int | None = None  # the last token of a sequence to score; the others are the prompt
@@ -219,7 +219,7 @@ class DynamicInferenceRequest:
         if self.ttft_s is None:
             self.ttft_s = now_s - self.arrival_s
 
-    def following_tokens(self, positions: range) -> list[int]:
+    def target_tokens(self, positions: range) -> list[int]:
         """The known tokens after these positions, all of `scored_positions`."""
         tokens = self.prompt_tokens[positions.start + 1 : positions.stop + 1]
         if self.next_token is not None and positions.stop == len(self.prompt_tokens):
@@ -237,7 +237,7 @@ class DynamicInferenceRequest:
             self.tokens = self.tokens[:num_tokens]  # another list: views of the old one stay what they are
         del self.log_probs[self.num_new :]
         del self.top_log_probs[self.num_new :]
-        self.hashes.cut_to(num_tokens)
+        self.chain.cut_to(num_tokens)
         if not self.num_new:
             self.ttft_s = None
 

@@ -95,7 +95,7 @@ class RequestFactory:
         request.seed = request_seed(request.sampling, self._seed, request.request_id)
         request.arrival_s = time.perf_counter()
         if self._config.enable_prefix_caching:
-            request.hashes.extend_to(request.tokens)  # here, so that a crowd of new requests delays no step
+            request.chain.extend_to(request.tokens)  # here, so that a crowd of new requests delays no step
 
     def _new_request(
         self,
@@ -114,7 +114,7 @@ class RequestFactory:
             prompt_tokens=tokens[:num_prompt_tokens],
             sampling=sampling,
             plan=plan,
-            hashes=self._chain(cache_salt),
+            chain=self._chain(cache_salt),
             arrival_s=0.0,
             given_tokens=tokens[num_prompt_tokens:],
         )

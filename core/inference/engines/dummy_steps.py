@@ -65,7 +65,7 @@ class DummySteps:
             prompt_tokens=list(tokens),
             sampling=params,
             plan=self._context.config.checkpoint_plan,
-            hashes=PrefixHashChain(self._block_size),
+            chain=PrefixHashChain(self._block_size),
             arrival_s=0.0,
         )
 

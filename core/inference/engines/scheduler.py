@@ -237,7 +237,7 @@ class PromisedStates:
             request.awaits_states = False
         if not request.awaits_states:
             return False
-        deepest, keys, size = request.max_resume_tokens, request.hashes.keys, request.hashes.block_size_tokens
+        deepest, keys, size = request.max_resume_tokens, request.chain.keys, request.chain.block_size_tokens
         promised = (
             position
             for key, position in self._positions.items()

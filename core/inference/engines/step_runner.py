@@ -157,8 +157,8 @@ class SampledStep:
             first, stop = stop, stop + len(step.logit_positions)
             if step.scored_positions:
                 own = logits[first : first + len(step.scored_positions)]
-                following = numbers_on(logits.device, step.request.following_tokens(step.scored_positions))
-                columns += [log_probs_of(own, following), own.amax(dim=-1)]
+                targets = numbers_on(logits.device, step.request.target_tokens(step.scored_positions))
+                columns += [log_probs_of(own, targets), own.amax(dim=-1)]
             if step.samples_token:
                 rows += range(stop - 1 - len(step.drafts), stop)
         if self._sampled:

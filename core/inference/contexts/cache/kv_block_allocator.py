@@ -267,15 +267,15 @@ class KVBlockAllocator:
         except BaseException:
             self.tree.put_back(blocks)
             raise
-        hashes = self.tree.deregister(blocks, cause)
+        keys = self.tree.deregister(blocks, cause)
         self._num_cached -= len(blocks)
         self._add_free(blocks[::-1])
-        self._notify(blocks, hashes)
+        self._notify(blocks, keys)
 
-    def _notify(self, blocks: list[int], hashes: list[int]) -> None:
+    def _notify(self, blocks: list[int], keys: list[int]) -> None:
         for observer in self._observers:
             try:
-                observer(list(blocks), set(hashes))
+                observer(list(blocks), set(keys))
             except Exception:
                 logger.exception("deregistration observer %r failed for blocks %s", observer, blocks)
 
@@ -284,12 +284,12 @@ class KVBlockAllocator:
 
         Costs O(pool).
         """
-        by_hash = self.tree.block_of_key
-        registered, hashes = (list(by_hash.values()), list(by_hash)) if self._observers else ([], [])
+        block_of_key = self.tree.block_of_key
+        registered, keys = (list(block_of_key.values()), list(block_of_key)) if self._observers else ([], [])
         self._num_cached = 0
         self.tree.clear()
         self._reset_free_list()
-        self._notify(registered, hashes)
+        self._notify(registered, keys)
 
     def reset(self, *, keep_totals: bool = False) -> None:
         """Forget every reference and prefix, without calling observers: the caller resets them, too.
