@@ -218,6 +218,14 @@ class InferenceConfig:
             return None if device.type == "cuda" else "a CPU"
         return None if self.async_scheduling else "async_scheduling"
 
+    def why_variant(self, device: "torch.device") -> str | None:
+        """Why answers may depend on the batch, whatever the model is; None where a check of it decides."""
+        if self.batch_invariant is not None:
+            return None if self.batch_invariant else "the setting is False"
+        if self.durable_state_dtype is not None:
+            return f"durable_state_dtype is {self.durable_state_dtype!r}"
+        return None if device.type == "cuda" else f"the model is on {device.type}"
+
 
 _MAX_GB = 2.0**33  # 2**63 bytes
 _WITHOUT_SLOTS = "; to serve without state slots, set enable_prefix_caching=False"

@@ -232,10 +232,7 @@ class Monitor:
                 "warnings": list(self._misses.warnings),
                 "engine": {"description": list(self._description)},
                 "pools": {
-                    "states": {
-                        "total": sum(slots.values()) - slots["live"],
-                        "bytes_each": self._state_bytes,
-                    },
+                    "states": {"total": sum(slots.values()) - slots["live"], "bytes_each": self._state_bytes},
                     "kv": {
                         "total": sum(blocks.values()),
                         "bytes_each": self._kv_block_bytes,

@@ -222,8 +222,7 @@ class _Trial:
         for wave in waves:
             for text, prompt, stop in wave:
                 params = SamplingParams(
-                    max_tokens=max(1, stop - prompt),
-                    skip_prompt_log_probs=shares or prompt % 2 == 0,
+                    max_tokens=max(1, stop - prompt), skip_prompt_log_probs=shares or prompt % 2 == 0
                 )
                 salt = None if shares else str(len(self._text_of))
                 number = engine.add_request(text[:prompt], params, cache_salt=salt, checkpoint_plan=plan)

@@ -174,8 +174,10 @@ class Admission:
                 return None
             if holding is None and not self._make_room():
                 return None
+            if not may_fetch or self._cache.tier is None:
+                break
             blocks = match.blocks[: request.max_resume_tokens // self._block_size]
-            if not (may_fetch and self._cache.fetch_state(request.chain, blocks, start)):
+            if not self._cache.fetch_state(request.chain, blocks, start):
                 break
         ahead = match.resume_tokens > num_computed
         if holding is None:

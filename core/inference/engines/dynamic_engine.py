@@ -15,15 +15,7 @@ from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pool_sizes import sized
 from ..contexts.request import NO_ID, DynamicInferenceRequest, GeneratedToken
-from .arguments import (
-    Prompt,
-    RequestFactory,
-    Salt,
-    agreed_salt_key,
-    checked_drafter,
-    named_prompts,
-    one_each,
-)
+from .arguments import Prompt, RequestFactory, Salt, agreed_salt_key, checked_drafter, named_prompts, one_each
 from .drafter import Drafter
 from .engine_core import EngineCore
 from .engine_observer import EngineObserver, ProgressLine, StepReport
@@ -71,17 +63,15 @@ class DynamicInferenceEngine:
         instance("config", config, InferenceConfig)
         seed = integer("seed", seed, 0, INT64_MAX)
         drafter = checked_drafter(drafter, config.num_speculative_tokens)
-        spec, invariance, self._why_variant = model.state_spec(), None, "the setting is False"
+        spec, invariance = model.state_spec(), None
         spec.groups.check_device(spec.device)
-        if config.batch_invariant is None and (spec.device.type != "cuda" or config.durable_state_dtype):
-            self._why_variant = f"the model is on {spec.device.type}"
-            if config.durable_state_dtype:
-                self._why_variant = f"durable_state_dtype is {config.durable_state_dtype!r}"
-            config = replace(config, batch_invariant=False)
-        if config.batch_invariant is not False:
+        self._why_variant = config.why_variant(spec.device)
+        if self._why_variant is None:
             from . import batch_invariance  # here, because it imports triton by way of torch
 
             config, invariance, self._why_variant = batch_invariance.promised(model, spec, config)
+        else:
+            config = replace(config, batch_invariant=False)
         self.config = config = sized(config, spec.device)
         self.context = DynamicInferenceContext(spec, config)
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)

@@ -55,8 +55,7 @@ class StepRunner:
             step = self._launch(model, scheduled, None)
         looks_ahead = self._looks_ahead and not (self.graphs and self.graphs.captures_next)
         if looks_ahead and (ahead := scheduler.steps_ahead(step.steps)):
-            tokens_there = step.tokens_of([one.request for one in ahead])
-            self.unread = self._launch(model, ahead, tokens_there)
+            self.unread = self._launch(model, ahead, step.tokens_of([one.request for one in ahead]))
         tokens = step.wait()
         if self.graphs is not None:
             self.graphs.after_step(model)

@@ -136,30 +136,21 @@ class CheckpointPlan:
 
 
 def checked_boundaries(
-    plan: CheckpointPlan,
-    start: int,
-    stop: int,
-    prompt_tokens: int,
-    block_size_tokens: int,
-    branch_tokens: int,
+    plan: CheckpointPlan, start: int, stop: int, prompt: int, block: int, branch: int
 ) -> tuple[Boundary, ...]:
-    """What `plan.boundaries` returns, checked where the plan is one of a user's own."""
+    """What `plan.boundaries` returns, checked where the plan is one of a user's own; lengths in tokens."""
     found = plan.boundaries(
-        start=start,
-        stop=stop,
-        prompt_tokens=prompt_tokens,
-        block_size_tokens=block_size_tokens,
-        branch_tokens=branch_tokens,
+        start=start, stop=stop, prompt_tokens=prompt, block_size_tokens=block, branch_tokens=branch
     )
     if type(plan) is CheckpointPlan:
         return found
     boundaries = tuple(Boundary(*each) for each in found)
     positions = {each.position for each in boundaries if each.kind in KINDS_BY_WORTH}
-    inside = all(start < position <= stop and position % block_size_tokens == 0 for position in positions)
+    inside = all(start < position <= stop and position % block == 0 for position in positions)
     if not inside or len(positions) < len(boundaries):
         raise ValueError(
             f"checkpoint_plan.boundaries is {boundaries}; accepted: distinct multiples of "
-            f"{block_size_tokens} in ({start}, {stop}], each with a kind of {', '.join(KINDS_BY_WORTH)}"
+            f"{block} in ({start}, {stop}], each with a kind of {', '.join(KINDS_BY_WORTH)}"
         )
     return boundaries
 

@@ -125,10 +125,7 @@ class KVBlockAllocator:
         return self.total_count - self.total_avail - self._num_cached - num_lent
 
     def is_memory_available(
-        self,
-        num_blocks: int,
-        potential_matched_count: int = 0,
-        keep_slots: Sequence[int] | None = None,
+        self, num_blocks: int, potential_matched_count: int = 0, keep_slots: Sequence[int] | None = None
     ) -> bool:
         """Whether `num_blocks` can be allocated once `potential_matched_count` cached blocks are held.
 

@@ -320,14 +320,13 @@ class PrefixTree:
 
     def register_states(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
         """Make the blocks' states, in these slots, findable; a hash in use keeps finding its older state."""
-        block_named, key_of_slot = self.state_block_of_key, self._key_of_slot
-        name = block_named.setdefault
+        block_of_key, key_of_slot = self.state_block_of_key, self._key_of_slot
         self.note_changes(keys)
         for block, slot, key in zip(blocks, slots, keys, strict=True):
-            if name(key, block) == block:
+            if block_of_key.setdefault(key, block) == block:
                 if (former := key_of_slot[slot]) and former != key:
                     self.note_changes([former])
-                    del block_named[former]
+                    del block_of_key[former]
                 key_of_slot[slot] = key
         self.ghosts.discard_states(keys)
         self.state_version += 1
@@ -373,9 +372,8 @@ class PrefixTree:
         if cause in ("new_state", "live_state"):
             self.ghosts.add_all(keys, "state")
         self.note_changes(keys)
-        unname = self.state_block_of_key.pop
-        for key in keys:  # the hash goes first, because it is what makes a state findable
-            unname(key, None)
+        for key in keys:  # the key goes first, because it is what makes a state findable
+            self.state_block_of_key.pop(key, None)
         for block in removed:
             del slot_of_block[block]
         turnover = self.state_turnover
@@ -414,10 +412,7 @@ class PrefixTree:
         registered = {block for block, parent in enumerate(self.parents) if parent >= 0}
         self.turnover.check_integrity(len(registered), "KV blocks")
         assert {self._keys[b]: b for b in registered} == self.block_of_key, "a block's hash is another"
-        for counts, blocks in (
-            (self.num_children, registered),
-            (self._num_held_children, registered & held),
-        ):
+        for counts, blocks in ((self.num_children, registered), (self._num_held_children, registered & held)):
             counted = Counter(self.parents[block] for block in blocks)
             assert counts == [counted[b] for b in range(self._origin + 1)], "a count of children is off"
             assert counted.keys() <= registered | {self._origin}, (

@@ -83,9 +83,8 @@ class ValueEviction(EvictionPolicy):
         turn = 1
         if node.parent is not None:
             if not again:
-                departs = len(keys) <= node.depth or keys[node.depth] not in node.children
-                is_fork = node.role is Role.SUPERSEDED or (bool(node.children) and departs)
-                self._note_use(node, is_fork=is_fork)
+                forks = len(keys) <= node.depth or keys[node.depth] not in node.children
+                self._note_use(node, is_fork=node.role is Role.SUPERSEDED or (bool(node.children) and forks))
                 if node.children and node.num_uses <= _MAX_SESSION_USES:
                     self._note_abandoned(node)
             turn = node.turn + (node.role is not Role.FORK)
@@ -224,8 +223,7 @@ class ValueEviction(EvictionPolicy):
                 self.insert_planned(prefix := path(i), len(prefix), "", -1)
                 node = self._tree.nodes[key]
             del self._planned[key]
-            keyless.entry = None
-            node.slot = slot
+            keyless.entry, node.slot = None, slot
             self._slots[slot] = node
             self._push([node])
 
