@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MambaSlotCapacityError
-from ..inference.contexts.cache.checkpoint_plan import MAX_COMPARED, CheckpointPlan, depth_worth_a_state
+from ..inference.contexts.cache.checkpoint_plan import MAX_COMPARED, CheckpointPlan, best_shared_depth
 from ..inference.contexts.cache.eviction import PolicyChoice
 from ..inference.contexts.cache.paths import make_room_by_rolling
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
@@ -88,7 +88,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         waiting = islice(engine.waiting_request_ids, MAX_COMPARED)
         others = [engine.get_request(number) for number in waiting if number != req.request_id]
         keys = [other.precomputed_block_hashes for other in others]
-        return depth_worth_a_state(req.precomputed_block_hashes, keys, num_known) * self._block_size
+        return best_shared_depth(req.precomputed_block_hashes, keys, num_known) * self._block_size
 
     def _device(self) -> torch.device:
         """Where the live states are; as the host's own, on the current device where there are none."""

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from ...config import InferenceConfig
-from .cache.checkpoint_plan import Boundary, checked_boundaries, depth_worth_a_state
+from .cache.checkpoint_plan import Boundary, best_shared_depth, checked_boundaries
 from .cache.paths import PrefixMatch
 from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
@@ -278,7 +278,7 @@ class Admission:
             other.chain.extend_to(other.tokens)
         size = self._block_size
         keys = [other.chain.keys[: other.max_resume_tokens // size] for other in others]
-        return depth_worth_a_state(request.chain.keys, keys, match.resume_tokens // size) * size
+        return best_shared_depth(request.chain.keys, keys, match.resume_tokens // size) * size
 
     def _branch_tokens(self, match: PrefixMatch, request: DynamicInferenceRequest) -> int:
         """After how many tokens the request departs from an earlier or a waiting one; 0: from none.

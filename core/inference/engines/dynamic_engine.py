@@ -126,7 +126,7 @@ class DynamicInferenceEngine:
             self.ensure_usable("add_request")
         else:
             self.core.check_not_broken()
-        request = self.factory.request(*arguments)
+        request = self.factory.new_request(*arguments)
         self.factory.assign_id(request, is_users=True, owned=owned)
         return request
 
@@ -282,7 +282,7 @@ class DynamicInferenceEngine:
         plans = one_each("checkpoint_plan", checkpoint_plan, len(listed))
         self.ensure_allocated("generate")
         requests = [  # all of them are checked before one has an id
-            self.factory.request(prompt, sampling, salt, plan, name)
+            self.factory.new_request(prompt, sampling, salt, plan, name)
             for (name, prompt), sampling, salt, plan in zip(listed, params, salts, plans, strict=True)
         ]
         return self._serve(requests, progress)
@@ -321,7 +321,7 @@ class DynamicInferenceEngine:
         self.ensure_allocated("score")
         arguments = zip(listed, starts, salts, plans, strict=True)
         requests = [
-            self.factory.sequence(f"sequences[{i}]", sequence, first, salt, plan)
+            self.factory.new_sequence(f"sequences[{i}]", sequence, first, salt, plan)
             for i, ((_, sequence), first, salt, plan) in enumerate(arguments)
         ]
         results = self._serve(requests, progress, is_users=False)
@@ -405,12 +405,12 @@ class DynamicInferenceEngine:
             How many of the prefix's tokens later prompts can resume.
         """
         self.ensure_allocated("warm")
-        prefix, chain = self.factory.prefix(tokens, cache_salt)
+        prefix, chain = self.factory.hashed_prefix(tokens, cache_salt)
         cache, size = self.context.prefix_cache, self.config.block_size_tokens
         whole = len(prefix) // size * size
         if cache.resumable_tokens(chain) < whole:
             once, plan = SamplingParams(max_tokens=1), CheckpointPlan(marks=(whole,))
-            request = self.factory.request(prefix[:whole], once, cache_salt, plan)
+            request = self.factory.new_request(prefix[:whole], once, cache_salt, plan)
             self._serve([request], is_users=False)
         return cache.resumable_tokens(chain)
 
@@ -423,7 +423,7 @@ class DynamicInferenceEngine:
             RuntimeError: the engine is suspended, and so caches nothing.
         """
         self.ensure_allocated("pin")
-        _, chain = self.factory.prefix(tokens, cache_salt)
+        _, chain = self.factory.hashed_prefix(tokens, cache_salt)
         cache = self.context.prefix_cache
         if not cache.resumable_tokens(chain):
             raise ValueError(

@@ -126,7 +126,7 @@ class Scheduler:
         for request in sorted(self.running, key=lambda request: not _holding(request).decoding):
             if budget == 0:
                 break
-            if not self._fits_a_cut(len(request.tokens) - _holding(request).num_computed, budget):
+            if not self._fits_budget(len(request.tokens) - _holding(request).num_computed, budget):
                 continue
             step = self._context.admission.allocate_step(request, budget)
             if step is None:
@@ -136,7 +136,7 @@ class Scheduler:
                 budget -= step.length
         return steps
 
-    def _fits_a_cut(self, num_missing: int, budget: int) -> bool:
+    def _fits_budget(self, num_missing: int, budget: int) -> bool:
         """Whether a prefill of `num_missing` tokens ends within `budget` tokens, or can be cut there."""
         return not self._replays or budget >= min(self._chunk_size, num_missing)
 
@@ -153,7 +153,7 @@ class Scheduler:
         next_slots = self._context.admission.resume_slots([*islice(self.waiting.values(), num_free_rows)])
         for i, request in enumerate(self.waiting.values()):
             match = self._context.admission.match(request)
-            if not self._fits_a_cut(len(request.tokens) - match.resume_tokens, budget):
+            if not self._fits_budget(len(request.tokens) - match.resume_tokens, budget):
                 break
             if promised.make_wait(request, match):
                 num_awaiting += 1

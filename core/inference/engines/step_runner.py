@@ -221,7 +221,7 @@ class SampledStep:
         nothing: Sequence[None] = [None] * len(drawn)
         returned = any(step.request.sampling.return_log_probs for step in self._sampled)
         log_probs: Sequence[float | None] = next(numbers) if returned else nothing
-        tops = self._tops(numbers) or nothing
+        tops = self._top_log_probs(numbers) or nothing
         now_s = time.perf_counter()
         generated: NewTokens = {}
         stop = 0
@@ -245,7 +245,7 @@ class SampledStep:
         self._tokens = generated
         return generated
 
-    def _tops(self, numbers: Iterator[list[float]]) -> list[TopLogProbs | None]:
+    def _top_log_probs(self, numbers: Iterator[list[float]]) -> list[TopLogProbs | None]:
         """The most likely tokens of each drawn row; empty where no request returns them."""
         rows = (step for step in self._sampled for _ in range(1 + len(step.drafts)))
         wanted = [step.request.sampling.num_top_log_probs for step in rows]

@@ -159,7 +159,7 @@ MAX_COMPARED = 32
 """Waiting requests with which one that begins is compared."""
 
 
-def depth_worth_a_state(keys: Sequence[int], others: Iterable[Sequence[int]], num_known: int) -> int:
+def best_shared_depth(keys: Sequence[int], others: Iterable[Sequence[int]], num_known: int) -> int:
     """After how many blocks of `keys` a state saves `others` the most blocks; 0 where it saves none.
 
     `num_known` blocks are saved without it. Example: of keys [a b c] and others [[a b x], [a b y], [a z]],

@@ -114,7 +114,7 @@ def match_prefix(
     """
     ghosts, keys, size = tree.ghosts, chain.keys, chain.block_size_tokens
     blocks, num_seen, whole = tuple(path_blocks[:num_held]), 0, num_tokens // size
-    if known is not None and _is_of_beginning(known.basis, chain, num_tokens, num_held, max_resume_tokens):
+    if known is not None and _is_prefix_of(known.basis, chain, num_tokens, num_held, max_resume_tokens):
         since, blocks = known.basis.block_version, known.blocks
         no_lapse = known.basis.num_lapses == ghosts.num_lapses
         if no_lapse:  # what was seen is there, or a ghost
@@ -168,7 +168,7 @@ def _last_key(chain: PrefixHashChain, num_tokens: int) -> int:
     return chain.keys[whole - 1] if whole else 0
 
 
-def _is_of_beginning(
+def _is_prefix_of(
     basis: MatchBasis, chain: PrefixHashChain, num_tokens: int, num_held: int, limit: int | None
 ) -> bool:
     """Whether a match on this basis is one of the same sequence, or of its beginning."""

@@ -125,7 +125,7 @@ class PrefixCache:
 
         Args:
             chain: the hashes of at least the whole blocks of these tokens.
-            num_tokens: tokens of the sequence. Only states that leave at least one token to compute count.
+            num_tokens: tokens of the sequence. Only states before the last token count: it is computed.
             path: what the sequence holds already. States within the path's registered blocks do not count.
             max_resume_tokens: deeper states do not count, because the tokens after are to be computed: the
                 sequence shares their KV only. None for no limit.
@@ -375,7 +375,7 @@ class PrefixCache:
     def abort(self) -> None:
         """Free all slots that were reserved for a step that failed."""
         if self.tier is not None:
-            self.tier.mend()
+            self.tier.repair()
         self.slots.release()
 
     # ---- pins, eviction, reset
@@ -423,8 +423,8 @@ class PrefixCache:
             self.kv_blocks.deregister_all()  # calls observers
         finally:
             self.kv_blocks.reset(keep_totals=keep_totals)
-        self.tree.state_turnover.mend(len(self.tree.slot_of_block))
-        self.tree.turnover.mend(len(self.tree.block_of_key))
+        self.tree.state_turnover.repair(len(self.tree.slot_of_block))
+        self.tree.turnover.repair(len(self.tree.block_of_key))
 
     # ---- the whole
 

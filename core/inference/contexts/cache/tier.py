@@ -65,9 +65,9 @@ class TierSlots:
     def clear(self) -> None:
         """Forget every copy."""
         self.copies.clear()
-        self.mend()
+        self.repair()
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """After an interrupted change: free what is not indexed; O(slots)."""
         used = {slot for slot, _ in self.copies.values()}
         if self.dirty.is_active:
@@ -282,10 +282,10 @@ class HostTier:
         if had_files:
             self.copies.delete(None)
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """After an interrupted change: free what is not indexed; O(slots)."""
-        self.host.mend()
-        self.files.mend()
+        self.host.repair()
+        self.files.repair()
 
     def check_integrity(self, known: Callable[[int], bool]) -> None:
         """Raise AssertionError where the indexes contradict themselves, or a hash has no registered block."""

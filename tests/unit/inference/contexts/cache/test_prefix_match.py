@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.inference.contexts.cache import paths
-from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan, depth_worth_a_state
+from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan, best_shared_depth
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.paths import PrefixMatch, compute_spans
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
@@ -37,7 +37,7 @@ def test_a_state_is_stored_where_it_saves_the_most_blocks(
         depth: (depth - num_known) * sum(other[:depth] == text[:depth] for other in others)
         for depth in range(num_known + 1, len(text) + 1)
     }
-    depth = depth_worth_a_state(keys, other_keys, num_known)
+    depth = best_shared_depth(keys, other_keys, num_known)
     most = max(saved.values(), default=0)
     assert saved.get(depth, 0) == most
     assert (depth > 0) == (most > 0)

@@ -31,7 +31,7 @@ def test_the_copy_used_longest_ago_leaves_first() -> None:
     tier.pin(11)
     assert tier.allocate()[1] == 13
     assert tier.allocate() == (-1, 0)
-    tier.mend()
+    tier.repair()
     tier.check_integrity()
 
 
@@ -45,7 +45,7 @@ def test_a_slot_that_an_interrupt_lost_is_found_again() -> None:
     tier.allocate()
     with pytest.raises(AssertionError, match="nowhere"):
         tier.check_integrity()
-    tier.mend()
+    tier.repair()
     tier.check_integrity()
     assert len(tier) == 1
 
