@@ -160,8 +160,7 @@ class Scheduler:
                 if num_awaiting == _MAX_AWAITING:
                     break
                 continue
-            still_waiting = (other for other in self.waiting.values() if other.holding is None)
-            others = islice(still_waiting, MAX_COMPARED)
+            others = islice((one for one in self.waiting.values() if one.holding is None), MAX_COMPARED)
             step = self._context.admission.allocate_step(request, budget, next_slots[i + 1 :], others)
             if step is None:
                 if self._fits_beside_pins(request, match):
