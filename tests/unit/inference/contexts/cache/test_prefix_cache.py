@@ -527,11 +527,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         chain = PrefixHashChain(SIZE, salt)
         sequence = Sequence(salt, tokens, self.cache.open(chain, PLAN, table_row()))
         match = self.checked_match(sequence, limit)
-        affords = self.cache.can_hold(num_blocks_of(tokens), match, None)
+        can_hold = self.cache.can_hold(num_blocks_of(tokens), match, None)
         self.sequences.append(sequence)
         self.hold(sequence, match)
-        assert self.grow(sequence) == affords
-        if affords:
+        assert self.grow(sequence) == can_hold
+        if can_hold:
             self.resume(sequence, match)
         else:
             self.leaves_the_cache(sequence)
