@@ -99,7 +99,7 @@ class Churn:
         before = sum(kv.borrowing.units.holds_states)
         if self._num_steps % 10 == 0:
             kv.evict_lru_blocks(kv.num_cached)
-            kv.borrowing.borrow_slots(len(self._cache.slots.free) + 8)
+            kv.borrowing.borrow_slots(len(self._cache.slots.free_slots) + 8)
         elif self._num_steps % 5 == 0:
             kv.borrowing.borrow_blocks(kv.total_avail + 8)
         change = sum(kv.borrowing.units.holds_states) - before

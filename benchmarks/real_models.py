@@ -138,7 +138,7 @@ class Bench:
         rows = []
         engine = self.engine(1, self.length + 4 * BLOCK, None)
         every = ms.CheckpointPlan(prefill_interval=BLOCK)
-        none = ms.CheckpointPlan(tail=False, branch=False, chunk_ends=False, decode="off")
+        none = ms.CheckpointPlan(tail=False, branch=False, step_ends=False, decode="off")
         one = ms.SamplingParams(max_tokens=1)
         for what, plan in (
             ("whole prompt", every), ("the same, without states", none), ("resumed", every)

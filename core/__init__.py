@@ -24,12 +24,7 @@ if TYPE_CHECKING:
     from . import models, testing, text
     from .cache_stats import COMPUTE_REASONS, EngineStats, SpeculationStats
     from .config import InferenceConfig
-    from .errors import (
-        EngineDeadError,
-        KVBlockCapacityError,
-        MambaSlotCapacityError,
-        QueueFullError,
-    )
+    from .errors import EngineDeadError, KVBlockCapacityError, MambaSlotCapacityError, QueueFullError
     from .inference.contexts.cache.checkpoint_plan import CheckpointPlan
     from .inference.contexts.cache.eviction import EvictionPolicy
     from .inference.contexts.cache.hashing import PrefixHashChain

@@ -218,18 +218,26 @@ class InferenceConfig:
             return None if device.type == "cuda" else "a CPU"
         return None if self.async_scheduling else "async_scheduling"
 
+    def why_variant(self, device: "torch.device") -> str | None:
+        """Why answers may depend on the batch, whatever the model is; None where a check of it decides."""
+        if self.batch_invariant is not None:
+            return None if self.batch_invariant else "the setting is False"
+        if self.durable_state_dtype is not None:
+            return f"durable_state_dtype is {self.durable_state_dtype!r}"
+        return None if device.type == "cuda" else f"the model is on {device.type}"
+
 
 _MAX_GB = 2.0**33  # 2**63 bytes
 _WITHOUT_SLOTS = "; to serve without state slots, set enable_prefix_caching=False"
 
 
 PLAN_SYNTAX = (
-    "parts of CheckpointPlan, separated by commas, over the defaults: tail, branch, chunk_ends (no-tail, "
-    "no-branch, no-chunk_ends switch off), decode=rolling|off|N, prefill_interval=N, marks=N+N; every=N is "
+    "parts of CheckpointPlan, separated by commas, over the defaults: tail, branch, step_ends (no-tail, "
+    "no-branch, no-step_ends switch off), decode=rolling|off|N, prefill_interval=N, marks=N+N; every=N is "
     "decode=N,prefill_interval=N"
 )
 """The syntax of `parse_plan`, for a help text."""
-_PLAN_SWITCHES = ("tail", "branch", "chunk_ends")
+_PLAN_SWITCHES = ("tail", "branch", "step_ends")
 _PLAN_NUMBERS = {
     "every": ("decode", "prefill_interval"), "decode": ("decode",), "prefill_interval": ("prefill_interval",),
 }  # fmt: skip

@@ -131,10 +131,7 @@ class LLM:
         return Completion(self.loaded.codec.decode(tokens), stream.result)
 
     def stream(
-        self,
-        prompt: TextOrTokens | Messages,
-        sampling_params: SamplingParams | None = None,
-        **params: Any,
+        self, prompt: TextOrTokens | Messages, sampling_params: SamplingParams | None = None, **params: Any
     ) -> Iterator[str]:
         """The pieces of an answer's text as they are generated; `prompt` is text, token ids or messages.
 

@@ -129,7 +129,7 @@ class ParallelGroups:
     def is_split(self) -> bool:
         return self.size > 1
 
-    def overlap(self, others: "ParallelGroups") -> bool:
+    def overlaps(self, others: "ParallelGroups") -> bool:
         """Whether both split a model over one and the same process group."""
         common = {self.tensor, self.pipeline} & {others.tensor, others.pipeline}
         return any(group is not None and dist.get_world_size(group) > 1 for group in common)

@@ -105,8 +105,7 @@ def integers(name: str, values: object, minimum: int | None = None, maximum: int
     result = list(values) if type(values) is list else as_list(values)
     if result is None:
         raise ValueError(f"{name} is {shown(values)}; accepted: a list of integers or a 1-D integer tensor")
-    low = -_INFINITY if minimum is None else minimum
-    high = _INFINITY if maximum is None else maximum
+    low, high = -_INFINITY if minimum is None else minimum, _INFINITY if maximum is None else maximum
     if not result or (set(map(type, result)) == {int} and low <= min(result) and max(result) <= high):
         return result
     return [integer(f"{name}[{i}]", value, minimum, maximum) for i, value in enumerate(result)]

@@ -69,7 +69,7 @@ class Engine:
         chain = ms.PrefixHashChain(BLOCK)
         chain.extend_to(request.tokens)
         match = cache.match(chain, len(request.tokens))
-        if not cache.affords(num_blocks, match, None):
+        if not cache.can_hold(num_blocks, match, None):
             return False
         reach = len(request.tokens) - 1
         path = cache.open(chain, self.plan, np.full(num_blocks, -1, np.int32), max_resume_tokens=reach)

@@ -393,14 +393,14 @@ class TakenStates:
     Attributes:
         tail: the last boundary of a prompt.
         branch: the boundary to which KV was cached when the request came, where the state was not.
-        chunk_ends: where a prefill step ends on a boundary.
+        step_ends: where a prefill step ends on a boundary.
         decode: the last boundary that the answer passed, stored when the request ends.
         every: all boundaries, of prompt and answer.
     """
 
     tail: bool = False
     branch: bool = False
-    chunk_ends: bool = False
+    step_ends: bool = False
     decode: bool = False
     every: bool = False
 
@@ -414,7 +414,7 @@ class TakenStates:
             wanted.add(request.target // block)
         if self.branch:
             wanted.add(request.matched)
-        if self.chunk_ends and end % block == 0:
+        if self.step_ends and end % block == 0:
             wanted.add(last)
         return sorted(depth for depth in wanted if first <= depth <= last)
 

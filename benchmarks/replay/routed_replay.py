@@ -161,19 +161,19 @@ class EventChannel:
         self.num_events = 0
         self.num_bytes = 0
         self._delay_ns = delay_ns
-        self._coming: list[tuple[int, int, StateEvents]] = []  # (time, number, message), a heap
+        self._upcoming: list[tuple[int, int, StateEvents]] = []  # (time, number, message), a heap
 
     def send(self, events: StateEvents, now_ns: int) -> None:
         """Send a message at `now_ns`; times may go back from one replica to the next."""
-        heapq.heappush(self._coming, (now_ns + self._delay_ns, self.num_events, events))
+        heapq.heappush(self._upcoming, (now_ns + self._delay_ns, self.num_events, events))
         self.num_events += 1
         self.num_bytes += len(encode_events(events))
 
     def due(self, now_ns: int) -> list[StateEvents]:
         """Take the messages that have arrived by now, in the order of their arrival."""
         found = []
-        while self._coming and self._coming[0][0] <= now_ns:
-            found.append(heapq.heappop(self._coming)[2])
+        while self._upcoming and self._upcoming[0][0] <= now_ns:
+            found.append(heapq.heappop(self._upcoming)[2])
         return found
 
 
@@ -229,7 +229,7 @@ class Replica:
         self._outside = outside
         self._least_step_ns = round(cost.seconds(0, 0) * NANOSECONDS)
         self._inbox: deque[tuple[int, int]] = deque()  # (time, request), in the order of coming
-        self._came_ns: dict[int, int] = {}  # of requests that have not ended
+        self._arrival_ns: dict[int, int] = {}  # of requests that have not ended
         self._num_sent = 0
         self._num_sent_tokens = 0
         self._num_ended = 0
@@ -240,10 +240,10 @@ class Replica:
 
     # ---- what the router sees
 
-    def send(self, number: int, came_ns: int) -> None:
+    def send(self, number: int, arrival_ns: int) -> None:
         """Queue a request that has come now; the times of calls do not go back."""
-        self._inbox.append((came_ns, number))
-        self._came_ns[number] = came_ns
+        self._inbox.append((arrival_ns, number))
+        self._arrival_ns[number] = arrival_ns
         self._num_sent += 1
         self._num_sent_tokens += self._num_tokens(number)
         self._is_soonest_known = False
@@ -321,11 +321,11 @@ class Replica:
             found.append(self._inbox.popleft()[1])
         return found
 
-    def came_ns(self, index: int) -> int:
-        return self._came_ns[index]
+    def arrival_ns(self, index: int) -> int:
+        return self._arrival_ns[index]
 
     def note_end(self, index: int, now_ns: int) -> None:
-        del self._came_ns[index]
+        del self._arrival_ns[index]
         self._num_ended += 1
         self._num_ended_tokens += self._num_tokens(index)
         self._outside.note_end(index, now_ns)

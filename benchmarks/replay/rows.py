@@ -36,7 +36,7 @@ from processes import add_jobs, replay_cells
 from sglang_row import SGLangRow
 from vllm_row import VLLMRow
 
-_USED_NODE = TakenStates(tail=True, branch=True, chunk_ends=True, decode=True)
+_USED_NODE = TakenStates(tail=True, branch=True, step_ends=True, decode=True)
 PEERS: tuple[ReplayRow, ...] = (
     StockRow(),
     BlockRow("every-block", TakenStates(every=True)),

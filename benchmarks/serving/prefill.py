@@ -11,7 +11,7 @@ from serving.limits import Products, time_ms
 from serving.models import BLOCK, ServingModel
 
 ONE = ms.SamplingParams(max_tokens=1)
-NO_STATES = ms.CheckpointPlan(tail=False, branch=False, chunk_ends=False, decode="off")
+NO_STATES = ms.CheckpointPlan(tail=False, branch=False, step_ends=False, decode="off")
 PAUSE_S = 0.1
 EVERY_BLOCK = ms.CheckpointPlan(prefill_interval=BLOCK)
 

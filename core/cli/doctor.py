@@ -187,8 +187,8 @@ def self_test(device: torch.device) -> Iterator[Check]:
     engine = small_engine(model, caching=True)
     (first,) = engine.generate([prompt], params)
     yield Check("a prompt is served", len(first.tokens) == ANSWER, f"{len(first.tokens)} tokens")
-    following = prompt + first.tokens + prompt[:BLOCK]
-    again = engine.generate([prompt, following], params)
+    next_turn = prompt + first.tokens + prompt[:BLOCK]
+    again = engine.generate([prompt, next_turn], params)
     wanted = [PROMPT // BLOCK * BLOCK, (PROMPT + ANSWER - 1) // BLOCK * BLOCK]
     resumed = [result.num_resumed_tokens for result in again]
     finding = ", ".join(
@@ -196,7 +196,7 @@ def self_test(device: torch.device) -> Iterator[Check]:
     )
     yield Check("its repeat and its continuation resume", resumed == wanted, finding)
     exact = small_engine(small_model(device, dtype, like=model), caching=False)
-    pairs = [(prompt, first), (prompt, again[0]), (following, again[1])]
+    pairs = [(prompt, first), (prompt, again[0]), (next_turn, again[1])]
     furthest = max(_distance(exact, asked, result.tokens, result.log_probs or []) for asked, result in pairs)
     limit = TOLERANCES[dtype]
     finding = f"log-probs differ by at most {furthest:.2g}; accepted for {str(dtype)[6:]}: {limit:g}"

@@ -94,11 +94,7 @@ class FleetEngine:
     @property
     def numbers(self) -> dict[str, int]:
         """What this ingress adds to the fleet's metrics."""
-        return {
-            **self._counts,
-            "requests_waiting": self.num_waiting,
-            "requests_running": self.num_running,
-        }
+        return {**self._counts, "requests_waiting": self.num_waiting, "requests_running": self.num_running}
 
     # ---- its life
 

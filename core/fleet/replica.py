@@ -25,7 +25,7 @@ from ..serve.served_engine import EngineFacts, LocalEngine
 from .figures import ReplicaReport, replica_report
 from .guard import kill_when_still
 from .replica_answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
-from .replica_questions import Ingresses, IngressQuestion, StateLooks
+from .replica_questions import Ingresses, IngressQuestion, StatePoller
 from .settings import FleetSettings
 from .warming import HandOver, meeting_store, serve_hand_over, take_over
 
@@ -143,7 +143,7 @@ class EngineReplica:
         )
         self._engine.start()
         self._warm_timeout_s = settings.warm_timeout_s
-        self._ingresses = Ingresses(self._looks if engine.config.enable_prefix_caching else None)
+        self._ingresses = Ingresses(self._new_poller if engine.config.enable_prefix_caching else None)
         self._hand_overs: set[asyncio.Task[None]] = set()
         self._watching = asyncio.create_task(self._end_when_lost())
         if engine.config.enable_prefix_caching and settings.warm_timeout_s:
@@ -171,8 +171,8 @@ class EngineReplica:
         num_states = self._ranks.engine.context.prefix_cache.num_states
         return ReplicaStatus(self._name, self._processes, self._engine.num_running, num_states, events)
 
-    def _looks(self) -> StateLooks:
-        return StateLooks(self._engine, StatePublisher(self._ranks.engine, self._name))
+    def _new_poller(self) -> StatePoller:
+        return StatePoller(self._engine, StatePublisher(self._ranks.engine, self._name))
 
     async def hand_over(self, order: HandOver) -> None:
         """Begin to hand states over."""

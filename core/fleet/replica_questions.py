@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..inference.engines.async_engine import AsyncEngine
@@ -21,58 +22,62 @@ class IngressQuestion(NamedTuple):
     numbers: Mapping[str, int]  # what the ingress adds to the fleet's metrics
 
 
-class StateLooks:
-    """An engine's states, look after look; a look waits for the end of a step, and no caller waits for it."""
+class StatePoller:
+    """Polls an engine's states: a poll waits for the end of a step, and no caller waits for a poll."""
 
     def __init__(self, engine: AsyncEngine, publisher: StatePublisher) -> None:
         self._engine, self._publisher = engine, publisher
-        self._look: asyncio.Future[StateEvents | None] | None = None
+        self._poll: asyncio.Future[StateEvents | None] | None = None
 
     def next(self, wants_all: bool) -> StateEvents | None:
-        """What the look that ended has found; begins another one, at the changes or at all states."""
-        ended, events = self._look, None
+        """What the poll that ended has found; begins another one, of the changes or of all states."""
+        ended, events = self._poll, None
         if ended is not None:
             if not ended.done():
                 return None
             events = None if ended.exception() else ended.result()
         take = self._publisher.snapshot if wants_all else self._publisher.take
-        self._look = asyncio.ensure_future(self._engine.call(lambda engine: take()))
+        self._poll = asyncio.ensure_future(self._engine.call(lambda engine: take()))
         return events
+
+
+@dataclass
+class _Ingress:
+    numbers: Mapping[str, int]
+    asked_s: float
+    poller: StatePoller | None = None
 
 
 class Ingresses:
     """The ingresses that ask a replica: each receives every change of the replica's states."""
 
     def __init__(
-        self, new_looks: Callable[[], StateLooks] | None, clock: Callable[[], float] = time.monotonic
+        self, new_poller: Callable[[], StatePoller] | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`new_looks` makes those of an ingress; None without a cache."""
-        self._new_looks, self._clock = new_looks, clock
-        self._looks: dict[str, StateLooks] = {}
-        self._numbers: dict[str, Mapping[str, int]] = {}
-        self._asked_s: dict[str, float] = {}
+        """`new_poller` makes that of an ingress; None without a cache."""
+        self._new_poller, self._clock = new_poller, clock
+        self._known: dict[str, _Ingress] = {}
 
     def answer(self, question: IngressQuestion) -> StateEvents | None:
         """What has changed, once it is known; None before that, and without a cache."""
-        name = question.ingress
-        self._asked_s[name], self._numbers[name] = self._clock(), question.numbers
-        for gone in self._looks.keys() - self._asking():
-            del self._looks[gone]
-        if self._new_looks is None:
+        ingress = self._known.setdefault(question.ingress, _Ingress({}, 0.0))
+        ingress.numbers, ingress.asked_s = question.numbers, self._clock()
+        for other in self._known.values():
+            if self._is_gone(other):
+                other.poller = None
+        if self._new_poller is None:
             return None
-        if name not in self._looks:
-            self._looks[name] = self._new_looks()
-        return self._looks[name].next(question.lacks_states)
+        ingress.poller = ingress.poller or self._new_poller()
+        return ingress.poller.next(question.lacks_states)
 
     @property
     def numbers(self) -> dict[str, Mapping[str, int]]:
         """The last numbers of each ingress; one that is gone has no requests, and counted what it counted."""
-        asking = self._asking()
+        ended = {"requests_waiting": 0, "requests_running": 0}
         return {
-            name: numbers if name in asking else {**numbers, "requests_waiting": 0, "requests_running": 0}
-            for name, numbers in self._numbers.items()
+            name: {**one.numbers, **ended} if self._is_gone(one) else one.numbers
+            for name, one in self._known.items()
         }
 
-    def _asking(self) -> set[str]:
-        horizon = self._clock() - GONE_S
-        return {name for name, asked_s in self._asked_s.items() if asked_s > horizon}
+    def _is_gone(self, ingress: _Ingress) -> bool:
+        return self._clock() - ingress.asked_s >= GONE_S

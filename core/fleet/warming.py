@@ -26,7 +26,7 @@ from .settings import DEPLOYMENT, FleetSettings
 
 logger = logging.getLogger(__name__)
 
-STATES_A_ROUND = 32
+STATES_PER_ROUND = 32
 """States of one hand-over: the source runs no step during a hand-over."""
 _MEETING_S = 5.0
 _LONGEST_ROUND_S = 10.0
@@ -96,7 +96,7 @@ async def serve_hand_over(engine: AsyncEngine, order: HandOver, timeout_s: float
     try:
         store = await asyncio.to_thread(meeting_store, order.host, order.port)
         keys = await engine.call(_on_all_ranks(recent_states))
-        rounds = list(batched(keys, STATES_A_ROUND))
+        rounds = list(batched(keys, STATES_PER_ROUND))
         await asyncio.to_thread(store.set, order.name, str(len(rounds)))
         for number, some in enumerate(rounds):
             name = f"{order.name}-{number}"

@@ -93,9 +93,7 @@ def shown_versions(megatron_core: str | None = None) -> str:
 
 
 def install(
-    plan: CheckpointPlan | None = None,
-    eviction: PolicyChoice | None = None,
-    cache_answers: bool = True,
+    plan: CheckpointPlan | None = None, eviction: PolicyChoice | None = None, cache_answers: bool = True
 ) -> Installation:
     """Let megatron-core's `DynamicInferenceContext` run on our slot allocator, with its faults corrected.
 
@@ -247,9 +245,7 @@ def uninstall() -> None:
 
 @contextmanager
 def installed(
-    plan: CheckpointPlan | None = None,
-    eviction: PolicyChoice | None = None,
-    cache_answers: bool = True,
+    plan: CheckpointPlan | None = None, eviction: PolicyChoice | None = None, cache_answers: bool = True
 ) -> Iterator[Installation]:
     """Installed within the block; see `install`. Where it is installed already, it stays so afterwards."""
     nested = bool(_replaced)

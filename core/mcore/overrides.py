@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
-from .versions import (
-    GATED_DELTA_NET,
-    KNOWN_SOURCES,
-    KV_ALLOCATOR,
-    SERIES,
-    hashes_in,
-    series_of,
-    source_hash,
-)
+from .versions import GATED_DELTA_NET, KNOWN_SOURCES, KV_ALLOCATOR, SERIES, hashes_in, series_of, source_hash
 
 Replacement = Callable[..., Any]
 """Called as `replacement(original, self, *args, **kwargs)`; `original` is the host's own method."""

@@ -56,10 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         return path
 
     parser.add_argument(
-        "--plan",
-        type=plan,
-        metavar="SPEC",
-        help=f"which states are taken: {PLAN_SYNTAX}".replace("%", "%%"),
+        "--plan", type=plan, metavar="SPEC", help=f"which states are taken: {PLAN_SYNTAX}".replace("%", "%%")
     )
     parser.add_argument(
         "--eviction", choices=EVICTION_POLICIES, help="of states; default: what the script sets"

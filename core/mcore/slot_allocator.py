@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MambaSlotCapacityError
-from ..inference.contexts.cache.checkpoint_plan import MAX_COMPARED, CheckpointPlan, depth_worth_a_state
+from ..inference.contexts.cache.checkpoint_plan import MAX_COMPARED, CheckpointPlan, best_shared_depth
 from ..inference.contexts.cache.eviction import PolicyChoice
 from ..inference.contexts.cache.paths import make_room_by_rolling
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
@@ -88,7 +88,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         waiting = islice(engine.waiting_request_ids, MAX_COMPARED)
         others = [engine.get_request(number) for number in waiting if number != req.request_id]
         keys = [other.precomputed_block_hashes for other in others]
-        return depth_worth_a_state(req.precomputed_block_hashes, keys, num_known) * self._block_size
+        return best_shared_depth(req.precomputed_block_hashes, keys, num_known) * self._block_size
 
     def _device(self) -> torch.device:
         """Where the live states are; as the host's own, on the current device where there are none."""
@@ -189,22 +189,22 @@ class HostSlotAllocator(MambaSlotAllocator):
         self._record.slots, self._record.dropped = self.slots.counts, self.num_dropped
 
     def _commit(
-        self, inner: list[int], scratch_rows: list[int], ends: list[int], rows: list[int], hashes: list[int]
+        self, inner: list[int], scratch_rows: list[int], ends: list[int], rows: list[int], keys: list[int]
     ) -> None:
         reached = self.answers.reached() if self.answers is not None else {}
         crossed = [(block, crossing) for block, crossing in reached.items() if block not in (*inner, *ends)]
         if self.answers is None or not crossed:
-            super()._commit(inner, scratch_rows, ends, rows, hashes)
+            super()._commit(inner, scratch_rows, ends, rows, keys)
             return
         tracks = [self._record.tracks[crossing.request_id] for _, crossing in crossed]
-        make_room_by_rolling(self.slots, tracks, len(crossed) + len(hashes))
-        room = max(0, self.slots.num_available - len(hashes))  # the states of prompts come first
-        self.slots.tree.note_refused(self._hashes_of([block for block, _ in crossed[room:]]))
+        make_room_by_rolling(self.slots, tracks, len(crossed) + len(keys))
+        room = max(0, self.slots.num_available - len(keys))  # the states of prompts come first
+        self.slots.tree.note_refused(self._keys_of([block for block, _ in crossed[room:]]))
         del crossed[room:]
         slots = self.slots.reserve([block for block, _ in crossed])
         try:
             self.store_from_live_batch(slots, [crossing.row for _, crossing in crossed])
-            super()._commit(inner, scratch_rows, ends, rows, hashes)
+            super()._commit(inner, scratch_rows, ends, rows, keys)
         except BaseException:
             self.slots.release(slots)
             raise

@@ -177,7 +177,7 @@ class SavedWeights:
             with self._path.open("rb") as content:
                 digest = hashlib.file_digest(content, "sha256").hexdigest()
             self._file = cast(Any, safe_open(self._path, framework="pt", backend="pread"))
-            self._left = set(self._file.keys())
+            self._unread = set(self._file.keys())
             self._progress = LoadProgress(folder, self._path.stat().st_size)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self._path} is truncated or corrupt: {error}") from error
@@ -185,7 +185,7 @@ class SavedWeights:
 
     def check_widths(self, config: HybridConfig) -> None:
         """Raise a CheckpointError where layers, which list their channels, are wider than every tensor."""
-        shapes = [self._file.get_slice(name).get_shape() for name in self._left]
+        shapes = [self._file.get_slice(name).get_shape() for name in self._unread]
         widest = max((size for shape in shapes for size in shape), default=0)
         widths = {
             "M": config.conv_dim,
@@ -208,14 +208,14 @@ class SavedWeights:
 
     def check_all_taken(self) -> None:
         """Raise a CheckpointError where the file has tensors that the model did not ask for."""
-        if self._left:
-            names = ", ".join(sorted(self._left))
+        if self._unread:
+            names = ", ".join(sorted(self._unread))
             raise CheckpointError(f"{self._path} has weights that the model has not: {names}")
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self._left:
+        if name not in self._unread:
             raise CheckpointError(f"{self._path} has no {name}")
-        self._left.remove(name)
+        self._unread.remove(name)
         try:
             tensor: Tensor = self._file.get_tensor(name)
             self._progress.loaded(tensor.nbytes)

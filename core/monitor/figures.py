@@ -36,7 +36,7 @@ class Latency:
     counts: list[int]
     sum: float = 0.0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
-    ranks: Sequence[int] = (50, 90, 99)  # of the percentiles
+    percents: Sequence[int] = (50, 90, 99)  # of the percentiles
 
     @classmethod
     def empty(cls, bounds_s: Sequence[float]) -> "Latency":
@@ -50,11 +50,13 @@ class Latency:
 
     @property
     def percentiles(self) -> dict[str, float | None]:
-        """By nearest rank: "p50" for rank 50. None where there are no values."""
+        """By nearest rank: "p50" for percent 50. None where there are no values."""
         ordered = sorted(self.recent)
         if not ordered:
-            return {f"p{rank}": None for rank in self.ranks}
-        return {f"p{rank}": ordered[max(0, -(-len(ordered) * rank // 100) - 1)] for rank in self.ranks}
+            return {f"p{percent}": None for percent in self.percents}
+        return {
+            f"p{percent}": ordered[max(0, -(-len(ordered) * percent // 100) - 1)] for percent in self.percents
+        }
 
 
 @dataclass

@@ -166,7 +166,7 @@ class Monitor:
         """The record of a user's request, perhaps a new one; None for one that has ended and is unknown."""
         record = self._running.get(request.request_id)
         if record is None and request.request_id >= 0 and request.result is None:
-            tenant = self._tenants.of(request.hashes.root)
+            tenant = self._tenants.of(request.chain.root)
             arrived_s = request.arrival_s + self._unix_offset_s
             record = RequestRecord(
                 request, request.request_id, tenant, arrived_s, len(request.prompt_tokens), self._grid
@@ -232,10 +232,7 @@ class Monitor:
                 "warnings": list(self._misses.warnings),
                 "engine": {"description": list(self._description)},
                 "pools": {
-                    "states": {
-                        "total": sum(slots.values()) - slots["live"],
-                        "bytes_each": self._state_bytes,
-                    },
+                    "states": {"total": sum(slots.values()) - slots["live"], "bytes_each": self._state_bytes},
                     "kv": {
                         "total": sum(blocks.values()),
                         "bytes_each": self._kv_block_bytes,

@@ -127,7 +127,7 @@ class Heartbeat:
         try:
             self._connect(store, size)
         except BaseException:
-            self._end()
+            self._close_connections()
             raise
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self._thread.start()
@@ -162,9 +162,9 @@ class Heartbeat:
             with suppress(PeerLostError):
                 peer.link.send(_Seen(self._rank))
             if message.reason:
-                self._bury(message.rank, message.reason)
+                self._note_dead(message.rank, message.reason)
 
-    def _bury(self, rank: int, reason: str) -> None:
+    def _note_dead(self, rank: int, reason: str) -> None:
         self._peers[rank].has_ended = True
         self._dead = {rank: reason} | self._dead
         self._known.set()
@@ -184,9 +184,9 @@ class Heartbeat:
         while any(not peer.has_ended for peer in self._peers.values()) and time.monotonic() < deadline:
             time.sleep(self._interval_s / 50)
             self._receive()
-        self._end()
+        self._close_connections()
 
-    def _end(self) -> None:
+    def _close_connections(self) -> None:
         for peer in self._peers.values():
             peer.link.close()
         self._listener.close()
@@ -269,7 +269,7 @@ class Heartbeat:
             self._note(received[1])
         for rank, peer in self._peers.items():
             if peer.is_gone and not peer.has_ended:
-                self._bury(rank, "died, or stands still: its connection is closed")
+                self._note_dead(rank, "died, or stands still: its connection is closed")
             peer.is_gone = not peer.link.is_connected()
 
     def _exit(self, threads: Collection[int]) -> None:

@@ -49,8 +49,8 @@ class Arrivals:
     def __init__(self, trace: Trace, *, one_after_another: bool = False) -> None:
         self._gap_before: list[int] = []  # of each request, after the request before it in its session
         self._next_of: list[int] = []  # the next request of the session, or -1
-        self._came_ns: dict[int, int] = {}  # of requests that run or wait
-        self._coming: list[tuple[int, int]] = []  # (time, request), a heap
+        self._arrival_ns: dict[int, int] = {}  # of requests that run or wait
+        self._upcoming: list[tuple[int, int]] = []  # (time, request), a heap
         last: dict[int, int] = {}
         for index, request in enumerate(trace.requests):
             at_ns = round(request.arrival_s * NANOSECONDS)
@@ -58,18 +58,18 @@ class Arrivals:
             before = last.get(session, -1)
             self._next_of.append(-1)
             if before < 0:
-                self._coming.append((at_ns, index))
+                self._upcoming.append((at_ns, index))
                 self._gap_before.append(0)
             else:
                 self._next_of[before] = index
                 self._gap_before.append(at_ns - round(trace.requests[before].arrival_s * NANOSECONDS))
             last[session] = index
-        heapq.heapify(self._coming)
+        heapq.heapify(self._upcoming)
 
     @property
     def next_ns(self) -> int | None:
         """When the next request arrives; None where none arrives before an answer ends."""
-        return self._coming[0][0] if self._coming else None
+        return self._upcoming[0][0] if self._upcoming else None
 
     @property
     def horizon_ns(self) -> int | None:
@@ -79,22 +79,22 @@ class Arrivals:
     def due(self, now_ns: int) -> Sequence[int]:
         """Take the numbers of the requests that have arrived by now, in the order of arrival."""
         found = []
-        while self._coming and self._coming[0][0] <= now_ns:
-            at_ns, index = heapq.heappop(self._coming)
-            self._came_ns[index] = at_ns
+        while self._upcoming and self._upcoming[0][0] <= now_ns:
+            at_ns, index = heapq.heappop(self._upcoming)
+            self._arrival_ns[index] = at_ns
             found.append(index)
         return found
 
-    def came_ns(self, index: int) -> int:
+    def arrival_ns(self, index: int) -> int:
         """When an unfinished request arrived."""
-        return self._came_ns[index]
+        return self._arrival_ns[index]
 
     def note_end(self, index: int, now_ns: int) -> None:
         """Schedule the session's next request: the answer of `index` has ended."""
-        came_ns, following = self._came_ns.pop(index), self._next_of[index]
+        arrival_ns, following = self._arrival_ns.pop(index), self._next_of[index]
         if following >= 0:
-            at_ns = max(came_ns + self._gap_before[following], now_ns)
-            heapq.heappush(self._coming, (at_ns, following))
+            at_ns = max(arrival_ns + self._gap_before[following], now_ns)
+            heapq.heappush(self._upcoming, (at_ns, following))
 
 
 class ContextWithoutMemory(DynamicInferenceContext):
@@ -202,7 +202,7 @@ class EngineReplay:
                 prompt_tokens=entry.prompt.tolist(),
                 sampling=_sampling(len(entry.answer)),
                 plan=config.checkpoint_plan,
-                hashes=self._chains[number],
+                chain=self._chains[number],
                 arrival_s=self.now_ns / NANOSECONDS,
             )
         )
@@ -211,7 +211,7 @@ class EngineReplay:
         """Append the next tokens of the request's answer; the last one ends the request."""
         number, first = request.request_id, request.answer_length
         if not first:
-            self.first_token_ns[number] = self.now_ns - self.arrivals.came_ns(number)
+            self.first_token_ns[number] = self.now_ns - self.arrivals.arrival_ns(number)
         request.tokens += self._answers[number][first : first + num_tokens]
         if len(request.tokens) >= request.max_length:
             self._resumed[number] = request.ledger.resumed
@@ -232,7 +232,7 @@ class EngineReplay:
         num_prefill_tokens = sum(step.length for step in steps if not step.decoding)
         self.now_ns += self._step_ns(num_prefill_tokens, num_decodes)
         for step in steps:
-            if step.completes:
+            if step.samples_token:
                 self._generate(step.request, 1)
 
     def _step_ns(self, num_prefill_tokens: int, num_decodes: int) -> int:

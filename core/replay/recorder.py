@@ -100,7 +100,7 @@ class TraceRecorder:
 
     def _line(self, request: DynamicInferenceRequest) -> bytes:
         num_prompt = len(request.prompt_tokens)
-        chain = request.hashes.fork()
+        chain = request.chain.fork()
         chain.extend_to(request.tokens)
         hashes = [
             hashlib.blake2b(key.to_bytes(8, "big"), key=self._key, digest_size=_HASH_BYTES).hexdigest()

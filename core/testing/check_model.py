@@ -223,8 +223,7 @@ class _Trial:
         for wave in waves:
             for text, prompt, stop in wave:
                 params = SamplingParams(
-                    max_tokens=max(1, stop - prompt),
-                    skip_prompt_log_probs=shares or prompt % 2 == 0,
+                    max_tokens=max(1, stop - prompt), skip_prompt_log_probs=shares or prompt % 2 == 0
                 )
                 salt = None if shares else str(len(self._text_of))
                 number = engine.add_request(text[:prompt], params, cache_salt=salt, checkpoint_plan=plan)
@@ -239,13 +238,13 @@ class _Trial:
         """What the text says, or other tokens, and any number of them, by turns."""
         known, length = list(tokens), len(tokens)
         text = next(text for text in self._text_of.values() if text[:length] == known)
-        follows = text[length : length + max_drafts]
+        truth = text[length : length + max_drafts]
         self._num_drafted += 1
         wrong = (self._num_drafted % 4 - 1) % 4  # the place of a draft that is wrong: 0 to 3
-        if self._num_drafted % 4 == 3 or wrong >= len(follows):
-            return follows[: 1 + self._num_drafted % 3]
-        follows[wrong] = next(token for token in text if token != follows[wrong])
-        return follows
+        if self._num_drafted % 4 == 3 or wrong >= len(truth):
+            return truth[: 1 + self._num_drafted % 3]
+        truth[wrong] = next(token for token in text if token != truth[wrong])
+        return truth
 
     def step_begun(self, steps: Sequence[RequestStep], inputs: StepInputs) -> None:
         self._rows = [self._text_of[step.request.request_id] for step in steps]

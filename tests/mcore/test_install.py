@@ -116,7 +116,7 @@ def test_leaving_the_block_uninstalls_also_after_an_error() -> None:
     ("argument", "value"),
     [
         ("plan", "rolling"),
-        ("plan", ms.CheckpointPlan(tail=False, branch=False, chunk_ends=False, decode="off")),
+        ("plan", ms.CheckpointPlan(tail=False, branch=False, step_ends=False, decode="off")),
         ("eviction", "fifo"),
         ("eviction", "ref_zero"),
         ("eviction", LRUEviction()),

@@ -248,7 +248,7 @@ def test_fault_16_the_end_of_a_chunk_on_a_boundary_is_captured() -> None:
 
 
 def test_fault_17_the_divergence_counts_blocks_of_earlier_chunks() -> None:
-    plan = ms.CheckpointPlan(tail=False, chunk_ends=False, decode="off")
+    plan = ms.CheckpointPlan(tail=False, step_ends=False, decode="off")
     prompt = tokens(6 * BLOCK, seed=17)
     branch = prompt[: 5 * BLOCK] + tokens(2 * BLOCK, seed=18)
     with mambaslots.mcore.installed(plan=plan):

@@ -61,7 +61,7 @@ def test_the_options_are_those_of_install(tmp_path: Path, capsys: pytest.Capture
     assert settings.plan == ms.CheckpointPlan(tail=False, decode=64)
     assert (settings.eviction, settings.cache_answers) == ("lru", False)
     line, _ = said(capsys)
-    assert line.endswith("plan: no-tail,branch,chunk_ends,decode=64; answers are not cached")
+    assert line.endswith("plan: no-tail,branch,step_ends,decode=64; answers are not cached")
 
 
 def test_arguments_after_the_script_are_the_scripts(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(
 def test_a_plan_that_the_host_cannot_serve_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--plan", "no-tail,no-branch,no-chunk_ends,decode=off", script(tmp_path, "")]) == 2
+    assert main(["--plan", "no-tail,no-branch,no-step_ends,decode=off", script(tmp_path, "")]) == 2
     (line,) = said(capsys)
     assert line.startswith("mambaslots.mcore: error: checkpoint_plan is CheckpointPlan(tail=False,")
 

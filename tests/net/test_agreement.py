@@ -82,12 +82,12 @@ def serve(engine: Engine, seeds: range) -> list[list[int]]:
 
 
 def another_free_block(engine: Engine) -> None:
-    engine.context.prefix_cache.kv_blocks.free.reverse()
+    engine.context.prefix_cache.kv_blocks.free_blocks.reverse()
     serve(engine, range(20, 21))
 
 
 def another_free_slot(engine: Engine) -> None:
-    engine.context.prefix_cache.slots.free.reverse()
+    engine.context.prefix_cache.slots.free_slots.reverse()
     serve(engine, range(20, 21))
 
 

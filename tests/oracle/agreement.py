@@ -368,6 +368,6 @@ def _request_decisions(request: DynamicInferenceRequest) -> Iterator[str]:
     name = f"request {request.request_id}"
     digest = hashlib.blake2b(repr(request.prompt_tokens).encode(), digest_size=4).hexdigest()
     yield f"prompt of {name} has {len(request.prompt_tokens)} tokens, digest {digest}"
-    yield f"root of {name} is {request.hashes.root.hex()}"
+    yield f"root of {name} is {request.chain.root.hex()}"
     yield f"sampling of {name} is {request.sampling}"
     yield f"plan of {name} is {request.plan}"

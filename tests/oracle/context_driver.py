@@ -31,7 +31,7 @@ def make_request(tokens: list[int], plan: ms.CheckpointPlan | None = None) -> Dy
         prompt_tokens=tokens,
         sampling=ms.SamplingParams(),
         plan=plan or ms.CheckpointPlan(),
-        hashes=PrefixHashChain(BLOCK),
+        chain=PrefixHashChain(BLOCK),
         arrival_s=0.0,
     )
 
@@ -59,5 +59,5 @@ def prefill(
     while True:
         chunk = schedule(context, request, budget)
         logits = run(context, chunk)
-        if chunk.completes:
+        if chunk.samples_token:
             return logits

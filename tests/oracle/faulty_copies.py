@@ -83,8 +83,8 @@ class FaultyCopies:
             self._make(*self._late.pop(0))
         self._copies.zero(host_slots)
 
-    def free(self) -> None:
-        self._copies.free()
+    def deallocate_staging(self) -> None:
+        self._copies.deallocate_staging()
 
 
 def make_faulty(

@@ -79,7 +79,7 @@ class MemoryPoison:
         self._fill_inputs()
         rows = getattr(cache.tier.copies, "rows", None) if cache.tier is not None else None
         if cache.tier is not None and rows is not None:
-            rows[sorted(cache.tier.host.free)] = _NAN_BYTE
+            rows[sorted(cache.tier.host.free_slots)] = _NAN_BYTE
 
     def _fill_kv(self, free: Tensor) -> None:
         """Also blocks of requests in which tokens are not stored yet, or no more, as rejected drafts."""
@@ -139,7 +139,7 @@ def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
     if not pool.is_shared:
         free[: pool.num_live] = True
     if context.memory.durable_pool is pool:
-        free[[pool.durable_index(slot) for slot in (*slots.free, *slots.reserved, *slots.live)]] = True
+        free[[pool.durable_index(slot) for slot in (*slots.free_slots, *slots.reserved, *slots.live)]] = True
     else:
         free[pool.num_live :] = True  # staging slots belong to one step
     holdings = [request.holding for request in context.requests if request.holding is not None]

@@ -56,7 +56,7 @@ def random_plan(random: Random, block: int, longest: int = LONGEST_PROMPT) -> ms
 
     return ms.CheckpointPlan(
         branch=random.random() < 0.7,
-        chunk_ends=random.random() < 0.7,
+        step_ends=random.random() < 0.7,
         decode=random.choice(["rolling", "rolling", "off", block, 2 * block]),
         prefill_interval=random.choice([None, None, block, 2 * block]),
         marks=positions(2),

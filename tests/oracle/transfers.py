@@ -48,7 +48,7 @@ def maps_of(engine: ms.DynamicInferenceEngine) -> dict[str, Any]:
         "parents": list(kv.tree.parents),
         "states": dict(slots.tree.slot_of_block),
         "state keys": dict(slots.tree.state_block_of_key),
-        "free slots": list(slots.free),
+        "free slots": list(slots.free_slots),
         "reserved": dict(slots.reserved),
         "pins": dict(slots.pins),
         "recency": slots.tree.states_by_recency(),

@@ -28,7 +28,7 @@ class Asked(NamedTuple):
 
 plans = st.builds(
     ms.CheckpointPlan,
-    chunk_ends=st.booleans(),
+    step_ends=st.booleans(),
     branch=st.booleans(),
     decode=st.sampled_from(["rolling", "off", BLOCK, 2 * BLOCK]),
     prefill_interval=st.sampled_from([None, BLOCK, 2 * BLOCK]),

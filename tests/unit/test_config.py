@@ -46,7 +46,7 @@ def test_a_configuration_has_at_most_twenty_fields() -> None:
         ({"checkpoint_plan": ms.CheckpointPlan(prefill_interval=12)}, "prefill_interval is 12"),
         ({"checkpoint_plan": ms.CheckpointPlan(decode=12)}, "decode is 12"),
         (
-            {"checkpoint_plan": ms.CheckpointPlan(tail=False, branch=False, chunk_ends=False, decode="off")},
+            {"checkpoint_plan": ms.CheckpointPlan(tail=False, branch=False, step_ends=False, decode="off")},
             "stores no state can resume nothing",
         ),
     ],
@@ -77,7 +77,7 @@ def test_bad_sampling_parameters_are_refused(arguments: dict[str, object], messa
         ms.SamplingParams(**arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("field", ["tail", "branch", "chunk_ends"])
+@pytest.mark.parametrize("field", ["tail", "branch", "step_ends"])
 def test_bad_plans_are_refused(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is 3"):
         ms.CheckpointPlan(**{field: 3})  # type: ignore[arg-type]

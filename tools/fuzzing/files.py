@@ -278,7 +278,7 @@ class PlanSpecs:
             "+",
         )
         names = (
-            "tail", "no-tail", "branch", "chunk_ends", "decode=rolling",
+            "tail", "no-tail", "branch", "step_ends", "decode=rolling",
             "decode=off",
             *(f"{name}={random.choice(numbers)}" for name in (
                 "decode", "every", "prefill_interval", "marks", "tail", "no-tail",

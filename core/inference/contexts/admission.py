@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from ...config import InferenceConfig
-from .cache.checkpoint_plan import Boundary, checked_boundaries, depth_worth_a_state
+from .cache.checkpoint_plan import Boundary, best_shared_depth, checked_boundaries
 from .cache.paths import PrefixMatch
 from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
@@ -52,8 +52,8 @@ class Admission:
         self._slots_per_row = num_live_slots(config) // config.max_requests
         self._one_pool = memory.state_pool.is_shared
         self._requests: dict[int, DynamicInferenceRequest] = {}
-        self._free = list(range(config.max_requests - 1, -1, -1))
-        self._scrubber.inputs.note(self._free)
+        self._free_rows = list(range(config.max_requests - 1, -1, -1))
+        self._scrubber.inputs.note(self._free_rows)
         if not self._one_pool:
             self._scrubber.live.note(self.idle_slots())
 
@@ -69,7 +69,7 @@ class Admission:
 
     def idle_slots(self) -> list[int]:
         """The live slots of free rows, in a pool of their own."""
-        return [slot for row in self._free for slot in self._own_slots(row)]
+        return [slot for row in self._free_rows for slot in self._own_slots(row)]
 
     def _own_slots(self, row: int) -> range:
         """The live slots of a row, in a pool of their own."""
@@ -79,16 +79,16 @@ class Admission:
         self, request: DynamicInferenceRequest, resume_slot: int = -1, spared: Iterable[int] = ()
     ) -> Holding:
         """Give a waiting request a row, an open path, and live slots as `StateSlots.take_live` does."""
-        row = self._free[-1]
+        row = self._free_rows[-1]
         if self._one_pool:
             live = tuple(self._cache.slots.take_live(self._slots_per_row, resume_slot, spared))
         else:
             live = tuple(self._own_slots(row))
             self._scrubber.live.clean(live)
         self._scrubber.inputs.clean([row])
-        self._free.pop()
+        self._free_rows.pop()
         path = self._cache.open(
-            request.hashes, request.plan, self._table[row], max_resume_tokens=request.max_resume_tokens,
+            request.chain, request.plan, self._table[row], max_resume_tokens=request.max_resume_tokens,
             again=request.num_counted > 0,
         )  # fmt: skip
         request.holding = Holding(row, live, path, prefill_length=len(request.tokens))
@@ -106,7 +106,7 @@ class Admission:
         self._release_pages(holding)
         del self._requests[holding.row]
         self._scrubber.inputs.note([holding.row])
-        self._free.append(holding.row)
+        self._free_rows.append(holding.row)
         return holding
 
     def abandon(self) -> None:
@@ -117,8 +117,8 @@ class Admission:
     def check_integrity(self) -> None:
         """Raise AssertionError where rows, requests and live slots contradict each other."""
         num_rows = len(self._table)
-        assert len(self._requests) + len(self._free) == num_rows, "a row is lost"
-        assert not self._requests.keys() & set(self._free), "a row is both free and taken"
+        assert len(self._requests) + len(self._free_rows) == num_rows, "a row is lost"
+        assert not self._requests.keys() & set(self._free_rows), "a row is both free and taken"
         live = [slot for holding in self.holdings for slot in holding.live_slots]
         assert len(set(live)) == len(live), "two rows share a live slot"
         if self._one_pool:
@@ -146,15 +146,15 @@ class Admission:
         """What is cached of a request's tokens; changes only the request's hash chain and its last match."""
         path = request.holding.path if request.holding is not None else None
         if self._caches and (path is None or path.caches):
-            request.hashes.extend_to(request.tokens)
+            request.chain.extend_to(request.tokens)
         num_tokens, limit = len(request.tokens), request.max_unscored_tokens
-        request.match = self._cache.match(request.hashes, num_tokens, path, limit, request.match)
+        request.match = self._cache.match(request.chain, num_tokens, path, limit, request.match)
         return request.match
 
     def resume_slots(self, requests: Sequence[DynamicInferenceRequest]) -> list[int]:
         """The slots that waiting requests resume from; none where rows for all of them evict no state."""
         num_slots = len(requests) * self._slots_per_row
-        if not self._one_pool or len(self._cache.slots.free) >= num_slots:
+        if not self._one_pool or len(self._cache.slots.free_slots) >= num_slots:
             return [-1] * len(requests)
         return [self.match(request).resume_slot for request in requests]
 
@@ -173,17 +173,20 @@ class Admission:
         holding = request.holding
         if holding is not None and holding.decoding:
             return self._schedule_decode(request, holding)
-        assert holding is not None or self._free, "more requests are scheduled than there are rows"
+        assert holding is not None or self._free_rows, "more requests are scheduled than there are rows"
         num_computed = holding.num_computed if holding is not None else 0
         for may_fetch in (True, False):
             match = self.match(request)
             start = max(num_computed, match.resume_tokens)
             stop = self._stop(start, len(request.tokens), token_budget)
-            if stop <= start or not self._affords(request, match, stop):
+            if stop <= start or not self._can_hold(request, match, stop):
                 return None
             if holding is None and not self._make_room():
                 return None
-            if not (may_fetch and self._fetch(request, match, start)):
+            if not may_fetch or self._cache.tier is None:
+                break
+            blocks = match.blocks[: request.max_resume_tokens // self._block_size]
+            if not self._cache.fetch_state(request.chain, blocks, start):
                 break
         ahead = match.resume_tokens > num_computed
         if holding is None:
@@ -206,14 +209,6 @@ class Admission:
             spans=holding.spans,
             boundaries=self._boundaries(holding, start, stop),
         )
-
-    def _fetch(self, request: DynamicInferenceRequest, match: PrefixMatch, start: int) -> bool:
-        """Fetch a state after token `start` for a request that can go on; whether the match is stale now."""
-        holding = request.holding
-        if self._cache.tier is None or (holding is not None and not holding.path.caches):
-            return False
-        blocks = match.blocks[: request.max_resume_tokens // self._block_size]
-        return self._cache.fetch_state(request.hashes, blocks, start)
 
     def _schedule_decode(self, request: DynamicInferenceRequest, holding: Holding) -> RequestStep | None:
         """A decode; one of a token that only the device knows neither extends nor completes the path's KV."""
@@ -303,11 +298,11 @@ class Admission:
                 return stop
         return start if self._replays else start + budget
 
-    def _affords(self, request: DynamicInferenceRequest, match: PrefixMatch, stop: int) -> bool:
+    def _can_hold(self, request: DynamicInferenceRequest, match: PrefixMatch, stop: int) -> bool:
         """Whether the step's blocks are available; a waiting request needs the blocks of its whole prompt."""
         path = request.holding.path if request.holding is not None else None
         end = len(request.tokens) if path is None else stop
-        return self._cache.affords(self._num_blocks(end), match, path, self.num_pages(end))
+        return self._cache.can_hold(self._num_blocks(end), match, path, self.num_pages(end))
 
     def _make_room(self) -> bool:
         """Unpin what running requests resumed from until a waiting one can get live slots; False: too few."""
@@ -331,17 +326,17 @@ class Admission:
         if not others:
             return 0
         for other in others:
-            other.hashes.extend_to(other.tokens)
+            other.chain.extend_to(other.tokens)
         size = self._block_size
-        keys = [other.hashes.keys[: other.max_resume_tokens // size] for other in others]
-        return depth_worth_a_state(request.hashes.keys, keys, match.resume_tokens // size) * size
+        keys = [other.chain.keys[: other.max_resume_tokens // size] for other in others]
+        return best_shared_depth(request.chain.keys, keys, match.resume_tokens // size) * size
 
     def _branch_tokens(self, match: PrefixMatch, request: DynamicInferenceRequest) -> int:
         """After how many tokens the request departs from an earlier or a waiting one; 0: from none.
 
         Example with blocks a, b, c, d and x: after an earlier [a b c d], [a b x] departs after a and b.
         """
-        depth, keys = match.seen_tokens // self._block_size, request.hashes.keys
+        depth, keys = match.seen_tokens // self._block_size, request.chain.keys
         shared = request.shared_tokens
         branches = 0 < depth < len(keys) and self._cache.tree.was_continued(keys[depth - 1])
         return max(match.seen_tokens if branches else 0, shared if shared > match.resume_tokens else 0)

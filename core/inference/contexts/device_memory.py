@@ -103,15 +103,15 @@ class DeviceMemory:
         self._num_kv_blocks = sizes.num_kv_blocks
         self._block_size = config.block_size_tokens
         self._division = sizes.division
-        num_others = NUM_STAGING_SLOTS if encodes else sizes.num_mamba_slots
-        self._num_slots = num_live + num_others
+        num_durable = NUM_STAGING_SLOTS if encodes else sizes.num_mamba_slots
+        self._num_slots = num_live + num_durable
         self._sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(config.block_size_tokens))
         self._units: Tensor | None = None  # [units, bytes of one] of a shared memory
         self._pages = sizes.pages
         self._blocks: Tensor | None = None  # [KV blocks, bytes of one], where pages of inputs lie in blocks
         self.kv_cache, states = self._new_memory()
         is_shared = caching and not encodes
-        self.state_pool = StatePool(spec.states, num_live, num_others, spec.device, is_shared, states)
+        self.state_pool = StatePool(spec.states, num_live, num_durable, spec.device, is_shared, states)
         self.durable_pool = self.state_pool  # or a pool of their own, for encoded states
         if encodes:
             self.durable_pool = StatePool(durable, 0, sizes.num_mamba_slots, spec.device)
@@ -175,10 +175,10 @@ class DeviceMemory:
         return self._input_shapes.keys()
 
     def allocate(self) -> None:
-        """Make the tensors again, as zeros, after `free`. Where it raises there are none."""
+        """Make the tensors again, as zeros, after `deallocate`. Where it raises there are none."""
         if self.allocated:
             return
-        self.free()  # after an interrupted call
+        self.deallocate()  # after an interrupted call
         try:
             self.kv_cache, states = self._new_memory()
             self.state_pool.allocate(states)
@@ -187,11 +187,11 @@ class DeviceMemory:
                 self.durable_pool.allocate()
             self.input_pool = self._new_inputs()
         except BaseException:
-            self.free()
+            self.deallocate()
             raise
         self.allocated = True
 
-    def free(self) -> None:
+    def deallocate(self) -> None:
         """Free the tensors' memory, which is zeroed before where that is asked for."""
         if self._scrubs and self.allocated:
             for unit in range(0 if self._units is None else len(self._units)):
@@ -200,8 +200,8 @@ class DeviceMemory:
             for memory in (*pools, *self.input_pool.values()):
                 memory.zero_()
         self.allocated = False
-        self.state_pool.free()
-        self.durable_pool.free()
+        self.state_pool.deallocate()
+        self.durable_pool.deallocate()
         self.input_pool = {name: tensor.new_empty(0) for name, tensor in self.input_pool.items()}
         self.kv_cache = self.kv_cache.new_empty(0)
         self._units = self._blocks = None

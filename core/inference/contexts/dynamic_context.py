@@ -153,9 +153,7 @@ class DynamicInferenceContext:
         self._states.gather(self._steps, idle_slots)
 
     def end_step(
-        self,
-        num_accepted: Callable[[int], int] | None = None,
-        is_valid: Callable[[int], bool] | None = None,
+        self, num_accepted: Callable[[int], int] | None = None, is_valid: Callable[[int], bool] | None = None
     ) -> None:
         """Register KV, commit states and advance requests, once the forward is launched. No synchronisation.
 
@@ -190,11 +188,10 @@ class DynamicInferenceContext:
             if (step.drafts or step.destinations or step.completes_block(size))
             and not is_valid(step.request.request_id)
         ]
-        if invalid:
-            for step in invalid:
-                self.prefix_cache.release_reserved(step)
-            rows = {step.holding.row for step in invalid}
-            self._steps = tuple(step for step in self._steps if step.holding.row not in rows)
+        for step in invalid:
+            self.prefix_cache.release_reserved(step)
+        rows = {step.holding.row for step in invalid}
+        self._steps = tuple(step for step in self._steps if step.holding.row not in rows)
 
     def _verify(self, num_accepted: Callable[[int], int]) -> list[RequestStep]:
         """Cut the steps to their accepted tokens; returns steps with slots that are reserved only now."""
@@ -247,9 +244,9 @@ class DynamicInferenceContext:
             self.release(request)
         self.reset_prefix_cache()
         if self.prefix_cache.tier is not None:
-            self.memory.scrubber.host_rows.scrub()  # it needs the device memory that `free` frees
-            self.prefix_cache.tier.copies.free()
-        self.memory.free()
+            self.memory.scrubber.host_rows.scrub()  # it needs the device memory that `deallocate` frees
+            self.prefix_cache.tier.copies.deallocate_staging()
+        self.memory.deallocate()
 
     def resume(self) -> None:
         """Allocate the pools again, as zeros; does nothing unless suspended."""
@@ -265,14 +262,12 @@ class DynamicInferenceContext:
             self._num_requests_seen = 0
         self.prefix_cache.reset(keep_totals=keep_counts)
         if not self.memory.allocated:
-            self.memory.free()  # after an interrupted suspend
+            self.memory.deallocate()  # after an interrupted suspend
 
     def cache_stats(self) -> CacheStats:
         """What became of every prompt token, and how full the pools are."""
         return CacheStats(
-            num_requests=self._num_requests_seen,
-            **self._ledger.counts(),
-            **vars(self.prefix_cache.stats()),
+            num_requests=self._num_requests_seen, **self._ledger.counts(), **vars(self.prefix_cache.stats())
         )
 
     def check_integrity(self) -> None:

@@ -140,7 +140,7 @@ class MambaSlotAllocator:
         chunk = size_of(self.context, "mamba_chunk_size") or 1
         return size_of(self.context, "ssm_chunk_alignment") or chunk
 
-    def _hashes_of(self, blocks: Sequence[int]) -> list[int]:
+    def _keys_of(self, blocks: Sequence[int]) -> list[int]:
         kv = self.context.kv_block_allocator
         if isinstance(kv, KVBlockAllocator):
             return [kv.tree.key_of(block) for block in blocks]
@@ -196,7 +196,7 @@ class MambaSlotAllocator:
 
     @property
     def free_count(self) -> int:
-        return len(self.slots.free)
+        return len(self.slots.free_slots)
 
     def has_state(self, block_id: int) -> bool:
         """Whether a committed slot holds the state after block `block_id`."""
@@ -291,7 +291,7 @@ class MambaSlotAllocator:
             slots = [slot_of_block[block] for block in blocks]
         except KeyError:
             raise ValueError(f"block_ids is {shown(block_ids)}; accepted: blocks with a slot") from None
-        self.slots.name(blocks, slots, keys)
+        self.slots.register(blocks, slots, keys)
 
     # ---- states
 
@@ -438,16 +438,17 @@ class MambaSlotAllocator:
         try:
             self._commit(*self._collect_commit_data())
         finally:
-            self._clear_intermediate_state()
+            self._clear_rows(self._prefill_rows())
+            self._has_intermediates = False
 
     def _commit(
-        self, inner: list[int], scratch_rows: list[int], ends: list[int], rows: list[int], hashes: list[int]
+        self, inner: list[int], scratch_rows: list[int], ends: list[int], rows: list[int], keys: list[int]
     ) -> None:
         """Copy and commit what `_collect_commit_data` returns, as far as slots go."""
         slots, blocks, sources = self.slots, inner + ends, scratch_rows + rows
         by_worth = sorted(range(len(blocks)), key=lambda place: self._worth.get(blocks[place], 0))
         count = min(len(blocks), slots.num_available)
-        slots.tree.note_refused([hashes[place] for place in by_worth[count:]])
+        slots.tree.note_refused([keys[place] for place in by_worth[count:]])
         if not count:
             return
         kept = sorted(by_worth[:count])
@@ -455,15 +456,15 @@ class MambaSlotAllocator:
         num_inner = sum(place < len(inner) for place in kept)
         taken = slots.allocate(chosen)
         try:
-            self._copy_intermediate_to_cache(sources[:num_inner], taken[:num_inner])
+            copy_states(self._scratch, sources[:num_inner], self._durable, taken[:num_inner])
             self.store_from_live_batch(taken[num_inner:], sources[num_inner:])
         except BaseException:
             slots.remove(chosen)
             raise
-        self.register_block_hashes_batch(chosen, [hashes[place] for place in kept])
+        self.register_block_hashes_batch(chosen, [keys[place] for place in kept])
 
     def _collect_commit_data(self) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-        """Planned boundaries without state: inner blocks, scratch rows, end blocks, their rows, hashes."""
+        """Planned boundaries without state: inner blocks, scratch rows, end blocks, their rows, keys."""
         context, rows = self.context, self._prefill_rows()
         if rows.start == rows.stop:
             return [], [], [], [], []
@@ -475,24 +476,17 @@ class MambaSlotAllocator:
             in_order = [block for row, count in zip(planned, counts, strict=False) for block in row[:count]]
             places = [(block, row, True) for row, block in enumerate(in_order)] + places
         places = [place for place in places if place[0] >= 0]
-        hashes = self._hashes_of([block for block, *_ in places])
+        keys = self._keys_of([block for block, *_ in places])
         tree, reserved = self.slots.tree, set(self.slots.reserved.values())
         found: dict[int, tuple[int, int, bool]] = {}
-        for (block, row, is_inner), key in zip(places, hashes, strict=True):
+        for (block, row, is_inner), key in zip(places, keys, strict=True):
             findable = key > 0 and tree.state_block_of_key.get(key, block) == block
             if findable and block not in reserved and block not in tree.slot_of_block:
                 found.setdefault(block, (row, key, is_inner))
         num_inner = sum(is_inner for _, _, is_inner in found.values())
-        blocks, source_rows = list(found), [row for row, _, _ in found.values()]
+        blocks, sources = list(found), [row for row, _, _ in found.values()]
         keys = [key for _, key, _ in found.values()]
-        return blocks[:num_inner], source_rows[:num_inner], blocks[num_inner:], source_rows[num_inner:], keys
-
-    def _copy_intermediate_to_cache(self, src_offsets: list[int], slots: list[int]) -> None:
-        copy_states(self._scratch, src_offsets, self._durable, slots)
-
-    def _clear_intermediate_state(self) -> None:
-        self._clear_rows(self._prefill_rows())
-        self._has_intermediates = False
+        return blocks[:num_inner], sources[:num_inner], blocks[num_inner:], sources[num_inner:], keys
 
     def _clear_rows(self, rows: slice) -> None:
         self._intermediate_offsets_cpu[rows] = 0

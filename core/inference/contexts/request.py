@@ -88,7 +88,7 @@ class DynamicInferenceRequest:
     prompt_tokens: list[int]
     sampling: SamplingParams
     plan: CheckpointPlan
-    hashes: PrefixHashChain  # extended when a hash is needed
+    chain: PrefixHashChain  # extended when a hash is needed
     arrival_s: float
     seed: int = 0
     next_token: int | None = None  # the last token of a sequence to score; the others are the prompt
@@ -220,7 +220,7 @@ class DynamicInferenceRequest:
         if self.ttft_s is None:
             self.ttft_s = now_s - self.arrival_s
 
-    def following_tokens(self, positions: range) -> list[int]:
+    def target_tokens(self, positions: range) -> list[int]:
         """The known tokens after these positions, all of `scored_positions`."""
         tokens = self.prompt_tokens[positions.start + 1 : positions.stop + 1]
         if self.next_token is not None and positions.stop == len(self.prompt_tokens):
@@ -238,7 +238,7 @@ class DynamicInferenceRequest:
             self.tokens = self.tokens[:num_tokens]  # another list: views of the old one stay what they are
         del self.log_probs[self.num_new :]
         del self.top_log_probs[self.num_new :]
-        self.hashes.cut_to(num_tokens)
+        self.chain.cut_to(num_tokens)
         if not self.num_new:
             self.ttft_s = None
 
@@ -265,7 +265,7 @@ class RequestStep(PathStep):
         return self.stop - self.start
 
     @property
-    def completes(self) -> bool:
+    def samples_token(self) -> bool:
         """Whether the request's next token is sampled after this step."""
         if self.request.next_token is not None:
             return False
@@ -301,7 +301,7 @@ class RequestStep(PathStep):
         if self.drafts:
             return range(self.start, self.stop)
         scored = self.scored_positions
-        if not self.completes:
+        if not self.samples_token:
             return scored if scored else range(self.stop, self.stop)
         return range(scored.start if scored else self.stop - 1, self.stop)
 

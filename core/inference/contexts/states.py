@@ -70,7 +70,7 @@ class StatePool:
         self.memory, self._views = memory, views
         self.allocated = len(memory) == self.num_slots
 
-    def free(self) -> None:
+    def deallocate(self) -> None:
         """Free the memory; tensors without slots remain."""
         self._put(self._zeros(0))
         self.allocated = False
@@ -139,16 +139,16 @@ class RequestStates:
         durable: StatePool,
         cache: PrefixCache,
         scratch: DirtyEntries,
-        separate: bool = True,
+        is_out_of_place: bool = True,
         replay_chunk: int | None = None,
     ) -> None:
-        """`separate`: kernels write states elsewhere than they read; `replay_chunk`: grid of replays."""
+        """`is_out_of_place`: kernels write elsewhere than they read; `replay_chunk`: grid of replays."""
         self._pool, self._durable = pool, durable
         self._cache = cache
         self._scratch = scratch
         self._encodes = durable is not pool
-        self._separate = separate
-        self._stores = separate and not self._encodes  # whether kernels write durable slots
+        self._is_out_of_place = is_out_of_place
+        self._stores = is_out_of_place and not self._encodes  # whether kernels write durable slots
         self._replays = replay_chunk is not None
         self._grid = replay_chunk or 1
         self._staged: dict[tuple[int, int], int] = {}  # row and position -> staging slot, in this step
@@ -189,7 +189,7 @@ class RequestStates:
             }
             self._scratch.note(self._staged.values())
             self._to_live([step.holding for step in steps if step.holding.path.state_slot >= 0])
-        if not self._separate:
+        if not self._is_out_of_place:
             resumed = [step.holding for step in steps if step.holding.num_computed]
             self._to_live([one for one in resumed if one.state_index != one.live_slots[0]])
 

@@ -102,7 +102,7 @@ class HostCopies(StateCopies):
                 )
         return self._staged
 
-    def free(self) -> None:
+    def deallocate_staging(self) -> None:
         self._synchronise()
         self._staged = self._zeros = None
 

@@ -32,7 +32,7 @@ class RequestFactory:
         self._context, self._config = context, context.config
         self._salt_key, self._seed = salt_key, seed
 
-    def request(
+    def new_request(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -60,9 +60,9 @@ class RequestFactory:
         num_prompt_tokens, most = len(tokens) - sampling.num_given_tokens, sampling.max_tokens
         text = f"prompt and answer have {num_prompt_tokens} + {most} tokens; accepted: together at most"
         self._check_length(text, num_prompt_tokens + most)
-        return self._new_request(tokens, num_prompt_tokens, sampling, cache_salt, checkpoint_plan)
+        return self._make_request(tokens, num_prompt_tokens, sampling, cache_salt, checkpoint_plan)
 
-    def sequence(
+    def new_sequence(
         self, name: str, sequence: Prompt, start: int, cache_salt: Salt, plan: CheckpointPlan | None
     ) -> DynamicInferenceRequest:
         """A sequence to score, from token `start` on, as a request that ends with its prompt."""
@@ -76,11 +76,11 @@ class RequestFactory:
         if plan is None:  # other sequences may share the context
             plan = self._config.checkpoint_plan.with_marks([start - 1])
         sampling = SamplingParams(max_tokens=1, skip_prompt_log_probs=False, prompt_log_probs_start=start)
-        request = self._new_request(tokens[:-1], len(tokens) - 1, sampling, cache_salt, plan)
+        request = self._make_request(tokens[:-1], len(tokens) - 1, sampling, cache_salt, plan)
         request.next_token = tokens[-1]
         return request
 
-    def prefix(self, tokens: Prompt, cache_salt: Salt) -> tuple[list[int], PrefixHashChain]:
+    def hashed_prefix(self, tokens: Prompt, cache_salt: Salt) -> tuple[list[int], PrefixHashChain]:
         """The tokens of a prefix, perhaps none, and their hashes."""
         prefix = checked_prompt("tokens", tokens, self._context.spec.vocab_size)
         chain = self._chain(cache_salt)
@@ -95,9 +95,9 @@ class RequestFactory:
         request.seed = request_seed(request.sampling, self._seed, request.request_id)
         request.arrival_s = time.perf_counter()
         if self._config.enable_prefix_caching:
-            request.hashes.extend_to(request.tokens)  # here, so that a crowd of new requests delays no step
+            request.chain.extend_to(request.tokens)  # here, so that a crowd of new requests delays no step
 
-    def _new_request(
+    def _make_request(
         self,
         tokens: list[int],
         num_prompt_tokens: int,
@@ -114,7 +114,7 @@ class RequestFactory:
             prompt_tokens=tokens[:num_prompt_tokens],
             sampling=sampling,
             plan=plan,
-            hashes=self._chain(cache_salt),
+            chain=self._chain(cache_salt),
             arrival_s=0.0,
             given_tokens=tokens[num_prompt_tokens:],
         )

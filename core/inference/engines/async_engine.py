@@ -38,11 +38,7 @@ class AsyncEngine:
     """
 
     def __init__(
-        self,
-        engine: DynamicInferenceEngine,
-        *,
-        max_waiting_requests: int = 1024,
-        max_step_failures: int = 3,
+        self, engine: DynamicInferenceEngine, *, max_waiting_requests: int = 1024, max_step_failures: int = 3
     ) -> None:
         """
         Args:

@@ -70,10 +70,10 @@ class NgramDrafter:
         if isinstance(tokens, TokenView):
             self._indexes[tokens] = kept
         ids = np.frombuffer(kept.ids, np.int32)[-self.window :]
-        follows = self._end_of_occurrence(ids)
-        if follows < 0:
+        start = self._end_of_occurrence(ids)
+        if start < 0:
             return []
-        drafts: list[int] = np.resize(ids[follows : follows + max_drafts], max_drafts).tolist()
+        drafts: list[int] = np.resize(ids[start : start + max_drafts], max_drafts).tolist()
         return drafts
 
     def _end_of_occurrence(self, ids: npt.NDArray[np.int32]) -> int:

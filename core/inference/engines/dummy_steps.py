@@ -24,12 +24,7 @@ class DummySteps:
     """Runs a model on its own requests and pools, which are small; collectives where the model is split."""
 
     def __init__(
-        self,
-        model: Model,
-        spec: HybridStateSpec,
-        config: InferenceConfig,
-        longest: int,
-        most_tokens: int = 0,
+        self, model: Model, spec: HybridStateSpec, config: InferenceConfig, longest: int, most_tokens: int = 0
     ) -> None:
         """Allocate the pools."""
         self.longest = longest
@@ -56,16 +51,14 @@ class DummySteps:
         """A request with this prompt, which wants the log-probs of all its tokens."""
         self._num_requests += 1
         params = SamplingParams(
-            max_tokens=max(1, self.longest - len(tokens)),
-            return_log_probs=True,
-            skip_prompt_log_probs=False,
+            max_tokens=max(1, self.longest - len(tokens)), return_log_probs=True, skip_prompt_log_probs=False
         )
         return DynamicInferenceRequest(
             request_id=self._num_requests,
             prompt_tokens=list(tokens),
             sampling=params,
             plan=self._context.config.checkpoint_plan,
-            hashes=PrefixHashChain(self._block_size),
+            chain=PrefixHashChain(self._block_size),
             arrival_s=0.0,
         )
 

@@ -15,15 +15,7 @@ from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pool_sizes import sized
 from ..contexts.request import NO_ID, DynamicInferenceRequest, GeneratedToken
-from .arguments import (
-    Prompt,
-    RequestFactory,
-    Salt,
-    agreed_salt_key,
-    checked_drafter,
-    named_prompts,
-    one_each,
-)
+from .arguments import Prompt, RequestFactory, Salt, agreed_salt_key, checked_drafter, named_prompts, one_each
 from .drafter import Drafter
 from .engine_core import EngineCore
 from .engine_observer import EngineObserver, ProgressLine, StepReport
@@ -71,17 +63,15 @@ class DynamicInferenceEngine:
         instance("config", config, InferenceConfig)
         seed = integer("seed", seed, 0, INT64_MAX)
         drafter = checked_drafter(drafter, config.num_speculative_tokens)
-        spec, invariance, self._why_variant = model.state_spec(), None, "the setting is False"
+        spec, invariance = model.state_spec(), None
         spec.groups.check_device(spec.device)
-        if config.batch_invariant is None and (spec.device.type != "cuda" or config.durable_state_dtype):
-            self._why_variant = f"the model is on {spec.device.type}"
-            if config.durable_state_dtype:
-                self._why_variant = f"durable_state_dtype is {config.durable_state_dtype!r}"
-            config = replace(config, batch_invariant=False)
-        if config.batch_invariant is not False:
+        self._why_variant = config.why_variant(spec.device)
+        if self._why_variant is None:
             from . import batch_invariance  # here, because it imports triton by way of torch
 
             config, invariance, self._why_variant = batch_invariance.promised(model, spec, config)
+        else:
+            config = replace(config, batch_invariant=False)
         self.config = config = sized(config, spec.device)
         self.context = DynamicInferenceContext(spec, config)
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
@@ -136,7 +126,7 @@ class DynamicInferenceEngine:
             self.ensure_usable("add_request")
         else:
             self.core.check_not_broken()
-        request = self.factory.request(*arguments)
+        request = self.factory.new_request(*arguments)
         self.factory.assign_id(request, is_users=True, owned=owned)
         return request
 
@@ -292,7 +282,7 @@ class DynamicInferenceEngine:
         plans = one_each("checkpoint_plan", checkpoint_plan, len(listed))
         self.ensure_allocated("generate")
         requests = [  # all of them are checked before one has an id
-            self.factory.request(prompt, sampling, salt, plan, name)
+            self.factory.new_request(prompt, sampling, salt, plan, name)
             for (name, prompt), sampling, salt, plan in zip(listed, params, salts, plans, strict=True)
         ]
         return self._serve(requests, progress)
@@ -331,7 +321,7 @@ class DynamicInferenceEngine:
         self.ensure_allocated("score")
         arguments = zip(listed, starts, salts, plans, strict=True)
         requests = [
-            self.factory.sequence(f"sequences[{i}]", sequence, first, salt, plan)
+            self.factory.new_sequence(f"sequences[{i}]", sequence, first, salt, plan)
             for i, ((_, sequence), first, salt, plan) in enumerate(arguments)
         ]
         results = self._serve(requests, progress, is_users=False)
@@ -415,12 +405,12 @@ class DynamicInferenceEngine:
             How many of the prefix's tokens later prompts can resume.
         """
         self.ensure_allocated("warm")
-        prefix, chain = self.factory.prefix(tokens, cache_salt)
+        prefix, chain = self.factory.hashed_prefix(tokens, cache_salt)
         cache, size = self.context.prefix_cache, self.config.block_size_tokens
         whole = len(prefix) // size * size
         if cache.resumable_tokens(chain) < whole:
             once, plan = SamplingParams(max_tokens=1), CheckpointPlan(marks=(whole,))
-            request = self.factory.request(prefix[:whole], once, cache_salt, plan)
+            request = self.factory.new_request(prefix[:whole], once, cache_salt, plan)
             self._serve([request], is_users=False)
         return cache.resumable_tokens(chain)
 
@@ -433,7 +423,7 @@ class DynamicInferenceEngine:
             RuntimeError: the engine is suspended, and so caches nothing.
         """
         self.ensure_allocated("pin")
-        _, chain = self.factory.prefix(tokens, cache_salt)
+        _, chain = self.factory.hashed_prefix(tokens, cache_salt)
         cache = self.context.prefix_cache
         if not cache.resumable_tokens(chain):
             raise ValueError(

@@ -49,8 +49,8 @@ def signals_held() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: signal.getsignal(number) for number in _HELD_SIGNALS}
-    handlers = {number: handler for number, handler in handlers.items() if handler not in _NOT_HELD}
+    found = ((number, signal.getsignal(number)) for number in _HELD_SIGNALS)
+    handlers = {number: handler for number, handler in found if handler not in _NOT_HELD}
     arrived: list[int] = []
 
     def hold(number: int, frame: FrameType | None) -> None:

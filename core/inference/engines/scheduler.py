@@ -126,7 +126,7 @@ class Scheduler:
         for request in sorted(self.running, key=lambda request: not _holding(request).decoding):
             if budget == 0:
                 break
-            if not self._fits_a_cut(len(request.tokens) - _holding(request).num_computed, budget):
+            if not self._fits_budget(len(request.tokens) - _holding(request).num_computed, budget):
                 continue
             step = self._context.admission.allocate_step(request, budget)
             if step is None:
@@ -136,7 +136,7 @@ class Scheduler:
                 budget -= step.length
         return steps
 
-    def _fits_a_cut(self, num_missing: int, budget: int) -> bool:
+    def _fits_budget(self, num_missing: int, budget: int) -> bool:
         """Whether a prefill of `num_missing` tokens ends within `budget` tokens, or can be cut there."""
         return not self._replays or budget >= min(self._chunk_size, num_missing)
 
@@ -153,15 +153,14 @@ class Scheduler:
         next_slots = self._context.admission.resume_slots([*islice(self.waiting.values(), num_free_rows)])
         for i, request in enumerate(self.waiting.values()):
             match = self._context.admission.match(request)
-            if not self._fits_a_cut(len(request.tokens) - match.resume_tokens, budget):
+            if not self._fits_budget(len(request.tokens) - match.resume_tokens, budget):
                 break
             if promised.make_wait(request, match):
                 num_awaiting += 1
                 if num_awaiting == _MAX_AWAITING:
                     break
                 continue
-            still_waiting = (other for other in self.waiting.values() if other.holding is None)
-            others = islice(still_waiting, MAX_COMPARED)
+            others = islice((one for one in self.waiting.values() if one.holding is None), MAX_COMPARED)
             step = self._context.admission.allocate_step(request, budget, next_slots[i + 1 :], others)
             if step is None:
                 if self._fits_beside_pins(request, match):
@@ -239,7 +238,7 @@ class PromisedStates:
             request.awaits_states = False
         if not request.awaits_states:
             return False
-        deepest, keys, size = request.max_resume_tokens, request.hashes.keys, request.hashes.block_size_tokens
+        deepest, keys, size = request.max_resume_tokens, request.chain.keys, request.chain.block_size_tokens
         promised = (
             position
             for key, position in self._positions.items()

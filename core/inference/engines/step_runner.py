@@ -55,8 +55,7 @@ class StepRunner:
             step = self._launch(model, scheduled, None)
         looks_ahead = self._looks_ahead and not (self.graphs and self.graphs.captures_next)
         if looks_ahead and (ahead := scheduler.steps_ahead(step.steps)):
-            tokens_there = step.tokens_of([one.request for one in ahead])
-            self.unread = self._launch(model, ahead, tokens_there)
+            self.unread = self._launch(model, ahead, step.tokens_of([one.request for one in ahead]))
         tokens = step.wait()
         if self.graphs is not None:
             self.graphs.after_step(model)
@@ -147,7 +146,7 @@ class SampledStep:
         # is NaN or infinite. Logits of -inf next to a finite one are valid: they forbid tokens.
         self.invalid: tuple[int, ...] = ()
         self._scored = [step for step in steps if step.scored_positions]
-        self._sampled = [step for step in steps if step.completes]
+        self._sampled = [step for step in steps if step.samples_token]
         self._drawn: Tensor | None = None
         self._tokens: NewTokens | None = None
         columns: list[Tensor] = []  # of a scored step: log-probs, largest logits
@@ -157,9 +156,9 @@ class SampledStep:
             first, stop = stop, stop + len(step.logit_positions)
             if step.scored_positions:
                 own = logits[first : first + len(step.scored_positions)]
-                following = numbers_on(logits.device, step.request.following_tokens(step.scored_positions))
-                columns += [log_probs_of(own, following), own.amax(dim=-1)]
-            if step.completes:
+                targets = numbers_on(logits.device, step.request.target_tokens(step.scored_positions))
+                columns += [log_probs_of(own, targets), own.amax(dim=-1)]
+            if step.samples_token:
                 rows += range(stop - 1 - len(step.drafts), stop)
         if self._sampled:
             columns += self._draw(_rows_of(logits, rows), changes)
@@ -222,7 +221,7 @@ class SampledStep:
         nothing: Sequence[None] = [None] * len(drawn)
         returned = any(step.request.sampling.return_log_probs for step in self._sampled)
         log_probs: Sequence[float | None] = next(numbers) if returned else nothing
-        tops = self._tops(numbers) or nothing
+        tops = self._top_log_probs(numbers) or nothing
         now_s = time.perf_counter()
         generated: NewTokens = {}
         stop = 0
@@ -246,7 +245,7 @@ class SampledStep:
         self._tokens = generated
         return generated
 
-    def _tops(self, numbers: Iterator[list[float]]) -> list[TopLogProbs | None]:
+    def _top_log_probs(self, numbers: Iterator[list[float]]) -> list[TopLogProbs | None]:
         """The most likely tokens of each drawn row; empty where no request returns them."""
         rows = (step for step in self._sampled for _ in range(1 + len(step.drafts)))
         wanted = [step.request.sampling.num_top_log_probs for step in rows]

@@ -13,7 +13,7 @@ from .gates import dense, dense_rows, sigmoid
 from .operands import check_last_stride
 
 BLOCK = 1024  # elements of a program, at least
-ELEMENTS_A_WARP = 512  # 16 a thread: two loads of 16 bytes in 16-bit floats
+ELEMENTS_PER_WARP = 512  # 16 a thread: two loads of 16 bytes in 16-bit floats
 MAX_WARPS = 16
 
 
@@ -37,7 +37,7 @@ def norm_tile(width: int) -> tuple[int, int, int]:
     """Rows and columns of a program, and its warps, for rows of `width` numbers."""
     columns = triton.next_power_of_2(width)
     rows = max(1, BLOCK // columns)
-    return rows, columns, min(MAX_WARPS, max(1, rows * columns // ELEMENTS_A_WARP))
+    return rows, columns, min(MAX_WARPS, max(1, rows * columns // ELEMENTS_PER_WARP))
 
 
 def _launch_norm(
@@ -124,7 +124,7 @@ def gated_blocks(heads: int, dim: int) -> tuple[int, int, int]:
     """A program's heads and channels, and its warps. The number of rows has no say in them."""
     block_d = triton.next_power_of_2(dim)
     block_h = min(triton.next_power_of_2(heads), max(1, _TILE_ELEMENTS // block_d))
-    return block_h, block_d, min(MAX_WARPS, max(1, block_h * block_d // ELEMENTS_A_WARP))
+    return block_h, block_d, min(MAX_WARPS, max(1, block_h * block_d // ELEMENTS_PER_WARP))
 
 
 @triton.jit

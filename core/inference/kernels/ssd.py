@@ -30,7 +30,7 @@ def selective_state_update(
         x, dt, A, B, C, D, ssm_states, out, sources, destinations,
         *x.stride(), *dt.stride(), *A.stride(), *B.stride(), *C.stride(), *D.stride(),
         *ssm_states.stride(), *destinations.stride(),
-        TOKENS=tokens, HEADS=heads, HEADS_A_GROUP=heads // groups, HEAD_DIM=head_dim, STATE_DIM=state_dim,
+        TOKENS=tokens, HEADS=heads, HEADS_PER_GROUP=heads // groups, HEAD_DIM=head_dim, STATE_DIM=state_dim,
         BLOCK_P=block_p, BLOCK_N=block_n, num_warps=UPDATE_WARPS, num_stages=1,
     )  # fmt: skip
     return out
@@ -56,7 +56,7 @@ def update_kernel(
     slot_stride, head_stride, p_stride, n_stride,
     destination_row_stride, destination_token_stride,
     # Meta-parameters
-    TOKENS: tl.constexpr, HEADS: tl.constexpr, HEADS_A_GROUP: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program has a row, a head and BLOCK_P of P. Padding costs 1 + TOKENS scalar loads."""
@@ -65,7 +65,7 @@ def update_kernel(
     n = tl.arange(0, BLOCK_N)
     head = tl.program_id(0) // P_BLOCKS % HEADS
     row = (tl.program_id(0) // (P_BLOCKS * HEADS)).to(tl.int64)
-    group = head // HEADS_A_GROUP
+    group = head // HEADS_PER_GROUP
 
     x += row * x_row_stride + head * x_head_stride + p * x_p_stride
     dt += row * dt_row_stride + head * dt_head_stride

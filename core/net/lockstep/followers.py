@@ -67,7 +67,7 @@ class Followers:
             try:
                 self._listener.send(peer, call)
             except PeerLostError as error:
-                self._lose(rank, error)
+                self._note_lost(rank, error)
         self.check_lives()
 
     def note_own(self, outcome: Outcome) -> None:
@@ -122,9 +122,9 @@ class Followers:
     def _look(self) -> None:
         for peer, rank in self._ranks.items():
             if rank not in self.lost and not self._listener.is_connected(peer) and not self._take(0.0):
-                self._lose(rank, PeerLostError("its connection is closed"))
+                self._note_lost(rank, PeerLostError("its connection is closed"))
 
-    def _lose(self, rank: int, error: PeerLostError) -> None:
+    def _note_lost(self, rank: int, error: PeerLostError) -> None:
         self.lost.setdefault(rank, f"died, or left: {error}")
 
     def check_lives(self) -> None:
@@ -140,7 +140,7 @@ class Followers:
             try:
                 self._listener.send(peer, Close())
             except PeerLostError as error:
-                self._lose(rank, error)
+                self._note_lost(rank, error)
         while self._theirs.keys() - self.lost.keys() and time.monotonic() < deadline:
             if not self._take(0.01):
                 self._look()

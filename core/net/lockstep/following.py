@@ -33,25 +33,25 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
 
     def make(self, engine: DynamicInferenceEngine) -> None:
         """Make the call on a rank that follows, whose arguments rank 0 has checked."""
-        name, *arguments = self._of(engine)
+        name, *arguments = self._method_call(engine)
         if name != "reset":
             engine.core.ensure_usable(name)
         getattr(engine.core, name)(*arguments)
         engine.core.notify_ended()  # no result has a reader here: each request has an owner
 
-    def _of(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
+    def _method_call(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
         """The name of the method of `EngineCore`, and its arguments."""
         raise NotImplementedError
 
 
-class Plan(msgspec.Struct, frozen=True, array_like=True):
+class PlanFields(msgspec.Struct, frozen=True, array_like=True):
     """A `CheckpointPlan`: "module:class", and its attributes."""
 
     kind: str
     attributes: dict[str, Any]
 
     @classmethod
-    def of(cls, plan: CheckpointPlan) -> "Plan":
+    def of(cls, plan: CheckpointPlan) -> "PlanFields":
         check_plain("checkpoint_plan", tuple(vars(plan).values()))
         return cls(name_of("checkpoint_plan", type(plan)), vars(plan))
 
@@ -68,7 +68,7 @@ class Add(_Call, frozen=True, array_like=True, tag="add"):
     request_id: int
     prompt_tokens: list[int]
     sampling: SamplingParams
-    plan: Plan
+    plan: PlanFields
     root: bytes
     seed: int
     next_token: int | None
@@ -77,20 +77,20 @@ class Add(_Call, frozen=True, array_like=True, tag="add"):
     @classmethod
     def of(cls, request: DynamicInferenceRequest) -> "Add":
         return cls(
-            request.request_id, request.prompt_tokens, request.sampling, Plan.of(request.plan),
-            request.hashes.root, request.seed, request.next_token, request.given_tokens,
+            request.request_id, request.prompt_tokens, request.sampling, PlanFields.of(request.plan),
+            request.chain.root, request.seed, request.next_token, request.given_tokens,
         )  # fmt: skip
 
-    def _of(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
-        hashes = PrefixHashChain(engine.config.block_size_tokens, self.root)
+    def _method_call(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
+        chain = PrefixHashChain(engine.config.block_size_tokens, self.root)
         if engine.config.enable_prefix_caching:
-            hashes.extend_to([*self.prompt_tokens, *self.given_tokens])
+            chain.extend_to([*self.prompt_tokens, *self.given_tokens])
         return "add", DynamicInferenceRequest(
             request_id=self.request_id,
             prompt_tokens=self.prompt_tokens,
             sampling=self.sampling,
             plan=self.plan.to_plan(),
-            hashes=hashes,
+            chain=chain,
             arrival_s=time.perf_counter(),
             seed=self.seed,
             next_token=self.next_token,
@@ -102,7 +102,7 @@ class Add(_Call, frozen=True, array_like=True, tag="add"):
 class Step(_Call, frozen=True, array_like=True, tag="step"):
     """A step is made."""
 
-    def _of(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
+    def _method_call(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
         return "step", engine.model
 
 
@@ -112,14 +112,14 @@ class Pin(_Call, frozen=True, array_like=True, tag="pin"):
     root: bytes
     blocks: list[bytes]
 
-    def _of(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
+    def _method_call(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
         chain = PrefixHashChain(engine.config.block_size_tokens, self.root)
         for content in self.blocks:
             chain.append(content)
         return "pin", chain
 
 
-class Change(_Call, frozen=True, array_like=True, tag="change"):
+class CallMethod(_Call, frozen=True, array_like=True, tag="method"):
     """A method of `EngineCore` is called whose arguments are plain values."""
 
     method: Literal[
@@ -127,12 +127,12 @@ class Change(_Call, frozen=True, array_like=True, tag="change"):
     ]  # fmt: skip
     arguments: list[Any]
 
-    def _of(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
+    def _method_call(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
         return self.method, *self.arguments
 
 
-class Load(_Call, frozen=True, array_like=True, tag="load"):
-    """A function is found by its name, for `Run`."""
+class FindFunction(_Call, frozen=True, array_like=True, tag="find"):
+    """A function is found by its name, for `CallFunction`."""
 
     function: str
 
@@ -140,7 +140,7 @@ class Load(_Call, frozen=True, array_like=True, tag="load"):
         resolve(self.function)
 
 
-class Run(_Call, frozen=True, array_like=True, tag="run"):
+class CallFunction(_Call, frozen=True, array_like=True, tag="function"):
     """A function is called. `ids`: `RequestFactory.next_ids` of rank 0."""
 
     function: str
@@ -162,7 +162,7 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """No call follows."""
 
 
-Call = Add | Step | Pin | Change | Load | Run
+Call = Add | Step | Pin | CallMethod | FindFunction | CallFunction
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -193,7 +193,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     reason: str
 
 
-def call_of(name: str, arguments: tuple[Any, ...]) -> _Call:
+def message_of(name: str, arguments: tuple[Any, ...]) -> _Call:
     """The message for a call of `DynamicInferenceEngine._apply`; ValueError for what is no plain value."""
     if name == "step":
         return Step()
@@ -203,7 +203,7 @@ def call_of(name: str, arguments: tuple[Any, ...]) -> _Call:
         return Add.of(arguments[0])
     if name == "set_weights_version":
         check_plain("version", arguments)
-    return Change(name, list(arguments))  # type: ignore[arg-type]
+    return CallMethod(name, list(arguments))  # type: ignore[arg-type]
 
 
 def check_plain(name: str, values: tuple[Any, ...]) -> None:

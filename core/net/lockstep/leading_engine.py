@@ -23,7 +23,7 @@ from ...parallel_groups import ParallelGroups
 from ...validation import LONGEST_TIMEOUT_S, instance, real, shown
 from ..heartbeat import Heartbeat, RankDiedError
 from .followers import Followers
-from .following import Load, Outcome, Run, call_of, check_plain, name_of
+from .following import CallFunction, FindFunction, Outcome, check_plain, message_of, name_of
 
 _CAPACITY = (KVBlockCapacityError, MambaSlotCapacityError)
 _DEATH_S = 0.5
@@ -107,7 +107,7 @@ class LeadingEngine(DynamicInferenceEngine):
     @staticmethod
     def _check_unused(groups: ParallelGroups) -> None:
         """RuntimeError where another thread uses these groups: collectives of two threads would cross."""
-        engines = [one for one in list(_open) if groups.overlap(one.context.spec.groups)]
+        engines = [one for one in list(_open) if groups.overlaps(one.context.spec.groups)]
         callers = [one._caller for one in engines if not one._closed.is_set()]
         for caller in (thread_over(groups), *callers):
             if caller is not None and caller is not threading.current_thread() and caller.is_alive():
@@ -138,7 +138,7 @@ class LeadingEngine(DynamicInferenceEngine):
         if self._followers is None or self._runs_on_all:
             return make()
         name = call.__name__
-        message = call_of(name, arguments)
+        message = message_of(name, arguments)
         self._caller = threading.current_thread()
         if self._calling == threading.get_ident():
             if name != "add":
@@ -258,17 +258,17 @@ class LeadingEngine(DynamicInferenceEngine):
         if self._runs_on_all:
             raise RuntimeError("call_on_all is called by a function that it calls; call the inner one itself")
         check_plain("an argument of call_on_all", arguments)
-        run = Run(name_of("function", function), list(arguments), self.factory.next_ids)
+        run = CallFunction(name_of("function", function), list(arguments), self.factory.next_ids)
         with signals_held(), self._lock:
             self._await_followers()
-            self._lead(Load(run.function), lambda: None)
+            self._lead(FindFunction(run.function), lambda: None)
             if refusals := "; ".join(self._differences()):
                 raise ValueError(
                     f"function is {run.function}; accepted: one that all ranks can import ({refusals})"
                 )
             return self._run(run, partial(function, self, *arguments))
 
-    def _run[T](self, run: Run, function: Callable[[], T]) -> T:
+    def _run[T](self, run: CallFunction, function: Callable[[], T]) -> T:
         followers = self._open_followers
         followers.send(run)
         error: Exception | None = None

@@ -131,7 +131,7 @@ class PromptRoom:
         self._free_blocks = num_blocks
         self._free_prompts = num_prompts
         self._head = asyncio.Lock()  # is given in the order in which it was asked for
-        self._left = asyncio.Event()
+        self._room_freed = asyncio.Event()
 
     @asynccontextmanager
     async def prompt(self, num_tokens: int) -> AsyncIterator[None]:
@@ -139,8 +139,8 @@ class PromptRoom:
         num_blocks = min(self._num_blocks, math.ceil(num_tokens / self._block_size_tokens) + 1)
         async with self._head:
             while self._free_blocks < num_blocks or not self._free_prompts:
-                self._left.clear()
-                await self._left.wait()
+                self._room_freed.clear()
+                await self._room_freed.wait()
             self._free_blocks -= num_blocks
             self._free_prompts -= 1
         try:
@@ -148,7 +148,7 @@ class PromptRoom:
         finally:
             self._free_blocks += num_blocks
             self._free_prompts += 1
-            self._left.set()
+            self._room_freed.set()
 
 
 @asynccontextmanager

@@ -144,7 +144,7 @@ def _copy_in(access: CacheAccess, incoming: Incoming) -> ImportReport:
             reasons = "; and ".join(filter(None, (attempt.failure, attempt.difference)))
             raise _DifferentImportsError(f"prefixes could not be imported: {reasons}") from attempt.error
         attempt.result(lambda reason: CopyError(f"prefixes could not be imported: {reason}"))
-        report = placement.publish()
+        report = placement.commit()
     except BaseException as error:
         expected = isinstance(error, (CopyError, _DifferentImportsError))
         with nullcontext() if expected else suppress(Exception):

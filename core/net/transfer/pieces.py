@@ -220,12 +220,12 @@ class Staging:
         event.record(self._stream)
         return event
 
-    def follow_engine(self) -> None:
+    def wait_for_engine(self) -> None:
         """Later launches here wait for the current stream of the calling thread."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def lead_engine(self) -> None:
+    def make_engine_wait(self) -> None:
         """The current stream of the calling thread waits for everything launched here."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)

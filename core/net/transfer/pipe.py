@@ -4,10 +4,10 @@ Every rank of the destination has a listener, whose address it writes to the sto
 hand-over. Every rank of the source connects to all of them. One hand-over, for each pair of ranks:
 
     source -> destination   Offer: the prefixes that the source has, and which part of the model is its own
-    destination -> source   Want: the blocks and states that the destination lacks and has room for
+    destination -> source   PieceRequest: the blocks and states that the destination lacks and has room for
     source -> destination   the pieces, over NCCL or as messages; both sides compute which these are
-    source -> destination   Sums: the checksum of each piece
-    destination -> source   Arrived: all pieces have arrived whole
+    source -> destination   Checksums: the checksum of each piece
+    destination -> source   Received: all pieces have arrived whole
 
 Either side may end it with a Refusal, as does a source that waited in vain.
 """
@@ -45,7 +45,7 @@ class NcclFacts(NamedTuple):
         return other is not None and self.version == other.version and self.gpu != other.gpu
 
 
-class Point(msgspec.Struct):
+class Endpoint(msgspec.Struct):
     """What a rank of the destination writes to the store."""
 
     protocol: int
@@ -62,7 +62,7 @@ class Offer(msgspec.Struct, tag=True, frozen=True):
     nccl: NcclFacts | None  # None to do without
 
 
-class Want(msgspec.Struct, tag=True, frozen=True):
+class PieceRequest(msgspec.Struct, tag=True, frozen=True):
     """What the destination asks for; nodes of the offer, whose rows are to be sent in this order."""
 
     part: dict[str, TensorPart] | None = None  # of the model; None for nothing
@@ -80,13 +80,13 @@ class Acknowledged(msgspec.Struct, tag=True, frozen=True):
     """One more piece has arrived."""
 
 
-class Sums(msgspec.Struct, tag=True, frozen=True):
+class Checksums(msgspec.Struct, tag=True, frozen=True):
     """The checksums of all pieces."""
 
     values: list[int]
 
 
-class Arrived(msgspec.Struct, tag=True, frozen=True):
+class Received(msgspec.Struct, tag=True, frozen=True):
     """All pieces have arrived whole."""
 
 
@@ -96,7 +96,7 @@ class Refusal(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-Message = Offer | Want | Piece | Acknowledged | Sums | Arrived | Refusal
+Message = Offer | PieceRequest | Piece | Acknowledged | Checksums | Received | Refusal
 
 
 class MessagePassage(NamedTuple):

@@ -52,8 +52,8 @@ class ImportReport:
 class Placement:
     """The place of each block and state of one import in the pools of this rank.
 
-    Call `place` and `publish`, each once and in this order, and `release` whatever happened. In between, fill
-    the new blocks and slots. No request can find anything new before `publish`.
+    Call `place` and `commit`, each once and in this order, and `release` whatever happened. In between, fill
+    the new blocks and slots. No request can find anything new before `commit`.
 
     The *path* of a state is the blocks that the state needs and that no earlier path holds, known ones before
     new ones. Paths are made in the order of `forest.states`, and `release` gives them back in the opposite
@@ -170,7 +170,7 @@ class Placement:
         places = [self._paths, sorted(self.new_slots.items()), sorted(self._known_slots.items())]
         return hashlib.sha256(repr(places).encode()).hexdigest()
 
-    def publish(self) -> ImportReport:
+    def commit(self) -> ImportReport:
         """Register the new blocks; commit the new states and use the known ones, the most recent last."""
         forest, known_states = self._forest, set(self._known_slots)
         registered = self._register()

@@ -23,17 +23,17 @@ from .pieces import PartCopies, PieceLayout, PoolGate, Staging, receive_pieces, 
 from .pipe import (
     MAX_REASON_LETTERS,
     PROTOCOL_VERSION,
-    Arrived,
+    Checksums,
+    Endpoint,
     Message,
     MessagePipe,
     NcclFacts,
     NcclPipe,
     Offer,
     Peer,
-    Point,
+    PieceRequest,
+    Received,
     Refusal,
-    Sums,
-    Want,
     new_nccl_id,
 )
 from .placement import Placement
@@ -101,22 +101,22 @@ class Session[Key](ABC):
         move: Callable[..., T],
         access: CacheAccess,
         peer: Peer,
-        want: Want,
+        request: PieceRequest,
         rows: tuple[list[int], list[int]],
     ) -> T:
-        """`send_pieces` or `receive_pieces` of what `want` names, from or into `rows`: blocks and slots."""
+        """`send_pieces` or `receive_pieces` of what `request` names; `rows`: blocks and slots."""
         pipe: MessagePipe | NcclPipe | None = peer.messages
-        if want.over_nccl:
-            if want.nccl_id:
-                peer.nccl = NcclPipe(self.device, self.nccl_rank, want.nccl_id, self.remaining_s)
+        if request.over_nccl:
+            if request.nccl_id:
+                peer.nccl = NcclPipe(self.device, self.nccl_rank, request.nccl_id, self.remaining_s)
             if (pipe := peer.nccl) is None:
                 raise TransferError(f"{peer.name} asks for a communicator that was not made")
-        layout = PieceLayout(access.format(), want.part or {}, len(rows[0]), len(rows[1]))
+        layout = PieceLayout(access.format(), request.part or {}, len(rows[0]), len(rows[1]))
         with self.staging.on_stream():
-            copies = PartCopies(access, want.part or {}, *rows)
-        wait_for = partial(self.wait_for, peer=peer, over_nccl=want.over_nccl)
+            copies = PartCopies(access, request.part or {}, *rows)
+        wait_for = partial(self.wait_for, peer=peer, over_nccl=request.over_nccl)
         moved = move(pipe, layout, copies, self.staging, self.gate, wait_for)
-        self.transport = "nccl" if want.over_nccl else "messages"
+        self.transport = "nccl" if request.over_nccl else "messages"
         self.num_bytes += sum(layout.sizes)
         return moved
 
@@ -126,7 +126,7 @@ class Session[Key](ABC):
         A thread that is not done by then touches no pool any more, and ends the session itself.
         """
         outcome: Future[T] = Future()
-        self.staging.follow_engine()
+        self.staging.wait_for_engine()
 
         def run() -> None:
             try:
@@ -145,7 +145,7 @@ class Session[Key](ABC):
         finally:
             if given_up := outcome.cancel():
                 self.gate.close()
-            self.staging.lead_engine()
+            self.staging.make_engine_wait()
         if given_up:
             raise TransferError(f"the store or a peer stopped answering; gave up after {self.timeout_s:g} s")
         return outcome.result()
@@ -184,9 +184,9 @@ class Source(Session[Address]):
 
     def connect(self, access: CacheAccess) -> None:
         """Connect with all ranks of the destination, where they are now; PeerLostError for a lost one."""
-        first = self._point(0)
-        points = [first, *(self._point(rank) for rank in range(1, first.ranks))]
-        wanted = [point.address for point in points]
+        first = self._endpoint(0)
+        points = [first, *(self._endpoint(rank) for rank in range(1, first.ranks))]
+        wanted = [endpoint.address for endpoint in points]
         self.drop(key for key, peer in self.peers.items() if key not in wanted or not peer.is_connected())
         for rank, address in enumerate(wanted):
             name = f"rank {rank} of the destination"
@@ -202,7 +202,7 @@ class Source(Session[Address]):
         if (found := peer.link.receive(timeout_s)) is not None:
             peer.take(*found)
 
-    def _point(self, rank: int) -> Point:
+    def _endpoint(self, rank: int) -> Endpoint:
         """What a rank of the destination has written, or will have."""
         name = f"rank {rank} of the destination"
         try:  # one call, which waits for no key: the destination deletes its own as it closes
@@ -218,7 +218,7 @@ class Source(Session[Address]):
                     f"protocol is {shown(found['protocol'])}; accepted: {PROTOCOL_VERSION}, of the release "
                     "of mambaslots here"
                 )
-            return msgspec.convert(found, Point)
+            return msgspec.convert(found, Endpoint)
         except (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise TransferError(f"{name} is no rank of a hand-over: {error}") from error
 
@@ -226,19 +226,19 @@ class Source(Session[Address]):
         """Offer prefixes, send what is wanted; returns the receivers, and the bytes and seconds of all."""
         offer = Offer(access.rank, access.spec.groups.size, encode(offered.description), nccl)
         answers = self._answers(access, offer)
-        wanted = [(peer, want) for peer, want in answers if want.part is not None]
+        wanted = [(peer, request) for peer, request in answers if request.part is not None]
         self.num_bytes, seconds = 0, 0.0
-        for peer, want in wanted:
+        for peer, request in wanted:
             with peer.named():
                 begin = time.perf_counter()
-                self._send_part(access, peer, want, offered)
+                self._send_part(access, peer, request, offered)
                 seconds += time.perf_counter() - begin
         return len(wanted), self.num_bytes, seconds
 
-    def _answers(self, access: CacheAccess, offer: Offer) -> list[tuple[Peer, Want]]:
+    def _answers(self, access: CacheAccess, offer: Offer) -> list[tuple[Peer, PieceRequest]]:
         """Offer to all ranks until all have answered; a destination that starts again gets the offer anew."""
         offered: dict[Address, Peer] = {}  # a connection that was made again has not got it
-        answered: dict[Address, Want] = {}
+        answered: dict[Address, PieceRequest] = {}
         while not self.peers or not self.peers.keys() <= answered.keys():
             try:
                 self.connect(access)
@@ -262,22 +262,22 @@ class Source(Session[Address]):
                     if answered or peer.is_connected():  # it has sent an invalid message
                         raise TransferError(f"{peer.name} was lost: {error}") from error
                 if peer.inbox:
-                    answered[key] = self.expect(peer, Want)
+                    answered[key] = self.expect(peer, PieceRequest)
                 else:
                     self.check_time(peer.name)
         return [(peer, answered[key]) for key, peer in self.peers.items()]
 
-    def _send_part(self, access: CacheAccess, peer: Peer, want: Want, offered: Offered) -> None:
-        part = want.part or {}
+    def _send_part(self, access: CacheAccess, peer: Peer, request: PieceRequest, offered: Offered) -> None:
+        part = request.part or {}
         check_shard(offered.description.format, part)
         sources_for([shard_of(access.spec)], part)  # raises for what this rank does not hold
-        rows = _rows("blocks", want.blocks, offered.blocks), _rows("states", want.states, offered.slots)
-        sums, under_way = self.exchange(send_pieces, access, peer, want, rows)
-        peer.send(Sums(sums))
+        rows = _rows("blocks", request.blocks, offered.blocks), _rows("states", request.states, offered.slots)
+        sums, under_way = self.exchange(send_pieces, access, peer, request, rows)
+        peer.send(Checksums(sums))
         for passage in under_way:
-            self.wait_for(passage.is_done, peer, want.over_nccl)
+            self.wait_for(passage.is_done, peer, request.over_nccl)
         self.staging.scrub()
-        self.expect(peer, Arrived)
+        self.expect(peer, Received)
 
 
 def _rows(name: str, nodes: list[int], offered: dict[int, int]) -> list[int]:
@@ -302,8 +302,8 @@ class Destination(Session[bytes]):
         """Make the listener, and publish its address."""
         if self.listener is None:
             self.listener = Listener(Message)
-            point = Point(PROTOCOL_VERSION, self.listener.address, access.spec.groups.size)
-            self.store.set(f"{access.rank}", msgspec.json.encode(point).decode())
+            endpoint = Endpoint(PROTOCOL_VERSION, self.listener.address, access.spec.groups.size)
+            self.store.set(f"{access.rank}", msgspec.json.encode(endpoint).decode())
 
     def collect(self, access: CacheAccess) -> PrefixForest:
         """Wait for an offer of each rank of the source; the forest of all."""
@@ -333,28 +333,28 @@ class Destination(Session[bytes]):
         """Ask the source for the blocks and states of a placement, and copy them into the pools."""
         blocks, slots = placement.new_blocks, placement.new_slots
         parts = sources_for([found.shard for *_, found in self._taken], shard_of(access.spec))
-        asked: list[tuple[Peer, Want]] = []
+        asked: list[tuple[Peer, PieceRequest]] = []
         for index, (peer, offer, _) in enumerate(self._taken):
             with peer.named():
                 if index not in parts:
-                    peer.send(Want())
+                    peer.send(PieceRequest())
                     continue
                 over_nccl = nccl is not None and nccl.fits(offer.nccl)
                 new_id = new_nccl_id() if over_nccl and peer.nccl is None else b""
-                asked.append((peer, Want(parts[index], list(blocks), list(slots), over_nccl, new_id)))
+                asked.append((peer, PieceRequest(parts[index], list(blocks), list(slots), over_nccl, new_id)))
                 peer.send(asked[-1][1])
         rows = list(blocks.values()), list(slots.values())
         self.num_bytes = 0
-        for peer, want in asked:
+        for peer, request in asked:
             with peer.named():
-                sums = self.exchange(receive_pieces, access, peer, want, rows)
+                sums = self.exchange(receive_pieces, access, peer, request, rows)
                 self.staging.scrub()
-                if self.expect(peer, Sums).values != sums:
+                if self.expect(peer, Checksums).values != sums:
                     raise TransferError(
                         f"pieces from {peer.name} have other checksums than it says: they were altered on "
                         "their way"
                     )
-                peer.send(Arrived())
+                peer.send(Received())
 
     def _take_messages(self, timeout_s: float) -> None:
         """Receive what has come, of all peers."""

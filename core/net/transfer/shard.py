@@ -81,7 +81,7 @@ def join(pieces: Sequence[PrefixShard], shard: Shard) -> PrefixShard:
     """Put the part `shard` together from pieces of one export, which may overlap and hold more.
 
     The result's tensors are new, unless one piece is of exactly this shard. TransferError: the pieces lack
-    something of `shard`, or hold different prefixes; two exports of the same prefixes are not told apart.
+    something of `shard`, or hold different prefixes; two exports of the same prefixes are not distinguished.
     """
     if not pieces:
         raise TransferError("pieces is empty; accepted: at least one part of an export")

@@ -47,7 +47,7 @@ class Slots:
         self.slots.register_block_hashes_batch([1, 2], [11, 12])
         self.slots.pin(self.pinned)
         (self.reserved,) = self.slots.reserve([3])
-        self.free = self.slots.slots.free[0]
+        self.free = self.slots.slots.free_slots[0]
         self.host.mamba_metadata.request_to_mamba_state_idx[3] = -1  # row 3 has no live slot
         self.slots.ssm_states.fill_(7)
         self.slots.conv_states.fill_(7)

@@ -77,7 +77,7 @@ SAMPLING_ARGUMENTS: dict[str, Bad] = {
 PLAN_ARGUMENTS: dict[str, Bad] = {
     "tail": bad.boolean(),
     "branch": bad.boolean(),
-    "chunk_ends": bad.boolean(),
+    "step_ends": bad.boolean(),
     "decode": bad.integer(1, INT32_MAX).also("Rolling", "on", np.array(["off", "off"])),
     "prefill_interval": bad.integer(1, INT32_MAX, optional=True),
     "marks": bad.ids(0, INT32_MAX, good=(8,)),

@@ -42,7 +42,7 @@ class Batch:
 
     def request(self, tokens: list[int]) -> Any:
         request = make_request(tokens, ms.CheckpointPlan.every_block(self.chunk))
-        request.hashes = type(request.hashes)(self.chunk)
+        request.chain = type(request.chain)(self.chunk)
         return request
 
     def step(self, *work: tuple[Any, int]) -> list[Any]:

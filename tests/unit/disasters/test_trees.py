@@ -41,14 +41,14 @@ class PlainTree:
     def add(self, path: Path, present: bool) -> None:
         if path in self.known:
             self.remove(path)
-        self.policy.plan(path, len(path), "tail", -1)
+        self.policy.insert_planned(path, len(path), "tail", -1)
         if not present:
-            self.policy.unplan(path[-1])
+            self.policy.remove_planned(path[-1])
         self.known.add(path)
 
     def remove(self, path: Path) -> None:
         self.policy.insert([0])
-        self.policy.name([0], [path[-1]], lambda i: path)
+        self.policy.set_keys([0], [path[-1]], lambda i: path)
         self.policy.remove([0], remember=False)
         self.known.remove(path)
 

@@ -215,7 +215,7 @@ def test_on_a_gpu_a_prefill_cancelled_in_flight_leaves_no_unwritten_state(graphs
     for num_steps in (1, 2, 3, 5, 7, 9):
         engine.reset_prefix_cache()
         pool = engine.context.memory.state_pool
-        free = list(engine.context.prefix_cache.slots.free)
+        free = list(engine.context.prefix_cache.slots.free_slots)
         pool.memory[[pool.durable_index(slot) for slot in free]] = 0xFF
         request_id = engine.add_request(prompt, params)
         for _ in range(num_steps):

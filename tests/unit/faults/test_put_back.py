@@ -164,9 +164,9 @@ FAULTS = {
             (
                 POLICIES + "state_slots.py",
                 "                self.evict(num_slots - num_free, keep, cause)\n",
-                "                lost, self.free = self.free, []\n"
+                "                lost, self.free_slots = self.free_slots, []\n"
                 "                self.evict(num_slots - num_free, keep, cause)\n"
-                "                self.free = lost + self.free\n",
+                "                self.free_slots = lost + self.free_slots\n",
             ),
         ),
     ),
@@ -195,10 +195,10 @@ FAULTS = {
         (
             (
                 CONTEXTS + "admission.py",
-                "            if stop <= start or not self._affords(request, match, stop):\n",
+                "            if stop <= start or not self._can_hold(request, match, stop):\n",
                 "            if holding is None:\n"
                 "                self._cache.kv_blocks.add_references(match.blocks)\n"
-                "            if stop <= start or not self._affords(request, match, stop):\n",
+                "            if stop <= start or not self._can_hold(request, match, stop):\n",
             ),
         ),
     ),
@@ -207,7 +207,7 @@ FAULTS = {
         (
             (
                 CONTEXTS + "device_memory.py",
-                "        self.state_pool.free()\n",
+                "        self.state_pool.deallocate()\n",
                 "        pass\n",
             ),
         ),
@@ -217,7 +217,7 @@ FAULTS = {
         (
             (
                 POLICIES + "checkpoint_plan.py",
-                "if self.chunk_ends and stop % block == 0:",
+                "if self.step_ends and stop % block == 0:",
                 "if False:",
             ),
         ),

@@ -124,7 +124,7 @@ def test_a_replica_says_all_that_it_holds_where_something_is_missing() -> None:
 
 
 def test_each_ingress_learns_all_changes_and_waits_for_none() -> None:
-    from mambaslots.fleet.replica_questions import Ingresses, IngressQuestion, StateLooks
+    from mambaslots.fleet.replica_questions import Ingresses, IngressQuestion, StatePoller
 
     engine, known_by = engine_of(), {"one": KnownReplicas(), "two": KnownReplicas()}
     for known in known_by.values():
@@ -132,13 +132,13 @@ def test_each_ingress_learns_all_changes_and_waits_for_none() -> None:
 
     async def main() -> None:
         async with ms.AsyncEngine(engine) as server:
-            ingresses = Ingresses(lambda: StateLooks(server, msd.StatePublisher(engine, "a")))
+            ingresses = Ingresses(lambda: StatePoller(server, msd.StatePublisher(engine, "a")))
 
             async def asked(ingress: str) -> Any:
                 known = known_by[ingress]
                 events = ingresses.answer(IngressQuestion(ingress, known.lacks_states("a"), {}))
                 known.note_answer("a", events)
-                await server.call(lambda engine: None)  # the look has ended
+                await server.call(lambda engine: None)  # the poll has ended
                 await asyncio.sleep(0)
                 return events
 

@@ -71,7 +71,7 @@ class Both:
             "_eos_cache_block_id_cpu",
         ):
             self.equal(getattr(ours, name), getattr(theirs, name))
-        assert ours.slots.free == theirs.free_slots[: ours.free_count].tolist()
+        assert ours.slots.free_slots == theirs.free_slots[: ours.free_count].tolist()
         for row, count in enumerate(ours._intermediate_counts_cpu.tolist()):
             for name in ("_intermediate_offsets_cpu", "_intermediate_block_ids_cpu"):
                 self.equal(getattr(ours, name)[row, :count], getattr(theirs, name)[row, :count])

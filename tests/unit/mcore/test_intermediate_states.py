@@ -96,8 +96,8 @@ def test_a_host_whose_blocks_are_off_its_ssd_chunk_is_warned_once_and_served(nam
     slots.reset()
 
 
-def test_a_plan_without_chunk_ends_still_keeps_the_end_of_its_prompt():
-    host, slots = make(optional={"checkpoint_plan": CheckpointPlan(chunk_ends=False)})
+def test_a_plan_without_step_ends_still_keeps_the_end_of_its_prompt():
+    host, slots = make(optional={"checkpoint_plan": CheckpointPlan(step_ends=False)})
     request = prompt(1, 12)
     for length, block in ((4, -1), (4, 2), (4, 3)):  # boundary 4 is no one's, 8 and 12 are the tail
         host.plan(slots, Chunk(request, 0, 0, length), [1, 2, 3])
@@ -182,7 +182,7 @@ def test_a_row_is_the_plans_boundaries_on_the_kernels_grid(data):
             CheckpointPlan,
             tail=st.booleans(),
             branch=st.booleans(),
-            chunk_ends=st.booleans(),
+            step_ends=st.booleans(),
             prefill_interval=st.sampled_from([None, 4, 8]),
             marks=st.lists(st.integers(0, 50), max_size=2).map(tuple),
         )

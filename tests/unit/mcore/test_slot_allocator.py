@@ -261,7 +261,7 @@ def test_whatever_is_committed_is_the_state_after_the_tokens_of_its_block(data, 
             CheckpointPlan,
             tail=st.booleans(),
             branch=st.booleans(),
-            chunk_ends=st.booleans(),
+            step_ends=st.booleans(),
             prefill_interval=st.sampled_from([None, 4, 8]),
             marks=st.lists(st.integers(0, 40), max_size=2).map(tuple),
         )

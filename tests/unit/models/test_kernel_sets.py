@@ -151,7 +151,7 @@ class Scenario:
             make_request(random_tokens(n, seed), plan) for n, seed in ((78, 1), (5, 2), (37, 3))
         )
         for request in (long, short, other):  # the blocks of requests are hashed in tens of tokens
-            request.hashes = type(request.hashes)(16)
+            request.chain = type(request.chain)(16)
         self._step((long, 40), (short, 64))
         self._step((short, 1), (long, 64), (other, 20))
         self._step((long, 1), (short, 1), (other, 64))
@@ -169,7 +169,7 @@ class Scenario:
         self.context.check_integrity()
         self.logits.append(logits[: inputs.num_logits].cpu())
         for (request, _), chunk in zip(work, chunks, strict=True):
-            if chunk.completes:
+            if chunk.samples_token:
                 request.tokens.append((7 * len(request.tokens) + request.holding.row) % 256)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
@@ -262,7 +262,7 @@ def test_whole_steps_move_each_state_once():
     plan = ms.CheckpointPlan(prefill_interval=16)
     first, again = (make_request(random_tokens(78, 1), plan) for _ in range(2))
     for request in (first, again):
-        request.hashes = type(request.hashes)(16)
+        request.chain = type(request.chain)(16)
     with Touched(counted.context.memory.state_pool) as touched:
         counted._step((first, 40))
         counted._step((first, 64))
@@ -338,7 +338,7 @@ class DraftedScenario(Scenario):
         kept = {}
         for chunk in chunks:
             request = chunk.request
-            if chunk.completes:
+            if chunk.samples_token:
                 accepted = (self._steps // 2 + request.holding.row) % (len(chunk.drafts) + 1)
                 kept[request.request_id] = accepted + 1
                 request.tokens += [

@@ -32,7 +32,7 @@ def state_of(replay: EngineReplay) -> tuple[object, ...]:
         replay.now_ns,
         cache.slots.tree.slot_of_block.copy(),
         cache.slots.tree.state_block_of_key.copy(),
-        list(cache.slots.free),
+        list(cache.slots.free_slots),
         eviction_order(cache.slots),
         cache.slots.pins.copy(),
         list(cache.kv_blocks.references),

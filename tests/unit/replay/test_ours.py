@@ -36,7 +36,7 @@ from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
 
 class BranchesOnly(CheckpointPlan):
     def __init__(self):
-        super().__init__(tail=False, branch=True, chunk_ends=False, decode="off")
+        super().__init__(tail=False, branch=True, step_ends=False, decode="off")
 """
 
 

@@ -15,7 +15,7 @@ TOOL = {
     "function": {"name": "weather", "description": "of a town", "parameters": {"type": "object"}},
 }
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Ulm"}'}}
-NO_STATES = ms.CheckpointPlan(tail=False, branch=False, chunk_ends=False, decode="off", prefill_interval=2048)
+NO_STATES = ms.CheckpointPlan(tail=False, branch=False, step_ends=False, decode="off", prefill_interval=2048)
 
 
 @pytest.fixture(scope="module")

@@ -34,10 +34,10 @@ class Borrowing:
     ) -> None:
         self.units = units
         self._kv_blocks = kv_blocks
-        assert isinstance(kv_blocks.free, BlocksByUnit)
-        self._free = kv_blocks.free
+        assert isinstance(kv_blocks.free_blocks, BlocksByUnit)
+        self._free_list = kv_blocks.free_blocks
         self._slots = slots
-        self._hand = 0  # the unit at which the next look begins
+        self._clock_hand = 0  # the unit at which the next look begins
         self._cleaner = cleaner
         kv_blocks.borrowing = self
 
@@ -45,8 +45,8 @@ class Borrowing:
 
     def borrow_slots(self, num_slots: int) -> None:
         """Add free slots until so many are free, or until it is better to evict states."""
-        while len(self._slots.free) < num_slots:
-            whole = [unit for unit in self._free.whole_units if unit >= self.units.num_kv_units]
+        while len(self._slots.free_slots) < num_slots:
+            whole = [unit for unit in self._free_list.whole_units if unit >= self.units.num_kv_units]
             if whole:
                 self._give_to_states(whole[0])
                 continue
@@ -66,7 +66,7 @@ class Borrowing:
         units, tree = self.units, self._kv_blocks.tree
         first, count = units.num_kv_units, units.num_units - units.num_kv_units
         for step in range(min(count, MAX_LOOKS)):
-            unit = first + (self._hand + step) % count
+            unit = first + (self._clock_hand + step) % count
             if units.holds_states[unit] or (leaves := self._leaves_of(unit)) is None:
                 continue
             slots = [tree.slot_of(block) for block in leaves if tree.holds_state(block)]
@@ -74,7 +74,7 @@ class Borrowing:
                 continue  # a state of a tier, or one that is read
             last_use = max(map(tree.leaves.timestamps.__getitem__, leaves), default=0)
             yield KVUnit(unit, leaves, slots, last_use)
-        self._hand = (self._hand + MAX_LOOKS) % max(1, count)
+        self._clock_hand = (self._clock_hand + MAX_LOOKS) % max(1, count)
 
     def _leaves_of(self, unit: int) -> list[int] | None:
         """A unit's cached blocks, children first; None where one is held, or continued by another unit's."""
@@ -97,7 +97,7 @@ class Borrowing:
         self._cleaner.move_unit(unit, blocks, self._cleaner.blocks)
         self._kv_blocks.tree.set_references(blocks, 1)
         self._cleaner.blocks.discard(blocks)
-        self._free.take_unit(unit)
+        self._free_list.take_unit(unit)
         self.units.holds_states[unit] = True
         self._slots.take_back(self.units.slots_of(unit))
 
@@ -136,7 +136,7 @@ class Borrowing:
         if self._num_units_that_may_go < 1:
             return -1
         counts: Counter[int] = Counter()
-        for slot in reversed(self._slots.free):
+        for slot in reversed(self._slots.free_slots):
             if (unit := units.unit_of_slot(slot)) >= 0:
                 counts[unit] += 1
                 if counts[unit] == units.slots_per_unit:
@@ -149,7 +149,7 @@ class Borrowing:
         self.units.holds_states[unit] = False
         blocks = self.units.blocks_of(unit)
         self._kv_blocks.tree.set_references(blocks, 0)
-        self._free.extend(reversed(blocks))
+        self._free_list.extend(reversed(blocks))
 
     # ---- the whole
 

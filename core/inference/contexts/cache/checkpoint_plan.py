@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Self, get_args
 
 from ....validation import INT32_MAX, boolean, check_fields, integer, integers, set_field
 
-BoundaryKind = Literal["mark", "tail", "branch", "decode", "chunk_end", "interval"]
+BoundaryKind = Literal["mark", "tail", "branch", "decode", "step_end", "interval"]
 KINDS_BY_WORTH: tuple[BoundaryKind, ...] = get_args(BoundaryKind)
 """The kinds in the order of their worth: where slots run short, the first kinds get slots first."""
 
@@ -35,7 +35,7 @@ class CheckpointPlan:
             tokens). Also N itself where N is a boundary: longer prompts resume there.
         branch: store the boundary where the prompt and a cached or waiting one differ first, if no state is
             cached there. Cached or waiting [a b c d], prompt [a b x]: the state after b.
-        chunk_ends: store the end of a prefill step, where the end is a boundary.
+        step_ends: store the end of a prefill step, where the end is a boundary.
         decode: "rolling" keeps the state of the last boundary that decoding crossed. An integer (a multiple
             of the block) also keeps the states at the integer's multiples. "off" stores no state.
         prefill_interval: also store every multiple of this number of prompt tokens (a multiple of the block).
@@ -44,13 +44,13 @@ class CheckpointPlan:
 
     tail: bool = True
     branch: bool = True
-    chunk_ends: bool = True
+    step_ends: bool = True
     decode: Literal["rolling", "off"] | int = "rolling"
     prefill_interval: int | None = None
     marks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_fields(self, boolean, tail=(), branch=(), chunk_ends=())
+        check_fields(self, boolean, tail=(), branch=(), step_ends=())
         if not isinstance(self.decode, str) or self.decode not in ("rolling", "off"):
             check_fields(self, integer, decode=(1, INT32_MAX, "'rolling' or 'off'"))
         check_fields(self, integer, or_none=True, prefill_interval=(1, INT32_MAX))
@@ -68,7 +68,7 @@ class CheckpointPlan:
 
     def check_useful(self) -> None:
         """Raise a ValueError if this plan stores no state."""
-        switches = self.tail, self.branch, self.chunk_ends, self.decode != "off"
+        switches = self.tail, self.branch, self.step_ends, self.decode != "off"
         if not any((*switches, self.prefill_interval, self.marks)):
             raise ValueError(
                 f"checkpoint_plan is {self}; accepted: at least one of its parts on, because a cache that "
@@ -128,38 +128,29 @@ class CheckpointPlan:
             yield prompt, "tail"
         if self.branch:
             yield branch, "branch"
-        if self.chunk_ends and stop % block == 0:
-            yield stop, "chunk_end"
+        if self.step_ends and stop % block == 0:
+            yield stop, "step_end"
         if self.prefill_interval is not None:
             step = self.prefill_interval
             yield from ((p, "interval") for p in range(start - start % step + step, stop + 1, step))
 
 
 def checked_boundaries(
-    plan: CheckpointPlan,
-    start: int,
-    stop: int,
-    prompt_tokens: int,
-    block_size_tokens: int,
-    branch_tokens: int,
+    plan: CheckpointPlan, start: int, stop: int, prompt: int, block: int, branch: int
 ) -> tuple[Boundary, ...]:
-    """What `plan.boundaries` returns, checked where the plan is one of a user's own."""
+    """What `plan.boundaries` returns, checked where the plan is one of a user's own; lengths in tokens."""
     found = plan.boundaries(
-        start=start,
-        stop=stop,
-        prompt_tokens=prompt_tokens,
-        block_size_tokens=block_size_tokens,
-        branch_tokens=branch_tokens,
+        start=start, stop=stop, prompt_tokens=prompt, block_size_tokens=block, branch_tokens=branch
     )
     if type(plan) is CheckpointPlan:
         return found
     boundaries = tuple(Boundary(*each) for each in found)
     positions = {each.position for each in boundaries if each.kind in KINDS_BY_WORTH}
-    inside = all(start < position <= stop and position % block_size_tokens == 0 for position in positions)
+    inside = all(start < position <= stop and position % block == 0 for position in positions)
     if not inside or len(positions) < len(boundaries):
         raise ValueError(
             f"checkpoint_plan.boundaries is {boundaries}; accepted: distinct multiples of "
-            f"{block_size_tokens} in ({start}, {stop}], each with a kind of {', '.join(KINDS_BY_WORTH)}"
+            f"{block} in ({start}, {stop}], each with a kind of {', '.join(KINDS_BY_WORTH)}"
         )
     return boundaries
 
@@ -168,7 +159,7 @@ MAX_COMPARED = 32
 """Waiting requests with which one that begins is compared."""
 
 
-def depth_worth_a_state(keys: Sequence[int], others: Iterable[Sequence[int]], num_known: int) -> int:
+def best_shared_depth(keys: Sequence[int], others: Iterable[Sequence[int]], num_known: int) -> int:
     """After how many blocks of `keys` a state saves `others` the most blocks; 0 where it saves none.
 
     `num_known` blocks are saved without it. Example: of keys [a b c] and others [[a b x], [a b y], [a z]],

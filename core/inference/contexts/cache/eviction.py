@@ -20,7 +20,7 @@ class EvictionPolicy:
     the calls alone, not by a clock or random draws.
 
     Attributes:
-        refuses: whether a new state may be refused in favour of cached ones; `least` then chooses.
+        refuses: whether a new state may be refused in favour of cached ones; `least_valuable` then chooses.
     """
 
     refuses = False
@@ -45,29 +45,33 @@ class EvictionPolicy:
         """Up to `count` evictable slots, the first to evict first. Changes nothing."""
         raise NotImplementedError
 
-    def name(self, slots: Sequence[int], keys: Sequence[int], path: Callable[[int], Sequence[int]]) -> None:
+    def set_keys(
+        self, slots: Sequence[int], keys: Sequence[int], path: Callable[[int], Sequence[int]]
+    ) -> None:
         """The states in `slots` are found under `keys`.
 
         `path(i)` returns the hashes of the prefix of the state in `slots[i]`, `keys[i]` last.
         """
 
-    def arrive(self, keys: Sequence[int], stop: int, again: bool = False) -> int:
+    def add_request(self, keys: Sequence[int], stop: int, again: bool = False) -> int:
         """A request with these prefix hashes arrives; it could resume after at most `keys[:stop]`.
 
         `again`: whether the request arrived before, and was preempted. Returns a number for the request.
         """
         return -1
 
-    def end(self, request: int) -> None:
+    def end_request(self, request: int) -> None:
         """The request with this number ended, or is preempted."""
 
-    def plan(self, keys: Sequence[int], depth: int, taken_as: str, request: int) -> None:
-        """A request's state after `keys[:depth]` will be stored, at a boundary of kind `taken_as`."""
+    def insert_planned(self, keys: Sequence[int], depth: int, kind: str, request: int) -> None:
+        """A request's state after `keys[:depth]` will be stored, at a boundary of this `kind`."""
 
-    def unplan(self, key: int | None) -> None:
+    def remove_planned(self, key: int | None) -> None:
         """The state planned under `key` (None: every planned state) found no slot, or was not written."""
 
-    def least(self, evictable: Callable[[int], bool], planned: Collection[int] = ()) -> tuple[int, int]:
+    def least_valuable(
+        self, evictable: Callable[[int], bool], planned: Collection[int] = ()
+    ) -> tuple[int, int]:
         """What costs least to lose: (evictable slot, -1), (-1, planned key), or (-1, -1) for nothing."""
         return next(iter(self.victims(1, evictable)), -1), -1
 

@@ -34,7 +34,7 @@ class LeafOrder:
             heapq.heappop(self._heap)
         return None
 
-    def take(self) -> int:
+    def pop(self) -> int:
         """Remove and return the next leaf to go; there is one."""
         while True:
             entry = heapq.heappop(self._heap)
@@ -42,7 +42,7 @@ class LeafOrder:
                 del self._entry_of[entry[2]]
                 return entry[2]
 
-    def offer(self, block: int) -> None:
+    def push(self, block: int) -> None:
         """Give a leaf its place in the order; an earlier place of the leaf is void."""
         self._entry_of[block] = entry = (self.holds_state(block), self.timestamps[block], block)
         heapq.heappush(self._heap, entry)
@@ -50,7 +50,7 @@ class LeafOrder:
             self._heap = list(self._entry_of.values())
             heapq.heapify(self._heap)
 
-    def withdraw(self, block: int) -> None:
+    def discard(self, block: int) -> None:
         """Remove a block that is held again, or continued; does nothing for a block without a place."""
         self._entry_of.pop(block, None)
 
@@ -60,7 +60,7 @@ class LeafOrder:
         if entry_of and not entry_of.keys().isdisjoint(blocks):
             for block in blocks:
                 if block in entry_of:
-                    self.offer(block)
+                    self.push(block)
 
     def clear(self) -> None:
         self._heap.clear()
@@ -68,17 +68,17 @@ class LeafOrder:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where a leaf's entry is missing from the heap or is of another time."""
-        offered = set(map(id, self._heap))
+        entries = set(map(id, self._heap))
         for block, entry in self._entry_of.items():
-            assert id(entry) in offered, "an evictable leaf is not offered"
+            assert id(entry) in entries, "an evictable leaf is not in the heap"
             expected = (self.holds_state(block), self.timestamps[block], block)
-            assert entry == expected, "a leaf is offered under another time, or as with another state"
+            assert entry == expected, "a leaf has the entry of another time, or of another state"
 
 
 class BlockStack(list[int]):
     """A stack: the block freed last is allocated first."""
 
-    def restart(self, free: list[int]) -> None:
+    def reset(self, free: list[int]) -> None:
         """These blocks are free now, and no others; the last one is allocated first."""
         self[:] = free
 
@@ -106,7 +106,7 @@ class BlocksByUnit:
     def whole_units(self) -> list[int]:
         return list(self._units_with[self._size])
 
-    def restart(self, free: list[int]) -> None:
+    def reset(self, free: list[int]) -> None:
         self._of_unit = [[] for _ in self._of_unit]
         for block in free:
             self._of_unit[block // self._size].append(block)

@@ -131,15 +131,15 @@ def salt_bytes(name: str, salt: object) -> bytes | None:
         raise ValueError(f"{name} is {shown(salt)}; accepted: a str that UTF-8 can encode") from error
 
 
-GoneFact = Literal["block", "continuation", "state", "refused state"]
+GhostKind = Literal["block", "continuation", "state", "refused state"]
 """What is gone under a prefix hash: its KV block, a block that continued it, its state, or a state for which
 no slot was available."""
-_BITS: dict[GoneFact, int] = {"block": 1, "continuation": 2, "state": 4, "refused state": 8}
+_BITS: dict[GhostKind, int] = {"block": 1, "continuation": 2, "state": 4, "refused state": 8}
 _STATES = _BITS["state"] | _BITS["refused state"]
 
 
 class GhostList:
-    """A bounded map from the hashes of prefixes to what is gone under them; O(1) a hash.
+    """A bounded map from the hashes of prefixes to the kinds of ghosts under them; O(1) a hash.
 
     A block that is registered again stays listed as gone. A state is listed until `discard_states` names it.
     """
@@ -150,8 +150,8 @@ class GhostList:
         self._old: dict[int, int] = {}  # forgotten at once when the young one has `capacity` hashes
         self.num_lapses = 0  # how often that was
 
-    def add_all(self, keys: Collection[int], fact: GoneFact) -> None:
-        young, old, bit = self._young, self._old, _BITS[fact]
+    def add_all(self, keys: Collection[int], kind: GhostKind) -> None:
+        young, old, bit = self._young, self._old, _BITS[kind]
         others = ~_STATES if bit & _STATES else -1
         if young.keys().isdisjoint(keys) and old.keys().isdisjoint(keys):
             young.update(dict.fromkeys(keys, bit))
@@ -162,8 +162,8 @@ class GhostList:
             self.num_lapses += bool(self._old) or not self.capacity
             self._old, self._young = (young if self.capacity else {}), {}
 
-    def has(self, key: int, fact: GoneFact) -> bool:
-        return bool((self._young.get(key) or self._old.get(key, 0)) & _BITS[fact])
+    def has(self, key: int, kind: GhostKind) -> bool:
+        return bool((self._young.get(key) or self._old.get(key, 0)) & _BITS[kind])
 
     def discard_states(self, keys: Iterable[int]) -> None:
         """Note that the states under these hashes are there."""

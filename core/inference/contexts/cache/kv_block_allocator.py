@@ -40,7 +40,7 @@ class KVBlockAllocator:
     Attributes:
         total_count: blocks of the pool.
         tree: the registered blocks, as `PrefixTree` keeps them.
-        free: the free blocks.
+        free_blocks: the free list.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class KVBlockAllocator:
         self._observers: list[DeregistrationObserver] = []
         self._dirty = dirty or DirtyEntries()
         by_unit = BlocksByUnit(self.total_count, units.blocks_per_unit) if units else None
-        self.free: FreeBlocks = BlockStack() if by_unit is None else by_unit
+        self.free_blocks: FreeBlocks = BlockStack() if by_unit is None else by_unit
         self._clear_references()
 
     def _clear_references(self) -> None:
@@ -81,18 +81,18 @@ class KVBlockAllocator:
         self.tree.set_references(self._lent_blocks, 1)
         self._last_release_ns = 0
         self._num_cached = 0
-        self._restart_free()
+        self._reset_free_list()
 
-    def _restart_free(self) -> None:
+    def _reset_free_list(self) -> None:
         """Note that every block is free that is neither held nor registered."""
         refs, parents = self.tree.references, self.tree.parents
         free = [b for b in range(self.total_count - 1, -1, -1) if not refs[b] and parents[b] < 0]
-        self.free.restart(free)
+        self.free_blocks.reset(free)
         self._dirty.note(free)
 
     def _add_free(self, blocks: list[int]) -> None:
         self._dirty.note(blocks)
-        self.free.extend(blocks)
+        self.free_blocks.extend(blocks)
 
     @property
     def _lent_blocks(self) -> Sequence[int]:
@@ -112,7 +112,7 @@ class KVBlockAllocator:
     @property
     def total_avail(self) -> int:
         """The number of free blocks; cached blocks do not count."""
-        return len(self.free)
+        return len(self.free_blocks)
 
     @property
     def num_cached(self) -> int:
@@ -125,10 +125,7 @@ class KVBlockAllocator:
         return self.total_count - self.total_avail - self._num_cached - num_lent
 
     def is_memory_available(
-        self,
-        num_blocks: int,
-        potential_matched_count: int = 0,
-        keep_slots: Sequence[int] | None = None,
+        self, num_blocks: int, potential_matched_count: int = 0, keep_slots: Sequence[int] | None = None
     ) -> bool:
         """Whether `num_blocks` can be allocated once `potential_matched_count` cached blocks are held.
 
@@ -157,7 +154,7 @@ class KVBlockAllocator:
             raise KVBlockCapacityError(num_blocks, self.total_avail + self._num_cached)
         if missing > 0:
             self.evict_lru_blocks(missing)
-        blocks = self.free.take(num_blocks)
+        blocks = self.free_blocks.take(num_blocks)
         self._dirty.clean(blocks)
         self.tree.set_references(blocks, 1)
         return blocks
@@ -267,15 +264,15 @@ class KVBlockAllocator:
         except BaseException:
             self.tree.put_back(blocks)
             raise
-        hashes = self.tree.deregister(blocks, cause)
+        keys = self.tree.deregister(blocks, cause)
         self._num_cached -= len(blocks)
         self._add_free(blocks[::-1])
-        self._notify(blocks, hashes)
+        self._notify(blocks, keys)
 
-    def _notify(self, blocks: list[int], hashes: list[int]) -> None:
+    def _notify(self, blocks: list[int], keys: list[int]) -> None:
         for observer in self._observers:
             try:
-                observer(list(blocks), set(hashes))
+                observer(list(blocks), set(keys))
             except Exception:
                 logger.exception("deregistration observer %r failed for blocks %s", observer, blocks)
 
@@ -284,12 +281,12 @@ class KVBlockAllocator:
 
         Costs O(pool).
         """
-        by_hash = self.tree.block_of_key
-        registered, hashes = (list(by_hash.values()), list(by_hash)) if self._observers else ([], [])
+        block_of_key = self.tree.block_of_key
+        registered, keys = (list(block_of_key.values()), list(block_of_key)) if self._observers else ([], [])
         self._num_cached = 0
         self.tree.clear()
-        self._restart_free()
-        self._notify(registered, hashes)
+        self._reset_free_list()
+        self._notify(registered, keys)
 
     def reset(self, *, keep_totals: bool = False) -> None:
         """Forget every reference and prefix, without calling observers: the caller resets them, too.
@@ -317,9 +314,9 @@ class KVBlockAllocator:
         """Raise AssertionError where the maps contradict each other; O(pool)."""
         refs = self.tree.references
         registered = set(self.tree.block_of_key.values())
-        if isinstance(self.free, BlocksByUnit):
-            self.free.check_integrity()
-        listed = list(self.free)
+        if isinstance(self.free_blocks, BlocksByUnit):
+            self.free_blocks.check_integrity()
+        listed = list(self.free_blocks)
         free = set(listed)
         assert len(listed) == len(free), "a block is free twice"
         assert len(free) == self.total_avail, "the count of free blocks is off"

@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 ALIGNMENT = 256
 """Bytes. Every slot and every block begins at a multiple of it."""
 MAX_WASTE = 0.02
-_MAX_OF_A_UNIT = 24
+_MAX_PER_UNIT = 24
 _MAX_NUMBERS = 1 << 18
 """Slots, or blocks, that a memory numbers at most: the bookkeeping of each costs some hundred bytes."""
 
@@ -61,7 +61,7 @@ class UnitShape(NamedTuple):
         slot, block = both[0] if both else (max(s for s, _ in ranks), max(b for _, b in ranks))
         small, large = sorted((slot, block))
         best, least = cls(1, 1), math.inf
-        for few in range(1, _MAX_OF_A_UNIT + 1):
+        for few in range(1, _MAX_PER_UNIT + 1):
             for many in (few * large // small, -(-few * large // small)):
                 shape = cls(few, many) if slot >= block else cls(many, few)
                 waste = shape.waste(ranks)

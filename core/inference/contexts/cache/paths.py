@@ -114,13 +114,13 @@ def match_prefix(
     """
     ghosts, keys, size = tree.ghosts, chain.keys, chain.block_size_tokens
     blocks, num_seen, whole = tuple(path_blocks[:num_held]), 0, num_tokens // size
-    if known is not None and _is_of_beginning(known.basis, chain, num_tokens, num_held, max_resume_tokens):
+    if known is not None and _is_prefix_of(known.basis, chain, num_tokens, num_held, max_resume_tokens):
         since, blocks = known.basis.block_version, known.blocks
         no_lapse = known.basis.num_lapses == ghosts.num_lapses
         if no_lapse:  # what was seen is there, or a ghost
             num_seen = known.seen_tokens // size
-        if blocks and not tree.stands(blocks[-1], since):
-            blocks = blocks[: bisect_left(blocks, True, key=lambda block: not tree.stands(block, since))]
+        if blocks and not tree.is_current(blocks[-1], since):
+            blocks = blocks[: bisect_left(blocks, True, key=lambda block: not tree.is_current(block, since))]
         elif (
             no_lapse
             and num_tokens == known.basis.num_tokens
@@ -168,7 +168,7 @@ def _last_key(chain: PrefixHashChain, num_tokens: int) -> int:
     return chain.keys[whole - 1] if whole else 0
 
 
-def _is_of_beginning(
+def _is_prefix_of(
     basis: MatchBasis, chain: PrefixHashChain, num_tokens: int, num_held: int, limit: int | None
 ) -> bool:
     """Whether a match on this basis is one of the same sequence, or of its beginning."""
@@ -294,7 +294,7 @@ def remove_rolling(slots: StateSlots, owner: RollingOwner) -> None:
 def make_room_by_rolling(slots: StateSlots, owners: Iterable[RollingOwner], num_slots: int) -> None:
     """Remove decode states of `owners`, which store newer ones now, until `num_slots` slots are free."""
     for owner in owners:
-        if len(slots.free) >= num_slots:
+        if len(slots.free_slots) >= num_slots:
             return
         remove_rolling(slots, owner)
 
@@ -327,7 +327,7 @@ def reserve_states[S: PathStep](
     served = set(chosen)
     slots.tree.note_refused([key for key in wanted if key not in served] + beyond)
     # States of drafts evict nothing, because the drafts may be wrong.
-    num_free = len(slots.free) - len(chosen)
+    num_free = len(slots.free_slots) - len(chosen)
     chosen += [key for key in guessed if key not in certain][:num_free]
     places = [certain.get(key) or guessed[key] for key in chosen]
     blocks = [steps[number].block_at(boundary.position) for number, boundary in places]

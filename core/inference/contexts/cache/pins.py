@@ -32,11 +32,7 @@ class PinnedPrefixes:
     """Holds a reference to the KV blocks, and a pin on the state, of each pinned prefix."""
 
     def __init__(
-        self,
-        slots: StateSlots,
-        kv_blocks: KVBlockAllocator,
-        max_slots: int,
-        units: MemoryUnits | None,
+        self, slots: StateSlots, kv_blocks: KVBlockAllocator, max_slots: int, units: MemoryUnits | None
     ) -> None:
         self._max_slots = max_slots
         self._slots = slots

@@ -84,7 +84,7 @@ class AgeCounts:
 
 
 class Turnover[Cause: str]:
-    """Statistics of what entered one part of the cache and what was removed; `mend` repairs them."""
+    """Statistics of what entered one part of the cache and what was removed."""
 
     def __init__(self, causes: Sequence[Cause]) -> None:
         self._causes = causes
@@ -124,7 +124,7 @@ class Turnover[Cause: str]:
             self._age_sum_ns += sum(ages)
             self._recent_ns.extend(ages)
 
-    def mend(self, num_present: int) -> None:
+    def repair(self, num_present: int) -> None:
         """Repair the counts after an interrupted change: `num_present` units are there; no count falls."""
         surplus = self.num_entered - self.num_removed - num_present
         if surplus > 0:

@@ -125,7 +125,7 @@ class PrefixCache:
 
         Args:
             chain: the hashes of at least the whole blocks of these tokens.
-            num_tokens: tokens of the sequence. Only states that leave at least one token to compute count.
+            num_tokens: tokens of the sequence. Only states before the last token count: it is computed.
             path: what the sequence holds already. States within the path's registered blocks do not count.
             max_resume_tokens: deeper states do not count, because the tokens after are to be computed: the
                 sequence shares their KV only. None for no limit.
@@ -177,10 +177,10 @@ class PrefixCache:
             num_reachable = len(chain.keys)
             if max_resume_tokens is not None:
                 num_reachable = min(num_reachable, max_resume_tokens // self._block_size)
-            path.policy_ticket = self.slots.policy.arrive(chain.keys, num_reachable, again)
+            path.policy_ticket = self.slots.policy.add_request(chain.keys, num_reachable, again)
         return path
 
-    def affords(
+    def can_hold(
         self, num_blocks: int, match: PrefixMatch, path: CachedPath | None, num_pages: int = 0
     ) -> bool:
         """Whether a path (None: a new one) could hold a match's blocks, and grow to `num_blocks` blocks.
@@ -268,7 +268,7 @@ class PrefixCache:
         Observers of deregistered blocks are called last, when all counts are right.
         """
         self.release_state(path)
-        self.slots.policy.end(path.policy_ticket)
+        self.slots.policy.end_request(path.policy_ticket)
         blocks = list(path.blocks)
         path.replace(0, [])
         self.kv_blocks.release_memory_blocks(blocks)
@@ -281,7 +281,7 @@ class PrefixCache:
         that is held or that another sequence continues.
         """
         self.release_state(path)
-        self.slots.policy.end(path.policy_ticket)
+        self.slots.policy.end_request(path.policy_ticket)
         registered = path.blocks[: path.num_registered] if path.caches else []
         self.slots.remove_copies(registered)
         for block in registered:
@@ -364,7 +364,7 @@ class PrefixCache:
                 continue
             block = path.blocks[depth - 1]
             if step.decoding:  # a draft's state is planned only now that the draft is right
-                slots.policy.plan(path.chain.keys, depth, "decode", path.policy_ticket)
+                slots.policy.insert_planned(path.chain.keys, depth, "decode", path.policy_ticket)
             (committed[position],) = slots.commit([slot], [block])
             if step.decoding:
                 keeps = any(b.position == position and b.keeps for b in step.boundaries)
@@ -380,7 +380,7 @@ class PrefixCache:
     def abort(self) -> None:
         """Free all slots that were reserved for a step that failed."""
         if self.tier is not None:
-            self.tier.mend()
+            self.tier.repair()
         self.slots.release()
 
     # ---- pins, eviction, reset
@@ -428,8 +428,8 @@ class PrefixCache:
             self.kv_blocks.deregister_all()  # calls observers
         finally:
             self.kv_blocks.reset(keep_totals=keep_totals)
-        self.tree.state_turnover.mend(len(self.tree.slot_of_block))
-        self.tree.turnover.mend(len(self.tree.block_of_key))
+        self.tree.state_turnover.repair(len(self.tree.slot_of_block))
+        self.tree.turnover.repair(len(self.tree.block_of_key))
 
     # ---- the whole
 

@@ -92,7 +92,7 @@ class PrefixTree:
             block = parents[block]
         return keys[::-1]
 
-    def stands(self, block: int, since: int) -> bool:
+    def is_current(self, block: int, since: int) -> bool:
         """Whether a block registered at version `since` still is. Then every ancestor is, too."""
         return self.parents[block] >= 0 and self._serials[block] <= since
 
@@ -142,7 +142,7 @@ class PrefixTree:
             canonical.append(block)
             before = block
         if 0 < num_known < len(canonical):  # the duplicate is continued now, and so is no leaf
-            self.leaves.withdraw(canonical[num_known - 1])
+            self.leaves.discard(canonical[num_known - 1])
         self.turnover.num_entered += len(canonical) - num_known
         return canonical
 
@@ -183,7 +183,7 @@ class PrefixTree:
         for block in blocks:
             if references[block] == 0:
                 num_cached += 1
-                self.leaves.withdraw(block)
+                self.leaves.discard(block)
                 num_held[parents[block]] += 1
             references[block] += 1
         return num_cached
@@ -220,7 +220,7 @@ class PrefixTree:
         for block in cached:
             timestamps[block] = now_ns
             if not num_children[block]:
-                leaves.offer(block)
+                leaves.push(block)
         if len(cached) == len(unheld):
             return cached, []
         return cached, [block for block in reversed(unheld) if parents[block] < 0]
@@ -231,28 +231,28 @@ class PrefixTree:
         """Take the next blocks to evict, which are there; parents follow their children."""
         taken: list[int] = []
         for _ in range(num_blocks):
-            taken.append(block := self.leaves.take())
+            taken.append(block := self.leaves.pop())
             self._note_child_taken(self.parents[block])
         return taken
 
     def take_leaf(self, block: int) -> None:
         """Remove this leaf from the order and from the counts of children."""
-        self.leaves.withdraw(block)
+        self.leaves.discard(block)
         self._note_child_taken(self.parents[block])
 
     def _note_child_taken(self, parent: int) -> None:
         self.num_children[parent] = num_children = self.num_children[parent] - 1
         if not num_children and not self.references[parent]:
-            self.leaves.offer(parent)
+            self.leaves.push(parent)
 
     def put_back(self, blocks: list[int]) -> None:
         """Put blocks back that were taken, and were not deregistered."""
         for block in blocks:
             self.num_children[self.parents[block]] += 1
-            self.leaves.withdraw(self.parents[block])
+            self.leaves.discard(self.parents[block])
         for block in blocks:
             if not self.num_children[block]:
-                self.leaves.offer(block)
+                self.leaves.push(block)
 
     def deregister(self, blocks: Sequence[int], cause: KVRemovalCause) -> list[int]:
         """Forget blocks that were taken as leaves; returns their keys."""
@@ -318,16 +318,15 @@ class PrefixTree:
         self.state_turnover.num_entered += len(blocks)
         self._note_states_changed(blocks)
 
-    def name_states(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
+    def register_states(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
         """Make the blocks' states, in these slots, findable; a hash in use keeps finding its older state."""
-        block_named, key_of_slot = self.state_block_of_key, self._key_of_slot
-        name = block_named.setdefault
+        block_of_key, key_of_slot = self.state_block_of_key, self._key_of_slot
         self.note_changes(keys)
         for block, slot, key in zip(blocks, slots, keys, strict=True):
-            if name(key, block) == block:
+            if block_of_key.setdefault(key, block) == block:
                 if (former := key_of_slot[slot]) and former != key:
                     self.note_changes([former])
-                    del block_named[former]
+                    del block_of_key[former]
                 key_of_slot[slot] = key
         self.ghosts.discard_states(keys)
         self.state_version += 1
@@ -373,9 +372,8 @@ class PrefixTree:
         if cause in ("new_state", "live_state"):
             self.ghosts.add_all(keys, "state")
         self.note_changes(keys)
-        unname = self.state_block_of_key.pop
-        for key in keys:  # the hash goes first, because it is what makes a state findable
-            unname(key, None)
+        for key in keys:  # the key goes first, because it is what makes a state findable
+            self.state_block_of_key.pop(key, None)
         for block in removed:
             del slot_of_block[block]
         turnover = self.state_turnover
@@ -414,10 +412,7 @@ class PrefixTree:
         registered = {block for block, parent in enumerate(self.parents) if parent >= 0}
         self.turnover.check_integrity(len(registered), "KV blocks")
         assert {self._keys[b]: b for b in registered} == self.block_of_key, "a block's hash is another"
-        for counts, blocks in (
-            (self.num_children, registered),
-            (self._num_held_children, registered & held),
-        ):
+        for counts, blocks in ((self.num_children, registered), (self._num_held_children, registered & held)):
             counted = Counter(self.parents[block] for block in blocks)
             assert counts == [counted[b] for b in range(self._origin + 1)], "a count of children is off"
             assert counted.keys() <= registered | {self._origin}, (

@@ -13,7 +13,7 @@ from .tier import HostTier
 from .value_eviction import ValueEviction
 
 PlannedState = tuple[Sequence[int], int, str, int]
-"""A state that a step will store: the arguments of `EvictionPolicy.plan`."""
+"""A state that a step will store: the arguments of `EvictionPolicy.insert_planned`."""
 
 
 class StateSlots:
@@ -48,7 +48,7 @@ class StateSlots:
             tree.copies = tier
         self._units = units
         self.live: set[int] = set()  # empty where live states have a pool of their own
-        self.free = self._all_free()
+        self.free_slots = self._unused_slots()
         self.reserved: dict[int, int] = {}  # slot -> its block, or -1 once that is evicted
         self.pins: dict[int, int] = {}  # slot -> how often it is pinned
         num_ghosts = max(8 * num_slots, num_kv_blocks) if num_slots else 0
@@ -62,7 +62,7 @@ class StateSlots:
 
     # ---- lookup
 
-    def _all_free(self) -> list[int]:
+    def _unused_slots(self) -> list[int]:
         """All slots but live ones and those whose memory holds KV."""
         taken = self.live.union(self._units.lent_slots if self._units else ())
         return [slot for slot in range(self.num_slots) if slot not in taken]
@@ -71,7 +71,7 @@ class StateSlots:
     def counts(self) -> SlotCounts:
         turnover = self.tree.state_turnover
         return SlotCounts(
-            free=len(self.free),
+            free=len(self.free_slots),
             reserved=len(self.reserved),
             committed=len(self.tree.slot_of_block),
             committed_total=turnover.num_entered,
@@ -83,7 +83,7 @@ class StateSlots:
     def num_available(self) -> int:
         """Slots that `reserve` could allocate: free ones and unpinned committed ones."""
         num_pinned = sum(1 for slot in self.pins if slot not in self.reserved)
-        return len(self.free) + len(self.tree.slot_of_block) - num_pinned
+        return len(self.free_slots) + len(self.tree.slot_of_block) - num_pinned
 
     def next_victims(self, count: int, kept: Collection[int] | None = None) -> list[int]:
         """Up to `count` slots that would be evicted next, but those `kept` (pinned ones); changes nothing."""
@@ -97,16 +97,16 @@ class StateSlots:
         """Plan these states, and evict states worth less; returns the hashes of those that get a slot."""
         policy = self.policy
         for state in planned:
-            policy.plan(*state)
+            policy.insert_planned(*state)
         wanted = dict.fromkeys(keys[depth - 1] for keys, depth, _, _ in planned)
-        while len(wanted) > len(self.free):
-            slot, key = policy.least(lambda slot: slot not in self.pins, wanted)
+        while len(wanted) > len(self.free_slots):
+            slot, key = policy.least_valuable(lambda slot: slot not in self.pins, wanted)
             if slot >= 0:
                 self._spill(self._checked_victims([slot], 1, self.pins))
-                self._free_slots([slot])
+                self._add_free([slot])
             else:
                 key = key if key in wanted else next(reversed(wanted))
-                policy.unplan(key)
+                policy.remove_planned(key)
                 del wanted[key]
         return list(wanted)
 
@@ -134,11 +134,11 @@ class StateSlots:
             planned = self._planned.pop(slot, -1)
             if key > 0 and not gone and block not in self.tree.slot_of_block:
                 self._insert([block], [slot])
-                self.name([block], [slot], [key])
+                self.register([block], [slot], [key])
             else:
-                self._free_slots([slot])
+                self._add_free([slot])
             if planned >= 0:  # does nothing where the state is there now
-                self.policy.unplan(planned)
+                self.policy.remove_planned(planned)
             results.append(-1 if gone else self.tree.slot_of(block))
         return results
 
@@ -146,13 +146,13 @@ class StateSlots:
         """Free reserved slots without committing them; None frees all reserved slots that are not pinned."""
         if slots is None:
             self._planned.clear()
-            self.policy.unplan(None)  # also what an interrupted `make_room` planned
+            self.policy.remove_planned(None)  # also what an interrupted `make_room` planned
             slots = [slot for slot in self.reserved if slot not in self.pins]
         for slot in slots:
             del self.reserved[slot]
             if slot in self._planned:
-                self.policy.unplan(self._planned.pop(slot))
-        self._free_slots(slots)
+                self.policy.remove_planned(self._planned.pop(slot))
+        self._add_free(slots)
 
     def fetch_state(
         self, blocks: Sequence[int], keys: Sequence[int], start: int, block_size_tokens: int
@@ -163,7 +163,7 @@ class StateSlots:
             return False
         for depth in range(len(blocks), -(-start // block_size_tokens), -1):
             key, block = keys[depth - 1], blocks[depth - 1]
-            worth = tier.is_worth(key, depth * block_size_tokens - start)
+            worth = tier.is_worth_fetching(key, depth * block_size_tokens - start)
             if not worth or block in self.tree.slot_of_block:
                 continue
             tier.pin(key)
@@ -193,7 +193,7 @@ class StateSlots:
             del self.pins[slot]
             if slot in self.reserved:  # the slot's block was evicted while the slot was pinned
                 del self.reserved[slot]
-                self._free_slots([slot])
+                self._add_free([slot])
 
     def note_use(self, slot: int) -> None:
         """A request resumes from this committed slot, or an import brought its state again."""
@@ -226,7 +226,7 @@ class StateSlots:
     def free_live(self, slots: Sequence[int]) -> None:
         """Free live slots."""
         self.live.difference_update(slots)
-        self._free_slots(slots)
+        self._add_free(slots)
 
     # ---- slots that enter the maps at once, for hosts that fill them afterwards
 
@@ -241,10 +241,10 @@ class StateSlots:
         self._insert(new, slots)
         return [slot_of_block[block] for block in blocks] if len(new) < len(blocks) else slots
 
-    def name(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
+    def register(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
         """Make the states in these slots, of these blocks, findable by prefix hash."""
-        self.tree.name_states(blocks, slots, keys)
-        self.policy.name(slots, keys, lambda i: self.tree.keys_to(blocks[i]))
+        self.tree.register_states(blocks, slots, keys)
+        self.policy.set_keys(slots, keys, lambda i: self.tree.keys_to(blocks[i]))
 
     # ---- eviction and what ends with a block
 
@@ -265,7 +265,7 @@ class StateSlots:
                 f"{num_slots}, as so many are evictable"
             )
         self._spill(victims, cause)
-        self._free_slots(victims)
+        self._add_free(victims)
 
     def remove_unpinned(self, block: int, cause: StateRemovalCause = "by_host") -> bool:
         """Remove the block's state, which its owner no longer needs; False, with nothing done, if pinned."""
@@ -286,7 +286,7 @@ class StateSlots:
                 pinned = [slot for slot in slots if slot in self.pins]
                 self.reserved.update(dict.fromkeys(pinned, -1))  # still read: the last unpin frees the slot
                 slots = [slot for slot in slots if slot not in self.pins]
-            self._free_slots(slots)
+            self._add_free(slots)
         if with_blocks and self.reserved:
             gone = set(blocks)
             self.reserved = {slot: -1 if block in gone else block for slot, block in self.reserved.items()}
@@ -308,8 +308,8 @@ class StateSlots:
         self.pins.clear()
         self.policy.clear()
         self._planned.clear()
-        self.free = self._all_free()
-        self._dirty.note(self.free)
+        self.free_slots = self._unused_slots()
+        self._dirty.note(self.free_slots)
         if totals:
             self.tree.state_turnover.clear()
 
@@ -319,11 +319,11 @@ class StateSlots:
         """Take these free slots from the free list: their memory will hold KV."""
         gone = set(slots)
         self._dirty.discard(gone)
-        self.free = [slot for slot in self.free if slot not in gone]
+        self.free_slots = [slot for slot in self.free_slots if slot not in gone]
 
     def take_back(self, slots: Sequence[int]) -> None:
         """Free lent slots, whose memory held KV and is zero where that is asked for."""
-        self._free_slots(slots)
+        self._add_free(slots)
         self._dirty.discard(slots)
 
     # ---- inside
@@ -332,16 +332,16 @@ class StateSlots:
         self, num_slots: int, keep: Collection[int] = (), cause: StateRemovalCause = "new_state"
     ) -> list[int]:
         """Allocate slots: free ones, the last ones first, then those of states that are evicted."""
-        num_free = len(self.free)
+        num_free = len(self.free_slots)
         if num_slots > num_free:
             try:
                 self.evict(num_slots - num_free, keep, cause)
             except MambaSlotCapacityError as error:
                 raise MambaSlotCapacityError(num_slots, error.available + num_free) from None
-        cut = len(self.free) - num_slots
-        taken = self.free[cut:]
+        cut = len(self.free_slots) - num_slots
+        taken = self.free_slots[cut:]
         self._dirty.clean(taken)
-        del self.free[cut:]
+        del self.free_slots[cut:]
         return taken
 
     def _checked_victims(self, victims: list[int], count: int, kept: Collection[int]) -> list[int]:
@@ -372,17 +372,17 @@ class StateSlots:
         self.policy.remove(slots, cause in EVICTIONS)
         return slots
 
-    def _free_slots(self, slots: Sequence[int]) -> None:
+    def _add_free(self, slots: Sequence[int]) -> None:
         self._dirty.note(slots)
-        self.free.extend(slots)
+        self.free_slots.extend(slots)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other or the KV hashes; O(slots)."""
         self.tree.check_states()
-        free, reserved = set(self.free), set(self.reserved)
+        free, reserved = set(self.free_slots), set(self.reserved)
         committed = set(self.tree.slot_of_block.values())
         lent = set(self._units.lent_slots) if self._units else set[int]()
-        assert len(free) == len(self.free), "a slot is free twice"
+        assert len(free) == len(self.free_slots), "a slot is free twice"
         assert free.isdisjoint(committed | reserved), "a slot is free and in use"
         assert committed.isdisjoint(reserved), "a slot is committed and reserved"
         assert self.live.isdisjoint(free | reserved | committed), "a live slot is free, reserved or committed"

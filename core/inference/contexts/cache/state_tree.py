@@ -8,7 +8,7 @@ from itertools import chain
 
 GHOST, PLANNED = -2, -1
 """In the place of a slot: the state is gone, or refused; the state will be stored."""
-_MAX_KEYS_A_GHOST = 32
+_MAX_KEYS_PER_GHOST = 32
 
 
 class Role(Enum):
@@ -36,12 +36,12 @@ class StateNode:
     below: int = 0  # the rates of all ghosts below, down to the next states that are present
     rate: int = 0  # how often it is expected to be used, by class and age
     role: Role = Role.FRONTIER
-    abandoned: bool = False  # its session went another way above
-    taken_as: str = ""
+    is_abandoned: bool = False  # its session went another way above
+    boundary_kind: str = ""
     turn: int = 1
     num_uses: int = 0
-    running: bool = False  # the deepest state of a running request, which does not grow old
-    kind: int = 0  # its class
+    is_running: bool = False  # the deepest state of a running request, which does not grow old
+    state_class: int = 0
     bucket: int = 0  # of its age, since `entered`; the next one begins at `due`
     entered: int = 0
     due: int = -1
@@ -49,16 +49,16 @@ class StateNode:
     entry: Entry | None = None
 
     @property
-    def present(self) -> bool:
+    def is_present(self) -> bool:
         return self.slot != GHOST
 
     @property
     def demand(self) -> int:
         """What this node adds to `below` of its parent."""
-        return 0 if self.present else self.below + self.rate
+        return 0 if self.is_present else self.below + self.rate
 
     @property
-    def continued(self) -> "Iterator[StateNode]":
+    def child_nodes(self) -> "Iterator[StateNode]":
         """The children, one by one."""
         return chain.from_iterable(self.children.values())
 
@@ -83,13 +83,13 @@ class StateNode:
 
     def present_below(self) -> "Iterator[StateNode]":
         """The present nodes below, as far as no other present one lies between."""
-        stack = list(self.continued)
+        stack = list(self.child_nodes)
         while stack:
             node = stack.pop()
             if node.slot != GHOST:
                 yield node
             else:
-                stack.extend(node.continued)
+                stack.extend(node.child_nodes)
 
     def add_demand(self, change: int) -> "list[StateNode]":
         """Add `change` to what falls back on the nodes above; returns the present one whose value changes."""
@@ -118,7 +118,7 @@ class StateTree:
         on_the_way = (node for node in known if node.depth <= stop and keys[node.depth - 1] == node.key)
         return max(on_the_way, key=lambda node: node.depth, default=self.root)
 
-    def enter(self, keys: Sequence[int], depth: int) -> StateNode:
+    def insert(self, keys: Sequence[int], depth: int) -> StateNode:
         """A new node at the end of `keys[:depth]`, between the nodes above and below."""
         parent = self.deepest(keys, depth - 1)
         node = StateNode(keys[depth - 1], depth, list(keys[parent.depth : depth]))
@@ -135,14 +135,14 @@ class StateTree:
         self.nodes[node.key] = node
         return node
 
-    def appear(self, node: StateNode, slot: int) -> list[StateNode]:
+    def make_present(self, node: StateNode, slot: int) -> list[StateNode]:
         """The node's state is in a slot, or planned, from now on; returns nodes whose values change."""
         self.ghosts.pop(node.key, None)
         changed = node.add_demand(-node.demand)
         node.slot = slot
         return [*changed, *node.present_below()]
 
-    def vanish(self, node: StateNode) -> list[StateNode]:
+    def make_ghost(self, node: StateNode) -> list[StateNode]:
         """The node becomes a ghost; returns a node whose value changes, if there is one."""
         node.slot = GHOST
         self.ghosts[node.key] = node
@@ -151,14 +151,14 @@ class StateTree:
     def surplus_ghost(self) -> StateNode | None:
         """A ghost to forget, where there are too many, or the ways to them take the host's memory."""
         num_ghosts, most = len(self.ghosts), self._max_ghosts
-        too_long = self.num_edge_keys > _MAX_KEYS_A_GHOST * most and num_ghosts > 1
+        too_long = self.num_edge_keys > _MAX_KEYS_PER_GHOST * most and num_ghosts > 1
         return next(iter(self.ghosts.values())) if num_ghosts > most or too_long else None
 
-    def forget(self, ghost: StateNode) -> list[StateNode]:
+    def remove(self, ghost: StateNode) -> list[StateNode]:
         """Remove a ghost; what is below continues the node above. Returns a node whose value changes."""
         del self.ghosts[ghost.key], self.nodes[ghost.key]
         changed = ghost.add_demand(-ghost.rate)
-        parent, below = ghost.parent, list(ghost.continued)
+        parent, below = ghost.parent, list(ghost.child_nodes)
         assert parent is not None
         parent.detach(ghost)
         for child in below:
@@ -171,14 +171,14 @@ class StateTree:
         """Raise AssertionError where edges, demands or counts are off."""
         nodes = [self.root, *self.nodes.values()]
         for node in nodes:
-            children = list(node.continued)
+            children = list(node.child_nodes)
             assert node.below == sum(child.demand for child in children), "the demand of ghosts is off"
             for child in children:
                 assert child.parent is node, "a node is below another parent"
                 assert self.nodes.get(child.key) is child, "a node in the tree is not known"
                 assert child.depth == node.depth + len(child.edge), "an edge is too long"
                 assert child.edge[-1] == child.key, "an edge leads to another prefix"
-        assert sum(len(list(node.continued)) for node in nodes) == len(self.nodes), "a node is in no tree"
+        assert sum(len(list(node.child_nodes)) for node in nodes) == len(self.nodes), "a node is in no tree"
         assert sum(len(node.edge) for node in nodes) == self.num_edge_keys, "the count of edges is off"
-        ghosts = {key for key, node in self.nodes.items() if not node.present}
+        ghosts = {key for key, node in self.nodes.items() if not node.is_present}
         assert ghosts == self.ghosts.keys(), "a ghost is lost"

@@ -9,7 +9,7 @@ from .pool_stats import TierStats
 
 logger = logging.getLogger(__name__)
 
-HOST_BYTES_A_TOKEN, FILE_BYTES_A_TOKEN = 1 << 20, 1 << 16
+HOST_BYTES_PER_TOKEN, FILE_BYTES_PER_TOKEN = 1 << 20, 1 << 16
 """A state is fetched if it has at most so many bytes for each token that it saves: about what a bus, and a
 disk, move in the time in which a GPU prefills a token of an 8B model."""
 
@@ -21,7 +21,7 @@ class TierSlots:
         self.num_slots = num_slots
         self.dirty = dirty or DirtyEntries()
         self.copies: OrderedDict[int, tuple[int, int]] = OrderedDict()  # hash -> slot, serial; oldest first
-        self.free = list(range(num_slots))
+        self.free_slots = list(range(num_slots))
         self._pinned: int | None = None
 
     def __contains__(self, key: object) -> bool:
@@ -39,8 +39,8 @@ class TierSlots:
 
     def allocate(self) -> tuple[int, int]:
         """A slot to write, and the hash whose copy is evicted for it, or 0; (-1, 0) where there is none."""
-        if self.free:
-            slot = self.free.pop()
+        if self.free_slots:
+            slot = self.free_slots.pop()
             self.dirty.clean([slot])
             return slot, 0
         victim = next((key for key in self.copies if key != self._pinned), 0)
@@ -50,7 +50,7 @@ class TierSlots:
         self.dirty.clean([slot])  # a copy that failed may be in it
         return slot, victim
 
-    def publish(self, key: int, slot: int, serial: int) -> None:
+    def register(self, key: int, slot: int, serial: int) -> None:
         """Index the state in a slot from `allocate` under its hash; no other state ever had this `serial`."""
         self.copies[key] = slot, serial
 
@@ -59,25 +59,25 @@ class TierSlots:
         keys = [key for key in keys if key in self.copies]
         slots = [self.copies.pop(key)[0] for key in keys]
         self.dirty.note(slots)
-        self.free += slots
+        self.free_slots += slots
         return slots
 
     def clear(self) -> None:
         """Forget every copy."""
         self.copies.clear()
-        self.mend()
+        self.repair()
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """After an interrupted change: free what is not indexed; O(slots)."""
         used = {slot for slot, _ in self.copies.values()}
         if self.dirty.is_active:
-            self.dirty.note(set(range(self.num_slots)).difference(used, self.free))
-        self.free = [slot for slot in range(self.num_slots) if slot not in used]
+            self.dirty.note(set(range(self.num_slots)).difference(used, self.free_slots))
+        self.free_slots = [slot for slot in range(self.num_slots) if slot not in used]
         self._pinned = None
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the index contradicts itself; O(slots)."""
-        slots = [*(slot for slot, _ in self.copies.values()), *self.free]
+        slots = [*(slot for slot, _ in self.copies.values()), *self.free_slots]
         assert sorted(slots) == list(range(self.num_slots)), "a slot of a tier is nowhere, or twice"
         assert self._pinned is None, "a copy of a tier is pinned"
 
@@ -109,7 +109,7 @@ class StateCopies:
     def zero(self, host_slots: Sequence[int]) -> None:
         """Zero slots in host memory, after the copies under way; does not wait."""
 
-    def free(self) -> None:
+    def deallocate_staging(self) -> None:
         """Free device memory that the next `store` can allocate again."""
 
 
@@ -134,8 +134,8 @@ class HostTier:
         self.files = TierSlots(num_files)
         self.copies = copies or StateCopies()
         self.host = TierSlots(num_slots, DirtyEntries(self.copies.zero if scrubs else None))
-        self.min_tokens = max(1, state_bytes // HOST_BYTES_A_TOKEN)  # that a fetch must save
-        self.min_tokens_from_file = max(1, state_bytes // FILE_BYTES_A_TOKEN)
+        self.min_tokens = max(1, state_bytes // HOST_BYTES_PER_TOKEN)  # that a fetch must save
+        self.min_tokens_from_file = max(1, state_bytes // FILE_BYTES_PER_TOKEN)
         self._clear_totals()
         self._has_failed = False
         self._lost: list[int] = []  # hashes whose last copy is gone since `take_lost`
@@ -182,7 +182,7 @@ class HostTier:
             except Exception:
                 self._note_failure()
                 self.host.dirty.note([host_slot])
-            self.host.publish(key, host_slot, serial)
+            self.host.register(key, host_slot, serial)
             self._save(host_slot, key, serial)
 
     def take_lost(self) -> list[int]:
@@ -201,7 +201,7 @@ class HostTier:
             self.copies.save(host_slot, file, serial)
         except Exception:
             self._note_failure()
-        self.files.publish(key, file, serial)
+        self.files.register(key, file, serial)
 
     def _allocate(self, tier: TierSlots) -> int:
         slot, evicted = tier.allocate()
@@ -216,7 +216,7 @@ class HostTier:
 
     # ---- back
 
-    def is_worth(self, key: int, num_tokens: int) -> bool:
+    def is_worth_fetching(self, key: int, num_tokens: int) -> bool:
         """Whether there is a copy under this hash, to fetch rather than to compute so many tokens."""
         if key in self.host:
             return num_tokens >= self.min_tokens
@@ -258,7 +258,7 @@ class HostTier:
         if host_slot < 0:
             return False
         file, serial = self.files.copies[key]
-        self.host.publish(key, host_slot, serial)
+        self.host.register(key, host_slot, serial)
         self.host.pin(key)
         return self.copies.load(file, host_slot, serial)
 
@@ -282,10 +282,10 @@ class HostTier:
         if had_files:
             self.copies.delete(None)
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """After an interrupted change: free what is not indexed; O(slots)."""
-        self.host.mend()
-        self.files.mend()
+        self.host.repair()
+        self.files.repair()
 
     def check_integrity(self, known: Callable[[int], bool]) -> None:
         """Raise AssertionError where the indexes contradict themselves, or a hash has no registered block."""

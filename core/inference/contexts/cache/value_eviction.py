@@ -9,19 +9,19 @@ from .state_tree import GHOST, PLANNED, Entry, Role, StateNode, StateTree
 from .use_rates import AGE_BOUNDS, NUM_BUCKETS, UseRates
 
 _FORK, _SUPERSEDED, _ABANDONED = 5, 11, 14  # first number of each kind of class; frontiers begin at 0
-_CHUNK_END = _SUPERSEDED + 2
+_STEP_END = _SUPERSEDED + 2
 _TURN_CLASSES = (0, 0, 1, 2, 3, 3, 4)  # turns before a frontier state -> class; more turns: the last one
 _USE_CLASSES = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # uses of a fork -> class; more uses: the last one
 # Expected uses a request at age 0 of the 16 classes, before `UseRates` has learned any: longer sessions and
 # forks of more uses are used sooner, superseded and abandoned states seldom. Two states' worth of evidence.
 _PRIORS = (0.3, 0.4, 0.6, 0.7, 0.8, 0.4, 0.5, 0.8, 1.0, 1.2, 1.5, 0.04, 0.04, 0.02, 0.02, 0.04)
-_RESCORED_A_REQUEST = 16
+_RESCORED_PER_REQUEST = 16
 _MAX_SESSION_USES = 6  # a place that more requests ended at is no place of one session
 _MAX_ABANDONED_USES = 4
 _MAX_ABANDONED = 256  # places that a request looks at
 _REFRESH_REQUESTS = 64  # requests from one computation of the rates to the next, at least
-_UNNAMED = 1 << 80  # a state that its host has not named yet is the last to go
-_INNER = ("chunk_end", "interval")
+_WITHOUT_KEY = 1 << 80  # a state that its host has not named yet is the last to go
+_INNER = ("step_end", "interval")
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class ValueEviction(EvictionPolicy):
 
         frontier     the deepest state of its request, by the number of turns before it
         fork         where prompts branch, by the number of uses
-        superseded   a state whose request has a deeper one, by what it was taken as
+        superseded   a state whose request has a deeper one, by the kind of its boundary
         abandoned    below a place where its session went another way; forks apart
 
     The order is a heap, in which a node's newest entry counts. A call that lowers a value pushes an entry.
@@ -74,7 +74,7 @@ class ValueEviction(EvictionPolicy):
 
     # ---- requests
 
-    def arrive(self, keys: Sequence[int], stop: int, again: bool = False) -> int:
+    def add_request(self, keys: Sequence[int], stop: int, again: bool = False) -> int:
         """A request arrives; preempted ones (`again`) count as no use. Returns its number."""
         self._sees_requests = True
         if not again:
@@ -83,8 +83,8 @@ class ValueEviction(EvictionPolicy):
         turn = 1
         if node.parent is not None:
             if not again:
-                leaves = len(keys) <= node.depth or keys[node.depth] not in node.children
-                self._note_use(node, is_fork=node.role is Role.SUPERSEDED or (bool(node.children) and leaves))
+                forks = len(keys) <= node.depth or keys[node.depth] not in node.children
+                self._note_use(node, is_fork=node.role is Role.SUPERSEDED or (bool(node.children) and forks))
                 if node.children and node.num_uses <= _MAX_SESSION_USES:
                     self._note_abandoned(node)
             turn = node.turn + (node.role is not Role.FORK)
@@ -92,16 +92,16 @@ class ValueEviction(EvictionPolicy):
         self._requests[self._num_requests] = _Request(node, turn)
         return self._num_requests
 
-    def end(self, request: int) -> None:
+    def end_request(self, request: int) -> None:
         """The request ends, or is preempted."""
         gone = self._requests.pop(request, None)
         if gone is None or gone.deepest.parent is None:
             return
         node = gone.deepest
         node.turn = max(node.turn, gone.turn)
-        if node.running:
-            node.running = False
-            self._reclass(node)
+        if node.is_running:
+            node.is_running = False
+            self._update_class(node)
 
     def _tick(self) -> None:
         self._now = now = self._now + 1
@@ -109,61 +109,61 @@ class ValueEviction(EvictionPolicy):
             if node.due == now and node.parent is not None:
                 self._count_wait(node)
                 self._schedule(node, node.bucket + 1)
-                self._rerate(node)
+                self._update_rate(node)
         if not self._sweep and now % _REFRESH_REQUESTS == 0:
             self._rates.refresh()
             self._sweep = list(self._tree.nodes.values())
-        for node in self._sweep[-_RESCORED_A_REQUEST:]:
+        for node in self._sweep[-_RESCORED_PER_REQUEST:]:
             if node.parent is not None:
-                self._rerate(node)
-        del self._sweep[-_RESCORED_A_REQUEST:]
+                self._update_rate(node)
+        del self._sweep[-_RESCORED_PER_REQUEST:]
 
     def _note_use(self, node: StateNode, *, is_fork: bool) -> None:
-        self._rates.uses[node.kind][node.bucket] += 1
+        self._rates.uses[node.state_class][node.bucket] += 1
         self._count_wait(node)
         node.num_uses += 1
-        node.abandoned = False
+        node.is_abandoned = False
         if is_fork:
-            node.role, node.running = Role.FORK, False
-        if not node.present:
+            node.role, node.is_running = Role.FORK, False
+        if not node.is_present:
             self._tree.ghosts.move_to_end(node.key)
-        self._reclass(node)
+        self._update_class(node)
 
     def _note_abandoned(self, node: StateNode) -> None:
         """A request branches off at `node`, a place of one session, which abandons the states below."""
-        places = list(node.continued)
+        places = list(node.child_nodes)
         for below in places:
-            if len(places) > _MAX_ABANDONED or below.num_uses > _MAX_ABANDONED_USES or below.running:
+            if len(places) > _MAX_ABANDONED or below.num_uses > _MAX_ABANDONED_USES or below.is_running:
                 continue
-            places.extend(below.continued)
-            if not below.abandoned:
-                below.abandoned = True
+            places.extend(below.child_nodes)
+            if not below.is_abandoned:
+                below.is_abandoned = True
                 self._count_wait(below)
-                self._reclass(below)
+                self._update_class(below)
 
     # ---- states
 
-    def plan(self, keys: Sequence[int], depth: int, taken_as: str, request: int) -> None:
+    def insert_planned(self, keys: Sequence[int], depth: int, kind: str, request: int) -> None:
         """A state will be stored after `keys[:depth]`; it counts as cached from now on."""
         node = self._tree.nodes.get(keys[depth - 1])
         if node is None:
-            node = self._tree.enter(keys, depth)
-            node.taken_as = taken_as
-        elif node.present:
+            node = self._tree.insert(keys, depth)
+            node.boundary_kind = kind
+        elif node.is_present:
             return
         running = self._requests.get(request)
         if running is not None:
-            self._place(node, running)
+            self._set_role(node, running)
         self._planned[node.key] = node
-        self._push(self._tree.appear(node, PLANNED))
-        self._reclass(node)
+        self._push(self._tree.make_present(node, PLANNED))
+        self._update_class(node)
 
-    def _place(self, node: StateNode, request: _Request) -> None:
+    def _set_role(self, node: StateNode, request: _Request) -> None:
         """Give the new state of a request its role; the request's former deepest one is superseded."""
         former = request.deepest
-        passed = node.taken_as in _INNER or node.depth < former.depth
-        node.turn, node.abandoned = request.turn, False
-        if node.taken_as in ("branch", "mark"):
+        passed = node.boundary_kind in _INNER or node.depth < former.depth
+        node.turn, node.is_abandoned = request.turn, False
+        if node.boundary_kind in ("branch", "mark"):
             node.role = Role.FORK
         elif node.role is not Role.FORK:
             node.role = Role.SUPERSEDED if passed else Role.FRONTIER
@@ -171,20 +171,22 @@ class ValueEviction(EvictionPolicy):
             return
         if former is not node:
             if former.parent is not None and former.role is Role.FRONTIER:
-                former.role, former.running = Role.SUPERSEDED, False
+                former.role, former.is_running = Role.SUPERSEDED, False
                 self._count_wait(former)
-                self._reclass(former)
+                self._update_class(former)
             request.deepest = node
-        node.running = node.role is not Role.FORK
+        node.is_running = node.role is not Role.FORK
 
-    def unplan(self, key: int | None) -> None:
+    def remove_planned(self, key: int | None) -> None:
         """A planned state (None: all) was not stored, or found no slot: its demand is remembered."""
         for planned in list(self._planned) if key is None else (key,):
             node = self._planned.pop(planned, None)
             if node is not None:
-                self._vanish(node, remember=True)
+                self._make_ghost(node, remember=True)
 
-    def least(self, evictable: Callable[[int], bool], planned: Collection[int] = ()) -> tuple[int, int]:
+    def least_valuable(
+        self, evictable: Callable[[int], bool], planned: Collection[int] = ()
+    ) -> tuple[int, int]:
         """The least of the evictable slots and the planned states: (slot, -1), (-1, key) or (-1, -1)."""
         wanted = set(planned)
         for node in self._in_order(lambda n: evictable(n.slot) if n.slot >= 0 else n.key in wanted, 1):
@@ -192,35 +194,36 @@ class ValueEviction(EvictionPolicy):
         return -1, -1
 
     def insert(self, slots: Sequence[int]) -> None:
-        """States were committed in these slots; `name` says which."""
+        """States were committed in these slots; `set_keys` says which."""
         if not self._sees_requests:
             self._tick()
         for slot in slots:
-            self._slots[slot] = node = StateNode(0, 1, [], slot=slot, rate=_UNNAMED)
+            self._slots[slot] = node = StateNode(0, 1, [], slot=slot, rate=_WITHOUT_KEY)
             self._new_serial(node)
             self._push([node])
 
-    def name(self, slots: Sequence[int], keys: Sequence[int], path: Callable[[int], Sequence[int]]) -> None:
+    def set_keys(
+        self, slots: Sequence[int], keys: Sequence[int], path: Callable[[int], Sequence[int]]
+    ) -> None:
         """The states in `slots` are found under `keys`; `path(i)` returns the hashes of one's prefix."""
         for i, (slot, key) in enumerate(zip(slots, keys, strict=True)):
-            unnamed = self._slots[slot]
-            if unnamed.parent is not None:
-                if unnamed.key == key:
+            keyless = self._slots[slot]
+            if keyless.parent is not None:
+                if keyless.key == key:
                     continue
                 self.remove([slot], remember=False)
                 self.insert([slot])
-                unnamed = self._slots[slot]
+                keyless = self._slots[slot]
             node = self._tree.nodes.get(key)
             if node is not None and node.slot >= 0:
-                unnamed.rate = 0  # no request finds the state
-                self._push([unnamed])
+                keyless.rate = 0  # no request finds the state
+                self._push([keyless])
                 continue
-            if node is None or not node.present:
-                self.plan(prefix := path(i), len(prefix), "", -1)
+            if node is None or not node.is_present:
+                self.insert_planned(prefix := path(i), len(prefix), "", -1)
                 node = self._tree.nodes[key]
             del self._planned[key]
-            unnamed.entry = None
-            node.slot = slot
+            keyless.entry, node.slot = None, slot
             self._slots[slot] = node
             self._push([node])
 
@@ -242,14 +245,14 @@ class ValueEviction(EvictionPolicy):
             if node.parent is None:
                 node.slot, node.entry = GHOST, None
             else:
-                self._vanish(node, remember)
+                self._make_ghost(node, remember)
 
-    def _vanish(self, node: StateNode, remember: bool) -> None:
+    def _make_ghost(self, node: StateNode, remember: bool) -> None:
         node.entry = None
-        self._push(self._tree.vanish(node))
+        self._push(self._tree.make_ghost(node))
         ghost = self._tree.surplus_ghost() if remember else node
         while ghost is not None:
-            self._push(self._tree.forget(ghost))
+            self._push(self._tree.remove(ghost))
             self._count_wait(ghost)
             ghost.due = -1
             ghost = self._tree.surplus_ghost()
@@ -262,43 +265,45 @@ class ValueEviction(EvictionPolicy):
         """Raise AssertionError where the tree or the order is off; `slots`: the committed slots."""
         assert self._slots.keys() == set(slots), "the eviction policy orders other slots than the committed"
         assert all(node.slot == slot for slot, node in self._slots.items()), "a state is in another slot"
-        offered = {id(entry) for entry in self._heap}
-        assert all(id(node.entry) in offered for node in self._slots.values()), "a state is not offered"
+        entries = {id(entry) for entry in self._heap}
+        assert all(id(node.entry) in entries for node in self._slots.values()), "a state is not in the heap"
         planned = {key: node for key, node in self._tree.nodes.items() if node.slot == PLANNED}
         assert planned == self._planned, "a planned state is lost"
         self._tree.check_integrity()
 
     # ---- classes and rates
 
-    def _reclass(self, node: StateNode) -> None:
+    def _update_class(self, node: StateNode) -> None:
         """Give the node its class; its age begins anew."""
-        if node.abandoned:
-            node.kind = _ABANDONED + (node.role is Role.FORK)
+        if node.is_abandoned:
+            node.state_class = _ABANDONED + (node.role is Role.FORK)
         elif node.role is Role.FORK:
-            node.kind = _FORK + _USE_CLASSES[min(node.num_uses, len(_USE_CLASSES) - 1)]
+            node.state_class = _FORK + _USE_CLASSES[min(node.num_uses, len(_USE_CLASSES) - 1)]
         elif node.role is Role.SUPERSEDED:
-            node.kind = _CHUNK_END if node.taken_as in _INNER else _SUPERSEDED + (node.taken_as == "tail")
+            node.state_class = (
+                _STEP_END if node.boundary_kind in _INNER else _SUPERSEDED + (node.boundary_kind == "tail")
+            )
         else:
-            node.kind = _TURN_CLASSES[min(node.turn, len(_TURN_CLASSES) - 1)]
+            node.state_class = _TURN_CLASSES[min(node.turn, len(_TURN_CLASSES) - 1)]
         self._new_serial(node)
         self._schedule(node, 0)
-        self._rerate(node)
+        self._update_rate(node)
 
     def _schedule(self, node: StateNode, bucket: int) -> None:
         """The node's age is in this bucket from now on."""
         node.bucket, node.entered, node.due = bucket, self._now, -1
-        if bucket + 1 < NUM_BUCKETS and not node.running:
+        if bucket + 1 < NUM_BUCKETS and not node.is_running:
             node.due = self._now + AGE_BOUNDS[bucket + 1] - AGE_BOUNDS[bucket]
             self._calendar.setdefault(node.due, []).append(node)
 
     def _count_wait(self, node: StateNode) -> None:
         """Count how many requests the node has waited in its bucket."""
-        if not node.running:
-            self._rates.waits[node.kind][node.bucket] += self._now - node.entered
+        if not node.is_running:
+            self._rates.waits[node.state_class][node.bucket] += self._now - node.entered
         node.entered = self._now
 
-    def _rerate(self, node: StateNode) -> None:
-        rate = self._rates.rates[node.kind][node.bucket]
+    def _update_rate(self, node: StateNode) -> None:
+        rate = self._rates.rates[node.state_class][node.bucket]
         change, node.rate = rate - node.rate, rate
         self._push([node] if node.slot != GHOST else node.add_demand(change))
 
@@ -308,7 +313,8 @@ class ValueEviction(EvictionPolicy):
         """What the loss of a present node's state is expected to cost: blocks a request, in units.
 
         A superseded state above does not count against a state that will be stored: it goes soon, also where
-        the request reads it now. A chunk end counts half, and without the ghosts below: it goes first.
+        the request reads it now. A state at a step's end counts half, and without the ghosts below: it goes
+        first.
         """
         if node.parent is None:
             return node.rate
@@ -317,7 +323,7 @@ class ValueEviction(EvictionPolicy):
             while above.role is Role.SUPERSEDED:
                 above = above.present_above()
         blocks = node.depth - above.depth
-        if node.kind == _CHUNK_END:
+        if node.state_class == _STEP_END:
             return blocks * node.rate // 2
         return blocks * (node.rate + node.below)
 

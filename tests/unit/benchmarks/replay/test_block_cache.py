@@ -57,7 +57,7 @@ def test_resumes_what_plain_sets_resume(
 
 CACHES = {
     "lru": lambda index, kv, slots: BlockCache(
-        index, kv, StateSlots(index, slots), TakenStates(tail=True, branch=True, chunk_ends=True, decode=True)
+        index, kv, StateSlots(index, slots), TakenStates(tail=True, branch=True, step_ends=True, decode=True)
     ),
     "every": lambda index, kv, slots: BlockCache(
         index, kv, StateSlots(index, slots), TakenStates(every=True)

@@ -86,7 +86,7 @@ def test_other_streams_than_the_default_one_are_followed(device: torch.device) -
 def test_device_memory_comes_back_on_demand(device: torch.device) -> None:
     memory, copies = made(device)
     copies.store(0, 0, 1)
-    copies.free()
+    copies.deallocate_staging()
     copies.store(1, 1, 2)
     assert copies.fetch(0, 2, 1)
     assert copies.fetch(1, 3, 2)

@@ -29,7 +29,7 @@ def picture(slots):
     """Everything a host can see, to show that a failed call changed nothing."""
     return (
         dict(slots.slots.tree.slot_of_block),
-        list(slots.slots.free),
+        list(slots.slots.free_slots),
         dict(slots.hash_to_block_id),
         dict(slots.slots.reserved),
         dict(slots.slots.pins),
@@ -539,7 +539,7 @@ class SlotMachine(RuleBasedStateMachine):
         assert slots.slots.counts.committed == len(self.block_in)
         assert slots.slots.num_available == len(self.free()) + len(self.victims())
         assert slots.slots.pins == +self.pins
-        assert set(slots.slots.free) == self.free()
+        assert set(slots.slots.free_slots) == self.free()
         for block in range(self.num_blocks):
             assert slots.get_slot(block) == self.slot_of(block)
         for slot, number in self.state.items():

@@ -45,7 +45,7 @@ def test_durable_slots_follow_the_live_ones():
 def test_a_freed_pool_holds_no_bytes_and_comes_back_as_zeros():
     pool = make()
     pool["ssm"].fill_(7)
-    pool.free()
+    pool.deallocate()
     assert (pool.allocated, pool["ssm"].nbytes, pool["conv"].nbytes) == (False, 0, 0)
     assert pool.durable("ssm").shape == (2, 0, 2, 3, 6)
     pool.allocate()

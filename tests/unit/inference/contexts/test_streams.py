@@ -142,7 +142,7 @@ def tier_traffic(
             files.run()
         elif call == "free":
             staged = copies._staged
-            copies.free()
+            copies.deallocate_staging()
             if staged is not None:
                 simulator.reuse(staged, "a step's own memory")
         else:
@@ -263,7 +263,7 @@ def hand_over(simulator: Simulator, random: Random) -> None:
         for row in range(num_rows):
             values = pattern(row if pool is source else 99)
             pool[row].copy_(simulator.device_memory(values), non_blocking=True)
-        staging.follow_engine()
+        staging.wait_for_engine()
         try:
             result: Any = exchange(pipe, Layout, Copies(pool), staging, gate, wait)  # type: ignore[arg-type]
             sums.append(result[0] if pool is source else result)
@@ -271,10 +271,10 @@ def hand_over(simulator: Simulator, random: Random) -> None:
                 wait(passage.is_done)
             staging.scrub()
         except TransferError:
-            staging.lead_engine()
+            staging.make_engine_wait()
             pool.zero_()  # what the pieces were for, or from, belongs to others
             return
-        staging.lead_engine()
+        staging.make_engine_wait()
         if pool is source:
             source.zero_()
         else:

@@ -104,7 +104,7 @@ def test_streams_and_generate_give_the_answers_of_the_recurrence() -> None:
 
 def test_salts_and_plans_reach_the_engine() -> None:
     async def body(server: ms.AsyncEngine) -> None:
-        none = ms.CheckpointPlan(tail=False, decode="off", branch=False, chunk_ends=False)
+        none = ms.CheckpointPlan(tail=False, decode="off", branch=False, step_ends=False)
         for salt, plan, resumed in ((b"a", none, 0), (b"a", None, 0), (b"b", None, 0), ("a", None, 16)):
             result = await server.generate(PROMPTS[0], PARAMS, cache_salt=salt, checkpoint_plan=plan)
             assert result.num_resumed_tokens == resumed

@@ -117,7 +117,7 @@ def test_every_cut_lies_on_the_grid(
 def test_a_decode_evicts_no_other_requests_state() -> None:
     """Its own older state goes first, as without replay, though it has just continued from that state."""
     engine = small_engine(decode_by_replay=True, block_size_tokens=4, num_mamba_slots=2, num_kv_blocks=96)
-    nothing: dict[str, Any] = {"tail": False, "branch": False, "chunk_ends": False}
+    nothing: dict[str, Any] = {"tail": False, "branch": False, "step_ends": False}
     prompt, params = random_tokens(17, seed=5), ms.SamplingParams(max_tokens=60)
     marked = ms.CheckpointPlan(marks=(16,), decode="off", **nothing)
     engine.generate([prompt], ms.SamplingParams(max_tokens=1), checkpoint_plan=marked)

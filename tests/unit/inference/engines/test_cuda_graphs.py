@@ -44,7 +44,7 @@ class TestBits:
         plan = ms.CheckpointPlan(prefill_interval=BLOCK)
         one, two = (make_request(random_tokens(n, n), plan) for n in (150, 40))
         for request in (one, two):
-            request.hashes = type(request.hashes)(BLOCK)
+            request.chain = type(request.chain)(BLOCK)
         steps = [[(one, 70)], [(one, 192), (two, 20)], [(one, 1), (two, 192)], *[[(one, 1), (two, 1)]] * 3]
         for work in steps:
             chunks = [context.admission.allocate_step(request, budget) for request, budget in work]
@@ -54,7 +54,7 @@ class TestBits:
                 )
             context.end_step()
             for (request, _), chunk in zip(work, chunks, strict=True):
-                if chunk.completes:
+                if chunk.samples_token:
                     request.tokens.append(11)
         assert context.cache_stats().num_states_committed > 3
 
@@ -80,7 +80,7 @@ class TestBits:
         model = model_on("cuda")
         context = engine_of(model).context
         request = make_request(random_tokens(40, 1))
-        request.hashes = type(request.hashes)(BLOCK)
+        request.chain = type(request.chain)(BLOCK)
         inputs = context.begin_step(
             [context.admission.allocate_step(request, 192)], GraphBuckets.of(context).smallest
         )

@@ -12,13 +12,14 @@ from oracle.serving import small_engine, tiny_model
 
 @pytest.mark.usefixtures("kind")
 def test_on_a_cpu() -> None:
-    device, kernels, graphs, steps, decodes, evicted = small_engine().describe().splitlines()
+    device, kernels, graphs, steps, decodes, evicted, promise = small_engine().describe().splitlines()
     assert device == "device: cpu (no GPU), KV in float64"
     assert kernels == "attention, scans and norms: torch operations in float64"
     assert graphs.startswith("CUDA graphs: none")
     assert steps == "decode steps: wait for the tokens of the step before, because of a CPU"
     assert decodes == "decodes: update a state at each token"
     assert evicted.startswith("evicted states: ")
+    assert promise.startswith("batch invariance: off, because the model is on cpu")
     replaying = small_engine(decode_by_replay=True)
     chunk = replaying.context.spec.chunk_tokens(replaying.config.block_size_tokens)
     assert f"replay the inputs since the last multiple of {chunk} tokens" in replaying.describe()
@@ -33,7 +34,7 @@ def test_on_a_cpu() -> None:
     ],
 )
 def test_how_steps_are_launched(setting: dict[str, object], said: str) -> None:
-    assert said in small_engine(**setting).describe().splitlines()[-3]
+    assert said in small_engine(**setting).describe().splitlines()[-4]
 
 
 def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:

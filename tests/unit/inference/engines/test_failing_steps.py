@@ -565,7 +565,7 @@ def test_a_request_of_time_zero_is_cancelled_like_any_other() -> None:
 
 def test_an_interrupt_before_a_request_has_an_id_cancels_no_other_one() -> None:
     engine = small_engine()
-    other = engine.factory.sequence("sequence", HEADS[4], 1, None, None)
+    other = engine.factory.new_sequence("sequence", HEADS[4], 1, None, None)
     engine.factory.assign_id(other, is_users=False, owned=True)
     engine.core.add(other)
     with patch.object(engine.factory, "assign_id", side_effect=Interrupted), suppress(Interrupted):

@@ -151,13 +151,13 @@ def test_host_memory_without_a_copy_is_nan() -> None:
             serve_checked(engine, [random_tokens(20, seed)])
     assert engine.stats().cache.tiers.num_states_fetched
     rows = tier.copies.rows
-    held = sorted(set(range(len(rows))) - set(tier.host.free))
+    held = sorted(set(range(len(rows))) - set(tier.host.free_slots))
     assert held
     assert not rows[held].eq(0xFF).all(dim=1).any()
     engine.reset_prefix_cache()
     serve_checked(engine, [random_tokens(20, seed=9)])
-    assert len(tier.host.free) >= len(rows) - 1  # but for the state that the request's own one left for
-    assert rows[tier.host.free].eq(0xFF).all()
+    assert len(tier.host.free_slots) >= len(rows) - 1  # but for the state that the request's own one left for
+    assert rows[tier.host.free_slots].eq(0xFF).all()
 
 
 def test_it_is_off_unless_asked_for() -> None:

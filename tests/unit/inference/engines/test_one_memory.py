@@ -55,7 +55,7 @@ class Churn:
         kv, slots = self._cache.kv_blocks, self._cache.slots
         if self._num_steps % 6 == 0:
             kv.evict_lru_blocks(kv.num_cached)
-            kv.borrowing.borrow_slots(len(slots.free) + 8)  # type: ignore[union-attr]
+            kv.borrowing.borrow_slots(len(slots.free_slots) + 8)  # type: ignore[union-attr]
         elif self._num_steps % 3 == 0:
             kv.borrowing.borrow_blocks(kv.total_avail + kv.num_cached + 4)  # type: ignore[union-attr]
 

@@ -6,7 +6,7 @@ from oracle.drafters import MODES
 from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_engine
 
 ONE = ms.SamplingParams(max_tokens=1)
-TAIL = ms.CheckpointPlan(branch=False, chunk_ends=False, decode="off")
+TAIL = ms.CheckpointPlan(branch=False, step_ends=False, decode="off")
 
 
 @pytest.mark.sampled(mode=("right", "in place", "replay, mixed"))

@@ -116,8 +116,8 @@ def test_a_failed_resume_can_be_reset(number: int) -> None:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (DeviceMemory, "_new_memory"), (DeviceMemory, "free"),
-        (StatePool, "_zeros"), (StatePool, "_put"), (StatePool, "free"),
+        (DeviceMemory, "_new_memory"), (DeviceMemory, "deallocate"),
+        (StatePool, "_zeros"), (StatePool, "_put"), (StatePool, "deallocate"),
     ],
 )  # fmt: skip
 def test_an_interrupted_resume_can_be_repeated(owner: type, name: str, after: bool) -> None:
@@ -139,7 +139,7 @@ def test_an_interrupted_resume_can_be_repeated(owner: type, name: str, after: bo
 
 
 @on_each_kind
-@pytest.mark.parametrize(("owner", "name"), [(DeviceMemory, "free"), (StatePool, "free")])
+@pytest.mark.parametrize(("owner", "name"), [(DeviceMemory, "deallocate"), (StatePool, "deallocate")])
 def test_an_interrupted_suspend_leaves_a_suspended_engine(owner: type, name: str) -> None:
     engine = small_engine()
     serve_checked(engine, PROMPTS)

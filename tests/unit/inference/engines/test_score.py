@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("kind")
 CONTEXT = random_tokens(42, seed=11)
 ANSWERS = [random_tokens(length, seed=length) for length in (1, 5, 7, 8, 14, 30)]
 SEQUENCES = [CONTEXT + answer for answer in ANSWERS]
-NOTHING = ms.CheckpointPlan(tail=False, branch=False, chunk_ends=False, decode="off")
+NOTHING = ms.CheckpointPlan(tail=False, branch=False, step_ends=False, decode="off")
 
 
 def assert_scored(result: ScoreResult, tokens: Sequence[int], start: int = 1) -> None:

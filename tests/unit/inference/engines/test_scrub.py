@@ -90,15 +90,15 @@ def pressed_by_all() -> None:
 FOUND = r"not zero|bytes of others|got a block with bytes|inputs of others"
 PLACES = {
     "kv_block_allocator._add_free": "blocks that are released or evicted",
-    "kv_block_allocator._restart_free": "blocks that a reset forgets",
-    "state_slots._free_slots": "slots that are freed",
+    "kv_block_allocator._reset_free_list": "blocks that a reset forgets",
+    "state_slots._add_free": "slots that are freed",
     "admission.release live": "live slots of a pool of their own",
     "admission.release inputs": "inputs of a row",
     "states.gather": "staged states",
 }
 
 
-@pytest.mark.sampled(place=("kv_block_allocator._add_free", "state_slots._free_slots", "states.gather"))
+@pytest.mark.sampled(place=("kv_block_allocator._add_free", "state_slots._add_free", "states.gather"))
 @pytest.mark.parametrize("kind", [MIX], indirect=True)
 @pytest.mark.parametrize("place", PLACES)
 def test_each_place_that_frees_memory_is_noted(

@@ -318,14 +318,14 @@ class TestStates:
             for seed in (1, 2):
                 engine.generate([random_tokens(9, seed)], ms.SamplingParams(max_tokens=1))
             slots = engine.context.prefix_cache.slots
-            assert len(slots.free) == 8  # the live slots of the row
+            assert len(slots.free_slots) == 8  # the live slots of the row
             prompt = random_tokens(5, seed=3)
             engine.add_request(prompt, ms.SamplingParams(max_tokens=5))
             evicted = []
             while engine.has_unfinished_requests():
                 engine.step()
                 evicted.append(slots.counts.evicted_total)
-                assert slots.free == [] or not engine.has_unfinished_requests()
+                assert slots.free_slots == [] or not engine.has_unfinished_requests()
             # Token 8, the last of a block, is computed in step 4 of plain decoding, and in step 2 by drafts.
             assert evicted == ([0, 0, 0, 1, 1] if drafter is WrongDrafter else [0, 1])
             assert resumable(engine.context, prompt + expected_answer(tuple(prompt), 5)[0]) == 8
@@ -483,7 +483,7 @@ class TestContext:
         engine, chunk = self.started()
         context = engine.context
         drafted = context.admission.draft(chunk, [1, 2, 3])
-        assert (drafted.drafts, drafted.length, drafted.completes) == ((1, 2, 3), 4, True)
+        assert (drafted.drafts, drafted.length, drafted.samples_token) == ((1, 2, 3), 4, True)
         context.begin_step([drafted])
         context.end_step({0: 1}.__getitem__)
         context.check_integrity()

@@ -10,7 +10,15 @@ import msgspec
 import pytest
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
-from mambaslots.net.lockstep.following import Add, Call, Change, Plan, call_of, check_plain, name_of
+from mambaslots.net.lockstep.following import (
+    Add,
+    Call,
+    CallMethod,
+    PlanFields,
+    check_plain,
+    message_of,
+    name_of,
+)
 from oracle.serving import small_engine
 
 # The calls that a public method sends to the other ranks; those that make steps send each request and step.
@@ -62,20 +70,20 @@ def sent(message: Call) -> Call:
 
 
 def test_every_call_that_is_sent_is_one_that_followers_make() -> None:
-    methods = get_args(get_type_hints(Change)["method"])
+    methods = get_args(get_type_hints(CallMethod)["method"])
     assert {"add", "step", "pin", *methods} == set().union(*MADE_ON_ALL_RANKS.values())
     arguments = {
         "end": (3, "stop"), "unpin": (1,), "set_weights_version": (b"v",), "reset": ("seed", True),
     }  # fmt: skip
     for name in ("step", *methods):
-        message = call_of(name, arguments.get(name, ()))
+        message = message_of(name, arguments.get(name, ()))
         assert sent(message) == message
 
 
 def test_everything_that_a_request_was_asked_for_is_sent() -> None:
     """A new field of a request is sorted here: other ranks get it, or it is of this rank."""
     on_all = {
-        "request_id", "prompt_tokens", "sampling", "plan", "hashes", "seed", "next_token", "given_tokens",
+        "request_id", "prompt_tokens", "sampling", "plan", "chain", "seed", "next_token", "given_tokens",
     }  # fmt: skip
     of_this_rank = {
         "arrival_s", "owned", "tokens", "log_probs", "top_log_probs", "prompt_log_probs", "ttft_s", "holding",
@@ -92,9 +100,9 @@ def test_everything_that_a_request_was_asked_for_is_sent() -> None:
     request.next_token = 6
     sent(Add.of(request)).make(other)
     copy = other.core.requests[request_id]
-    for name in on_all - {"hashes"}:
+    for name in on_all - {"chain"}:
         assert getattr(copy, name) == getattr(request, name), name
-    assert copy.hashes.keys[:3] == request.hashes.keys[:3]
+    assert copy.chain.keys[:3] == request.chain.keys[:3]
     assert copy.tokens == [*request.tokens, 4, 5]
 
 
@@ -108,7 +116,7 @@ class OwnPlan(CheckpointPlan):
 
 def test_a_plan_of_a_users_class_is_sent_by_its_name() -> None:
     plan = OwnPlan(3)
-    copy = msgspec.msgpack.decode(msgspec.msgpack.encode(Plan.of(plan)), type=Plan).to_plan()
+    copy = msgspec.msgpack.decode(msgspec.msgpack.encode(PlanFields.of(plan)), type=PlanFields).to_plan()
     assert type(copy) is OwnPlan
     assert vars(copy) == vars(plan)
 
@@ -117,7 +125,7 @@ def test_a_plan_of_a_users_class_is_sent_by_its_name() -> None:
 
     for bad in (Hidden(3), OwnPlan(object())):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"^checkpoint_plan is .*; accepted: "):
-            Plan.of(bad)
+            PlanFields.of(bad)
 
 
 CYCLE: list[object] = []
@@ -142,4 +150,4 @@ def test_functions_are_sent_by_name() -> None:
 
 
 def test_a_step_is_a_few_bytes() -> None:
-    assert len(msgspec.msgpack.encode(call_of("step", ()))) == 6
+    assert len(msgspec.msgpack.encode(message_of("step", ()))) == 6

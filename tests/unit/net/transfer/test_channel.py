@@ -189,7 +189,7 @@ def test_with_scrub_no_piece_stays_in_the_staging(
     send = Link.send
 
     def sends(link: Link, message: Any, payload: Any = None) -> None:
-        if isinstance(message, session.Sums):
+        if isinstance(message, session.Checksums):
             breaks()
         send(link, message, payload)
 

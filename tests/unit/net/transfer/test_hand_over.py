@@ -529,7 +529,7 @@ def test_a_copy_that_fails_is_a_miss(
     assert missed(host, source, engine_of()) == (f"rank 0 of the destination: {reason}", reason)
 
 
-@pytest.mark.parametrize("broken", ["the first gather", "the last gather", "publishing"])
+@pytest.mark.parametrize("broken", ["the first gather", "the last gather", "committing"])
 def test_what_fails_within_the_replica_is_no_miss(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
@@ -542,11 +542,11 @@ def test_what_fails_within_the_replica_is_no_miss(
             raise RuntimeError("a rank was lost")
         return real(*arguments)
 
-    def publish(self: object) -> None:
+    def commit(self: object) -> None:
         raise RuntimeError("a rank was lost")
 
-    if broken == "publishing":
-        monkeypatch.setattr(Placement, "publish", publish)
+    if broken == "committing":
+        monkeypatch.setattr(Placement, "commit", commit)
     else:
         monkeypatch.setattr(ms.ParallelGroups, "gather", gather)
     stores = client(host), client(host)

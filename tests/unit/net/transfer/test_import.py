@@ -476,7 +476,7 @@ def test_a_slot_that_is_allocated_but_not_registered_is_not_exported() -> None:
     before = export_prefixes(source)
     allocated = slots.allocate(stateless[:1])
     assert export_prefixes(source).forest.digest == before.forest.digest
-    slots.name(stateless[:1], allocated, [kv.tree.key_of(stateless[0])])
+    slots.register(stateless[:1], allocated, [kv.tree.key_of(stateless[0])])
     assert len(export_prefixes(source).forest.states) == len(before.forest.states) + 1
 
 

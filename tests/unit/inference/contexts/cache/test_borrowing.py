@@ -90,15 +90,15 @@ class Units:
         self.candidates, self.left = units, []
         self.lending = Borrowing.__new__(Borrowing)
         self.lending.units = SimpleNamespace(num_kv_units=0, slots_per_unit=1)
-        self.lending._free = SimpleNamespace(whole_units=[])
-        self.lending._slots = SimpleNamespace(free=[], next_victims=lambda count: list(victims[:count]))
+        self.lending._free_list = SimpleNamespace(whole_units=[])
+        self.lending._slots = SimpleNamespace(free_slots=[], next_victims=lambda count: list(victims[:count]))
         self.lending._kv_blocks = SimpleNamespace(evict_leaves=lambda leaves: None)
         self.lending._candidates = lambda: [one for one in units if one.unit not in self.left]
         self.lending._give_to_states = self.give
 
     def give(self, unit):
         self.left.append(unit)
-        self.lending._slots.free.append(unit)
+        self.lending._slots.free_slots.append(unit)
 
 
 def unit(number, slots, last_use):
@@ -157,8 +157,8 @@ def assert_disjoint(ranges, total):
 def usable(cache):
     """The slots and blocks that may be used now."""
     slots, kv = cache.slots, cache.kv_blocks
-    numbers = {*slots.free, *slots.tree.slot_of_block.values(), *slots.reserved, *slots.live}
-    free = list(kv.free)
+    numbers = {*slots.free_slots, *slots.tree.slot_of_block.values(), *slots.reserved, *slots.live}
+    free = list(kv.free_blocks)
     blocks = {*free, *kv.tree.block_of_key.values(), *kv.references}
     return numbers, blocks
 
@@ -203,7 +203,7 @@ class Borrowers(RuleBasedStateMachine):
         cache, chain = self.cache, PrefixHashChain(SIZE)
         chain.extend_to(tokens)
         match, num_blocks = cache.match(chain, len(tokens)), len(tokens) // SIZE
-        if not cache.affords(num_blocks, match, None):
+        if not cache.can_hold(num_blocks, match, None):
             return
         path = cache.open(chain, PLAN, np.full(64, -1, np.int32))
         path.tokens = tokens
@@ -355,7 +355,7 @@ def test_tensors_lie_where_the_map_of_bytes_says(shape):
         assert found[0].start == places.block(block).start
         assert [one.stop for one in found[:-1]] == [one.start for one in found[1:]]
         assert found[-1].stop == places.block(block).stop
-    memory.free()
+    memory.deallocate()
     assert memory.kv_cache.untyped_storage().nbytes() == 0
     memory.allocate()
     assert memory.kv_cache.untyped_storage().nbytes() == places.total

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from mambaslots.config import parse_plan, shown_plan
 from mambaslots.inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan
 
-WORTH = ["mark", "tail", "branch", "chunk_end", "interval", "decode"]
-NOTHING = CheckpointPlan(tail=False, branch=False, chunk_ends=False, decode="off")
+WORTH = ["mark", "tail", "branch", "step_end", "interval", "decode"]
+NOTHING = CheckpointPlan(tail=False, branch=False, step_ends=False, decode="off")
 
 
 def boundaries(plan, start, stop, prompt, block=4, seen=0):
@@ -47,18 +47,18 @@ def test_the_branch_is_where_the_prompt_leaves_what_was_seen():
 
 
 def test_branch_and_tail_are_taken_in_one_prefill():
-    plan = CheckpointPlan(chunk_ends=False)
+    plan = CheckpointPlan(step_ends=False)
     assert boundaries(plan, 0, 23, 23, seen=8) == (Boundary(20, "tail"), Boundary(8, "branch"))
 
 
 def test_a_chunk_end_on_a_boundary_is_taken():
-    assert positions(CheckpointPlan(), 0, 8, 23) == {8: "chunk_end"}
+    assert positions(CheckpointPlan(), 0, 8, 23) == {8: "step_end"}
     assert positions(CheckpointPlan(), 0, 9, 23) == {}
-    assert positions(CheckpointPlan(chunk_ends=False), 0, 8, 23) == {}
+    assert positions(CheckpointPlan(step_ends=False), 0, 8, 23) == {}
 
 
 def test_an_interval_counts_from_the_start_of_the_prompt():
-    plan = CheckpointPlan(tail=False, chunk_ends=False, prefill_interval=8)
+    plan = CheckpointPlan(tail=False, step_ends=False, prefill_interval=8)
     assert positions(plan, 4, 23, 23) == {8: "interval", 16: "interval"}
     assert positions(plan, 8, 24, 30) == {16: "interval", 24: "interval"}
 
@@ -103,7 +103,7 @@ plans = st.builds(
     CheckpointPlan,
     tail=st.booleans(),
     branch=st.booleans(),
-    chunk_ends=st.booleans(),
+    step_ends=st.booleans(),
     decode=st.sampled_from(["rolling", "off", 8]),
     prefill_interval=st.sampled_from([None, 4, 8, 12]),
     marks=st.lists(st.integers(0, 60), max_size=2).map(tuple),
@@ -120,7 +120,7 @@ def reasons(plan, p, stop, prompt, seen, decoding):
         "mark": any(mark in in_block for mark in plan.marks),
         "tail": plan.tail and p in (deepest_of_a_repeat, prompt),
         "branch": plan.branch and seen in in_block,
-        "chunk_end": plan.chunk_ends and p == stop,
+        "step_end": plan.step_ends and p == stop,
         "interval": plan.prefill_interval is not None and p % plan.prefill_interval == 0,
     }
     return [kind for kind in WORTH if wanted.get(kind)]
@@ -150,7 +150,7 @@ def test_cutting_a_prompt_into_chunks_loses_no_boundary(plan, prompt, data):
     seen = data.draw(st.integers(0, prompt))
     whole = set(positions(plan, 0, prompt, prompt, seen=seen))
     parts = [set(positions(plan, a, b, prompt, seen=seen)) for a, b in pairwise(cuts)]
-    extra = {cut for cut in cuts if cut % 4 == 0} if plan.chunk_ends else set()
+    extra = {cut for cut in cuts if cut % 4 == 0} if plan.step_ends else set()
     assert whole <= set().union(*parts) <= whole | extra
 
 
@@ -162,7 +162,7 @@ def test_cutting_a_prompt_into_chunks_loses_no_boundary(plan, prompt, data):
     [
         ("tail", 1),
         ("branch", None),
-        ("chunk_ends", "yes"),
+        ("step_ends", "yes"),
         ("decode", "on"),
         ("decode", 0),
         ("decode", True),
@@ -207,7 +207,7 @@ drawn_plans = st.builds(
     ms.CheckpointPlan,
     tail=st.booleans(),
     branch=st.booleans(),
-    chunk_ends=st.booleans(),
+    step_ends=st.booleans(),
     decode=st.sampled_from(["rolling", "off"]) | numbers,
     prefill_interval=st.none() | numbers,
     marks=drawn_marks,
@@ -224,7 +224,7 @@ def test_a_plan_is_read_as_it_was_shown(plan: ms.CheckpointPlan) -> None:
     [
         ("", {}),
         ("tail", {}),
-        ("no-tail, no-chunk_ends", {"tail": False, "chunk_ends": False}),
+        ("no-tail, no-step_ends", {"tail": False, "step_ends": False}),
         ("decode=off,prefill_interval=1024", {"decode": "off", "prefill_interval": 1024}),
         ("every=256", {"decode": 256, "prefill_interval": 256}),
         ("marks=128+4096", {"marks": (128, 4096)}),

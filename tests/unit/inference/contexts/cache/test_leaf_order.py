@@ -15,17 +15,17 @@ def pop(leaves, num_blocks, leaf_parent):
     taken = []
     for _ in range(num_blocks):
         _, _, block = leaves.first
-        assert leaves.take() == block
+        assert leaves.pop() == block
         taken.append(block)
         if (parent := leaf_parent(block)) >= 0:
-            leaves.offer(parent)
+            leaves.push(parent)
     return taken
 
 
 def made(times, states=()):
     leaves = LeafOrder(times, set(states).__contains__)
     for block in range(len(times)):
-        leaves.offer(block)
+        leaves.push(block)
     return leaves
 
 
@@ -41,7 +41,7 @@ def test_a_parent_left_as_a_leaf_can_be_the_next_to_go():
     parents = {0: 5}
     leaves = LeafOrder([1, 2, 9, 9, 9, 1], set().__contains__)
     for block in (0, 1):
-        leaves.offer(block)
+        leaves.push(block)
     assert pop(leaves, 2, lambda block: parents.get(block, -1)) == [0, 5]
     assert list(leaves.blocks) == [1]
     leaves.check_integrity()
@@ -49,7 +49,7 @@ def test_a_parent_left_as_a_leaf_can_be_the_next_to_go():
 
 def test_a_parent_that_was_not_taken_stays_as_a_leaf():
     leaves = LeafOrder([1, 2], set().__contains__)
-    leaves.offer(0)
+    leaves.push(0)
     assert pop(leaves, 1, lambda block: 1) == [0]
     assert list(leaves.blocks) == [1]
     leaves.check_integrity()
@@ -67,8 +67,8 @@ def test_a_state_that_goes_moves_its_leaf_to_the_front():
 
 def test_a_withdrawn_block_does_not_go():
     leaves = made([1, 2, 3])
-    leaves.withdraw(0)
-    leaves.withdraw(0)
+    leaves.discard(0)
+    leaves.discard(0)
     assert pop(leaves, 2, no_parent) == [1, 2]
     leaves.check_integrity()
 
@@ -112,21 +112,21 @@ class LeafMachine(RuleBasedStateMachine):
             chain.append(block)
             block = self.parent[block]
         for block in chain:
-            self.leaves.withdraw(block)
+            self.leaves.discard(block)
             self.cached.add(block)
             self.times[block] = self.time
         for block in chain:
             if not self.children(block):
-                self.leaves.offer(block)
+                self.leaves.push(block)
 
     @rule(block=st.integers(0, 9))
     def a_leaf_is_held(self, block):
         if block in self.expected_leaves():
-            self.leaves.withdraw(block)
+            self.leaves.discard(block)
             self.cached.discard(block)
             parent = self.parent[block]
             if parent >= 0 and not self.children(parent):
-                self.leaves.offer(parent)
+                self.leaves.push(parent)
 
     @rule(blocks=st.lists(st.integers(0, 9), max_size=4))
     def states_come_and_go(self, blocks):

@@ -136,7 +136,7 @@ def test_a_path_holds_no_more_blocks_than_its_table_row_has_entries():
 @pytest.mark.parametrize(("limit", "reachable"), [(None, 3), (6, 3), (5, 2), (0, 0)])
 def test_the_policy_learns_of_every_sequence_that_is_opened(limit, reachable, monkeypatch):
     cache, arrivals = PrefixCache(8, 4, SIZE), []
-    monkeypatch.setattr(cache.slots.policy, "arrive", lambda *arrival: arrivals.append(arrival) or 7)
+    monkeypatch.setattr(cache.slots.policy, "add_request", lambda *arrival: arrivals.append(arrival) or 7)
     chain = chain_of([1, 2, 3, 4, 5, 6, 7])
     path = cache.open(chain, PLAN, table_row(), max_resume_tokens=limit)
     assert (path.policy_ticket, arrivals) == (7, [(chain.keys, reachable, False)])
@@ -527,11 +527,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         chain = PrefixHashChain(SIZE, salt)
         sequence = Sequence(salt, tokens, self.cache.open(chain, PLAN, table_row()))
         match = self.checked_match(sequence, limit)
-        affords = self.cache.affords(num_blocks_of(tokens), match, None)
+        can_hold = self.cache.can_hold(num_blocks_of(tokens), match, None)
         self.sequences.append(sequence)
         self.hold(sequence, match)
-        assert self.grow(sequence) == affords
-        if affords:
+        assert self.grow(sequence) == can_hold
+        if can_hold:
             self.resume(sequence, match)
         else:
             self.leaves_the_cache(sequence)
@@ -569,7 +569,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """Matched again, it goes on with blocks and states that others computed since."""
         sequence = self.drawn(data)
         match = self.checked_match(sequence)
-        if self.cache.affords(num_blocks_of(sequence.tokens), match, sequence.path):
+        if self.cache.can_hold(num_blocks_of(sequence.tokens), match, sequence.path):
             self.hold(sequence, match)
             assert self.grow(sequence)
             self.resume(sequence, match)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.inference.contexts.cache import paths
-from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan, depth_worth_a_state
+from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan, best_shared_depth
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.paths import PrefixMatch, compute_spans
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
@@ -37,7 +37,7 @@ def test_a_state_is_stored_where_it_saves_the_most_blocks(
         depth: (depth - num_known) * sum(other[:depth] == text[:depth] for other in others)
         for depth in range(num_known + 1, len(text) + 1)
     }
-    depth = depth_worth_a_state(keys, other_keys, num_known)
+    depth = best_shared_depth(keys, other_keys, num_known)
     most = max(saved.values(), default=0)
     assert saved.get(depth, 0) == most
     assert (depth > 0) == (most > 0)
@@ -323,7 +323,7 @@ class RememberedMatches(RuleBasedStateMachine):
     def a_sequence_comes(self, tokens, salt):
         chain = chain_of(tokens, salt)
         match = self.cache.match(chain, len(tokens))
-        if self.cache.affords(len(tokens) // SIZE, match, None):
+        if self.cache.can_hold(len(tokens) // SIZE, match, None):
             path = opened(self.cache, tokens, salt)
             path.tokens = tokens
             self.paths.append(path)
@@ -336,7 +336,7 @@ class RememberedMatches(RuleBasedStateMachine):
             tokens = [int.from_bytes(content[:4], "little") for content in chain.tokens for _ in range(SIZE)]
             salt = chain.root
         match = self.cache.match(chain_of(tokens, salt), len(tokens))
-        if not self.cache.affords(len(tokens) // SIZE, match, None):
+        if not self.cache.can_hold(len(tokens) // SIZE, match, None):
             return
         path = opened(self.cache, tokens, salt)
         self.cache.register(path, tokens, len(tokens))
@@ -356,7 +356,7 @@ class RememberedMatches(RuleBasedStateMachine):
     def a_path_looks_again(self, data):
         path = self.path(data)
         match, num_blocks = self.cache.match(path.chain, len(path.tokens), path), len(path.blocks)
-        if self.cache.affords(num_blocks, match, path):
+        if self.cache.can_hold(num_blocks, match, path):
             self.cache.hold(path, match)
             self.cache.grow(path, num_blocks)
 

@@ -145,11 +145,11 @@ def test_more_than_can_be_had_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ms.MambaSlotCapacityError) as raised:
         slots.take_live(3)
     assert (raised.value.required, raised.value.available) == (3, 2)
-    assert (len(slots.free), slots.live) == (2, set())
+    assert (len(slots.free_slots), slots.live) == (2, set())
 
 
 def test_a_slot_that_is_lost_or_in_two_hands_is_found() -> None:
-    for spoil in (lambda slots, slot: slots.live.clear(), lambda slots, slot: slots.free.append(slot)):
+    for spoil in (lambda slots, slot: slots.live.clear(), lambda slots, slot: slots.free_slots.append(slot)):
         slots = make_slots(2)
         (slot,) = slots.take_live(1)
         slots.check_integrity()
@@ -165,7 +165,7 @@ def planned(*keys: int) -> list[PlannedState]:
 def held(slots: StateSlots, num_free: int, num_evictable: int) -> StateSlots:
     """A pool with so many slots free, and so many of states."""
     slots.commit(slots.reserve(range(num_evictable)))
-    assert len(slots.free) == num_free
+    assert len(slots.free_slots) == num_free
     return slots
 
 
@@ -185,5 +185,5 @@ def test_slots_are_given_to_the_worthiest_and_free_ones_are_left_for_guesses(
             continue
         chosen.append(candidate)
     assert slots.make_room(planned(*certain)) == chosen
-    assert len(slots.free) == len(chosen) + free
+    assert len(slots.free_slots) == len(chosen) + free
     assert len(slots.tree.slot_of_block) == evictable

@@ -22,16 +22,16 @@ BYTES = 24
 def test_the_copy_used_longest_ago_leaves_first() -> None:
     tier = TierSlots(2)
     for key in (11, 12):
-        tier.publish(key, tier.allocate()[0], key)
+        tier.register(key, tier.allocate()[0], key)
     tier.use(11)
     slot, left = tier.allocate()
     assert left == 12
-    tier.publish(13, slot, 13)
+    tier.register(13, slot, 13)
     assert list(tier.copies) == [11, 13]
     tier.pin(11)
     assert tier.allocate()[1] == 13
     assert tier.allocate() == (-1, 0)
-    tier.mend()
+    tier.repair()
     tier.check_integrity()
 
 
@@ -41,11 +41,11 @@ def test_a_tier_without_slots_allocates_none() -> None:
 
 def test_a_slot_that_an_interrupt_lost_is_found_again() -> None:
     tier = TierSlots(2)
-    tier.publish(11, tier.allocate()[0], 1)
+    tier.register(11, tier.allocate()[0], 1)
     tier.allocate()
     with pytest.raises(AssertionError, match="nowhere"):
         tier.check_integrity()
-    tier.mend()
+    tier.repair()
     tier.check_integrity()
     assert len(tier) == 1
 
@@ -226,5 +226,5 @@ def test_a_copy_is_fetched_where_it_saves_tokens_for_its_size(state_bytes, from_
     tier = HostTier(1, num_files=2, state_bytes=state_bytes)
     tier.spill([0, 1], [11, 22])  # 11 is in a file alone now
     for key, least in ((22, from_host), (11, from_file)):
-        assert tier.is_worth(key, least)
-        assert not tier.is_worth(key, least - 1)
+        assert tier.is_worth_fetching(key, least)
+        assert not tier.is_worth_fetching(key, least - 1)

@@ -12,16 +12,16 @@ def anything(slot):
     return True
 
 
-def stored(policy, slot, keys, visit, taken_as="tail"):
-    policy.plan(keys, len(keys), taken_as, visit)
+def stored(policy, slot, keys, visit, kind="tail"):
+    policy.insert_planned(keys, len(keys), kind, visit)
     policy.insert([slot])
-    policy.name([slot], [keys[-1]], lambda i: keys)
+    policy.set_keys([slot], [keys[-1]], lambda i: keys)
 
 
-def one_request(policy, slot, keys, taken_as="tail"):
-    visit = policy.arrive(keys, len(keys))
-    stored(policy, slot, keys, visit, taken_as)
-    policy.end(visit)
+def one_request(policy, slot, keys, kind="tail"):
+    visit = policy.add_request(keys, len(keys))
+    stored(policy, slot, keys, visit, kind)
+    policy.end_request(visit)
 
 
 def test_a_long_prefix_outlives_a_short_one():
@@ -45,17 +45,17 @@ def test_a_state_close_behind_another_is_worth_its_distance_only():
 def test_a_superseded_state_goes_before_its_successor():
     policy = ValueEviction()
     keys = list(range(1, 20))
-    visit = policy.arrive(keys, len(keys))
+    visit = policy.add_request(keys, len(keys))
     stored(policy, 0, keys[:10], visit)
     stored(policy, 1, keys, visit, "decode")
     assert policy.victims(1, anything) == [0]
 
 
-def test_a_chunk_end_goes_first():
+def test_a_step_end_goes_first():
     policy = ValueEviction()
     keys = list(range(1, 20))
-    visit = policy.arrive(keys, len(keys))
-    stored(policy, 0, keys[:16], visit, "chunk_end")
+    visit = policy.add_request(keys, len(keys))
+    stored(policy, 0, keys[:16], visit, "step_end")
     one_request(policy, 1, [90])
     stored(policy, 2, keys, visit)
     assert policy.victims(1, anything) == [0]
@@ -68,7 +68,7 @@ def test_a_branch_that_its_session_has_left_goes_first():
     one_request(policy, 1, [*head, *range(20, 30)])
     one_request(policy, 2, [*head, *range(30, 40)])  # an earlier turn, edited
     assert policy.victims(1, anything) == [1]
-    policy.arrive([*head, *range(20, 40)], 30)  # the session comes back
+    policy.add_request([*head, *range(20, 40)], 30)  # the session comes back
     assert policy.victims(1, anything) != [1]
 
 
@@ -83,7 +83,7 @@ def test_sessions_that_share_a_head_leave_no_branch():
     one_request(policy, 2, [*head, *range(60, 70)])
     assert policy.victims(1, anything) == [1]
     assert policy.victims(2, anything) == [1, 2]
-    assert policy._slots[1].abandoned is False
+    assert policy._slots[1].is_abandoned is False
 
 
 def test_a_fork_is_kept_for_the_requests_that_fell_back_on_it():
@@ -100,12 +100,12 @@ def test_a_fork_is_kept_for_the_requests_that_fell_back_on_it():
 def test_a_newcomer_worth_less_than_all_states_is_the_least():
     policy = ValueEviction()
     one_request(policy, 0, list(range(1, 20)))
-    visit = policy.arrive([90, 91], 1)
-    policy.plan([90, 91], 1, "tail", visit)
-    assert policy.least(anything, [90]) == (-1, 90)
-    policy.unplan(90)
-    assert policy.least(anything, [90]) == (0, -1)
-    assert policy.least(lambda slot: False) == (-1, -1)
+    visit = policy.add_request([90, 91], 1)
+    policy.insert_planned([90, 91], 1, "tail", visit)
+    assert policy.least_valuable(anything, [90]) == (-1, 90)
+    policy.remove_planned(90)
+    assert policy.least_valuable(anything, [90]) == (0, -1)
+    assert policy.least_valuable(lambda slot: False) == (-1, -1)
 
 
 def test_a_host_that_notifies_of_nothing_gets_the_order_of_use():
@@ -114,7 +114,7 @@ def test_a_host_that_notifies_of_nothing_gets_the_order_of_use():
         policy.insert([slot])
     assert policy.victims(2, anything) == [0, 1]
     for slot in range(4):
-        policy.name([slot], [70 + slot], lambda i, slot=slot: [70 + slot])
+        policy.set_keys([slot], [70 + slot], lambda i, slot=slot: [70 + slot])
     policy.use(0)
     assert policy.victims(3, anything) == [1, 2, 3]
 
@@ -147,19 +147,19 @@ def brute_value(policy, node):
         return node.rate
     nodes = list(policy._tree.nodes.values())
     path = path_of(node)
-    above = [n for n in nodes if n is not node and n.present and path[: n.depth] == path_of(n)]
+    above = [n for n in nodes if n is not node and n.is_present and path[: n.depth] == path_of(n)]
     if node.slot < 0:
         above = [n for n in above if n.role is not Role.SUPERSEDED]
     depth = max((n.depth for n in above), default=0)
     rate = node.rate
     for ghost in nodes:
         way = path_of(ghost)
-        if not ghost.present and ghost.depth > node.depth and way[: node.depth] == path:
-            between = [n for n in nodes if n.present and node.depth < n.depth < ghost.depth]
+        if not ghost.is_present and ghost.depth > node.depth and way[: node.depth] == path:
+            between = [n for n in nodes if n.is_present and node.depth < n.depth < ghost.depth]
             if not any(way[: n.depth] == path_of(n) for n in between):
                 rate += ghost.rate
-    is_superseded = node.role is Role.SUPERSEDED and not node.abandoned
-    if is_superseded and node.taken_as in ("chunk_end", "interval"):
+    is_superseded = node.role is Role.SUPERSEDED and not node.is_abandoned
+    if is_superseded and node.boundary_kind in ("step_end", "interval"):
         return (node.depth - depth) * node.rate // 2
     return (node.depth - depth) * rate
 
@@ -181,7 +181,7 @@ class ValueMachine(RuleBasedStateMachine):
         super().__init__()
         self.policy = ValueEviction(num_ghosts=5)
         self.held = {}  # slot -> key
-        self.running = []
+        self.is_running = []
 
     keys = st.lists(st.integers(1, 2), min_size=1, max_size=6)
 
@@ -194,27 +194,27 @@ class ValueMachine(RuleBasedStateMachine):
     def arrive(self, parts, again, data):
         keys = self.hashed(parts)
         stop = data.draw(st.integers(0, len(keys)))
-        self.running.append((self.policy.arrive(keys, stop, again), keys))
+        self.is_running.append((self.policy.add_request(keys, stop, again), keys))
 
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), kind=st.sampled_from(["tail", "branch", "decode", "chunk_end", "mark"]))
+    @precondition(lambda self: self.is_running)
+    @rule(data=st.data(), kind=st.sampled_from(["tail", "branch", "decode", "step_end", "mark"]))
     def store(self, data, kind):
-        visit, keys = data.draw(st.sampled_from(self.running))
+        visit, keys = data.draw(st.sampled_from(self.is_running))
         depth = data.draw(st.integers(1, len(keys)))
         key = keys[depth - 1]
         if key in self.held.values():
             return
-        self.policy.plan(keys, depth, kind, visit)
+        self.policy.insert_planned(keys, depth, kind, visit)
         if len(self.held) == self.SLOTS:
-            slot, refused = self.policy.least(anything, [key])
+            slot, refused = self.policy.least_valuable(anything, [key])
             if refused == key:
-                self.policy.unplan(key)
+                self.policy.remove_planned(key)
                 return
             self.policy.remove([slot])
             del self.held[slot]
         slot = min(set(range(self.SLOTS)) - self.held.keys())
         self.policy.insert([slot])
-        self.policy.name([slot], [key], lambda i: keys[:depth])
+        self.policy.set_keys([slot], [key], lambda i: keys[:depth])
         self.held[slot] = key
 
     @rule(parts=keys)
@@ -223,15 +223,15 @@ class ValueMachine(RuleBasedStateMachine):
         free = set(range(self.SLOTS)) - self.held.keys()
         if free and keys[-1] not in self.held.values():
             self.policy.insert([min(free)])
-            self.policy.name([min(free)], [keys[-1]], lambda i: keys)
+            self.policy.set_keys([min(free)], [keys[-1]], lambda i: keys)
             self.held[min(free)] = keys[-1]
 
-    @precondition(lambda self: self.running)
+    @precondition(lambda self: self.is_running)
     @rule(data=st.data())
     def end(self, data):
-        gone = data.draw(st.sampled_from(self.running))
-        self.running.remove(gone)
-        self.policy.end(gone[0])
+        gone = data.draw(st.sampled_from(self.is_running))
+        self.is_running.remove(gone)
+        self.policy.end_request(gone[0])
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), remember=st.booleans())
@@ -248,7 +248,7 @@ class ValueMachine(RuleBasedStateMachine):
     @rule(num_requests=st.integers(1, 40))
     def wait(self, num_requests):
         for _ in range(num_requests):
-            self.policy.end(self.policy.arrive([7], 0))
+            self.policy.end_request(self.policy.add_request([7], 0))
 
     @invariant()
     def order_is_that_of_values_computed_anew(self):
