@@ -90,8 +90,8 @@ class PoolSizes:
         if shared:
             return replace(_of_total(config, ranks, pages.per_chunk), pages=pages)
         num_slots = min(rank.num_slots for rank in ranks) if config.enable_prefix_caching else 0
-        num_blocks = min(rank.num_blocks for rank in ranks) + pages.of_requests(config.max_requests)
-        return cls(num_blocks, num_slots, pages=pages)
+        num_blocks = min(rank.num_blocks for rank in ranks)
+        return cls(num_blocks + _added_blocks(config, pages, num_blocks), num_slots, pages=pages)
 
 
 class _Rank(NamedTuple):
@@ -158,6 +158,16 @@ def _pages(config: InferenceConfig, spec: HybridStateSpec, fits: Sequence[int | 
     chunk = spec.chunk_tokens(config.block_size_tokens)
     per_chunk = -(-chunk // tokens)
     return InputPages(-(-chunk // per_chunk), per_chunk) if per_chunk <= MAX_PAGES else NO_PAGES
+
+
+def _added_blocks(config: InferenceConfig, pages: InputPages, num_blocks: int) -> int:
+    """Blocks for pages beside `num_kv_blocks`: so many that requests whose KV surely fits find pages, too.
+
+    Example: 10 requests of at most 4 blocks and 15 pages. With 100 blocks, 60 may be evicted: 90 are added.
+    """
+    rows, longest = config.max_requests, -(-config.max_sequence_length // config.block_size_tokens)
+    spare, average = num_blocks - rows * longest, pages.of_requests(rows)
+    return average if spare < 0 else max(average, rows * pages.per_chunk - spare)
 
 
 def _rank(config: InferenceConfig, spec: HybridStateSpec, pages: InputPages) -> _Rank:

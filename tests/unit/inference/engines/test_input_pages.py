@@ -285,6 +285,22 @@ def test_pages_of_many_requests_are_few() -> None:
     assert InputPages().holding(7) == InputPages().of_requests(9) == 0
 
 
+@pytest.mark.parametrize(("blocks", "added"), [(4095, 2326), (4096, 3840), (4196, 3740), (9000, 2326)])
+def test_requests_whose_kv_fits_find_pages_at_the_same_time(blocks: int, added: int) -> None:
+    """256 requests of 16 blocks and 15 pages: blocks beyond 4,096 are of evictable prefixes."""
+    found = PoolSizes.of(settings_of(NEMOTRON_H_8B, num_kv_blocks=blocks), NEMOTRON_H_8B)
+    assert found.num_kv_blocks == blocks + added
+
+
+def test_as_many_blocks_as_requests_need_are_enough() -> None:
+    engine = paged_engine(max_sequence_length=48, num_kv_blocks=6 * 3)
+    for seed in range(6):
+        engine.add_request(random_tokens(16, seed=seed), ms.SamplingParams(max_tokens=32))
+    while engine.has_unfinished_requests():
+        engine.step()
+        assert engine.stats().num_paused == 0
+
+
 @pytest.mark.parametrize("changes", [{"strided_blocks": False}, {"num_attention_layers": 0}])
 def test_without_blocks_that_hold_pages_each_row_has_its_memory(changes: dict[str, Any]) -> None:
     spec = replace(NEMOTRON_H_8B, **changes)
