@@ -117,10 +117,6 @@ class CapturedForward:
     def pool(self) -> Any:
         return self._graph.pool()
 
-    @property
-    def kv_cache(self) -> Tensor:
-        return self._inputs.kv_cache
-
     def replay(self) -> Tensor:
         """Run on what the inputs' tensors hold now; the next replay overwrites the returned logits."""
         self._graph.replay()
@@ -142,6 +138,7 @@ class GraphRunner:
         self._max_graphs = max_graphs
         self._graphs: dict[StepShape, CapturedForward] = {}
         self._first: StepInputs | None = None
+        self._kv_cache: Tensor | None = None  # of the steps so far
         self._failure = ""
 
     @classmethod
@@ -181,11 +178,12 @@ class GraphRunner:
     def run(self, model: Model, inputs: StepInputs) -> Tensor:
         """The model's logits. Does not synchronise."""
         self._first = None
+        if inputs.kv_cache is not self._kv_cache:  # the pools were allocated anew since
+            self.drop_graphs()
+            self._kv_cache = inputs.kv_cache
         graph = self._graphs.get(inputs.shape)
-        if graph is not None and graph.kv_cache is inputs.kv_cache:
-            return graph.replay()
         if graph is not None:
-            self.drop_graphs()  # the pools were allocated anew since
+            return graph.replay()
         logits = model(inputs)
         if self._buckets.smallest(inputs.shape) == inputs.shape and self._has_room(inputs.shape):
             self._first = inputs

@@ -60,6 +60,7 @@ class PageWatch:
 
     def __init__(self, engine: ms.DynamicInferenceEngine) -> None:
         self._context, self.pages = engine.context, PoolSizes.of(engine.config, engine.context.spec).pages
+        self._num_drafts = engine.config.num_speculative_tokens
         self.most = self.num_released = 0
         engine.context.observers.append(self)
 
@@ -74,7 +75,8 @@ class PageWatch:
             count = (step.stop - 1) % CHUNK + 1 if step.decoding else step.stop % CHUNK
             needed = self.pages.holding(count)
             assert inputs.replay.pages[row, :needed].tolist() == step.holding.pages[:needed]
-            assert len(step.holding.pages) <= needed + (0 if step.drafts else 1)
+            most = count + 1 + self._num_drafts  # of a step ahead, or of drafts that were rejected
+            assert needed <= len(step.holding.pages) <= self.pages.holding(min(CHUNK, most))
 
     def step_ended(self, steps: Sequence[RequestStep]) -> None:
         for step in steps:
