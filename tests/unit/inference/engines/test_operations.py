@@ -689,7 +689,7 @@ def test_a_reset_drops_results_that_were_not_taken() -> None:
 def test_the_start_up_line_counts_the_bytes_there_are(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="mambaslots"):
         context = small_engine(num_kv_blocks=100, num_mamba_slots=50).context
-    (line,) = [record.getMessage() for record in caplog.records]
+    line, _ = [record.getMessage() for record in caplog.records]
     assert line == context.memory.summary()
     pool = context.memory.state_pool
     states = pool.memory.nbytes
