@@ -153,8 +153,8 @@ FAULTS = {
         (
             (
                 POLICIES + "prefix_tree.py",
-                "            if name(key, block) == block:\n",
-                "            if name(key, block):\n",
+                "            if block_of_key.setdefault(key, block) == block:\n",
+                "            if block_of_key.setdefault(key, block):\n",
             ),
         ),
     ),
@@ -207,7 +207,7 @@ FAULTS = {
         (
             (
                 CONTEXTS + "device_memory.py",
-                "        self.state_pool.deallocate()\n",
+                "        self.state_pool.deallocate()\n        self.durable_pool.deallocate()\n",
                 "        pass\n",
             ),
         ),

@@ -121,7 +121,7 @@ def die(heart: Heartbeat) -> None:
     """As a process dies: without a word."""
     heart._closing.set()
     heart._thread.join()
-    heart._end()
+    heart._close_connections()
 
 
 def test_several_dead_are_all_named() -> None:
