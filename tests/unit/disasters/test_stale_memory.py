@@ -67,7 +67,6 @@ def _fill_others(memory: Tensor, axis: int, kept: Sequence[int]) -> None:
 
 
 @pytest.mark.disaster(number=2)
-@pytest.mark.sampled
 @pytest.mark.parametrize("mode", ["", *SERVED])
 def test_slots_are_reused_full_of_nan_and_no_answer_changes(mode: str) -> None:
     """Repeats, extensions and forks in a few slots and blocks: many are evicted, and written again."""

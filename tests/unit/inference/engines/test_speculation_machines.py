@@ -77,7 +77,7 @@ def test_answers_are_those_of_plain_decoding(
         assert_idle(client.engine)
 
 
-@pytest.mark.sampled(point=("forward", "commit", "sampled", "leaving"))
+@pytest.mark.sampled(point=("forward", "commit"))
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("point", POINTS)
 def test_a_failure_anywhere_costs_no_token_and_leaks_nothing(point: str) -> None:

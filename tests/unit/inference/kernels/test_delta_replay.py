@@ -295,6 +295,7 @@ class TestBits:
         walk = Walk(Layer(Hk=1, Hv=2, dtype=dtype), device, list(requests), 16, 48)
         walk.run(tokens, seed=tokens)
 
+    @pytest.mark.long
     @pytest.mark.sampled(chunk=(32,), dtype=1)
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("chunk", [32, 64])
@@ -337,7 +338,7 @@ class TestBits:
 class TestRecurrence:
     """Against the recurrence in float64 numpy, the Triton path and the reference."""
 
-    @pytest.mark.sampled(dtype=(torch.float32, torch.float64))
+    @pytest.mark.sampled(dtype=(torch.float32,))
     @pytest.mark.parametrize(
         ("kernels", "dtype"),
         [
