@@ -72,7 +72,6 @@ _LED_ON_4_RANKS = {
 _DEAR_ON_4_RANKS: dict[str, set[str]] = {
     "test_every_block_resumes_what_is_ideal": set(),
     "test_a_busy_cache_decides_alike_on_all_ranks": {"in place"},
-    "test_random_traffic": {"mixed"},
 }
 
 

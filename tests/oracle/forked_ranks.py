@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import tempfile
+import warnings
 from importlib import import_module
 from pathlib import Path
 
@@ -33,8 +34,9 @@ def main() -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1",
     }  # fmt: skip
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    for name in IMPORTED:
-        import_module(name)
+    with warnings.catch_warnings(action="ignore"):  # of packages that miss a GPU
+        for name in IMPORTED:
+            import_module(name)
     gc.freeze()
     said: dict[int, Path | None] = {}  # process of a run -> what it says, or None where it speaks here
     for number in sys.argv[1:end]:
