@@ -104,6 +104,7 @@ def test_a_draft_counts_at_its_position(name: str, drafter: Any) -> None:
     assert [result.tokens for result in results] == [expected(PROMPT, params), expected(PROMPT[:11], params)]
 
 
+@pytest.mark.sampled(overrides=2)
 @pytest.mark.parametrize(
     "overrides", [{"num_kv_blocks": 14}, {"async_scheduling": True}, {"max_tokens_per_step": 9}], ids=str
 )
