@@ -42,9 +42,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
     gc.freeze()
     workers: dict[Connection, Worker] = {}
+    ended = set[str]()  # tests
     try:
         for index in range(number):
-            worker = Worker(f"fork{index}", session, shares, [other.said for other in workers.values()])
+            inherited = [other.said for other in workers.values()]
+            worker = Worker(f"fork{index}", session, shares, ended, inherited)
             workers[worker.said] = worker
         while workers:
             for said in wait(list(workers)):
@@ -58,8 +60,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         for worker in workers.values():
             worker.end(signal.SIGTERM)
         shares.close()
-    if num_left := shares.num_left():
-        raise session.Failed(f"no worker is left to run {num_left} tests")
+    if num_left := len(session.items) - len(ended):
+        session.shouldfail = f"workers ended before they ran {num_left} of their tests"
+        raise session.Failed(session.shouldfail)
     return True
 
 
@@ -87,17 +90,19 @@ class Shares:
     def close(self) -> None:
         self._lock.close()
 
-    def num_left(self) -> int:
-        return sum(map(len, self._shares[int.from_bytes(self._taken[:]) :]))
-
 
 class Worker:
     """A fork that runs tests, as the process that shows what they report sees it."""
 
     def __init__(
-        self, name: str, session: pytest.Session, shares: Shares, inherited: list[Connection]
+        self,
+        name: str,
+        session: pytest.Session,
+        shares: Shares,
+        ended: set[str],
+        inherited: list[Connection],
     ) -> None:
-        self._session, self._running = session, ""
+        self._session, self._ended, self._running = session, ended, ""
         self._gateway = SimpleNamespace(gateway=SimpleNamespace(id=name))  # as the terminal knows workers
         self.said, says = Pipe(duplex=False)
         sys.stdout.flush()
@@ -127,6 +132,7 @@ class Worker:
             del report.node
             if report.when == "teardown":
                 self._running = ""
+                self._ended.add(report.nodeid)
         return True
 
     def end(self, by: int = 0) -> None:
