@@ -24,7 +24,7 @@ def test_an_engine_case_on(version: str, case: str) -> None:
         "sys.exit(pytest.main(sys.argv[1:]))"
     )
     chosen = f"answers_are and {case}"
-    options = ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    options = ["-p", "no:cacheprovider"]
     paths = [str(folder), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", inside, *options, "-k", chosen, "tests/mcore/test_engine.py"],

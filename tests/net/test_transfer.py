@@ -154,11 +154,9 @@ def test_files_from_any_split_to_any_other(world: World, folder: Path, source: S
         pytest.param(MIX, (4, 1), (1, 4), marks=pytest.mark.ranks(4)),
         pytest.param(MIX, (2, 2), (4, 1), marks=pytest.mark.ranks(4)),
         *(pytest.param(kind, (2, 1), (1, 1), marks=pytest.mark.ranks(2)) for kind in OF_TRANSFORMERS),
-        pytest.param("transformers, delta net", (2, 1), (4, 1), marks=pytest.mark.ranks(4)),
         *(
             pytest.param(kind, (2, 1), (4, 1), marks=[pytest.mark.ranks(4), pytest.mark.long])
             for kind in OF_TRANSFORMERS
-            if kind != "transformers, delta net"
         ),
         *(
             pytest.param(kind, (4, 1), (1, 1), marks=[pytest.mark.ranks(4), pytest.mark.long])

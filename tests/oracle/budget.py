@@ -1,11 +1,12 @@
 """How much of a test `make test` runs, and what is left to `make test-long`.
 
 Cases: of a test marked `pytest.mark.sampled`, `make test` runs so many that each value of each parameter
-occurs in one of them. `sampled(seed=4)` wants only the first four values of `seed`, and
-`sampled(name=("a", "b"))` only these two of `name`. All other cases are marked `long`.
+occurs in one of them; of a test of a disaster it runs two of these. `sampled(seed=4)` wants only the first
+four values of `seed`, and `sampled(name=("a", "b"))` only these two of `name`. All other cases are marked
+`long`.
 
 Kinds: of the cases of a test that asks for the fixture `kind` of model, `make test` runs one of those that
-differ in nothing else: every other one on the mix, the others on one kind in turn, by the name of the case.
+differ in nothing else: a third on the mix, the others on one kind in turn, by the name of the case.
 `in_turn("mode")` does the same for the fixture `mode`, of which no value is preferred.
 
 Examples: hypothesis draws as many as its profile says, "quick" or "long". `costly()` are settings for a test
@@ -21,7 +22,10 @@ from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from oracle.model_kinds import MIX
+from oracle.model_kinds import MIX, OF_TRANSFORMERS
+
+OF_A_DISASTER = 2
+"""Cases of a sampled test of a disaster in `make test`, others in each test: most disasters have several."""
 
 
 class Profile(NamedTuple):
@@ -33,7 +37,7 @@ class Profile(NamedTuple):
     steps: int
 
 
-PROFILES = {"quick": Profile(15, 3, 2, 12), "long": Profile(600, 60, 20, 50)}
+PROFILES = {"quick": Profile(10, 3, 2, 10), "long": Profile(600, 60, 20, 50)}
 for _name, _profile in PROFILES.items():
     settings.register_profile(
         _name,
@@ -87,6 +91,9 @@ def mark_long(items: Iterable[pytest.Item]) -> None:
         # What runs in turn is no value to be sampled: of each case only one is left.
         ids = {id(case): _ids(case, ["kind", *_in_turn_names(case)]) for case in cases}
         chosen = sample([ids[id(case)] for case in wanted])
+        if cases[0].get_closest_marker("disaster") and len(chosen) > OF_A_DISASTER:
+            start = crc32(cases[0].nodeid.partition("[")[0].encode()) % len(chosen)
+            chosen = (chosen + chosen)[start : start + OF_A_DISASTER]
         for case in cases:
             if case not in wanted or (ids[id(case)] and ids[id(case)] not in chosen):
                 case.add_marker("long")
@@ -109,7 +116,8 @@ def _in_turn(items: Iterable[pytest.Item], fixture: str, preferred: str | None) 
             repeated[" ".join([item.nodeid.partition("[")[0], *ids])][value] = item
     for name, by_value in repeated.items():
         others = [value for value in by_value if value != preferred]
-        order = [preferred] * (preferred in by_value) * max(1, len(others)) + others
+        ours = [value for value in others if value not in OF_TRANSFORMERS]  # those of transformers are dear
+        order = [preferred] * (preferred in by_value) * max(1, len(ours)) + ours + others
         wanted = order[crc32(name.encode()) % len(order)]
         for value, item in by_value.items():
             if value != wanted:
@@ -152,9 +160,9 @@ def _wanted(cases: list[Any]) -> list[Any]:
     wanted = [case for case in cases if not case.get_closest_marker("long")]
     for name, values in cases[0].get_closest_marker("sampled").kwargs.items():
         if isinstance(values, int):
-            known = dict.fromkeys(id(case.callspec.params[name]) for case in cases)
+            known = dict.fromkeys(id(case.callspec.params.get(name)) for case in cases)
             first = list(known)[:values]
-            named = [case for case in wanted if id(case.callspec.params[name]) in first]
+            named = [case for case in wanted if id(case.callspec.params.get(name)) in first]
         else:
             named = [case for case in wanted if case.callspec.params.get(name) in values]
         wanted = named or wanted

@@ -1,7 +1,7 @@
 """Runs pytest as several ranks, like torchrun: `python -P tests/oracle/forked_ranks.py 2 4 -- tests/net`.
 
 One run for each number of ranks, all at once, because ranks wait for one another half of their time. Ranks
-are forks of a process that has imported what all of them import: 5 s of CPU time. Forks use no GPU. A rank
+are forks of a process that has imported what all of them import: 8 s of CPU time. Forks use no GPU. A rank
 that fails ends the others of its run. Rank 0 speaks; what the others say goes to files, of which the ends are
 shown where a run fails.
 """
@@ -12,8 +12,11 @@ import signal
 import socket
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 
+IMPORTED = ("pytest", "hypothesis.stateful", "mambaslots.hf.load", "oracle.distributed_world")
+"""What each rank would import."""
 NUM_LINES = 60
 """Shown of what a silent rank said, where a run fails."""
 
@@ -24,8 +27,9 @@ def main() -> int:
         "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1",
     }  # fmt: skip
-    import mambaslots.hf.load  # noqa: F401
-
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    for name in IMPORTED:
+        import_module(name)
     gc.freeze()
     said: dict[int, Path | None] = {}  # process of a run -> what it says, or None where it speaks here
     for number in sys.argv[1:end]:

@@ -1,7 +1,7 @@
 """The models that suites are run on: one of each kind of state, mixes of them, some without attention.
 
 A test that asks for the fixture `kind` runs once with each: `oracle.serving.small_model()` is a model of this
-kind while it runs. `make test` runs each of its cases on one kind, every other one on the mix; see
+kind while it runs. `make test` runs each of its cases on one kind, a third of them on the mix; see
 `oracle.budget`. State machines draw a kind.
 """
 

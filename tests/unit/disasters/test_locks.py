@@ -117,6 +117,7 @@ def dropping(engine: ms.DynamicInferenceEngine, point: str, streams: list[Any], 
 # ---- every slot is locked (SGLang's allocator asserts)
 
 
+@pytest.mark.sampled
 @pytest.mark.disaster(number=17)
 @pytest.mark.usefixtures("kind")
 @pytest.mark.in_turn("policy")

@@ -62,6 +62,7 @@ def ask_all(engine: ms.DynamicInferenceEngine, version: int, tail: int) -> int:
     return hits
 
 
+@pytest.mark.sampled
 @pytest.mark.disaster(number=24)
 @pytest.mark.in_turn("toy")
 @pytest.mark.parametrize("toy", list(TOYS))

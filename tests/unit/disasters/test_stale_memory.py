@@ -66,8 +66,8 @@ def _fill_others(memory: Tensor, axis: int, kept: Sequence[int]) -> None:
     memory.index_fill_(axis, torch.tensor(others, dtype=torch.int64), value)
 
 
-@pytest.mark.disaster(number=2)
 @pytest.mark.sampled
+@pytest.mark.disaster(number=2)
 @pytest.mark.parametrize("mode", ["", *SERVED])
 def test_slots_are_reused_full_of_nan_and_no_answer_changes(mode: str) -> None:
     """Repeats, extensions and forks in a few slots and blocks: many are evicted, and written again."""

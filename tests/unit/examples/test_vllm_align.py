@@ -29,6 +29,7 @@ def test_help_runs_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert "--drafts" in capsys.readouterr().out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("drafts", "block"), [(1, 2), (3, 4), (4, 16)])
 def test_other_sizes(

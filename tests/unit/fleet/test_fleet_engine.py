@@ -71,6 +71,7 @@ def check_same(result: ms.RequestResult, expected: ms.RequestResult) -> None:
             assert [value for _, value in top] == pytest.approx([v for _, v in other], abs=TOLERANCE)
 
 
+@pytest.mark.sampled(params=2)
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_an_answer_is_the_same_wherever_its_replica_is_lost(params: ms.SamplingParams) -> None:
     expected = whole(PROMPT, params)

@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 DEVICE = "cuda:0"
 
 
+@pytest.mark.sampled(case=("nemotron_h MoE", "falcon_h1", "mamba2", "lfm2", "qwen3_5_moe", "olmo_hybrid"))
 def test_a_step_on_a_gpu_reads_nothing_back(case: str) -> None:
     """Attention, mixers, experts, rotary positions and the choice of logits, in bfloat16."""
     model = served_model(case, torch.bfloat16)

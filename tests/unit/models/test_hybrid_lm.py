@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mambaslots.models import HybridConfig, HybridLM, hybrid_lm
-from oracle.budget import costly
+from oracle.budget import costly, is_quick
 from oracle.counting_kernels import CountingKernels
 from oracle.recurrent_lm import RecurrentLM
 from oracle.steps import Row, build_step, make_caches
@@ -111,11 +111,11 @@ class TestAgainstTheRecurrence:
     def test_logits_and_states_of_a_long_prefill(self, name):
         config = HybridConfig.tiny(torch.float64, **CONFIGS[name])
         model = HybridLM(config, seed=3)
-        tokens = random_tokens(300, seed=2, vocab_size=config.vocab_size)
+        tokens = random_tokens(120 if is_quick() else 300, seed=2, vocab_size=config.vocab_size)
         oracle = RecurrentLM(model)
         server = Server(model)
         error = (server.run(tokens, blocks=range(10)) - oracle.logits(tokens)).abs().max().item()
-        print(f"largest error against the recurrence, {name}, float64, 300 tokens: {error:.2e}")
+        print(f"largest error against the recurrence, {name}, float64, {len(tokens)} tokens: {error:.2e}")
         assert error < 1e-11
         assert_states(server.pool, 0, oracle.states_after(tokens))
 
@@ -128,6 +128,7 @@ class TestAgainstTheRecurrence:
         out = Server(model).run(tokens, sorted(cuts))
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("decode", [True, False], ids=["decode rows", "prefills of one token"])
     def test_token_by_token(self, model, oracle, tokens, expected, decode):
         server = Server(model)

@@ -17,11 +17,22 @@ from mambaslots.models import hybrid_lm
 from oracle.budget import is_quick
 from oracle.context_driver import make_request
 from oracle.fresh_process import run_code
+from oracle.model_kinds import KINDS
 from oracle.serving import random_tokens, small_config
 from oracle.traffic import traffic_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+on_a_quick_kind = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id=f"on {kind}", marks=[] if kind == "short convolution" else pytest.mark.long)
+        for kind in KINDS
+    ],
+    indirect=True,
+)
+"""Whole models in Triton's interpreter: `make test` runs that of the kind which takes 3 s and not 12."""
 
 CPU = torch.device("cpu")
 
@@ -255,6 +266,7 @@ class Counted(Scenario):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding, in the interpreter
+@on_a_quick_kind
 @pytest.mark.usefixtures("kind", "one_fla_configuration")
 def test_whole_steps_move_each_state_once():
     """Of resumed rows, of chunks with states inside, and of decodes: no copy before, between or after."""
@@ -387,6 +399,7 @@ def test_attention_is_given_each_rows_place_and_real_tokens(padded):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of padding, in the interpreter
+@on_a_quick_kind
 @pytest.mark.usefixtures("kind", "one_fla_configuration")
 @pytest.mark.sampled(padded=(True,))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
@@ -400,7 +413,7 @@ def test_the_gpus_kernels_compute_the_same_with_drafts(padded):
     )
     if is_quick():
         for scenario in (ours, theirs):
-            scenario.plain_decodes, scenario.drafted_steps = 0, 2
+            scenario.plain_decodes, scenario.drafted_steps = 0, 1
     ours.assert_same_as(theirs, 2e-4)
 
 

@@ -61,6 +61,7 @@ def test_a_recording_has_the_shape_of_the_traffic(tmp_path: Path) -> None:
     assert len({one.session for one in trace.requests}) == 3
 
 
+@pytest.mark.sampled(num_slots=(3, 5))
 @pytest.mark.parametrize(("num_slots", "policy"), [(3, "value"), (5, "lru"), (64, "value")])
 def test_a_replay_resumes_what_the_engine_resumed(tmp_path: Path, num_slots: int, policy: str) -> None:
     engine = small_engine(num_mamba_slots=num_slots, num_kv_blocks=80, eviction_policy=policy, max_requests=1)

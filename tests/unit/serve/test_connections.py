@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from oracle.served import Served, serving, small_config, tiny_loaded
 
-BODY = {"prompt": [5 + i % 80 for i in range(100)], "max_tokens": 300, "temperature": 0}
+BODY = {"prompt": [5 + i % 80 for i in range(100)], "max_tokens": 100, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,7 @@ def all_of(client: socket.socket) -> bytes:
     return b"".join(iter(lambda: client.recv(65536), b""))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("num_requests", [1, 2])
 def test_a_client_that_sends_nothing_more_gets_its_answers(

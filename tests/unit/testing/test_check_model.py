@@ -54,7 +54,8 @@ RIGHT: dict[str, Callable[[], Any]] = {
 }
 
 
-LONG = ("hybrid float64", "long chunks")  # the kinds are float64, too
+# The kinds are float64, too, "hybrid float32" is float32, and the example's own test checks the example.
+LONG = ("hybrid float64", "long chunks", "averages", "averages float32", "example", "chunks of one token")
 FEW = settings(max_examples=5, deadline=None)
 
 

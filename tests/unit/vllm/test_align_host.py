@@ -184,6 +184,7 @@ class Host:
         return wrong
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("conv_dim_first", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_read_and_keep_the_states_of_a_dense_model(device, conv_dim_first, seed):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from ideal_resume import IdealResume
+from oracle.budget import is_quick
 from oracle.serving import (
     TOLERANCE,
     assert_answers,
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("kind")
 BLOCK = 8
 
 
+@pytest.mark.sampled(length=(1, 7, 8, 9, 16, 17, 33, 65))
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 15, 16, 17, 18, 24, 31, 32, 33, 41, 64, 65])
 def test_a_repeated_prompt_resumes_from_its_deepest_boundary(length: int) -> None:
     engine, prompt = small_engine(), random_tokens(length, seed=length)
@@ -30,6 +32,7 @@ def test_a_repeated_prompt_resumes_from_its_deepest_boundary(length: int) -> Non
     assert again.num_resumed_tokens == (length - 1) // BLOCK * BLOCK
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("length", [5, 8, 16, 17, 23, 24])
 @pytest.mark.parametrize("extra", [1, 2, BLOCK, 3 * BLOCK + 1])
 def test_an_extended_prompt_resumes_where_the_first_ended(length: int, extra: int) -> None:
@@ -73,6 +76,7 @@ def _request_like(engine: ms.DynamicInferenceEngine, prompt: list[int]) -> objec
     return request
 
 
+@pytest.mark.sampled(max_tokens_per_step=(9, 20))
 @pytest.mark.parametrize("max_tokens_per_step", [8, 9, 12, 20, 33])
 def test_chunks_of_any_size_compute_the_same(max_tokens_per_step: int) -> None:
     engine = small_engine(max_tokens_per_step=max_tokens_per_step, max_requests=3)
@@ -82,6 +86,7 @@ def test_chunks_of_any_size_compute_the_same(max_tokens_per_step: int) -> None:
     assert [r.num_resumed_tokens for r in again] == [(n - 1) // BLOCK * BLOCK for n in (70, 41, 64, 16, 9, 1)]
 
 
+@pytest.mark.sampled(slots=(1, 2))
 @pytest.mark.parametrize("slots", [1, 2, 3, 50])
 @pytest.mark.parametrize("policy", ["lru", "value"])
 def test_any_state_pool_serves_many_at_once(slots: int, policy: str) -> None:
@@ -296,9 +301,9 @@ def test_every_block_resumes_what_is_ideal() -> None:
     params = ms.SamplingParams(max_tokens=9, return_log_probs=True)
     prompts: dict[int, list[int]] = {}
     ideal: dict[int, int] = {}
-    resumed = 0
-    while len(prompts) < 40 or engine.has_unfinished_requests():
-        if len(prompts) < 40 and rng.random() < 0.4:
+    resumed, asked = 0, 20 if is_quick() else 40
+    while len(prompts) < asked or engine.has_unfinished_requests():
+        if len(prompts) < asked and rng.random() < 0.4:
             base = known[rng.integers(len(known))]
             prompt = base[: rng.integers(1, len(base) + 1)] + random_tokens(
                 int(rng.integers(0, 20)), len(prompts)

@@ -32,7 +32,7 @@ def serve(engine: ms.DynamicInferenceEngine, rounded: RoundedEngine, prompts: li
         engine.check_integrity()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(settings=2)
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize(
     "settings", [{}, {"max_tokens_per_step": 8, "max_requests": 2}, {"num_mamba_slots": 2}]

@@ -91,7 +91,7 @@ def test_failing_anywhere_costs_no_token_and_leaks_nothing(point: str) -> None:
     assert point in MAY_LOSE_TRACK or not tally["rebuilds"]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(point=("forward", "commit", "sampled", "leaving"))
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("point", ["forward", "register", "commit", "advance", "sampled", "leaving"])
 @pytest.mark.parametrize("policy", ["value", "lru"])
@@ -172,6 +172,7 @@ def test_control_c_in_an_observer_stops_one_call_and_breaks_nothing(policy: str)
 # ---- what the model returns
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -342,6 +343,7 @@ CALLS_FROM_INSIDE: dict[str, Callable[[ms.DynamicInferenceEngine, int], object]]
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("caught", [True, False])
 @pytest.mark.parametrize("call", CALLS_FROM_INSIDE)
 def test_a_call_from_inside_a_step_is_refused_and_the_step_survives(call: str, caught: bool) -> None:

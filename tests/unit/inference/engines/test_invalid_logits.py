@@ -50,6 +50,7 @@ def resumable(engine: ms.DynamicInferenceEngine, tokens: list[int]) -> int:
     return engine.context.prefix_cache.resumable_tokens(chain)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", [0, 1, 3, 7])  # the prompt's last step, decodes, one that ends a block
 @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
 def test_a_request_with_invalid_logits_ends_alone(spoil: Spoil, step: int) -> None:

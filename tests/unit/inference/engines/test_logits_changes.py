@@ -94,6 +94,7 @@ def test_tokens_are_those_of_the_definitions(name: str) -> None:
     assert again.num_resumed_tokens > 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("drafter", [RightDrafter, WrongDrafter])
 @pytest.mark.parametrize("name", ["repetition", "all"])
 def test_a_draft_counts_at_its_position(name: str, drafter: Any) -> None:
@@ -103,6 +104,7 @@ def test_a_draft_counts_at_its_position(name: str, drafter: Any) -> None:
     assert [result.tokens for result in results] == [expected(PROMPT, params), expected(PROMPT[:11], params)]
 
 
+@pytest.mark.sampled(overrides=2)
 @pytest.mark.parametrize(
     "overrides", [{"num_kv_blocks": 14}, {"async_scheduling": True}, {"max_tokens_per_step": 9}], ids=str
 )
@@ -114,6 +116,7 @@ def test_counts_survive_pauses_cuts_and_steps_launched_ahead(overrides: dict[str
         assert result.tokens == expected(prompt, params)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize(
     "place", ["model", "_up_to_date", "_penalties", "_biases", "_apply_penalties", "count", "_free_row"]

@@ -87,6 +87,7 @@ def _params() -> ms.SamplingParams:
     return ms.SamplingParams(max_tokens=5, return_log_probs=True)
 
 
+@pytest.mark.sampled(mode=("", "mixed", "in place", "ahead", "replay, mixed", "encoded, mixed"))
 @pytest.mark.parametrize("mode", ["", *drafters.MODES])
 def test_answers_do_not_depend_on_free_memory(mode: str) -> None:
     """Repeats, extensions and forks with few slots and blocks, so that many are evicted and paused."""

@@ -241,6 +241,7 @@ class Compared(ms.NgramDrafter):
         return drafts
 
 
+@pytest.mark.sampled(point=("advance", "leaving"))
 @pytest.mark.parametrize("point", ["waited", "end", "advance", "leaving"])
 def test_drafts_stay_right_where_steps_fail(point: str) -> None:
     drafter = Compared(3, 1, window=24)

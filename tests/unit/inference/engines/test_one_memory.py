@@ -126,6 +126,7 @@ def test_other_ways_to_serve_do_too(settings: dict[str, Any]) -> None:
     assert sum(moves) > 0
 
 
+@pytest.mark.sampled(settings=1)
 @pytest.mark.parametrize("settings", [{}, {"num_speculative_tokens": 2}, {"decode_by_replay": True}])
 def test_what_changes_sides_is_zero_with_scrub(settings: dict[str, Any]) -> None:
     """Also the bytes between two entries of a unit, which the other side wrote."""

@@ -111,6 +111,7 @@ def test_a_failed_resume_can_be_reset(number: int) -> None:
     serve_checked(engine, PROMPTS)
 
 
+@pytest.mark.sampled
 @on_each_kind
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_top_p_keeps_the_smallest_head_that_reaches_p(p: float, logits: list[flo
 
 def test_draws_follow_the_distribution() -> None:
     params = ms.SamplingParams(temperature=1.0, seed=7)
-    n = 20_000
+    n = 6_000
     counts = Counter(sample(LOGITS.expand(n, -1), [params] * n, range(n)))
     for token, probability in enumerate(torch.softmax(LOGITS.double(), dim=-1).tolist()):
         deviation = (probability * (1 - probability) / n) ** 0.5
@@ -125,6 +125,7 @@ def test_the_tokens_of_a_batch_are_those_of_each_row_by_itself(
     assert sample(logits, params, positions) == sample_rows(logits, params, positions)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("spread", [0.0, 1.0, 4.0, 30.0], ids=["flat", "wide", "peaked", "certain"])
 @pytest.mark.parametrize("vocabulary", [40_000, 50_257])
 def test_long_rows_in_many_groups(spread: float, vocabulary: int) -> None:
@@ -140,13 +141,13 @@ def test_long_rows_in_many_groups(spread: float, vocabulary: int) -> None:
 
 
 def test_of_equally_likely_tokens_those_with_the_lowest_ids_are_kept() -> None:
-    logits = torch.tensor([[1.0, 0.0, 1.0, 0.0, 2.0, 0.0, 1.0, 0.0]]).expand(2000, -1)
+    logits = torch.tensor([[1.0, 0.0, 1.0, 0.0, 2.0, 0.0, 1.0, 0.0]]).expand(500, -1)
     for params, kept in (
         (ms.SamplingParams(top_k=3, seed=1), {0, 2, 4}),
         (ms.SamplingParams(top_k=6, seed=1), {0, 1, 2, 3, 4, 6}),
         (ms.SamplingParams(top_p=0.5, seed=1), {0, 4}),
     ):
-        assert set(sample(logits, [params] * 2000, range(2000))) == kept
+        assert set(sample(logits, [params] * 500, range(500))) == kept
 
 
 def test_rows_are_not_sorted_that_need_only_a_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +158,7 @@ def test_rows_are_not_sorted_that_need_only_a_temperature(monkeypatch: pytest.Mo
     assert sample(logits, params, [0, 1, 2]) == expected
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.9, 1 - 1e-7, 1 - 1e-12])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -204,6 +206,7 @@ def test_log_probs_of_half_precision_logits_are_computed_in_float32() -> None:
     assert log_softmax(LOGITS.double()).dtype is torch.float64
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("vocabulary", [50_257, 50_258, 50_260])  # of rows at other addresses modulo 16
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

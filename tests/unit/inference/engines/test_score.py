@@ -51,6 +51,7 @@ def score_checked(
 # ---- what a score is
 
 
+@pytest.mark.sampled(start=(1, 8, 42))
 @pytest.mark.parametrize("max_tokens_per_step", [8, 13, 64])
 @pytest.mark.parametrize("start", [1, 2, 8, 9, 42])
 def test_scores_are_the_recurrence_s(start: int, max_tokens_per_step: int) -> None:
@@ -249,6 +250,7 @@ def test_a_long_prefill_is_not_held_up_by_decodes_that_run_ahead() -> None:
     assert [tokens for tokens in steps if tokens] == steps[: len([tokens for tokens in steps if tokens])]
 
 
+@pytest.mark.sampled(start=(10,))
 @pytest.mark.parametrize("start", [1, 10, 29])
 def test_preempted_sequences_are_scored_rightly(start: int) -> None:
     """After every other step the request that was admitted last is preempted, with the log-probs it has."""
@@ -273,7 +275,7 @@ def test_preempted_sequences_are_scored_rightly(start: int) -> None:
     assert_idle(engine)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(point=("matching", "KV allocation", "forward", "sampled", "commit", "leaving"))
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("after", [False, True])
 def test_a_failing_step_fails_the_call_and_nothing_else(point: str, after: bool) -> None:

@@ -97,7 +97,7 @@ def expected(settings: str, kind: str) -> list[tuple[object, ...]]:
         ("inference_mode", "in place"),
     ],
 )
-@pytest.mark.sampled(settings=("plain", "drafts", "in place"))
+@pytest.mark.sampled(settings=("plain",))
 def test_an_engine_built_and_served_in_a_mode_answers_the_same(
     mode: str, settings: str, kind: str, tmp_path: Path
 ) -> None:
@@ -152,7 +152,7 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(settings=("in place",))
 @pytest.mark.parametrize("name", list(OPERATIONS))
 @pytest.mark.parametrize("settings", ["plain", "drafts", "in place"])
 def test_an_engine_of_inference_mode_is_operated_outside_it(name: str, settings: str) -> None:

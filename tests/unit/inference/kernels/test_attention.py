@@ -235,6 +235,7 @@ mixes = pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
 
 
 class TestFlashAttention:
+    @pytest.mark.sampled
     @mixes
     @pytest.mark.parametrize("block", [1, 16, 256])
     @pytest.mark.parametrize("scale", [None, 0.03])

@@ -184,7 +184,7 @@ COMPANY = [
 """Requests that start at 0, at a grid point and beside it, with tails shorter than any window."""
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(taps=(4,), tokens=(1, 4), dtype=1)
 @pytest.mark.parametrize("tokens", [1, 2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("taps", [2, 3, 4])
@@ -192,7 +192,7 @@ def test_bits_of_a_prefill_in_any_company(device, kernels, taps, dtype, tokens):
     Walk(Layer(taps=taps, dtype=dtype), kernels, device, COMPANY, tokens - 1).run(tokens, seed=taps)
 
 
-@pytest.mark.sampled(dtype=1)
+@pytest.mark.sampled(dtype=1, has_bias=(False,))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", [True, False])
 @pytest.mark.parametrize("has_bias", [True, False])

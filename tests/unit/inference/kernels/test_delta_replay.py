@@ -338,6 +338,7 @@ class TestBits:
         for one, other in zip(*found, strict=True):
             assert same_bits(one, other)
 
+    @pytest.mark.long
     @pytest.mark.sampled(chunk=(32,), dtype=1)
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("chunk", [32, 64])
@@ -380,7 +381,7 @@ class TestBits:
 class TestRecurrence:
     """Against the recurrence in float64 numpy, the Triton path and the reference."""
 
-    @pytest.mark.sampled(dtype=(torch.float32, torch.float64))
+    @pytest.mark.sampled(dtype=(torch.float32,))
     @pytest.mark.parametrize(
         ("kernels", "dtype"),
         [

@@ -41,6 +41,7 @@ class TestScan:
         o, pool = scan(batch, before)
         batch.check(before, pool, o, 1e-11)
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("dtype", list(TOLERANCES))
     @pytest.mark.parametrize("chunk_size", [1, 16, 64, 100])
     def test_dtypes_and_chunk_sizes(self, chunk_size, dtype):

@@ -71,6 +71,7 @@ def test_results_go_where_they_are_asked_for(device, kernels, monkeypatch):
 
 
 class TestTimeSteps:
+    @pytest.mark.sampled
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("tokens", "heads"), [(1, 1), (5, 3), (37, 128), (2, 200)])
     def test_the_formula(self, device, kernels, dtype, tokens, heads):
@@ -105,6 +106,7 @@ class TestTimeSteps:
 
 
 class TestDeltaGates:
+    @pytest.mark.sampled
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("doubled", [False, True])
     @pytest.mark.parametrize("shape", [(1, 1), (37, 32), (3, 48), (5, 4, 3)])
@@ -131,6 +133,7 @@ def silu(x: Tensor) -> Tensor:
 
 
 class TestGatedNorms:
+    @pytest.mark.sampled
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(
         ("tokens", "groups", "width"), [(1, 1, 5), (7, 8, 16), (3, 3, 1000), (2, 1, 5120)]
@@ -145,6 +148,7 @@ class TestGatedNorms:
         expected = norm(gated.unflatten(1, (groups, -1)), 1e-3).flatten(1) * weight.double()
         torch.testing.assert_close(found.cpu().double(), expected, rtol=2.1 * UNIT[dtype], atol=1e-7)
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("own_weights", [False, True])
     @pytest.mark.parametrize(("shape", "dim"), [((1, 1), 5), ((7, 32), 128), ((3, 5), 40), ((4, 3, 2), 16)])

@@ -69,6 +69,7 @@ def kinds(device: str) -> list[tuple[Any, torch.dtype]]:
     return [(KernelSet, torch.float64), *((GpuKernelSet, dtype) for dtype in dtypes_of(device))]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_norms(device: str, shape: tuple[int, ...], offset: float) -> None:
@@ -112,6 +113,7 @@ def test_gates_that_are_slices_of_a_projection(device: str) -> None:
         assert torch.equal(kernels.silu_mul(*columns), expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rotary"), [(16, 4, 256, 64), (3, 1, 40, 40), (9, 2, 64, 2)]
 )

@@ -197,7 +197,7 @@ def layout(tokens: int, rows: int = 9) -> tuple[list[int], list[list[int]]]:
     return sources, destinations
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(tokens=(1, 3))
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5])
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -228,6 +228,7 @@ SHAPES = [  # heads, head_dim, groups, state_dim
 ]
 
 
+@pytest.mark.sampled(shape=3)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes(device: str, shape: tuple[int, int, int, int], record_property: Any) -> None:
     """P and N of no power of two, more than one block of P, groups of one head and of all heads."""
@@ -284,6 +285,7 @@ def test_many_steps_in_place_stay_close(device: str) -> None:
     assert close(pool[0], stored[0], 1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_moves_no_byte_too_many(tokens: int, pool_dtype: torch.dtype) -> None:

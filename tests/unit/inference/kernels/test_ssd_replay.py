@@ -179,7 +179,7 @@ class TestBits:
             assert torch.equal(rows, whole[:length])
             assert same_bits(prefix, states[: len(prefix)])
 
-    @pytest.mark.sampled
+    @pytest.mark.sampled(dtype=1, drafts=(3,))
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("drafts", [0, 3])
     def test_bits_of_every_row_are_those_of_one_prefill(self, device, dtype, drafts):
@@ -214,6 +214,7 @@ class TestBits:
             replay.states[source] = states[start // 16].to(device)
         decode(replay, 3, 1, start, start + length, drafts, (source, 5), (y, states))
 
+    @pytest.mark.sampled(dtype=1)
     @pytest.mark.parametrize(("dtype", "heads"), [(torch.bfloat16, 1), (torch.float16, 2)])
     def test_bits_in_a_batch_of_rows_at_different_places(self, monkeypatch, device, dtype, heads):
         """Beside padding rows, whose slot is -1 and whose inputs are NaN; one or two heads a program."""
@@ -241,6 +242,7 @@ class TestBits:
                 assert same_bits(replay.states[row.destination].cpu(), states[-1])
         assert same_bits(replay.states[4:], untouched)
 
+    @pytest.mark.sampled(dtype=1)
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_bits_of_kept_inputs_are_those_that_replays_store(self, device, dtype):
         """Rows that start on and off the grid, end on it, and are shorter than a chunk."""
@@ -337,7 +339,7 @@ class TestValues:
         layer = Layer(dtype=dtype)
         check_recurrence(layer, torch.device("cpu"), KernelSet.ssd_replay, KernelSet.keep_ssd_inputs, 1e-5)
 
-    @pytest.mark.sampled(dtype=1)
+    @pytest.mark.sampled(dtype=1, sizes=1)
     @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
     @pytest.mark.parametrize("sizes", [(2, 80, 1, 33), (3, 20, 3, 140)])
     def test_the_kernels_are_the_recurrence(self, device, dtype, sizes):

@@ -48,6 +48,7 @@ def test_bits_of_a_sum_do_not_depend_on_what_follows(device):
         assert same_bits(sums(dt, A, 48, [length], device)[1][:, 0, :length], whole[:, 0, :length])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("operands", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("state_dim", "chunk_size"), [(12, 16), (140, 80)])
 def test_scores_of_chunks(device, operands, state_dim, chunk_size):

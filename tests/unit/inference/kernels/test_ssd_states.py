@@ -91,6 +91,7 @@ def test_any_layout(device, drawn, padding):
         check(Batch(layer, rows, 16, padding), poisoned_pool(layer, rows, 4 * len(rows)), device)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk_size", [8, 48, 128, 256])
 def test_any_chunk_size(device, dtype, chunk_size):

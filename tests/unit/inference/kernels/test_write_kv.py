@@ -29,6 +29,7 @@ def kernels(request) -> Any:
     return request.param
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cached", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kv_heads", [1, 3, 120])
 def test_listed_tokens_are_stored_rounded_and_a_new_block_ends_with_zeros(device, kernels, cached, kv_heads):

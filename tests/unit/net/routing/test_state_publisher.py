@@ -12,6 +12,7 @@ from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
 from mambaslots.net.routing.state_events import StateEvents
 from mambaslots.net.routing.state_index import StateIndex
 from mambaslots.replay.engine_replay import ContextWithoutMemory
+from oracle.budget import is_quick
 from oracle.everything import Fuzzer
 from oracle.ledger import LeftWrongError
 from oracle.state_channel import LossyChannel, resumable_keys
@@ -65,7 +66,7 @@ class PublishingFuzzer(Fuzzer):
 @pytest.mark.parametrize("faults", [0.0, 0.3])
 @pytest.mark.parametrize("first", [0, *(pytest.param(40 * n, marks=pytest.mark.long) for n in range(1, 6))])
 def test_a_router_knows_what_a_replica_can_resume_from(first: int, faults: float) -> None:
-    for seed in range(first, first + (40 if first else 2)):
+    for seed in range(first, first + (40 if first else 1 if is_quick() else 2)):
         PublishingFuzzer(seed, interrupts=0.15, faults=faults).run(100)
 
 

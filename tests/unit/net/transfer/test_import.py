@@ -194,6 +194,7 @@ def test_twice_imports_nothing_new(source: ms.DynamicInferenceEngine) -> None:
     assert all(map(torch.equal, tensors, tensors_of(target)))
 
 
+@pytest.mark.sampled(known=2)
 @pytest.mark.parametrize("known", [[0], [1], [2, 3], [0, 1, 2, 3]])
 def test_into_a_half_warm_engine(source: ms.DynamicInferenceEngine, known: list[int]) -> None:
     target = engine_of()
@@ -219,6 +220,7 @@ def test_known_kv_without_a_state_gets_one(source: ms.DynamicInferenceEngine) ->
     assert min(serve(target)) > 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("blocks", [1, 3, 6, 8, 9, 12, 15])
 @pytest.mark.parametrize("slots", [1, 2, 5, 64])
 def test_too_small_an_engine_takes_what_fits(
@@ -641,7 +643,7 @@ def test_pieces_that_are_none() -> None:
 # ---- what fails half-way
 
 
-@pytest.mark.sampled(quarter=(0, 2, 4))
+@pytest.mark.sampled(quarter=(0, 2))
 @pytest.mark.parametrize("quarter", range(5))
 @pytest.mark.parametrize("warm", [[], [0], [2, 3]])
 def test_a_copy_that_fails_is_undone(
@@ -671,6 +673,7 @@ def test_a_copy_that_fails_is_undone(
     assert min(serve(target)) > 0
 
 
+@pytest.mark.sampled(method=("reserve", "commit", "pin"), after=(0,))
 @pytest.mark.parametrize(
     ("method", "after"),
     [("reserve", 0), ("commit", 0), ("commit", 2), ("pin", 0), ("pin", 2), ("note_use", 1)],

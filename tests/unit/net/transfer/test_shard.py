@@ -66,7 +66,7 @@ def sliced(whole: PrefixShard, model: Declared, tp: int, pp: int) -> list[dict[s
     return result
 
 
-@pytest.mark.sampled(groups=(1, 4))
+@pytest.mark.sampled(groups=(4,))
 @pytest.mark.parametrize("kind", PATTERNS)
 @pytest.mark.parametrize(("groups", "kv_heads"), [(1, 1), (1, 4), (2, 2), (4, 1), (4, 2), (2, 4)])
 def test_every_split_rejoins_to_every_other(kind: str, groups: int, kv_heads: int) -> None:
@@ -83,6 +83,7 @@ def test_every_split_rejoins_to_every_other(kind: str, groups: int, kv_heads: in
                     assert torch.equal(dense(joined, name), tensor)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("other", [(1, 1), (2, 1), (4, 3), (8, 1)])
 def test_what_is_taken_is_taken_once_and_suffices(size: tuple[int, int], other: tuple[int, int]) -> None:

@@ -830,10 +830,20 @@ class KVBlockMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), count=st.integers(1, 3))
     def requests_leave_together(self, data, count):
-        leaving = []
-        for _ in range(min(count, len(self.requests))):
-            leaving += self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))[2]
-        self.release(leaving)
+        paths = [
+            self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))[2]
+            for _ in range(min(count, len(self.requests)))
+        ]
+        leaving = [block for path in paths for block in path]
+        if len(set(leaving)) == len(leaving):
+            self.release(leaving)
+            return
+        snapshot = picture(self.kv)
+        with pytest.raises(ValueError, match="distinct blocks"):
+            self.kv.release_memory_blocks(leaving)
+        assert picture(self.kv) == snapshot
+        for path in paths:
+            self.release(path)
 
     @rule(count=st.integers(-1, 5))
     def blocks_are_evicted(self, count):
