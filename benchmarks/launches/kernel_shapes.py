@@ -170,7 +170,7 @@ def state_updates() -> list[Specialisation]:
                     kernel=ssd.update_kernel,
                     signature=pointers | dict.fromkeys([*even, *odd], "i32"),
                     constexprs=dict.fromkeys(ones, 1)
-                    | {"TOKENS": tokens, "HEADS": HEADS, "HEADS_A_GROUP": HEADS // GROUPS}
+                    | {"TOKENS": tokens, "HEADS": HEADS, "HEADS_PER_GROUP": HEADS // GROUPS}
                     | {"HEAD_DIM": HEAD_DIM, "STATE_DIM": STATE_DIM, "BLOCK_P": block_p, "BLOCK_N": block_n},
                     divisible_by_16=(*pointers, *even),
                     num_warps=ssd.UPDATE_WARPS,

@@ -110,16 +110,26 @@ class MemoryPoison:
                 _fill_pages(inputs, holdings, chunk)
                 continue
             axis = inputs.dim() - 1 if entry.layout == "by_head" else 2
-            length = inputs.shape[axis]
+            length = inputs.shape[axis] if entry.layout == "ring" else chunk
             free = torch.ones(inputs.shape[1], length, dtype=torch.bool, device="cpu")
             for holding in holdings:
                 stop = holding.num_computed
                 first = stop - entry.taps + 1 if entry.layout == "ring" else stop // chunk * chunk
                 for position in range(max(0, first), stop) if holding.decoding else ():
                     free[holding.row, position % length] = False
+            if entry.name == "delta_inverse":
+                rows = free[:, _rows_of_inverse(chunk)].view(1, -1, 1, *inputs.shape[3:])
+                inputs.masked_fill_(_sent(rows, inputs.device), float("nan"))
+                continue
             shape = [1] * inputs.dim()
             shape[1], shape[axis] = inputs.shape[1], length
             inputs.masked_fill_(_sent(free.view(shape), inputs.device), float("nan"))
+
+
+def _rows_of_inverse(chunk: int) -> Tensor:
+    """The row, a token, of each number of an inverse in blocks of 16 x 16 on and below the diagonal."""
+    blocks = [block for block in range(chunk // 16) for _ in range(block + 1)]
+    return torch.tensor([16 * block + row // 16 for block in blocks for row in range(256)], device="cpu")
 
 
 def _fill_pages(inputs: Tensor, holdings: Sequence[Holding], chunk: int) -> None:

@@ -438,8 +438,7 @@ class MambaSlotAllocator:
         try:
             self._commit(*self._collect_commit_data())
         finally:
-            self._clear_rows(self._prefill_rows())
-            self._has_intermediates = False
+            self._clear_intermediate_state()
 
     def _commit(
         self, inner: list[int], scratch_rows: list[int], ends: list[int], rows: list[int], keys: list[int]
@@ -456,7 +455,7 @@ class MambaSlotAllocator:
         num_inner = sum(place < len(inner) for place in kept)
         taken = slots.allocate(chosen)
         try:
-            copy_states(self._scratch, sources[:num_inner], self._durable, taken[:num_inner])
+            self._copy_intermediate_to_cache(sources[:num_inner], taken[:num_inner])
             self.store_from_live_batch(taken[num_inner:], sources[num_inner:])
         except BaseException:
             slots.remove(chosen)
@@ -487,6 +486,13 @@ class MambaSlotAllocator:
         blocks, sources = list(found), [row for row, _, _ in found.values()]
         keys = [key for _, key, _ in found.values()]
         return blocks[:num_inner], sources[:num_inner], blocks[num_inner:], sources[num_inner:], keys
+
+    def _copy_intermediate_to_cache(self, src_offsets: list[int], slots: list[int]) -> None:
+        copy_states(self._scratch, src_offsets, self._durable, slots)
+
+    def _clear_intermediate_state(self) -> None:
+        self._clear_rows(self._prefill_rows())
+        self._has_intermediates = False
 
     def _clear_rows(self, rows: slice) -> None:
         self._intermediate_offsets_cpu[rows] = 0

@@ -291,12 +291,12 @@ def test_an_interrupt_between_reservation_and_publication_leaves_nothing_to_find
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = warm()
-    for method in ("place", "write", "publish"):
+    for method in ("place", "write", "commit"):
         target = engine_of()
         real = getattr(Placement, method)
 
         def interrupted(self: Placement, *arguments: Any, method: str = method, real: Any = real) -> Any:
-            if method != "publish":
+            if method != "commit":
                 real(self, *arguments)
             raise KeyboardInterrupt
 

@@ -383,7 +383,7 @@ from triton.compiler import ASTSource
 
 block_p, block_n = update_blocks(8, 16)
 constants = dict(
-    TOKENS=1, HEADS=4, HEADS_A_GROUP=2, HEAD_DIM=8, STATE_DIM=16, BLOCK_P=block_p, BLOCK_N=block_n,
+    TOKENS=1, HEADS=4, HEADS_PER_GROUP=2, HEAD_DIM=8, STATE_DIM=16, BLOCK_P=block_p, BLOCK_N=block_n,
     x_p_stride=1, b_n_stride=1, c_n_stride=1, n_stride=1,
 )
 types = dict.fromkeys(("x", "dt", "A", "B", "C", "D", "states", "out"), "*fp32")
