@@ -103,7 +103,8 @@ class Admission:
             self._cache.slots.free_live(holding.live_slots)
         else:
             self._scrubber.live.note(holding.live_slots)
-        self._release_pages(holding)
+        if holding.pages:
+            self.release_pages(holding)
         del self._requests[holding.row]
         self._scrubber.inputs.note([holding.row])
         self._free_rows.append(holding.row)
@@ -248,10 +249,10 @@ class Admission:
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages of a request with so many tokens: of those since the last grid point."""
-        return self._pages.holding(num_tokens % self._chunk_size)
+        return self._pages.holding(num_tokens % self._chunk_size) if self._pages.tokens else 0
 
     def _num_missing_pages(self, holding: Holding, num_inputs: int) -> int:
-        return max(0, self._pages.holding(num_inputs) - len(holding.pages))
+        return max(0, self._pages.holding(num_inputs) - len(holding.pages)) if self._pages.tokens else 0
 
     def _add_pages(self, holding: Holding, num_inputs: int) -> None:
         """Give the request pages for the first `num_inputs` tokens of its chunk."""
@@ -270,15 +271,10 @@ class Admission:
         self._add_pages(step.holding, num_inputs + len(tokens))
         return tokens
 
-    def release_passed_pages(self, holding: Holding) -> None:
-        """Release the pages of a request at a grid point; launched steps read them before others write."""
-        if not holding.num_computed % self._chunk_size:
-            self._release_pages(holding)
-
-    def _release_pages(self, holding: Holding) -> None:
-        if holding.pages:
-            pages, holding.pages = holding.pages, []
-            self._cache.kv_blocks.release_memory_blocks(pages)
+    def release_pages(self, holding: Holding) -> None:
+        """Release the pages of a request; launched steps read them before others write."""
+        pages, holding.pages = holding.pages, []
+        self._cache.kv_blocks.release_memory_blocks(pages)
 
     # ---- blocks and boundaries of a step
 

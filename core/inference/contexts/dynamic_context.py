@@ -173,7 +173,8 @@ class DynamicInferenceContext:
             self._count(step)
             self.prefix_cache.register(step.holding.path, step.request.tokens, step.stop)
             self._states.advance(step, self.prefix_cache.commit(step))
-            self.admission.release_passed_pages(step.holding)
+            if step.holding.pages and not step.holding.num_computed % self._chunk_size:
+                self.admission.release_pages(step.holding)
             if step.decoding and self.config.num_speculative_tokens:
                 self.admission.trim(step.holding)
         ended, self._steps = self._steps, ()
