@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ...files import read_regular
 from ...state_spec import HybridStateSpec
 from ..contexts.dynamic_context import check_replays
 from ..contexts.padding import FEWEST_ROWS, padded_to_ladder, power_of_two, rung, rungs
-from ..contexts.pool_sizes import sized
+from ..contexts.pool_sizes import PoolSizes, sized
 from ..contexts.request import DynamicInferenceRequest
 from ..contexts.step_inputs import StepShape
 from ..kernels import attention
@@ -143,30 +143,34 @@ class Stamp:
     @classmethod
     def of(cls, model: Model, spec: HybridStateSpec, config: InferenceConfig) -> "Stamp":
         """By all that the check depends on: shapes, but not the values of weights."""
-        module = getattr(model, "model", model)  # of transformers, or the model itself
-        if not isinstance(module, torch.nn.Module):
+        modules = [one for one in (model, getattr(model, "model", None)) if isinstance(one, torch.nn.Module)]
+        parts = [part for module in modules for part in module.modules()]
+        tensors = [pair for one in modules for pair in (*one.named_parameters(), *one.named_buffers())]
+        try:
+            files = {inspect.getfile(type(one)) for one in (model, *parts)}
+            sources = [*Path(__file__).parents[2].rglob("*.py"), *map(Path, sorted(files))]
+            written = sorted((str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sources)
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        except (OSError, TypeError, RuntimeError):  # a class of no file, or a user without a home
             return cls(None)
-        sources = [*Path(__file__).parents[2].rglob("*.py"), Path(inspect.getfile(type(model)))]
         depends = (
-            torch.__version__, torch.version.cuda, torch.cuda.get_device_properties(spec.device),
-            *(_version(package) for package in ("triton", "fla-core", "flash-attn-3", "transformers")),
-            sorted(item for item in os.environ.items() if item[0].startswith(("TRITON", "CUBLAS", "NVIDIA"))),
-            sorted((str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sources),
-            type(model).__qualname__, spec.model, spec.states, spec.shard, spec.groups.tensor_size,
-            [(name, one.shape, one.stride(), one.dtype) for name, one in module.named_parameters()],
+            torch.__version__, torch.version.cuda, torch.cuda.get_device_properties(spec.device), _packages(),
+            sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES)), written,
+            [(one.name, getattr(spec, one.name)) for one in fields(spec) if one.name != "groups"],
+            spec.groups.tensor_size, [(name, one.shape, one.stride(), one.dtype) for name, one in tensors],
             config.block_size_tokens, config.max_requests, config.max_tokens_per_step,
             config.num_speculative_tokens,
         )  # fmt: skip
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         digest = hashlib.sha256(repr(depends).encode()).hexdigest()
-        return cls(folder / "mambaslots" / "batch_invariance" / f"{digest}.json")
+        return cls(folder / "mambaslots" / "batch_invariance" / f"{digest}.json") if modules else cls(None)
 
     def products(self) -> tuple[str, ...]:
         """The products that were compared; none without a file that can be read."""
         try:
-            return () if self._path is None else tuple(map(str, json.loads(read_regular(self._path))))
+            found = None if self._path is None else json.loads(read_regular(self._path))
         except (OSError, ValueError):
             return ()
+        return tuple(map(str, found)) if isinstance(found, list) else ()
 
     def write(self, products: tuple[str, ...]) -> None:
         """Note that the check has passed; without a directory to write to, the next start checks again."""
@@ -179,11 +183,14 @@ class Stamp:
             part.replace(self._path)
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+_VARIABLES = "TRITON", "CUBLAS", "NVIDIA", "TORCH", "PYTORCH", "LD_"
+
+
+def _packages() -> list[tuple[str, str]]:
+    """What computes, with versions: also the libraries that pip may renew without torch."""
+    names = "nvidia", "triton", "fla", "flash", "tokenspeed", "transformers"
+    found = ((one.name, one.version) for one in importlib.metadata.distributions())
+    return sorted(pair for pair in found if (pair[0] or "").startswith(names))
 
 
 def promised(
@@ -199,10 +206,15 @@ def promised(
         check_replays(spec, wanted)
         check_settings(spec, wanted)
     except ValueError as error:
-        if config.batch_invariant:
-            raise
         refusal = str(error)
     refusal = next(filter(None, spec.groups.gather(refusal, spec.device)), "")
+    if refusal and config.batch_invariant:
+        raise ValueError(refusal)
+    try:
+        if not refusal and config.batch_invariant is None:
+            PoolSizes.of(wanted, spec)  # its errors are those of all ranks
+    except ValueError as error:
+        refusal = str(error)
     try:
         if not refusal:
             return wanted, BatchInvariance(model, spec, wanted), ""

@@ -212,7 +212,7 @@ class GraphRunner:
         if self._graphs and self._spec.device.type == "cuda":
             torch.cuda.synchronize(self._spec.device)
         self._graphs.clear()
-        self._first = None
+        self._first = self._kv_cache = None
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
-from mambaslots.inference.contexts.cache.memory import MemoryDivision, RankBudget, UnitSizes
+from mambaslots.inference.contexts.cache.memory import UnitShape, UnitSizes
 from mambaslots.net import encode_prefixes, export_prefixes, import_prefixes
 from mambaslots.net.transfer import placement
 from oracle.cached_prefixes import assert_cache_is_right
@@ -224,15 +224,14 @@ def test_states_pinned_by_requests_users_and_the_tier_at_once(slots: int, rows: 
 
 def shared_engine(num_units: int, **settings: Any) -> ms.DynamicInferenceEngine:
     """Of one memory with so many units beyond those that always hold KV."""
-    spec, size = small_model().state_spec(), 64 // 8
+    spec = small_model().state_spec()
     sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(8))
-    live = 2 * (1 + settings.get("num_speculative_tokens", 0))
-    division = MemoryDivision.of([RankBudget(sizes, 1 << 30, live)], size)
-    total = division.least_bytes(sizes) + num_units * division.shape.unit_bytes(sizes)
-    return small_engine(
-        num_kv_blocks=None, num_mamba_slots=None, total_gb=(total + 0.5) / (1 << 30),
-        max_sequence_length=64, max_requests=2, **settings,
-    )  # fmt: skip
+    settings |= {"num_kv_blocks": None, "num_mamba_slots": None, "max_sequence_length": 64, "max_requests": 2}
+    with pytest.raises(ValueError, match="total_gb is") as refused:
+        small_engine(total_gb=1e-9, **settings)
+    least = float(str(refused.value).split("at least ")[1].split()[0])  # rounded: half a unit more
+    unit = UnitShape.of([sizes]).unit_bytes(sizes) / (1 << 30)
+    return small_engine(total_gb=least + (num_units + 0.5) * unit, **settings)
 
 
 @pytest.mark.disaster(number=18)

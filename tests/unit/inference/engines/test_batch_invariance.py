@@ -177,11 +177,30 @@ class TestDefault:
             model = model_of(other)
             promised(model, on("cuda", model), replace(CONFIG, **changes))
         assert len(checks) == 8
-        for stamp in tmp_path.rglob("*.json"):
-            stamp.write_text("[")
+        for number, text in enumerate(("[", "5"), 5):
+            for stamp in tmp_path.rglob("*.json"):
+                stamp.write_text(text)
+            model = model_of("M")
+            promised(model, on("cuda", model), CONFIG)
+            assert len(checks) == 2 * number
+
+    def test_a_model_whose_class_is_in_no_file_is_checked_at_each_start(self, checks, monkeypatch):
+        def getfile(_: object) -> str:
+            raise OSError("source code not available")
+
+        monkeypatch.setattr(batch_invariance.inspect, "getfile", getfile)
+        for _ in range(2):
+            model = model_of("M")
+            assert promised(model, on("cuda", model), CONFIG)[0].batch_invariant
+        assert len(checks) == 4
+
+    def test_memory_that_holds_no_inputs_rules_it_out(self, checks):
         model = model_of("M")
-        promised(model, on("cuda", model), CONFIG)
-        assert len(checks) == 10
+        config = replace(CONFIG, num_kv_blocks=None, num_mamba_slots=None, total_gb=1e-6)
+        _, mode, reason = promised(model, on("cuda", model), config)
+        assert mode is None
+        assert reason.startswith("total_gb is 1e-06")
+        assert not checks
 
 
 class TestSwitches:

@@ -123,6 +123,7 @@ class TestEngine:
         assert engine.core.step_runner.graphs.shapes
         engine.suspend()
         assert not engine.core.step_runner.graphs.shapes
+        assert engine.core.step_runner.graphs._kv_cache is None  # it would keep the pools' memory
         engine.resume()
         serve_checked(engine, PROMPTS[:1], length=4)
         assert engine.core.step_runner.graphs.shapes
