@@ -144,7 +144,7 @@ def engines_on(
     division = MemoryDivision.of([RankBudget(sizes, 1 << 50, scale.max_requests)], longest)
     num_units = division.num_kv_units + scale.num_units
     total = division.least_bytes(sizes) + scale.num_units * division.shape.unit_bytes(sizes)
-    inputs = input_bytes(input_shapes(any_config, spec, pages))
+    inputs = input_bytes(input_shapes(any_config, spec, bool(pages.tokens)))
     shared = (total + inputs + 0.5) / (1 << 30)
     pools = {
         "num_kv_blocks": max(

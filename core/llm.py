@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
@@ -227,14 +227,10 @@ def serving_config(
     settings.setdefault("num_cuda_graphs", CUDA_GRAPHS if kind == "cuda" else None)
     steps = settings.pop("max_tokens_per_step", None)
 
-    is_open = settings.get("batch_invariant") is settings.get("durable_state_dtype") is None
-    decided = {"batch_invariant": True} if kind == "cuda" and is_open else {}  # as it may be, with its memory
-
-    def config(rows: int, length: int, gb: float | None, **changes: bool) -> InferenceConfig:
+    def config(rows: int, length: int, gb: float | None) -> InferenceConfig:
         return InferenceConfig(
             block_size_tokens=block, max_requests=rows, max_sequence_length=length, total_gb=gb,
-            max_tokens_per_step=max(2048, rows, block) if steps is None else steps,
-            **(settings | changes),
+            max_tokens_per_step=max(2048, rows, block) if steps is None else steps, **settings,
         )  # fmt: skip
 
     rows = MAX_REQUESTS[kind] if max_requests is None else max_requests
@@ -252,7 +248,7 @@ def serving_config(
     for share in (SHARE_OF_ROWS, 1.0):
         for chosen in sizes:
             try:
-                PoolSizes.of(config(*chosen, total_gb * share, **decided), spec)
+                PoolSizes.of(_with_inputs(config(*chosen, total_gb * share), spec), spec)
             except ValueError as refused:
                 error = refused
                 continue
@@ -261,10 +257,16 @@ def serving_config(
                     "%.3g GB hold %d requests at once (of %d) and a context of %s tokens (of %s)",
                     total_gb, chosen[0], rows, f"{chosen[1]:,}", f"{length:,}",
                 )  # fmt: skip
-            log_room(config(*chosen, total_gb, **decided), spec)
-            return config(*chosen, total_gb)
+            found = config(*chosen, total_gb)
+            log_room(_with_inputs(found, spec), spec)
+            return found
     assert error is not None  # `sizes` is not empty
     raise error
+
+
+def _with_inputs(config: InferenceConfig, spec: HybridStateSpec) -> InferenceConfig:
+    """With the memory that `batch_invariant` takes, where a check of the model will decide."""
+    return replace(config, batch_invariant=True) if config.why_variant(spec.device) is None else config
 
 
 def log_room(config: InferenceConfig, spec: HybridStateSpec) -> None:

@@ -44,9 +44,8 @@ class Admission:
         self._pages = pages
         self.most_blocks = cache.kv_blocks.total_count - pages.per_chunk  # of KV that one request can have
         shape = config.max_requests, min(self.most_blocks, self._num_blocks(config.max_sequence_length))
-        self.page_table = np.arange(config.max_requests, dtype=np.int32)[:, None]
-        if pages.tokens:
-            self.page_table = np.zeros((config.max_requests, pages.per_chunk), np.int32)
+        rows = np.arange(config.max_requests, dtype=np.int32)[:, None]
+        self.page_table = np.zeros((len(rows), pages.per_chunk), np.int32) if pages.tokens else rows
         self.block_table = torch.full(shape, -1, dtype=torch.int32, device="cpu")
         self._table: npt.NDArray[np.integer[Any]] = self.block_table.numpy()
         self._slots_per_row = num_live_slots(config) // config.max_requests
@@ -249,10 +248,10 @@ class Admission:
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages of a request with so many tokens: of those since the last grid point."""
-        return self._pages.holding(num_tokens % self._chunk_size) if self._pages.tokens else 0
+        return self._pages.num_pages_for(num_tokens % self._chunk_size) if self._pages.tokens else 0
 
     def _num_missing_pages(self, holding: Holding, num_inputs: int) -> int:
-        return max(0, self._pages.holding(num_inputs) - len(holding.pages)) if self._pages.tokens else 0
+        return max(0, self._pages.num_pages_for(num_inputs) - len(holding.pages)) if self._pages.tokens else 0
 
     def _add_pages(self, holding: Holding, num_inputs: int) -> None:
         """Give the request pages for the first `num_inputs` tokens of its chunk."""

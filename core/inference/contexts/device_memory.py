@@ -115,7 +115,7 @@ class DeviceMemory:
         self.durable_pool = self.state_pool  # or a pool of their own, for encoded states
         if encodes:
             self.durable_pool = StatePool(durable, 0, sizes.num_mamba_slots, spec.device)
-        self._input_shapes = input_shapes(config, spec, sizes.pages)
+        self._input_shapes = input_shapes(config, spec, paged=sizes.pages.tokens > 0)
         for name, (input_shape, dtype) in self._input_shapes.items():
             addressable(name, input_shape[1], input_shape, dtype)
         self.input_pool = self._new_inputs()

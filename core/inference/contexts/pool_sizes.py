@@ -42,7 +42,7 @@ class InputPages(NamedTuple):
     tokens: int = 0  # of a page
     per_chunk: int = 0
 
-    def holding(self, num_tokens: int) -> int:
+    def num_pages_for(self, num_tokens: int) -> int:
         """Pages of the first tokens of a chunk."""
         return -(-num_tokens // self.tokens) if self.tokens else 0
 
@@ -71,8 +71,7 @@ class PoolSizes:
     @classmethod
     def of(cls, config: InferenceConfig, spec: HybridStateSpec) -> "PoolSizes":
         """The largest pools that every rank can afford. A collective; all ranks raise the same ValueError."""
-        paged, unpaged = _rank(config, spec, InputPages(1, 1)), _rank(config, spec, NO_PAGES)
-        own = _page_tokens(config, spec), paged, unpaged
+        own = _page_tokens(config, spec), _rank(config, spec, paged=True), _rank(config, spec, paged=False)
         gathered: list[tuple[int | None, _Rank, _Rank]] = spec.groups.gather(own, spec.device)
         fits, of_pages, of_rows = zip(*gathered, strict=True)
         pages = _pages(config, spec, fits)
@@ -170,10 +169,10 @@ def _added_blocks(config: InferenceConfig, pages: InputPages, num_blocks: int) -
     return average if spare < 0 else max(average, rows * pages.per_chunk - spare)
 
 
-def _rank(config: InferenceConfig, spec: HybridStateSpec, pages: InputPages) -> _Rank:
+def _rank(config: InferenceConfig, spec: HybridStateSpec, paged: bool) -> _Rank:
     caching, num_live = config.enable_prefix_caching, num_live_slots(config)
     encoded = caching and config.durable_state_dtype is not None
-    apart = input_bytes(input_shapes(config, spec, pages))
+    apart = input_bytes(input_shapes(config, spec, paged))
     slot = spec.slot_bytes
     if encoded:  # live states are no part of what is divided
         apart += (num_live + NUM_STAGING_SLOTS) * slot
@@ -236,10 +235,10 @@ def num_live_slots(config: InferenceConfig) -> int:
     return config.max_requests * (1 if config.replays else 1 + config.num_speculative_tokens)
 
 
-def input_shapes(config: InferenceConfig, spec: HybridStateSpec, pages: InputPages = NO_PAGES) -> InputShapes:
+def input_shapes(config: InferenceConfig, spec: HybridStateSpec, paged: bool = False) -> InputShapes:
     """Name -> [layers, rows, *shape of one request] and dtype of what replays read, with padded drafts.
 
-    Only of the inputs that lie in no pages.
+    `paged`: without the inputs that can lie in pages.
     """
     if not config.replays:
         return {}
@@ -252,7 +251,7 @@ def input_shapes(config: InferenceConfig, spec: HybridStateSpec, pages: InputPag
         )
         for tensor in spec.states
         for entry in tensor.inputs
-        if not (pages.tokens and entry.layout == "page")
+        if not (paged and entry.layout == "page")
     }
 
 

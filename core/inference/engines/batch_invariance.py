@@ -143,11 +143,12 @@ class Stamp:
     @classmethod
     def of(cls, model: Model, spec: HybridStateSpec, config: InferenceConfig) -> "Stamp":
         """By all that the check depends on: shapes, but not the values of weights."""
-        modules = [one for one in (model, getattr(model, "model", None)) if isinstance(one, torch.nn.Module)]
-        parts = [part for module in modules for part in module.modules()]
-        tensors = [pair for one in modules for pair in (*one.named_parameters(), *one.named_buffers())]
+        module = model if isinstance(model, torch.nn.Module) else getattr(model, "model", None)
+        if not isinstance(module, torch.nn.Module):
+            return cls(None)
+        tensors = (*module.named_parameters(), *module.named_buffers())
         try:
-            files = {inspect.getfile(type(one)) for one in (model, *parts)}
+            files = {inspect.getfile(kind) for kind in {type(model), *map(type, module.modules())}}
             sources = [*Path(__file__).parents[2].rglob("*.py"), *map(Path, sorted(files))]
             written = sorted((str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sources)
             folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
@@ -162,7 +163,7 @@ class Stamp:
             config.num_speculative_tokens,
         )  # fmt: skip
         digest = hashlib.sha256(repr(depends).encode()).hexdigest()
-        return cls(folder / "mambaslots" / "batch_invariance" / f"{digest}.json") if modules else cls(None)
+        return cls(folder / "mambaslots" / "batch_invariance" / f"{digest}.json")
 
     def products(self) -> tuple[str, ...]:
         """The products that were compared; none without a file that can be read."""

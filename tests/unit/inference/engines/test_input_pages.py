@@ -73,10 +73,10 @@ class PageWatch:
         self.most = max(self.most, len(owned))
         for row, step in enumerate(steps):
             count = (step.stop - 1) % CHUNK + 1 if step.decoding else step.stop % CHUNK
-            needed = self.pages.holding(count)
+            needed = self.pages.num_pages_for(count)
             assert inputs.replay.pages[row, :needed].tolist() == step.holding.pages[:needed]
             most = count + 1 + self._num_drafts  # of a step ahead, or of drafts that were rejected
-            assert needed <= len(step.holding.pages) <= self.pages.holding(min(CHUNK, most))
+            assert needed <= len(step.holding.pages) <= self.pages.num_pages_for(min(CHUNK, most))
 
     def step_ended(self, steps: Sequence[RequestStep]) -> None:
         for step in steps:
@@ -255,8 +255,8 @@ def settings_of(spec: HybridStateSpec, **changes: Any) -> ms.InferenceConfig:
 def share_of_a_state(spec: HybridStateSpec, pages: InputPages) -> float:
     """Bytes of a request's inputs, on average over a chunk, beside those of its live state."""
     config, chunk = settings_of(spec), spec.chunk_tokens(256)
-    rows = input_bytes(input_shapes(config, spec, pages)) / config.max_requests
-    average = sum(map(pages.holding, range(1, chunk + 1))) / chunk
+    rows = input_bytes(input_shapes(config, spec, bool(pages.tokens))) / config.max_requests
+    average = sum(map(pages.num_pages_for, range(1, chunk + 1))) / chunk
     return (rows + average * spec.kv_block_bytes(256)) / spec.slot_bytes
 
 
@@ -280,11 +280,11 @@ def test_inputs_take_half_the_memory(
 
 def test_pages_of_many_requests_are_few() -> None:
     pages = InputPages(9, 15)
-    assert [pages.holding(count) for count in (0, 1, 9, 10, 128)] == [0, 1, 1, 2, 15]
+    assert [pages.num_pages_for(count) for count in (0, 1, 9, 10, 128)] == [0, 1, 1, 2, 15]
     assert pages.of_requests(1) == 15
     assert pages.of_requests(2) == 30
     assert pages.of_requests(256) / (256 * 15) == pytest.approx(0.61, abs=0.01)
-    assert InputPages().holding(7) == InputPages().of_requests(9) == 0
+    assert InputPages().num_pages_for(7) == InputPages().of_requests(9) == 0
 
 
 @pytest.mark.parametrize(("blocks", "added"), [(4095, 2326), (4096, 3840), (4196, 3740), (9000, 2326)])
@@ -309,7 +309,7 @@ def test_without_blocks_that_hold_pages_each_row_has_its_memory(changes: dict[st
     found = PoolSizes.of(settings_of(spec), spec)
     assert found.pages == InputPages()
     assert found.num_kv_blocks == 1000
-    shapes = input_shapes(settings_of(spec), spec, found.pages)
+    shapes = input_shapes(settings_of(spec), spec, bool(found.pages.tokens))
     assert shapes["ssm_x"][0] == (24, 256, 128, 128, 64)
 
 
@@ -321,7 +321,9 @@ def test_total_gb_buys_more_units_than_with_inputs_of_whole_chunks() -> None:
     assert paged.division.num_kv_units * paged.division.shape.blocks >= 15 + math.ceil(
         config.max_sequence_length / 256
     )
-    rows = input_bytes(input_shapes(config, spec)) - input_bytes(input_shapes(config, spec, paged.pages))
+    rows = input_bytes(input_shapes(config, spec)) - input_bytes(
+        input_shapes(config, spec, bool(paged.pages.tokens))
+    )
     assert rows > 13 << 30
     assert paged.division.total_bytes(paged_sizes(spec)) > 58 << 30
 
