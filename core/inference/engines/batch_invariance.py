@@ -252,7 +252,7 @@ def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:
         rejected = attention.flash_rejection(device, spec.kv_dtype, spec.head_dim)
         if rejected:
             raise ValueError(f"{SETTING}, and {rejected}; accepted: a model that FlashAttention-3 takes")
-    if spec.groups.tensor_size > 1 and not spec.groups.ordered_sums:
+    if spec.groups.tensor_size > 2 and not spec.groups.ordered_sums:
         raise ValueError(
             f"{SETTING}, and ordered_sums of the model's ParallelGroups is False with "
             f"{spec.groups.tensor_size} tensor ranks; accepted: True, because an all-reduce adds in an order "

@@ -76,17 +76,15 @@ class TestRefusals:
             check_settings(on("cuda", model_of("M*")), CONFIG)
         check_settings(on("cuda", model_of("MG")), CONFIG)
 
-    @pytest.mark.parametrize("ordered", [False, True])
-    def test_tensor_ranks(self, ordered, monkeypatch):
-        monkeypatch.setattr(ms.ParallelGroups, "tensor_size", 2)
-        spec = on("cuda", model_of("M-"), groups=ms.ParallelGroups(ordered_sums=ordered))
-        if ordered:
-            check_settings(spec, CONFIG)
-            return
+    def test_tensor_ranks(self, monkeypatch):
+        as_they_come = ms.ParallelGroups(ordered_sums=False)
+        for num_ranks, groups in ((2, as_they_come), (4, ms.ParallelGroups())):
+            monkeypatch.setattr(ms.ParallelGroups, "tensor_size", num_ranks)
+            check_settings(on("cuda", model_of("M-"), groups=groups), CONFIG)
         with pytest.raises(
-            ValueError, match="ordered_sums of the model's ParallelGroups is False with 2 tensor"
+            ValueError, match="ordered_sums of the model's ParallelGroups is False with 4 tensor"
         ):
-            check_settings(spec, CONFIG)
+            check_settings(on("cuda", model_of("M-"), groups=as_they_come), CONFIG)
 
     def test_ordered_sums_is_a_bool(self):
         with pytest.raises(ValueError, match="ordered_sums is 1; accepted: True or False"):
