@@ -1,4 +1,4 @@
-"""What it costs that tensor ranks add in the order of the ranks: prefills and decodes beside plain all-reduces.
+"""What it costs that tensor ranks add in the order of the ranks: beside plain all-reduces.
 
     python benchmarks/ordered_sums.py --ranks 4                            (GPUs with NCCL)
     python benchmarks/ordered_sums.py --ranks 4 --device cpu --shape tiny  (gloo)
