@@ -77,6 +77,7 @@ lint: $(FOR_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tools/mypy.ini tools
 	$(BIN)/python -m $(PYTEST) $(IMPORTS)
 
 house: $(FOR_DEV)

@@ -42,7 +42,7 @@ def signature(found: Any) -> str:
         parameters = inspect.signature(found).parameters.values()
     except (TypeError, ValueError):
         return "(...)"
-    shown = []
+    shown: list[str] = []
     for parameter in parameters:
         if parameter.name in ("self", "cls"):
             continue
@@ -52,7 +52,7 @@ def signature(found: Any) -> str:
             and not any(p[:1] == "*" for p in shown)
         ):
             shown.append("*")
-        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(parameter.kind.name, "")
         default = ""
         if parameter.default is not parameter.empty:
             text = repr(parameter.default)
@@ -71,7 +71,7 @@ def docstring(found: Any) -> str:
 
 def members(found: type) -> list[tuple[str, str, Any]]:
     """Name, call and object of public methods and properties with docstrings."""
-    listed = []
+    listed: list[tuple[str, str, Any]] = []
     for name, member in vars(found).items():
         inner = member.__func__ if isinstance(member, classmethod | staticmethod) else member
         if name.startswith("_") or not getattr(inner, "__doc__", None):

@@ -302,7 +302,7 @@ def main() -> int:
     ours = our_kernels()
     kernels = () if arguments.all_kernels else tuple(ours)
 
-    def run(job: Job) -> Outcome:
+    def run(job: Job, sanitizer: str = sanitizer) -> Outcome:
         outcome = run_job(job, sanitizer, kernels, options)
         print(*outcome.lines(set(ours)), sep="\n", flush=True)
         return outcome

@@ -393,7 +393,7 @@ def _engine_settings(options: argparse.Namespace) -> None:
     from mambaslots.cli.setup import inference_config
 
     spec = fuzz_settings.small_engine().context.spec
-    repr(inference_config(spec, options, options.memory_gb or 1.0))
+    repr(inference_config(spec, options, None))
 
 
 def _replay_cells(options: argparse.Namespace) -> None:

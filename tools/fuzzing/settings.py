@@ -58,7 +58,7 @@ class Settings:
     documented: tuple[type[BaseException], ...] = (ValueError,)
 
     def draw(self, random: Random) -> dict[str, Any]:
-        kind = getattr(self.make, "__self__", self.make)  # the class of a classmethod
+        kind: Any = getattr(self.make, "__self__", self.make)  # the class of a classmethod
         names = [one.name for one in fields(kind) if one.init]
         changed = random.sample(names, k=min(len(names), random.choice((0, 1, 1, 1, 2, 3))))
         return {name: _near(random, self.good.get(name)) for name in changed}
@@ -82,7 +82,7 @@ class Settings:
         assert named, f"the message names none of {', '.join(drawn)}: {said[0]:.200}"
         if made:
             assert len(repr(made[0])) > 0
-            if is_dataclass(made[0]):
+            if is_dataclass(type(made[0])):
                 again = replace(made[0])
                 assert again == made[0], "settings made of the fields of settings are others"
                 copy.copy(made[0])

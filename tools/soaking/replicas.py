@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -89,7 +89,7 @@ class Places:
         if fault == "absent":
             one = random.choice([sent, received])
             (received if one is sent else sent).close()
-            report = await one
+            report: Any = await one
             assert report.failure, "a hand-over without a peer succeeded"
             self.failures = report.failure, report.failure
             return None
@@ -245,7 +245,7 @@ class RoutedReplicas(Replicas):
         for feed in self.feeds:
             feed.index = self.router  # type: ignore[assignment]
 
-    async def call(self, request: EngineRequest) -> AsyncIterator[AnswerPart]:
+    async def call(self, request: EngineRequest) -> AsyncGenerator[AnswerPart, None]:
         """Serve a request at the replica that the router chooses."""
         alive = [number for number, is_alive in enumerate(self.is_alive) if is_alive]
         left = [number for number in alive if self.names[number] not in request.lost] or alive
@@ -264,7 +264,7 @@ class RoutedReplicas(Replicas):
 
     async def reports(self) -> list[ReplicaReport]:
         return [
-            await replica_report(local, name)
+            await replica_report(local, name, {})
             for local, name, is_alive in zip(self.local, self.names, self.is_alive, strict=True)
             if is_alive
         ]
@@ -368,7 +368,8 @@ class FleetOperator:
         version = (self._world.weights.version + self._random.randint(1, NUM_VERSIONS - 1)) % NUM_VERSIONS
 
         def change(engine: ms.DynamicInferenceEngine) -> None:
-            engine.model.load_state_dict(self._models[version].state_dict())
+            model: Any = engine.model
+            model.load_state_dict(self._models[version].state_dict())
             engine.set_weights_version(f"weights {version}")
 
         numbers = list(range(len(self._replicas.engines)))

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from operator import methodcaller
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -276,7 +277,8 @@ class Operator:
         version = (self.world.weights.version + self._random.randint(1, NUM_VERSIONS - 1)) % NUM_VERSIONS
 
         def change(engine: ms.DynamicInferenceEngine) -> None:
-            engine.model.load_state_dict(self._models[version].state_dict())
+            model: Any = engine.model
+            model.load_state_dict(self._models[version].state_dict())
             engine.set_weights_version(version)
 
         with self.world.weights.changing(version):
@@ -321,7 +323,7 @@ class Operator:
 
     def unpin_all(self) -> None:
         for pin in self._pins:
-            self._served.call(lambda engine, pin=pin: engine.unpin(pin))
+            self._served.call(methodcaller("unpin", pin))
         self._pins.clear()
 
     def count(self) -> None:
