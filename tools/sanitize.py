@@ -291,9 +291,8 @@ def main() -> int:
     add_count(parser, "--jobs", 8, "processes at once")
     add_count(parser, "--limit", 300, "seconds of a part")
     arguments = parser.parse_args()
-    sanitizer = find_sanitizer()
-    if sanitizer is None:
-        parser.error("compute-sanitizer is not here; it comes with the CUDA toolkit")
+    missing = "compute-sanitizer is not here; it comes with the CUDA toolkit"
+    sanitizer: str = find_sanitizer() or parser.error(missing)
     arguments.out.mkdir(parents=True, exist_ok=True)
     wanted = tuple(arguments.parts.split(",")) if arguments.parts else ("",)
     parts = {part: tests for part, tests in tests_by_part().items() if part.startswith(wanted)}
@@ -302,7 +301,7 @@ def main() -> int:
     ours = our_kernels()
     kernels = () if arguments.all_kernels else tuple(ours)
 
-    def run(job: Job, sanitizer: str = sanitizer) -> Outcome:
+    def run(job: Job) -> Outcome:
         outcome = run_job(job, sanitizer, kernels, options)
         print(*outcome.lines(set(ours)), sep="\n", flush=True)
         return outcome
