@@ -287,7 +287,7 @@ def built_again(bench: BitsBench) -> None:
 
 def in_another_process(bench: BitsBench) -> None:
     """The same model, drawn again in a second process on the same GPU."""
-    script = Path(__file__).with_name("bits.py")
+    script = Path(__file__).parents[1] / "bits.py"
     with tempfile.TemporaryDirectory() as folder:
         answers, figures = Path(folder, "answers.json"), Path(folder, "figures.json")
         write_answers(answers, bench.expected)
