@@ -11,9 +11,6 @@ from torch.distributed import ProcessGroup
 from .devices import on_device_of
 from .validation import boolean, instance, integer, shown
 
-_GATHERED_BYTES = 1 << 20
-"""A tensor of at most this size is sent whole to every rank: one collective is faster than two."""
-
 
 @dataclass(frozen=True)
 class Part:
@@ -67,14 +64,14 @@ class ParallelGroups:
         tensor: the ranks that share the same layers and split the heads of these layers.
         pipeline: the ranks that hold consecutive layers, in the order of the layers.
         ordered_sums: whether sums over the tensor group are added in the order of the ranks, so that the bits
-            of a row do not depend on the number of rows. Two ranks' sums have one order in either case.
-            Example: 4 ranks add 2,048 rows of 4,096 columns in bfloat16: each rank receives 4 parts of 4 MiB,
-            adds them, and sends the 4 MiB to the others, which is the traffic of an all-reduce.
+            of a row do not depend on the number of rows. Each rank then receives the numbers of all others.
+            Two ranks' sums have one order anyway. Example: with 4 ranks of an 8B model, a decode step of 2.9
+            ms takes 3.4 ms.
     """
 
     tensor: ProcessGroup | None = None
     pipeline: ProcessGroup | None = None
-    ordered_sums: bool = True
+    ordered_sums: bool = False
 
     def __post_init__(self) -> None:
         boolean("ordered_sums", self.ordered_sums)
@@ -155,16 +152,11 @@ class ParallelGroups:
         if size == 2 or not self.ordered_sums:
             dist.all_reduce(mine, group=self.tensor)
             return partial if mine.data_ptr() == partial.data_ptr() else partial.copy_(mine.view_as(partial))
-        if mine.nbytes <= _GATHERED_BYTES or len(mine) % size:
-            parts = mine.new_empty(size, len(mine))
-            dist.all_gather(list(parts), mine, group=self.tensor)
-            whole = _added(parts)
-        else:
-            parts = mine.new_empty(size, len(mine) // size)
-            dist.all_to_all_single(parts, mine, group=self.tensor)
-            whole = torch.empty_like(mine)
-            dist.all_gather(list(whole.chunk(size)), _added(parts), group=self.tensor)
-        return partial.copy_(whole.view_as(partial))
+        parts = mine.new_empty(size, len(mine))
+        dist.all_gather(list(parts), mine, group=self.tensor)
+        for part in parts[1:]:
+            parts[0] += part
+        return partial.copy_(parts[0].view_as(partial))
 
     def gather_columns(self, columns: Tensor) -> Tensor:
         """Concatenate the tensor group's `columns` [..., n] to [..., ranks x n], on every rank."""
@@ -225,10 +217,3 @@ class ParallelGroups:
     def _split_groups(self) -> list[ProcessGroup]:
         groups = self.tensor, self.pipeline
         return [group for group in groups if group is not None and dist.get_world_size(group) > 1]
-
-
-def _added(parts: Tensor) -> Tensor:
-    """`parts` [ranks, n], summed in the order of the ranks into the first."""
-    for part in parts[1:]:
-        parts[0] += part
-    return parts[0]

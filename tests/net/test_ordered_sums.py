@@ -33,17 +33,6 @@ def test_rows_keep_their_bits(world: World, split: str, dtype: torch.dtype) -> N
     assert all(torch.equal(whole.cpu(), other) for other in world.gathered(whole.cpu()))
 
 
-@pytest.mark.parametrize("split", splits("tp 2", "tp 4"))
-@pytest.mark.parametrize("num_columns", [47, 48])
-def test_large_sums_have_the_bits_of_small_ones(world: World, split: str, num_columns: int) -> None:
-    groups = ms.ParallelGroups(world.groups(*SPLITS[split]).tensor)
-    draw = torch.Generator().manual_seed(groups.tensor_rank)
-    mine = torch.randn(12_001, num_columns, generator=draw).to(world.device, torch.bfloat16)
-    whole = groups.sum_partials(mine.clone())
-    few = [groups.sum_partials(rows.clone()) for rows in mine.split(400)]
-    assert torch.equal(whole, torch.cat(few))
-
-
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("split", splits("tp 2", "tp 4"))
 def test_a_split_model_answers_as_with_any_sum(world: World, split: str) -> None:

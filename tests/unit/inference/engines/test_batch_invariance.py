@@ -77,8 +77,8 @@ class TestRefusals:
         check_settings(on("cuda", model_of("MG")), CONFIG)
 
     def test_tensor_ranks(self, monkeypatch):
-        as_they_come = ms.ParallelGroups(ordered_sums=False)
-        for num_ranks, groups in ((2, as_they_come), (4, ms.ParallelGroups())):
+        as_they_come = ms.ParallelGroups()
+        for num_ranks, groups in ((2, as_they_come), (4, ms.ParallelGroups(ordered_sums=True))):
             monkeypatch.setattr(ms.ParallelGroups, "tensor_size", num_ranks)
             check_settings(on("cuda", model_of("M-"), groups=groups), CONFIG)
         with pytest.raises(
