@@ -69,7 +69,7 @@ class DynamicInferenceEngine:
         if self._why_variant is None:
             from . import batch_invariance  # here, because it imports triton by way of torch
 
-            config, invariance, self._why_variant = batch_invariance.promised(model, spec, config)
+            config, invariance, self._why_variant = batch_invariance.decide(model, spec, config)
         else:
             config = replace(config, batch_invariant=False)
         self.config = config = sized(config, spec.device)
