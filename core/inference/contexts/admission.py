@@ -13,7 +13,8 @@ from .cache.checkpoint_plan import Boundary, best_shared_depth, checked_boundari
 from .cache.paths import PrefixMatch
 from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
-from .pool_sizes import NO_PAGES, InputPages, num_live_slots
+from .input_pages import NO_PAGES, InputPages
+from .pool_sizes import num_live_slots
 from .request import DynamicInferenceRequest, Holding, RequestStep
 from .states import RequestStates
 

@@ -15,8 +15,9 @@ from .cache.paths import TokenLedger
 from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
+from .free_memory import with_total_gb
 from .padding import largest_shape
-from .pool_sizes import PoolSizes, sized
+from .pool_sizes import PoolSizes
 from .request import DynamicInferenceRequest, RequestStep
 from .states import RequestStates
 from .step_builder import Padding, StepBuffer, StepBuilder
@@ -38,7 +39,7 @@ class DynamicInferenceContext:
     ) -> None:
         """Allocate the pools; a collective where the model is split. `clock`: for ages of what is evicted."""
         self.spec = spec
-        self.config = config = sized(config, spec.device)
+        self.config = config = with_total_gb(config, spec.device)
         if config.enable_prefix_caching and config.block_size_tokens % spec.grid:
             raise ValueError(
                 f"block_size_tokens is {config.block_size_tokens}; accepted: a multiple of {spec.grid}, "

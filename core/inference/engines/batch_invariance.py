@@ -11,8 +11,9 @@ from ...config import InferenceConfig
 from ...devices import on_device_of
 from ...state_spec import HybridStateSpec
 from ..contexts.dynamic_context import check_replays
+from ..contexts.free_memory import with_total_gb
 from ..contexts.padding import power_of_two, rung, rungs
-from ..contexts.pool_sizes import PoolSizes, sized
+from ..contexts.pool_sizes import PoolSizes
 from ..kernels import attention
 from . import forward_check, product_check
 from .dummy_steps import DummySteps
@@ -130,7 +131,7 @@ def decide(
     Where the model is split, this is a collective; ranks decide alike. A setting of True raises a ValueError
     in place of a reason.
     """
-    refusal, wanted = "", sized(replace(config, batch_invariant=True), spec.device)
+    refusal, wanted = "", with_total_gb(replace(config, batch_invariant=True), spec.device)
     try:
         check_replays(spec, wanted)
         check_settings(spec, wanted)

@@ -13,7 +13,7 @@ from ...validation import INT64_MAX, boolean, instance, integer, one_of, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.pool_sizes import sized
+from ..contexts.free_memory import with_total_gb
 from ..contexts.request import NO_ID, DynamicInferenceRequest, GeneratedToken
 from .arguments import Prompt, RequestFactory, Salt, agreed_salt_key, checked_drafter, named_prompts, one_each
 from .drafter import Drafter
@@ -72,7 +72,7 @@ class DynamicInferenceEngine:
             config, invariance, self._why_variant = batch_invariance.decide(model, spec, config)
         else:
             config = replace(config, batch_invariant=False)
-        self.config = config = sized(config, spec.device)
+        self.config = config = with_total_gb(config, spec.device)
         self.context = DynamicInferenceContext(spec, config)
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
         self.factory = RequestFactory(self.context, self.salt_key, seed)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.pool_sizes import InputPages, PoolSizes, input_bytes, input_shapes
+from mambaslots.inference.contexts.input_pages import InputPages, input_bytes, input_shapes
+from mambaslots.inference.contexts.pool_sizes import PoolSizes
 from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.models import hybrid_lm
 from mambaslots.state_spec import HybridStateSpec, StateTensor, gated_delta_net_states, mamba2_states
