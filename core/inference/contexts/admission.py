@@ -13,7 +13,7 @@ from .cache.checkpoint_plan import Boundary, best_shared_depth, checked_boundari
 from .cache.paths import PrefixMatch
 from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
-from .input_pages import NO_PAGES, InputPages
+from .input_pages import NO_PAGES, InputPages, PageTable
 from .pool_sizes import num_live_slots
 from .request import DynamicInferenceRequest, Holding, RequestStep
 from .states import RequestStates
@@ -42,11 +42,10 @@ class Admission:
         self._cache = cache
         self._states = states
         self._scrubber = memory.scrubber
-        self._pages = pages
+        self.page_table = PageTable(pages, config.max_requests, chunk_size, cache.kv_blocks)
+        self._has_pages = pages.tokens > 0
         self.most_blocks = cache.kv_blocks.total_count - pages.per_chunk  # of KV that one request can have
         shape = config.max_requests, min(self.most_blocks, self._num_blocks(config.max_sequence_length))
-        rows = np.arange(config.max_requests, dtype=np.int32)[:, None]
-        self.page_table = np.zeros((len(rows), pages.per_chunk), np.int32) if pages.tokens else rows
         self.block_table = torch.full(shape, -1, dtype=torch.int32, device="cpu")
         self._table: npt.NDArray[np.integer[Any]] = self.block_table.numpy()
         self._slots_per_row = num_live_slots(config) // config.max_requests
@@ -104,7 +103,7 @@ class Admission:
         else:
             self._scrubber.live.note(holding.live_slots)
         if holding.pages:
-            self.release_pages(holding)
+            self.page_table.release(holding)
         del self._requests[holding.row]
         self._scrubber.inputs.note([holding.row])
         self._free_rows.append(holding.row)
@@ -133,11 +132,7 @@ class Admission:
             assert holding is not None, "a row is taken by a request that holds nothing"
             assert holding.row == row, "a request sits in another row"
             assert len(holding.live_slots) == self._slots_per_row, "a row has too few live slots"
-            pages = holding.pages
-            assert len(pages) <= self._pages.per_chunk, "a row has too many pages"
-            assert self.page_table[row, : len(pages)].tolist() == pages, "the page table is off"
-            if holding.decoding:
-                assert len(pages) >= self.num_pages(holding.num_computed), "a row's inputs lie nowhere"
+            self.page_table.check_integrity(holding)
             if not self._one_pool:
                 assert list(holding.live_slots) == [*self._own_slots(row)], "a row has another's live slot"
 
@@ -165,7 +160,7 @@ class Admission:
     ) -> RequestStep | None:  # fmt: skip
         """Allocate a step of up to `token_budget` tokens, or nothing and return None where none is possible.
 
-        Every part of a prefill is matched again: it may jump ahead to states that others have stored since. A
+        Every part of a prefill is matched again: it may resume from states that others have stored since. A
         request whose known tokens are all computed gets a step that `is_ahead`: `begin_step` then needs
         the sampled tokens. There is none where it would complete a KV block or store a state. The search for
         room changes cached states, also where it ends in None: running requests copy and unpin those that
@@ -189,16 +184,17 @@ class Admission:
             blocks = match.blocks[: request.max_resume_tokens // self._block_size]
             if not self._cache.fetch_state(request.chain, blocks, start):
                 break
-        ahead = match.resume_tokens > num_computed
+        resumes = match.resume_tokens > num_computed
         if holding is None:
             request.shared_tokens = self._shared_tokens(request, match, waiting)
             holding = self.admit(request, match.resume_slot, spared)
         self._cache.hold(holding.path, match)
-        if ahead:  # first: to grow may evict states
+        if resumes:  # first: to grow may evict states
             self._states.start_from(holding, match.resume_slot, start)
         self._cache.grow(holding.path, self._num_blocks(stop))
-        self._add_pages(holding, stop % self._chunk_size)
-        if ahead or not num_computed:
+        if self._has_pages:
+            self.page_table.grow(holding, stop % self._chunk_size)
+        if resumes or not num_computed:
             holding.spans = match.spans
         holding.branch_tokens = self._branch_tokens(match, request)
         return RequestStep.of(
@@ -218,11 +214,13 @@ class Admission:
         if is_ahead and (needs_block or (start + 1) % size == 0):
             return None
         num_inputs = start % self._chunk_size + 1
-        if num_missing := needs_block + self._num_missing_pages(holding, num_inputs):
-            if not kv.is_memory_available(num_missing):
+        num_pages = self.page_table.num_missing(holding, num_inputs) if self._has_pages else 0
+        if needs_block + num_pages:
+            if not kv.is_memory_available(needs_block + num_pages):
                 return None
             self._cache.grow(path, len(path.blocks) + needs_block)
-            self._add_pages(holding, num_inputs)
+            if num_pages:
+                self.page_table.grow(holding, num_inputs)
         return RequestStep.of(
             request, holding, start, start + 1, decoding=True, is_ahead=is_ahead,
             boundaries=self._boundaries(holding, start, start + 1),
@@ -233,7 +231,8 @@ class Admission:
         path = step.holding.path
         if self._replays:  # a draft may be wrong, and so may not complete a chunk
             tokens = tokens[: max(0, -step.stop % self._chunk_size - 1)]
-            tokens = self._add_pages_of_drafts(step, tokens)
+            if self._has_pages:
+                tokens = self.page_table.grow_for_drafts(step, tokens)
         room = len(path.blocks) * self._block_size - step.stop
         num_missing = self._num_blocks(max(0, len(tokens) - room))
         num_missing = min(num_missing, self._cache.kv_blocks.total_avail)
@@ -245,36 +244,9 @@ class Admission:
         boundaries = self._boundaries(step.holding, step.start, stop)
         return replace(step, stop=stop, drafts=drafts, boundaries=boundaries)
 
-    # ---- pages of inputs, each a KV block that belongs to no path
-
     def num_pages(self, num_tokens: int) -> int:
-        """Pages of a request with so many tokens: of those since the last grid point."""
-        return self._pages.num_pages_for(num_tokens % self._chunk_size) if self._pages.tokens else 0
-
-    def _num_missing_pages(self, holding: Holding, num_inputs: int) -> int:
-        return max(0, self._pages.num_pages_for(num_inputs) - len(holding.pages)) if self._pages.tokens else 0
-
-    def _add_pages(self, holding: Holding, num_inputs: int) -> None:
-        """Give the request pages for the first `num_inputs` tokens of its chunk."""
-        if num_missing := self._num_missing_pages(holding, num_inputs):
-            first = len(holding.pages)
-            holding.pages += self._cache.kv_blocks.allocate_memory_blocks(num_missing)
-            self.page_table[holding.row, first : len(holding.pages)] = holding.pages[first:]
-
-    def _add_pages_of_drafts(self, step: RequestStep, tokens: Sequence[int]) -> Sequence[int]:
-        """The drafts for whose inputs there are pages, free ones included."""
-        if not self._pages.tokens:
-            return tokens
-        num_pages = len(step.holding.pages) + self._cache.kv_blocks.total_avail
-        num_inputs = step.start % self._chunk_size + step.length
-        tokens = tokens[: num_pages * self._pages.tokens - num_inputs]
-        self._add_pages(step.holding, num_inputs + len(tokens))
-        return tokens
-
-    def release_pages(self, holding: Holding) -> None:
-        """Release the pages of a request; launched steps read them before others write."""
-        pages, holding.pages = holding.pages, []
-        self._cache.kv_blocks.release_memory_blocks(pages)
+        """KV blocks for the inputs of a request with so many tokens: of those since the last grid point."""
+        return self.page_table.num_pages(num_tokens) if self._has_pages else 0
 
     # ---- blocks and boundaries of a step
 

@@ -74,7 +74,7 @@ class DynamicInferenceContext:
         largest = largest_shape(
             config.max_requests, config.max_tokens_per_step, 1 + config.num_speculative_tokens,
             self.admission.block_table.shape[1], self._chunk_size, bool(config.batch_invariant),
-            self.admission.page_table.shape[1],
+            self.admission.page_table.array.shape[1],
         )  # fmt: skip
         self._buffer = StepBuffer(largest, spec.device)
         self._builder = StepBuilder(self._buffer, config, self._chunk_size, self._states, self.memory)
@@ -138,7 +138,7 @@ class DynamicInferenceContext:
             self.memory.scrubber.scrub()
         self._reserve(steps)
         inputs = self._builder.build(
-            self._steps, self.admission.block_table.numpy(), self.admission.page_table,
+            self._steps, self.admission.block_table.numpy(), self.admission.page_table.array,
             padding or (lambda shape: shape), sampled_tokens,
         )  # fmt: skip
         for observer in self.observers:
@@ -175,7 +175,7 @@ class DynamicInferenceContext:
             self.prefix_cache.register(step.holding.path, step.request.tokens, step.stop)
             self._states.advance(step, self.prefix_cache.commit(step))
             if step.holding.pages and not step.holding.num_computed % self._chunk_size:
-                self.admission.release_pages(step.holding)
+                self.admission.page_table.release(step.holding)
             if step.decoding and self.config.num_speculative_tokens:
                 self.admission.trim(step.holding)
         ended, self._steps = self._steps, ()

@@ -1,13 +1,16 @@
-"""The inputs of decodes by replay: their shapes, and pages of them that lie in KV blocks."""
+"""The inputs of decodes by replay: their shapes, and the pages of them that lie in KV blocks."""
 
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ...config import InferenceConfig
 from ...state_spec import ALIGNMENT, HybridStateSpec
+from .cache.kv_block_allocator import KVBlockAllocator
+from .request import Holding, RequestStep
 
 InputShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -57,6 +60,57 @@ class InputPages(NamedTuple):
 
 
 NO_PAGES = InputPages()
+
+
+class PageTable:
+    """Which pages running requests have: KV blocks that belong to no path; without pages, the rows' numbers.
+
+    Attributes:
+        array: [rows, pages of a chunk] int32.
+    """
+
+    def __init__(
+        self, pages: InputPages, num_rows: int, chunk_size: int, kv_blocks: KVBlockAllocator
+    ) -> None:
+        self._pages, self._chunk_size, self._kv_blocks = pages, chunk_size, kv_blocks
+        rows = np.arange(num_rows, dtype=np.int32)[:, None]
+        self.array = np.zeros((num_rows, pages.per_chunk), np.int32) if pages.tokens else rows
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages of a request with so many tokens."""
+        return self._pages.num_pages_for(num_tokens % self._chunk_size)
+
+    def num_missing(self, holding: Holding, num_inputs: int) -> int:
+        """Pages that the request lacks for the first `num_inputs` tokens of its chunk."""
+        return max(0, self._pages.num_pages_for(num_inputs) - len(holding.pages))
+
+    def grow(self, holding: Holding, num_inputs: int) -> None:
+        """Allocate the missing pages."""
+        if num_missing := self.num_missing(holding, num_inputs):
+            first = len(holding.pages)
+            holding.pages += self._kv_blocks.allocate_memory_blocks(num_missing)
+            self.array[holding.row, first : len(holding.pages)] = holding.pages[first:]
+
+    def grow_for_drafts(self, step: RequestStep, tokens: Sequence[int]) -> Sequence[int]:
+        """Allocate pages for drafts, as far as blocks are free; returns the drafts that have one."""
+        num_pages = len(step.holding.pages) + self._kv_blocks.total_avail
+        num_inputs = step.start % self._chunk_size + step.length
+        tokens = tokens[: num_pages * self._pages.tokens - num_inputs]
+        self.grow(step.holding, num_inputs + len(tokens))
+        return tokens
+
+    def release(self, holding: Holding) -> None:
+        """Release the pages of a request; launched steps read them before others write."""
+        pages, holding.pages = holding.pages, []
+        self._kv_blocks.release_memory_blocks(pages)
+
+    def check_integrity(self, holding: Holding) -> None:
+        """Raise AssertionError where a request has other pages than its row, too many or too few."""
+        pages = holding.pages
+        assert len(pages) <= self._pages.per_chunk, "a row has too many pages"
+        assert self.array[holding.row, : len(pages)].tolist() == pages, "the page table is off"
+        if holding.decoding:
+            assert len(pages) >= self.num_pages(holding.num_computed), "a row's inputs lie nowhere"
 
 
 def tokens_of_page(config: InferenceConfig, spec: HybridStateSpec) -> int | None:
