@@ -122,7 +122,7 @@ class ContextWithoutMemory(DynamicInferenceContext):
         """Count at most `num_quiet_decodes` decodes of requests as made; the caller appends their tokens."""
         for request in requests:
             if request.holding is not None:
-                self._states.skip(request.holding, num_tokens)
+                request.holding.num_computed += num_tokens
                 request.num_counted = max(request.num_counted, request.holding.num_computed)
 
 

@@ -19,7 +19,7 @@ from .free_memory import with_total_gb
 from .padding import largest_shape
 from .pool_sizes import PoolSizes
 from .request import DynamicInferenceRequest, RequestStep
-from .states import RequestStates
+from .states import EncodedStates, ReplayedStates, RequestStates
 from .step_builder import Padding, StepBuffer, StepBuilder
 from .step_inputs import StepInputs, StepObserver
 from .tier_copies import tier_of
@@ -66,10 +66,7 @@ class DynamicInferenceContext:
         if self.prefix_cache.tier is not None:
             scrubber.host_rows = self.prefix_cache.tier.host.dirty
         self._pages = sizes.pages
-        chunk = self._chunk_size if config.replays else None
-        self._states = RequestStates(
-            pool, memory.durable_pool, self.prefix_cache, scrubber.scratch, spec.separate_states, chunk
-        )
+        self._states = self._request_states()
         self._empty_rows()
         largest = largest_shape(
             config.max_requests, config.max_tokens_per_step, 1 + config.num_speculative_tokens,
@@ -91,6 +88,15 @@ class DynamicInferenceContext:
 
     def _spec_of_memory(self) -> HybridStateSpec:
         return self.spec
+
+    def _request_states(self) -> RequestStates:
+        pool, durable, cache = self.memory.state_pool, self.memory.durable_pool, self.prefix_cache
+        in_place = not self.spec.separate_states
+        if durable is not pool:
+            return EncodedStates(pool, durable, cache, self.memory.scrubber.scratch, in_place)
+        if self.config.replays:
+            return ReplayedStates(pool, cache, self._chunk_size)
+        return RequestStates(pool, cache, in_place)
 
     def _empty_rows(self) -> None:
         self.admission = Admission(
