@@ -10,7 +10,7 @@ import torch
 from ...config import InferenceConfig
 from ...state_spec import ALIGNMENT, HybridStateSpec
 from .cache.kv_block_allocator import KVBlockAllocator
-from .request import Holding, RequestStep
+from .request import Allocation, RequestStep
 
 InputShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -80,37 +80,37 @@ class PageTable:
         """Pages of a request with so many tokens."""
         return self._pages.num_pages_for(num_tokens % self._chunk_size)
 
-    def num_missing(self, holding: Holding, num_inputs: int) -> int:
+    def num_missing(self, allocation: Allocation, num_inputs: int) -> int:
         """Pages that the request lacks for the first `num_inputs` tokens of its chunk."""
-        return max(0, self._pages.num_pages_for(num_inputs) - len(holding.pages))
+        return max(0, self._pages.num_pages_for(num_inputs) - len(allocation.pages))
 
-    def grow(self, holding: Holding, num_inputs: int) -> None:
+    def grow(self, allocation: Allocation, num_inputs: int) -> None:
         """Allocate the missing pages."""
-        if num_missing := self.num_missing(holding, num_inputs):
-            first = len(holding.pages)
-            holding.pages += self._kv_blocks.allocate_memory_blocks(num_missing)
-            self.array[holding.row, first : len(holding.pages)] = holding.pages[first:]
+        if num_missing := self.num_missing(allocation, num_inputs):
+            first = len(allocation.pages)
+            allocation.pages += self._kv_blocks.allocate_memory_blocks(num_missing)
+            self.array[allocation.row, first : len(allocation.pages)] = allocation.pages[first:]
 
     def grow_for_drafts(self, step: RequestStep, tokens: Sequence[int]) -> Sequence[int]:
         """Allocate pages for drafts, as far as blocks are free; returns the drafts that have one."""
-        num_pages = len(step.holding.pages) + self._kv_blocks.total_avail
+        num_pages = len(step.allocation.pages) + self._kv_blocks.total_avail
         num_inputs = step.start % self._chunk_size + step.length
         tokens = tokens[: num_pages * self._pages.tokens - num_inputs]
-        self.grow(step.holding, num_inputs + len(tokens))
+        self.grow(step.allocation, num_inputs + len(tokens))
         return tokens
 
-    def release(self, holding: Holding) -> None:
+    def release(self, allocation: Allocation) -> None:
         """Release the pages of a request; launched steps read them before others write."""
-        pages, holding.pages = holding.pages, []
+        pages, allocation.pages = allocation.pages, []
         self._kv_blocks.release_memory_blocks(pages)
 
-    def check_integrity(self, holding: Holding) -> None:
+    def check_integrity(self, allocation: Allocation) -> None:
         """Raise AssertionError where a request has other pages than its row, too many or too few."""
-        pages = holding.pages
+        pages = allocation.pages
         assert len(pages) <= self._pages.per_chunk, "a row has too many pages"
-        assert self.array[holding.row, : len(pages)].tolist() == pages, "the page table is off"
-        if holding.decoding:
-            assert len(pages) >= self.num_pages(holding.num_computed), "a row's inputs lie nowhere"
+        assert self.array[allocation.row, : len(pages)].tolist() == pages, "the page table is off"
+        if allocation.decoding:
+            assert len(pages) >= self.num_pages(allocation.num_computed), "a row's inputs lie nowhere"
 
 
 def tokens_of_page(config: InferenceConfig, spec: HybridStateSpec) -> int | None:

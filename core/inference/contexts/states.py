@@ -13,7 +13,7 @@ from ..kernels.operands import CodedTensor, ConvAndSsm
 from ..kernels.state_copy import copy_states, decode_states, encode_states
 from .cache.free_lists import DirtyEntries
 from .cache.prefix_cache import PrefixCache
-from .request import Holding, RequestStep
+from .request import Allocation, RequestStep
 
 IdleSlots = Callable[[], Sequence[int]]
 """Returns the live slots that no request owns now, in a pool without durable states."""
@@ -138,15 +138,15 @@ class RequestStates:
         self._in_place = in_place
         self._writes_durable = not in_place  # whether kernels do
 
-    def start_from(self, holding: Holding, slot: int, num_tokens: int) -> None:
+    def start_from(self, allocation: Allocation, slot: int, num_tokens: int) -> None:
         """Continue from the state after `num_tokens` tokens in a durable slot, perhaps a live slot now."""
-        if not (self._pool.is_shared and slot in holding.live_slots):
-            self._cache.hold_state(holding.path, slot, resumes=True)
-        holding.state_index = self._pinned_index(slot)
-        holding.num_computed = num_tokens
+        if not (self._pool.is_shared and slot in allocation.live_slots):
+            self._cache.pin_state(allocation.path, slot, resumes=True)
+        allocation.state_index = self._pinned_index(slot)
+        allocation.num_computed = num_tokens
 
     def _pinned_index(self, slot: int) -> int:
-        """`Holding.state_index` while the request's state is in a pinned durable slot."""
+        """`Allocation.state_index` while the request's state is in a pinned durable slot."""
         return self._pool.durable_index(slot)
 
     def _last_grid_point(self, position: int) -> int:
@@ -159,7 +159,7 @@ class RequestStates:
     def gather(self, steps: Sequence[RequestStep], idle_slots: IdleSlots) -> None:
         """Before a step: copy states to live slots where the step needs them there."""
         if self._in_place:
-            resumed = [step.holding for step in steps if step.holding.num_computed]
+            resumed = [step.allocation for step in steps if step.allocation.num_computed]
             self._to_live([one for one in resumed if one.state_index != one.live_slots[0]])
 
     def scatter(self, steps: Sequence[RequestStep], late: Sequence[RequestStep] = ()) -> None:
@@ -197,53 +197,53 @@ class RequestStates:
 
     def _live_slot(self, step: RequestStep, position: int) -> int:
         """The live slot for the state at `position`: the step's end, or the end of any token of a decode."""
-        return step.holding.live_slots[position - step.stop + len(step.drafts)]
+        return step.allocation.live_slots[position - step.stop + len(step.drafts)]
 
     def release_source(self, step: RequestStep) -> None:
         """After a launched step: unpin the durable slot that the step read, unless a later step reads it."""
         if self._last_grid_point(step.stop) > step.start:
-            self._cache.release_state(step.holding.path)
+            self._cache.unpin_state(step.allocation.path)
 
     def advance(self, step: RequestStep, committed: Mapping[int, int]) -> None:
         """Note where a launched step wrote its request's state; `committed`: boundary -> its slot, or -1."""
-        holding, position = step.holding, self._last_grid_point(step.stop)
-        holding.num_computed = step.stop
+        allocation, position = step.allocation, self._last_grid_point(step.stop)
+        allocation.num_computed = step.stop
         if position <= step.start:
             return
         slot = committed.get(position, -1) if self._writes_durable else -1
         if slot >= 0:
-            self._cache.hold_state(holding.path, slot, resumes=False)
-            holding.state_index = self._pool.durable_index(slot)
+            self._cache.pin_state(allocation.path, slot, resumes=False)
+            allocation.state_index = self._pool.durable_index(slot)
         else:
             written = self._destination(step, position)
-            holding.state_index = self._live_slot(step, position)
-            if written != holding.state_index:  # it was refused; no launched kernel overwrites it yet
-                self._pool.copy([written], [holding.state_index])
+            allocation.state_index = self._live_slot(step, position)
+            if written != allocation.state_index:  # it was refused; no launched kernel overwrites it yet
+                self._pool.copy([written], [allocation.state_index])
 
-    def move_to_live(self, holding: Holding) -> None:
+    def move_to_live(self, allocation: Allocation) -> None:
         """Copy a state that is only in a durable slot to the request's live slot, and unpin the former."""
-        if holding.path.state_slot >= 0:
-            self._to_live([holding])
+        if allocation.path.state_slot >= 0:
+            self._to_live([allocation])
 
-    def _to_live(self, holdings: Sequence[Holding]) -> None:
+    def _to_live(self, allocations: Sequence[Allocation]) -> None:
         """Copy the requests' states to their first live slots, and unpin durable ones."""
-        live = [holding.live_slots[0] for holding in holdings]
+        live = [allocation.live_slots[0] for allocation in allocations]
         if live:
-            self._copy_to_live(holdings, live)
-        for holding, slot in zip(holdings, live, strict=True):
-            holding.state_index = slot
-            self._cache.release_state(holding.path)
+            self._copy_to_live(allocations, live)
+        for allocation, slot in zip(allocations, live, strict=True):
+            allocation.state_index = slot
+            self._cache.unpin_state(allocation.path)
 
-    def _copy_to_live(self, holdings: Sequence[Holding], live: Sequence[int]) -> None:
-        self._pool.copy([holding.state_index for holding in holdings], live)
+    def _copy_to_live(self, allocations: Sequence[Allocation], live: Sequence[int]) -> None:
+        self._pool.copy([allocation.state_index for allocation in allocations], live)
 
-    def check_integrity(self, holdings: Sequence[Holding], during_step: bool) -> None:
+    def check_integrity(self, allocations: Sequence[Allocation], during_step: bool) -> None:
         """Raise AssertionError where a request's state is neither in its pinned slot nor in a live slot."""
-        for holding in holdings:
-            if holding.path.state_slot >= 0:
-                assert holding.state_index == self._pinned_index(holding.path.state_slot)
-            elif holding.num_computed >= self._grid and not during_step:
-                assert holding.state_index in holding.live_slots, "a request's state is somewhere else"
+        for allocation in allocations:
+            if allocation.path.state_slot >= 0:
+                assert allocation.state_index == self._pinned_index(allocation.path.state_slot)
+            elif allocation.num_computed >= self._grid and not during_step:
+                assert allocation.state_index in allocation.live_slots, "a request's state is somewhere else"
 
 
 class EncodedStates(RequestStates):
@@ -273,27 +273,27 @@ class EncodedStates(RequestStates):
     def _staging_slots(self, steps: Sequence[RequestStep], idle_slots: IdleSlots) -> list[int]:
         """The slots that are free in a step: those for staging, then idle live ones."""
         own = range(self._pool.num_live, self._pool.num_slots)
-        drafts = [slot for step in steps if not step.decoding for slot in step.holding.live_slots[1:]]
+        drafts = [slot for step in steps if not step.decoding for slot in step.allocation.live_slots[1:]]
         return [*own, *drafts, *idle_slots()]
 
     def gather(self, steps: Sequence[RequestStep], idle_slots: IdleSlots) -> None:
         places = iter(self._staging_slots(steps, idle_slots))
         self._staged = {
-            (step.holding.row, position): next(places)
+            (step.allocation.row, position): next(places)
             for step in steps
             for position in step.destinations
             if position < step.stop - len(step.drafts)
         }
         self._scratch.note(self._staged.values())
-        self._to_live([step.holding for step in steps if step.holding.path.state_slot >= 0])
+        self._to_live([step.allocation for step in steps if step.allocation.path.state_slot >= 0])
         super().gather(steps, idle_slots)
 
-    def _copy_to_live(self, holdings: Sequence[Holding], live: Sequence[int]) -> None:
-        pinned = [holding.path.state_slot for holding in holdings]
+    def _copy_to_live(self, allocations: Sequence[Allocation], live: Sequence[int]) -> None:
+        pinned = [allocation.path.state_slot for allocation in allocations]
         if pinned[0] >= 0:
             decode_states(coded_tensors(self._pool, self._durable), pinned, live)
         else:
-            super()._copy_to_live(holdings, live)
+            super()._copy_to_live(allocations, live)
 
     def scatter(self, steps: Sequence[RequestStep], late: Sequence[RequestStep] = ()) -> None:
         pairs = [
@@ -311,7 +311,7 @@ class EncodedStates(RequestStates):
 
     def _place(self, step: RequestStep, position: int) -> int:
         """The live or staging slot where the step writes the state at a boundary."""
-        staged = self._staged.get((step.holding.row, position))
+        staged = self._staged.get((step.allocation.row, position))
         return self._live_slot(step, position) if staged is None else staged
 
 
@@ -338,9 +338,9 @@ class ReplayedStates(RequestStates):
         return super().destinations(step)
 
     def _live_slot(self, step: RequestStep, position: int) -> int:
-        return step.holding.live_slots[0]
+        return step.allocation.live_slots[0]
 
     def advance(self, step: RequestStep, committed: Mapping[int, int]) -> None:
         super().advance(step, committed)
-        if step.holding.decoding:
-            self.move_to_live(step.holding)
+        if step.allocation.decoding:
+            self.move_to_live(step.allocation)

@@ -134,7 +134,7 @@ class DynamicInferenceEngine:
         try:
             self._apply(self.core.add, request)
         except BaseException:
-            self.core.abandoned.append((request.request_id, "cancelled"))  # no caller will know the id
+            self.core.to_cancel.append((request.request_id, "cancelled"))  # no caller will know the id
             raise
 
     def cancel(self, request_id: int, *, reason: EarlyEnd = "cancelled") -> RequestResult:
@@ -169,7 +169,7 @@ class DynamicInferenceEngine:
     def computed_prefix(self, request_id: int) -> list[int]:
         """The tokens of an unfinished request that are computed: KV and state for them exist now."""
         request = self._request(request_id)
-        return request.tokens[: request.holding.num_computed] if request.holding is not None else []
+        return request.tokens[: request.allocation.num_computed] if request.allocation is not None else []
 
     # ---- serving
 
@@ -199,10 +199,10 @@ class DynamicInferenceEngine:
             raise
 
     def _advance(self, reports: bool = False, claims_results: bool = True) -> None:
-        """Make a step, then cancel abandoned requests. Arguments as of `EngineCore.step`."""
+        """Make a step, then cancel the requests that are queued for it. Arguments as of `EngineCore.step`."""
         self.ensure_allocated("step")
         self._apply(self.core.step, self.model, reports, claims_results)
-        self._cancel_abandoned()
+        self._cancel_queued()
 
     def _note_interrupt(self, error: BaseException) -> None:
         """Break an engine whose ranks make their calls themselves, unless all ranks raise the same."""
@@ -219,15 +219,15 @@ class DynamicInferenceEngine:
     def _may_cancel(self) -> bool:
         return True
 
-    def _cancel_abandoned(self) -> None:
+    def _cancel_queued(self) -> None:
         """Cancel the requests whose streams were dropped, and notify observers of all that have ended."""
         core = self.core
-        while core.abandoned and self._may_cancel:
-            request_id, reason = core.abandoned[0]
+        while core.to_cancel and self._may_cancel:
+            request_id, reason = core.to_cancel[0]
             if request_id in core.requests:
                 self._apply(self.core.end, request_id, reason)
             core.unclaimed.pop(request_id, None)
-            core.abandoned.popleft()
+            core.to_cancel.popleft()
         core.notify_ended()
 
     def settle(self) -> None:
@@ -236,13 +236,13 @@ class DynamicInferenceEngine:
             self.ensure_usable("settle")
 
     def ensure_usable(self, call: str) -> None:
-        """Repair what a failed call has left, and cancel abandoned requests.
+        """Repair what a failed call has left, and cancel the requests that are queued for it.
 
         Raises:
             RuntimeError: a step runs, the engine is broken, or the repair fails. The message names `call`.
         """
         self.core.ensure_usable(call)
-        self._cancel_abandoned()
+        self._cancel_queued()
 
     def ensure_allocated(self, call: str) -> None:
         """`ensure_usable` of a call that needs the pools: RuntimeError where the engine is suspended, too."""
@@ -358,7 +358,7 @@ class DynamicInferenceEngine:
         except BaseException as error:
             for request in requests:
                 if request.request_id != NO_ID:
-                    self.core.abandoned.append((request.request_id, "cancelled"))
+                    self.core.to_cancel.append((request.request_id, "cancelled"))
             self._note_interrupt(error)
             raise
         finally:
@@ -378,8 +378,8 @@ class DynamicInferenceEngine:
         cancels its request; dropping does not on a split model without a `LeadingEngine`.
         """
         request = self._new_request(prompt, sampling_params, cache_salt, checkpoint_plan, owned=True)
-        abandoned, one_caller = self.core.abandoned, self.has_one_caller
-        source = RequestSource(request, self._advance, self.settle, abandoned, one_caller)
+        to_cancel, one_caller = self.core.to_cancel, self.has_one_caller
+        source = RequestSource(request, self._advance, self.settle, to_cancel, one_caller)
         stream = TokenStream[GeneratedToken](source)
         self._add(request)
         return stream

@@ -61,14 +61,14 @@ class StepRunner:
             self.graphs.after_step(model)
         return step.steps, tokens, step.invalid
 
-    def forget(self) -> None:
-        """Drop the step ahead and all counts of tokens: its requests are queued again, or have ended."""
+    def clear(self) -> None:
+        """Remove the step ahead and all counts of tokens: its requests are queued again, or have ended."""
         self.unread = None
         self.logits_changes.clear()
 
-    def drop_graphs(self) -> None:
+    def clear_graphs(self) -> None:
         if self.graphs is not None:
-            self.graphs.drop_graphs()
+            self.graphs.clear_graphs()
 
     def _launch(
         self, model: Model, scheduled: Sequence[RequestStep], sampled_tokens: Tensor | None

@@ -58,7 +58,7 @@ class PrefixTree:
         self._root_digests: dict[int, bytes] = {}
 
     def clear(self) -> None:
-        """Forget every block and ghost; `clear_states` forgets the states."""
+        """Remove every block and ghost; `clear_states` removes the states."""
         num_blocks, num_registered = self._origin, len(self.block_of_key)
         self.block_of_key.clear()
         self.ghosts.clear()
