@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ...config import InferenceConfig
-from ...files import read_regular
+from ...files import read_regular, replacing
 from ...state_spec import HybridStateSpec
 from .model_protocol import Model
 
@@ -63,9 +63,8 @@ class InvarianceStamp:
             return
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            part = self._path.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps(products))
-            part.replace(self._path)
+            with replacing(self._path) as draft:
+                draft.write_text(json.dumps(products))
 
 
 _VARIABLES = "TRITON", "CUBLAS", "NVIDIA", "TORCH", "PYTORCH", "LD_"

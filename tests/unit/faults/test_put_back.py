@@ -312,7 +312,8 @@ FAULTS = {
             (
                 POLICIES + "state_slots.py",
                 "        protected = self.pins.keys() | protected\n",
-                f"        protected = self.pins.keys() | protected\n        {HOST_KV}.block_hashes.nonzero()\n",
+                "        protected = self.pins.keys() | protected\n"
+                f"        {HOST_KV}.block_hashes.nonzero()\n",
             ),
         ),
     ),
