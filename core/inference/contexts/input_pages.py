@@ -19,7 +19,7 @@ MAX_PAGES = 64
 
 
 class InputPages(NamedTuple):
-    """Pages of replays' inputs, each in the memory of a KV block: taken as a request comes to them.
+    """Pages of such inputs, each in the memory of a KV block: taken as a request comes to them.
 
     Without tokens there are no pages: each row has memory of its own for a whole chunk.
     """
@@ -137,7 +137,7 @@ def page_offsets(spec: HybridStateSpec, num_tokens: int) -> tuple[dict[str, int]
 
 
 def input_shapes(config: InferenceConfig, spec: HybridStateSpec, paged: bool = False) -> InputShapes:
-    """Name -> [layers, rows, *shape of one request] and dtype of what replays read, with padded drafts.
+    """Name -> [layers, rows, *shape of one request] and dtype of the inputs, with padded drafts.
 
     `paged`: without the inputs that can lie in pages.
     """

@@ -76,7 +76,7 @@ class StepRunner:
         """Launch a step. `sampled_tokens`: its tokens on the device, where the step is ahead."""
         if self.invariance is not None:
             self.invariance.check_switches()
-        inputs = self._context.begin_step(scheduled, self.padded, sampled_tokens)  # reserve, publish
+        inputs = self._context.begin_step(scheduled, self.padded, sampled_tokens)  # reserve, build
         sampled = SampledStep(self._context.steps, self.run(model, inputs), self.logits_changes)
         # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
         self._context.end_step(sampled.num_accepted, sampled.is_valid)
