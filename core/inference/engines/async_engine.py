@@ -279,7 +279,7 @@ class AsyncEngine:
         return await reply
 
     def _remove(self, answer: Answer) -> None:
-        """Forget an answer that has ended, if it is known."""
+        """Remove an answer that has ended, if it is known."""
         self._open.discard(answer)
         if not self._open:
             self._none_open.set()

@@ -127,7 +127,7 @@ class GraphRunner:
     """Runs a model's steps, as a graph where the step's shape has one.
 
     The first step of a shape runs eagerly, on padded inputs, and so compiles and tunes all kernels at exactly
-    this shape. Graphs hold the addresses of the pools and of the step buffer: a suspend drops all graphs.
+    this shape. Graphs hold the addresses of the pools and of the step buffer: a suspend clears all graphs.
     Padding writes no state, because every index of padding is -1.
     """
 
@@ -208,7 +208,7 @@ class GraphRunner:
             warnings.warn(f"the model cannot be captured, and runs without graphs: {failure}", stacklevel=2)
 
     def clear_graphs(self) -> None:
-        """Forget all graphs, and give their memory back; waits for a graph that may still run."""
+        """Remove all graphs, and free their memory; waits for a graph that may still run."""
         if self._graphs and self._spec.device.type == "cuda":
             torch.cuda.synchronize(self._spec.device)
         self._graphs.clear()

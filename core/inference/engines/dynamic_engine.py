@@ -35,7 +35,7 @@ class DynamicInferenceEngine:
 
     Control-C and SIGTERM wait for the end of a step. A step that fails (by MemoryError, a failing model or a
     second Control-C) loses no request and no token: its requests are queued again. If need be, all cached
-    prefixes and pins are forgotten, too, and a warning is logged.
+    prefixes and pins are removed, too, and a warning is logged.
 
     Attributes:
         model, config: what the engine was built with.
@@ -447,7 +447,7 @@ class DynamicInferenceEngine:
             self._apply(self.core.unpin, index)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix and pin. Requests under way go on, but cache nothing any more."""
+        """Remove every cached prefix and pin. Requests under way go on, but cache nothing any more."""
         self.ensure_usable("reset_prefix_cache")
         self._apply(self.core.reset_prefix_cache)
 
@@ -457,7 +457,7 @@ class DynamicInferenceEngine:
         return self.core.weights_version
 
     def set_weights_version(self, version: object) -> None:
-        """Name the model's weights. A new name forgets every cached prefix and drops CUDA graphs.
+        """Name the model's weights. A new name clears the prefix cache and the CUDA graphs.
 
         Raises:
             ValueError: comparing `version` with the version before gives no single truth value.
@@ -512,7 +512,7 @@ class DynamicInferenceEngine:
         self.core.check_integrity()
 
     def suspend(self) -> None:
-        """Free all pools until `resume`: prefixes are forgotten, running requests wait, `step` raises."""
+        """Free all pools until `resume`: the cache is cleared, running requests wait, `step` raises."""
         self.ensure_usable("suspend")
         if self.context.memory.allocated:
             self._apply(self.core.suspend)
@@ -523,7 +523,7 @@ class DynamicInferenceEngine:
         self._apply(self.core.resume)
 
     def reset(self) -> None:
-        """Drop all prefixes and counts, end all requests with "reset", and repair a broken engine."""
+        """Clear the cache and all counts, end all requests with "reset", and repair a broken engine."""
         if self.core.stepping:
             self.ensure_usable("reset")
         self._apply(self.core.reset, self.core.weights_version, self.context.memory.allocated)

@@ -232,7 +232,7 @@ class EngineCore:
 
     def suspend(self) -> None:
         with self.changing(repair=self._rebuild):
-            self.scheduler.restart(self.scheduler.running)
+            self.scheduler.requeue(self.scheduler.running)
             self.step_runner.clear()
             self.step_runner.clear_graphs()
             self._context.suspend()
@@ -326,18 +326,18 @@ class EngineCore:
             self.requests[request.request_id] = request
         try:
             self._context.abort_step()
-            self.scheduler.restart(requests)
+            self.scheduler.requeue(requests)
         except Exception:
             self._rebuild()
-        self._check_or_rebuild(cut_off=not in_model)
+        self._check_or_rebuild(is_half_made=not in_model)
 
-    def _check_or_rebuild(self, *, cut_off: bool = True) -> None:
-        """`cut_off`: whether a change may be half made; the check of the whole costs O(pool)."""
+    def _check_or_rebuild(self, *, is_half_made: bool = True) -> None:
+        """`is_half_made`: whether a change may be half made; the check of the whole costs O(pool)."""
         for request in self.requests.values():
             request.result = None
             request.match = None  # a match that is being brought up to date may be half old
             self.unclaimed.pop(request.request_id, None)
-        if not cut_off:
+        if not is_half_made:
             return
         try:
             if not __debug__:
@@ -347,7 +347,7 @@ class EngineCore:
             self._rebuild()
 
     def _rebuild(self) -> None:
-        """Forget every cached prefix and pin, and queue all requests again."""
+        """Clear the cache, pins included, and queue all requests again."""
         self.step_runner.clear_graphs()
         self.step_runner.clear()
         self._context.reset(keep_counts=True)

@@ -43,7 +43,7 @@ class Scheduler:
         self.waiting[request.request_id] = request
 
     def remove(self, request: DynamicInferenceRequest, *, discard: bool = False) -> None:
-        """Forget a running or waiting request, and release what it holds in the context."""
+        """Remove a running or waiting request, and release its allocation."""
         self.waiting.pop(request.request_id, None)
         if request in self.running:
             self.running.remove(request)
@@ -59,7 +59,7 @@ class Scheduler:
         self.waiting[request.request_id] = request
         self.waiting.move_to_end(request.request_id, last=False)
 
-    def restart(self, requests: Iterable[DynamicInferenceRequest]) -> None:
+    def requeue(self, requests: Iterable[DynamicInferenceRequest]) -> None:
         """Queue these requests before all waiting ones, in this order, and release what any request holds."""
         for request in reversed(list(requests)):
             self._put_first(request)

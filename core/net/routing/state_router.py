@@ -172,13 +172,13 @@ class ExpectedStates:
             sent.popitem(last=False)
 
     def settle(self, keys: Sequence[int], replica: str) -> None:
-        """Drop the entries of a replica that has published these states or their eviction."""
+        """Remove the entries of a replica that has published these states or their eviction."""
         for key in keys:
             if key in self._sent and self._sent[key][0] == replica:
                 del self._sent[key]
 
     def remove(self, replica: str) -> None:
-        """Drop the entries of a replica that is gone; O(entries)."""
+        """Remove the entries of a replica that is gone; O(entries)."""
         self._num_sent.pop(replica, None)
         for key in [key for key, (name, _) in self._sent.items() if name == replica]:
             del self._sent[key]
@@ -232,5 +232,5 @@ class RecentWork:
         self._tokens[replica] += num_tokens
 
     def remove(self, replica: str) -> None:
-        """Drop a replica; nothing happens for an unknown one."""
+        """Remove a replica; nothing happens for an unknown one."""
         self._tokens.pop(replica, None)

@@ -254,7 +254,7 @@ class KVBlockAllocator:
         self._observers.append(observer)
 
     def _deregister(self, blocks: list[int], cause: KVRemovalCause) -> None:
-        """Forget cached blocks that nothing continues, and free them: states first, observers last."""
+        """Deregister cached blocks that nothing continues, and free them: states first, observers last."""
         if not blocks:
             return
         try:
@@ -277,7 +277,7 @@ class KVBlockAllocator:
                 logger.exception("deregistration observer %r failed for blocks %s", observer, blocks)
 
     def deregister_all(self) -> None:
-        """Forget every prefix and ghost. Cached blocks become free; held blocks stay held.
+        """Remove every prefix and ghost. Cached blocks become free; held blocks stay held.
 
         Costs O(pool).
         """
@@ -289,7 +289,7 @@ class KVBlockAllocator:
         self._notify(registered, keys)
 
     def reset(self, *, keep_totals: bool = False) -> None:
-        """Forget every reference and prefix, without calling observers: the caller resets them, too.
+        """Remove every reference and prefix, without calling observers: the caller resets them, too.
 
         `keep_totals`: whether the counts of what entered and was removed stay.
         """
