@@ -475,7 +475,7 @@ class OurSteps(Steps):
             taken = () if chunk.decoding else tuple(sorted(chunk.destinations))
             request = chunk.request
             self._rows[request.request_id] = RowStep(
-                chunk.start, chunk.stop, len(request.holding.path.blocks), taken
+                chunk.start, chunk.stop, len(request.allocation.path.blocks), taken
             )
         self._chunk_starts = self._inputs.chunks.cu_chunk_seqlens.tolist()
 

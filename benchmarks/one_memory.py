@@ -127,7 +127,8 @@ def engines_on(
     """An engine with two pools, and one of equal bytes whose states and KV share one memory."""
     import mambaslots as ms
     from mambaslots.inference.contexts.cache.memory import MemoryDivision, RankBudget, UnitSizes
-    from mambaslots.inference.contexts.pool_sizes import PoolSizes, input_bytes, input_shapes
+    from mambaslots.inference.contexts.input_pages import input_bytes, input_shapes
+    from mambaslots.inference.contexts.pool_sizes import PoolSizes
 
     spec = model.state_spec()
     sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(scale.block))

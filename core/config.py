@@ -43,8 +43,8 @@ class InferenceConfig:
             1 + `num_speculative_tokens`, without replay). Slots of idle rows hold cached states as well,
             unless these are encoded.
         total_gb: bytes of all pools together, in place of `num_kv_blocks` and `num_mamba_slots`. Live states
-            are allocated first. Cached states, KV and inputs of replays share the rest, and move the borders
-            between them while the engine runs; encoded states have a fixed half. Ranks of a split model may
+            are allocated first. Cached states, KV and inputs of decodes by replay share the rest, and the
+            borders move while the engine runs; encoded states have a fixed half. Ranks of a split model may
             have different budgets. Where no pool has a size, 85 % of what is free on the GPU when
             the engine is made, or half of what is free on a CPU, at most 16.
 

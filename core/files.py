@@ -1,11 +1,12 @@
-"""Files that are read with care: regular files only, and a checkpoint's folder and JSON."""
+"""Files that are read and replaced with care, and a checkpoint's folder and JSON."""
 
 import json
 import logging
 import os
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,18 @@ def read_regular(path: Path) -> bytes:
     """All bytes of a regular file; OSError as `open_regular`."""
     with BufferedReader(open_regular(path)) as opened:
         return opened.read()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A draft to write, which replaces `path` after the block; an error removes it, and `path` stays."""
+    draft = path.with_name(f"{path.name}.part")
+    draft.unlink(missing_ok=True)  # with the rights that an earlier process gave it
+    try:
+        yield draft
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def existing_folder(name: str, value: object) -> Path | None:

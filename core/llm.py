@@ -11,7 +11,8 @@ import torch
 
 from .config import InferenceConfig
 from .files import CONFIG, read_object
-from .inference.contexts.pool_sizes import PoolSizes, free_gb
+from .inference.contexts.free_memory import free_gb
+from .inference.contexts.pool_sizes import PoolSizes
 from .inference.contexts.request import GeneratedToken
 from .inference.engines.dynamic_engine import DynamicInferenceEngine
 from .inference.engines.streams import TokenStream

@@ -75,13 +75,13 @@ class Engine:
         path = cache.open(chain, self.plan, np.full(num_blocks, -1, np.int32), max_resume_tokens=reach)
         cache.hold(path, match)
         if match.resume_slot >= 0:
-            cache.hold_state(path, match.resume_slot, resumes=True)  # before `grow`, which may evict states
+            cache.pin_state(path, match.resume_slot, resumes=True)  # before `grow`, which may evict states
         cache.grow(path, num_blocks)
         request.path, request.computed, request.seen = path, match.resume_tokens, match.seen_tokens
         request.state = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
         if match.resume_slot >= 0:
             request.state.copy_(self.states[match.resume_slot])
-            cache.release_state(path)
+            cache.unpin_state(path)
         self.resumed += request.computed
         self.running.append(request)
         return True

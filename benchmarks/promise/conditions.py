@@ -82,8 +82,10 @@ def _cut(bench: BitsBench, max_tokens_per_step: int) -> None:
 
     def note_cuts(finished: set[int]) -> None:
         for request in engine.context.requests:
-            if request.holding is not None and request.holding.num_computed < len(request.prompt_tokens):
-                cuts.add(request.holding.num_computed)
+            if request.allocation is not None and request.allocation.num_computed < len(
+                request.prompt_tokens
+            ):
+                cuts.add(request.allocation.num_computed)
         bench.cuts |= cuts
 
     bench.compare(

@@ -298,8 +298,8 @@ class Replica:
 
     def _note_progress(self) -> None:
         self._is_soonest_known = False
-        running = (request.holding for request in self.engine.scheduler.running)
-        num_tokens = sum(holding.num_computed for holding in running if holding is not None)
+        running = (request.allocation for request in self.engine.scheduler.running)
+        num_tokens = sum(allocation.num_computed for allocation in running if allocation is not None)
         self._progress.append(
             _Progress(self.engine.now_ns, self._num_ended, self._num_ended_tokens + num_tokens)
         )

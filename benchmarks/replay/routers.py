@@ -36,7 +36,7 @@ class Router(Protocol):
         """Note what a replica publishes of its states; False where the router needs a snapshot."""
         ...
 
-    def forget(self, replica: str) -> None:
+    def remove(self, replica: str) -> None:
         """Note that a replica is gone, with all its states."""
         ...
 
@@ -64,7 +64,7 @@ class BlindRouter:
         """Does nothing; True."""
         return True
 
-    def forget(self, replica: str) -> None:
+    def remove(self, replica: str) -> None:
         """Does nothing."""
 
 
@@ -172,8 +172,8 @@ class PrefixRouter:
         """Does nothing; True."""
         return True
 
-    def forget(self, replica: str) -> None:
-        """See `Router.forget`."""
+    def remove(self, replica: str) -> None:
+        """See `Router.remove`."""
         self._sent.pop(replica, None)
 
     def _candidates(self, request: RouteRequest, loads: Sequence[ReplicaLoad]) -> list[ReplicaLoad]:

@@ -99,6 +99,6 @@ class Ingress:
             status = await answer_of(replica, "status", question)
             self._known.note_answer(name, status.events)
         except ActorDiedError:
-            self._known.forget(name)
+            self._known.remove(name)
         except (RayError, RayServeException):
             self._known.note_lost_answer(name)

@@ -46,17 +46,17 @@ class KnownReplicas:
         """Know these replicas alone; a new one counts as if it had answered now."""
         now = self._clock()
         for gone in self._answered_s.keys() - replicas:
-            self.forget(gone)
+            self.remove(gone)
         self._answered_s = {name: self._answered_s.get(name, now) for name in replicas}
         self.replicas = dict(replicas)
 
-    def forget(self, replica: str) -> None:
+    def remove(self, replica: str) -> None:
         """A replica is gone."""
         self.replicas = {name: one for name, one in self.replicas.items() if name != replica}
         self._answered_s.pop(replica, None)
         self._complete.discard(replica)
         with self._lock:
-            self._router.forget(replica)
+            self._router.remove(replica)
 
     # ---- answers
 

@@ -51,7 +51,7 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
-        self._known.forget(replica_id.unique_id)
+        self._known.remove(replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Ray names the replicas that may be asked."""

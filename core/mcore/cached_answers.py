@@ -120,7 +120,7 @@ class AnswerStates:
                 elif self._slots.commit([slot], [block]) == [slot]:
                     self._roll(track, crossing, block, slot)
 
-    def drop(self, request_ids: Sequence[int]) -> None:
+    def remove(self, request_ids: Sequence[int]) -> None:
         """Release the states of these requests whose last tokens are not known: the requests end."""
         gone = [state for state in self.unsettled if state[0].request_id in request_ids]
         self.unsettled = [state for state in self.unsettled if state not in gone]
@@ -186,9 +186,9 @@ def release_memory_blocks_from_request_indexes(
     leaving = self.request_ids[request_indexes].tolist()
     allocator = getattr(self, "mamba_slot_allocator", None)
     if allocator is not None and allocator.answers is not None:
-        allocator.answers.drop(leaving)
+        allocator.answers.remove(leaving)
     original(self, request_indexes)
-    record_of(self).forget(leaving)
+    record_of(self).remove(leaving)
 
 
 def rows_of(context: Any, request_ids: Iterable[int]) -> dict[int, int]:

@@ -78,7 +78,7 @@ class HostRecord:
         """A request's first chunk was added; `spans` say why its tokens are computed."""
         request_id = request.request_id
         self.requests += 1
-        self.forget([request_id])
+        self.remove([request_id])
         self.spans[request_id] = spans
         if track := RequestTrack.of(request, block_size_tokens):
             self.tracks[request_id] = track
@@ -90,7 +90,7 @@ class HostRecord:
         resumed, computed, spans = range(finished, start), range(start, stop), self.spans.get(request_id, ())
         self.ledger += TokenLedger.of_step(resumed, computed, spans, 0, stop)
 
-    def forget(self, request_ids: Iterable[int]) -> None:
+    def remove(self, request_ids: Iterable[int]) -> None:
         """These requests left the context."""
         for request_id in request_ids:
             self.tracks.pop(request_id, None)

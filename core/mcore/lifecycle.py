@@ -95,7 +95,7 @@ def reset_metadata(
     if allocator is None:
         return
     if preserve_prefix_cache and self.enable_prefix_caching:
-        allocator.abandon_step()
+        allocator.abort_step()
     else:
         allocator.reset()
 

@@ -212,7 +212,7 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     # ---- lifetime
 
-    def abandon_step(self) -> None:
+    def abort_step(self) -> None:
         """The rows of the host are gone: nothing planned, pinned or reserved for them remains."""
         self.unpin_restores()
         self._clear_pending()

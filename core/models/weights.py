@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..files import CONFIG, CheckpointError, LoadProgress, check_regular, read_object
+from ..files import CONFIG, CheckpointError, LoadProgress, check_regular, read_object, replacing
 from ..parallel_groups import ParallelGroups, Part
 from ..validation import shown
 from .hybrid_config import HybridConfig
@@ -158,13 +157,12 @@ def write(folder: Path, config: HybridConfig, weights: Mapping[str, Tensor], dty
         name: weight.detach().to("cpu", wide if name.endswith(_WIDE) else dtype).contiguous()
         for name, weight in weights.items()
     }
-    save_file(stored, folder / f"{WEIGHTS}.part", metadata={"format": "pt"})
     values: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(config)}
     values["dtype"] = str(dtype).removeprefix("torch.")
     content = {"model_type": MODEL_TYPE, **values}
-    (folder / f"{CONFIG}.part").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-    for name in (WEIGHTS, CONFIG):
-        os.replace(folder / f"{name}.part", folder / name)
+    with replacing(folder / CONFIG) as config_draft, replacing(folder / WEIGHTS) as weights_draft:
+        save_file(stored, weights_draft, metadata={"format": "pt"})
+        config_draft.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 class SavedWeights:

@@ -110,20 +110,20 @@ class ContextWithoutMemory(DynamicInferenceContext):
 
     def num_quiet_decodes(self, request: DynamicInferenceRequest) -> int:
         """How many next decodes change nothing but the request's position: no KV block, no state; O(1)."""
-        holding = request.holding
-        if holding is None or not holding.decoding or holding.path.state_slot >= 0:
+        allocation = request.allocation
+        if allocation is None or not allocation.decoding or allocation.path.state_slot >= 0:
             return 0
-        size, start = self.config.block_size_tokens, holding.num_computed
-        if start == len(holding.path.blocks) * size or start + 1 != len(request.tokens):
+        size, start = self.config.block_size_tokens, allocation.num_computed
+        if start == len(allocation.path.blocks) * size or start + 1 != len(request.tokens):
             return 0
         return size - 1 - start % size
 
     def skip_decodes(self, requests: Iterable[DynamicInferenceRequest], num_tokens: int) -> None:
         """Count at most `num_quiet_decodes` decodes of requests as made; the caller appends their tokens."""
         for request in requests:
-            if request.holding is not None:
-                self._states.skip(request.holding, num_tokens)
-                request.num_counted = max(request.num_counted, request.holding.num_computed)
+            if request.allocation is not None:
+                request.allocation.num_computed += num_tokens
+                request.num_counted = max(request.num_counted, request.allocation.num_computed)
 
 
 class EngineReplay:

@@ -135,7 +135,7 @@ class Detokenizer:
         return not self._decode([token]) and bool(self._text or token in self._tokens)
 
     def _shortened(self) -> str:
-        """Drop tokens whose text was returned; return text where a new text begins."""
+        """Remove tokens whose text was returned; return text where a new text begins."""
         num_held = len(self._text) - self._num_returned
         held = self._text[self._num_returned :]
         for start in range(len(self._tokens) - _NUM_PARTS - 1, 0, -1):

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import NoReturn
 
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.inference.contexts.request import DynamicInferenceRequest, Holding, RequestStep
+from mambaslots.inference.contexts.request import Allocation, DynamicInferenceRequest, RequestStep
 from mambaslots.inference.contexts.step_inputs import StepInputs
 from mambaslots.validation import LONGEST_TIMEOUT_S, instance, integer, real
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -240,22 +240,22 @@ class Agreement:
 
     def _note_departures(self) -> None:
         for row, tracked in list(self._tracked.items()):
-            if tracked.request.holding is not tracked.holding:
+            if tracked.request.allocation is not tracked.allocation:
                 self._note(f"request {tracked.request.request_id} left row {row}")
                 del self._tracked[row]
 
     def _note_step(self, step: RequestStep) -> None:
-        request, holding = step.request, step.holding
+        request, allocation = step.request, step.allocation
         name = f"request {request.request_id}"
-        tracked = self._tracked.get(holding.row)
-        if tracked is None or tracked.holding is not holding:  # admitted, perhaps again in the same row
-            tracked = self._tracked[holding.row] = _TrackedRequest(request, holding)
+        tracked = self._tracked.get(allocation.row)
+        if tracked is None or tracked.allocation is not allocation:  # admitted, perhaps again in the same row
+            tracked = self._tracked[allocation.row] = _TrackedRequest(request, allocation)
             for decision in _request_decisions(request):
                 self._note(decision)
-            self._note(f"admission of {name} to row {holding.row}: {self._resumption(step)}")
+            self._note(f"admission of {name} to row {allocation.row}: {self._resumption(step)}")
         elif step.num_resumed:
             self._note(f"jump of {name}: {self._resumption(step)}")
-        blocks, known = holding.path.blocks, tracked.blocks
+        blocks, known = allocation.path.blocks, tracked.blocks
         pairs = zip(blocks, known, strict=False)
         first_change = next(
             (i for i, (new, old) in enumerate(pairs) if new != old), min(len(blocks), len(known))
@@ -264,17 +264,17 @@ class Agreement:
             self._note(f"KV blocks {blocks[first_change:]} for {name} from its block {first_change} on")
         tracked.blocks = list(blocks)
         drafts = f", drafts {list(step.drafts)}" if step.drafts else ""
-        self._note(f"step of {name} in row {holding.row}: [{step.start}, {step.stop}){drafts}")
+        self._note(f"step of {name} in row {allocation.row}: [{step.start}, {step.stop}){drafts}")
         for position, slot in sorted(step.destinations.items()):
             self._note(f"slot {slot} reserved for the state of {name} at {position}")
         unserved = [b.position for b in step.boundaries if b.position not in step.destinations]
         if unserved:
             self._note(f"no slot for the states of {name} at {unserved}")
-        source = holding.state_index if holding.num_computed else -1
-        self._note(f"state of {name} from {source}, live slots {list(holding.live_slots)}")
+        source = allocation.state_index if allocation.num_computed else -1
+        self._note(f"state of {name} from {source}, live slots {list(allocation.live_slots)}")
 
     def _resumption(self, step: RequestStep) -> str:
-        path = step.holding.path
+        path = step.allocation.path
         shared = path.blocks[: path.num_registered]
         if not step.num_resumed:
             return f"starts at {step.start}, shares blocks {shared}"
@@ -338,9 +338,9 @@ class Agreement:
 class _TrackedRequest:
     """What was last noted about the request in a row."""
 
-    def __init__(self, request: DynamicInferenceRequest, holding: Holding) -> None:
+    def __init__(self, request: DynamicInferenceRequest, allocation: Allocation) -> None:
         self.request = request
-        self.holding = holding
+        self.allocation = allocation
         self.tokens = len(request.tokens)
         self.blocks: list[int] = []
 

@@ -73,7 +73,7 @@ class Fuzzer(Ledger):
                 (
                     1,
                     (
-                        self._forget_prefixes,
+                        self._clear_prefixes,
                         self._swap_weights,
                         self._warm,
                         self._look,
@@ -293,7 +293,7 @@ class Fuzzer(Ledger):
                 self.engine.unpin(pin)
             self.pins.remove(pin)
 
-    def _forget_prefixes(self) -> None:
+    def _clear_prefixes(self) -> None:
         self.engine.reset_prefix_cache()
         self.pins.clear()
 

@@ -22,7 +22,7 @@ TOLERANCE = 1e-9
 MAX_STEPS = 2000
 BELONG_TO_REQUESTS = frozenset(
     {
-        "DynamicInferenceRequest", "TokenStream", "StreamFeed", "RequestResult", "Holding", "CachedPath",
+        "DynamicInferenceRequest", "TokenStream", "StreamFeed", "RequestResult", "Allocation", "CachedPath",
         "RequestStep", "PrefixMatch", "PinnedPrefix", "GeneratedToken", "StepReport",
     }
 )  # fmt: skip

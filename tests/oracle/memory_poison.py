@@ -7,7 +7,7 @@ import mambaslots as ms
 import torch
 from mambaslots.devices import numbers_on
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.inference.contexts.request import Holding, RequestStep
+from mambaslots.inference.contexts.request import Allocation, RequestStep
 from mambaslots.inference.engines.step_runner import StepRunner
 from torch import Tensor
 
@@ -86,10 +86,10 @@ class MemoryPoison:
         kv_cache, size = self._context.memory.kv_cache, self._context.config.block_size_tokens
         unwritten: list[int] = []
         begun: list[tuple[int, int]] = []
-        for holding in (request.holding for request in self._context.requests):
-            if holding is not None:
-                path = holding.path
-                index, row = divmod(max(holding.num_computed, path.num_registered * size), size)
+        for allocation in (request.allocation for request in self._context.requests):
+            if allocation is not None:
+                path = allocation.path
+                index, row = divmod(max(allocation.num_computed, path.num_registered * size), size)
                 if row and index < len(path.blocks):
                     begun += [(path.blocks[index], later) for later in range(row, size)]
                 unwritten += path.blocks[index + bool(row) :]
@@ -103,20 +103,22 @@ class MemoryPoison:
         spec, memory = self._context.spec, self._context.memory
         pool = memory.input_pool
         chunk = spec.chunk_tokens(self._context.config.block_size_tokens)
-        holdings = [request.holding for request in self._context.requests if request.holding is not None]
+        allocations = [
+            request.allocation for request in self._context.requests if request.allocation is not None
+        ]
         for entry in (entry for tensor in spec.states for entry in tensor.inputs if entry.name in pool):
             inputs = pool[entry.name]
             if entry.name not in memory.row_inputs:
-                _fill_pages(inputs, holdings, chunk)
+                _fill_pages(inputs, allocations, chunk)
                 continue
             axis = inputs.dim() - 1 if entry.layout == "by_head" else 2
             length = inputs.shape[axis] if entry.layout == "ring" else chunk
             free = torch.ones(inputs.shape[1], length, dtype=torch.bool, device="cpu")
-            for holding in holdings:
-                stop = holding.num_computed
+            for allocation in allocations:
+                stop = allocation.num_computed
                 first = stop - entry.taps + 1 if entry.layout == "ring" else stop // chunk * chunk
-                for position in range(max(0, first), stop) if holding.decoding else ():
-                    free[holding.row, position % length] = False
+                for position in range(max(0, first), stop) if allocation.decoding else ():
+                    free[allocation.row, position % length] = False
             if entry.name == "delta_inverse":
                 rows = free[:, _rows_of_inverse(chunk)].view(1, -1, 1, *inputs.shape[3:])
                 inputs.masked_fill_(_sent(rows, inputs.device), float("nan"))
@@ -132,12 +134,12 @@ def _rows_of_inverse(chunk: int) -> Tensor:
     return torch.tensor([16 * block + row // 16 for block in blocks for row in range(256)], device="cpu")
 
 
-def _fill_pages(inputs: Tensor, holdings: Sequence[Holding], chunk: int) -> None:
+def _fill_pages(inputs: Tensor, allocations: Sequence[Allocation], chunk: int) -> None:
     """NaN in the pages of requests, but for the tokens since the last grid point; free pages are free KV."""
     size = inputs.shape[2]
-    for holding in holdings:
-        kept = holding.num_computed % chunk if holding.decoding else 0
-        for number, page in enumerate(holding.pages):
+    for allocation in allocations:
+        kept = allocation.num_computed % chunk if allocation.decoding else 0
+        for number, page in enumerate(allocation.pages):
             inputs[:, page, min(size, max(0, kept - number * size)) :] = float("nan")
 
 
@@ -152,8 +154,8 @@ def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
         free[[pool.durable_index(slot) for slot in (*slots.free_slots, *slots.reserved, *slots.live)]] = True
     else:
         free[pool.num_live :] = True  # staging slots belong to one step
-    holdings = [request.holding for request in context.requests if request.holding is not None]
-    free[[holding.state_index for holding in holdings if holding.state_index >= 0]] = False
+    allocations = [request.allocation for request in context.requests if request.allocation is not None]
+    free[[allocation.state_index for allocation in allocations if allocation.state_index >= 0]] = False
     refs, parents = blocks.tree.references, blocks.tree.parents
     unused = [block for block in range(blocks.total_count) if not refs[block] and parents[block] < 0]
     return free.nonzero().flatten(), torch.tensor(unused, dtype=torch.int64, device="cpu")

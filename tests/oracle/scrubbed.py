@@ -21,7 +21,9 @@ def assert_scrubbed(engine: ms.DynamicInferenceEngine) -> None:
         assert not memory.state_pool.memory.numel()
         return
     slots, blocks = free_memory(context)
-    held = [slot for request in context.requests if request.holding for slot in request.holding.live_slots]
+    held = [
+        slot for request in context.requests if request.allocation for slot in request.allocation.live_slots
+    ]
     pinned = set(cache.slots.reserved) if memory.durable_pool is memory.state_pool else set()
     free = [slot for slot in slots.tolist() if slot not in {*held, *pinned}]
     _assert_zero(memory.state_pool.memory, free, "a state slot")
@@ -32,7 +34,7 @@ def assert_scrubbed(engine: ms.DynamicInferenceEngine) -> None:
     kv = memory.kv_cache.movedim(2, 0)
     for block in blocks.tolist():
         assert not kv[block].any(), f"KV block {block} is free and not zero"
-    rows = {request.holding.row for request in context.requests if request.holding is not None}
+    rows = {request.allocation.row for request in context.requests if request.allocation is not None}
     for inputs in (memory.input_pool[name] for name in memory.row_inputs):
         idle = sorted(set(range(inputs.shape[1])) - rows)
         _assert_zero(inputs.movedim(1, 0).flatten(1).view(torch.uint8), idle, "inputs of a row")
@@ -54,32 +56,32 @@ class NewOwners:
     def __init__(self, engine: ms.DynamicInferenceEngine) -> None:
         self.num_checked = 0
         self._context = engine.context
-        self._seen: dict[int, tuple[object, set[int]]] = {}  # row -> its holding, and its blocks
+        self._seen: dict[int, tuple[object, set[int]]] = {}  # row -> its allocation, and its blocks
         engine.context.observers.append(self)
 
     def step_begun(self, steps: Sequence[RequestStep], inputs: object) -> None:
         memory = self._context.memory
         for step in steps:
-            holding = step.holding
-            known, blocks = self._seen.get(holding.row, (None, set()))
-            is_new = known is not holding
-            own = holding.path.blocks[holding.path.num_registered :] + holding.pages
+            allocation = step.allocation
+            known, blocks = self._seen.get(allocation.row, (None, set()))
+            is_new = known is not allocation
+            own = allocation.path.blocks[allocation.path.num_registered :] + allocation.pages
             for block in own if is_new else set(own) - blocks:
-                assert not memory.kv_cache[:, :, block].any(), f"row {holding.row} got a block with bytes"
+                assert not memory.kv_cache[:, :, block].any(), f"row {allocation.row} got a block with bytes"
                 self.num_checked += 1
             before = set() if is_new else blocks
-            self._seen[holding.row] = holding, {*holding.path.blocks, *holding.pages, *before}
+            self._seen[allocation.row] = allocation, {*allocation.path.blocks, *allocation.pages, *before}
             pool = memory.durable_pool
             for slot in step.destinations.values():
                 assert not pool.memory[pool.durable_index(slot)].any(), f"slot {slot} has bytes of others"
                 self.num_checked += 1
-            for slot in holding.live_slots if is_new else ():
-                if slot != holding.state_index:
+            for slot in allocation.live_slots if is_new else ():
+                if slot != allocation.state_index:
                     assert not memory.state_pool.memory[slot].any(), f"live slot {slot} has bytes of others"
                     self.num_checked += 1
             if is_new:
                 for name in memory.row_inputs:
-                    assert not memory.input_pool[name][:, holding.row].any(), "a row has inputs of others"
+                    assert not memory.input_pool[name][:, allocation.row].any(), "a row has inputs of others"
 
     def step_ended(self, steps: Sequence[RequestStep]) -> None:
         """Nothing is to be done."""

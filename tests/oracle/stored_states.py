@@ -64,7 +64,7 @@ class RoundedEngine:
         self._lm = _WithKnownKV(model)
         self._slots: dict[int, dict[str, Array]] = {}
         self._kv: dict[int, tuple[list[Array], list[Array]]] = {}  # block * size + offset -> keys, values
-        self._running: dict[Any, tuple[int, dict[str, Array]]] = {}  # holding -> position and state
+        self._running: dict[Any, tuple[int, dict[str, Array]]] = {}  # allocation -> position and state
         self._begun: dict[int, tuple[list[int], int]] = {}  # row -> blocks, and how many are registered
         self._context.observers.append(self)
 
@@ -80,16 +80,16 @@ class RoundedEngine:
     def step_begun(self, steps: Sequence[RequestStep], inputs: object) -> None:
         slots = self._context.prefix_cache.slots
         for step in steps:
-            path = step.holding.path
-            self._begun[step.holding.row] = list(path.blocks), path.num_registered
-            position, _ = self._running.get(step.holding, (0, {}))
+            path = step.allocation.path
+            self._begun[step.allocation.row] = list(path.blocks), path.num_registered
+            position, _ = self._running.get(step.allocation, (0, {}))
             if step.start == 0:
                 self._lm.reset()
-                self._running[step.holding] = 0, _copied(self._lm.states)
+                self._running[step.allocation] = 0, _copied(self._lm.states)
             elif position != step.start:
                 self.num_resumed += 1
                 stored = self._slots[slots.tree.slot_of(step.block_at(step.start))]
-                self._running[step.holding] = step.start, self.rounded(stored)
+                self._running[step.allocation] = step.start, self.rounded(stored)
 
     def step_ended(self, steps: Sequence[RequestStep]) -> None:
         self._slots.update(
@@ -100,8 +100,8 @@ class RoundedEngine:
 
     def _advance(self, step: RequestStep) -> dict[int, dict[str, Array]]:
         """Compute a step's tokens; the states at its destinations."""
-        blocks, num_registered = self._begun[step.holding.row]
-        position, states = self._running[step.holding]
+        blocks, num_registered = self._begun[step.allocation.row]
+        position, states = self._running[step.allocation]
         assert position == step.start
         places = [blocks[at // self._size] * self._size + at % self._size for at in range(step.stop)]
         registered = num_registered * self._size
@@ -118,7 +118,7 @@ class RoundedEngine:
                 taken[at + 1] = _copied(lm.states)
             best = int(logits.argmax())
             found.setdefault(at + 1, (best, float(logits[best] - log_sum_exp(logits))))
-        self._running[step.holding] = step.stop, _copied(lm.states)
+        self._running[step.allocation] = step.stop, _copied(lm.states)
         return taken
 
     def rounded(self, states: dict[str, Array]) -> dict[str, Array]:

@@ -181,7 +181,7 @@ class Clients:
         except PeerLostError as lost:
             why = str(lost) or "it has ended"
         assert why
-        client._forget(why)  # as `run` does
+        client._disconnected(why)  # as `run` does
         answers = await asyncio.gather(*asked)
         assert all(isinstance(answer, RemotePrefill) for answer in answers)
         assert not client._pending

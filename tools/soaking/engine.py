@@ -169,7 +169,7 @@ REQUIRED_EVENTS = {
 }  # fmt: skip
 OPERATIONS = {
     "_burst": "bursts", "_resend": "resent", "_score": "scored", "_warm": "warmed",
-    "_forget_prefixes": "prefix caches reset", "_suspend": "suspended", "_swap_weights": "weights",
+    "_clear_prefixes": "prefix caches reset", "_suspend": "suspended", "_swap_weights": "weights",
 }  # fmt: skip
 """What is counted of operations."""
 POINTS = ("matching", "slot reservation", "inputs", "commit", "sampled")
@@ -399,7 +399,7 @@ class EngineRound(Fuzzer):
                 load_prefixes(self.engine, folder)
                 raise LeftWrongError("stale", "prefixes of other weights were imported")
             return
-        self._forget_prefixes()
+        self._clear_prefixes()
         with suppress(ms.KVBlockCapacityError, ms.MambaSlotCapacityError):
             report = load_prefixes(self.engine, folder)
             self.tally.events["imports"] += report.imported.states

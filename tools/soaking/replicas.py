@@ -289,7 +289,7 @@ class RoutedReplicas(Replicas):
         old = self.engines[number]
         old.check_integrity()
         if self.random.random() < 0.5:
-            self.router.forget(self.names[number])  # or it learns of the new one by what that publishes
+            self.router.remove(self.names[number])  # or it learns of the new one by what that publishes
         self.engines[number] = engine = self.make_engine(number)  # type: ignore[index]
         self.local[number] = LocalEngine(engine, model_name=self.model_name)
         self.publishers[number] = StatePublisher(engine, self.names[number])

@@ -13,8 +13,9 @@ from .cache.checkpoint_plan import Boundary, best_shared_depth, checked_boundari
 from .cache.paths import PrefixMatch
 from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
-from .pool_sizes import NO_PAGES, InputPages, num_live_slots
-from .request import DynamicInferenceRequest, Holding, RequestStep
+from .input_pages import NO_PAGES, InputPages, PageTable
+from .pool_sizes import num_live_slots
+from .request import Allocation, DynamicInferenceRequest, RequestStep
 from .states import RequestStates
 
 
@@ -41,11 +42,10 @@ class Admission:
         self._cache = cache
         self._states = states
         self._scrubber = memory.scrubber
-        self._pages = pages
+        self.page_table = PageTable(pages, config.max_requests, chunk_size, cache.kv_blocks)
+        self._has_pages = pages.tokens > 0
         self.most_blocks = cache.kv_blocks.total_count - pages.per_chunk  # of KV that one request can have
         shape = config.max_requests, min(self.most_blocks, self._num_blocks(config.max_sequence_length))
-        rows = np.arange(config.max_requests, dtype=np.int32)[:, None]
-        self.page_table = np.zeros((len(rows), pages.per_chunk), np.int32) if pages.tokens else rows
         self.block_table = torch.full(shape, -1, dtype=torch.int32, device="cpu")
         self._table: npt.NDArray[np.integer[Any]] = self.block_table.numpy()
         self._slots_per_row = num_live_slots(config) // config.max_requests
@@ -63,8 +63,8 @@ class Admission:
         return list(self._requests.values())
 
     @property
-    def holdings(self) -> list[Holding]:
-        return [request.holding for request in self._requests.values() if request.holding is not None]
+    def allocations(self) -> list[Allocation]:
+        return [request.allocation for request in self._requests.values() if request.allocation is not None]
 
     def idle_slots(self) -> list[int]:
         """The live slots of free rows, in a pool of their own."""
@@ -75,12 +75,12 @@ class Admission:
         return range(row * self._slots_per_row, (row + 1) * self._slots_per_row)
 
     def admit(
-        self, request: DynamicInferenceRequest, resume_slot: int = -1, spared: Iterable[int] = ()
-    ) -> Holding:
-        """Give a waiting request a row, an open path, and live slots as `StateSlots.take_live` does."""
+        self, request: DynamicInferenceRequest, resume_slot: int = -1, evict_last: Iterable[int] = ()
+    ) -> Allocation:
+        """Give a waiting request a row, an open path, and live slots as `StateSlots.allocate_live` does."""
         row = self._free_rows[-1]
         if self._one_pool:
-            live = tuple(self._cache.slots.take_live(self._slots_per_row, resume_slot, spared))
+            live = tuple(self._cache.slots.allocate_live(self._slots_per_row, resume_slot, evict_last))
         else:
             live = tuple(self._own_slots(row))
             self._scrubber.live.clean(live)
@@ -90,36 +90,36 @@ class Admission:
             request.chain, request.plan, self._table[row], max_resume_tokens=request.max_resume_tokens,
             again=request.num_counted > 0,
         )  # fmt: skip
-        request.holding = Holding(row, live, path, prefill_length=len(request.tokens))
+        request.allocation = Allocation(row, live, path, prefill_length=len(request.tokens))
         self._requests[row] = request
-        return request.holding
+        return request.allocation
 
-    def release(self, request: DynamicInferenceRequest) -> Holding:
-        """Free the request's row and live slots; the caller releases the path of the returned Holding."""
-        holding, request.holding = request.holding, None
-        assert holding is not None, "a request without a row is released"
+    def release(self, request: DynamicInferenceRequest) -> Allocation:
+        """Free the request's row and live slots; the caller releases the path of the returned Allocation."""
+        allocation, request.allocation = request.allocation, None
+        assert allocation is not None, "a request without a row is released"
         if self._one_pool:
-            self._cache.slots.free_live(holding.live_slots)
+            self._cache.slots.free_live(allocation.live_slots)
         else:
-            self._scrubber.live.note(holding.live_slots)
-        if holding.pages:
-            self.release_pages(holding)
-        del self._requests[holding.row]
-        self._scrubber.inputs.note([holding.row])
-        self._free_rows.append(holding.row)
-        return holding
+            self._scrubber.live.note(allocation.live_slots)
+        if allocation.pages:
+            self.page_table.release(allocation)
+        del self._requests[allocation.row]
+        self._scrubber.inputs.note([allocation.row])
+        self._free_rows.append(allocation.row)
+        return allocation
 
-    def abandon(self) -> None:
-        """Take the holdings of all requests without freeing them; do not use these rows afterwards."""
+    def clear(self) -> None:
+        """Remove all requests from their rows, and free nothing; use this object no more."""
         for request in self._requests.values():
-            request.holding = None
+            request.allocation = None
 
     def check_integrity(self) -> None:
         """Raise AssertionError where rows, requests and live slots contradict each other."""
         num_rows = len(self._table)
         assert len(self._requests) + len(self._free_rows) == num_rows, "a row is lost"
         assert not self._requests.keys() & set(self._free_rows), "a row is both free and taken"
-        live = [slot for holding in self.holdings for slot in holding.live_slots]
+        live = [slot for allocation in self.allocations for slot in allocation.live_slots]
         assert len(set(live)) == len(live), "two rows share a live slot"
         if self._one_pool:
             assert self._cache.slots.live == set(live), "a live slot leaked"
@@ -128,23 +128,19 @@ class Admission:
             if request is None:
                 assert (self._table[row] == -1).all(), "a free row has blocks"
                 continue
-            holding = request.holding
-            assert holding is not None, "a row is taken by a request that holds nothing"
-            assert holding.row == row, "a request sits in another row"
-            assert len(holding.live_slots) == self._slots_per_row, "a row has too few live slots"
-            pages = holding.pages
-            assert len(pages) <= self._pages.per_chunk, "a row has too many pages"
-            assert self.page_table[row, : len(pages)].tolist() == pages, "the page table is off"
-            if holding.decoding:
-                assert len(pages) >= self.num_pages(holding.num_computed), "a row's inputs lie nowhere"
+            allocation = request.allocation
+            assert allocation is not None, "a row is taken by a request that holds nothing"
+            assert allocation.row == row, "a request sits in another row"
+            assert len(allocation.live_slots) == self._slots_per_row, "a row has too few live slots"
+            self.page_table.check_integrity(allocation)
             if not self._one_pool:
-                assert list(holding.live_slots) == [*self._own_slots(row)], "a row has another's live slot"
+                assert list(allocation.live_slots) == [*self._own_slots(row)], "a row has another's live slot"
 
     # ---- steps
 
     def match(self, request: DynamicInferenceRequest) -> PrefixMatch:
         """What is cached of a request's tokens; changes only the request's hash chain and its last match."""
-        path = request.holding.path if request.holding is not None else None
+        path = request.allocation.path if request.allocation is not None else None
         if self._caches and (path is None or path.caches):
             request.chain.extend_to(request.tokens)
         num_tokens, limit = len(request.tokens), request.max_unscored_tokens
@@ -159,80 +155,91 @@ class Admission:
         return [self.match(request).resume_slot for request in requests]
 
     def allocate_step(
-        self, request: DynamicInferenceRequest, token_budget: int, spared: Iterable[int] = (),
+        self, request: DynamicInferenceRequest, token_budget: int, evict_last: Iterable[int] = (),
         waiting: Iterable[DynamicInferenceRequest] = (),
     ) -> RequestStep | None:  # fmt: skip
         """Allocate a step of up to `token_budget` tokens, or nothing and return None where none is possible.
 
-        Every part of a prefill is matched again: it may jump ahead to states that others have stored since. A
+        Every part of a prefill is matched again: it may resume from states that others have stored since. A
         request whose known tokens are all computed gets a step that `is_ahead`: `begin_step` then needs
         the sampled tokens. There is none where it would complete a KV block or store a state. The search for
         room changes cached states, also where it ends in None: running requests copy and unpin those that
         they resumed from, and a fetch may evict some. An admitted request stores a state for `waiting` ones.
         """
-        holding = request.holding
-        if holding is not None and holding.decoding:
-            return self._schedule_decode(request, holding)
-        assert holding is not None or self._free_rows, "more requests are scheduled than there are rows"
-        num_computed = holding.num_computed if holding is not None else 0
+        allocation = request.allocation
+        if allocation is not None and allocation.decoding:
+            return self._schedule_decode(request, allocation)
+        assert allocation is not None or self._free_rows, "more requests are scheduled than there are rows"
+        num_computed = allocation.num_computed if allocation is not None else 0
         for may_fetch in (True, False):
             match = self.match(request)
             start = max(num_computed, match.resume_tokens)
             stop = self._stop(start, len(request.tokens), token_budget)
             if stop <= start or not self._can_hold(request, match, stop):
                 return None
-            if holding is None and not self._make_room():
+            if allocation is None and not self._make_room():
                 return None
             if not may_fetch or self._cache.tier is None:
                 break
             blocks = match.blocks[: request.max_resume_tokens // self._block_size]
             if not self._cache.fetch_state(request.chain, blocks, start):
                 break
-        ahead = match.resume_tokens > num_computed
-        if holding is None:
+        resumes = match.resume_tokens > num_computed
+        if allocation is None:
             request.shared_tokens = self._shared_tokens(request, match, waiting)
-            holding = self.admit(request, match.resume_slot, spared)
-        self._cache.hold(holding.path, match)
-        if ahead:  # first: to grow may evict states
-            self._states.start_from(holding, match.resume_slot, start)
-        self._cache.grow(holding.path, self._num_blocks(stop))
-        self._add_pages(holding, stop % self._chunk_size)
-        if ahead or not num_computed:
-            holding.spans = match.spans
-        holding.branch_tokens = self._branch_tokens(match, request)
+            allocation = self.admit(request, match.resume_slot, evict_last)
+        self._cache.hold(allocation.path, match)
+        if resumes:  # first: to grow may evict states
+            self._states.start_from(allocation, match.resume_slot, start)
+        self._cache.grow(allocation.path, self._num_blocks(stop))
+        if self._has_pages:
+            self.page_table.grow(allocation, stop % self._chunk_size)
+        if resumes or not num_computed:
+            allocation.spans = match.spans
+        allocation.branch_tokens = self._branch_tokens(match, request)
         return RequestStep.of(
             request,
-            holding,
+            allocation,
             start,
             stop,
             num_resumed=start - num_computed,
-            spans=holding.spans,
-            boundaries=self._boundaries(holding, start, stop),
+            spans=allocation.spans,
+            boundaries=self._boundaries(allocation, start, stop),
         )
 
-    def _schedule_decode(self, request: DynamicInferenceRequest, holding: Holding) -> RequestStep | None:
+    def _schedule_decode(
+        self, request: DynamicInferenceRequest, allocation: Allocation
+    ) -> RequestStep | None:
         """A decode; one of a token that only the device knows neither extends nor completes the path's KV."""
-        start, path, size, kv = holding.num_computed, holding.path, self._block_size, self._cache.kv_blocks
+        start, path, size, kv = (
+            allocation.num_computed,
+            allocation.path,
+            self._block_size,
+            self._cache.kv_blocks,
+        )
         is_ahead, needs_block = start == len(request.tokens), start == len(path.blocks) * size
         if is_ahead and (needs_block or (start + 1) % size == 0):
             return None
         num_inputs = start % self._chunk_size + 1
-        if num_missing := needs_block + self._num_missing_pages(holding, num_inputs):
-            if not kv.is_memory_available(num_missing):
+        num_pages = self.page_table.num_missing(allocation, num_inputs) if self._has_pages else 0
+        if needs_block + num_pages:
+            if not kv.is_memory_available(needs_block + num_pages):
                 return None
             self._cache.grow(path, len(path.blocks) + needs_block)
-            self._add_pages(holding, num_inputs)
+            if num_pages:
+                self.page_table.grow(allocation, num_inputs)
         return RequestStep.of(
-            request, holding, start, start + 1, decoding=True, is_ahead=is_ahead,
-            boundaries=self._boundaries(holding, start, start + 1),
+            request, allocation, start, start + 1, decoding=True, is_ahead=is_ahead,
+            boundaries=self._boundaries(allocation, start, start + 1),
         )  # fmt: skip
 
     def draft(self, step: RequestStep, tokens: Sequence[int]) -> RequestStep:
         """The step with as many of the drafts `tokens` as there are free KV blocks for; evicts nothing."""
-        path = step.holding.path
+        path = step.allocation.path
         if self._replays:  # a draft may be wrong, and so may not complete a chunk
             tokens = tokens[: max(0, -step.stop % self._chunk_size - 1)]
-            tokens = self._add_pages_of_drafts(step, tokens)
+            if self._has_pages:
+                tokens = self.page_table.grow_for_drafts(step, tokens)
         room = len(path.blocks) * self._block_size - step.stop
         num_missing = self._num_blocks(max(0, len(tokens) - room))
         num_missing = min(num_missing, self._cache.kv_blocks.total_avail)
@@ -241,45 +248,18 @@ class Admission:
         if not drafts:
             return step
         stop = step.stop + len(drafts)
-        boundaries = self._boundaries(step.holding, step.start, stop)
+        boundaries = self._boundaries(step.allocation, step.start, stop)
         return replace(step, stop=stop, drafts=drafts, boundaries=boundaries)
 
-    # ---- pages of inputs, each a KV block that belongs to no path
-
     def num_pages(self, num_tokens: int) -> int:
-        """Pages of a request with so many tokens: of those since the last grid point."""
-        return self._pages.num_pages_for(num_tokens % self._chunk_size) if self._pages.tokens else 0
-
-    def _num_missing_pages(self, holding: Holding, num_inputs: int) -> int:
-        return max(0, self._pages.num_pages_for(num_inputs) - len(holding.pages)) if self._pages.tokens else 0
-
-    def _add_pages(self, holding: Holding, num_inputs: int) -> None:
-        """Give the request pages for the first `num_inputs` tokens of its chunk."""
-        if num_missing := self._num_missing_pages(holding, num_inputs):
-            first = len(holding.pages)
-            holding.pages += self._cache.kv_blocks.allocate_memory_blocks(num_missing)
-            self.page_table[holding.row, first : len(holding.pages)] = holding.pages[first:]
-
-    def _add_pages_of_drafts(self, step: RequestStep, tokens: Sequence[int]) -> Sequence[int]:
-        """The drafts for whose inputs there are pages, free ones included."""
-        if not self._pages.tokens:
-            return tokens
-        num_pages = len(step.holding.pages) + self._cache.kv_blocks.total_avail
-        num_inputs = step.start % self._chunk_size + step.length
-        tokens = tokens[: num_pages * self._pages.tokens - num_inputs]
-        self._add_pages(step.holding, num_inputs + len(tokens))
-        return tokens
-
-    def release_pages(self, holding: Holding) -> None:
-        """Release the pages of a request; launched steps read them before others write."""
-        pages, holding.pages = holding.pages, []
-        self._cache.kv_blocks.release_memory_blocks(pages)
+        """KV blocks for the inputs of a request with so many tokens: of those since the last grid point."""
+        return self.page_table.num_pages(num_tokens) if self._has_pages else 0
 
     # ---- blocks and boundaries of a step
 
-    def trim(self, holding: Holding) -> None:
+    def trim(self, allocation: Allocation) -> None:
         """Release the KV blocks that only drafts needed."""
-        self._cache.trim(holding.path, self._num_blocks(holding.num_computed))
+        self._cache.trim(allocation.path, self._num_blocks(allocation.num_computed))
 
     def _stop(self, start: int, length: int, budget: int) -> int:
         """Where the step ends. A cut step ends on a block or chunk; where decodes replay it must."""
@@ -295,7 +275,7 @@ class Admission:
 
     def _can_hold(self, request: DynamicInferenceRequest, match: PrefixMatch, stop: int) -> bool:
         """Whether the step's blocks are available; a waiting request needs the blocks of its whole prompt."""
-        path = request.holding.path if request.holding is not None else None
+        path = request.allocation.path if request.allocation is not None else None
         end = len(request.tokens) if path is None else stop
         return self._cache.can_hold(self._num_blocks(end), match, path, self.num_pages(end))
 
@@ -304,10 +284,10 @@ class Admission:
         if not self._one_pool:
             return True
         slots, needed = self._cache.slots, self._slots_per_row
-        for holding in self.holdings:
+        for allocation in self.allocations:
             if slots.num_available >= needed:
                 return True
-            self._states.move_to_live(holding)
+            self._states.move_to_live(allocation)
         return slots.num_available >= needed
 
     def _num_blocks(self, num_tokens: int) -> int:
@@ -336,10 +316,15 @@ class Admission:
         branches = 0 < depth < len(keys) and self._cache.tree.was_continued(keys[depth - 1])
         return max(match.seen_tokens if branches else 0, shared if shared > match.resume_tokens else 0)
 
-    def _boundaries(self, holding: Holding, start: int, stop: int) -> tuple[Boundary, ...]:
+    def _boundaries(self, allocation: Allocation, start: int, stop: int) -> tuple[Boundary, ...]:
         """The boundaries in (start, stop] whose states the request's plan stores."""
-        if not holding.path.caches or start // self._block_size == stop // self._block_size:
+        if not allocation.path.caches or start // self._block_size == stop // self._block_size:
             return ()
         return checked_boundaries(
-            holding.path.plan, start, stop, holding.prefill_length, self._block_size, holding.branch_tokens
+            allocation.path.plan,
+            start,
+            stop,
+            allocation.prefill_length,
+            self._block_size,
+            allocation.branch_tokens,
         )

@@ -13,14 +13,8 @@ from ...state_spec import HybridStateSpec, durable_tensors
 from ...validation import addressable
 from .cache.free_lists import DirtyEntries, MemoryCleaner
 from .cache.memory import ALIGNMENT, UnitSizes
-from .pool_sizes import (
-    NUM_STAGING_SLOTS,
-    PoolSizes,
-    input_bytes,
-    input_shapes,
-    num_live_slots,
-    page_offsets,
-)
+from .input_pages import input_bytes, input_shapes, page_offsets
+from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes, num_live_slots
 from .states import StatePool, zeroed
 
 MEBIBYTE = 1 << 20

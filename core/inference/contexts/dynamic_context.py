@@ -15,10 +15,11 @@ from .cache.paths import TokenLedger
 from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
+from .free_memory import with_total_gb
 from .padding import largest_shape
-from .pool_sizes import PoolSizes, sized
+from .pool_sizes import PoolSizes
 from .request import DynamicInferenceRequest, RequestStep
-from .states import RequestStates
+from .states import EncodedStates, ReplayedStates, RequestStates
 from .step_builder import Padding, StepBuffer, StepBuilder
 from .step_inputs import StepInputs, StepObserver
 from .tier_copies import tier_of
@@ -38,7 +39,7 @@ class DynamicInferenceContext:
     ) -> None:
         """Allocate the pools; a collective where the model is split. `clock`: for ages of what is evicted."""
         self.spec = spec
-        self.config = config = sized(config, spec.device)
+        self.config = config = with_total_gb(config, spec.device)
         if config.enable_prefix_caching and config.block_size_tokens % spec.grid:
             raise ValueError(
                 f"block_size_tokens is {config.block_size_tokens}; accepted: a multiple of {spec.grid}, "
@@ -65,15 +66,12 @@ class DynamicInferenceContext:
         if self.prefix_cache.tier is not None:
             scrubber.host_rows = self.prefix_cache.tier.host.dirty
         self._pages = sizes.pages
-        chunk = self._chunk_size if config.replays else None
-        self._states = RequestStates(
-            pool, memory.durable_pool, self.prefix_cache, scrubber.scratch, spec.separate_states, chunk
-        )
+        self._states = self._request_states()
         self._empty_rows()
         largest = largest_shape(
             config.max_requests, config.max_tokens_per_step, 1 + config.num_speculative_tokens,
             self.admission.block_table.shape[1], self._chunk_size, bool(config.batch_invariant),
-            self.admission.page_table.shape[1],
+            self.admission.page_table.array.shape[1],
         )  # fmt: skip
         self._buffer = StepBuffer(largest, spec.device)
         self._builder = StepBuilder(self._buffer, config, self._chunk_size, self._states, self.memory)
@@ -90,6 +88,15 @@ class DynamicInferenceContext:
 
     def _spec_of_memory(self) -> HybridStateSpec:
         return self.spec
+
+    def _request_states(self) -> RequestStates:
+        pool, durable, cache = self.memory.state_pool, self.memory.durable_pool, self.prefix_cache
+        in_place = not self.spec.separate_states
+        if durable is not pool:
+            return EncodedStates(pool, durable, cache, self.memory.scrubber.scratch, in_place)
+        if self.config.replays:
+            return ReplayedStates(pool, cache, self._chunk_size)
+        return RequestStates(pool, cache, in_place)
 
     def _empty_rows(self) -> None:
         self.admission = Admission(
@@ -111,14 +118,14 @@ class DynamicInferenceContext:
     # ---- requests
 
     def release(self, request: DynamicInferenceRequest, *, discard: bool = False) -> None:
-        """Free all that the request holds; `discard`: also forget its cached prefix: the model went wrong."""
-        if request.holding is None:
+        """Release what the request has; `discard`: its cached prefix, too, because the model went wrong."""
+        if request.allocation is None:
             return
-        holding = self.admission.release(request)
+        allocation = self.admission.release(request)
         if discard:
-            self.prefix_cache.discard(holding.path)
+            self.prefix_cache.discard(allocation.path)
         else:
-            self.prefix_cache.release(holding.path)  # last: it calls observers
+            self.prefix_cache.release(allocation.path)  # last: it calls observers
 
     # ---- one step
 
@@ -137,7 +144,7 @@ class DynamicInferenceContext:
             self.memory.scrubber.scrub()
         self._reserve(steps)
         inputs = self._builder.build(
-            self._steps, self.admission.block_table.numpy(), self.admission.page_table,
+            self._steps, self.admission.block_table.numpy(), self.admission.page_table.array,
             padding or (lambda shape: shape), sampled_tokens,
         )  # fmt: skip
         for observer in self.observers:
@@ -162,7 +169,7 @@ class DynamicInferenceContext:
         is.
         """
         if is_valid is not None:
-            self._drop_invalid(is_valid)
+            self._remove_invalid(is_valid)
         late: list[RequestStep] = []
         if any(step.drafts for step in self._steps):
             assert num_accepted is not None, "drafts are not verified"
@@ -171,17 +178,17 @@ class DynamicInferenceContext:
         for step in self._steps:
             self._states.release_source(step)
             self._count(step)
-            self.prefix_cache.register(step.holding.path, step.request.tokens, step.stop)
+            self.prefix_cache.register(step.allocation.path, step.request.tokens, step.stop)
             self._states.advance(step, self.prefix_cache.commit(step))
-            if step.holding.pages and not step.holding.num_computed % self._chunk_size:
-                self.admission.release_pages(step.holding)
+            if step.allocation.pages and not step.allocation.num_computed % self._chunk_size:
+                self.admission.page_table.release(step.allocation)
             if step.decoding and self.config.num_speculative_tokens:
-                self.admission.trim(step.holding)
+                self.admission.trim(step.allocation)
         ended, self._steps = self._steps, ()
         for observer in self.observers:
             observer.step_ended(ended)
 
-    def _drop_invalid(self, is_valid: Callable[[int], bool]) -> None:
+    def _remove_invalid(self, is_valid: Callable[[int], bool]) -> None:
         size = self.config.block_size_tokens
         invalid = [
             step
@@ -191,8 +198,8 @@ class DynamicInferenceContext:
         ]
         for step in invalid:
             self.prefix_cache.release_reserved(step)
-        rows = {step.holding.row for step in invalid}
-        self._steps = tuple(step for step in self._steps if step.holding.row not in rows)
+        rows = {step.allocation.row for step in invalid}
+        self._steps = tuple(step for step in self._steps if step.allocation.row not in rows)
 
     def _verify(self, num_accepted: Callable[[int], int]) -> list[RequestStep]:
         """Cut the steps to their accepted tokens; returns steps with slots that are reserved only now."""
@@ -201,10 +208,10 @@ class DynamicInferenceContext:
             for step in self._steps
         ]
         late = self.prefix_cache.after_verification(self._steps, accepted)
-        added = {step.holding.row: step.destinations for step in late}
+        added = {step.allocation.row: step.destinations for step in late}
         self._steps = tuple(
-            replace(step, destinations=step.destinations | added[step.holding.row])
-            if step.holding.row in added
+            replace(step, destinations=step.destinations | added[step.allocation.row])
+            if step.allocation.row in added
             else step
             for step in accepted
         )
@@ -234,13 +241,13 @@ class DynamicInferenceContext:
     # ---- the whole
 
     def reset_prefix_cache(self) -> None:
-        """Forget every prefix, state, pin and ghost. Running requests go on, but cache nothing any more."""
-        for holding in self.admission.holdings:
-            self._states.move_to_live(holding)
-        self.prefix_cache.forget([holding.path for holding in self.admission.holdings])
+        """Remove every prefix, state, pin and ghost. Running requests go on, but cache nothing any more."""
+        for allocation in self.admission.allocations:
+            self._states.move_to_live(allocation)
+        self.prefix_cache.clear([allocation.path for allocation in self.admission.allocations])
 
     def suspend(self) -> None:
-        """Free the tensors of all pools; every request is released and every prefix forgotten."""
+        """Free the tensors of all pools; every request is released, and the cache is cleared."""
         for request in self.requests:
             self.release(request)
         self.reset_prefix_cache()
@@ -254,9 +261,9 @@ class DynamicInferenceContext:
         self.memory.allocate()
 
     def reset(self, *, keep_counts: bool = False) -> None:
-        """Drop every request, prefix, state, pin and reservation, also after a failure; counts, too."""
+        """Release every request and empty the cache, also after a failure; counts are 0, too."""
         self._steps = ()
-        self.admission.abandon()
+        self.admission.clear()
         self._empty_rows()
         if not keep_counts:
             self._ledger = TokenLedger()
@@ -273,14 +280,14 @@ class DynamicInferenceContext:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, pools and maps contradict each other; O(pools)."""
-        holdings, during_step = self.admission.holdings, bool(self._steps)
+        allocations, during_step = self.admission.allocations, bool(self._steps)
         self.admission.check_integrity()
-        self._states.check_integrity(holdings, during_step)
-        pages = [page for holding in holdings for page in holding.pages]
-        self.prefix_cache.check_integrity([holding.path for holding in holdings], during_step, pages)
-        for holding in holdings:
+        self._states.check_integrity(allocations, during_step)
+        pages = [page for allocation in allocations for page in allocation.pages]
+        self.prefix_cache.check_integrity([allocation.path for allocation in allocations], during_step, pages)
+        for allocation in allocations:
             size = self.config.block_size_tokens
-            assert holding.num_computed <= len(holding.path.blocks) * size, "tokens without a KV block"
+            assert allocation.num_computed <= len(allocation.path.blocks) * size, "tokens without a KV block"
 
 
 def check_replays(spec: HybridStateSpec, config: InferenceConfig) -> None:

@@ -264,7 +264,7 @@ class MambaSlotAllocator:
         return self.slots.allocate(blocks)
 
     def invalidate_block(self, block_id: int) -> None:
-        """Free the slot of `block_id`, if any, and drop its index key."""
+        """Free the slot of `block_id`, if any, and remove its index key."""
         self.slots.remove([integer("block_id", block_id, 0, self._num_blocks - 1)])
 
     def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
@@ -503,7 +503,7 @@ class MambaSlotAllocator:
     # ---- reset and checks
 
     def reset(self) -> None:
-        """Drop every state, reservation, pin, pending checkpoint and ghost, and zero the scratch."""
+        """Remove every state, reservation, pin, pending checkpoint and ghost, and zero the scratch."""
         self.slots.clear()
         self._clear_pending()
 

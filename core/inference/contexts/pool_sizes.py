@@ -1,58 +1,23 @@
 """How many KV blocks and durable slots a configuration buys, on one rank and on all ranks of a model."""
 
-import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from ...config import InferenceConfig
-from ...state_spec import ALIGNMENT, HybridStateSpec
+from ...state_spec import HybridStateSpec
 from ...validation import INT32_MAX
 from .cache.memory import MemoryDivision, RankBudget, UnitSizes
+from .input_pages import NO_PAGES, InputPages, input_bytes, input_shapes, tokens_of_page
 
 GIGABYTE = 1 << 30
-InputShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _UNLIMITED = INT32_MAX + 2
 """What a rank affords where a unit has no bytes. The minimum over the ranks counts."""
-
-SHARE_OF_FREE_GPU = 0.85  # the rest is for activations, graphs and the libraries' workspaces
-SHARE_OF_FREE_RAM = 0.5
-MAX_GB_ON_CPU = 16.0
 
 NUM_STAGING_SLOTS = 2
 """Slots for states inside prefills until they are encoded: the default plan's tail and branch point."""
 _MAX_NAMES = 1 << 20
 """KV blocks without bytes that a context makes for cached prefixes, at most."""
-
-
-MAX_PAGES = 64
-"""Pages of a chunk at most; a smaller page would be allocated too often."""
-
-
-class InputPages(NamedTuple):
-    """Pages of replays' inputs, each in the memory of a KV block: taken as a request comes to them.
-
-    Without tokens there are no pages: each row has memory of its own for a whole chunk.
-    """
-
-    tokens: int = 0  # of a page
-    per_chunk: int = 0
-
-    def num_pages_for(self, num_tokens: int) -> int:
-        """Pages of the first tokens of a chunk."""
-        return -(-num_tokens // self.tokens) if self.tokens else 0
-
-    def of_requests(self, count: int) -> int:
-        """Pages of so many requests: half of their chunks, and four standard deviations."""
-        half = count * (self.per_chunk + 1) / 2 + 4 * math.sqrt(count / 12) * self.per_chunk
-        return min(count * self.per_chunk, math.ceil(half))
-
-
-NO_PAGES = InputPages()
 
 
 @dataclass(frozen=True)
@@ -71,12 +36,12 @@ class PoolSizes:
     @classmethod
     def of(cls, config: InferenceConfig, spec: HybridStateSpec) -> "PoolSizes":
         """The largest pools that every rank can afford. A collective; all ranks raise the same ValueError."""
-        own = _page_tokens(config, spec), _rank(config, spec, paged=True), _rank(config, spec, paged=False)
-        gathered: list[tuple[int | None, _Rank, _Rank]] = spec.groups.gather(own, spec.device)
-        fits, of_pages, of_rows = zip(*gathered, strict=True)
-        pages = _pages(config, spec, fits)
-        ranks: Sequence[_Rank] = of_pages if pages.tokens else of_rows
-        shared = [rank for rank, one in enumerate(ranks) if one.gb is not None]
+        paged, unpaged = (RankMemory.of(config, spec, paged) for paged in (True, False))
+        own = tokens_of_page(config, spec), paged, unpaged
+        gathered: list[tuple[int | None, RankMemory, RankMemory]] = spec.groups.gather(own, spec.device)
+        pages = InputPages.fitting(config, spec, [page_tokens for page_tokens, _, _ in gathered])
+        ranks = [paged if pages.tokens else unpaged for _, paged, unpaged in gathered]
+        shared = [rank for rank, one in enumerate(ranks) if one.total_gb is not None]
         if 0 < len(shared) < len(ranks):
             raise ValueError(
                 f"total_gb is set on the ranks {shared} of {len(ranks)}; accepted: on all or on none"
@@ -90,19 +55,35 @@ class PoolSizes:
             return replace(_of_total(config, ranks, pages.per_chunk), pages=pages)
         num_slots = min(rank.num_slots for rank in ranks) if config.enable_prefix_caching else 0
         num_blocks = min(rank.num_blocks for rank in ranks)
-        return cls(num_blocks + _added_blocks(config, pages, num_blocks), num_slots, pages=pages)
+        return cls(num_blocks + pages.added_blocks(config, num_blocks), num_slots, pages=pages)
 
 
-class _Rank(NamedTuple):
+class RankMemory(NamedTuple):
     """What one rank has for both pools: numbers of blocks and slots, or the budget that `gb` leaves."""
 
     num_blocks: int
     num_slots: int
-    gb: float | None  # `total_gb`
+    total_gb: float | None
     budget: RankBudget  # bytes of states and KV, live states included, and what they are spent on
-    apart: int  # bytes of running requests' inputs, and of live states where cached ones are encoded
+    undivided_bytes: int  # of running requests' inputs, and of live states where cached ones are encoded
     caching: bool
-    divides: bool  # whether states and KV can share one memory
+    can_divide: bool  # whether states and KV can share one memory
+
+    @classmethod
+    def of(cls, config: InferenceConfig, spec: HybridStateSpec, paged: bool) -> "RankMemory":
+        """`paged`: whether inputs of decodes by replay lie in KV blocks, as far as they can."""
+        caching, num_live = config.enable_prefix_caching, num_live_slots(config)
+        encoded = caching and config.durable_state_dtype is not None
+        undivided = input_bytes(input_shapes(config, spec, paged))
+        slot = spec.slot_bytes
+        if encoded:  # live states are no part of what is divided
+            undivided += (num_live + NUM_STAGING_SLOTS) * slot
+            num_live, slot = 0, spec.durable_slot_bytes(config.durable_state_dtype)
+        sizes = UnitSizes(slot, spec.kv_block_bytes(config.block_size_tokens))
+        budget = RankBudget(sizes, int((config.total_gb or 0.0) * GIGABYTE) - undivided, num_live)
+        can_divide = caching and not encoded and spec.strided_blocks
+        num_blocks, num_slots = config.num_kv_blocks or 0, config.num_mamba_slots or 0
+        return cls(num_blocks, num_slots, config.total_gb, budget, undivided, caching, can_divide)
 
     @property
     def _left(self) -> int:
@@ -126,65 +107,7 @@ class _Rank(NamedTuple):
         return (self.budget.num_live + self.caching) * slot + num_blocks * block
 
 
-def page_offsets(spec: HybridStateSpec, num_tokens: int) -> tuple[dict[str, int], int]:
-    """Where the inputs of a page of tokens begin, each with all its layers; and the page's bytes."""
-    offsets, end = {}, 0
-    for tensor in spec.states:
-        for entry in tensor.inputs:
-            if entry.layout == "page":
-                offsets[entry.name] = end
-                size = tensor.num_layers * num_tokens * math.prod(entry.shape) * entry.dtype.itemsize
-                end += -(-size // ALIGNMENT) * ALIGNMENT
-    return offsets, end
-
-
-def _page_tokens(config: InferenceConfig, spec: HybridStateSpec) -> int | None:
-    """Tokens whose inputs fit into a KV block of this rank, a chunk's at most; None: any number."""
-    if not (config.replays and spec.strided_blocks):
-        return 0
-    if not page_offsets(spec, 1)[1]:
-        return None
-    block = spec.kv_block_bytes(config.block_size_tokens)
-    sizes = range(spec.chunk_tokens(config.block_size_tokens), 0, -1)
-    return next((size for size in sizes if page_offsets(spec, size)[1] <= block), 0)
-
-
-def _pages(config: InferenceConfig, spec: HybridStateSpec, fits: Sequence[int | None]) -> InputPages:
-    """The pages that fit into the blocks of all ranks; evenly filled."""
-    tokens = min((size for size in fits if size is not None), default=0)
-    if not tokens:
-        return NO_PAGES
-    chunk = spec.chunk_tokens(config.block_size_tokens)
-    per_chunk = -(-chunk // tokens)
-    return InputPages(-(-chunk // per_chunk), per_chunk) if per_chunk <= MAX_PAGES else NO_PAGES
-
-
-def _added_blocks(config: InferenceConfig, pages: InputPages, num_blocks: int) -> int:
-    """Blocks for pages beside `num_kv_blocks`: so many that requests whose KV surely fits find pages, too.
-
-    Example: 10 requests of at most 4 blocks and 15 pages. With 100 blocks, 60 may be evicted: 90 are added.
-    """
-    rows, longest = config.max_requests, -(-config.max_sequence_length // config.block_size_tokens)
-    spare, average = num_blocks - rows * longest, pages.of_requests(rows)
-    return average if spare < 0 else max(average, rows * pages.per_chunk - spare)
-
-
-def _rank(config: InferenceConfig, spec: HybridStateSpec, paged: bool) -> _Rank:
-    caching, num_live = config.enable_prefix_caching, num_live_slots(config)
-    encoded = caching and config.durable_state_dtype is not None
-    apart = input_bytes(input_shapes(config, spec, paged))
-    slot = spec.slot_bytes
-    if encoded:  # live states are no part of what is divided
-        apart += (num_live + NUM_STAGING_SLOTS) * slot
-        num_live, slot = 0, spec.durable_slot_bytes(config.durable_state_dtype)
-    sizes = UnitSizes(slot, spec.kv_block_bytes(config.block_size_tokens))
-    budget = RankBudget(sizes, int((config.total_gb or 0.0) * GIGABYTE) - apart, num_live)
-    divides = caching and not encoded and spec.strided_blocks
-    num_blocks, num_slots = config.num_kv_blocks or 0, config.num_mamba_slots or 0
-    return _Rank(num_blocks, num_slots, config.total_gb, budget, apart, caching, divides)
-
-
-def _of_total(config: InferenceConfig, ranks: Sequence[_Rank], num_pages: int) -> PoolSizes:
+def _of_total(config: InferenceConfig, ranks: Sequence[RankMemory], num_pages: int) -> PoolSizes:
     """The pools that `total_gb` buys: live states and inputs first, then cached states and KV in one memory.
 
     Without states, KV or caching, all goes to the other kind. Encoded states and KV get a half each.
@@ -194,7 +117,7 @@ def _of_total(config: InferenceConfig, ranks: Sequence[_Rank], num_pages: int) -
     has_states = any(rank.budget.sizes.slot for rank in ranks)
     has_kv = any(rank.budget.sizes.block for rank in ranks)
     caches_states = config.enable_prefix_caching and has_states
-    if caches_states and has_kv and all(rank.divides for rank in ranks):
+    if caches_states and has_kv and all(rank.can_divide for rank in ranks):
         division = MemoryDivision.of([rank.budget for rank in ranks], longest)
         if division.num_units < division.num_kv_units:
             raise _too_small(config, ranks, [division.least_bytes(rank.budget.sizes) for rank in ranks])
@@ -216,10 +139,10 @@ def _of_total(config: InferenceConfig, ranks: Sequence[_Rank], num_pages: int) -
     )
 
 
-def _too_small(config: InferenceConfig, ranks: Sequence[_Rank], least: Sequence[int]) -> ValueError:
+def _too_small(config: InferenceConfig, ranks: Sequence[RankMemory], least: Sequence[int]) -> ValueError:
     """The error of the rank that lacks most; `least`: bytes for states and KV that each rank needs."""
-    needed = [(size + rank.apart) / GIGABYTE for size, rank in zip(least, ranks, strict=True)]
-    given = [rank.gb or 0.0 for rank in ranks]
+    needed = [(size + rank.undivided_bytes) / GIGABYTE for size, rank in zip(least, ranks, strict=True)]
+    given = [rank.total_gb or 0.0 for rank in ranks]
     rank = max(range(len(ranks)), key=lambda i: needed[i] - given[i])
     states = "one cached state, " if config.enable_prefix_caching else ""
     where = f" on rank {rank}" if len(ranks) > 1 else ""
@@ -233,70 +156,3 @@ def _too_small(config: InferenceConfig, ranks: Sequence[_Rank], least: Sequence[
 def num_live_slots(config: InferenceConfig) -> int:
     """Live slots of all running requests: one each, and one for each draft unless decodes replay."""
     return config.max_requests * (1 if config.replays else 1 + config.num_speculative_tokens)
-
-
-def input_shapes(config: InferenceConfig, spec: HybridStateSpec, paged: bool = False) -> InputShapes:
-    """Name -> [layers, rows, *shape of one request] and dtype of what replays read, with padded drafts.
-
-    `paged`: without the inputs that can lie in pages.
-    """
-    if not config.replays:
-        return {}
-    chunk = spec.chunk_tokens(config.block_size_tokens)
-    num_drafts = (1 << config.num_speculative_tokens.bit_length()) - 1
-    return {
-        entry.name: (
-            (tensor.num_layers, config.max_requests, *entry.of_request(chunk, num_drafts)),
-            entry.dtype,
-        )
-        for tensor in spec.states
-        for entry in tensor.inputs
-        if not (paged and entry.layout == "page")
-    }
-
-
-def input_bytes(shapes: InputShapes) -> int:
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
-
-
-def sized(config: InferenceConfig, device: torch.device) -> InferenceConfig:
-    """`config`, with `total_gb` where no pool has a size."""
-    if config.total_gb is None and config.num_kv_blocks is None:
-        return replace(config, total_gb=free_gb(device))
-    return config
-
-
-def free_gb(device: torch.device) -> float:
-    """The memory that pools get where no size is given, in 2**30 bytes."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        return SHARE_OF_FREE_GPU * torch.cuda.mem_get_info(device)[0] / GIGABYTE
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of torchrun on this machine
-    return min(MAX_GB_ON_CPU, SHARE_OF_FREE_RAM * _available_ram() / GIGABYTE) / ranks
-
-
-def _available_ram() -> int:
-    """Bytes of RAM that this process may still use: of the machine, and of its control group."""
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    try:
-        with open("/proc/meminfo") as lines:
-            named = dict(line.split(":", 1) for line in lines)
-        available = int(named["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        pass  # no Linux: what is known by now
-    of_group = _group_ram(Path("/sys/fs/cgroup"))
-    return max(available if of_group is None else min(available, of_group), 0)
-
-
-def _group_ram(group: Path) -> int | None:
-    """Bytes that a control group (version 2) may still use, its idle page cache too; None: no limit."""
-    try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # "max" is no limit
-        return None
-    try:
-        named = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        reclaimable = int(named["inactive_file"])
-    except (OSError, KeyError, ValueError):
-        reclaimable = 0
-    return limit - max(used - reclaimable, 0)

@@ -43,8 +43,8 @@ class TokenView(Sequence[int]):
 
 
 @dataclass(eq=False)
-class Holding:
-    """A row, live slots, a path in the prefix cache, and how far a running request is computed."""
+class Allocation:
+    """What a running request has: a row, live slots, pages, a path, and how far it is computed."""
 
     row: int
     live_slots: tuple[int, ...]  # a decode writes the state after its token i into slot i, unless it replays
@@ -82,7 +82,7 @@ _NOTHING_COUNTED = TokenLedger()
 
 @dataclass(eq=False)
 class DynamicInferenceRequest:
-    """A prompt, its settings and its answer. What the request holds while it runs is its `holding`."""
+    """A prompt, its settings and its answer. What the request has while it runs is its `allocation`."""
 
     request_id: int  # `NO_ID` until the engine gives one
     prompt_tokens: list[int]
@@ -98,7 +98,7 @@ class DynamicInferenceRequest:
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
     prompt_log_probs: list[float] = field(default_factory=list)  # that `scored_positions` give
     ttft_s: float | None = None  # from the arrival to the first token
-    holding: Holding | None = None  # None while the request waits
+    allocation: Allocation | None = None  # None while the request waits
     ledger: TokenLedger = _NOTHING_COUNTED
     num_counted: int = 0  # leading tokens in `ledger`, also before a restart
     match: PrefixMatch | None = None  # the last one; `Admission` writes it
@@ -106,7 +106,7 @@ class DynamicInferenceRequest:
     result: RequestResult | None = None  # of an ended request; the engine writes it
     awaited_tokens: int = 0  # boundary whose state the last step waited for; the scheduler writes it
     shared_tokens: int = 0  # with requests that waited as it was admitted; `Admission` writes it
-    awaits_states: bool = True  # whether it may wait again
+    may_wait: bool = True  # whether it may wait again
     _token_view: TokenView | None = None
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ class DynamicInferenceRequest:
 
     def __repr__(self) -> str:
         """One line, without tokens: they are the user's."""
-        state = "running" if self.holding is not None else "waiting"
+        state = "running" if self.allocation is not None else "waiting"
         if self.result is not None:
             state = f"ended: {self.result.finish_reason}"
         return (
@@ -248,17 +248,19 @@ class RequestStep(PathStep):
     """Tokens [start, stop) of one request, to be computed in the next step; `of` makes one."""
 
     request: DynamicInferenceRequest = field(kw_only=True)
-    holding: Holding = field(kw_only=True)
+    allocation: Allocation = field(kw_only=True)
     num_resumed: int = 0  # before `start`
     spans: tuple[Span, ...] = ()
     is_ahead: bool = False  # a decode of the token that the step before samples; `tokens` has a 0 for it
 
     @classmethod
     def of(
-        cls, request: DynamicInferenceRequest, holding: Holding, start: int, stop: int, **settings: Any
+        cls, request: DynamicInferenceRequest, allocation: Allocation, start: int, stop: int, **settings: Any
     ) -> Self:
         """A step of `request` along the path that it holds."""
-        return cls(holding.path, request.tokens, start, stop, request=request, holding=holding, **settings)
+        return cls(
+            allocation.path, request.tokens, start, stop, request=request, allocation=allocation, **settings
+        )
 
     @property
     def length(self) -> int:
@@ -278,7 +280,7 @@ class RequestStep(PathStep):
 
     def completes_block(self, block_size_tokens: int) -> bool:
         """Whether the step fills a KV block that becomes findable then."""
-        path = self.holding.path
+        path = self.allocation.path
         return path.caches and self.stop // block_size_tokens > path.num_registered
 
     @property

@@ -13,7 +13,7 @@ from ..kernels.operands import CodedTensor, ConvAndSsm
 from ..kernels.state_copy import copy_states, decode_states, encode_states
 from .cache.free_lists import DirtyEntries
 from .cache.prefix_cache import PrefixCache
-from .request import Holding, RequestStep
+from .request import Allocation, RequestStep
 
 IdleSlots = Callable[[], Sequence[int]]
 """Returns the live slots that no request owns now, in a pool without durable states."""
@@ -125,181 +125,222 @@ def coded_tensors(live: StatePool, durable: StatePool) -> list[CodedTensor]:
 class RequestStates:
     """Where each request's state is: in its live slot, or in a durable slot, pinned until a step reads it.
 
-    For kernels that update states in place, `gather` copies states to live slots before a step, and `scatter`
-    copies boundary states from there afterwards. Where decodes replay, the state at the last grid point is
-    copied to the one live slot before the first decode. Where durable slots are encoded, `gather` decodes
-    those that requests resume from, and `scatter` encodes boundary states; a request continues from its live
-    slot, never from its own rounded copy. States inside a prefill are written to *staging* slots, which
-    belong to one step: those after the live ones, and idle live ones. Without one, a state is not stored.
+    Kernels that write elsewhere than they read store boundary states in durable slots themselves. For kernels
+    that update states in place, `gather` copies states to live slots before a step, and `scatter` copies
+    boundary states from there afterwards.
     """
 
-    def __init__(
-        self,
-        pool: StatePool,
-        durable: StatePool,
-        cache: PrefixCache,
-        scratch: DirtyEntries,
-        is_out_of_place: bool = True,
-        replay_chunk: int | None = None,
-    ) -> None:
-        """`is_out_of_place`: kernels write elsewhere than they read; `replay_chunk`: grid of replays."""
-        self._pool, self._durable = pool, durable
-        self._cache = cache
-        self._scratch = scratch
-        self._encodes = durable is not pool
-        self._is_out_of_place = is_out_of_place
-        self._stores = is_out_of_place and not self._encodes  # whether kernels write durable slots
-        self._replays = replay_chunk is not None
-        self._grid = replay_chunk or 1
-        self._staged: dict[tuple[int, int], int] = {}  # row and position -> staging slot, in this step
+    _grid = 1  # a state that is no multiple of it is not stored
 
-    def start_from(self, holding: Holding, slot: int, num_tokens: int) -> None:
+    def __init__(self, pool: StatePool, cache: PrefixCache, in_place: bool = False) -> None:
+        self._pool = pool
+        self._cache = cache
+        self._in_place = in_place
+        self._writes_durable = not in_place  # whether kernels do
+
+    def start_from(self, allocation: Allocation, slot: int, num_tokens: int) -> None:
         """Continue from the state after `num_tokens` tokens in a durable slot, perhaps a live slot now."""
-        if not (self._pool.is_shared and slot in holding.live_slots):
-            self._cache.hold_state(holding.path, slot, resumes=True)
-        holding.state_index = self._pinned_index(slot)
-        holding.num_computed = num_tokens
+        if not (self._pool.is_shared and slot in allocation.live_slots):
+            self._cache.pin_state(allocation.path, slot, resumes=True)
+        allocation.state_index = self._pinned_index(slot)
+        allocation.num_computed = num_tokens
 
     def _pinned_index(self, slot: int) -> int:
-        """`Holding.state_index` while the request's state is in a pinned durable slot; -1 until `gather`."""
-        return -1 if self._encodes else self._pool.durable_index(slot)
+        """`Allocation.state_index` while the request's state is in a pinned durable slot."""
+        return self._pool.durable_index(slot)
 
     def _last_grid_point(self, position: int) -> int:
         return position // self._grid * self._grid
 
     def max_inner_states(self, steps: Sequence[RequestStep], idle_slots: IdleSlots) -> int | None:
         """How many states inside their prefills the steps can store; None: any number."""
-        return len(self._staging_slots(steps, idle_slots)) if self._encodes else None
-
-    def _staging_slots(self, steps: Sequence[RequestStep], idle_slots: IdleSlots) -> list[int]:
-        """The slots that are free in a step: those for staging, then idle live ones."""
-        own = range(self._pool.num_live, self._pool.num_slots)
-        drafts = [slot for step in steps if not step.decoding for slot in step.holding.live_slots[1:]]
-        return [*own, *drafts, *idle_slots()]
+        return None
 
     def gather(self, steps: Sequence[RequestStep], idle_slots: IdleSlots) -> None:
-        """Before a step: bring states to live slots where the step needs them there; place staged states."""
-        if self._encodes:
-            places = iter(self._staging_slots(steps, idle_slots))
-            self._staged = {
-                (step.holding.row, position): next(places)
-                for step in steps
-                for position in step.destinations
-                if not self._is_last(step, position)
-            }
-            self._scratch.note(self._staged.values())
-            self._to_live([step.holding for step in steps if step.holding.path.state_slot >= 0])
-        if not self._is_out_of_place:
-            resumed = [step.holding for step in steps if step.holding.num_computed]
+        """Before a step: copy states to live slots where the step needs them there."""
+        if self._in_place:
+            resumed = [step.allocation for step in steps if step.allocation.num_computed]
             self._to_live([one for one in resumed if one.state_index != one.live_slots[0]])
 
     def scatter(self, steps: Sequence[RequestStep], late: Sequence[RequestStep] = ()) -> None:
         """After a step: bring boundary states to their slots where kernels do not; `late` slots are new."""
         pairs = [
-            (self._place(step, position), slot)
-            for step in (late if self._stores else steps)
+            (self._live_slot(step, position), self._pool.durable_index(slot))
+            for step in (late if self._writes_durable else steps)
             for position, slot in step.destinations.items()
-            if self._encodes or self._is_last(step, position)
+            if position >= step.stop - len(step.drafts)  # else a prefill stores it
         ]
-        if pairs and self._encodes:
-            encode_states(coded_tensors(self._pool, self._durable), *zip(*pairs, strict=True))
-        elif pairs:
-            places, slots = zip(*pairs, strict=True)
-            self._pool.copy(places, [self._pool.durable_index(slot) for slot in slots])
-        if self._encodes:
-            self._scratch.scrub()
-
-    def _is_last(self, step: RequestStep, position: int) -> bool:
-        """Whether the state at `position` may be in a live slot after the step; else a prefill stores it."""
-        return position >= step.stop - len(step.drafts)
-
-    def _place(self, step: RequestStep, position: int) -> int:
-        """The live or staging slot where the step writes the state at a boundary."""
-        staged = self._staged.get((step.holding.row, position)) if self._encodes else None
-        return self._live_slot(step, position) if staged is None else staged
+        if pairs:
+            self._pool.copy(*zip(*pairs, strict=True))
 
     def inner_destinations(self, step: RequestStep) -> list[tuple[int, int]]:
         """Positions inside a prefill, and the pool indices where the prefill stores the states there."""
-        inner = [
-            (position, self._place(step, position) if self._encodes else self._pool.durable_index(slot))
-            for position, slot in step.destinations.items()
-            if position != step.stop
+        slots = step.destinations.items()
+        return [
+            (position, self._pool.durable_index(slot)) for position, slot in slots if position != step.stop
         ]
-        last = self._last_grid_point(step.stop)
-        if step.start < last < step.stop and last not in step.destinations:
-            inner.append((last, self._live_slot(step, last)))
-        return inner
 
     def completed_destination(self, step: RequestStep) -> int:
         """The pool index for the state of a chunk that a decode by replay completes; -1: none."""
-        if not step.decoding or step.stop % self._grid:
-            return -1
-        return self._destination(step, step.stop)
+        return -1
 
     def destinations(self, step: RequestStep) -> list[int]:
         """The pool index for the state after the step; with drafts, one index for each token's state."""
-        if self._replays and (step.decoding or step.stop % self._grid):
-            return [-1] * (step.length if step.decoding else 1)
         if not step.drafts:
             return [self._destination(step, step.stop)]
         return [self._destination(step, position + 1) for position in range(step.start, step.stop)]
 
     def _destination(self, step: RequestStep, position: int) -> int:
         """The slot reserved for the state at `position`, or a live slot."""
-        slot = step.destinations.get(position, -1) if self._stores else -1
+        slot = step.destinations.get(position, -1) if self._writes_durable else -1
         return self._live_slot(step, position) if slot < 0 else self._pool.durable_index(slot)
 
     def _live_slot(self, step: RequestStep, position: int) -> int:
         """The live slot for the state at `position`: the step's end, or the end of any token of a decode."""
-        return step.holding.live_slots[0 if self._replays else position - step.stop + len(step.drafts)]
+        return step.allocation.live_slots[position - step.stop + len(step.drafts)]
 
     def release_source(self, step: RequestStep) -> None:
         """After a launched step: unpin the durable slot that the step read, unless a later step reads it."""
         if self._last_grid_point(step.stop) > step.start:
-            self._cache.release_state(step.holding.path)
+            self._cache.unpin_state(step.allocation.path)
 
     def advance(self, step: RequestStep, committed: Mapping[int, int]) -> None:
         """Note where a launched step wrote its request's state; `committed`: boundary -> its slot, or -1."""
-        holding, position = step.holding, self._last_grid_point(step.stop)
-        holding.num_computed = step.stop
-        if position > step.start:
-            slot = committed.get(position, -1) if self._stores else -1
-            if slot >= 0:
-                self._cache.hold_state(holding.path, slot, resumes=False)
-                holding.state_index = self._pool.durable_index(slot)
-            else:
-                written = self._destination(step, position)
-                holding.state_index = self._live_slot(step, position)
-                if written != holding.state_index:  # it was refused; no launched kernel overwrites it yet
-                    self._pool.copy([written], [holding.state_index])
-        if self._replays and holding.decoding:
-            self.move_to_live(holding)
+        allocation, position = step.allocation, self._last_grid_point(step.stop)
+        allocation.num_computed = step.stop
+        if position <= step.start:
+            return
+        slot = committed.get(position, -1) if self._writes_durable else -1
+        if slot >= 0:
+            self._cache.pin_state(allocation.path, slot, resumes=False)
+            allocation.state_index = self._pool.durable_index(slot)
+        else:
+            written = self._destination(step, position)
+            allocation.state_index = self._live_slot(step, position)
+            if written != allocation.state_index:  # it was refused; no launched kernel overwrites it yet
+                self._pool.copy([written], [allocation.state_index])
 
-    def skip(self, holding: Holding, num_tokens: int) -> None:
-        """Count tokens as computed whose decodes did not move the state."""
-        holding.num_computed += num_tokens
-
-    def move_to_live(self, holding: Holding) -> None:
+    def move_to_live(self, allocation: Allocation) -> None:
         """Copy a state that is only in a durable slot to the request's live slot, and unpin the former."""
-        if holding.path.state_slot >= 0:
-            self._to_live([holding])
+        if allocation.path.state_slot >= 0:
+            self._to_live([allocation])
 
-    def _to_live(self, holdings: Sequence[Holding]) -> None:
-        """Copy or decode the requests' states to their first live slots, and unpin durable ones."""
-        live = [holding.live_slots[0] for holding in holdings]
-        pinned = [holding.path.state_slot for holding in holdings]
-        if live and self._encodes and pinned[0] >= 0:
-            decode_states(coded_tensors(self._pool, self._durable), pinned, live)
-        elif live:
-            self._pool.copy([holding.state_index for holding in holdings], live)
-        for holding in holdings:
-            holding.state_index = holding.live_slots[0]
-            self._cache.release_state(holding.path)
+    def _to_live(self, allocations: Sequence[Allocation]) -> None:
+        """Copy the requests' states to their first live slots, and unpin durable ones."""
+        live = [allocation.live_slots[0] for allocation in allocations]
+        if live:
+            self._copy_to_live(allocations, live)
+        for allocation, slot in zip(allocations, live, strict=True):
+            allocation.state_index = slot
+            self._cache.unpin_state(allocation.path)
 
-    def check_integrity(self, holdings: Sequence[Holding], during_step: bool) -> None:
+    def _copy_to_live(self, allocations: Sequence[Allocation], live: Sequence[int]) -> None:
+        self._pool.copy([allocation.state_index for allocation in allocations], live)
+
+    def check_integrity(self, allocations: Sequence[Allocation], during_step: bool) -> None:
         """Raise AssertionError where a request's state is neither in its pinned slot nor in a live slot."""
-        for holding in holdings:
-            if holding.path.state_slot >= 0:
-                assert holding.state_index == self._pinned_index(holding.path.state_slot)
-            elif holding.num_computed >= self._grid and not during_step:
-                assert holding.state_index in holding.live_slots, "a request's state is somewhere else"
+        for allocation in allocations:
+            if allocation.path.state_slot >= 0:
+                assert allocation.state_index == self._pinned_index(allocation.path.state_slot)
+            elif allocation.num_computed >= self._grid and not during_step:
+                assert allocation.state_index in allocation.live_slots, "a request's state is somewhere else"
+
+
+class EncodedStates(RequestStates):
+    """Durable slots are a pool of their own, in fewer bytes.
+
+    `gather` decodes the states that requests resume from, and `scatter` encodes boundary states; a request
+    continues from its live slot, never from its own rounded copy. States inside a prefill are written to
+    *staging* slots, which belong to one step: those after the live ones, and idle live ones. Without one, a
+    state is not stored.
+    """
+
+    def __init__(
+        self, pool: StatePool, durable: StatePool, cache: PrefixCache, scratch: DirtyEntries, in_place: bool
+    ) -> None:
+        super().__init__(pool, cache, in_place)
+        self._durable = durable
+        self._scratch = scratch
+        self._writes_durable = False
+        self._staged: dict[tuple[int, int], int] = {}  # row and position -> staging slot, in this step
+
+    def _pinned_index(self, slot: int) -> int:
+        return -1  # until `gather`
+
+    def max_inner_states(self, steps: Sequence[RequestStep], idle_slots: IdleSlots) -> int:
+        return len(self._staging_slots(steps, idle_slots))
+
+    def _staging_slots(self, steps: Sequence[RequestStep], idle_slots: IdleSlots) -> list[int]:
+        """The slots that are free in a step: those for staging, then idle live ones."""
+        own = range(self._pool.num_live, self._pool.num_slots)
+        drafts = [slot for step in steps if not step.decoding for slot in step.allocation.live_slots[1:]]
+        return [*own, *drafts, *idle_slots()]
+
+    def gather(self, steps: Sequence[RequestStep], idle_slots: IdleSlots) -> None:
+        places = iter(self._staging_slots(steps, idle_slots))
+        self._staged = {
+            (step.allocation.row, position): next(places)
+            for step in steps
+            for position in step.destinations
+            if position < step.stop - len(step.drafts)
+        }
+        self._scratch.note(self._staged.values())
+        self._to_live([step.allocation for step in steps if step.allocation.path.state_slot >= 0])
+        super().gather(steps, idle_slots)
+
+    def _copy_to_live(self, allocations: Sequence[Allocation], live: Sequence[int]) -> None:
+        pinned = [allocation.path.state_slot for allocation in allocations]
+        if pinned[0] >= 0:
+            decode_states(coded_tensors(self._pool, self._durable), pinned, live)
+        else:
+            super()._copy_to_live(allocations, live)
+
+    def scatter(self, steps: Sequence[RequestStep], late: Sequence[RequestStep] = ()) -> None:
+        pairs = [
+            (self._place(step, position), slot)
+            for step in steps
+            for position, slot in step.destinations.items()
+        ]
+        if pairs:
+            encode_states(coded_tensors(self._pool, self._durable), *zip(*pairs, strict=True))
+        self._scratch.scrub()
+
+    def inner_destinations(self, step: RequestStep) -> list[tuple[int, int]]:
+        inner = (position for position in step.destinations if position != step.stop)
+        return [(position, self._place(step, position)) for position in inner]
+
+    def _place(self, step: RequestStep, position: int) -> int:
+        """The live or staging slot where the step writes the state at a boundary."""
+        staged = self._staged.get((step.allocation.row, position))
+        return self._live_slot(step, position) if staged is None else staged
+
+
+class ReplayedStates(RequestStates):
+    """Decodes compute by replay from the state at the last grid point, which is in the one live slot."""
+
+    def __init__(self, pool: StatePool, cache: PrefixCache, chunk_size: int) -> None:
+        super().__init__(pool, cache)
+        self._grid = chunk_size
+
+    def inner_destinations(self, step: RequestStep) -> list[tuple[int, int]]:
+        inner, last = super().inner_destinations(step), self._last_grid_point(step.stop)
+        if step.start < last < step.stop and last not in step.destinations:
+            inner.append((last, self._live_slot(step, last)))
+        return inner
+
+    def completed_destination(self, step: RequestStep) -> int:
+        completes = step.decoding and step.stop % self._grid == 0
+        return self._destination(step, step.stop) if completes else -1
+
+    def destinations(self, step: RequestStep) -> list[int]:
+        if step.decoding or step.stop % self._grid:
+            return [-1] * (step.length if step.decoding else 1)
+        return super().destinations(step)
+
+    def _live_slot(self, step: RequestStep, position: int) -> int:
+        return step.allocation.live_slots[0]
+
+    def advance(self, step: RequestStep, committed: Mapping[int, int]) -> None:
+        super().advance(step, committed)
+        if step.allocation.decoding:
+            self.move_to_live(step.allocation)

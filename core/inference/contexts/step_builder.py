@@ -152,9 +152,9 @@ class StepBuilder:
     ) -> dict[str, Any]:
         size = self._block_size
         num_blocks = -(-max(layout.stops) // size)
-        rows = [step.holding.row for step in steps]
+        rows = [step.allocation.row for step in steps]
         table = block_table[:, :num_blocks][rows].clip(min=0)  # cut first: whole rows are long
-        registered = np.array([step.holding.path.num_registered * size for step in steps])
+        registered = np.array([step.allocation.path.num_registered * size for step in steps])
         writes = np.flatnonzero(layout.positions >= registered[layout.token_rows])
         written = layout.positions[writes]
         blocks = table[layout.token_rows[writes], written // size].astype(np.int64)
@@ -194,7 +194,7 @@ class StepBuilder:
         return {
             "state_destinations": [index for step in steps for index in self._states.destinations(step)],
             "state_sources": [
-                step.holding.state_index if step.holding.num_computed else -1 for step in steps
+                step.allocation.state_index if step.allocation.num_computed else -1 for step in steps
             ],
             "chunks.query_start_loc": layout.query_start_loc[decodes:] - layout.num_decode_tokens,
             "chunks.token_rows": grid.token_rows,
@@ -210,7 +210,7 @@ class StepBuilder:
     def _replay_values(
         self, steps: Sequence[RequestStep], layout: "_Layout", page_table: Array
     ) -> dict[str, Any]:
-        rows = [step.holding.row for step in steps]
+        rows = [step.allocation.row for step in steps]
         starts, stops = np.array(layout.starts), np.array(layout.stops)
         tails = layout.query_start_loc[:-1] - layout.num_decode_tokens - starts
         tails += stops // self._chunk_size * self._chunk_size

@@ -30,7 +30,7 @@ class StepShape(NamedTuple):
     checkpoints: int
     logits: int
     decode_tokens: int = 1  # tokens of each decode row: more than one where any row has drafts
-    pages: int = 0  # columns of the page table of replays; the same in all steps
+    pages: int = 0  # columns of the page table of decodes by replay; the same in all steps
 
     @property
     def rows(self) -> int:

@@ -13,7 +13,9 @@ model_protocol, cuda_graphs         what a model offers; its steps as CUDA graph
 dummy_steps                         steps without users
 streams, async_engine, engine_thread
                                     an answer as its reader sees it; an engine in a thread of its own
-batch_invariance, product_check     the promise of bits: the mode, and its check at an engine's start
+batch_invariance                    the promise of bits: the mode, and what decides it at an engine's start
+product_check, forward_check        its check: of a model's matrix products, and of the whole model
+invariance_stamp                    the file that says that a model has passed the check
 engine_observer                     what a step did, for those who watch
 
 May import `contexts`, `cache` and `kernels`; a model through `model_protocol`; no server, no network.

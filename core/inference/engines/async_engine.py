@@ -208,7 +208,7 @@ class AsyncEngine:
             RuntimeError: `drain` or `close` was called, or this is another event loop.
         """
         thread = self._accepting("stream")
-        answer = Answer(self._forget, thread.post_cancel)
+        answer = Answer(self._remove, thread.post_cancel)
         self._open.add(answer)
         self._none_open.clear()
         arguments = {
@@ -232,7 +232,7 @@ class AsyncEngine:
         except BaseException:
             reply.cancel()
             thread.post_cancel(answer)  # the engine may have the request by now
-            self._forget(answer)
+            self._remove(answer)
             raise
 
     async def _prepare(self, arguments: dict[str, Any]) -> None:
@@ -278,8 +278,8 @@ class AsyncEngine:
         thread.post(partial(thread.call, function), reply)
         return await reply
 
-    def _forget(self, answer: Answer) -> None:
-        """Forget an answer that has ended, if it is known."""
+    def _remove(self, answer: Answer) -> None:
+        """Remove an answer that has ended, if it is known."""
         self._open.discard(answer)
         if not self._open:
             self._none_open.set()

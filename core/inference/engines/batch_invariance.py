@@ -1,44 +1,34 @@
-"""The mode in which the bits of an answer depend on its request alone, and its check at an engine's start."""
+"""The mode in which the bits of an answer depend on its request alone, and what decides it at a start."""
 
-import hashlib
-import importlib.metadata
-import inspect
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import fields, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...config import InferenceConfig
 from ...devices import on_device_of
-from ...files import read_regular
 from ...state_spec import HybridStateSpec
 from ..contexts.dynamic_context import check_replays
-from ..contexts.padding import FEWEST_ROWS, padded_to_ladder, power_of_two, rung, rungs
-from ..contexts.pool_sizes import PoolSizes, sized
-from ..contexts.request import DynamicInferenceRequest
-from ..contexts.step_inputs import StepShape
+from ..contexts.free_memory import with_total_gb
+from ..contexts.padding import power_of_two, rung, rungs
+from ..contexts.pool_sizes import PoolSizes
 from ..kernels import attention
-from . import product_check
+from . import forward_check, product_check
 from .dummy_steps import DummySteps
+from .invariance_stamp import InvarianceStamp
 from .model_protocol import Model
-from .product_check import BatchVarianceError, Product, ProductRecorder, bits, with_rows
+from .product_check import BatchVarianceError
 
 SETTING = "batch_invariant is True"
-_PREFILL_ROWS, _DECODE_ROWS = 64, 32  # tokens of the recorded steps, and twice as many
 
 
 class BatchInvariance:
     """Sets torch's switches for good, and checks an engine's model, when it is built."""
 
     def __init__(self, model: Model, spec: HybridStateSpec, config: InferenceConfig) -> None:
-        """A refusal leaves the switches as they were."""
-        check_settings(spec, config)
+        """`config` has passed `check_settings`. A refusal leaves the switches as they were."""
         self._spec = spec
         self.products: tuple[str, ...] = ()  # operators, sizes and dtypes that were compared
         self.was_checked_before = False
@@ -88,8 +78,8 @@ class BatchInvariance:
 
     def _check_once(self, model: Model, config: InferenceConfig) -> None:
         """Check, unless an earlier start of the same model did on all ranks."""
-        stamp = Stamp.of(model, self._spec, config)
-        self.products = stamp.products()
+        stamp = InvarianceStamp.of(model, self._spec, config)
+        self.products = stamp.read()
         self.was_checked_before = all(self._spec.groups.gather(bool(self.products), self._spec.device))
         if not self.was_checked_before:
             self._check(model, config)
@@ -110,7 +100,7 @@ class BatchInvariance:
         self._spec.groups.raise_first(refusal, self._spec.device, BatchVarianceError)
 
     def _check_parts(self, model: Model, config: InferenceConfig) -> None:
-        found = record(model, self._spec, config)
+        found = product_check.record_products(model, self._spec, config)
         self.products = tuple(map(str, found))
         cases = [(product, product_check.first_difference(product, self._most_tokens)) for product in found]
         refused = [f"{product} {case}" for product, case in cases if case]
@@ -123,8 +113,8 @@ class BatchInvariance:
     def _check_forwards(self, model: Model, config: InferenceConfig) -> None:
         """Where the model is split, this is a collective; all ranks see the same logits."""
         chunk, most = self._spec.chunk_tokens(config.block_size_tokens), self._most_tokens
-        steps = DummySteps(model, self._spec, config, checked_length(chunk), most)
-        case = first_difference(steps, chunk, most)
+        steps = DummySteps(model, self._spec, config, forward_check.checked_length(chunk), most)
+        case = forward_check.first_difference(steps, chunk, most)
         if case:
             raise BatchVarianceError(
                 f"{SETTING}, and the model's logits have other bits {case} than in one prefill, though its "
@@ -133,76 +123,15 @@ class BatchInvariance:
             )
 
 
-class Stamp:
-    """A file that says that a model has passed the check on this machine, with these versions and sizes."""
-
-    def __init__(self, path: Path | None) -> None:
-        """`path`: None for a model that does not name its weights: each start checks it."""
-        self._path = path
-
-    @classmethod
-    def of(cls, model: Model, spec: HybridStateSpec, config: InferenceConfig) -> "Stamp":
-        """By all that the check depends on: shapes, but not the values of weights."""
-        module = model if isinstance(model, torch.nn.Module) else getattr(model, "model", None)
-        if not isinstance(module, torch.nn.Module):
-            return cls(None)
-        tensors = (*module.named_parameters(), *module.named_buffers())
-        try:
-            files = {inspect.getfile(kind) for kind in {type(model), *map(type, module.modules())}}
-            sources = [*Path(__file__).parents[2].rglob("*.py"), *map(Path, sorted(files))]
-            written = sorted((str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sources)
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        except (OSError, TypeError, RuntimeError):  # a class of no file, or a user without a home
-            return cls(None)
-        depends = (
-            torch.__version__, torch.version.cuda, torch.cuda.get_device_properties(spec.device), _packages(),
-            sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES)), written,
-            [(one.name, getattr(spec, one.name)) for one in fields(spec) if one.name != "groups"],
-            spec.groups.tensor_size, [(name, one.shape, one.stride(), one.dtype) for name, one in tensors],
-            config.block_size_tokens, config.max_requests, config.max_tokens_per_step,
-            config.num_speculative_tokens,
-        )  # fmt: skip
-        digest = hashlib.sha256(repr(depends).encode()).hexdigest()
-        return cls(folder / "mambaslots" / "batch_invariance" / f"{digest}.json")
-
-    def products(self) -> tuple[str, ...]:
-        """The products that were compared; none without a file that can be read."""
-        try:
-            found = None if self._path is None else json.loads(read_regular(self._path))
-        except (OSError, ValueError):
-            return ()
-        return tuple(map(str, found)) if isinstance(found, list) else ()
-
-    def write(self, products: tuple[str, ...]) -> None:
-        """Note that the check has passed; without a directory to write to, the next start checks again."""
-        if self._path is None:
-            return
-        with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            part = self._path.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps(products))
-            part.replace(self._path)
-
-
-_VARIABLES = "TRITON", "CUBLAS", "NVIDIA", "TORCH", "PYTORCH", "LD_"
-
-
-def _packages() -> list[tuple[str, str]]:
-    """What computes, with versions: also the libraries that pip may renew without torch."""
-    names = "nvidia", "triton", "fla", "flash", "tokenspeed", "transformers"
-    found = ((one.name, one.version) for one in importlib.metadata.distributions())
-    return sorted(pair for pair in found if (pair[0] or "").startswith(names))
-
-
-def promised(
+def decide(
     model: Model, spec: HybridStateSpec, config: InferenceConfig
 ) -> tuple[InferenceConfig, BatchInvariance | None, str]:
     """`config` with `batch_invariant` decided where it is None, the mode, and why it is off.
 
-    Where the model is split, this is a collective; ranks decide alike. Raises what the mode raises, where the
-    setting is True.
+    Where the model is split, this is a collective; ranks decide alike. A setting of True raises a ValueError
+    in place of a reason.
     """
-    refusal, wanted = "", sized(replace(config, batch_invariant=True), spec.device)
+    refusal, wanted = "", with_total_gb(replace(config, batch_invariant=True), spec.device)
     try:
         check_replays(spec, wanted)
         check_settings(spec, wanted)
@@ -260,37 +189,6 @@ def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:
         )
 
 
-def record(model: Model, spec: HybridStateSpec, config: InferenceConfig) -> list[Product]:
-    """The different products that a model makes in prefills and in decodes."""
-    steps = DummySteps(model, spec, config, longest=4 * _PREFILL_ROWS)
-    requests = [steps.request(steps.tokens(_PREFILL_ROWS // 2, seed)) for seed in range(2)]
-    found: dict[object, Product] = {}
-    for num_rows in (_PREFILL_ROWS, _DECODE_ROWS):  # a prefill, then a decode
-        small, large = (
-            _recorded(steps, request, rows)
-            for request, rows in zip(requests, (num_rows, 2 * num_rows), strict=True)
-        )
-        for product in with_rows(small, large, num_rows):
-            found.setdefault(product.key, product)
-        for request in requests:
-            request.append(steps.tokens(1), [None], 0.0)
-    return list(found.values())
-
-
-def _recorded(steps: DummySteps, request: DynamicInferenceRequest, num_rows: int) -> list[Product]:
-    """The products of a step that is padded to so many tokens and logits."""
-
-    def padded(shape: StepShape) -> StepShape:
-        if shape.prefills:
-            return shape._replace(prefill_tokens=num_rows, logits=num_rows)
-        return shape._replace(decodes=num_rows, logits=num_rows)
-
-    recorder = ProductRecorder()
-    with recorder:
-        steps.run([(request, steps.longest)], padded)
-    return recorder.products
-
-
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -320,70 +218,3 @@ def write_switches(values: Mapping[str, Any]) -> None:
             torch.backends.cuda.preferred_blas_library(value)
         else:
             setattr(torch.backends.cuda.matmul, name.removeprefix("matmul."), value)
-
-
-TAIL = 19
-"""Tokens after the last whole chunk."""
-DECODES = 5
-"""Decodes without drafts, of which the third is of the first token of a chunk."""
-
-
-def checked_length(chunk_tokens: int) -> int:
-    """The tokens of the checked sequence: two chunks, and a part of one."""
-    return 2 * chunk_tokens + TAIL
-
-
-def first_difference(steps: DummySteps, chunk_tokens: int, most_tokens: int) -> str:
-    """Where logits have other bits than in one prefill of the whole sequence; empty where nowhere."""
-    return next((text for text, differs in _cases(steps, chunk_tokens, most_tokens) if bool(differs)), "")
-
-
-def _cases(steps: DummySteps, chunk: int, most_tokens: int) -> Iterator[tuple[str, Tensor]]:
-    """Parts of one sequence in steps of all kinds, and whether their logits differ."""
-    tokens = steps.tokens(checked_length(chunk))
-
-    def as_large_as_can_be(shape: StepShape) -> StepShape:
-        return padded_to_ladder(shape._replace(prefill_tokens=max(shape.prefill_tokens, most_tokens)))
-
-    def among_more(shape: StepShape) -> StepShape:
-        """Decodes padded to the second rung: kernels may share their work otherwise there."""
-        return padded_to_ladder(shape if shape.prefills else shape._replace(decodes=FEWEST_ROWS + 1))
-
-    def differs(logits: Tensor, start: int) -> Tensor:
-        """Whether logits of the tokens from `start` on have other bits than in the whole prefill."""
-        return bits(logits).ne(bits(whole[start : start + len(logits)])).any()
-
-    request = steps.request(tokens)
-    whole = steps.run([(request, len(tokens))], padded_to_ladder)[0]
-    steps.release(request)
-
-    request = steps.request(tokens)
-    logits = steps.run([(request, chunk)], padded_to_ladder)[0]
-    yield "in the first chunk of a prefill in parts", differs(logits, 0)
-    other = steps.request(steps.tokens(chunk + 1, seed=1))
-    work = [(request, len(tokens)), (other, len(tokens))]
-    logits, _ = steps.run(work, as_large_as_can_be)
-    yield "in the last part of a prefill, beside another", differs(logits, chunk)
-    steps.release(request)
-    steps.release(other)
-
-    start = max(1, 2 * chunk - 2)
-    request = steps.request(tokens[:start])
-    yield "in a shorter prefill", differs(steps.run([(request, start)], padded_to_ladder)[0], 0)
-    other = steps.request(steps.tokens(TAIL, seed=1))
-    for position in range(start, start + DECODES):
-        request.append(tokens[position : position + 1], [None], 0.0)
-        work = [(request, 1)]
-        if position == start + DECODES - 1:
-            work.append((other, TAIL))
-        logits = steps.run(work, among_more if position % 2 else padded_to_ladder)[0]
-        where = "alone" if len(work) == 1 else "beside a prefill"
-        yield f"in a decode at position {position}, {where}", differs(logits, position)
-    position = start + DECODES
-    drafts = tokens[position + 1 : position + 1 + steps.num_drafts]
-    if drafts:
-        request.append(tokens[position : position + 1], [None], 0.0)
-        logits = steps.run([(request, 1)], padded_to_ladder, drafts)[0]
-        yield f"in a decode at position {position}, with drafts", differs(logits, position)
-    steps.release(request)
-    steps.release(other)

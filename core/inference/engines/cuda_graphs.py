@@ -127,7 +127,7 @@ class GraphRunner:
     """Runs a model's steps, as a graph where the step's shape has one.
 
     The first step of a shape runs eagerly, on padded inputs, and so compiles and tunes all kernels at exactly
-    this shape. Graphs hold the addresses of the pools and of the step buffer: a suspend drops all graphs.
+    this shape. Graphs hold the addresses of the pools and of the step buffer: a suspend clears all graphs.
     Padding writes no state, because every index of padding is -1.
     """
 
@@ -179,7 +179,7 @@ class GraphRunner:
         """The model's logits. Does not synchronise."""
         self._first = None
         if inputs.kv_cache is not self._kv_cache:  # the pools were allocated anew since
-            self.drop_graphs()
+            self.clear_graphs()
             self._kv_cache = inputs.kv_cache
         graph = self._graphs.get(inputs.shape)
         if graph is not None:
@@ -202,13 +202,13 @@ class GraphRunner:
             failure = error
         if not self._spec.groups.least(int(failure is None), inputs.token_ids.device):
             self._max_graphs = 0
-            self.drop_graphs()
+            self.clear_graphs()
             failure = failure or "another rank could not capture it"
             self._failure = str(failure)
             warnings.warn(f"the model cannot be captured, and runs without graphs: {failure}", stacklevel=2)
 
-    def drop_graphs(self) -> None:
-        """Forget all graphs, and give their memory back; waits for a graph that may still run."""
+    def clear_graphs(self) -> None:
+        """Remove all graphs, and free their memory; waits for a graph that may still run."""
         if self._graphs and self._spec.device.type == "cuda":
             torch.cuda.synchronize(self._spec.device)
         self._graphs.clear()

@@ -16,7 +16,7 @@ from ..contexts.request import DynamicInferenceRequest, RequestStep
 from ..contexts.step_inputs import StepShape
 from .model_protocol import Model
 
-ROOM = 2
+MAX_REQUESTS = 2
 """Requests that run at once."""
 
 
@@ -33,10 +33,10 @@ class DummySteps:
         self._block_size = config.block_size_tokens
         small = replace(
             config,
-            max_requests=ROOM,
-            max_tokens_per_step=max(rung(ROOM * longest), most_tokens) + MAX_PADDING,
+            max_requests=MAX_REQUESTS,
+            max_tokens_per_step=max(rung(MAX_REQUESTS * longest), most_tokens) + MAX_PADDING,
             max_sequence_length=longest,
-            num_kv_blocks=ROOM * -(-longest // self._block_size),
+            num_kv_blocks=MAX_REQUESTS * -(-longest // self._block_size),
             num_mamba_slots=None,
             total_gb=None,
             host_cache_gb=0.0,

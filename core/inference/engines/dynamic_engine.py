@@ -13,7 +13,7 @@ from ...validation import INT64_MAX, boolean, instance, integer, one_of, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.pool_sizes import sized
+from ..contexts.free_memory import with_total_gb
 from ..contexts.request import NO_ID, DynamicInferenceRequest, GeneratedToken
 from .arguments import Prompt, RequestFactory, Salt, agreed_salt_key, checked_drafter, named_prompts, one_each
 from .drafter import Drafter
@@ -35,7 +35,7 @@ class DynamicInferenceEngine:
 
     Control-C and SIGTERM wait for the end of a step. A step that fails (by MemoryError, a failing model or a
     second Control-C) loses no request and no token: its requests are queued again. If need be, all cached
-    prefixes and pins are forgotten, too, and a warning is logged.
+    prefixes and pins are removed, too, and a warning is logged.
 
     Attributes:
         model, config: what the engine was built with.
@@ -69,10 +69,10 @@ class DynamicInferenceEngine:
         if self._why_variant is None:
             from . import batch_invariance  # here, because it imports triton by way of torch
 
-            config, invariance, self._why_variant = batch_invariance.promised(model, spec, config)
+            config, invariance, self._why_variant = batch_invariance.decide(model, spec, config)
         else:
             config = replace(config, batch_invariant=False)
-        self.config = config = sized(config, spec.device)
+        self.config = config = with_total_gb(config, spec.device)
         self.context = DynamicInferenceContext(spec, config)
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
         self.factory = RequestFactory(self.context, self.salt_key, seed)
@@ -134,7 +134,7 @@ class DynamicInferenceEngine:
         try:
             self._apply(self.core.add, request)
         except BaseException:
-            self.core.abandoned.append((request.request_id, "cancelled"))  # no caller will know the id
+            self.core.to_cancel.append((request.request_id, "cancelled"))  # no caller will know the id
             raise
 
     def cancel(self, request_id: int, *, reason: EarlyEnd = "cancelled") -> RequestResult:
@@ -169,7 +169,7 @@ class DynamicInferenceEngine:
     def computed_prefix(self, request_id: int) -> list[int]:
         """The tokens of an unfinished request that are computed: KV and state for them exist now."""
         request = self._request(request_id)
-        return request.tokens[: request.holding.num_computed] if request.holding is not None else []
+        return request.tokens[: request.allocation.num_computed] if request.allocation is not None else []
 
     # ---- serving
 
@@ -199,10 +199,10 @@ class DynamicInferenceEngine:
             raise
 
     def _advance(self, reports: bool = False, claims_results: bool = True) -> None:
-        """Make a step, then cancel abandoned requests. Arguments as of `EngineCore.step`."""
+        """Make a step, then cancel the requests that are queued for it. Arguments as of `EngineCore.step`."""
         self.ensure_allocated("step")
         self._apply(self.core.step, self.model, reports, claims_results)
-        self._cancel_abandoned()
+        self._cancel_queued()
 
     def _note_interrupt(self, error: BaseException) -> None:
         """Break an engine whose ranks make their calls themselves, unless all ranks raise the same."""
@@ -219,15 +219,15 @@ class DynamicInferenceEngine:
     def _may_cancel(self) -> bool:
         return True
 
-    def _cancel_abandoned(self) -> None:
+    def _cancel_queued(self) -> None:
         """Cancel the requests whose streams were dropped, and notify observers of all that have ended."""
         core = self.core
-        while core.abandoned and self._may_cancel:
-            request_id, reason = core.abandoned[0]
+        while core.to_cancel and self._may_cancel:
+            request_id, reason = core.to_cancel[0]
             if request_id in core.requests:
                 self._apply(self.core.end, request_id, reason)
             core.unclaimed.pop(request_id, None)
-            core.abandoned.popleft()
+            core.to_cancel.popleft()
         core.notify_ended()
 
     def settle(self) -> None:
@@ -236,13 +236,13 @@ class DynamicInferenceEngine:
             self.ensure_usable("settle")
 
     def ensure_usable(self, call: str) -> None:
-        """Repair what a failed call has left, and cancel abandoned requests.
+        """Repair what a failed call has left, and cancel the requests that are queued for it.
 
         Raises:
             RuntimeError: a step runs, the engine is broken, or the repair fails. The message names `call`.
         """
         self.core.ensure_usable(call)
-        self._cancel_abandoned()
+        self._cancel_queued()
 
     def ensure_allocated(self, call: str) -> None:
         """`ensure_usable` of a call that needs the pools: RuntimeError where the engine is suspended, too."""
@@ -358,7 +358,7 @@ class DynamicInferenceEngine:
         except BaseException as error:
             for request in requests:
                 if request.request_id != NO_ID:
-                    self.core.abandoned.append((request.request_id, "cancelled"))
+                    self.core.to_cancel.append((request.request_id, "cancelled"))
             self._note_interrupt(error)
             raise
         finally:
@@ -378,8 +378,8 @@ class DynamicInferenceEngine:
         cancels its request; dropping does not on a split model without a `LeadingEngine`.
         """
         request = self._new_request(prompt, sampling_params, cache_salt, checkpoint_plan, owned=True)
-        abandoned, one_caller = self.core.abandoned, self.has_one_caller
-        source = RequestSource(request, self._advance, self.settle, abandoned, one_caller)
+        to_cancel, one_caller = self.core.to_cancel, self.has_one_caller
+        source = RequestSource(request, self._advance, self.settle, to_cancel, one_caller)
         stream = TokenStream[GeneratedToken](source)
         self._add(request)
         return stream
@@ -447,7 +447,7 @@ class DynamicInferenceEngine:
             self._apply(self.core.unpin, index)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix and pin. Requests under way go on, but cache nothing any more."""
+        """Remove every cached prefix and pin. Requests under way go on, but cache nothing any more."""
         self.ensure_usable("reset_prefix_cache")
         self._apply(self.core.reset_prefix_cache)
 
@@ -457,7 +457,7 @@ class DynamicInferenceEngine:
         return self.core.weights_version
 
     def set_weights_version(self, version: object) -> None:
-        """Name the model's weights. A new name forgets every cached prefix and drops CUDA graphs.
+        """Name the model's weights. A new name clears the prefix cache and the CUDA graphs.
 
         Raises:
             ValueError: comparing `version` with the version before gives no single truth value.
@@ -512,7 +512,7 @@ class DynamicInferenceEngine:
         self.core.check_integrity()
 
     def suspend(self) -> None:
-        """Free all pools until `resume`: prefixes are forgotten, running requests wait, `step` raises."""
+        """Free all pools until `resume`: the cache is cleared, running requests wait, `step` raises."""
         self.ensure_usable("suspend")
         if self.context.memory.allocated:
             self._apply(self.core.suspend)
@@ -523,7 +523,7 @@ class DynamicInferenceEngine:
         self._apply(self.core.resume)
 
     def reset(self) -> None:
-        """Drop all prefixes and counts, end all requests with "reset", and repair a broken engine."""
+        """Clear the cache and all counts, end all requests with "reset", and repair a broken engine."""
         if self.core.stepping:
             self.ensure_usable("reset")
         self._apply(self.core.reset, self.core.weights_version, self.context.memory.allocated)

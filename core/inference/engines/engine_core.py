@@ -39,18 +39,18 @@ FAILED_ON_SPLIT_MODEL = (
     "a call failed on this rank of a split model, and other ranks may have made it; once no rank is in a "
     "step, call reset() on all of them, or start all again"
 )
-_HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_NOT_HELD = (signal.SIG_IGN, None)  # ignored, or handled by another language
+_DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_NOT_DEFERRED = (signal.SIG_IGN, None)  # ignored, or handled by another language
 
 
 @contextmanager
-def signals_held() -> Iterator[None]:
+def signals_deferred() -> Iterator[None]:
     """SIGINT and SIGTERM have their effect after the block, a second one at once, an ignored one none."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    found = ((number, signal.getsignal(number)) for number in _HELD_SIGNALS)
-    handlers = {number: handler for number, handler in found if handler not in _NOT_HELD}
+    found = ((number, signal.getsignal(number)) for number in _DEFERRED_SIGNALS)
+    handlers = {number: handler for number, handler in found if handler not in _NOT_DEFERRED}
     arrived: list[int] = []
 
     def hold(number: int, frame: FrameType | None) -> None:
@@ -71,11 +71,11 @@ def signals_held() -> Iterator[None]:
 
 
 class EngineCore:
-    """Running and waiting requests, results, and what the engine forgets where a call fails.
+    """Running and waiting requests, results, and the repair of a call that failed.
 
     Requests and cache change only inside `changing`. An exception that escapes a step undoes it: its requests
     are queued again, with the tokens that they had. If the core then contradicts itself, or the undo fails,
-    all cached prefixes are forgotten. If the repair fails, the next call repeats it.
+    the cache is cleared. If the repair fails, the next call repeats it.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class EngineCore:
         self.requests: dict[int, DynamicInferenceRequest] = {}  # by id; those that have not ended
         self.unclaimed: dict[int, RequestResult] = {}  # of requests without an owner, not reported
         self.reports: deque[StepReport] = deque()  # of steps that were made and not returned
-        self.abandoned: deque[tuple[int, EarlyEnd]] = deque()  # to end; any thread may append at any moment
+        self.to_cancel: deque[tuple[int, EarlyEnd]] = deque()  # to end; any thread may append at any moment
         self.scheduler = Scheduler(context, drafter)
         self.step_runner = StepRunner(context, invariance)
         self.speculation = SpeculationStats()
@@ -111,8 +111,8 @@ class EngineCore:
             self.step_runner.in_model = False  # if the model's call fails, this change may be half made
             yield
             return
-        # Holding signals takes 10 us: worth it for steps, and for what forgets all prefixes.
-        with signals_held() if repair is not None else nullcontext():
+        # Deferring signals takes 10 us: worth it for steps, and for what clears the cache.
+        with signals_deferred() if repair is not None else nullcontext():
             self._in_change = True
             self.repair = repair or self._check_or_rebuild
             try:
@@ -222,28 +222,28 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         with self.changing(repair=self._rebuild):
-            self._forget_prefixes()
+            self._clear_prefixes()
 
     def set_weights_version(self, version: object) -> None:
         with self.changing(repair=self._rebuild):
-            self._forget_prefixes()
-            self.step_runner.drop_graphs()
+            self._clear_prefixes()
+            self.step_runner.clear_graphs()
             self.weights_version = version
 
     def suspend(self) -> None:
         with self.changing(repair=self._rebuild):
-            self.scheduler.restart(self.scheduler.running)
-            self.step_runner.forget()
-            self.step_runner.drop_graphs()
+            self.scheduler.requeue(self.scheduler.running)
+            self.step_runner.clear()
+            self.step_runner.clear_graphs()
             self._context.suspend()
 
     def resume(self) -> None:
         self._context.resume()
 
     def reset(self, weights_version: object, allocated: bool) -> None:
-        """End every request, drop every result, prefix and count. Arguments: those of the calling rank."""
+        """End every request, and clear results, cache and counts. Arguments: those of the calling rank."""
         self._in_change, self.repair = False, self._reset  # in place of every other repair
-        with signals_held():
+        with signals_deferred():
             self._reset()
             self._complete()
             self.broken_by = None
@@ -252,7 +252,7 @@ class EngineCore:
         if allocated != self._context.memory.allocated:
             self.resume() if allocated else self.suspend()
 
-    def _forget_prefixes(self) -> None:
+    def _clear_prefixes(self) -> None:
         if self._context.memory.allocated:  # a suspended engine caches nothing
             self._context.reset_prefix_cache()
 
@@ -317,7 +317,7 @@ class EngineCore:
         # First: an undoing that is interrupted, and made again, may leave a change half made.
         in_model, self.step_runner.in_model = self.step_runner.in_model, False
         self.speculation = speculation
-        self.step_runner.forget()
+        self.step_runner.clear()
         while len(self.reports) > num_reports:
             self.reports.pop()
         requests = num_tokens | self.scheduler.admitted
@@ -326,18 +326,18 @@ class EngineCore:
             self.requests[request.request_id] = request
         try:
             self._context.abort_step()
-            self.scheduler.restart(requests)
+            self.scheduler.requeue(requests)
         except Exception:
             self._rebuild()
-        self._check_or_rebuild(cut_off=not in_model)
+        self._check_or_rebuild(is_half_made=not in_model)
 
-    def _check_or_rebuild(self, *, cut_off: bool = True) -> None:
-        """`cut_off`: whether a change may be half made; the check of the whole costs O(pool)."""
+    def _check_or_rebuild(self, *, is_half_made: bool = True) -> None:
+        """`is_half_made`: whether a change may be half made; the check of the whole costs O(pool)."""
         for request in self.requests.values():
             request.result = None
             request.match = None  # a match that is being brought up to date may be half old
             self.unclaimed.pop(request.request_id, None)
-        if not cut_off:
+        if not is_half_made:
             return
         try:
             if not __debug__:
@@ -347,9 +347,9 @@ class EngineCore:
             self._rebuild()
 
     def _rebuild(self) -> None:
-        """Forget every cached prefix and pin, and queue all requests again."""
-        self.step_runner.drop_graphs()
-        self.step_runner.forget()
+        """Clear the cache, pins included, and queue all requests again."""
+        self.step_runner.clear_graphs()
+        self.step_runner.clear()
         self._context.reset(keep_counts=True)
         self.scheduler.rebuild(self.requests.values())
         self.num_rebuilds += 1
@@ -363,9 +363,9 @@ class EngineCore:
         for request in self.requests.values():
             request.result = result = request.result_for("reset")
             self._note_end(request, result)
-        for collection in (self.requests, self.unclaimed, self.reports, self.abandoned):
+        for collection in (self.requests, self.unclaimed, self.reports, self.to_cancel):
             collection.clear()
-        self.step_runner.forget()
+        self.step_runner.clear()
         self.scheduler = Scheduler(self._context, self._drafter)
         self.speculation = SpeculationStats()
         self.num_rebuilds = 0

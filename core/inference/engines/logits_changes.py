@@ -110,7 +110,7 @@ class LogitsChanges:
             self.clear()
 
     def clear(self) -> None:
-        """Forget all counts, and free their memory: the next step counts what requests then have."""
+        """Remove all counts, and free their memory: the next step counts what requests then have."""
         self._counted.clear()
         self._changes = None
         self._counts = self._counts.new_empty(0, 0)

@@ -9,12 +9,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ...config import InferenceConfig
+from ...state_spec import HybridStateSpec
 from ..contexts.padding import rungs
+from ..contexts.request import DynamicInferenceRequest
+from ..contexts.step_inputs import StepShape
+from .dummy_steps import DummySteps
+from .model_protocol import Model
 
 BASE_ROWS = 256
 """Different rows of the operands. Larger products repeat them, so that a row comes at several places."""
 SHIFT = 37
 _SEED = 16
+_PREFILL_ROWS, _DECODE_ROWS = 64, 32  # tokens of the recorded steps, and twice as many
 
 KERNELS = __name__.rpartition(".engines.")[0] + ".kernels."
 """Products that these modules make inside are a part of their kernels, with tiles that rows do not change."""
@@ -109,6 +116,37 @@ class ProductRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _check_known(product)
             self.products.append(product)
         return func(*args, **kwargs)
+
+
+def record_products(model: Model, spec: HybridStateSpec, config: InferenceConfig) -> list[Product]:
+    """The different products that a model makes in prefills and in decodes."""
+    steps = DummySteps(model, spec, config, longest=4 * _PREFILL_ROWS)
+    requests = [steps.request(steps.tokens(_PREFILL_ROWS // 2, seed)) for seed in range(2)]
+    found: dict[object, Product] = {}
+    for num_rows in (_PREFILL_ROWS, _DECODE_ROWS):  # a prefill, then a decode
+        small, large = (
+            _recorded(steps, request, rows)
+            for request, rows in zip(requests, (num_rows, 2 * num_rows), strict=True)
+        )
+        for product in with_rows(small, large, num_rows):
+            found.setdefault(product.key, product)
+        for request in requests:
+            request.append(steps.tokens(1), [None], 0.0)
+    return list(found.values())
+
+
+def _recorded(steps: DummySteps, request: DynamicInferenceRequest, num_rows: int) -> list[Product]:
+    """The products of a step that is padded to so many tokens and logits."""
+
+    def padded(shape: StepShape) -> StepShape:
+        if shape.prefills:
+            return shape._replace(prefill_tokens=num_rows, logits=num_rows)
+        return shape._replace(decodes=num_rows, logits=num_rows)
+
+    recorder = ProductRecorder()
+    with recorder:
+        steps.run([(request, steps.longest)], padded)
+    return recorder.products
 
 
 def with_rows(small: Sequence[Product], large: Sequence[Product], num_rows: int) -> list[Product]:

@@ -10,7 +10,7 @@ from ..contexts.cache.checkpoint_plan import MAX_COMPARED
 from ..contexts.cache.paths import PrefixMatch
 from ..contexts.cache.prefix_cache import PrefixCache
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.request import DynamicInferenceRequest, Holding, RequestStep
+from ..contexts.request import Allocation, DynamicInferenceRequest, RequestStep
 from .drafter import Drafter
 
 _MAX_AWAITING = 128  # so many waiting requests await a state in a step, before no further one is looked at
@@ -43,7 +43,7 @@ class Scheduler:
         self.waiting[request.request_id] = request
 
     def remove(self, request: DynamicInferenceRequest, *, discard: bool = False) -> None:
-        """Forget a running or waiting request, and release what it holds in the context."""
+        """Remove a running or waiting request, and release its allocation."""
         self.waiting.pop(request.request_id, None)
         if request in self.running:
             self.running.remove(request)
@@ -59,7 +59,7 @@ class Scheduler:
         self.waiting[request.request_id] = request
         self.waiting.move_to_end(request.request_id, last=False)
 
-    def restart(self, requests: Iterable[DynamicInferenceRequest]) -> None:
+    def requeue(self, requests: Iterable[DynamicInferenceRequest]) -> None:
         """Queue these requests before all waiting ones, in this order, and release what any request holds."""
         for request in reversed(list(requests)):
             self._put_first(request)
@@ -72,7 +72,7 @@ class Scheduler:
         """Queue exactly these requests, running ones first; the context has taken back all that they held."""
         known = {request.request_id: request for request in requests}
         for request in known.values():
-            request.holding = None  # of a request that was getting its row, too
+            request.allocation = None  # of a request that was getting its row, too
             request.match = None
         ordered = [*self.running, *self.waiting.values(), *known.values()]
         self.waiting = OrderedDict((r.request_id, r) for r in ordered if known.get(r.request_id) is r)
@@ -103,13 +103,13 @@ class Scheduler:
 
     def steps_ahead(self, steps: Sequence[RequestStep]) -> list[RequestStep]:
         """Steps of the last step's requests that can be launched before its tokens are read; none, or all."""
-        live = [step for step in steps if step.request.holding is step.holding]
+        live = [step for step in steps if step.request.allocation is step.allocation]
         may_admit = self.waiting and len(self.running) < self._config.max_requests
         if len(live) < len(self.running) or may_admit or self._drafter:
             return []
         ahead = []
-        for request, holding in ((step.request, step.holding) for step in live):
-            if holding.num_computed != len(request.tokens):
+        for request, allocation in ((step.request, step.allocation) for step in live):
+            if allocation.num_computed != len(request.tokens):
                 return []
             if len(request.tokens) + 1 >= request.max_length:
                 continue
@@ -123,10 +123,10 @@ class Scheduler:
         steps: list[RequestStep] = []
         self.num_paused = 0
         budget = self._config.max_tokens_per_step
-        for request in sorted(self.running, key=lambda request: not _holding(request).decoding):
+        for request in sorted(self.running, key=lambda request: not _allocation(request).decoding):
             if budget == 0:
                 break
-            if not self._fits_budget(len(request.tokens) - _holding(request).num_computed, budget):
+            if not self._fits_budget(len(request.tokens) - _allocation(request).num_computed, budget):
                 continue
             step = self._context.admission.allocate_step(request, budget)
             if step is None:
@@ -146,7 +146,7 @@ class Scheduler:
         num_free_rows = self._config.max_requests - len(self._context.requests)
         if not self.waiting or budget <= 0 or num_free_rows <= 0:
             return
-        promised = PromisedStates(self._context.prefix_cache, steps)
+        pending = PendingStates(self._context.prefix_cache, steps)
         num_awaiting = 0
         new: list[RequestStep] = []
         # No request of this step takes the state that another one resumes from, as long as there are others.
@@ -155,19 +155,19 @@ class Scheduler:
             match = self._context.admission.match(request)
             if not self._fits_budget(len(request.tokens) - match.resume_tokens, budget):
                 break
-            if promised.make_wait(request, match):
+            if pending.defers(request, match):
                 num_awaiting += 1
                 if num_awaiting == _MAX_AWAITING:
                     break
                 continue
-            others = islice((one for one in self.waiting.values() if one.holding is None), MAX_COMPARED)
+            others = islice((one for one in self.waiting.values() if one.allocation is None), MAX_COMPARED)
             step = self._context.admission.allocate_step(request, budget, next_slots[i + 1 :], others)
             if step is None:
                 if self._fits_beside_pins(request, match):
                     break
                 continue
             new.append(step)
-            promised.add(step)
+            pending.add(step)
             budget -= step.length
             if budget <= 0 or len(new) == num_free_rows:
                 break
@@ -210,7 +210,7 @@ class Scheduler:
         return KVBlockCapacityError(self._num_blocks(request) - num_shared, num_unpinned, request.request_id)
 
 
-class PromisedStates:
+class PendingStates:
     """The states of a step that is being scheduled, as far as there are slots for them.
 
     A request whose prefix has one waits a step and resumes from it; one that waited in vain waits no more.
@@ -231,23 +231,23 @@ class PromisedStates:
             if key not in self._positions and key not in self._cache.tree.state_block_of_key:
                 self._positions[key] = boundary.position
 
-    def make_wait(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:
-        """Let the request wait where a deeper state than the match's is promised; returns whether it does."""
+    def defers(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:
+        """Let the request wait where a deeper state than the match's is pending; returns whether it does."""
         if request.awaited_tokens > match.resume_tokens:
             request.awaited_tokens = 0
-            request.awaits_states = False
-        if not request.awaits_states:
+            request.may_wait = False
+        if not request.may_wait:
             return False
         deepest, keys, size = request.max_resume_tokens, request.chain.keys, request.chain.block_size_tokens
-        promised = (
+        pending = (
             position
             for key, position in self._positions.items()
             if match.resume_tokens < position <= deepest and keys[position // size - 1] == key
         )
-        request.awaited_tokens = max(promised, default=0)
+        request.awaited_tokens = max(pending, default=0)
         return request.awaited_tokens > 0
 
 
-def _holding(request: DynamicInferenceRequest) -> Holding:
-    assert request.holding is not None, "a request runs and holds nothing"
-    return request.holding
+def _allocation(request: DynamicInferenceRequest) -> Allocation:
+    assert request.allocation is not None, "a request runs and holds nothing"
+    return request.allocation

@@ -61,14 +61,14 @@ class StepRunner:
             self.graphs.after_step(model)
         return step.steps, tokens, step.invalid
 
-    def forget(self) -> None:
-        """Drop the step ahead and all counts of tokens: its requests are queued again, or have ended."""
+    def clear(self) -> None:
+        """Remove the step ahead and all counts of tokens: its requests are queued again, or have ended."""
         self.unread = None
         self.logits_changes.clear()
 
-    def drop_graphs(self) -> None:
+    def clear_graphs(self) -> None:
         if self.graphs is not None:
-            self.graphs.drop_graphs()
+            self.graphs.clear_graphs()
 
     def _launch(
         self, model: Model, scheduled: Sequence[RequestStep], sampled_tokens: Tensor | None
@@ -76,7 +76,7 @@ class StepRunner:
         """Launch a step. `sampled_tokens`: its tokens on the device, where the step is ahead."""
         if self.invariance is not None:
             self.invariance.check_switches()
-        inputs = self._context.begin_step(scheduled, self.padded, sampled_tokens)  # reserve, publish
+        inputs = self._context.begin_step(scheduled, self.padded, sampled_tokens)  # reserve, build
         sampled = SampledStep(self._context.steps, self.run(model, inputs), self.logits_changes)
         # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
         self._context.end_step(sampled.num_accepted, sampled.is_valid)

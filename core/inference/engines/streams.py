@@ -115,8 +115,8 @@ class RequestSource:
 
     request: DynamicInferenceRequest
     step: Callable[[], None]
-    settle: Callable[[], None]  # ends the requests in `abandoned`, where any thread may append
-    abandoned: deque[tuple[int, EarlyEnd]]
+    settle: Callable[[], None]  # ends the requests in `to_cancel`, where any thread may append
+    to_cancel: deque[tuple[int, EarlyEnd]]
     has_one_caller: bool  # else `drop` ends nothing: ranks collect garbage at different times
     closed: bool = False
     num_read: int = 0
@@ -158,7 +158,7 @@ class RequestSource:
         raise StopIteration
 
     def end_early(self, reason: EarlyEnd) -> None:
-        self.abandoned.append((self.request_id, reason))
+        self.to_cancel.append((self.request_id, reason))
         self.settle()
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class RequestSource:
 
     def drop(self) -> None:
         if self.has_one_caller:
-            self.abandoned.append((self.request_id, "cancelled"))
+            self.to_cancel.append((self.request_id, "cancelled"))
 
 
 class Answer:

@@ -15,6 +15,8 @@ The tail of a prefill takes the first two. They do what fla-core's stages and `d
 whole chunk. Inputs of float32 use the scan itself.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +31,24 @@ OUTPUT_WARPS, OUTPUT_REGISTERS = 4, 128
 COMPLETION_WARPS, COMPLETION_STAGES, COMPLETION_ROWS = 4, 2, 16
 
 
+class KeptInputs(NamedTuple):
+    """What requests keep of the tokens since the last grid point, as `KernelSet` has it."""
+
+    keys: Tensor
+    values: Tensor
+    gates: Tensor
+    strengths: Tensor
+
+
+class NewRows(NamedTuple):
+    """Rows of new tokens: of decodes, or tails of prefills. `keep_rows_kernel` says what the last two are."""
+
+    slots: Tensor
+    pages: Tensor
+    starts: Tensor
+    ends: Tensor
+
+
 def gated_delta_rule_replay(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, k_inputs: Tensor,
     v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None,
@@ -38,21 +58,20 @@ def gated_delta_rule_replay(
     """As `reference.delta.gated_delta_rule_replay`, in four launches; float32 takes a scan of each chunk."""
     rows, tokens, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
-    kept = k_inputs, v_inputs, g_inputs, beta_inputs
+    kept = KeptInputs(k_inputs, v_inputs, g_inputs, beta_inputs)
     queries = torch.empty(rows * tokens, key_heads, key_dim, dtype=v.dtype, device=v.device)
     q, k, v_rows, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
-    table = page_table(pages, slots)
-    step = slots, table, starts, lengths
-    _keep_rows(q, k, v_rows, g, beta, None, queries, kept, None, step, tokens, tails=False)
+    decodes = NewRows(slots, page_table(pages, slots), starts, lengths)
+    _keep_rows(q, k, v_rows, g, beta, None, queries, kept, None, decodes, tokens, tails=False)
     if inverses is None or new_v_inputs is None:
-        return _scanned(queries, kept, states, step, sources, destinations, v.shape)
+        return _scanned(queries, kept, states, decodes, sources, destinations, v.shape)
     check_slots(new_v_inputs=new_v_inputs)
-    solved = solve_rows(queries, k_inputs, g_inputs, beta_inputs, inverses, *step, tokens)
+    solved = solve_rows(queries, k_inputs, g_inputs, beta_inputs, inverses, *decodes, tokens)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     blocks = output_blocks(tokens, key_dim, value_dim, states.dtype)
     read = v_inputs, beta_inputs, new_v_inputs, states
     outputs_kernel[(triton.cdiv(value_dim, blocks["BLOCK_V"]) * heads * rows,)](
-        queries, *solved, *read, out, *step, sources,
+        queries, *solved, *read, out, *decodes, sources,
         *(pool.stride(0) for pool in read), key_dim**-0.5,
         tokens, heads, heads // key_heads, key_dim, value_dim, chunk_size, v_inputs.shape[1],
         **blocks, num_warps=OUTPUT_WARPS, num_stages=1, maxnreg=OUTPUT_REGISTERS,
@@ -60,7 +79,7 @@ def gated_delta_rule_replay(
     blocks, read_back = completion_blocks(key_dim, value_dim), (*kept, inverses, states)
     groups = min(rows, max(COMPLETION_ROWS, triton.cdiv(rows, COMPLETION_ROWS)))
     complete_chunks_kernel[(triton.cdiv(value_dim, blocks["BLOCK_V"]) * heads * groups,)](
-        *read_back, slots, table, sources, destinations, *(pool.stride(0) for pool in read_back),
+        *read_back, slots, decodes.pages, sources, destinations, *(pool.stride(0) for pool in read_back),
         rows, heads, heads // key_heads, key_dim, value_dim, chunk_size, k_inputs.shape[1],
         **blocks, ROWS=COMPLETION_ROWS, num_warps=COMPLETION_WARPS, num_stages=COMPLETION_STAGES,
     )  # fmt: skip
@@ -73,20 +92,20 @@ def keep_delta_inputs(
     slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, *, pages: Tensor | None = None,
 ) -> None:  # fmt: skip
     """As `reference.delta.keep_delta_inputs`, in two launches."""
-    kept, chunk_size = (k_inputs, v_inputs, g_inputs, beta_inputs), g_inputs.shape[1]
-    rows = slots, page_table(pages, slots), tail_starts, query_start_loc
-    _keep_rows(k, k, v, g, beta, new_v, k, kept, new_v_inputs, rows, chunk_size, tails=True)
+    kept, chunk_size = KeptInputs(k_inputs, v_inputs, g_inputs, beta_inputs), g_inputs.shape[1]
+    tails = NewRows(slots, page_table(pages, slots), tail_starts, query_start_loc)
+    _keep_rows(k, k, v, g, beta, new_v, k, kept, new_v_inputs, tails, chunk_size, tails=True)
     if inverses is not None:
-        solve_rows(None, k_inputs, g_inputs, beta_inputs, inverses, *rows, chunk_size)
+        solve_rows(None, k_inputs, g_inputs, beta_inputs, inverses, *tails, chunk_size)
 
 
 def _scanned(
-    queries: Tensor, kept: tuple[Tensor, ...], states: Tensor, step: tuple[Tensor, Tensor, Tensor, Tensor],
-    sources: Tensor, destinations: Tensor, shape: torch.Size,
+    queries: Tensor, kept: KeptInputs, states: Tensor, decodes: NewRows, sources: Tensor,
+    destinations: Tensor, shape: torch.Size,
 ) -> Tensor:  # fmt: skip
     """The scan of each row's chunk, whose later tokens are zeros."""
-    slots, pages, starts, lengths = step
-    (rows, tokens), chunk_size, device = shape[:2], kept[2].shape[1], slots.device
+    slots, pages, starts, lengths = decodes
+    (rows, tokens), chunk_size, device = shape[:2], kept.gates.shape[1], slots.device
     row, token = torch.arange(rows, device=device)[:, None], torch.arange(chunk_size, device=device)
     new = token - (starts % chunk_size)[:, None]  # the number of a new token
     is_new = (new >= 0) & (new < lengths[:, None]) & (slots >= 0)[:, None]
@@ -113,8 +132,7 @@ def _scanned(
 
 def _keep_rows(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, new_v: Tensor | None, queries: Tensor,
-    kept: tuple[Tensor, Tensor, Tensor, Tensor], new_v_inputs: Tensor | None,
-    rows: tuple[Tensor, Tensor, Tensor, Tensor], tokens: int, tails: bool,
+    kept: KeptInputs, new_v_inputs: Tensor | None, rows: NewRows, tokens: int, tails: bool,
 ) -> None:  # fmt: skip
     """Launch `keep_rows_kernel`: for rows of `tokens` packed tokens; with `tails`, for packed rows' tails."""
     k_inputs, v_inputs, g_inputs, beta_inputs = kept
@@ -123,7 +141,7 @@ def _keep_rows(
     sizes = keep_blocks(tokens, key_heads, heads, key_dim, value_dim)
     tiles = (1 if tails else 2) * triton.cdiv(tokens * key_heads, KEEP_ROWS)
     tiles += triton.cdiv(tokens * heads, KEEP_ROWS) + triton.cdiv(tokens, sizes["BLOCK_G"])
-    keep_rows_kernel[(rows[0].shape[0] * tiles,)](
+    keep_rows_kernel[(rows.slots.shape[0] * tiles,)](
         q, k, v, g, beta, new_v, queries, *kept, new_v_inputs, *rows,
         *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
         *(pool.stride(0) for pool in kept), 0 if new_v_inputs is None else new_v_inputs.stride(0),
@@ -253,7 +271,7 @@ def _heads_of_tokens(tile, HEADS: tl.constexpr, BLOCK_R: tl.constexpr):
 
 
 def output_blocks(tokens: int, key_dim: int, value_dim: int, state_dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes, with which no register is spilled. The number of rows has no say, as above."""
+    """Tile sizes without spilled registers. Other rows change no bits: rows are not counted here."""
     widest = 64 if tokens == 1 and key_dim <= 128 and state_dtype == torch.float32 else 32
     return {
         "BLOCK_Q": max(16, triton.next_power_of_2(tokens)),
@@ -352,7 +370,7 @@ def outputs_kernel(
 
 
 def completion_blocks(key_dim: int, value_dim: int) -> dict[str, int]:
-    """Tile sizes. The number of rows has no say, so that other rows change no bits.
+    """Tile sizes. They do not depend on the number of rows, so that other rows change no bits.
 
     Keys take two turns or more, up to 32 numbers by 16. In one turn the compiler would leave no loop, and
     then ptxas of CUDA 12.8 gives products of some sizes another variable for the address of their factor.

@@ -1,9 +1,9 @@
 """Mamba-2's decode by replay: rows of the SSD scan, from a chunk's first state and the inputs since.
 
-The reference is `reference.ssd`. A recurrent update rounds otherwise than the scan does. A replay does what
-`chunk_scores`, `chunk_scan` and `ssd_states` do for the same tokens: the same products over the same
-operands, added in the same order, so that its results have the same bits. Tensor cores add over K in an order
-that no tile's side changes. numpy in Triton's interpreter does not; there the tiles are the scan's.
+The reference is `reference.ssd`. A recurrent update rounds otherwise than the scan does. A decode by replay
+does what `chunk_scores`, `chunk_scan` and `ssd_states` do for the same tokens: the same products over the
+same operands, added in the same order, so that its results have the same bits. Tensor cores add over K in an
+order that no tile's side changes. numpy in Triton's interpreter does not; there the tiles are the scan's.
 """
 
 import torch

@@ -154,7 +154,7 @@ class CallFunction(_Call, frozen=True, array_like=True, tag="function"):
             with on_device_of(engine.context.spec.device):  # `follow` may run in any thread
                 resolve(self.function)(engine, *self.arguments)
         finally:
-            for ended in (core.abandoned, core.unclaimed, core.reports):  # rank 0 has its own
+            for ended in (core.to_cancel, core.unclaimed, core.reports):  # rank 0 has its own
                 ended.clear()
 
 
@@ -277,7 +277,7 @@ def follow(engine: DynamicInferenceEngine, *, heartbeat: Heartbeat | None = None
     if requests := engine.core.requests:
         raise ValueError(f"engine has {len(requests)} requests that have not ended; accepted: a new one")
     link = _meet_leader(engine)
-    abandoned, engine.core.abandoned = engine.core.abandoned, deque(maxlen=0)  # rank 0 alone ends requests
+    to_cancel, engine.core.to_cancel = engine.core.to_cancel, deque(maxlen=0)  # rank 0 alone ends requests
     try:
         while not isinstance(call := _next_call(link, heartbeat), Close):
             link.send(_outcome_of(call, engine, heartbeat))
@@ -291,7 +291,7 @@ def follow(engine: DynamicInferenceEngine, *, heartbeat: Heartbeat | None = None
         raise
     finally:
         link.close()
-        engine.core.abandoned = abandoned
+        engine.core.to_cancel = to_cancel
 
 
 def _meet_leader(engine: DynamicInferenceEngine) -> Link:

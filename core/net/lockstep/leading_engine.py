@@ -16,7 +16,7 @@ from ...devices import on_device_of
 from ...errors import KVBlockCapacityError, MambaSlotCapacityError
 from ...inference.engines.drafter import Drafter
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...inference.engines.engine_core import signals_held
+from ...inference.engines.engine_core import signals_deferred
 from ...inference.engines.engine_thread import thread_over
 from ...inference.engines.model_protocol import Model
 from ...parallel_groups import ParallelGroups
@@ -145,7 +145,7 @@ class LeadingEngine(DynamicInferenceEngine):
                 raise RuntimeError(f"{name} is called from inside a step; call it between steps")
             self._late.append((message, make))
             return None
-        with signals_held(), self._lock:
+        with signals_deferred(), self._lock:
             try:
                 if name == "reset":
                     self._check_open()
@@ -259,7 +259,7 @@ class LeadingEngine(DynamicInferenceEngine):
             raise RuntimeError("call_on_all is called by a function that it calls; call the inner one itself")
         check_plain("an argument of call_on_all", arguments)
         run = CallFunction(name_of("function", function), list(arguments), self.factory.next_ids)
-        with signals_held(), self._lock:
+        with signals_deferred(), self._lock:
             self._await_followers()
             self._lead(FindFunction(run.function), lambda: None)
             if refusals := "; ".join(self._differences()):

@@ -91,7 +91,7 @@ class PrefillClient:
                 reason = str(failed)
                 logger.warning("mambaslots: the prefill worker is lost", exc_info=failed)
             finally:
-                self._forget(reason)
+                self._disconnected(reason)
             await asyncio.sleep(self._retry_s)
             self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
 
@@ -131,7 +131,7 @@ class PrefillClient:
         finally:
             connecting.add_done_callback(_close)  # also where this task was cancelled meanwhile
 
-    def _forget(self, reason: str) -> None:
+    def _disconnected(self, reason: str) -> None:
         """Answer every question with the failure, and accept no more."""
         self._link, self._absence = None, reason
         self.connected.clear()

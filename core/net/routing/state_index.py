@@ -58,7 +58,7 @@ class StateIndex:
         known.epoch, known.sequence = events.epoch, events.sequence
         return True
 
-    def forget(self, replica: str) -> None:
+    def remove(self, replica: str) -> None:
         """Remove all entries of a replica; nothing happens for an unknown one."""
         if replica in self._replicas:
             self._remove(replica, list(self._replicas[replica].keys))

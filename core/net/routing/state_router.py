@@ -130,10 +130,10 @@ class StateRouter:
             self._expected.settle(events.removed, events.replica)
         return is_complete
 
-    def forget(self, replica: str) -> None:
+    def remove(self, replica: str) -> None:
         """Remove a replica that is gone, with all its states."""
         for part in (self.index, self._expected, self._recent):
-            part.forget(replica)
+            part.remove(replica)
 
     def _depths(self, request: RouteRequest) -> dict[str, int]:
         """Replica -> the blocks after which it can resume the prompt, or is expected to soon."""
@@ -172,13 +172,13 @@ class ExpectedStates:
             sent.popitem(last=False)
 
     def settle(self, keys: Sequence[int], replica: str) -> None:
-        """Drop the entries of a replica that has published these states or their eviction."""
+        """Remove the entries of a replica that has published these states or their eviction."""
         for key in keys:
             if key in self._sent and self._sent[key][0] == replica:
                 del self._sent[key]
 
-    def forget(self, replica: str) -> None:
-        """Drop the entries of a replica that is gone; O(entries)."""
+    def remove(self, replica: str) -> None:
+        """Remove the entries of a replica that is gone; O(entries)."""
         self._num_sent.pop(replica, None)
         for key in [key for key, (name, _) in self._sent.items() if name == replica]:
             del self._sent[key]
@@ -231,6 +231,6 @@ class RecentWork:
         self._total, self._num_requests = self._total * kept + num_tokens, self._num_requests * kept + 1
         self._tokens[replica] += num_tokens
 
-    def forget(self, replica: str) -> None:
-        """Drop a replica; nothing happens for an unknown one."""
+    def remove(self, replica: str) -> None:
+        """Remove a replica; nothing happens for an unknown one."""
         self._tokens.pop(replica, None)

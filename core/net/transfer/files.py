@@ -7,12 +7,13 @@ import uuid
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from ...files import read_regular
+from ...files import read_regular, replacing
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...validation import shown
 from ..all_ranks import Attempt, Notes
@@ -66,7 +67,7 @@ class _Versioned(msgspec.Struct):
     format_version: int
 
 
-_OWN_FILES = re.compile(r"prefixes-[0-9a-f]{12}-tp[0-9]+of[0-9]+-pp[0-9]+of[0-9]+\.safetensors(\.tmp)?")
+_OWN_FILES = re.compile(r"prefixes-[0-9a-f]{12}-tp[0-9]+of[0-9]+-pp[0-9]+of[0-9]+\.safetensors(\.part)?")
 
 
 @dataclass(frozen=True)
@@ -236,22 +237,16 @@ def _folder(directory: object) -> Path:
 
 def _write(path: Path, data: bytes) -> None:
     """Write a file at once, for its owner alone: a reader, also after a crash, finds all of it or none."""
-    temporary = path.with_name(path.name + ".tmp")
+    private = partial(os.open, mode=0o600)
+    with replacing(path) as draft, open(draft, "xb", opener=private) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        temporary.unlink(missing_ok=True)  # with the rights that an earlier call gave it
-        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the name, too
-        finally:
-            os.close(folder)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        os.fsync(folder)  # the name, too
+    finally:
+        os.close(folder)
 
 
 def _remove_other_sets(folder: Path, own_files: Collection[str]) -> None:

@@ -204,13 +204,13 @@ class TransferChannel:
             self._fail("was not received", error, error.__cause__ or error)
             return ImportReport(failure=described(error))
         except BaseException as error:
-            self._drop(described(error))
+            self._disconnect(described(error))
             raise
 
     def close(self) -> None:
         """End the channel on this rank; its name is of no use any more."""
         self._closed = True
-        self._drop()
+        self._disconnect()
         if self._side == "destination":
             thread = Thread(target=self._delete_address, name="hand-over, end", daemon=True)
             thread.start()
@@ -247,9 +247,9 @@ class TransferChannel:
     def _fail(self, what: str, error: Exception, cause: BaseException) -> None:
         unforeseen = cause if not isinstance(cause, TransferError) else None
         logger.warning("mambaslots: hand-over %r %s: %s", self._name, what, error, exc_info=unforeseen)
-        self._drop(described(error))
+        self._disconnect(described(error))
 
-    def _drop(self, reason: str = "") -> None:
+    def _disconnect(self, reason: str = "") -> None:
         """End the connections; the next call makes them anew."""
         session, self._session = self._session, None
         if session is not None and not session.gate.closed:

@@ -150,7 +150,7 @@ class Session[Key](ABC):
             raise TransferError(f"the store or a peer stopped answering; gave up after {self.timeout_s:g} s")
         return outcome.result()
 
-    def drop(self, peers: Iterable[Key], reason: str = "") -> None:
+    def disconnect(self, peers: Iterable[Key], reason: str = "") -> None:
         """End connections; the peers get the reason."""
         for key in list(peers):
             peer = self.peers.pop(key)
@@ -165,7 +165,7 @@ class Session[Key](ABC):
 
     def close(self, reason: str = "") -> None:
         """End all connections."""
-        self.drop(self.peers, reason)
+        self.disconnect(self.peers, reason)
         self.staging.scrub()
 
 
@@ -187,7 +187,9 @@ class Source(Session[Address]):
         first = self._endpoint(0)
         points = [first, *(self._endpoint(rank) for rank in range(1, first.ranks))]
         wanted = [endpoint.address for endpoint in points]
-        self.drop(key for key, peer in self.peers.items() if key not in wanted or not peer.is_connected())
+        self.disconnect(
+            key for key, peer in self.peers.items() if key not in wanted or not peer.is_connected()
+        )
         for rank, address in enumerate(wanted):
             name = f"rank {rank} of the destination"
             if address not in self.peers:

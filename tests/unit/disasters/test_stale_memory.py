@@ -37,27 +37,27 @@ class FreedBytesAreOnes:
 
     def fill(self) -> None:
         context, memory = self._context, self._context.memory
-        holdings = [request.holding for request in context.requests if request.holding]
+        allocations = [request.allocation for request in context.requests if request.allocation]
         committed = [
             memory.durable_pool.durable_index(s)
             for s in context.prefix_cache.slots.tree.slot_of_block.values()
         ]
         committed += [
-            memory.durable_pool.durable_index(holding.path.state_slot)
-            for holding in holdings
-            if holding.path.state_slot >= 0
+            memory.durable_pool.durable_index(allocation.path.state_slot)
+            for allocation in allocations
+            if allocation.path.state_slot >= 0
         ]
-        states = [holding.state_index for holding in holdings if holding.num_computed]
+        states = [allocation.state_index for allocation in allocations if allocation.num_computed]
         if memory.durable_pool is memory.state_pool:
             _fill_others(memory.state_pool.memory, 0, committed + states)
         else:
             _fill_others(memory.state_pool.memory, 0, states)
             _fill_others(memory.durable_pool.memory, 0, committed)
         blocks = context.prefix_cache.kv_blocks
-        held = [block for holding in holdings for block in (*holding.path.blocks, *holding.pages)]
+        held = [block for allocation in allocations for block in (*allocation.path.blocks, *allocation.pages)]
         _fill_others(memory.kv_cache, 2, [*held, *blocks.tree.block_of_key.values()])
         for inputs in (memory.input_pool[name] for name in memory.row_inputs):
-            _fill_others(inputs, 1, [holding.row for holding in holdings])
+            _fill_others(inputs, 1, [allocation.row for allocation in allocations])
 
 
 def _fill_others(memory: Tensor, axis: int, kept: Sequence[int]) -> None:

@@ -48,7 +48,7 @@ class UnwrittenIsNaN:
             computed = cache.kv_blocks.tree.block_of_key
             whole = [step.key_at(end) for end in range(BLOCK, step.stop + 1, BLOCK)]
             found = [cache.kv_blocks.tree.block_of_key[key] for key in whole if key in computed]
-            own = step.holding.path.blocks[step.holding.path.num_registered :]
+            own = step.allocation.path.blocks[step.allocation.path.num_registered :]
             assert not set(found) & set(own), "a block is found that this step is to write"
 
     def step_ended(self, steps: Sequence[RequestStep]) -> None:
@@ -89,7 +89,7 @@ def test_a_cancelled_prefill_leaves_no_findable_state_that_was_never_written(mod
         for _ in range(num_steps):
             engine.step()
         request = engine.core.requests.get(request_id)
-        computed = request.holding.num_computed if request and request.holding else 0
+        computed = request.allocation.num_computed if request and request.allocation else 0
         if request is not None:
             engine.cancel(request_id)
         assert_cached_states(engine.context)

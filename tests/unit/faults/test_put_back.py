@@ -109,8 +109,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "dynamic_context.py",
-                "        self._steps = ()\n        self.admission.abandon()\n",
-                "        self.admission.abandon()\n",
+                "        self._steps = ()\n        self.admission.clear()\n",
+                "        self.admission.clear()\n",
             ),
         ),
     ),
@@ -120,9 +120,9 @@ FAULTS = {
             (
                 CONTEXTS + "admission.py",
                 "            live = tuple("
-                "self._cache.slots.take_live(self._slots_per_row, resume_slot, spared))\n",
+                "self._cache.slots.allocate_live(self._slots_per_row, resume_slot, evict_last))\n",
                 "            self._stack = getattr(self, '_stack', torch.zeros(1, dtype=torch.int32))\n"
-                "            self._stack[0] = self._cache.slots.take_live(1)[0]\n"
+                "            self._stack[0] = self._cache.slots.allocate_live(1)[0]\n"
                 "            live = tuple(self._stack)\n",
             ),
         ),
@@ -163,9 +163,9 @@ FAULTS = {
         (
             (
                 POLICIES + "state_slots.py",
-                "                self.evict(num_slots - num_free, keep, cause)\n",
+                "                self.evict(num_slots - num_free, protected, cause)\n",
                 "                lost, self.free_slots = self.free_slots, []\n"
-                "                self.evict(num_slots - num_free, keep, cause)\n"
+                "                self.evict(num_slots - num_free, protected, cause)\n"
                 "                self.free_slots = lost + self.free_slots\n",
             ),
         ),
@@ -175,7 +175,7 @@ FAULTS = {
         (
             (
                 POLICIES + "state_slots.py",
-                "lambda slot: slot not in kept",
+                "lambda slot: slot not in protected",
                 f"lambda slot: not {HOST_KV}.block_ref_counts[self.tree.block_of(slot)]",
             ),
         ),
@@ -196,7 +196,7 @@ FAULTS = {
             (
                 CONTEXTS + "admission.py",
                 "            if stop <= start or not self._can_hold(request, match, stop):\n",
-                "            if holding is None:\n"
+                "            if allocation is None:\n"
                 "                self._cache.kv_blocks.add_references(match.blocks)\n"
                 "            if stop <= start or not self._can_hold(request, match, stop):\n",
             ),
@@ -251,12 +251,12 @@ FAULTS = {
         (
             (
                 CONTEXTS + "admission.py",
-                "        holding.branch_tokens = self._branch_tokens(match, request)\n",
+                "        allocation.branch_tokens = self._branch_tokens(match, request)\n",
                 "        slots = self._cache.slots\n"
                 "        for block in match.blocks:\n"
                 "            if block in slots.tree.slot_of_block:\n"
                 "                slots.note_use(slots.tree.slot_of(block))\n"
-                "        holding.branch_tokens = self._branch_tokens(match, request)\n",
+                "        allocation.branch_tokens = self._branch_tokens(match, request)\n",
             ),
         ),
     ),
@@ -279,8 +279,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "states.py",
-                "        holding.num_computed = num_tokens\n",
-                "        holding.num_computed = num_tokens\n        self.move_to_live(holding)\n",
+                "        allocation.num_computed = num_tokens\n",
+                "        allocation.num_computed = num_tokens\n        self.move_to_live(allocation)\n",
             ),
         ),
     ),
@@ -311,8 +311,9 @@ FAULTS = {
         (
             (
                 POLICIES + "state_slots.py",
-                "        kept = self.pins.keys() | keep\n",
-                f"        kept = self.pins.keys() | keep\n        {HOST_KV}.block_hashes.nonzero()\n",
+                "        protected = self.pins.keys() | protected\n",
+                "        protected = self.pins.keys() | protected\n"
+                f"        {HOST_KV}.block_hashes.nonzero()\n",
             ),
         ),
     ),

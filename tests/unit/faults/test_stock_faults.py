@@ -78,7 +78,7 @@ def test_fault_05_a_prefix_registered_twice_keeps_naming_the_block_that_has_the_
     assert context.admission.match(make_request(prompt)).resume_tokens == 16
     context.release(twin)
     context.check_integrity()
-    assert context.admission.match(make_request(prompt)).blocks == tuple(first.holding.path.blocks[:2])
+    assert context.admission.match(make_request(prompt)).blocks == tuple(first.allocation.path.blocks[:2])
 
 
 @pytest.mark.usefixtures("kind")
@@ -110,12 +110,12 @@ def test_fault_08_a_live_slot_number_does_not_change_after_it_was_given() -> Non
     context = make_context(max_requests=2)
     first, *others = (make_request(random_tokens(20, seed=seed)) for seed in range(3))
     schedule(context, first)
-    (kept,) = map(int, first.holding.live_slots)
+    (kept,) = map(int, first.allocation.live_slots)
     for other in others:
         schedule(context, other)
         context.release(other)
-    assert first.holding.live_slots == (kept,)
-    assert type(first.holding.live_slots[0]) is int
+    assert first.allocation.live_slots == (kept,)
+    assert type(first.allocation.live_slots[0]) is int
     context.check_integrity()
 
 

@@ -35,7 +35,7 @@ def test_a_replica_is_silent_where_another_one_answers() -> None:
     expect(known, ["b", "c"])
     known.note_answer("a")  # late: Ray has dropped it
     assert known.num_serving == 2
-    known.forget("c")
+    known.remove("c")
     assert known.num_serving == 1
 
 

@@ -181,7 +181,7 @@ class Scenario:
         self.logits.append(logits[: inputs.num_logits].cpu())
         for (request, _), chunk in zip(work, chunks, strict=True):
             if chunk.samples_token:
-                request.tokens.append((7 * len(request.tokens) + request.holding.row) % 256)
+                request.tokens.append((7 * len(request.tokens) + request.allocation.row) % 256)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
@@ -338,7 +338,8 @@ class DraftedScenario(Scenario):
         for request, budget in work:
             chunk = context.admission.allocate_step(request, budget)
             wanted = [
-                (11 * len(request.tokens) + i) % 256 for i in range((self._steps + request.holding.row) % 4)
+                (11 * len(request.tokens) + i) % 256
+                for i in range((self._steps + request.allocation.row) % 4)
             ]
             wanted = wanted[: chunk.max_drafts(context.config.num_speculative_tokens)]
             chunks.append(context.admission.draft(chunk, wanted))
@@ -351,11 +352,11 @@ class DraftedScenario(Scenario):
         for chunk in chunks:
             request = chunk.request
             if chunk.samples_token:
-                accepted = (self._steps // 2 + request.holding.row) % (len(chunk.drafts) + 1)
+                accepted = (self._steps // 2 + request.allocation.row) % (len(chunk.drafts) + 1)
                 kept[request.request_id] = accepted + 1
                 request.tokens += [
                     *chunk.drafts[:accepted],
-                    (7 * len(request.tokens) + request.holding.row) % 256,
+                    (7 * len(request.tokens) + request.allocation.row) % 256,
                 ]
         context.end_step(kept.get)
         context.check_integrity()

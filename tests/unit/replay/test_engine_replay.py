@@ -38,7 +38,7 @@ def state_of(replay: EngineReplay) -> tuple[object, ...]:
         list(cache.kv_blocks.references),
         cache.kv_blocks.tree.block_of_key.copy(),
         [
-            (r.request_id, len(r.tokens), r.holding and r.holding.num_computed)
+            (r.request_id, len(r.tokens), r.allocation and r.allocation.num_computed)
             for r in replay.scheduler.running
         ],
         replay.context.cache_stats(),

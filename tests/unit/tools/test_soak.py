@@ -64,7 +64,7 @@ def test_the_rounds_of_a_gpu_on_the_cpu(soak: ModuleType, shape: int) -> None:
 
 def test_a_cache_that_keeps_states_of_old_weights_is_noticed(soak: ModuleType, tmp_path: Path) -> None:
     engine = importlib.import_module("soaking.engine")
-    with patch.object(EngineCore, "_forget_prefixes", lambda _: None):
+    with patch.object(EngineCore, "_clear_prefixes", lambda _: None):
         one = engine.EngineRound(0, "cpu", tmp_path)
         one._share_compared = 1.0
         with pytest.raises(LeftWrongError, match=r"answer|stale"):

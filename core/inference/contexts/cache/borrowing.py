@@ -103,12 +103,12 @@ class Borrowing:
 
     # ---- KV needs memory
 
-    def num_blocks_to_borrow(self, keep: Sequence[int] | None = None) -> int:
-        """How many blocks `borrow_blocks` could add; `keep`: slots of a request that needs spare units."""
+    def num_blocks_to_borrow(self, pinned: Sequence[int] | None = None) -> int:
+        """How many blocks `borrow_blocks` could add; `pinned`: by a request that needs spare units."""
         units, slots = self.units, self._slots
-        fixed = units.units_of_slots([*slots.pins, *slots.reserved, *slots.live, *(keep or ())])
+        fixed = units.units_of_slots([*slots.pins, *slots.reserved, *slots.live, *(pinned or ())])
         movable = sum(held and unit not in fixed for unit, held in enumerate(units.holds_states))
-        num_spare = units.num_spare_units if keep is not None else 0
+        num_spare = units.num_spare_units if pinned is not None else 0
         number = min(movable, self._num_units_that_may_go) - num_spare
         return max(0, number) * units.blocks_per_unit
 

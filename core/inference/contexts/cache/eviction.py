@@ -38,7 +38,7 @@ class EvictionPolicy:
         raise NotImplementedError
 
     def clear(self) -> None:
-        """Forget all states."""
+        """Remove all states."""
         raise NotImplementedError
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:

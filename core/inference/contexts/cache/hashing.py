@@ -56,7 +56,7 @@ class PrefixHashChain:
         self._digests.append(digest)
 
     def cut_to(self, length: int) -> None:
-        """Forget all blocks but those that the first `length` tokens fill; other tokens may follow."""
+        """Remove all blocks but those that the first `length` tokens fill; other tokens may follow."""
         whole = length // self.block_size_tokens
         del self.keys[whole:], self.tokens[whole:], self._digests[whole + 1 :]
 
@@ -147,7 +147,7 @@ class GhostList:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._young: dict[int, int] = {}  # hash -> bits
-        self._old: dict[int, int] = {}  # forgotten at once when the young one has `capacity` hashes
+        self._old: dict[int, int] = {}  # cleared when the young one has `capacity` hashes
         self.num_lapses = 0  # how often that was
 
     def add_all(self, keys: Collection[int], kind: GhostKind) -> None:

@@ -23,7 +23,7 @@ MAX_HASH = (1 << 63) - 1
 class BlockBorrower(Protocol):
     """`Borrowing`, whose module imports this one: moves units of a shared memory from states to blocks."""
 
-    def num_blocks_to_borrow(self, keep: Sequence[int] | None = None) -> int: ...
+    def num_blocks_to_borrow(self, pinned: Sequence[int] | None = None) -> int: ...
 
     def borrow_blocks(self, num_blocks: int) -> None: ...
 
@@ -125,18 +125,18 @@ class KVBlockAllocator:
         return self.total_count - self.total_avail - self._num_cached - num_lent
 
     def is_memory_available(
-        self, num_blocks: int, potential_matched_count: int = 0, keep_slots: Sequence[int] | None = None
+        self, num_blocks: int, potential_matched_count: int = 0, pinned_slots: Sequence[int] | None = None
     ) -> bool:
         """Whether `num_blocks` can be allocated once `potential_matched_count` cached blocks are held.
 
-        `keep_slots`: slots of states that a request has pinned before it allocates live slots.
+        `pinned_slots`: slots of states that a request has pinned before it allocates live slots.
         """
         needed = integer("num_blocks", num_blocks, 0)
         matched = integer("potential_matched_count", potential_matched_count, 0)
         missing = needed - (self.total_avail + self._num_cached - matched)
         if missing <= 0 or self.borrowing is None:
             return missing <= 0
-        return missing <= self.borrowing.num_blocks_to_borrow(keep_slots)
+        return missing <= self.borrowing.num_blocks_to_borrow(pinned_slots)
 
     # ---- allocation and references
 
@@ -163,12 +163,12 @@ class KVBlockAllocator:
         """Add one reference to each of these held or registered blocks; parents come before children."""
         self._num_cached -= self.tree.hold(self._checked(block_ids))
 
-    def release_memory_blocks(self, block_ids: Sequence[int], forget: bool = False) -> None:
+    def release_memory_blocks(self, block_ids: Sequence[int], discard: bool = False) -> None:
         """Remove one reference from each of these distinct blocks; those of a sequence come in order.
 
         Unregistered blocks without a reference become free; registered ones stay cached.
 
-        `forget`: also deregister the blocks that are not held any more and no other sequence continues.
+        `discard`: also deregister the blocks that are not held any more and no other sequence continues.
         """
         tree, now_ns = self.tree, max(self._last_release_ns + 1, self._clock())
         cached, freed = tree.release(self._checked(block_ids), now_ns)
@@ -176,7 +176,7 @@ class KVBlockAllocator:
         self._num_cached += len(cached)
         if freed:
             self._add_free(freed)
-        if forget:
+        if discard:
             gone = []
             for block in cached:
                 if not tree.num_children[block]:
@@ -254,7 +254,7 @@ class KVBlockAllocator:
         self._observers.append(observer)
 
     def _deregister(self, blocks: list[int], cause: KVRemovalCause) -> None:
-        """Forget cached blocks that nothing continues, and free them: states first, observers last."""
+        """Deregister cached blocks that nothing continues, and free them: states first, observers last."""
         if not blocks:
             return
         try:
@@ -277,7 +277,7 @@ class KVBlockAllocator:
                 logger.exception("deregistration observer %r failed for blocks %s", observer, blocks)
 
     def deregister_all(self) -> None:
-        """Forget every prefix and ghost. Cached blocks become free; held blocks stay held.
+        """Remove every prefix and ghost. Cached blocks become free; held blocks stay held.
 
         Costs O(pool).
         """
@@ -289,7 +289,7 @@ class KVBlockAllocator:
         self._notify(registered, keys)
 
     def reset(self, *, keep_totals: bool = False) -> None:
-        """Forget every reference and prefix, without calling observers: the caller resets them, too.
+        """Remove every reference and prefix, without calling observers: the caller resets them, too.
 
         `keep_totals`: whether the counts of what entered and was removed stay.
         """

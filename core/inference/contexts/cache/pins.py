@@ -95,7 +95,7 @@ class PinnedPrefixes:
             self.unpin(prefix)
 
     def clear(self) -> None:
-        """Forget all pins; the caller resets the allocators."""
+        """Remove all pins; the caller resets the allocators."""
         self.held.clear()
         self._blocks.clear()
 

@@ -17,14 +17,14 @@ kv_evicted: its KV block was evicted, because the block's memory was needed.
 rolled: a later state of the same answer replaced it.
 discarded: the model's results along its path were no numbers.
 by_host: the host of the slot allocator dropped it.
-reset: all prefixes were forgotten.
+reset: the cache was cleared.
 """
 KVRemovalCause = Literal["new_block", "discarded", "reset"]
 """Why a registered KV block was removed from the cache:
 
 new_block: its memory was needed for another block.
 discarded: the model's results in it were no numbers.
-reset: all prefixes were forgotten.
+reset: the cache was cleared.
 """
 ComputeReason = Literal[
     "never_seen",

@@ -40,12 +40,12 @@ class PrefixCache:
 
         match     what is cached of the sequence
         open      a path, which holds what the sequence uses
-        hold      the shared blocks; hold_state the slot that the sequence starts from; grow blocks of its own
+        hold      the shared blocks; pin_state the slot that the sequence starts from; grow blocks of its own
         reserve   slots for the states that a step stores               (before the forward)
         register  the blocks that the step completed                    (after the forward was launched)
         commit    the states that the step stored
         release   all that the path holds; what was registered and committed stays cached
-        discard   the same, but forget the path's blocks and states
+        discard   the same, and what it registered and committed is removed
 
     A KV block that is evicted takes its state along.
 
@@ -190,10 +190,10 @@ class PrefixCache:
         num_own, num_registered = (len(path.blocks), path.num_registered) if path is not None else (0, 0)
         shared = match.blocks[num_registered:]
         num_missing = max(0, num_blocks - (len(match.blocks) if shared else num_own))
-        keep = (match.resume_slot,) if match.resume_slot >= 0 else ()
+        pinned = (match.resume_slot,) if match.resume_slot >= 0 else ()
         references = self.tree.references
         num_held = bisect_left(shared, True, key=lambda block: not references[block])  # held ones come first
-        return self.kv_blocks.is_memory_available(num_missing + num_pages, len(shared) - num_held, keep)
+        return self.kv_blocks.is_memory_available(num_missing + num_pages, len(shared) - num_held, pinned)
 
     def hold(self, path: CachedPath, match: PrefixMatch) -> None:
         """Put a match's registered blocks in the place of the path's unregistered ones.
@@ -229,19 +229,19 @@ class PrefixCache:
             path.replace(num_blocks, [])
             self.kv_blocks.release_memory_blocks(surplus)
 
-    def hold_state(self, path: CachedPath, slot: int, *, resumes: bool) -> None:
+    def pin_state(self, path: CachedPath, slot: int, *, resumes: bool) -> None:
         """Pin the durable slot that the sequence continues from, in place of an earlier one.
 
         `resumes`: whether the sequence starts from another sequence's state, which counts as a use of the
         state.
         """
-        self.release_state(path)
+        self.unpin_state(path)
         self.slots.pin(slot)
         path.state_slot = slot
         if resumes:
             self.slots.note_use(slot)
 
-    def release_state(self, path: CachedPath) -> None:
+    def unpin_state(self, path: CachedPath) -> None:
         """Unpin the slot that the sequence continued from, if there is one."""
         slot, path.state_slot = path.state_slot, -1
         if slot >= 0:
@@ -267,7 +267,7 @@ class PrefixCache:
 
         Observers of deregistered blocks are called last, when all counts are right.
         """
-        self.release_state(path)
+        self.unpin_state(path)
         self.slots.policy.end_request(path.policy_ticket)
         blocks = list(path.blocks)
         path.replace(0, [])
@@ -280,7 +280,7 @@ class PrefixCache:
         it. States along the path go unless they are pinned. Its blocks go from the deep end up, until one
         that is held or that another sequence continues.
         """
-        self.release_state(path)
+        self.unpin_state(path)
         self.slots.policy.end_request(path.policy_ticket)
         registered = path.blocks[: path.num_registered] if path.caches else []
         self.slots.remove_copies(registered)
@@ -288,7 +288,7 @@ class PrefixCache:
             self.slots.remove_unpinned(block, "discarded")
         blocks = list(path.blocks)
         path.replace(0, [])
-        self.kv_blocks.release_memory_blocks(blocks, forget=True)
+        self.kv_blocks.release_memory_blocks(blocks, discard=True)
 
     # ---- one step
 
@@ -399,8 +399,8 @@ class PrefixCache:
             )
         return self.pins.pin(blocks, len(blocks) * self._block_size)
 
-    def forget(self, paths: Iterable[CachedPath]) -> None:
-        """Forget every prefix, state, pin and ghost; sequences keep the blocks that they hold.
+    def clear(self, paths: Iterable[CachedPath]) -> None:
+        """Remove every prefix, state, pin and ghost; sequences keep the blocks that they hold.
 
         What the sequences compute afterwards is registered and committed nowhere.
 
@@ -416,7 +416,7 @@ class PrefixCache:
         self.kv_blocks.deregister_all()
 
     def reset(self, *, keep_totals: bool = False) -> None:
-        """Forget everything, also holders. Works on an inconsistent cache, too.
+        """Empty the cache, references and live slots included; also where the cache is inconsistent.
 
         `keep_totals`: whether the counts of what entered and was removed stay; the rest counts as "reset".
         """

@@ -58,7 +58,7 @@ class PrefixTree:
         self._root_digests: dict[int, bytes] = {}
 
     def clear(self) -> None:
-        """Forget every block and ghost; `clear_states` forgets the states."""
+        """Remove every block and ghost; `clear_states` removes the states."""
         num_blocks, num_registered = self._origin, len(self.block_of_key)
         self.block_of_key.clear()
         self.ghosts.clear()
@@ -255,7 +255,7 @@ class PrefixTree:
                 self.leaves.push(block)
 
     def deregister(self, blocks: Sequence[int], cause: KVRemovalCause) -> list[int]:
-        """Forget blocks that were taken as leaves; returns their keys."""
+        """Remove blocks that were taken as leaves; returns their keys."""
         own_keys, parents, block_of_key = self._keys, self.parents, self.block_of_key
         keys = [own_keys[block] for block in blocks]
         for key in keys:
@@ -389,7 +389,7 @@ class PrefixTree:
         return slots
 
     def clear_states(self) -> None:
-        """Forget every state and ghost."""
+        """Remove every state and ghost."""
         num_removed = len(self.slot_of_block)
         self.num_changes += 1
         self._changed.clear()  # there are too many changes to list

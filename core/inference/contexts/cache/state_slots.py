@@ -19,9 +19,9 @@ PlannedState = tuple[Sequence[int], int, str, int]
 class StateSlots:
     """The slots of one pool, as integers: no tensor is made or copied. Callers check arguments.
 
-        FREE -- reserve --> RESERVED -- commit --> COMMITTED -- take_live --> LIVE
-          ^ <--- release ------+                       |                        |
-          +--------------------------------- evict, remove + <----- free_live --+ (FREE -- take_live --> LIVE)
+        FREE -- reserve --> RESERVED -- commit --> COMMITTED        FREE, COMMITTED -- allocate_live --> LIVE
+          ^ <--- release ------+                       |                                                   |
+          +-------------------------- evict, remove ---+ <------------------------------------ free_live --+
 
     A reserved slot is written by one step and read by no request. A committed slot is immutable and findable.
     A pinned slot is not evicted; where its block is evicted, the slot becomes RESERVED for no block until its
@@ -85,11 +85,11 @@ class StateSlots:
         num_pinned = sum(1 for slot in self.pins if slot not in self.reserved)
         return len(self.free_slots) + len(self.tree.slot_of_block) - num_pinned
 
-    def next_victims(self, count: int, kept: Collection[int] | None = None) -> list[int]:
-        """Up to `count` slots that would be evicted next, but those `kept` (pinned ones); changes nothing."""
-        kept = self.pins if kept is None else kept
-        victims = list(self.policy.victims(count, lambda slot: slot not in kept))
-        return self._checked_victims(victims, count, kept)
+    def next_victims(self, count: int, protected: Collection[int] | None = None) -> list[int]:
+        """Up to `count` slots that would be evicted next, but `protected` (pinned) ones; changes nothing."""
+        protected = self.pins if protected is None else protected
+        victims = list(self.policy.victims(count, lambda slot: slot not in protected))
+        return self._checked_victims(victims, count, protected)
 
     # ---- reservations
 
@@ -112,7 +112,7 @@ class StateSlots:
 
     def reserve(self, block_ids: Sequence[int], keys: Sequence[int] = ()) -> list[int]:
         """Allocate one slot for each block's state; may evict. `keys`: the hashes from `make_room`."""
-        slots = self._take(len(block_ids))
+        slots = self._allocate(len(block_ids))
         self.reserved.update(zip(slots, block_ids, strict=True))
         self._planned.update(zip(slots, keys, strict=False))
         return slots
@@ -202,20 +202,22 @@ class StateSlots:
 
     # ---- live slots
 
-    def take_live(self, num_slots: int, resume_slot: int = -1, spared: Iterable[int] = ()) -> list[int]:
-        """Allocate slots for a running request; evicts unpinned states, those in `spared` last, from the end.
+    def allocate_live(
+        self, num_slots: int, resume_slot: int = -1, evict_last: Iterable[int] = ()
+    ) -> list[int]:
+        """Allocate slots for a running request; evicts unpinned states, `evict_last` last, from their end.
 
         Where only the state in `resume_slot`, from which the request resumes, could be evicted for the last
         slot, the request takes it over: the slot is the first of the result, and its state is evicted.
         """
         room, pins = self.num_available - num_slots, self.pins
         unpinned = (
-            slot for slot in spared if slot >= 0 and slot not in pins and self.tree.block_of(slot) >= 0
+            slot for slot in evict_last if slot >= 0 and slot not in pins and self.tree.block_of(slot) >= 0
         )
-        keep = list(dict.fromkeys(unpinned))[: max(0, room)]
-        takes_over = resume_slot >= 0 and resume_slot not in pins and resume_slot not in keep
-        takes_over = takes_over and len(keep) == room
-        slots = self._take(num_slots - takes_over, (resume_slot, *keep), "live_state")
+        protected = list(dict.fromkeys(unpinned))[: max(0, room)]
+        takes_over = resume_slot >= 0 and resume_slot not in pins and resume_slot not in protected
+        takes_over = takes_over and len(protected) == room
+        slots = self._allocate(num_slots - takes_over, (resume_slot, *protected), "live_state")
         if takes_over:
             self.note_use(resume_slot)
             self._spill([resume_slot], "live_state")
@@ -233,11 +235,11 @@ class StateSlots:
     def allocate(self, blocks: Sequence[int]) -> list[int]:
         """Commit a slot, without a hash, for each block; a block has one slot at most."""
         slot_of_block = self.tree.slot_of_block
-        new, keep = blocks, []
+        new, protected = blocks, []
         if len(set(blocks)) < len(blocks) or not slot_of_block.keys().isdisjoint(blocks):
             new = [block for block in dict.fromkeys(blocks) if block not in slot_of_block]
-            keep = [slot_of_block[block] for block in blocks if block in slot_of_block]
-        slots = self._take(len(new), keep)
+            protected = [slot_of_block[block] for block in blocks if block in slot_of_block]
+        slots = self._allocate(len(new), protected)
         self._insert(new, slots)
         return [slot_of_block[block] for block in blocks] if len(new) < len(blocks) else slots
 
@@ -249,16 +251,16 @@ class StateSlots:
     # ---- eviction and what ends with a block
 
     def evict(
-        self, num_slots: int, keep: Collection[int] = (), cause: StateRemovalCause = "new_state"
+        self, num_slots: int, protected: Collection[int] = (), cause: StateRemovalCause = "new_state"
     ) -> None:
-        """Free the slots of so many unpinned states not in `keep`; an error, if fewer, changes nothing."""
-        kept = self.pins.keys() | keep
+        """Evict so many unpinned states not in `protected`; an error, if there are fewer, changes nothing."""
+        protected = self.pins.keys() | protected
         states = self.tree.slot_of_block
-        if len(states) < num_slots + len(kept):  # judged without the policy, which a choice may reorder
-            num_evictable = sum(slot not in kept for slot in states.values())
+        if len(states) < num_slots + len(protected):  # judged without the policy, which a choice may reorder
+            num_evictable = sum(slot not in protected for slot in states.values())
             if num_evictable < num_slots:
                 raise MambaSlotCapacityError(num_slots, num_evictable)
-        victims = self.next_victims(num_slots, kept)
+        victims = self.next_victims(num_slots, protected)
         if len(victims) < num_slots:
             raise ValueError(
                 f"victims of {type(self.policy).__name__} returned {len(victims)} slots; accepted: "
@@ -299,7 +301,7 @@ class StateSlots:
             self.tier.remove(keys)
 
     def clear(self, totals: bool = False, live: bool = False) -> None:
-        """Forget every state, reservation, pin and ghost; also `totals`, and `live` slots become free."""
+        """Remove every state, reservation, pin and ghost; also `totals`, and `live` slots become free."""
         if live:
             self.live.clear()
         # No state may be findable once its slot is free: the index goes first, the free list comes last.
@@ -328,14 +330,14 @@ class StateSlots:
 
     # ---- inside
 
-    def _take(
-        self, num_slots: int, keep: Collection[int] = (), cause: StateRemovalCause = "new_state"
+    def _allocate(
+        self, num_slots: int, protected: Collection[int] = (), cause: StateRemovalCause = "new_state"
     ) -> list[int]:
         """Allocate slots: free ones, the last ones first, then those of states that are evicted."""
         num_free = len(self.free_slots)
         if num_slots > num_free:
             try:
-                self.evict(num_slots - num_free, keep, cause)
+                self.evict(num_slots - num_free, protected, cause)
             except MambaSlotCapacityError as error:
                 raise MambaSlotCapacityError(num_slots, error.available + num_free) from None
         cut = len(self.free_slots) - num_slots
@@ -344,9 +346,9 @@ class StateSlots:
         del self.free_slots[cut:]
         return taken
 
-    def _checked_victims(self, victims: list[int], count: int, kept: Collection[int]) -> list[int]:
+    def _checked_victims(self, victims: list[int], count: int, protected: Collection[int]) -> list[int]:
         holds, tree = range(self.num_slots), self.tree
-        right = (slot in holds and tree.block_of(slot) >= 0 and slot not in kept for slot in victims)
+        right = (slot in holds and tree.block_of(slot) >= 0 and slot not in protected for slot in victims)
         if not all(right) or len(victims) > count or len(set(victims)) < len(victims):
             raise ValueError(
                 f"victims of {type(self.policy).__name__} returned {victims}; accepted: up to {count} of the "

@@ -149,7 +149,7 @@ class StateTree:
         return node.add_demand(node.demand)
 
     def surplus_ghost(self) -> StateNode | None:
-        """A ghost to forget, where there are too many, or the ways to them take the host's memory."""
+        """A ghost to remove, where there are too many, or the ways to them take the host's memory."""
         num_ghosts, most = len(self.ghosts), self._max_ghosts
         too_long = self.num_edge_keys > _MAX_KEYS_PER_GHOST * most and num_ghosts > 1
         return next(iter(self.ghosts.values())) if num_ghosts > most or too_long else None

@@ -63,7 +63,7 @@ class TierSlots:
         return slots
 
     def clear(self) -> None:
-        """Forget every copy."""
+        """Remove every copy."""
         self.copies.clear()
         self.repair()
 
@@ -273,7 +273,7 @@ class HostTier:
             self.copies.delete(gone)
 
     def clear(self, totals: bool = False) -> None:
-        """Forget every copy; with `totals` also the counts."""
+        """Remove every copy; with `totals` also the counts."""
         had_files = len(self.files) > 0
         self.host.clear()
         self.files.clear()

@@ -60,7 +60,7 @@ class ValueEviction(EvictionPolicy):
         self.clear()
 
     def clear(self) -> None:
-        """Forget all states, ghosts and requests. What was learned of rates stays."""
+        """Remove all states, ghosts and requests. What was learned of rates stays."""
         self._tree = StateTree(self._max_ghosts)
         self._slots: dict[int, StateNode] = {}
         self._planned: dict[int, StateNode] = {}

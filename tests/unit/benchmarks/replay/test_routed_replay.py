@@ -57,7 +57,7 @@ class Noted:
         assert self.index.apply(events), "a message is missing"
         return self._inner.apply(events)
 
-    def forget(self, replica: str) -> None:
+    def remove(self, replica: str) -> None:
         raise AssertionError("no replica is lost")
 
 
@@ -80,7 +80,7 @@ class ByFirstBlock:
     def apply(self, events: StateEvents) -> bool:
         return True
 
-    def forget(self, replica: str) -> None: ...
+    def remove(self, replica: str) -> None: ...
 
 
 def config_of(**settings: Any) -> ms.InferenceConfig:

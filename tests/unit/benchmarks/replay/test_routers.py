@@ -53,7 +53,7 @@ def test_each_replica_is_named_once_and_equal_seeds_choose_alike(
                 router.note_routed(request, chosen[-1])
                 router.apply(StateEvents(chosen[-1], 1, number, tuple(request.keys[-1:]), (), True))
             if number % 7 == 6:
-                router.forget(chosen[0])
+                router.remove(chosen[0])
 
 
 @every_router
@@ -93,7 +93,7 @@ def test_the_prefix_router_follows_what_was_sent_even_if_it_is_gone() -> None:
     assert router.choose(prompt(1, 2, 3, 4), loads(**{first: 50}))[0] == first
     router.note_routed(prompt(1, 2, 3, 4), "d")
     assert router.choose(prompt(1, 2, 3, 4), loads(**{first: 1}))[0] == "d"
-    router.forget("d")
+    router.remove("d")
     assert router.choose(prompt(1, 2, 3, 4), IDLE)[0] == first
 
 

@@ -21,7 +21,7 @@ def test_a_later_chunk_jumps_ahead_to_a_state_that_another_request_committed_mea
     chunk = schedule(context, slow)
 
     assert (chunk.start, chunk.num_resumed, chunk.stop) == (56, 40, 60)
-    assert slow.holding.path.blocks[:7] == fast.holding.path.blocks[:7]
+    assert slow.allocation.path.blocks[:7] == fast.allocation.path.blocks[:7]
     jumped = run(context, chunk)
     assert slow.ledger.resumed == 40
     assert slow.ledger.computed.total() == 20
@@ -54,7 +54,7 @@ def test_recomputed_tokens_in_shared_blocks_do_not_write_their_kv_again() -> Non
     prefill(context, first)
     sibling = make_request(prompt[:20] + random_tokens(20, seed=2))
     chunk = schedule(context, sibling)
-    assert sibling.holding.path.blocks[:2] == first.holding.path.blocks[:2]
+    assert sibling.allocation.path.blocks[:2] == first.allocation.path.blocks[:2]
     inputs = context.begin_step([chunk])
     assert chunk.start == 0
     assert inputs.kv_write_tokens.tolist() == list(range(16, 40))
@@ -65,8 +65,8 @@ def test_twins_computed_in_the_same_step_end_up_sharing_the_blocks_registered_fi
     context, prompt = make_context(), random_tokens(33, seed=1)
     requests = [make_request(prompt), make_request(prompt)]
     run(context, *[schedule(context, request) for request in requests])
-    assert requests[0].holding.path.blocks[:4] == requests[1].holding.path.blocks[:4]
-    assert requests[0].holding.path.blocks[4] != requests[1].holding.path.blocks[4]
+    assert requests[0].allocation.path.blocks[:4] == requests[1].allocation.path.blocks[:4]
+    assert requests[0].allocation.path.blocks[4] != requests[1].allocation.path.blocks[4]
     assert context.prefix_cache.kv_blocks.num_held == 6
 
 
@@ -84,7 +84,7 @@ def test_admission_without_enough_blocks_changes_nothing() -> None:
 
     assert context.cache_stats() == stats
     assert sorted(context.prefix_cache.kv_blocks.tree.block_of_key.items()) == order
-    assert sharing_and_too_long.holding is None
+    assert sharing_and_too_long.allocation is None
     context.check_integrity()
 
 
@@ -94,7 +94,7 @@ def test_a_step_that_ends_on_a_boundary_writes_the_durable_slot_and_is_read_from
     chunk = schedule(context, request)
     inputs = context.begin_step([chunk])
     written = int(inputs.state_destinations[0])
-    slots, live = context.prefix_cache.slots, chunk.holding.live_slots
+    slots, live = context.prefix_cache.slots, chunk.allocation.live_slots
     assert written in map(context.memory.state_pool.durable_index, slots.reserved)
     assert slots.live == set(live)
     with torch.inference_mode():
@@ -114,7 +114,7 @@ def test_a_resumed_request_reads_its_durable_slot_which_stays_pinned_until_the_s
     request = make_request(prompt)
     chunk = schedule(context, request)
     slots = context.prefix_cache.slots
-    slot = request.holding.path.state_slot
+    slot = request.allocation.path.state_slot
     assert slots.pins == {slot: 1}
     inputs = context.begin_step([chunk])
     assert inputs.state_sources.tolist() == [context.memory.state_pool.durable_index(slot)]
@@ -150,7 +150,7 @@ def test_checkpoints_inside_a_chunk_hold_the_state_after_exactly_those_tokens() 
     prefill(context, request)
     pool, oracle = context.memory.state_pool, RecurrentLM(small_model())
     for depth in range(1, 6):
-        slot = context.prefix_cache.slots.tree.slot_of(request.holding.path.blocks[depth - 1])
+        slot = context.prefix_cache.slots.tree.slot_of(request.allocation.path.blocks[depth - 1])
         for name, expected in oracle.states_after(prompt[: depth * BLOCK]).items():
             torch.testing.assert_close(pool.durable(name)[:, slot], expected, rtol=0, atol=1e-10)
 
@@ -164,7 +164,9 @@ def test_a_new_state_while_decoding_replaces_the_older_unless_a_request_resumed_
     def depths_with_state(context: DynamicInferenceContext, request: DynamicInferenceRequest) -> list[int]:
         slots = context.prefix_cache.slots
         return [
-            i + 1 for i, block in enumerate(request.holding.path.blocks) if block in slots.tree.slot_of_block
+            i + 1
+            for i, block in enumerate(request.allocation.path.blocks)
+            if block in slots.tree.slot_of_block
         ]
 
     context = make_context()

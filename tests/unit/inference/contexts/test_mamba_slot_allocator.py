@@ -116,7 +116,7 @@ def test_a_hosts_observer_is_kept_where_the_constructor_subscribes():
     host.kv_block_allocator = kv
     host.allocator(1, MambaSlotAllocator)
     kv.register_chain(b"", kv.allocate_memory_blocks(1), [7], [b"x"])
-    kv.release_memory_blocks([0], forget=True)
+    kv.release_memory_blocks([0], discard=True)
     kv.deregister_all()
     assert {7} in received
 

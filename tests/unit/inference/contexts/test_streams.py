@@ -299,7 +299,7 @@ def graphs(simulator: Simulator, random: Random) -> None:
     memory = simulator.device_memory(torch.zeros(BYTES, dtype=torch.uint8))
     runner._graphs = {LARGEST: object()}  # type: ignore[dict-item]
     simulator.launch(lambda: None, [memory], [memory], "a graph runs")
-    runner.drop_graphs()
+    runner.clear_graphs()
     simulator.host((), [memory], "the graph's memory is given back")
 
 

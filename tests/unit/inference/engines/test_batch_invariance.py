@@ -14,14 +14,13 @@ import torch
 import torch.nn.functional as F
 from mambaslots import parallel_groups
 from mambaslots.inference.contexts.padding import rungs
-from mambaslots.inference.engines import batch_invariance, product_check
+from mambaslots.inference.engines import batch_invariance, forward_check, invariance_stamp, product_check
 from mambaslots.inference.engines.batch_invariance import (
     SWITCHES,
     BatchInvariance,
     check_settings,
-    promised,
+    decide,
     read_switch,
-    record,
     write_switches,
 )
 from mambaslots.inference.engines.dummy_steps import DummySteps
@@ -29,6 +28,7 @@ from mambaslots.inference.engines.product_check import (
     BatchVarianceError,
     Product,
     ProductRecorder,
+    record_products,
     with_rows,
 )
 from oracle.hf_models import served_model
@@ -58,8 +58,9 @@ class TestRefusals:
         with pytest.raises(
             ValueError, match="batch_invariant is True, and the model is on cpu; accepted: a GPU"
         ):
-            BatchInvariance(model_of("M"), model_of("M").state_spec(), CONFIG)
+            check_settings(model_of("M").state_spec(), CONFIG)
         monkeypatch.setenv("TRITON_INTERPRET", "1")
+        check_settings(model_of("M").state_spec(), CONFIG)
         BatchInvariance(model_of("M"), model_of("M").state_spec(), CONFIG)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -139,13 +140,13 @@ class TestDefault:
     )
     def test_what_the_model_or_a_size_rules_out(self, checks, dtype, changes, reason):
         model, config = model_of("M", dtype), replace(CONFIG, **changes)
-        assert promised(model, on("cuda", model), config) == (
+        assert decide(model, on("cuda", model), config) == (
             replace(config, batch_invariant=False),
             None,
             reason,
         )
         with pytest.raises(ValueError, match=reason):
-            promised(model, on("cuda", model), replace(config, batch_invariant=True))
+            decide(model, on("cuda", model), replace(config, batch_invariant=True))
         assert not checks
 
     def test_what_the_check_finds(self, checks, monkeypatch):
@@ -155,47 +156,47 @@ class TestDefault:
         monkeypatch.setattr(BatchInvariance, "_check_forwards", finds)
         model = model_of("M")
         for _ in range(2):  # a refusal leaves no stamp
-            config, mode, reason = promised(model, on("cuda", model), CONFIG)
+            config, mode, reason = decide(model, on("cuda", model), CONFIG)
             assert (config.batch_invariant, mode, reason) == (False, None, "a row differs")
         assert checks == ["parts", "parts"]
         with pytest.raises(BatchVarianceError, match="a row differs"):
-            promised(model, on("cuda", model), replace(CONFIG, batch_invariant=True))
+            decide(model, on("cuda", model), replace(CONFIG, batch_invariant=True))
 
     def test_a_start_after_one_that_passed_does_not_check_again(self, checks, tmp_path):
         model = model_of("M")
-        config, mode, reason = promised(model, on("cuda", model), CONFIG)
+        config, mode, reason = decide(model, on("cuda", model), CONFIG)
         assert (config.batch_invariant, reason, checks) == (True, "", ["parts", "forwards"])
         assert mode is not None
         assert "as an earlier start found" not in mode.describe()[0]
-        again = promised(model_of("M"), on("cuda", model), CONFIG)[1]
+        again = decide(model_of("M"), on("cuda", model), CONFIG)[1]
         assert again is not None
         assert "as an earlier start found" in again.describe()[0]
         assert (again.products, len(checks)) == (mode.products, 2)
         for other, changes in (("MM", {}), ("M", {"max_requests": 3}), ("M", {"num_speculative_tokens": 1})):
             model = model_of(other)
-            promised(model, on("cuda", model), replace(CONFIG, **changes))
+            decide(model, on("cuda", model), replace(CONFIG, **changes))
         assert len(checks) == 8
         for number, text in enumerate(("[", "5"), 5):
             for stamp in tmp_path.rglob("*.json"):
                 stamp.write_text(text)
             model = model_of("M")
-            promised(model, on("cuda", model), CONFIG)
+            decide(model, on("cuda", model), CONFIG)
             assert len(checks) == 2 * number
 
     def test_a_model_whose_class_is_in_no_file_is_checked_at_each_start(self, checks, monkeypatch):
         def getfile(_: object) -> str:
             raise OSError("source code not available")
 
-        monkeypatch.setattr(batch_invariance.inspect, "getfile", getfile)
+        monkeypatch.setattr(invariance_stamp.inspect, "getfile", getfile)
         for _ in range(2):
             model = model_of("M")
-            assert promised(model, on("cuda", model), CONFIG)[0].batch_invariant
+            assert decide(model, on("cuda", model), CONFIG)[0].batch_invariant
         assert len(checks) == 4
 
     def test_memory_that_holds_no_inputs_rules_it_out(self, checks):
         model = model_of("M")
         config = replace(CONFIG, num_kv_blocks=None, num_mamba_slots=None, total_gb=1e-6)
-        _, mode, reason = promised(model, on("cuda", model), config)
+        _, mode, reason = decide(model, on("cuda", model), config)
         assert mode is None
         assert reason.startswith("total_gb is 1e-06")
         assert not checks
@@ -242,7 +243,7 @@ def weights_of(found: list[Product]) -> set[tuple[int, ...]]:
 class TestRecorder:
     def test_all_products_of_a_hybrid_lm(self):
         model = model_of("M-*G-C")
-        found = record(model, model.state_spec(), CONFIG)
+        found = record_products(model, model.state_spec(), CONFIG)
         matrices = {
             tuple(reversed(weight.shape))
             for name, weight in model.named_parameters()
@@ -259,7 +260,7 @@ class TestRecorder:
     @pytest.mark.parametrize("name", ["nemotron_h dense", "bamba"])
     def test_all_linear_modules_of_a_model_of_transformers(self, name):
         model = served_model(name, torch.bfloat16)
-        found = record(model, model.state_spec(), CONFIG)
+        found = record_products(model, model.state_spec(), CONFIG)
         made = weights_of(found) | {
             tuple(product.arguments[-1].shape) for product in found if product.name == "aten.addmm"
         }
@@ -322,7 +323,7 @@ class TestRecorder:
 
     def test_what_a_kernel_multiplies_inside_belongs_to_the_kernel(self):
         model = model_of("*")
-        found = record(model, model.state_spec(), CONFIG)
+        found = record_products(model, model.state_spec(), CONFIG)
         assert all(product.name == "aten.mm" for product in found)
 
 
@@ -447,7 +448,7 @@ class TestChoices:
         model = served_model(name, torch.bfloat16)
         model.model.set_experts_implementation("grouped_mm")  # what "mambaslots" is on a GPU
         try:
-            found = record(model, model.state_spec(), replace(CONFIG, block_size_tokens=64))
+            found = record_products(model, model.state_spec(), replace(CONFIG, block_size_tokens=64))
         finally:
             model.model.set_experts_implementation("mambaslots")
         names = [product.name for product in found]
@@ -515,14 +516,14 @@ class TestForwardCheck:
     def test_where_bits_differ(self, depends, case):
         model = Reading(model_of("M-*"), depends)
         config = replace(CONFIG, max_sequence_length=512, num_speculative_tokens=3)
-        steps = DummySteps(model, model.state_spec(), config, batch_invariance.checked_length(16), 256)
-        assert batch_invariance.first_difference(steps, 16, 256) == case
+        steps = DummySteps(model, model.state_spec(), config, forward_check.checked_length(16), 256)
+        assert forward_check.first_difference(steps, 16, 256) == case
 
     def test_it_releases_what_it_held(self):
         model = model_of("M*")
-        steps = DummySteps(model, model.state_spec(), CONFIG, batch_invariance.checked_length(16), 256)
+        steps = DummySteps(model, model.state_spec(), CONFIG, forward_check.checked_length(16), 256)
         for _ in range(3):
-            assert batch_invariance.first_difference(steps, 16, 256) == ""
+            assert forward_check.first_difference(steps, 16, 256) == ""
         assert steps._context.requests == []
 
 

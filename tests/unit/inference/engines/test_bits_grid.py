@@ -28,7 +28,7 @@ class GridWatch:
         assert replay is not None
         for row, step in enumerate(steps):
             assert replay.starts[row] == step.start
-            assert replay.slots[row] == step.holding.row
+            assert replay.slots[row] == step.allocation.row
             completed = int(replay.destinations[row])
             if step.decoding:
                 first = step.start // chunk * chunk
@@ -63,9 +63,9 @@ class GridWatch:
 
     def step_ended(self, steps: Sequence[RequestStep]) -> None:
         for step in steps:
-            holding = step.holding
-            if step.request.holding is holding and holding.num_computed < self._chunk:
-                assert holding.state_index == -1
+            allocation = step.allocation
+            if step.request.allocation is allocation and allocation.num_computed < self._chunk:
+                assert allocation.state_index == -1
 
 
 @costly()

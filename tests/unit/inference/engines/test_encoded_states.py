@@ -160,13 +160,13 @@ def test_a_reset_while_requests_run_keeps_their_states() -> None:
     step = context.admission.allocate_step(request, 64)
     assert step is not None
     assert step.num_resumed == 24
-    assert request.holding is not None
-    assert request.holding.path.state_slot >= 0
+    assert request.allocation is not None
+    assert request.allocation.path.state_slot >= 0
     context.check_integrity()
     context.reset_prefix_cache()
     context.check_integrity()
-    assert request.holding.path.state_slot < 0
-    assert request.holding.state_index in request.holding.live_slots
+    assert request.allocation.path.state_slot < 0
+    assert request.allocation.state_index in request.allocation.live_slots
     context.release(request)
 
 

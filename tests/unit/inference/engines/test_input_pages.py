@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.pool_sizes import InputPages, PoolSizes, input_bytes, input_shapes
+from mambaslots.inference.contexts.input_pages import InputPages, input_bytes, input_shapes
+from mambaslots.inference.contexts.pool_sizes import PoolSizes
 from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.models import hybrid_lm
 from mambaslots.state_spec import HybridStateSpec, StateTensor, gated_delta_net_states, mamba2_states
@@ -66,22 +67,22 @@ class PageWatch:
 
     def step_begun(self, steps: Sequence[RequestStep], inputs: ms.StepInputs) -> None:
         assert inputs.replay is not None
-        owned = [page for request in self._context.requests for page in request.holding.pages]
-        blocks = [block for request in self._context.requests for block in request.holding.path.blocks]
+        owned = [page for request in self._context.requests for page in request.allocation.pages]
+        blocks = [block for request in self._context.requests for block in request.allocation.path.blocks]
         assert len(set(owned)) == len(owned)
         assert set(owned).isdisjoint(blocks)
         self.most = max(self.most, len(owned))
         for row, step in enumerate(steps):
             count = (step.stop - 1) % CHUNK + 1 if step.decoding else step.stop % CHUNK
             needed = self.pages.num_pages_for(count)
-            assert inputs.replay.pages[row, :needed].tolist() == step.holding.pages[:needed]
+            assert inputs.replay.pages[row, :needed].tolist() == step.allocation.pages[:needed]
             most = count + 1 + self._num_drafts  # of a step ahead, or of drafts that were rejected
-            assert needed <= len(step.holding.pages) <= self.pages.num_pages_for(min(CHUNK, most))
+            assert needed <= len(step.allocation.pages) <= self.pages.num_pages_for(min(CHUNK, most))
 
     def step_ended(self, steps: Sequence[RequestStep]) -> None:
         for step in steps:
             if step.decoding and step.stop % CHUNK == 0:
-                assert not step.holding.pages, "pages outlive the grid point"
+                assert not step.allocation.pages, "pages outlive the grid point"
                 self.num_released += 1
 
 
@@ -160,7 +161,7 @@ def test_no_page_is_lost_where_memory_is_short_and_steps_fail(
         for request_id, prompt in asked.items():
             assert_greedy(prompt, results[request_id])
         assert engine.context.prefix_cache.kv_blocks.num_held == 0
-        assert not any(request.holding for request in engine.context.requests)
+        assert not any(request.allocation for request in engine.context.requests)
 
 
 def least_gb(settings: dict[str, Any]) -> float:

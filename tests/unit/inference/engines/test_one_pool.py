@@ -94,7 +94,7 @@ def test_without_a_prefix_cache_live_slots_are_a_pool_of_their_own() -> None:
     engine.step()
     pool = engine.context.memory.state_pool
     assert (pool.num_live, pool.num_durable, pool.is_shared) == (4, 0, False)
-    assert [request.holding.live_slots for request in engine.context.requests] == [(0,)]
+    assert [request.allocation.live_slots for request in engine.context.requests] == [(0,)]
     assert engine.stats().cache.num_live_slots == 0
     engine.check_integrity()
 

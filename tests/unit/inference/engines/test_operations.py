@@ -51,13 +51,13 @@ def situations(engine: ms.DynamicInferenceEngine) -> set[str]:
         paused = engine.stats().num_paused > 0
         if paused:
             found.add("paused")
-        if request.holding.path.state_slot >= 0:
+        if request.allocation.path.state_slot >= 0:
             found.add("its only state in a durable slot")
-        if paused and request.holding.path.state_slot >= 0:
+        if paused and request.allocation.path.state_slot >= 0:
             found.add("paused on a durable slot")
-        if 0 < request.holding.num_computed < len(request.prompt_tokens):
+        if 0 < request.allocation.num_computed < len(request.prompt_tokens):
             found.add("in the middle of its prompt")
-            held = np.array(engine.context.prefix_cache.tree.references)[request.holding.path.blocks]
+            held = np.array(engine.context.prefix_cache.tree.references)[request.allocation.path.blocks]
             if int(held.max()) > 1:
                 found.add("in the middle of its prompt, with shared blocks")
     if engine.core.scheduler.waiting:
@@ -172,10 +172,10 @@ def test_a_request_restarted_after_a_reset_shares_again() -> None:
         client.step()
     engine = client.engine
     engine.reset_prefix_cache()
-    assert not engine.core.requests[request_id].holding.path.caches
+    assert not engine.core.requests[request_id].allocation.path.caches
     engine.core.scheduler.preempt(engine.core.requests[request_id])
     client.step()
-    assert engine.core.requests[request_id].holding.path.caches
+    assert engine.core.requests[request_id].allocation.path.caches
     assert cached(engine)[0] >= 5
     client.finish()
     assert resumed(engine, [*LONG[:40], 1]) == 40

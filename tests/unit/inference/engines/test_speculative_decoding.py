@@ -290,7 +290,7 @@ class TestStates:
             request = engine.core.requests[request_id]
             engine.step()
             context = engine.context
-            blocks = request.holding.path.blocks if request.holding else []
+            blocks = request.allocation.path.blocks if request.allocation else []
             for depth, block in enumerate(blocks, start=1):
                 slot = context.prefix_cache.slots.tree.slot_of(block)
                 if slot >= 0:
@@ -388,18 +388,18 @@ class TestStates:
         context = engine.context
         (request,) = context.requests
         assert context.memory.state_pool.num_live == 4 * 4
-        assert len(set(request.holding.live_slots)) == 4
-        live_slots = request.holding.live_slots
-        request.holding.live_slots = live_slots[:-1]
+        assert len(set(request.allocation.live_slots)) == 4
+        live_slots = request.allocation.live_slots
+        request.allocation.live_slots = live_slots[:-1]
         with pytest.raises(AssertionError, match="live slot"):
             context.check_integrity()
-        request.holding.live_slots = live_slots
+        request.allocation.live_slots = live_slots
         context.check_integrity()
-        other = next(slot for slot in range(16) if slot not in request.holding.live_slots)
-        state, request.holding.state_index = request.holding.state_index, other
+        other = next(slot for slot in range(16) if slot not in request.allocation.live_slots)
+        state, request.allocation.state_index = request.allocation.state_index, other
         with pytest.raises(AssertionError):
             context.check_integrity()
-        request.holding.state_index = state
+        request.allocation.state_index = state
         context.check_integrity()
 
     @pytest.mark.parametrize("value", [None, 1, "yes"])
@@ -417,9 +417,9 @@ class TestOthers:
         request = engine.core.requests[request_id]
         while engine.has_unfinished_requests():
             engine.step()
-            holding = request.holding
-            num_held = len(holding.path.blocks) if holding else 0
-            assert kv.num_held == num_held == (-(-holding.num_computed // BLOCK) if holding else 0)
+            allocation = request.allocation
+            num_held = len(allocation.path.blocks) if allocation else 0
+            assert kv.num_held == num_held == (-(-allocation.num_computed // BLOCK) if allocation else 0)
             engine.context.check_integrity()
 
     @pytest.mark.sampled(drafter=1)
@@ -488,7 +488,7 @@ class TestContext:
         context.begin_step([drafted])
         context.end_step({0: 1}.__getitem__)
         context.check_integrity()
-        assert chunk.request.holding.num_computed == 10
+        assert chunk.request.allocation.num_computed == 10
 
     def test_a_chunk_of_a_prompt_takes_no_drafts(self):
         engine = speculating(lambda: Noted(), most=3)

@@ -159,8 +159,8 @@ def test_an_engine_of_inference_mode_is_operated_outside_it(name: str, settings:
     num_in_durable_slot = 0
     for num_steps in thinned(range(2, 8), 2):
         engine = in_the_middle(num_steps, **SETTINGS[settings])
-        holdings = [r.holding for r in engine.context.requests if r.holding is not None]
-        num_in_durable_slot += sum(holding.path.state_slot >= 0 for holding in holdings)
+        allocations = [r.allocation for r in engine.context.requests if r.allocation is not None]
+        num_in_durable_slot += sum(allocation.path.state_slot >= 0 for allocation in allocations)
         OPERATIONS[name](engine)
         finished: list[ms.RequestResult] = []
         while engine.has_unfinished_requests():

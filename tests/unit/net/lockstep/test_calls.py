@@ -86,9 +86,9 @@ def test_everything_that_a_request_was_asked_for_is_sent() -> None:
         "request_id", "prompt_tokens", "sampling", "plan", "chain", "seed", "next_token", "given_tokens",
     }  # fmt: skip
     of_this_rank = {
-        "arrival_s", "owned", "tokens", "log_probs", "top_log_probs", "prompt_log_probs", "ttft_s", "holding",
-        "ledger", "num_counted", "match", "result", "awaited_tokens", "shared_tokens", "awaits_states",
-        "_token_view",
+        "arrival_s", "owned", "tokens", "log_probs", "top_log_probs", "prompt_log_probs", "ttft_s",
+        "allocation", "ledger", "num_counted", "match", "result", "awaited_tokens", "shared_tokens",
+        "may_wait", "_token_view",
     }  # fmt: skip
     assert {field.name for field in fields(DynamicInferenceRequest)} == on_all | of_this_rank
     engine, other = (small_engine() for _ in range(2))

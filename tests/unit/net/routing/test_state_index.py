@@ -81,8 +81,8 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.keys_of(name) == publisher.held
 
     @rule(name=st.sampled_from(NAMES))
-    def forget(self, name: str) -> None:
-        self.index.forget(name)
+    def remove(self, name: str) -> None:
+        self.index.remove(name)
         self.known.pop(name, None)
         self.messages = [one for one in self.messages if one.replica != name]  # it is dead
 
@@ -145,7 +145,7 @@ def test_a_replica_that_was_forgotten_leaves_its_place_to_another() -> None:
     index = StateIndex()
     for number in range(300):
         assert index.apply(StateEvents(f"replica {number}", 1, 0, (number + 1,), (), True))
-        index.forget(f"replica {number - 3}")
+        index.remove(f"replica {number - 3}")
     assert index.replicas == ["replica 297", "replica 298", "replica 299"]
     assert len(index) == 3
     assert index.deepest([299, 300]) == {"replica 299": 2, "replica 298": 1}
@@ -177,7 +177,7 @@ def test_a_hash_takes_at_most_250_bytes_and_gives_them_back() -> None:
     del part
     after, _ = tracemalloc.get_traced_memory()
     for number in range(10):
-        index.forget(f"replica {number}")
+        index.remove(f"replica {number}")
     tracemalloc.stop()
     assert (after - before) / len(keys) < 250
     assert len(index) == 0

@@ -29,7 +29,7 @@ def prompt(*texts: int, tail: int = 50, answer: int = 0) -> RouteRequest:
 def hold(router: StateRouter, replica: str, *requests: RouteRequest) -> None:
     """The replica publishes that it can resume after these prompts, and after nothing else."""
     keys = tuple(dict.fromkeys(request.keys[-1] for request in requests))
-    router.forget(replica)
+    router.remove(replica)
     assert router.apply(StateEvents(replica, 1, 0, keys, (), is_snapshot=True))
 
 
@@ -136,7 +136,7 @@ def test_a_replica_that_is_gone_is_expected_to_hold_nothing() -> None:
     history = prompt(*range(30))
     first = router.choose(history, IDLE)[0]
     assert router.choose(history, IDLE)[0] == first
-    router.forget(first)
+    router.remove(first)
     assert router.choose(history, [load for load in IDLE if load.replica != first])[0] != first
 
 
@@ -181,8 +181,8 @@ def test_recent_work_is_that_of_the_last_requests() -> None:
     for _ in range(20 * state_router.REMEMBERED_REQUESTS):
         work.add("c", 100)
     assert work.of("a")["a"] < 10
-    work.forget("c")
-    work.forget("unknown")
+    work.remove("c")
+    work.remove("unknown")
     assert work.of("c")["c"] == 0
 
 
@@ -208,7 +208,7 @@ def test_a_state_that_has_come_or_gone_is_expected_no_more() -> None:
     assert waiting.deepest([1, 2]) == ("a", 2)
     waiting.settle([2, 7], "a")
     assert waiting.deepest([1, 2]) == ("a", 1)
-    waiting.forget("a")
+    waiting.remove("a")
     assert len(waiting) == 0
 
 

@@ -232,7 +232,7 @@ def test_a_replica_that_starts_again_is_met_under_the_same_name(pair: Pair, side
     sent, received = pair.hand_over()
     assert (sent.failure, received.failure) == ("", "")
     assert min(serve(pair.target, PROMPTS)) > 0
-    forgotten._drop()
+    forgotten._disconnect()
 
 
 def test_other_weights_are_refused_and_then_met(pair: Pair) -> None:

@@ -75,7 +75,7 @@ def test_round_trip(source: ms.DynamicInferenceEngine, tmp_path: Path) -> None:
 
 def test_a_later_set_replaces_the_one_before(source: ms.DynamicInferenceEngine, tmp_path: Path) -> None:
     write_set(tmp_path, export_prefixes(source), 4, set_id="0123456789ab")
-    (tmp_path / "prefixes-0123456789ac-tp0of1-pp0of1.safetensors.tmp").write_bytes(b"half")
+    (tmp_path / "prefixes-0123456789ac-tp0of1-pp0of1.safetensors.part").write_bytes(b"half")
     others = [
         "notes.txt",
         "prefixes-backup.safetensors",

@@ -210,7 +210,7 @@ class Borrowers(RuleBasedStateMachine):
         self.paths.append(path)
         cache.hold(path, match)
         if match.resume_slot >= 0:
-            cache.hold_state(path, match.resume_slot, resumes=True)
+            cache.pin_state(path, match.resume_slot, resumes=True)
         cache.grow(path, num_blocks)
         assert (
             match.resume_slot < 0
@@ -241,7 +241,7 @@ class Borrowers(RuleBasedStateMachine):
     @precondition(lambda self: self.paths)
     @rule(data=st.data())
     def a_sequence_stops_reading(self, data):
-        self.cache.release_state(self.draw(data, self.paths))
+        self.cache.unpin_state(self.draw(data, self.paths))
 
     @precondition(lambda self: self.paths)
     @rule(data=st.data())
@@ -277,7 +277,7 @@ class Borrowers(RuleBasedStateMachine):
         """As an idle row does; there are so many as the pins of running requests leave."""
         slots = self.cache.slots
         if len(slots.live) + count <= self.division.num_live and slots.num_available >= count:
-            slots.take_live(count)
+            slots.allocate_live(count)
 
     @precondition(lambda self: self.cache.slots.live)
     @rule()
@@ -297,8 +297,8 @@ class Borrowers(RuleBasedStateMachine):
             self.paths.clear()
         else:
             for path in self.paths:
-                self.cache.release_state(path)
-            self.cache.forget(self.paths)
+                self.cache.unpin_state(path)
+            self.cache.clear(self.paths)
 
     @invariant()
     def no_two_share_a_byte_and_none_is_lost(self):

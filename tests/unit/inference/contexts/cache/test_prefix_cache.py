@@ -208,7 +208,7 @@ def test_what_others_hold_of_a_discarded_path_stays():
     pin = cache.pin(chain_of([1, 2]))
     path = computed(cache, [1, 2, 3, 4, 5, 6], positions=[6])
     match = cache.match(chain_of([1, 2, 3, 4, 5]), 5)
-    cache.hold_state(path, match.resume_slot, resumes=True)  # the state at 4
+    cache.pin_state(path, match.resume_slot, resumes=True)  # the state at 4
     other = opened(cache, [1, 2, 3, 4, 9, 9])
     cache.discard(path)
     again = cache.match(chain_of([1, 2, 3, 4, 5, 6, 7]), 7)
@@ -270,7 +270,7 @@ LEAVING = {
     "evict": lambda cache, path: cache.kv_blocks.evict_lru_blocks(cache.kv_blocks.num_cached),
     "release": lambda cache, path: cache.release(path),
     "discard": lambda cache, path: cache.discard(path),
-    "forget": lambda cache, path: cache.forget([path]),
+    "forget": lambda cache, path: cache.clear([path]),
     "reset": lambda cache, path: cache.reset(),
     "grow": lambda cache, path: cache.grow(path, 12),
 }
@@ -497,7 +497,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def resume(self, sequence, match):
         if match.resume_slot < 0:
             return
-        self.cache.hold_state(sequence.path, match.resume_slot, resumes=True)
+        self.cache.pin_state(sequence.path, match.resume_slot, resumes=True)
         block = match.blocks[match.resume_tokens // SIZE - 1]
         sequence.state_block = block
         self.used.add(block)
@@ -609,7 +609,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             return
         for sequence, step in zip(chosen, reserved, strict=True):
             if sequence.state_block >= 0:
-                self.cache.release_state(sequence.path)
+                self.cache.unpin_state(sequence.path)
                 sequence.state_block = -1
             self.register(sequence, step.stop)
             committed = self.cache.commit(step)
@@ -618,7 +618,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 self.states.append(sequence.blocks[position // SIZE - 1])
                 self.used_ns[self.states[-1]] = self.now_ns
             if committed.get(step.stop, -1) >= 0:  # the sequence continues from there
-                self.cache.hold_state(sequence.path, committed[step.stop], resumes=False)
+                self.cache.pin_state(sequence.path, committed[step.stop], resumes=False)
                 sequence.state_block = sequence.blocks[step.stop // SIZE - 1]
 
     @precondition(lambda self: self.sequences)
@@ -719,9 +719,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @rule()
     def all_prefixes_are_forgotten(self):
         for sequence in self.sequences:
-            self.cache.release_state(sequence.path)
+            self.cache.unpin_state(sequence.path)
             sequence.state_block = -1
-        self.cache.forget(self.paths)
+        self.cache.clear(self.paths)
         assert set(self.departed) == set(self.prefix_of)
         self.departed.clear()
         self.left["reset"] += len(self.states)

@@ -205,7 +205,7 @@ def test_what_happens_to_other_prefixes_leaves_a_match_alone(cache):
             opened(cache, [80, 81, 82, 83]),  # the same blocks, for other tokens
             computed(cache, DOCUMENT, [8]),
         ),
-        lambda cache, path: cache.forget([path]),
+        lambda cache, path: cache.clear([path]),
         lambda cache, path: cache.reset(),
     ],
     ids=[
@@ -241,7 +241,7 @@ def test_a_match_of_other_tokens_or_of_more_is_no_help_and_does_no_harm(cache):
 def test_a_path_that_shares_no_more_matches_nothing(cache):
     path = computed(cache, DOCUMENT, [5])
     match = cache.match(path.chain, 20, path)
-    cache.forget([path])
+    cache.clear([path])
     assert cache.match(path.chain, 20, path, known=match).blocks == ()
     other = computed(cache, DOCUMENT, [5])
     disabled = cache.match(path.chain, 20, path)
@@ -406,7 +406,7 @@ class RememberedMatches(RuleBasedStateMachine):
             self.paths.clear()
             self.remembered = [one for one in self.remembered if one.path is None]
         else:
-            self.cache.forget(self.paths)
+            self.cache.clear(self.paths)
 
     @rule(data=st.data(), tokens=PROMPTS, salt=SALTS, limit=st.none() | st.integers(0, 12))
     def a_match_is_remembered(self, data, tokens, salt, limit):

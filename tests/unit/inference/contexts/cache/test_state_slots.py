@@ -73,7 +73,7 @@ class SharedSlotsMachine(RuleBasedStateMachine):
         takes_over = block >= 0 and block not in (*self.pinned, *kept) and has_no_other
         used = self.slots.tree.state_turnover.by_cause["live_state"]
         spared_slots = [-1, *map(self.slots.tree.slot_of, spared), *(pin for pin in self.slots.pins)]
-        live = tuple(self.slots.take_live(self.per_row, slot, spared_slots))
+        live = tuple(self.slots.allocate_live(self.per_row, slot, spared_slots))
         assert len(set(live)) == self.per_row
         assert (slot in live) == takes_over
         before = len(self.order)
@@ -143,7 +143,7 @@ def test_more_than_can_be_had_is_refused_and_changes_nothing() -> None:
     slots.pin(pinned)
     assert slots.num_available < 3
     with pytest.raises(ms.MambaSlotCapacityError) as raised:
-        slots.take_live(3)
+        slots.allocate_live(3)
     assert (raised.value.required, raised.value.available) == (3, 2)
     assert (len(slots.free_slots), slots.live) == (2, set())
 
@@ -151,7 +151,7 @@ def test_more_than_can_be_had_is_refused_and_changes_nothing() -> None:
 def test_a_slot_that_is_lost_or_in_two_hands_is_found() -> None:
     for spoil in (lambda slots, slot: slots.live.clear(), lambda slots, slot: slots.free_slots.append(slot)):
         slots = make_slots(2)
-        (slot,) = slots.take_live(1)
+        (slot,) = slots.allocate_live(1)
         slots.check_integrity()
         spoil(slots, slot)
         with pytest.raises(AssertionError):

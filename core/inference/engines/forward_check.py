@@ -1,0 +1,76 @@
+"""Whether the bits of logits depend on how a sequence is cut into steps, and on what runs beside it."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from ..contexts.padding import FEWEST_ROWS, padded_to_ladder
+from ..contexts.step_inputs import StepShape
+from .dummy_steps import DummySteps
+from .product_check import bits
+
+TAIL = 19
+"""Tokens after the last whole chunk."""
+DECODES = 5
+"""Decodes without drafts, of which the third is of the first token of a chunk."""
+
+
+def checked_length(chunk_tokens: int) -> int:
+    """The tokens of the checked sequence: two chunks, and a part of one."""
+    return 2 * chunk_tokens + TAIL
+
+
+def first_difference(steps: DummySteps, chunk_tokens: int, most_tokens: int) -> str:
+    """Where logits have other bits than in one prefill of the whole sequence; empty where nowhere."""
+    return next((text for text, differs in _cases(steps, chunk_tokens, most_tokens) if bool(differs)), "")
+
+
+def _cases(steps: DummySteps, chunk: int, most_tokens: int) -> Iterator[tuple[str, Tensor]]:
+    """Parts of one sequence in steps of all kinds, and whether their logits differ."""
+    tokens = steps.tokens(checked_length(chunk))
+
+    def as_large_as_can_be(shape: StepShape) -> StepShape:
+        return padded_to_ladder(shape._replace(prefill_tokens=max(shape.prefill_tokens, most_tokens)))
+
+    def among_more(shape: StepShape) -> StepShape:
+        """Decodes padded to the second rung: kernels may share their work otherwise there."""
+        return padded_to_ladder(shape if shape.prefills else shape._replace(decodes=FEWEST_ROWS + 1))
+
+    def differs(logits: Tensor, start: int) -> Tensor:
+        """Whether logits of the tokens from `start` on have other bits than in the whole prefill."""
+        return bits(logits).ne(bits(whole[start : start + len(logits)])).any()
+
+    request = steps.request(tokens)
+    whole = steps.run([(request, len(tokens))], padded_to_ladder)[0]
+    steps.release(request)
+
+    request = steps.request(tokens)
+    logits = steps.run([(request, chunk)], padded_to_ladder)[0]
+    yield "in the first chunk of a prefill in parts", differs(logits, 0)
+    other = steps.request(steps.tokens(chunk + 1, seed=1))
+    work = [(request, len(tokens)), (other, len(tokens))]
+    logits, _ = steps.run(work, as_large_as_can_be)
+    yield "in the last part of a prefill, beside another", differs(logits, chunk)
+    steps.release(request)
+    steps.release(other)
+
+    start = max(1, 2 * chunk - 2)
+    request = steps.request(tokens[:start])
+    yield "in a shorter prefill", differs(steps.run([(request, start)], padded_to_ladder)[0], 0)
+    other = steps.request(steps.tokens(TAIL, seed=1))
+    for position in range(start, start + DECODES):
+        request.append(tokens[position : position + 1], [None], 0.0)
+        work = [(request, 1)]
+        if position == start + DECODES - 1:
+            work.append((other, TAIL))
+        logits = steps.run(work, among_more if position % 2 else padded_to_ladder)[0]
+        where = "alone" if len(work) == 1 else "beside a prefill"
+        yield f"in a decode at position {position}, {where}", differs(logits, position)
+    position = start + DECODES
+    drafts = tokens[position + 1 : position + 1 + steps.num_drafts]
+    if drafts:
+        request.append(tokens[position : position + 1], [None], 0.0)
+        logits = steps.run([(request, 1)], padded_to_ladder, drafts)[0]
+        yield f"in a decode at position {position}, with drafts", differs(logits, position)
+    steps.release(request)
+    steps.release(other)

@@ -1,0 +1,77 @@
+"""The file that says that a model has passed the check of batch invariance, for later starts."""
+
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import os
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from ...config import InferenceConfig
+from ...files import read_regular, replacing
+from ...state_spec import HybridStateSpec
+from .model_protocol import Model
+
+
+class InvarianceStamp:
+    """A file that says that a model has passed the check on this machine, with these versions and sizes."""
+
+    def __init__(self, path: Path | None) -> None:
+        """`path`: None for a model that does not name its weights: each start checks it."""
+        self._path = path
+
+    @classmethod
+    def of(cls, model: Model, spec: HybridStateSpec, config: InferenceConfig) -> "InvarianceStamp":
+        """By all that the check depends on: shapes, but not the values of weights."""
+        module = model if isinstance(model, torch.nn.Module) else getattr(model, "model", None)
+        if not isinstance(module, torch.nn.Module):
+            return cls(None)
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        try:
+            files = {inspect.getfile(kind) for kind in {type(model), *map(type, module.modules())}}
+            sources = [*Path(__file__).parents[2].rglob("*.py"), *map(Path, sorted(files))]
+            written = sorted((str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sources)
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        except (OSError, TypeError, RuntimeError):  # a class of no file, or a user without a home
+            return cls(None)
+        depends = (
+            torch.__version__, torch.version.cuda, torch.cuda.get_device_properties(spec.device), _packages(),
+            sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES)), written,
+            [(one.name, getattr(spec, one.name)) for one in fields(spec) if one.name != "groups"],
+            spec.groups.tensor_size, [(name, one.shape, one.stride(), one.dtype) for name, one in tensors],
+            config.block_size_tokens, config.max_requests, config.max_tokens_per_step,
+            config.num_speculative_tokens,
+        )  # fmt: skip
+        digest = hashlib.sha256(repr(depends).encode()).hexdigest()
+        return cls(folder / "mambaslots" / "batch_invariance" / f"{digest}.json")
+
+    def read(self) -> tuple[str, ...]:
+        """The products that were compared; none without a file that can be read."""
+        try:
+            found = None if self._path is None else json.loads(read_regular(self._path))
+        except (OSError, ValueError):
+            return ()
+        return tuple(map(str, found)) if isinstance(found, list) else ()
+
+    def write(self, products: tuple[str, ...]) -> None:
+        """Note that the check has passed; without a directory to write to, the next start checks again."""
+        if self._path is None:
+            return
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self._path) as draft:
+                draft.write_text(json.dumps(products))
+
+
+_VARIABLES = "TRITON", "CUBLAS", "NVIDIA", "TORCH", "PYTORCH", "LD_"
+
+
+def _packages() -> list[tuple[str, str]]:
+    """What computes, with versions: also the libraries that pip may renew without torch."""
+    names = "nvidia", "triton", "fla", "flash", "tokenspeed", "transformers"
+    found = ((one.name, one.version) for one in importlib.metadata.distributions())
+    return sorted(pair for pair in found if (pair[0] or "").startswith(names))
