@@ -1,6 +1,8 @@
 """The mode in which the bits of an answer depend on its request alone, and what decides it at a start."""
 
 import os
+import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,7 +27,7 @@ SETTING = "batch_invariant is True"
 
 
 class BatchInvariance:
-    """Sets torch's switches for good, and checks an engine's model, when it is built."""
+    """Sets torch's switches as long as it lives, and checks an engine's model, when it is built."""
 
     def __init__(self, model: Model, spec: HybridStateSpec, config: InferenceConfig) -> None:
         """`config` has passed `check_settings`. A refusal leaves the switches as they were."""
@@ -34,9 +36,8 @@ class BatchInvariance:
         self.was_checked_before = False
         width = power_of_two(1 + config.num_speculative_tokens)
         self._most_tokens = rung(config.max_requests * width + config.max_tokens_per_step)
-        before = {name: read_switch(name) for name in SWITCHES}
+        release = hold_switches(self)
         try:
-            write_switches(SWITCHES)
             if spec.device.type == "cuda":
                 if any(tensor.name == "delta" and tensor.num_layers for tensor in spec.states):
                     from ..kernels.delta import fix_orders_of_addition
@@ -46,7 +47,7 @@ class BatchInvariance:
                     self._check_once(model, config)
                     torch.cuda.empty_cache()
         except BaseException:
-            write_switches(before)
+            release()
             raise
 
     def check_switches(self) -> None:
@@ -218,3 +219,31 @@ def write_switches(values: Mapping[str, Any]) -> None:
             torch.backends.cuda.preferred_blas_library(value)
         else:
             setattr(torch.backends.cuda.matmul, name.removeprefix("matmul."), value)
+
+
+_lock = threading.RLock()  # a finalizer may run wherever garbage is collected
+_num_holders = 0
+_before: dict[str, object] = {}
+
+
+def hold_switches(holder: object) -> Callable[[], object]:
+    """Set the switches until `holder` and all other holders are gone; returns what ends it earlier."""
+    global _num_holders, _before
+    with _lock:
+        if not _num_holders:
+            _before = {name: read_switch(name) for name in SWITCHES}
+        _num_holders += 1
+        write_switches(SWITCHES)
+    return weakref.finalize(holder, _release_switches)
+
+
+def _release_switches() -> None:
+    global _num_holders
+    with _lock:
+        _num_holders -= 1
+        if not _num_holders:  # what was changed since stays
+            write_switches({name: value for name, value in _before.items() if _is_set(name)})
+
+
+def _is_set(name: str) -> bool:
+    return read_switch(name) == SWITCHES[name]

@@ -219,6 +219,22 @@ class TestSwitches:
         with pytest.raises(RuntimeError, match=r"matmul\.allow_bf16_reduced_precision_reduction is"):
             invariance.check_switches()
 
+    def test_the_last_engine_that_needs_them_gives_them_back(self):
+        before = {name: read_switch(name) for name in SWITCHES}
+        model = model_of("M")
+        alive = [BatchInvariance(model, model.state_spec(), CONFIG) for _ in range(2)]
+        for _ in range(2):
+            assert {name: read_switch(name) for name in SWITCHES} == SWITCHES != before
+            alive.pop()
+            gc.collect()
+        assert {name: read_switch(name) for name in SWITCHES} == before
+        alive.append(BatchInvariance(model, model.state_spec(), CONFIG))
+        torch.backends.cuda.matmul.allow_fp16_accumulation = True
+        alive.pop()
+        gc.collect()
+        changed = "matmul.allow_fp16_accumulation"
+        assert {name: read_switch(name) for name in SWITCHES} == before | {changed: True}
+
     def test_a_refusal_leaves_them_as_they_were(self, monkeypatch):
         torch.backends.cuda.matmul.allow_fp16_accumulation = True
         before = {name: read_switch(name) for name in SWITCHES}
