@@ -281,7 +281,7 @@ def test_weights_of_both_sides_change_before_the_next_hand_over(
         pair.hand_over()
         forgotten = pair.ends[first != "source"]
         pair.ends[first != "source"] = pair.end(first)
-        request.addfinalizer(forgotten._drop)
+        request.addfinalizer(forgotten._disconnect)
     else:
         end = pair.ends[before != "source alone"]
         assert (end.send if before == "source alone" else end.receive)(timeout_s=0.3).failure
