@@ -20,12 +20,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle.distributed_world import TIMEOUT, World
-from oracle.model_kinds import KINDS, OF_TRANSFORMERS, kind_of_model
+from oracle.model_kinds import KINDS, OF_TRANSFORMERS, PLAIN, SHAPES, kind_of_model
 
 RANKS = int(os.environ.get("WORLD_SIZE", "0"))
 RANK = int(os.environ.get("RANK", "0"))
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 ON_GPUS = 0 < RANKS <= GPUS
+if RANKS:
+    SHAPES[PLAIN] = KINDS["Mamba-2"]  # a layer for each of four stages
 _STORE = pytest.StashKey[dist.Store]()  # outlives the process group, which ends with the last teardown
 # The kernels of a GPU do not take the chunks of eight tokens that these models have.
 _ARE_SERVED = find_spec("transformers") is not None and not ON_GPUS
