@@ -26,7 +26,7 @@ LONG := not gpu
 # Suites that run with poison in all memory that may not be read; see tests/oracle/poisoned_session.py.
 POISONED := $(addprefix tests/unit/,inference models hf vllm net/transfer net/prefill_decode faults)
 IMPORTS := tests/unit/test_package.py -k "import"
-.PHONY: demo serve test test-ranks test-long test-poison test-fleet test-host test-gpus lint wheel house docs bench clean
+.PHONY: demo serve test test-processes test-ranks test-long test-poison test-fleet test-host test-gpus lint wheel house docs bench clean
 
 demo: $(FOR_DEMO)
 	@echo "A small model serves 8 conversations without the cache, and then with it: one to three minutes."
@@ -36,7 +36,10 @@ serve: $(FOR_SERVER)
 	$(BIN)/mambaslots serve models/tiny-code --threads 1 $(ARGS)
 
 test: $(FOR_DEV)
-	$(if $(ARGS),,$(MAKE) test-ranks)
+	$(MAKE) -j 2 test-processes $(if $(ARGS),,test-ranks)
+
+# All tests but those on ranks. Beside each other both take less: one collects while ranks run.
+test-processes: $(FOR_DEV)
 	$(BIN)/python -m $(PYTEST) $(SEVERAL_AT_A_TIME) $(HANGS_END) -m "$(QUICK)" --durations 30 $(ARGS)
 
 test-ranks: $(FOR_DEV)

@@ -106,20 +106,20 @@ def test_answers_are_those_without_a_cache(name: str, model: Any, reference: Cal
 
 
 def test_prompts_that_wait_together_resume_where_they_part(model: Any) -> None:
-    """Three of four skip the 96 tokens that all share, in the step after they were computed first."""
+    """Two of three skip the 96 tokens that all share, in the step after they were computed first."""
     shared = tokens(100, 140)
-    prompts = [shared + tokens(28, 141 + i) for i in range(4)]
+    prompts = [shared + tokens(28, 141 + i) for i in range(3)]
 
     def computed(**cache: Any) -> tuple[list[list[int]], int]:
         engine = mcore_rig.make_engine(model, max_tokens=160, enable_chunked_prefill=True, **cache)
-        answers = [one.tokens for one in serve_together(engine, prompts)]
+        answers = [one.tokens for one in serve_together(engine, prompts, 2)]
         return answers, engine.context.lifetime_prefill_token_count
 
     expected, everything = computed(prefix_caching=False)
     with mambaslots.mcore.installed():
         answers, num_computed = computed(num_mamba_slots=16)
     assert answers == expected
-    assert (everything, num_computed) == (512, 512 - 3 * 96)
+    assert (everything, num_computed) == (384, 384 - 2 * 96)
 
 
 @pytest.mark.long

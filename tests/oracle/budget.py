@@ -1,7 +1,7 @@
 """How much of a test `make test` runs, and what is left to `make test-long`.
 
 Cases: of a test marked `pytest.mark.sampled`, `make test` runs so many that each value of each parameter
-occurs in one of them; of a test of a disaster it runs two of these. `sampled(seed=4)` wants only the first
+occurs in one of them; of a test of a disaster it runs one of these. `sampled(seed=4)` wants only the first
 four values of `seed`, and `sampled(name=("a", "b"))` only these two of `name`. All other cases are marked
 `long`.
 
@@ -24,7 +24,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from oracle.model_kinds import MIX, OF_TRANSFORMERS
 
-OF_A_DISASTER = 2
+OF_A_DISASTER = 1
 """Cases of a sampled test of a disaster in `make test`, others in each test: most disasters have several."""
 
 

@@ -1,9 +1,9 @@
 """Runs pytest as several ranks, like torchrun: `python -P tests/oracle/forked_ranks.py 2 4 -- tests/net`.
 
 One run for each number of ranks, all at once, because ranks wait for one another half of their time. Ranks
-are forks of a process that has imported what all of them import: 8 s of CPU time. Forks use no GPU. A rank
-that fails ends the others of its run. Rank 0 speaks; what the others say goes to files, of which the ends are
-shown where a run fails.
+are forks of a process that has imported what all of them import: 12 s of CPU time. Forks use no GPU. A rank
+that fails ends the others of its run. What ranks say goes to files, because other tests may run and speak
+meanwhile: a run that has ended shows what rank 0 said, and the ends of the others' where it failed.
 """
 
 import gc
@@ -16,7 +16,8 @@ from importlib import import_module
 from pathlib import Path
 
 IMPORTED = ("pytest", "hypothesis.stateful", "mambaslots.hf.load", "oracle.distributed_world")
-"""What each rank would import."""
+ARCHITECTURES = ("bamba", "granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+"""What each rank would import: of transformers, the files of these."""
 NUM_LINES = 60
 """Shown of what a silent rank said, where a run fails."""
 
@@ -30,22 +31,27 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     for name in IMPORTED:
         import_module(name)
+    from oracle.hf_models import without_kernel_packages
+
+    with without_kernel_packages():
+        for name in ARCHITECTURES:
+            import_module(f"transformers.models.{name}.modeling_{name}")
     gc.freeze()
-    said: dict[int, Path | None] = {}  # process of a run -> what it says, or None where it speaks here
+    said: dict[int, Path] = {}  # process of a run -> what it says
     for number in sys.argv[1:end]:
-        log = Path(tempfile.mkstemp(prefix="ranks-")[1]) if said else None
+        log = Path(tempfile.mkstemp(prefix="ranks-")[1])
         agent = os.fork()
         if not agent:
-            if log is not None:
-                say_into(log)
+            say_into(log)
             os._exit(run(int(number), sys.argv[end + 1 :]))
         said[agent] = log
     worst = 0
-    for agent, log in said.items():
-        worst = max(worst, abs(os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])))
-        if log is not None:
-            print(log.read_text(errors="replace"), end="", flush=True)
-            log.unlink()
+    while said:
+        agent, status = os.wait()
+        log = said.pop(agent)
+        worst = max(worst, abs(os.waitstatus_to_exitcode(status)))
+        print(f"\n== tests on several ranks\n{log.read_text(errors='replace')}", end="", flush=True)
+        log.unlink()
     return worst
 
 

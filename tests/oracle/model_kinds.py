@@ -39,8 +39,9 @@ OF_TRANSFORMERS = {
 them beside `KINDS`."""
 WITH_ATTENTION = [name for name, kind in KINDS.items() if "*" in kind.pattern]
 MIX = "mix of all"
-PLAIN = "Mamba-2"
-"""What runs where no kind is asked for."""
+PLAIN = "plain"
+"""What runs where no kind is asked for: a layer of states and one of KV."""
+SHAPES = {**KINDS, PLAIN: ModelKind("M*")}
 
 kinds = st.sampled_from(list(KINDS))
 _present = [PLAIN]

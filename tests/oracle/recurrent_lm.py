@@ -3,8 +3,10 @@
 Independent of the package: of the model only `config` and `state_dict()` are read.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -119,9 +121,7 @@ class RecurrentLM:
 
     def states_after(self, tokens: Iterable[int]) -> dict[str, Tensor]:
         """Copies of `states`."""
-        self.reset()
-        for token in tokens:
-            self.step(int(token))
+        self._after([int(token) for token in tokens])
         return self.states_now()
 
     def states_now(self) -> dict[str, Tensor]:
@@ -138,47 +138,43 @@ class RecurrentLM:
         c = self.config
         inner, groups = c.mamba_num_heads * c.mamba_head_dim, c.mamba_num_groups
         projected = w["in_proj"] @ x
-        gate, raw, dt = np.split(projected, [inner, projected.size - c.mamba_num_heads])
+        gate, raw, dt = parts(projected, inner, projected.size - c.mamba_num_heads)
 
         xBC = silu(self._convolve("conv", layer, raw, w["conv_weight"]) + w["conv_bias"])
 
         x_heads = xBC[:inner].reshape(c.mamba_num_heads, c.mamba_head_dim)
-        B, C = xBC[inner:].reshape(2, groups, c.mamba_state_dim)
+        B, C = xBC[inner:].reshape(2, groups, c.mamba_state_dim).repeat(c.mamba_num_heads // groups, axis=1)
         dt = np.logaddexp(0.0, dt + w["dt_bias"])
-        y = np.empty_like(x_heads)
-        for head in range(c.mamba_num_heads):
-            group = head * groups // c.mamba_num_heads
-            h = self.states["ssm"][layer, head]
-            h *= np.exp(dt[head] * -np.exp(w["A_log"][head]))
-            h += dt[head] * np.outer(x_heads[head], B[group])
-            y[head] = h @ C[group] + w["D"][head] * x_heads[head]
+        h = self.states["ssm"][layer]  # [heads, head_dim, state_dim]
+        h *= np.exp(dt * -np.exp(w["A_log"]))[:, None, None]
+        h += (dt[:, None] * x_heads)[:, :, None] * B[:, None, :]
+        y = (h @ C[:, :, None])[:, :, 0] + w["D"][:, None] * x_heads
 
         gated = (y.reshape(-1) * silu(gate)).reshape(groups, -1)
-        normed = np.stack([rms_norm(part, np.ones(part.size), c.norm_eps) for part in gated]).reshape(-1)
+        normed = np.stack([rms_norm(part, 1.0, c.norm_eps) for part in gated]).reshape(-1)
         return w["out_proj"] @ (normed * w["norm"])
 
     def _gated_delta_net(self, w: dict[str, Array], layer: int, x: Array) -> Array:
         c = self.config
         keys, heads = c.delta_num_key_heads * c.delta_key_dim, c.delta_num_value_heads
         values = heads * c.delta_value_dim
-        gate, raw, b, a = np.split(w["in_proj"] @ x, np.cumsum([values, 2 * keys + values, heads]))
-        q, k, v = np.split(silu(self._convolve("gdn_conv", layer, raw, w["conv_weight"])), [keys, 2 * keys])
+        before_b = 2 * (keys + values)
+        gate, raw, b, a = parts(w["in_proj"] @ x, values, before_b, before_b + heads)
+        q, k, v = parts(silu(self._convolve("gdn_conv", layer, raw, w["conv_weight"])), keys, 2 * keys)
         q, k = (unit_rows(part.reshape(c.delta_num_key_heads, c.delta_key_dim)) for part in (q, k))
         q = q / np.sqrt(c.delta_key_dim)
         v = v.reshape(heads, c.delta_value_dim)
         decay = np.exp(-np.exp(w["A_log"]) * np.logaddexp(0.0, a + w["dt_bias"]))
         beta = 1.0 / (1.0 + np.exp(-b))
-        o = np.empty_like(v)
-        for head in range(heads):
-            key_head = head * c.delta_num_key_heads // heads
-            S = self.states["delta"][layer, head]
-            S *= decay[head]
-            S += np.outer(k[key_head], beta[head] * (v[head] - k[key_head] @ S))
-            o[head] = rms_norm(q[key_head] @ S, w["norm"], c.norm_eps)
+        q, k = (part.repeat(heads // c.delta_num_key_heads, axis=0) for part in (q, k))
+        S = self.states["delta"][layer]  # [heads, key_dim, value_dim]
+        S *= decay[:, None, None]
+        S += k[:, :, None] * (beta[:, None] * (v - (k[:, None, :] @ S)[:, 0]))[:, None, :]
+        o = np.stack([rms_norm(head, w["norm"], c.norm_eps) for head in (q[:, None, :] @ S)[:, 0]])
         return w["out_proj"] @ (o.reshape(-1) * silu(gate))
 
     def _short_conv(self, w: dict[str, Array], layer: int, x: Array) -> Array:
-        before, behind, x = np.split(w["in_proj"] @ x, 3)
+        before, behind, x = (w["in_proj"] @ x).reshape(3, -1)
         return w["out_proj"] @ (behind * self._convolve("short_conv", layer, before * x, w["conv_weight"]))
 
     def _attention(self, w: dict[str, Array], layer: int, x: Array) -> Array:
@@ -188,11 +184,15 @@ class RecurrentLM:
         value = (w["v_proj"] @ x).reshape(-1, c.head_dim)
         self.keys[layer] = np.concatenate([self.keys[layer], key[None]])
         self.values[layer] = np.concatenate([self.values[layer], value[None]])
-        out = np.empty_like(query)
-        for head in range(c.num_attention_heads):
-            kv_head = head * c.num_kv_heads // c.num_attention_heads
-            scores = self.keys[layer][:, kv_head] @ query[head] / np.sqrt(c.head_dim)
-            out[head] = np.exp(scores - log_sum_exp(scores)) @ self.values[layer][:, kv_head]
+        # [heads, tokens, head_dim]: several heads read the same keys and values.
+        keys, values = (
+            rows[layer].swapaxes(0, 1).repeat(c.num_attention_heads // c.num_kv_heads, axis=0)
+            for rows in (self.keys, self.values)
+        )
+        scores = (keys @ query[:, :, None])[:, :, 0] / np.sqrt(c.head_dim)
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        out = weights[:, None, :] @ values
         return w["o_proj"] @ out.reshape(-1)
 
     def _mlp(self, w: dict[str, Array], layer: int, x: Array) -> Array:
@@ -206,8 +206,14 @@ class RecurrentLM:
         return np.concatenate([turned.real, turned.imag], axis=1)
 
 
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    return x / np.sqrt(np.mean(x**2) + eps) * weight
+def parts(x: Array, *ends: int) -> Iterator[Array]:
+    """What lies before each of the ends, and behind the last."""
+    return (x[start:end] for start, end in pairwise([0, *ends, x.size]))
+
+
+def rms_norm(x: Array, weight: Array | float, eps: float) -> Array:
+    """Of one vector."""
+    return x / math.sqrt(x @ x / x.size + eps) * weight
 
 
 def unit_rows(x: Array) -> Array:

@@ -11,7 +11,7 @@ import torch
 from mambaslots.inference.contexts.cache.hashing import PUBLIC_ROOT, PrefixHashChain
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from oracle.memory_poison import poison
-from oracle.model_kinds import KINDS, OF_TRANSFORMERS, PLAIN, kind_of_model, present_kind
+from oracle.model_kinds import OF_TRANSFORMERS, PLAIN, SHAPES, kind_of_model, present_kind
 from oracle.recurrent_lm import RecurrentLM
 from oracle.stored_states import stored_apart
 
@@ -53,7 +53,7 @@ def small_config(
     chunk_size: int | None = None, dtype: torch.dtype = torch.float64, pattern: str | None = None
 ) -> ms.models.HybridConfig:
     """The shape of `small_model`, or of one with other layers."""
-    kind = KINDS.get(present_kind(), KINDS[PLAIN])
+    kind = SHAPES.get(present_kind(), SHAPES[PLAIN])
     return ms.models.HybridConfig.tiny(
         dtype=dtype, hidden_size=32, mamba_num_heads=4, mamba_num_groups=2, mamba_state_dim=8,
         mamba_head_dim=8, mlp_hidden_size=32, pattern=pattern or kind.pattern,
@@ -65,7 +65,7 @@ def small_config(
 
 def tiny_model(dtype: torch.dtype, device: torch.device | str = "cpu") -> ms.models.HybridLM:
     """A model of the present kind with chunks of 16 and 32 tokens, as kernels of GPUs take; on `device`."""
-    kind = KINDS[present_kind()]
+    kind = SHAPES[present_kind()]
     config = ms.models.HybridConfig.tiny(
         dtype, pattern=kind.pattern, ssd_chunk_size=4 * kind.ssd_chunk_size,
         delta_chunk_size=4 * kind.delta_chunk_size,

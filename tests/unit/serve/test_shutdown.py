@@ -100,8 +100,10 @@ def health_until(server: Process, wanted: int) -> None:
 
 
 def test_sigterm_lets_answers_end_and_takes_no_new_ones() -> None:
+    """Also after the server was out of descriptors: silent connections are closed, and others served."""
     num_tokens = 150
-    with process(drain_timeout_s=60) as server:
+    with process(drain_timeout_s=60, max_files=200) as server:  # the soft limit, 100, is raised
+        _closes_silent_connections(server)
         assert server.ask("/health", host="evil.example")[0] == 403
         connection, response = server.stream(num_tokens)
         server.process.send_signal(signal.SIGTERM)
@@ -119,6 +121,7 @@ def test_sigterm_lets_answers_end_and_takes_no_new_ones() -> None:
     params = ms.SamplingParams(max_tokens=num_tokens)
     (result,) = engine.generate([PROMPT], params)
     assert tokens == result.tokens
+    assert "no connection can be accepted (Too many open files)" in errors
     assert "Traceback" not in errors
 
 
@@ -172,14 +175,6 @@ def test_a_step_that_hangs_holds_no_process(num_signals: int, reason: str) -> No
     assert f"mambaslots: {reason}; the process ends" in errors
 
 
-def _stop(server: Process) -> tuple[int, float]:
-    """The exit code of a server that gets SIGTERM, and the seconds that it takes to end."""
-    begin = time.monotonic()
-    server.process.send_signal(signal.SIGTERM)
-    code, _ = server.end()
-    return code, time.monotonic() - begin
-
-
 def _refuses_heads_without_end(served: Process) -> None:
     for start in (b"GET /health HTTP/1.1\r\nx-long: ", b"GET /health?"):
         with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
@@ -201,22 +196,23 @@ def test_streams_that_nobody_reads_hold_no_process() -> None:
     sent = json.dumps(body | {"return_token_ids": True}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     unread = []
-    with process(drain_timeout_s=2.0, max_requests=2) as server:
+    with process(drain_timeout_s=1.0, max_requests=2) as server:
+        _refuses_heads_without_end(server)
         for _ in range(2):
             client = socket.socket()
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # full after some tokens
             client.connect(("127.0.0.1", server.port))
             client.sendall(head + b"content-length: %d\r\n\r\n" % len(sent) + sent)
             unread.append(client)
-        time.sleep(2)  # their writers wait for room in the sockets
-        code, took = _stop(server)
+        time.sleep(1)  # their writers wait for room in the sockets
+        begin = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        code, _ = server.end()
+        took = time.monotonic() - begin
         for client in unread:
             client.close()
-    with process() as idle:
-        _refuses_heads_without_end(idle)
-        _, least = _stop(idle)
     assert code == 0
-    assert 2.0 < took < 2.0 + 2.0 + 4 * least, "no stream ended before the drain did"
+    assert 1.0 < took < 30, "no stream ended before the drain did"
 
 
 @pytest.mark.parametrize(
@@ -323,8 +319,8 @@ def health_over(connection: http.client.HTTPConnection) -> int:
     return answer.status
 
 
-def test_out_of_descriptors_silent_connections_are_closed_and_others_served() -> None:
-    with process(max_files=200) as server, ExitStack() as clients:  # the soft limit, 100, is raised
+def _closes_silent_connections(server: Process) -> None:
+    with ExitStack() as clients:
         kept = [http.client.HTTPConnection("127.0.0.1", server.port, timeout=60) for _ in range(20)]
         for connection in kept:
             clients.callback(connection.close)
@@ -343,8 +339,3 @@ def test_out_of_descriptors_silent_connections_are_closed_and_others_served() ->
             line.split()[1] for line in figures if line.startswith("mambaslots_failed_accepts_total ")
         ]
         assert float(count) >= 1
-        server.process.terminate()
-        code, errors = server.end()
-    assert code == 0
-    assert "no connection can be accepted (Too many open files)" in errors
-    assert "Traceback" not in errors

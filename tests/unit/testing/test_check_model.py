@@ -54,8 +54,16 @@ RIGHT: dict[str, Callable[[], Any]] = {
 }
 
 
-# The kinds are float64, too, "hybrid float32" is float32, and the example's own test checks the example.
-LONG = ("hybrid float64", "long chunks", "averages", "averages float32", "example", "chunks of one token")
+# The kinds are float64, too, a dtype below it is bfloat16, and the example's own test checks the example.
+LONG = (
+    "hybrid float64",
+    "hybrid float32",
+    "long chunks",
+    "averages",
+    "averages float32",
+    "example",
+    "chunks of one token",
+)
 FEW = settings(max_examples=5, deadline=None)
 
 

@@ -17,7 +17,7 @@ from mambaslots.inference.contexts.pool_sizes import PoolSizes
 from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.models import hybrid_lm
 from mambaslots.state_spec import HybridStateSpec, StateTensor, gated_delta_net_states, mamba2_states
-from oracle.budget import costly
+from oracle.budget import dear
 from oracle.drafters import MixedDrafter
 from oracle.model_kinds import kind_of_model, present_kind
 from oracle.serving import (
@@ -102,7 +102,7 @@ def test_pages_come_with_the_tokens_and_go_at_the_grid_point(kind: str) -> None:
         assert engine.context.prefix_cache.kv_blocks.num_held == 0
 
 
-@costly()
+@dear()
 @given(
     kind=st.sampled_from(["mix of all", "Mamba-2", "delta net"]),
     blocks=st.integers(7, 12),

@@ -92,7 +92,7 @@ def steps_of_busy_client() -> int:
 def test_resetting_between_any_two_steps_changes_no_token(overrides: dict[str, object]) -> None:
     seen = set[str]()
     moments = range(0, steps_of_busy_client(), 3)
-    for moment in moments if overrides else thinned(moments, every=3):
+    for moment in moments if overrides else thinned(moments, every=5):
         client = busy_client(**overrides)
         engine = client.engine
         for _ in range(moment):
@@ -591,7 +591,7 @@ def test_suspending_frees_the_pools() -> None:
 
 def test_suspending_between_any_two_steps_changes_no_token() -> None:
     seen = set[str]()
-    for moment in thinned(range(0, steps_of_busy_client(), 3), every=3):
+    for moment in thinned(range(0, steps_of_busy_client(), 3), every=5):
         client = busy_client()
         engine = client.engine
         for _ in range(moment):

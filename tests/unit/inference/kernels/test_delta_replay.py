@@ -298,7 +298,11 @@ class TestBits:
 
     @pytest.mark.parametrize(
         ("page_tokens", "tokens", "dtype"),
-        [(16, 1, torch.float16), (7, 3, torch.float16), (5, 2, torch.float32)],
+        [
+            pytest.param(16, 1, torch.float16, marks=pytest.mark.long),  # whole chunks: see the next test
+            (7, 3, torch.float16),
+            (5, 2, torch.float32),
+        ],
     )
     def test_bits_of_inputs_in_pages(self, monkeypatch, device, page_tokens, tokens, dtype):
         """Of any number of tokens, also one that does not divide the chunk."""
@@ -307,6 +311,7 @@ class TestBits:
         walk = Walk(Layer(Hk=1, Hv=2, dtype=dtype), device, list(self.requests[1:3]), 16, 48)
         walk.run(tokens, seed=tokens)
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("page_tokens", [16, 32, 9])
     @pytest.mark.parametrize("tokens", [1, 3])
     def test_pages_of_long_chunks_change_no_bit(self, device, page_tokens, tokens):

@@ -188,7 +188,9 @@ class TestBits:
         whole = prefill(layer, 1, 36, 16, device)
         decode(Replay(layer, 16, device), 1, 2, 0, 36, drafts, (-1, 3), whole)
 
-    @pytest.mark.parametrize(("page_tokens", "drafts"), [(8, 0), (5, 3), (1, 2)])
+    @pytest.mark.parametrize(
+        ("page_tokens", "drafts"), [(8, 0), (5, 3), pytest.param(1, 2, marks=pytest.mark.long)]
+    )
     def test_bits_of_inputs_in_pages(self, device, page_tokens, drafts):
         """Of any number of tokens, also one that does not divide the chunk."""
         layer = Layer(dtype=torch.float16)
