@@ -1,6 +1,9 @@
 """How a model is split over ranks: the part that one rank holds, process groups, and their collectives."""
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,6 +13,14 @@ from torch.distributed import ProcessGroup
 
 from .devices import on_device_of
 from .validation import boolean, instance, integer, shown
+
+_LOOK_S = 0.25
+"""So often a thread that waits in a collective of gloo looks whether the groups were aborted."""
+_ABORT_S = 10.0
+"""So long `renew` waits for the end of an abort: then memory is freed, which must not happen in a capture."""
+_aborted: dict[ProcessGroup, str] = {}  # a model's group -> why it was aborted
+_aborts: dict[ProcessGroup, threading.Thread] = {}  # of nccl's, that run
+_replaced: dict[ProcessGroup, ProcessGroup] = {}  # a model's group -> the one that has replaced it
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,7 @@ class ParallelGroups:
 
     All ranks of both groups make the same calls in the same order. Collectives run on the groups' own
     backend: gloo for CPU tensors, nccl for CUDA tensors. With nccl the current stream waits for a collective,
-    and the CPU does not.
+    and the CPU does not. `abort` ends what waits for a rank that does not come; `renew` makes new groups.
 
     Attributes:
         tensor: the ranks that share the same layers and split the heads of these layers.
@@ -94,7 +105,7 @@ class ParallelGroups:
         Example: nccl takes none of "cpu"; ranks would wait for each other in the first collective.
         """
         for group in self._split_groups():
-            if f"{device.type}:" not in (backend := dist.get_backend_config(group)):
+            if f"{device.type}:" not in (backend := _devices(group)):
                 name = "tensor" if group is self.tensor else "pipeline"
                 raise ValueError(
                     f"{name} is a process group of {backend}, and the model is on {device}; accepted: a "
@@ -150,10 +161,10 @@ class ParallelGroups:
             return partial
         mine = partial.reshape(-1)
         if size == 2 or not self.ordered_sums:
-            dist.all_reduce(mine, group=self.tensor)
+            self._make(dist.all_reduce, self.tensor, mine)
             return partial if mine.data_ptr() == partial.data_ptr() else partial.copy_(mine.view_as(partial))
         parts = mine.new_empty(size, len(mine))
-        dist.all_gather(list(parts), mine, group=self.tensor)
+        self._make(dist.all_gather, self.tensor, list(parts), mine)
         for part in parts[1:]:
             parts[0] += part
         return partial.copy_(parts[0].view_as(partial))
@@ -162,20 +173,20 @@ class ParallelGroups:
         """Concatenate the tensor group's `columns` [..., n] to [..., ranks x n], on every rank."""
         columns = columns.contiguous()
         parts = [torch.empty_like(columns) for _ in range(self.tensor_size)]
-        dist.all_gather(parts, columns, group=self.tensor)
+        self._make(dist.all_gather, self.tensor, parts, columns)
         return torch.cat(parts, dim=-1)
 
     def receive_from_previous_stage(self, hidden: Tensor) -> Tensor:
         """Fill `hidden` with what the previous stage sends; returns `hidden`."""
-        dist.recv(hidden, group=self.pipeline, group_src=self.pipeline_rank - 1)
+        self._make(dist.recv, self.pipeline, hidden, group_src=self.pipeline_rank - 1)
         return hidden
 
     def send_to_next_stage(self, hidden: Tensor) -> None:
-        dist.send(hidden.contiguous(), group=self.pipeline, group_dst=self.pipeline_rank + 1)
+        self._make(dist.send, self.pipeline, hidden.contiguous(), group_dst=self.pipeline_rank + 1)
 
     def share_from_last_stage(self, values: Tensor) -> Tensor:
         """The last stage's `values`, on every stage. Overwrites the `values` of the other stages."""
-        dist.broadcast(values, group=self.pipeline, group_src=self.pipeline_size - 1)
+        self._make(dist.broadcast, self.pipeline, values, group_src=self.pipeline_size - 1)
         return values
 
     def gather(self, value: Any, device: torch.device | None = None) -> list[Any]:
@@ -189,7 +200,7 @@ class ParallelGroups:
         with on_device_of(device):
             for group in self._split_groups():
                 parts: list[Any] = [None] * dist.get_world_size(group)
-                dist.all_gather_object(parts, values, group=group)
+                self._make(dist.all_gather_object, group, parts, values)
                 values = [entry for part in parts for entry in part]
         return values
 
@@ -211,9 +222,104 @@ class ParallelGroups:
             return count
         smallest = torch.tensor([count], dtype=torch.int64, device=device)
         for group in self._split_groups():
-            dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
+            self._make(dist.all_reduce, group, smallest, op=dist.ReduceOp.MIN)
         return int(smallest)
+
+    # ---- ranks that fail
+
+    @property
+    def abort_reason(self) -> str:
+        """Why the groups were aborted, and not renewed since; empty if they were not."""
+        return next((_aborted[one] for one in self._split_groups() if one in _aborted), "")
+
+    def check_not_aborted(self) -> None:
+        """Raise a RuntimeError where the groups were aborted: what nccl has received since is garbage."""
+        if _aborted and (reason := self.abort_reason):
+            raise RuntimeError(reason)
+
+    def abort(self, reason: str) -> None:
+        """End this rank's collectives, also from another thread, and refuse others until `renew`.
+
+        One of gloo raises a RuntimeError with `reason` within 0.25 s. One of nccl ends at once, with garbage.
+        """
+        for group in self._split_groups():
+            if group not in _aborted:
+                _aborted[group] = reason
+                present = _replaced.get(group, group)
+                if "nccl" in _devices(present):
+                    # Ends once graphs that hold the group's collectives are dropped.
+                    _aborts[group] = threading.Thread(target=present.abort, name="abort", daemon=True)
+                    _aborts[group].start()
+
+    def renew(self, device: torch.device) -> None:
+        """Replace the groups that were aborted by new ones of the same ranks; all ranks call this.
+
+        Graphs that hold collectives must be dropped before.
+        """
+        for group in self._split_groups():
+            if group in _aborted:
+                present = _replaced.get(group, group)
+                if (abort := _aborts.pop(group, None)) is not None:
+                    abort.join(_ABORT_S)
+                new = dist.new_group(
+                    dist.get_process_group_ranks(group),
+                    timeout=present._get_backend(device).options._timeout,
+                    backend=_devices(present),
+                    use_local_synchronization=True,
+                )
+                _replaced[group] = instance("group", new, ProcessGroup)
+                del _aborted[group]
+
+    def _make(
+        self, collective: Callable[..., Any], group: ProcessGroup | None, *arguments: Any, **named: Any
+    ) -> None:
+        """Make a collective; RuntimeError where the groups are aborted before, or while a CPU waits in it."""
+        self.check_not_aborted()
+        assert group is not None
+        named["group"] = present = _replaced.get(group, group)
+        last = arguments[-1]
+        if last.device.type == "cuda" if isinstance(last, Tensor) else "cpu:" not in _devices(present):
+            try:
+                collective(*arguments, **named)
+            except RuntimeError:
+                self.check_not_aborted()  # says more than nccl
+                raise
+        elif collective in (dist.send, dist.recv, dist.all_gather_object):
+            self._await_thread(lambda: collective(*arguments, **named))
+        else:
+            self._await_work(collective(*arguments, **named, async_op=True))
+
+    def _await_work(self, work: Any) -> None:
+        while not work.is_completed():
+            try:
+                work.wait(timedelta(seconds=_LOOK_S))
+            except RuntimeError:  # also of the wait alone
+                self.check_not_aborted()
+        work.wait()
+
+    def _await_thread(self, wait: Callable[[], object]) -> None:
+        """Run what only a thread of its own can leave: gloo's messages end at the group's timeout."""
+        ended, errors = threading.Event(), []
+
+        def run() -> None:
+            try:
+                with torch.inference_mode():
+                    wait()
+            except BaseException as error:
+                errors.append(error)
+            ended.set()
+
+        threading.Thread(target=run, daemon=True).start()
+        while not ended.wait(_LOOK_S):
+            self.check_not_aborted()
+        if errors:
+            raise errors[0]
 
     def _split_groups(self) -> list[ProcessGroup]:
         groups = self.tensor, self.pipeline
         return [group for group in groups if group is not None and dist.get_world_size(group) > 1]
+
+
+def _devices(group: ProcessGroup) -> str:
+    """The devices of a group's tensors and their backends: "cpu:gloo,cuda:nccl"."""
+    return str(dist.get_backend_config(group))

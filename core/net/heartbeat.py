@@ -88,7 +88,7 @@ class Heartbeat:
       at the group's timeout. A rank without a socket to the dead one waits for a neighbour to fail.
     - nccl raises nothing in the thread that waits for the GPU. Its watchdog ends the process at the group's
       timeout.
-    - Nothing else does: no call from another thread ends the wait of a gloo group (torch 2.13). So with
+    - `ParallelGroups.abort` ends both; a `LeadingEngine` calls it on all ranks. Nothing else does, so with
       `exit_when_stuck` the process ends itself, as the last resort.
     """
 

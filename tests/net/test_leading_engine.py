@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import types
+from collections import deque
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -17,12 +18,12 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.engines import step_runner
+from mambaslots.net.lockstep import followers
 from mambaslots.net.transfer.format import TransferError
 from oracle.budget import costly, is_quick
 from oracle.distributed_world import World, splits
 from oracle.faults import InjectedError
-from oracle.led_ranks import begin, check_alike, compare_steps, on_leader, present
+from oracle.led_ranks import begin, check_alike, compare_steps, fail_in, on_leader, present
 from oracle.scenarios import engine_tests
 from oracle.serving import TOLERANCE, random_tokens, serve_checked, small_engine, small_model
 from oracle.workload import (
@@ -259,38 +260,28 @@ def test_interrupts_of_rank_0_at_any_moment_break_nothing() -> None:
 # ---- calls that fail
 
 
-def fail_in(engine: ms.DynamicInferenceEngine, ranks: list[int], name: str) -> None:
-    """Let the next call of a function of the step fail on these ranks; for `call_on_all`."""
-    rank, function = engine.context.spec.groups.rank, getattr(step_runner, name)
-
-    def failing(*arguments: object) -> object:
-        setattr(step_runner, name, function)
-        raise InjectedError(f"on rank {rank}")
-
-    if rank in ranks:
-        setattr(step_runner, name, failing)
-
-
 @on_leader
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
-def test_a_step_that_fails_on_some_ranks_breaks_the_engine_until_reset(ranks: list[int]) -> None:
-    engine = small_engine()
+@pytest.mark.parametrize("place", [0, 3, "SampledStep"])
+def test_a_step_that_fails_on_some_ranks_breaks_the_engine_until_reset(
+    ranks: list[int], place: int | str
+) -> None:
+    """No rank waits in a collective of this step, or of one ahead, for a rank that does not come."""
+    engine = small_engine(async_scheduling=True)
     if engine.context.spec.groups.size == 4:
         ranks = [rank for one in ranks for rank in (one, one + 2)]
     engine.add_request(PROMPTS[0])
     engine.step()
-    engine.call_on_all(fail_in, ranks, "SampledStep")
-    if 0 in ranks:
-        with pytest.raises(InjectedError, match="on rank 0"):
-            engine.step()
-    else:
-        engine.step()
-        with pytest.raises(RuntimeError, match=r"not made alike.*rank 1 raised InjectedError: on rank 1"):
-            engine.step()
+    engine.call_on_all(fail_in, ranks, place)
+    with pytest.raises(
+        (RuntimeError, InjectedError), match=r"(^|rank [1-3] raised InjectedError: )on rank [0-3]"
+    ):
+        deque((engine.step() for _ in range(2)), 0)  # one may end before the error of another rank is known
     for call in (engine.step, lambda: engine.add_request(PROMPTS[0]), engine.suspend):
         with pytest.raises(RuntimeError, match="a call failed on this rank of a split model"):
             call()
     engine.reset()
+    engine.call_on_all(fail_in, [])
     engine.call_on_all(check_alike)
     serve_checked(engine, PROMPTS)
 
@@ -313,6 +304,28 @@ def raise_on(engine: ms.DynamicInferenceEngine, ranks: list[int]) -> str:
     if engine.context.spec.groups.rank in ranks:
         raise InjectedError("here")
     return "done"
+
+
+def meet_others_or_raise(engine: ms.DynamicInferenceEngine, ranks: list[int]) -> None:
+    raise_on(engine, ranks)
+    engine.context.spec.groups.gather(None)
+
+
+@on_leader
+@pytest.mark.parametrize(
+    ("rank", "error"), [(0, "here"), (1, "rank 1 raised InjectedError: here; 0.1 s later")]
+)
+def test_no_rank_waits_in_a_function_for_one_where_it_raised(
+    rank: int, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followers, "_END_S", 0.1)
+    engine = small_engine()
+    with pytest.raises((RuntimeError, InjectedError), match=error):
+        engine.call_on_all(meet_others_or_raise, [rank])
+    with pytest.raises(RuntimeError, match="a call failed on this rank of a split model"):
+        engine.step()
+    engine.reset()
+    serve_checked(engine, PROMPTS)
 
 
 def of_a_module_of_rank_0() -> object:

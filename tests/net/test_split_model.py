@@ -1,6 +1,9 @@
 """A model split over ranks does, step by step, what the whole one does in one process."""
 
+import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import mambaslots as ms
@@ -326,6 +329,53 @@ def test_a_setting_that_only_one_rank_has_is_refused_by_all(world: World) -> Non
     caching = world.rank == 0
     with pytest.raises(ValueError, match=r"enable_prefix_caching is \[True, False\]"):
         small_engine(model=world.model("tp 2"), enable_prefix_caching=caching)
+
+
+# ---- collectives in which a rank waits for one that does not come
+
+COLLECTIVES = {
+    "sum": lambda groups, tensor: groups.sum_partials(tensor),
+    "gathered columns": lambda groups, tensor: groups.gather_columns(tensor),
+    "values of the last stage": lambda groups, tensor: groups.share_from_last_stage(tensor),
+    "objects": lambda groups, tensor: groups.gather("one"),
+    "least": lambda groups, tensor: groups.least(3, tensor.device),
+    "a message": lambda groups, tensor: (
+        groups.send_to_next_stage(tensor)
+        if groups.is_first_stage
+        else groups.receive_from_previous_stage(tensor)
+    ),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_that_waits_ends_at_an_abort_and_runs_in_renewed_groups(world: World, name: str) -> None:
+    group = torch.distributed.new_group(timeout=TIMEOUT)
+    is_of_stages = name in ("values of the last stage", "a message")
+    groups = ms.ParallelGroups(pipeline=group) if is_of_stages else ms.ParallelGroups(group)
+    waits = world.rank == int(is_of_stages and name != "values of the last stage")
+    collective = partial(COLLECTIVES[name], groups, torch.ones(2, 3, device=world.device))
+    collective()  # nccl connects the ranks
+    if waits:
+        threading.Timer(0.2, groups.abort, ["rank 7 failed"]).start()
+        with pytest.raises(RuntimeError, match="rank 7 failed"):
+            wait_for(collective, groups, world.device)
+    else:
+        groups.abort("rank 7 failed")
+        with pytest.raises(RuntimeError, match="rank 7 failed"):
+            collective()
+    groups.renew(world.device)
+    assert not groups.abort_reason
+    collective()
+    assert groups.gather(world.rank) == [0, 1]
+
+
+def wait_for(collective: Callable[[], object], groups: ms.ParallelGroups, device: torch.device) -> None:
+    """With nccl a collective that is aborted ends, and the next look at the groups raises."""
+    collective()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    groups.check_not_aborted()
 
 
 # ---- what cannot be split

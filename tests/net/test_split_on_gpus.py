@@ -1,6 +1,7 @@
 """A model split over GPUs: the fused kernels, nccl, and graphs that hold its collectives."""
 
 import copy
+from collections import deque
 
 import mambaslots as ms
 import pytest
@@ -8,6 +9,7 @@ import torch
 from mambaslots.inference.engines.model_protocol import Model
 from oracle.distributed_world import SPLITS, World, splits
 from oracle.float32_rule import Comparison
+from oracle.led_ranks import begin, fail_in, present
 from oracle.serving import random_tokens
 
 pytestmark = pytest.mark.gpu
@@ -69,6 +71,30 @@ def check_ranks(world: World, engine: ms.DynamicInferenceEngine, prompts: list[l
     of_ranks = world.gathered(answers)
     assert all(each == of_ranks[0] for each in of_ranks)
     assert len(engine.core.step_runner.graphs.shapes) > 3
+
+
+@pytest.mark.parametrize("split", splits())
+def test_a_step_that_fails_on_one_rank_ends_where_graphs_hold_collectives(
+    world: World, split: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group can be aborted while its collectives run in a graph, and the engine goes on after `reset`."""
+
+    def lead() -> None:
+        engine = engine_of(present().model, graphs=64)
+        before = [[result.tokens for result in engine.generate(PROMPTS, GREEDY)] for _ in range(2)]
+        assert len(engine.core.step_runner.graphs.shapes) > 3
+        for prompt in PROMPTS[:3]:
+            engine.add_request(prompt, GREEDY)
+        engine.step()
+        engine.call_on_all(fail_in, [1], "SampledStep")
+        with pytest.raises(RuntimeError, match="rank 1 raised InjectedError: on rank 1"):
+            deque((engine.step() for _ in range(2)), 0)
+        engine.reset()
+        after = [[result.tokens for result in engine.generate(PROMPTS, GREEDY)] for _ in range(2)]
+        assert after == before
+
+    begin(world, split, monkeypatch, model_of(world, split))
+    present().run(lead)
 
 
 # ---- models of transformers

@@ -8,8 +8,10 @@ from typing import Any
 import mambaslots as ms
 import mambaslots.net as msd
 import msgspec
+import zmq
 from mambaslots.net.channel import Listener
 from mambaslots.net.prefill_decode.messages import Answer, Beat, Hello, Prefill, Question
+from mambaslots.net.transfer.format import TransferError
 from oracle.serving import assert_answers
 from oracle.transfers import engine_of
 from torch.distributed import TCPStore
@@ -81,24 +83,31 @@ class Impostor:
         self.engine = engine_of()
 
     async def serve(self, place: Place, behave: Callable[["Impostor"], Coroutine[Any, Any, None]]) -> None:
+        """Serve an engine; one that found no answer in time, on a busy machine, comes again."""
+        asked: Any = await self.next(Hello)
         while True:
-            hello = await self.next(Hello)
             with msd.TransferChannel(
-                self.engine, place.client(), hello.channel, "source", timeout_s=5.0
+                self.engine, place.client(), asked.channel, "source", timeout_s=5.0
             ) as channel:
                 connecting = asyncio.ensure_future(asyncio.to_thread(channel.connect))
                 try:
                     await asyncio.shield(connecting)
+                    self.send(Beat())
+                except (TransferError, zmq.ZMQError):  # the engine is gone
+                    asked = await self.next(Hello)
+                    continue
                 finally:  # one thread at a time uses the channel: it is closed after this call
                     await asyncio.wait([connecting])
-                self.send(Beat())
-                await self.next(Prefill)
+                asked = await self.next((Hello, Prefill))
+                if isinstance(asked, Hello):
+                    continue
                 await behave(self)
             address = self.listener.address
             self.listener.close()
             self.listener = Listener(Question, hosts=("127.0.0.1",))
             assert address != self.listener.address
             place.host.set(ADDRESS, self.listener.address.to_bytes())
+            asked = await self.next(Hello)
 
     async def next(self, kind: Any) -> Any:
         """The next question of this kind."""

@@ -19,10 +19,12 @@ import mambaslots as ms
 import mambaslots.net as msd
 import pytest
 import torch.distributed as dist
+from mambaslots.inference.engines import step_runner
 from oracle import serving
 from oracle.agreement import Agreement
 from oracle.distributed_world import World
 from oracle.drafters import InPlaceModel
+from oracle.faults import InjectedError
 
 _agreements = count()
 _ranks: "list[LedRanks]" = []
@@ -31,10 +33,10 @@ _ranks: "list[LedRanks]" = []
 class LedRanks:
     """The ranks of a test, of which rank 0 leads all engines of a model that is split in one way."""
 
-    def __init__(self, world: World, split: str, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, world: World, split: str, patch: pytest.MonkeyPatch, model: Any = None) -> None:
         self.world = world
         assert world.orders  # made by all ranks together
-        self.model = world.model(split)
+        self.model = world.model(split) if model is None else model
         self._engines: list[msd.LeadingEngine] = []
         self.plain_engine = ms.DynamicInferenceEngine
         patch.setitem(serving.DEFAULTS, "model", self.model)
@@ -94,9 +96,9 @@ class LedRanks:
             raise errors[0]
 
 
-def begin(world: World, split: str, patch: pytest.MonkeyPatch) -> None:
+def begin(world: World, split: str, patch: pytest.MonkeyPatch, model: Any = None) -> None:
     """From now on tests run on ranks of this world, with a model that is split in this way."""
-    _ranks[:] = [LedRanks(world, split, patch)]
+    _ranks[:] = [LedRanks(world, split, patch, model)]
 
 
 def present() -> LedRanks:
@@ -139,6 +141,31 @@ def state_of(engine: ms.DynamicInferenceEngine) -> dict[str, object]:
         "version": engine.weights_version,
         "allocated": engine.context.memory.allocated,
     }
+
+
+_restores: list[Callable[[], None]] = []
+
+
+def fail_in(engine: ms.DynamicInferenceEngine, ranks: list[int], place: int | str = 0) -> None:
+    """Let these ranks, and no others, fail after so many collectives, or in a function of the step."""
+    for restore in _restores:
+        restore()
+    rank = engine.context.spec.groups.rank
+    owner, name = (step_runner, place) if isinstance(place, str) else (ms.ParallelGroups, "_make")
+    function, num_left = getattr(owner, name), 0 if isinstance(place, str) else place
+
+    def failing(*arguments: object, **named: object) -> object:
+        nonlocal num_left
+        if num_left:
+            num_left -= 1
+            return function(*arguments, **named)
+        restore()
+        raise InjectedError(f"on rank {rank}")
+
+    restore = partial(setattr, owner, name, function)
+    _restores[:] = [restore]
+    if rank in ranks:
+        setattr(owner, name, failing)
 
 
 def compare_steps(engine: msd.LeadingEngine) -> None:

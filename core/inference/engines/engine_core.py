@@ -243,7 +243,11 @@ class EngineCore:
     def reset(self, weights_version: object, allocated: bool) -> None:
         """End every request, and clear results, cache and counts. Arguments: those of the calling rank."""
         self._in_change, self.repair = False, self._reset  # in place of every other repair
+        spec = self._context.spec
         with signals_deferred():
+            if spec.groups.abort_reason:
+                self.step_runner.clear_graphs()
+                spec.groups.renew(spec.device)
             self._reset()
             self._complete()
             self.broken_by = None

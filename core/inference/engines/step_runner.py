@@ -57,6 +57,7 @@ class StepRunner:
         if looks_ahead and (ahead := scheduler.steps_ahead(step.steps)):
             self.unread = self._launch(model, ahead, step.tokens_of([one.request for one in ahead]))
         tokens = step.wait()
+        self._context.spec.groups.check_not_aborted()
         if self.graphs is not None:
             self.graphs.after_step(model)
         return step.steps, tokens, step.invalid

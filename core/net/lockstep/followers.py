@@ -1,5 +1,7 @@
 """The leading rank's view of the ranks that follow: which calls were sent, and how each rank made them."""
 
+import math
+import threading
 import time
 
 import msgspec
@@ -9,17 +11,20 @@ from ...parallel_groups import ParallelGroups
 from ..all_ranks import Notes, attempt
 from ..channel import Listener, PeerLostError, host_name
 from ..heartbeat import RankDiedError
-from .following import Close, Failure, Hello, Outcome
+from .following import WATCH_S, Abort, Close, Failure, Hello, Outcome
 
 _CLOSING_S = 5.0
 _LOOK_S = 0.1
+_END_S = 5.0
+"""A rank may be inside a function of all ranks for so long after another rank failed in it."""
 
 
 class Followers:
     """The connections to all followers, and what each of them answered.
 
     Every rank has an outcome for each call: what it raised. A call whose outcome is not the same on all ranks
-    has been made by some of them alone.
+    has been made by some of them alone. A thread receives outcomes while rank 0 makes a call: where a rank is
+    broken or lost, all ranks abort their process groups, so that none waits for it in a collective.
     """
 
     def __init__(self, groups: ParallelGroups, device: torch.device, timeout_s: float) -> None:
@@ -38,13 +43,18 @@ class Followers:
 
         self._listener = attempt(groups, device, listen).result(RuntimeError)
         self._timeout_s = timeout_s
+        self._groups = groups
+        self._lock = threading.RLock()  # of the listener, and what its messages change
+        self._closed = threading.Event()
         self._ranks: dict[bytes, int] = {}  # connection -> rank
         self._num_open = dict.fromkeys(range(1, groups.size), 0)  # rank -> calls without an answer
         self._own: list[Outcome] = []
         self._theirs: dict[int, list[Outcome]] = {rank: [] for rank in range(1, groups.size)}
         self.lost: dict[int, str] = {}  # rank -> how its loss is known, a text that follows "rank 3 "
-        self.any_broken = False  # the engine of a rank is broken, as far as answers say
+        self.any_broken = False  # the engine of a rank is broken, as far as answers say; groups are aborted
+        self._failed_s = math.inf  # when a rank failed in a call that another one is still in
         self._accept()
+        threading.Thread(target=self._watch, name="followers", daemon=True).start()
 
     def _accept(self) -> None:
         deadline = time.monotonic() + self._timeout_s
@@ -62,17 +72,42 @@ class Followers:
         while self._take(0.0):  # ranks that ended while nothing was called
             pass
         self.check_lives()
+        with self._lock:
+            for rank in self._num_open:
+                self._num_open[rank] += 1
+            self._send_to_all(call)
+        self.check_lives()
+
+    def _send_to_all(self, message: msgspec.Struct) -> None:
         for peer, rank in self._ranks.items():
-            self._num_open[rank] += 1
             try:
-                self._listener.send(peer, call)
+                self._listener.send(peer, message)
             except PeerLostError as error:
                 self._note_lost(rank, error)
-        self.check_lives()
 
     def note_own(self, outcome: Outcome) -> None:
         """Note how the last call ended on the leading rank."""
         self._own.append(outcome)
+
+    def abort(self, reason: str) -> None:
+        """Let no rank wait in a collective until `reset`; where one waits, it raises `reason`."""
+        with self._lock:
+            if not self.any_broken:
+                self.any_broken = True
+                self._send_to_all(Abort(reason))
+                self._groups.abort(reason)
+
+    def _watch(self) -> None:
+        """Receive outcomes in time, whatever rank 0 waits for."""
+        try:
+            while not self._closed.wait(WATCH_S):
+                with self._lock:
+                    while not self._closed.is_set() and self._take(0.0):
+                        pass
+                    self._look()
+        except Exception:
+            if not self._closed.is_set():  # the collector may close it at any place
+                raise
 
     def differences(self) -> list[str]:
         """Wait until each rank has made all calls; how ranks and rank 0 differ, a text for each.
@@ -89,9 +124,9 @@ class Followers:
             for answered, expected in zip(theirs, self._own, strict=False)
             if answered.kind != expected.kind or answered.broken
         ]
-        self._own.clear()
-        for theirs in self._theirs.values():
-            theirs.clear()
+        with self._lock:
+            for ended in (self._own, *self._theirs.values()):
+                ended.clear()
         return texts
 
     def await_answers(self, timeout_s: float) -> None:
@@ -106,23 +141,42 @@ class Followers:
 
     def _take(self, timeout_s: float) -> bool:
         """Receive a message; False if none comes in time."""
-        received = self._listener.receive(timeout_s)
-        if received is None:
-            return False
-        peer, message, _ = received
-        rank = self._ranks.get(peer)
-        if rank is not None and isinstance(message, Outcome):
-            self._num_open[rank] -= 1
-            self.any_broken |= message.broken
-            self._theirs[rank].append(message)
-        elif rank is not None and isinstance(message, Failure):
-            self.lost.setdefault(rank, message.reason)
-        return True
+        with self._lock:
+            received = self._listener.receive(timeout_s)
+            if received is None:
+                return False
+            peer, message, _ = received
+            rank = self._ranks.get(peer)
+            if rank is not None and isinstance(message, Outcome):
+                self._num_open[rank] -= 1
+                self._theirs[rank].append(message)
+                if message.broken:
+                    self.abort(f"rank {rank} {message}; call reset()")
+            elif rank is not None and isinstance(message, Failure):
+                self.lost.setdefault(rank, message.reason)
+            return True
 
     def _look(self) -> None:
-        for peer, rank in self._ranks.items():
-            if rank not in self.lost and not self._listener.is_connected(peer) and not self._take(0.0):
-                self._note_lost(rank, PeerLostError("its connection is closed"))
+        """Note who is lost; where a rank failed, or is lost, let no other one wait for it."""
+        with self._lock:
+            for peer, rank in self._ranks.items():
+                if rank not in self.lost and not self._listener.is_connected(peer) and not self._take(0.0):
+                    self._note_lost(rank, PeerLostError("its connection is closed"))
+            if self._closed.is_set():
+                return
+            if self.lost:
+                self.abort(str(RankDiedError(self.lost)))
+            ended = [self._own, *self._theirs.values()]
+            alike = min(map(len, ended))  # calls that ended on all ranks
+            failed = [
+                f"rank {rank} {one}" for rank, own in enumerate(ended) for one in own[alike:] if one.kind
+            ]
+            if not failed:
+                self._failed_s = math.inf
+            elif (now_s := time.monotonic()) > self._failed_s + _END_S:
+                self.abort(f"{failed[0]}; {_END_S:g} s later another rank was in this call; call reset()")
+            else:
+                self._failed_s = min(self._failed_s, now_s)
 
     def _note_lost(self, rank: int, error: PeerLostError) -> None:
         self.lost.setdefault(rank, f"died, or left: {error}")
@@ -136,12 +190,11 @@ class Followers:
         """Let all ranks return from `follow`; waits 5 s at most until they have."""
         deadline = time.monotonic() + _CLOSING_S
         self.await_answers(_CLOSING_S)
-        for peer, rank in self._ranks.items():
-            try:
-                self._listener.send(peer, Close())
-            except PeerLostError as error:
-                self._note_lost(rank, error)
+        self._closed.set()
+        with self._lock:
+            self._send_to_all(Close())
         while self._theirs.keys() - self.lost.keys() and time.monotonic() < deadline:
             if not self._take(0.01):
                 self._look()
-        self._listener.close()
+        with self._lock:
+            self._listener.close()

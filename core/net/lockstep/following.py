@@ -1,5 +1,6 @@
 """The ranks of a split model that make what rank 0 calls, and the messages that carry the calls."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from ...inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ...inference.contexts.cache.hashing import PrefixHashChain
 from ...inference.contexts.request import DynamicInferenceRequest
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
+from ...parallel_groups import ParallelGroups
 from ...request import SamplingParams
 from ...validation import instance, shown
 from ..all_ranks import attempt
@@ -23,6 +25,8 @@ from ..heartbeat import Heartbeat, RankDiedError
 
 _MEETING_S = 60.0
 _LOOK_S = 0.5
+WATCH_S = 0.25
+"""So often a rank looks for messages while it makes a call."""
 
 
 # ---- the calls
@@ -158,6 +162,12 @@ class CallFunction(_Call, frozen=True, array_like=True, tag="function"):
                 ended.clear()
 
 
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    """A call failed on a rank: no rank waits for it in a collective."""
+
+    reason: str
+
+
 class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """No call follows."""
 
@@ -278,19 +288,20 @@ def follow(engine: DynamicInferenceEngine, *, heartbeat: Heartbeat | None = None
         raise ValueError(f"engine has {len(requests)} requests that have not ended; accepted: a new one")
     link = _meet_leader(engine)
     to_cancel, engine.core.to_cancel = engine.core.to_cancel, deque(maxlen=0)  # rank 0 alone ends requests
+    calls = _Calls(link, groups)
     try:
-        while not isinstance(call := _next_call(link, heartbeat), Close):
-            link.send(_outcome_of(call, engine, heartbeat))
+        while not isinstance(call := calls.next(heartbeat), Close):
+            calls.answer(_outcome_of(call, engine, heartbeat))
     except PeerLostError as error:
         raise RankDiedError({0: f"died, or left: {error}"}) from error
     except RankDiedError:
         raise
     except BaseException as error:
         with suppress(PeerLostError):
-            link.send(Failure(f"ended with {shown(error)[:500]}"))
+            calls.answer(Failure(f"ended with {shown(error)[:500]}"))
         raise
     finally:
-        link.close()
+        calls.close()
         engine.core.to_cancel = to_cancel
 
 
@@ -302,18 +313,58 @@ def _meet_leader(engine: DynamicInferenceEngine) -> Link:
     met.result(RuntimeError)
     address = Address.from_bytes(met.notes[0]["address"])
     try:
-        link = Link(address, Call | Close, _MEETING_S, max_queued=0)
+        link = Link(address, Call | Abort | Close, _MEETING_S, max_queued=0)
         link.send(Hello(spec.groups.rank))
     except PeerLostError as error:
         raise RankDiedError({0: f"was lost: {error}"}) from error
     return link
 
 
-def _next_call(link: Link, heartbeat: Heartbeat | None) -> Any:
-    while (received := link.receive(_LOOK_S)) is None:
-        if heartbeat is not None:
-            heartbeat.check()
-    return received[0]
+class _Calls:
+    """What rank 0 sends. While a call is made, a thread receives, because rank 0 may end its collectives."""
+
+    def __init__(self, link: Link, groups: ParallelGroups) -> None:
+        self._link, self._groups = link, groups
+        self._lock = threading.Lock()  # of the link
+        self._received: deque[Any] = deque()
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="calls", daemon=True).start()
+
+    def next(self, heartbeat: Heartbeat | None) -> Any:
+        """Wait for the next call; PeerLostError where rank 0 is lost."""
+        while True:
+            with self._lock:
+                if self._received or (self._receive(_LOOK_S) and self._received):
+                    return self._received.popleft()
+            if heartbeat is not None:
+                heartbeat.check()
+
+    def answer(self, message: Outcome | Failure) -> None:
+        with self._lock:
+            self._link.send(message)
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            self._link.close()
+
+    def _receive(self, timeout_s: float) -> bool:
+        received = self._link.receive(timeout_s)
+        if received is not None and isinstance(received[0], Abort):
+            self._groups.abort(received[0].reason)
+        elif received is not None:
+            self._received.append(received[0])
+        return received is not None
+
+    def _watch(self) -> None:
+        while not self._closed.wait(WATCH_S):
+            try:
+                with self._lock:
+                    while not self._closed.is_set() and self._receive(0.0):
+                        pass
+            except PeerLostError as error:
+                self._groups.abort(f"rank 0 died, or left: {error}")
+                return
 
 
 def _outcome_of(call: Any, engine: DynamicInferenceEngine, heartbeat: Heartbeat | None) -> Outcome:

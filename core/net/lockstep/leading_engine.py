@@ -68,8 +68,8 @@ class LeadingEngine(DynamicInferenceEngine):
 
         Args:
             model, config, drafter, seed: as for `DynamicInferenceEngine`; the same on all ranks.
-            heartbeat: watches the ranks during calls. Without one, a rank that stands still in a step is
-                noticed by the timeout of the process groups. It is not closed here.
+            heartbeat: watches the ranks during calls. Without one, a rank that stands still is noticed within
+                13 s. It is not closed here.
             timeout_s: how long another rank may take to follow, and to end a call after this rank, in
                 seconds.
 
@@ -173,7 +173,7 @@ class LeadingEngine(DynamicInferenceEngine):
             followers.note_own(Outcome.of(error))
             if isinstance(error, _CAPACITY):
                 raise
-            self.core.note_failure(error)
+            self._break(error)
             if isinstance(error, RuntimeError) and not isinstance(error, RankDiedError):
                 followers.await_answers(_DEATH_S)
                 if followers.lost:
@@ -183,6 +183,11 @@ class LeadingEngine(DynamicInferenceEngine):
             self._calling = None
         followers.note_own(Outcome())
         return value
+
+    def _break(self, error: BaseException) -> None:
+        """Break the engine, and let no rank wait for another one in a collective."""
+        self.core.note_failure(error)
+        self._open_followers.abort(f"rank 0 {Outcome.of(error)}; call reset()")
 
     @property
     def _open_followers(self) -> Followers:
@@ -201,7 +206,7 @@ class LeadingEngine(DynamicInferenceEngine):
             error = RuntimeError(
                 f"a call was not made alike on all ranks: {'; '.join(differences)}; call reset()"
             )
-            self.core.note_failure(error)
+            self._break(error)
             raise error
 
     def _differences(self) -> list[str]:
@@ -209,7 +214,7 @@ class LeadingEngine(DynamicInferenceEngine):
             return self._open_followers.differences()
         except TimeoutError as late:
             error = RuntimeError(f"{late}; start all ranks again")
-            self.core.note_failure(error)
+            self._break(error)
             raise error from None
 
     def changing_cache(self, *harmless: type[Exception]) -> AbstractContextManager[None]:
@@ -232,8 +237,9 @@ class LeadingEngine(DynamicInferenceEngine):
             engine.call_on_all(msd.save_prefixes, "prefixes")
 
         Inside, each rank makes its calls by itself: all ranks must make the same ones. The model's device is
-        the current one. Streams and requests
-        whose results are wanted belong outside.
+        the current one. Streams and requests whose results are wanted belong outside. If the function raises
+        on one rank, and another rank is inside for 5 s more, all ranks abort the model's process groups, and
+        the engine is broken until `reset`.
 
         Args:
             function: of a module that all ranks can import; they find it by its name.
@@ -279,7 +285,7 @@ class LeadingEngine(DynamicInferenceEngine):
         except Exception as raised:
             error = raised
         except BaseException as raised:
-            self.core.note_failure(raised)
+            self._break(raised)
             raise
         finally:
             self._runs_on_all = False
@@ -287,7 +293,7 @@ class LeadingEngine(DynamicInferenceEngine):
         followers.await_answers(math.inf)
         differences = followers.differences()
         if followers.any_broken:
-            self.core.note_failure(error or RuntimeError("; ".join(differences)))
+            self._break(error or RuntimeError("; ".join(differences)))
         if error is not None:
             raise error
         if differences:

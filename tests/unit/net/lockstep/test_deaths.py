@@ -32,9 +32,10 @@ def test_a_leader_whose_follower_died_says_so_at_the_next_call(tmp_path: Path) -
 
 @pytest.mark.long
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_dies_during_a_step_is_named(tmp_path: Path, killed: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_during_a_step_is_named(tmp_path: Path, killed: int, number: int) -> None:
     with two_ranks(tmp_path, "serves") as ranks:
-        ranks[killed].signal(signal.SIGKILL)
+        ranks[killed].signal(number)
         other = ranks[1 - killed]
         assert other.status() == 1
         assert f"RankDiedError: rank {killed} died, or left" in other.said
