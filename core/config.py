@@ -70,7 +70,7 @@ class InferenceConfig:
             Each costs one more live slot per request, unless decodes replay.
         num_cuda_graphs: most CUDA graphs of decode steps, and again of steps with prefills; None captures
             none. No effect on a CPU, and with float64 weights, whose kernels synchronise.
-        async_scheduling: launch a decode step before the tokens of the step before it are read. When `step`
+        async_scheduling: launch a step before the tokens of the step before it are read. When `step`
             returns, the next step may run already, and may read the weights. None: on a GPU, without drafts.
         decode_by_replay: a decode computes its token from the state at the last grid point and the inputs
             since, and writes a state once a chunk; else it updates the state at each token. Rounds as a

@@ -119,7 +119,7 @@ class SamplingParams:
         set_field(self, "stops", () if self.ignore_eos else self.stop_token_ids)
         penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
         set_field(self, "has_penalties", penalties != (1.0, 0.0, 0.0))
-        changes = self.has_penalties or self.logit_bias or self.min_tokens or (self.min_p and not greedy)
+        changes = self.has_penalties or self.logit_bias or self.min_tokens
         set_field(self, "changes_logits", bool(changes))
 
     def _check_biases(self) -> None:

@@ -237,22 +237,17 @@ def token_draws() -> list[Specialisation]:
 
 def penalties() -> list[Specialisation]:
     sizes, strides = ("num_rows", "vocabulary"), ("logits_row_stride", "counts_row_stride")
-    pointers = {
-        "logits": "*fp32",
-        "counts": "*i32",
-        "rows": "*i64",
-        "count_rows": "*i64",
-        "settings": "*fp32",
-    }
+    pointers = {"out": "*fp32", "logits": "", "counts": "*i32", "count_rows": "*i64", "settings": "*fp32"}
     return [
         Specialisation(
-            name="penalize fp32",
+            name=f"penalize {dtype}",
             kernel=penalty_kernels.penalize_kernel,
-            signature=pointers | dict.fromkeys((*sizes, *strides), "i32"),
+            signature=pointers | {"logits": f"*{dtype}"} | dict.fromkeys((*sizes, *strides), "i32"),
             constexprs={"BLOCK": penalty_kernels.BLOCK},
             divisible_by_16=(*pointers, "vocabulary", *strides),
             wide=("load", "store"),
         )
+        for dtype in ("fp32", "bf16")
     ]
 
 

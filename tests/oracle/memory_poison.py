@@ -46,10 +46,11 @@ def _refuse_invalid_logits(runner: StepRunner) -> None:
 class MemoryPoison:
     """Fills the free memory of a context with NaN at the beginning of each step, as an observer.
 
-    Free are state slots without a committed or live state (slots reserved by the step, too), KV blocks
-    without reference and hash, inputs before a request's last grid point where decodes replay, and rows of
-    host memory without a copy. Unwritten rows of a request's KV blocks hold NaN, too, but the largest finite
-    number where the block's first row is written: kernels may multiply such rows by 0.
+    Free are state slots without a committed or live state (slots reserved by the step, too, but none that a
+    launched step has written and not committed yet), KV blocks without reference and hash, inputs before a
+    request's last grid point where decodes replay, and rows of host memory without a copy. Unwritten rows of
+    a request's KV blocks hold NaN, too, but the largest finite number where the block's first row is written:
+    kernels may multiply such rows by 0.
 
     Fills are launched before the forward, outside of CUDA graphs, in stream order. They cost a pass over the
     free memory a step.
@@ -73,7 +74,8 @@ class MemoryPoison:
             _fill(states, 1, slots)
         encoded = memory.durable_pool
         if encoded is not memory.state_pool:
-            unused = set(range(encoded.num_durable)).difference(cache.tree.slot_of_block.values())
+            written = {*cache.tree.slot_of_block.values(), *_unsettled(self._context)}
+            unused = set(range(encoded.num_durable)) - written
             encoded.memory.index_fill_(0, numbers_on(encoded.memory.device, sorted(unused)), _NAN_BYTE)
         self._fill_kv(blocks)
         self._fill_inputs()
@@ -151,7 +153,8 @@ def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
     if not pool.is_shared:
         free[: pool.num_live] = True
     if context.memory.durable_pool is pool:
-        free[[pool.durable_index(slot) for slot in (*slots.free_slots, *slots.reserved, *slots.live)]] = True
+        reserved = slots.reserved.keys() - _unsettled(context)
+        free[[pool.durable_index(slot) for slot in (*slots.free_slots, *reserved, *slots.live)]] = True
     else:
         free[pool.num_live :] = True  # staging slots belong to one step
     allocations = [request.allocation for request in context.requests if request.allocation is not None]
@@ -159,6 +162,11 @@ def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
     refs, parents = blocks.tree.references, blocks.tree.parents
     unused = [block for block in range(blocks.total_count) if not refs[block] and parents[block] < 0]
     return free.nonzero().flatten(), torch.tensor(unused, dtype=torch.int64, device="cpu")
+
+
+def _unsettled(context: DynamicInferenceContext) -> set[int]:
+    """Slots that launched steps have written, and that are committed once their tokens are read."""
+    return {slot for step in context.unsettled for slot in step.destinations.values()}
 
 
 def _fill(memory: Tensor, axis: int, entries: Tensor) -> None:

@@ -25,11 +25,13 @@ def sample_rows(logits: Tensor, params: Sequence[SamplingParams], positions: Seq
 
 
 def token_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities [vocabulary] after temperature, then top-k, then top-p."""
+    """Probabilities [vocabulary] after temperature, then min_p, then top-k, then top-p."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     smallest = torch.finfo(scores.dtype).tiny  # a temperature that rounds to 0 would turn ties into NaN
     temperature = 1.0 if params.temperature is None else max(params.temperature, smallest)
     scores = (scores - scores.max()) / temperature
+    if params.min_p:
+        scores = scores.where(scores.exp() >= params.min_p, float("-inf"))
     if params.top_k and params.top_k < scores.numel():
         highest, order = torch.topk(scores, params.top_k + 1)
         top = order[:-1]

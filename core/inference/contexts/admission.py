@@ -161,10 +161,10 @@ class Admission:
         """Allocate a step of up to `token_budget` tokens, or nothing and return None where none is possible.
 
         Every part of a prefill is matched again: it may resume from states that others have stored since. A
-        request whose known tokens are all computed gets a step that `is_ahead`: `begin_step` then needs
-        the sampled tokens. There is none where it would complete a KV block or store a state. The search for
-        room changes cached states, also where it ends in None: running requests copy and unpin those that
-        they resumed from, and a fetch may evict some. An admitted request stores a state for `waiting` ones.
+        request whose known tokens are all computed gets a step that `is_ahead`: `begin_step` then needs the
+        sampled tokens. The search for room changes cached states, also where it ends in None: running
+        requests copy and unpin those that they resumed from, and a fetch may evict some. An admitted request
+        stores a state for `waiting` ones.
         """
         allocation = request.allocation
         if allocation is not None and allocation.decoding:
@@ -184,7 +184,7 @@ class Admission:
             blocks = match.blocks[: request.max_resume_tokens // self._block_size]
             if not self._cache.fetch_state(request.chain, blocks, start):
                 break
-        resumes = match.resume_tokens > num_computed
+        resumes, admits = match.resume_tokens > num_computed, allocation is None
         if allocation is None:
             request.shared_tokens = self._shared_tokens(request, match, waiting)
             allocation = self.admit(request, match.resume_slot, evict_last)
@@ -205,12 +205,13 @@ class Admission:
             num_resumed=start - num_computed,
             spans=allocation.spans,
             boundaries=self._boundaries(allocation, start, stop),
+            admits=admits,
         )
 
     def _schedule_decode(
         self, request: DynamicInferenceRequest, allocation: Allocation
     ) -> RequestStep | None:
-        """A decode; one of a token that only the device knows neither extends nor completes the path's KV."""
+        """A decode, perhaps of a token that only the device knows."""
         start, path, size, kv = (
             allocation.num_computed,
             allocation.path,
@@ -218,8 +219,6 @@ class Admission:
             self._cache.kv_blocks,
         )
         is_ahead, needs_block = start == len(request.tokens), start == len(path.blocks) * size
-        if is_ahead and (needs_block or (start + 1) % size == 0):
-            return None
         num_inputs = start % self._chunk_size + 1
         num_pages = self.page_table.num_missing(allocation, num_inputs) if self._has_pages else 0
         if needs_block + num_pages:

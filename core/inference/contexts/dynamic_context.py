@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -76,6 +76,7 @@ class DynamicInferenceContext:
         self._buffer = StepBuffer(largest, spec.device)
         self._builder = StepBuilder(self._buffer, config, self._chunk_size, self._states, self.memory)
         self._steps: tuple[RequestStep, ...] = ()
+        self._unsettled: list[RequestStep] = []
         self.observers: list[StepObserver] = []  # called with each step
         self._ledger = TokenLedger()
         self._num_requests_seen = 0
@@ -115,12 +116,21 @@ class DynamicInferenceContext:
         """What each request does in the step under way, in row order; empty between steps."""
         return self._steps
 
+    @property
+    def unsettled(self) -> tuple[RequestStep, ...]:
+        """Steps that are launched, and what they complete is not findable yet."""
+        return tuple(self._unsettled)
+
     # ---- requests
 
     def release(self, request: DynamicInferenceRequest, *, discard: bool = False) -> None:
         """Release what the request has; `discard`: its cached prefix, too, because the model went wrong."""
         if request.allocation is None:
             return
+        for step in self._unsettled:
+            if step.request is request:
+                self.prefix_cache.release_reserved(step)
+        self._unsettled = [step for step in self._unsettled if step.request is not request]
         allocation = self.admission.release(request)
         if discard:
             self.prefix_cache.discard(allocation.path)
@@ -138,7 +148,7 @@ class DynamicInferenceContext:
         """Reserve slots for the planned states, and build the model's inputs, decode rows first.
 
         The inputs are valid until the next step. `padding` maps their shape to one at least as large.
-        `sampled_tokens`: where all steps are ahead, the token that each decodes, [steps] on the device.
+        `sampled_tokens`: of decodes that are ahead, which come first: the tokens, [decodes] on the device.
         """
         if self._scrubs:
             self.memory.scrubber.scrub()
@@ -160,15 +170,19 @@ class DynamicInferenceContext:
         self._states.gather(self._steps, idle_slots)
 
     def end_step(
-        self, num_accepted: Callable[[int], int] | None = None, is_valid: Callable[[int], bool] | None = None
+        self,
+        num_accepted: Callable[[int], int] | None = None,
+        is_valid: Callable[[int], bool] | None = None,
+        *,
+        settles_later: bool = False,
     ) -> None:
         """Register KV, commit states and advance requests, once the forward is launched. No synchronisation.
 
         `num_accepted`, for a request with drafts: how many of its tokens are right; the call appends them.
         `is_valid`: whether the model's results are numbers, where they are kept; nothing of an invalid step
-        is.
+        is. `settles_later`: what depends on logits or sampled tokens is registered and committed by `settle`.
         """
-        if is_valid is not None:
+        if is_valid is not None and not settles_later:
             self._remove_invalid(is_valid)
         late: list[RequestStep] = []
         if any(step.drafts for step in self._steps):
@@ -178,8 +192,13 @@ class DynamicInferenceContext:
         for step in self._steps:
             self._states.release_source(step)
             self._count(step)
-            self.prefix_cache.register(step.allocation.path, step.request.tokens, step.stop)
-            self._states.advance(step, self.prefix_cache.commit(step))
+            committed: dict[int, int] = {}
+            if step.destinations or step.completes_block(self.config.block_size_tokens):
+                if settles_later and step.logit_positions:
+                    self._unsettled.append(step)
+                else:
+                    committed = self._commit(step)
+            self._states.advance(step, committed)
             if step.allocation.pages and not step.allocation.num_computed % self._chunk_size:
                 self.admission.page_table.release(step.allocation)
             if step.decoding and self.config.num_speculative_tokens:
@@ -187,6 +206,28 @@ class DynamicInferenceContext:
         ended, self._steps = self._steps, ()
         for observer in self.observers:
             observer.step_ended(ended)
+
+    def settle(self, steps: Sequence[RequestStep], invalid: Collection[int]) -> None:
+        """Make findable what launched steps completed, once their tokens are known.
+
+        `invalid`: ids of requests, of whose steps nothing becomes findable.
+        """
+        if not self._unsettled:
+            return
+        of_steps = set(map(id, steps))
+        settled = [step for step in self._unsettled if id(step) in of_steps]
+        self._unsettled = [step for step in self._unsettled if id(step) not in of_steps]
+        for step in settled:
+            if step.request.request_id in invalid:
+                self.prefix_cache.release_reserved(step)
+                continue
+            self._commit(step)
+            if step.is_ahead:
+                self.prefix_cache.note_refused(step)
+
+    def _commit(self, step: RequestStep) -> dict[int, int]:
+        self.prefix_cache.register(step.allocation.path, step.request.tokens, step.stop)
+        return self.prefix_cache.commit(step)
 
     def _remove_invalid(self, is_valid: Callable[[int], bool]) -> None:
         size = self.config.block_size_tokens
@@ -233,6 +274,7 @@ class DynamicInferenceContext:
     def abort_step(self) -> None:
         """Undo a step whose forward failed: nothing that it wrote is used, and its requests are released."""
         aborted, self._steps = self._steps, ()
+        self._unsettled = []
         self.prefix_cache.abort()  # also what `begin_step` reserved before it failed
         self.memory.scrubber.scratch.scrub()
         for step in aborted:
@@ -245,6 +287,7 @@ class DynamicInferenceContext:
         for allocation in self.admission.allocations:
             self._states.move_to_live(allocation)
         self.prefix_cache.clear([allocation.path for allocation in self.admission.allocations])
+        self._unsettled = []
 
     def suspend(self) -> None:
         """Free the tensors of all pools; every request is released, and the cache is cleared."""
@@ -263,6 +306,7 @@ class DynamicInferenceContext:
     def reset(self, *, keep_counts: bool = False) -> None:
         """Release every request and empty the cache, also after a failure; counts are 0, too."""
         self._steps = ()
+        self._unsettled = []
         self.admission.clear()
         self._empty_rows()
         if not keep_counts:
@@ -284,7 +328,11 @@ class DynamicInferenceContext:
         self.admission.check_integrity()
         self._states.check_integrity(allocations, during_step)
         pages = [page for allocation in allocations for page in allocation.pages]
-        self.prefix_cache.check_integrity([allocation.path for allocation in allocations], during_step, pages)
+        slots = [slot for step in self._unsettled for slot in step.destinations.values()]
+        reserved = self.prefix_cache.slots.reserved
+        assert during_step or sorted(slots) == sorted(reserved), "a reservation leaked"
+        paths = [allocation.path for allocation in allocations]
+        self.prefix_cache.check_integrity(paths, during_step or bool(slots), pages)
         for allocation in allocations:
             size = self.config.block_size_tokens
             assert allocation.num_computed <= len(allocation.path.blocks) * size, "tokens without a KV block"

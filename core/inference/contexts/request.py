@@ -252,6 +252,7 @@ class RequestStep(PathStep):
     num_resumed: int = 0  # before `start`
     spans: tuple[Span, ...] = ()
     is_ahead: bool = False  # a decode of the token that the step before samples; `tokens` has a 0 for it
+    admits: bool = False  # the first one since the request waited
 
     @classmethod
     def of(
@@ -269,9 +270,9 @@ class RequestStep(PathStep):
     @property
     def samples_token(self) -> bool:
         """Whether the request's next token is sampled after this step."""
-        if self.request.next_token is not None:
-            return False
-        return self.is_ahead or self.stop - len(self.drafts) == len(self.request.tokens)
+        if self.decoding:
+            return True
+        return self.request.next_token is None and self.stop == len(self.request.tokens)
 
     @property
     def answer_length(self) -> int:
@@ -294,13 +295,15 @@ class RequestStep(PathStep):
     @property
     def scored_positions(self) -> range:
         """The step's positions among the request's `scored_positions`."""
+        if self.decoding:
+            return range(0)
         scored = self.request.scored_positions
         return range(max(self.start, scored.start), min(self.stop, scored.stop))
 
     @property
     def logit_positions(self) -> range:
         """The token positions whose logits the step must return."""
-        if self.drafts:
+        if self.decoding:
             return range(self.start, self.stop)
         scored = self.scored_positions
         if not self.samples_token:

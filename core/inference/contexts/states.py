@@ -215,10 +215,10 @@ class RequestStates:
             self._cache.pin_state(allocation.path, slot, resumes=False)
             allocation.state_index = self._pool.durable_index(slot)
         else:
-            written = self._destination(step, position)
             allocation.state_index = self._live_slot(step, position)
-            if written != allocation.state_index:  # it was refused; no launched kernel overwrites it yet
-                self._pool.copy([written], [allocation.state_index])
+            if self._writes_durable and position in step.destinations:
+                # Refused, or not findable yet; no launched kernel overwrites it.
+                self._pool.copy([self._destination(step, position)], [allocation.state_index])
 
     def move_to_live(self, allocation: Allocation) -> None:
         """Copy a state that is only in a durable slot to the request's live slot, and unpin the former."""

@@ -159,11 +159,12 @@ class StepBuilder:
         written = layout.positions[writes]
         blocks = table[layout.token_rows[writes], written // size].astype(np.int64)
         token_ids = chain.from_iterable(step.tokens for step in steps)
-        logits = [
-            first + position - step.start
-            for first, step in zip(layout.query_start_loc[:-1].tolist(), steps, strict=True)
-            for position in step.logit_positions
-        ]
+        firsts = layout.query_start_loc[layout.num_decodes : -1].tolist()
+        prefills = zip(firsts, steps[layout.num_decodes :], strict=True)
+        logits = [*range(layout.num_decode_tokens)]  # of decodes each one
+        logits += (
+            first + position - step.start for first, step in prefills for position in step.logit_positions
+        )
         return {
             "token_ids": np.fromiter(token_ids, np.int64, len(layout.positions)),
             "positions": layout.positions,

@@ -8,7 +8,7 @@ dynamic_engine, arguments           the engine's calls; new requests from their 
 engine_core                         the calls that change an engine; undo of one that failed
 scheduler, drafter                  which requests advance; guesses at their next tokens
 step_runner                         the model's call in a step, which may be launched ahead; tokens drawn
-logits_changes                      penalties, biases, min_p
+logits_changes                      penalties, biases
 model_protocol, cuda_graphs         what a model offers; its steps as CUDA graphs
 dummy_steps                         steps without users
 streams, async_engine, engine_thread

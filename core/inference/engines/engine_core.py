@@ -203,10 +203,10 @@ class EngineCore:
                 for result in report.finished if claims_results else ():
                     self.unclaimed.pop(result.request_id, None)
                 self.reports.append(report)
-        admitted, self.scheduler.admitted = self.scheduler.admitted, {}
+        self.scheduler.admitted = {}
         if self.observers.known:
             for one in steps:
-                if not one.decoding and (one.num_resumed or one.request in admitted):
+                if not one.decoding and (one.num_resumed or one.admits):
                     self.observers.notify("request_resumed", one)
             self.observers.notify("step_made", steps, tokens, time.perf_counter() - begun_s)
 
@@ -298,7 +298,7 @@ class EngineCore:
                 self._count_drafts(step, [one.token for one in tokens[request.request_id]])
         finished = [self._end(self.requests[request_id], reason) for request_id, reason in reasons.items()]
         return StepReport(
-            admitted=tuple(s.request.request_id for s in steps if s.request in self.scheduler.admitted),
+            admitted=tuple(step.request.request_id for step in steps if step.admits),
             finished=tuple(finished),
             tokens=tokens,
         )

@@ -1,4 +1,4 @@
-"""What requests change in their logits before a token is drawn: penalties, biases, min_p, min_tokens."""
+"""What requests change in their logits before a token is drawn: penalties, biases, min_tokens."""
 
 import math
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ Row = tuple[RequestStep, int]
 """A row of logits: the step of its request, and how many of the step's drafts are before the row."""
 Penalised = tuple[int, int, tuple[float, float, float]]
 """A row of logits, its row of counts, and its repetition, frequency and presence penalty."""
-Penalties = tuple[Tensor, Tensor, Tensor]
-"""The same on the device, of several rows: [rows], [rows], [3, rows]."""
+Penalties = tuple[Tensor, Tensor]
+"""The same on the device, of all rows: [rows], -1 where there are no penalties; [3, rows]."""
 
 
 @dataclass
@@ -37,9 +37,9 @@ class _Changes:
     counted: list[tuple[int, _Counted]]  # of requests with penalties and without drafts, by their rows
     drawn: tuple[Tensor, Tensor] | None  # these rows, and their rows of the counts
     penalties: Penalties | None
-    drafts: tuple[Tensor, Tensor] | None  # that count, too: number of the row in `penalties`, and token
-    biases: tuple[Tensor, Tensor, Tensor] | None  # rows, tokens, and what is added to their logits
-    limits: Tensor | None  # of each row: by how much a logit may be below the largest one
+    copied: Tensor | None  # rows of the counts, where drafts count, too; `penalties` has places among these
+    drafts: tuple[Tensor, Tensor] | None  # those places, and tokens
+    biases: tuple[Tensor, Tensor] | None  # places in the logits, row by row, and what is added there
 
     def is_of(self, steps: Sequence[RequestStep]) -> bool:
         """Whether these are its requests, in its order, counted up to here and forbidden the same tokens."""
@@ -73,24 +73,22 @@ class LogitsChanges:
 
     def changed(self, steps: Sequence[RequestStep], logits: Tensor) -> Tensor:
         """The logits to draw from, a copy in float32 or float64; 1 + drafts rows for each of `steps`."""
-        out = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
         changes, self._changes = self._changes, None  # after an error nothing is kept
         if changes is None or not changes.is_of(steps):
-            changes = self._listed(steps, out)
+            changes = self._listed(steps, logits.shape[1], dtype)
         if changes.penalties is not None:
-            logits_rows, count_rows, settings = changes.penalties
             counts = self._counts
+            if changes.copied is not None:
+                counts = counts.index_select(0, changes.copied)
             if changes.drafts is not None:
-                counts = counts.index_select(0, count_rows)
-                count_rows = torch.arange(len(counts), device=counts.device)
                 _add(counts, *changes.drafts)
-            self._apply_penalties(out, counts, logits_rows, count_rows, settings)
+            out = self._apply_penalties(logits, counts, *changes.penalties)
+        else:
+            out = logits.to(dtype, copy=True)
         if changes.biases is not None:
-            rows, tokens, added = changes.biases
             # A token that is biased and forbidden is listed twice: sums with -inf depend on no order.
-            out.index_put_((rows, tokens), added, accumulate=True)
-        if changes.limits is not None:
-            out.masked_fill_(out < (out.amax(dim=-1) + changes.limits)[:, None], -math.inf)
+            out.view(-1).index_add_(0, *changes.biases)
         self._changes = changes
         return out
 
@@ -115,7 +113,7 @@ class LogitsChanges:
         self._changes = None
         self._counts = self._counts.new_empty(0, 0)
 
-    def _listed(self, steps: Sequence[RequestStep], out: Tensor) -> _Changes:
+    def _listed(self, steps: Sequence[RequestStep], vocabulary: int, dtype: torch.dtype) -> _Changes:
         rows = [(step, number) for step in steps for number in range(1 + len(step.drafts))]
         counted: list[tuple[int, _Counted]] = []
         penalised: list[Penalised] = []
@@ -124,39 +122,40 @@ class LogitsChanges:
             sampling = step.request.sampling
             if not sampling.has_penalties:
                 continue
-            counts = self._up_to_date(step, out)
+            counts = self._up_to_date(step, vocabulary)
             if not step.drafts:
                 counted.append((row, counts))
             drafts += [(len(penalised), draft) for draft in step.drafts[:number]]
             one = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
             penalised.append((row, counts.row, one))
-        penalties = self._penalties(penalised, out) if penalised else None
-        drawn = penalties[:2] if penalties is not None else None  # one transfer where no request has drafts
-        if len(counted) < len(penalised):
-            drawn = self._columns([(row, counts.row) for row, counts in counted]) if counted else None
+        copied = self._sent([count_row for _, count_row, _ in penalised]) if drafts else None
+        if drafts:
+            penalised = [(row, place, one) for place, (row, _, one) in enumerate(penalised)]
         return _Changes(
             requests=[step.request for step, _ in rows],
             is_free=[step.answer_length + n >= step.request.sampling.min_tokens for step, n in rows],
             counted=counted,
-            drawn=drawn,
-            penalties=penalties,
+            drawn=self._columns([(row, counts.row) for row, counts in counted]) if counted else None,
+            penalties=self._penalties(penalised, len(rows), dtype) if penalised else None,
+            copied=copied,
             drafts=self._columns(drafts) if drafts else None,
-            biases=self._biases(rows, out),
-            limits=self._limits(rows, out),
+            biases=self._biases(rows, vocabulary, dtype),
         )
 
-    def _penalties(self, listed: Sequence[Penalised], out: Tensor) -> Penalties:
-        rows, count_rows, settings = zip(*listed, strict=True)
+    def _penalties(self, listed: Sequence[Penalised], num_rows: int, dtype: torch.dtype) -> Penalties:
+        count_rows, settings = [-1] * num_rows, [(1.0, 0.0, 0.0)] * num_rows
+        for row, count_row, one in listed:
+            count_rows[row], settings[row] = count_row, one
         numbers = list(zip(*settings, strict=True))
-        return self._sent(rows), self._sent(count_rows), numbers_on(out.device, numbers, out.dtype)
+        return self._sent(count_rows), numbers_on(self._counts.device, numbers, dtype)
 
-    def _up_to_date(self, step: RequestStep, out: Tensor) -> _Counted:
+    def _up_to_date(self, step: RequestStep, vocabulary: int) -> _Counted:
         """The request's counts of its prompt and of all tokens before this step."""
         request, known = step.request, step.answer_length
         counted = self._counted.get(request)
         # A new request, or one of which a token that was drawn ahead was dropped, is counted from its start.
         if counted is None or counted.num_tokens > known:
-            row = self._free_row(out) if counted is None else counted.row
+            row = self._free_row(vocabulary) if counted is None else counted.row
             self._counts[row].zero_()
             if request.sampling.repetition_penalty != 1.0:
                 self._counts[row].index_fill_(0, self._sent(request.prompt_tokens), 1)
@@ -169,41 +168,32 @@ class LogitsChanges:
         assert counted.num_tokens == known, "a token that was drawn ahead is counted when it is drawn"
         return counted
 
-    def _free_row(self, out: Tensor) -> int:
+    def _free_row(self, vocabulary: int) -> int:
         taken = {counted.row for counted in self._counted.values()}
         row = next(row for row in range(len(taken) + 1) if row not in taken)
         if row >= len(self._counts):
             size = max(4, 2 * len(self._counts))
-            larger = torch.zeros(size, out.shape[1], dtype=torch.int32, device=out.device)
+            larger = self._counts.new_zeros(size, vocabulary)
             if len(self._counts):
                 larger[: len(self._counts)] = self._counts
             self._counts = larger
         return row
 
-    def _biases(self, rows: Sequence[Row], out: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _biases(
+        self, rows: Sequence[Row], vocabulary: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor] | None:
         """`logit_bias`, and -inf for what would end an answer before `min_tokens`."""
-        listed: list[tuple[int, int, float]] = []
+        listed: list[tuple[int, float]] = []
         for row, (step, number) in enumerate(rows):
             sampling = step.request.sampling
-            listed += [(row, token, bias) for token, bias in sampling.biases]
+            first = row * vocabulary
+            listed += [(first + token, bias) for token, bias in sampling.biases]
             if step.answer_length + number < sampling.min_tokens:
-                listed += [(row, token, -math.inf) for token in sorted({*sampling.stops})]
+                listed += [(first + token, -math.inf) for token in sorted({*sampling.stops})]
         if not listed:
             return None
-        where, tokens, biases = zip(*listed, strict=True)
-        return self._sent(where), self._sent(tokens), numbers_on(out.device, biases, out.dtype)
-
-    def _limits(self, rows: Sequence[Row], out: Tensor) -> Tensor | None:
-        """Of what is less likely than min_p times the most likely token, after the temperature."""
-        limits: list[float] = []
-        for step, _ in rows:
-            sampling = step.request.sampling
-            least = -math.inf
-            if sampling.min_p and not sampling.greedy:
-                temperature = 1.0 if sampling.temperature is None else sampling.temperature
-                least = temperature * math.log(sampling.min_p)
-            limits.append(least)
-        return None if max(limits) == -math.inf else numbers_on(out.device, limits, out.dtype)
+        places, biases = zip(*listed, strict=True)
+        return self._sent(places), numbers_on(self._counts.device, biases, dtype)
 
     def _columns(self, pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         first, second = zip(*pairs, strict=True)

@@ -1,7 +1,7 @@
 """Which requests advance in the next step, and which wait."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
 
 from ...errors import KVBlockCapacityError
@@ -36,7 +36,7 @@ class Scheduler:
         self._drafter = drafter
         self.waiting: OrderedDict[int, DynamicInferenceRequest] = OrderedDict()
         self.running: list[DynamicInferenceRequest] = []  # in order of admission
-        self.admitted: dict[DynamicInferenceRequest, int] = {}  # in the last `schedule`; tokens of each
+        self.admitted: dict[DynamicInferenceRequest, int] = {}  # since the last `schedule`; tokens of each
         self.num_paused = 0  # running requests that got no block in the last `schedule`
 
     def add(self, request: DynamicInferenceRequest) -> None:
@@ -92,7 +92,9 @@ class Scheduler:
         """What each request does in the next step; empty only where there is no request."""
         self.admitted = {}
         while True:
-            steps = self._advance_running()
+            self.num_paused = 0
+            running = sorted(self.running, key=lambda request: not _allocation(request).decoding)
+            steps = self._advance(running, self._config.max_tokens_per_step)
             if not self.num_paused:
                 self._admit(steps)
             if steps or not (self.running or self.waiting):
@@ -101,29 +103,49 @@ class Scheduler:
                 raise self._capacity_error(next(iter(self.waiting.values())))
             self.preempt(self.running[-1])
 
-    def steps_ahead(self, steps: Sequence[RequestStep]) -> list[RequestStep]:
-        """Steps of the last step's requests that can be launched before its tokens are read; none, or all."""
-        live = [step for step in steps if step.request.allocation is step.allocation]
-        may_admit = self.waiting and len(self.running) < self._config.max_requests
-        if len(live) < len(self.running) or may_admit or self._drafter:
-            return []
-        ahead = []
-        for request, allocation in ((step.request, step.allocation) for step in live):
-            if allocation.num_computed != len(request.tokens):
-                return []
-            if len(request.tokens) + 1 >= request.max_length:
-                continue
-            step = self._context.admission.allocate_step(request, 1)
-            if step is None:
-                return []
-            ahead.append(step)
-        return ahead
+    def steps_ahead(self) -> list[RequestStep]:
+        """Steps that can be launched before the tokens of the step under way are read; perhaps none.
 
-    def _advance_running(self) -> list[RequestStep]:
-        steps: list[RequestStep] = []
+        Every decode is one of them, unless its answer is then as long as it may be. Parts of prefills and
+        waiting requests come after the decodes, as in `schedule`.
+        """
+        if self._drafter or self._awaits_unsettled():
+            return []
+        decodes, prefills = [], []
+        for request in self.running:
+            if not _allocation(request).decoding:
+                if not request.sampling.skip_prompt_log_probs:  # the next part depends on log-probs
+                    return []
+                prefills.append(request)
+            elif _allocation(request).num_computed < len(request.tokens):  # no block in the step under way
+                return []
+            elif request.next_token is None and len(request.tokens) + 1 < request.max_length:
+                decodes.append(request)
         self.num_paused = 0
-        budget = self._config.max_tokens_per_step
-        for request in sorted(self.running, key=lambda request: not _allocation(request).decoding):
+        steps = self._advance(decodes, self._config.max_tokens_per_step)
+        if len(steps) < len(decodes):
+            return []
+        steps += self._advance(prefills, self._config.max_tokens_per_step - len(steps))
+        if not self.num_paused:
+            self._admit(steps)
+        return steps
+
+    def _awaits_unsettled(self) -> bool:
+        """Whether a waiting request may resume from a state that is findable once the last step is read."""
+        prefills = [step for step in self._context.unsettled if not step.decoding]
+        keys = {step.key_at(position) for step in prefills for position in step.destinations}
+        if not keys or len(self._context.requests) >= self._config.max_requests:
+            return False
+        for request in islice(self.waiting.values(), _MAX_AWAITING):
+            self._context.admission.match(request)  # extends the chain
+            if not keys.isdisjoint(request.chain.keys):
+                return True
+        return False
+
+    def _advance(self, requests: Iterable[DynamicInferenceRequest], budget: int) -> list[RequestStep]:
+        """Steps of running requests, as far as `budget` tokens and blocks go."""
+        steps: list[RequestStep] = []
+        for request in requests:
             if budget == 0:
                 break
             if not self._fits_budget(len(request.tokens) - _allocation(request).num_computed, budget):

@@ -54,10 +54,12 @@ class StepRunner:
                 return (), {}, ()
             step = self._launch(model, scheduled, None)
         looks_ahead = self._looks_ahead and not (self.graphs and self.graphs.captures_next)
-        if looks_ahead and (ahead := scheduler.steps_ahead(step.steps)):
-            self.unread = self._launch(model, ahead, step.tokens_of([one.request for one in ahead]))
+        if looks_ahead and (ahead := scheduler.steps_ahead()):
+            decoding = [one.request for one in ahead if one.is_ahead]
+            self.unread = self._launch(model, ahead, step.tokens_of(decoding) if decoding else None)
         tokens = step.wait()
         self._context.spec.groups.check_not_aborted()
+        self._context.settle(step.steps, step.invalid)
         if self.graphs is not None:
             self.graphs.after_step(model)
         return step.steps, tokens, step.invalid
@@ -74,13 +76,14 @@ class StepRunner:
     def _launch(
         self, model: Model, scheduled: Sequence[RequestStep], sampled_tokens: Tensor | None
     ) -> "SampledStep":
-        """Launch a step. `sampled_tokens`: its tokens on the device, where the step is ahead."""
+        """Launch a step. `sampled_tokens`: on the device, of its decodes that are ahead."""
         if self.invariance is not None:
             self.invariance.check_switches()
         inputs = self._context.begin_step(scheduled, self.padded, sampled_tokens)  # reserve, build
         sampled = SampledStep(self._context.steps, self.run(model, inputs), self.logits_changes)
-        # Register, commit, advance; waits only for drafts, and where blocks or states become findable.
-        self._context.end_step(sampled.num_accepted, sampled.is_valid)
+        # Register, commit, advance. Waits for drafts, and, unless steps follow unread ones, where blocks or
+        # states become findable.
+        self._context.end_step(sampled.num_accepted, sampled.is_valid, settles_later=self._looks_ahead)
         return sampled
 
     def padded(self, shape: StepShape) -> StepShape:
@@ -155,7 +158,7 @@ class SampledStep:
         stop = 0
         for step in steps:
             first, stop = stop, stop + len(step.logit_positions)
-            if step.scored_positions:
+            if not step.decoding and step.scored_positions:
                 own = logits[first : first + len(step.scored_positions)]
                 targets = numbers_on(logits.device, step.request.target_tokens(step.scored_positions))
                 columns += [log_probs_of(own, targets), own.amax(dim=-1)]
@@ -217,8 +220,9 @@ class SampledStep:
             for request, _, _, largest in scored
             if request.result is None and not all(map(math.isfinite, largest))
         }
-        drawn = [int(token) for token in next(numbers, ())]
+        drawn = list(map(int, next(numbers, ())))
         largest = next(numbers, ())
+        all_finite = all(map(math.isfinite, largest))
         nothing: Sequence[None] = [None] * len(drawn)
         returned = any(step.request.sampling.return_log_probs for step in self._sampled)
         log_probs: Sequence[float | None] = next(numbers) if returned else nothing
@@ -230,9 +234,11 @@ class SampledStep:
             request, first, stop = step.request, stop, stop + 1 + len(step.drafts)
             if request.result is not None or len(request.tokens) != step.stop - len(step.drafts):
                 continue
-            tokens = accepted_tokens(step.drafts, drawn[first:stop], request.sampling.stops)
+            tokens = drawn[first:stop]
+            if step.drafts:
+                tokens = accepted_tokens(step.drafts, tokens, request.sampling.stops)
             reached = slice(first, first + len(tokens))  # rows after the first wrong draft mean nothing
-            if not all(map(math.isfinite, largest[reached])):
+            if not all_finite and not all(map(math.isfinite, largest[reached])):
                 invalid.add(request.request_id)
             if request.request_id in invalid:
                 continue
@@ -273,6 +279,7 @@ def sample(
             top_k=one.top_k or 0,
             top_p=1.0 if one.top_p is None else one.top_p,
             uniform=_uniform(seed, position),
+            min_p=one.min_p,
         )
         for row, (one, position, seed) in enumerate(zip(params, positions, seeds, strict=True))
         if not one.greedy

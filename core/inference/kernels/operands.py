@@ -118,6 +118,7 @@ class TokenDraw(NamedTuple):
         top_p: keep the smallest set of most likely tokens that reaches this probability, in (0, 1]; of
             equally likely ones those with the lowest ids. 1 keeps all.
         uniform: a random number in [0, 1).
+        min_p: keep the tokens that are at least so many times as likely as the most likely one. 0 keeps all.
     """
 
     row: int
@@ -125,6 +126,12 @@ class TokenDraw(NamedTuple):
     top_k: int
     top_p: float
     uniform: float
+    min_p: float = 0.0
+
+    @property
+    def least_score(self) -> float:
+        """What a token's logit is below the largest one at most, after the temperature."""
+        return math.log(self.min_p) if self.min_p else -math.inf
 
     @property
     def needed_parts(self) -> int:

@@ -1,5 +1,6 @@
-"""Logits lowered for tokens that a request has had, in Triton: one pass over the rows."""
+"""Logits lowered for tokens that a request has had, in Triton: one pass copies, widens and lowers."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -7,19 +8,22 @@ from torch import Tensor
 BLOCK = 4096
 
 
-def penalize(logits: Tensor, counts: Tensor, rows: Tensor, count_rows: Tensor, settings: Tensor) -> None:
+def penalize(logits: Tensor, counts: Tensor, count_rows: Tensor, settings: Tensor) -> Tensor:
     """As `reference.penalties.penalize`; does not synchronise."""
-    vocabulary = logits.shape[1]
-    penalize_kernel[(len(rows), triton.cdiv(vocabulary, BLOCK))](
-        logits, counts, rows, count_rows, settings,
-        len(rows), vocabulary, logits.stride(0), counts.stride(0), BLOCK=BLOCK,
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    num_rows, vocabulary = logits.shape
+    out = torch.empty(logits.shape, dtype=settings.dtype, device=logits.device)
+    penalize_kernel[(num_rows, triton.cdiv(vocabulary, BLOCK))](
+        out, logits, counts, count_rows, settings,
+        num_rows, vocabulary, logits.stride(0), counts.stride(0), BLOCK=BLOCK,
     )  # fmt: skip
+    return out
 
 
 @triton.jit
 def penalize_kernel(
     # Pointers
-    logits, counts, rows, count_rows, settings,
+    out, logits, counts, count_rows, settings,
     # Dimensions
     num_rows, vocabulary,
     # Strides
@@ -27,19 +31,19 @@ def penalize_kernel(
     # Meta-parameters
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program has a block of one row's vocabulary."""
-    index = tl.program_id(0)
-    logits += tl.load(rows + index) * logits_row_stride
-    counts += tl.load(count_rows + index) * counts_row_stride
-    repetition = tl.load(settings + index)
-    frequency = tl.load(settings + num_rows + index)
-    presence = tl.load(settings + 2 * num_rows + index)
+    """A program has a block of one row's vocabulary; it reads no counts where nothing is lowered."""
+    row = tl.program_id(0).to(tl.int64)
+    count_row = tl.load(count_rows + row)
+    repetition = tl.load(settings + row)
+    frequency = tl.load(settings + num_rows + row)
+    presence = tl.load(settings + 2 * num_rows + row)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocabulary
-    value = tl.load(logits + token, mask=inside, other=0)
-    found = tl.load(counts + token, mask=inside, other=0)
+    value = tl.load(logits + row * logits_row_stride + token, mask=inside, other=0).to(out.dtype.element_ty)
+    counted = inside & (count_row >= 0)
+    found = tl.load(counts + count_row * counts_row_stride + token, mask=counted, other=0)
     repeated = tl.where(value < 0, value * repetition, value / repetition)
     value = tl.where(found > 0, repeated, value)
     generated = found >> 1
     value = value - frequency * generated - tl.where(generated > 0, presence, 0.0)
-    tl.store(logits + token, value, mask=inside)
+    tl.store(out + row * vocabulary + token, value, mask=inside)

@@ -35,6 +35,7 @@ def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence
         top_k,
         [draw.needed_parts if draw.top_p < 1 else 0 for draw in draws],
         [draw.uniform for draw in draws],
+        [draw.least_score for draw in draws],
     ]
     settings = numbers_on(logits.device, listed, torch.float64)
     width = triton.cdiv(vocabulary, _ROW_ALIGNMENT) * _ROW_ALIGNMENT
@@ -66,7 +67,7 @@ def score_kernel(
     # Meta-parameters
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(logits - largest) / temperature of a block of a draw's row; -inf after the vocabulary."""
+    """(logits - largest) / temperature of a block of a draw's row; -inf where min_p cuts, or nothing is."""
     draw = tl.program_id(0).to(tl.int64)
     row = tl.load(settings + draw).to(tl.int64)
     inverse = tl.load(settings + num_draws + draw).to(scores.dtype.element_ty)
@@ -74,7 +75,8 @@ def score_kernel(
     logit = tl.load(logits + row * logits_row_stride + token, mask=token < vocabulary, other=0)
     peak = tl.load(largest + row).to(scores.dtype.element_ty)
     score = (logit.to(scores.dtype.element_ty) - peak) * inverse
-    score = tl.where(token < vocabulary, score, -float("inf"))
+    least = tl.load(settings + 5 * num_draws + draw).to(scores.dtype.element_ty)
+    score = tl.where((token < vocabulary) & ~(score < least), score, -float("inf"))
     tl.store(scores + draw * width + token, score, mask=token < width)
 
 
@@ -203,8 +205,9 @@ def _parts_of_head(probabilities, token, cut, last, mass, vocabulary):
     """The parts of tokens, divided by `mass`; 0 for those that are not kept."""
     value = tl.load(probabilities + token, mask=token < vocabulary, other=0.0)
     key = _keys(value, False)
-    value = tl.div_rn(value, tl.zeros_like(value) + mass.to(tl.float32))
-    return tl.where((key > cut) | ((key == cut) & (token <= last)), _parts(value), 0)
+    kept = ((key > cut) | ((key == cut) & (token <= last))) & (value > 0)  # to divide zeros is slow
+    value = tl.div_rn(tl.where(kept, value, 1.0), tl.zeros_like(value) + mass.to(tl.float32))
+    return tl.where(kept, _parts(value), 0)
 
 
 @triton.jit

@@ -185,6 +185,10 @@ def _deepest_state(tree: PrefixTree, blocks: tuple[int, ...], start: int, stop: 
     return next(d for d in range(stop, start, -1) if blocks[d - 1] in slot_of_block)
 
 
+UNKNOWN_TOKEN = 2**32 - 1
+"""In place of a token that only the device knows; no vocabulary has it."""
+
+
 class CachedPath:
     """The KV blocks of one sequence, and the durable slot of its state; only `PrefixCache` changes it."""
 
@@ -254,13 +258,20 @@ class PathStep:
     drafts: tuple[int, ...] = ()
 
     def key_at(self, position: int) -> int:
-        """The hash of the prefix that ends at block boundary `position` of the tokens and drafts."""
+        """The hash of the prefix that ends at block boundary `position` of the tokens and drafts.
+
+        Where only the device knows the last token, the hash is one that no prefix has.
+        """
         chain = self.path.chain
         chain.extend_to(self.sequence, position)
-        if position > len(self.sequence):  # a fork, so that drafts do not enter the sequence's chain
+        if position > len(self.sequence):  # a fork, so that guesses do not enter the sequence's chain
             chain = chain.fork()
-            chain.extend_to([*self.sequence, *self.drafts], position)
+            chain.extend_to([*self.sequence, *(self.drafts or (UNKNOWN_TOKEN,))], position)
         return chain.keys[position // chain.block_size_tokens - 1]
+
+    def knows(self, boundary: Boundary) -> bool:
+        """Whether all tokens before the boundary are known."""
+        return boundary.position <= len(self.sequence)
 
     def block_at(self, position: int) -> int:
         return self.path.blocks[position // self.path.chain.block_size_tokens - 1]
@@ -309,8 +320,8 @@ def reserve_states[S: PathStep](
         for boundary in step.boundaries:
             key = step.key_at(boundary.position)
             if key not in slots.tree.state_block_of_key:
-                known = boundary.position <= len(step.sequence)
-                (certain if known else guessed).setdefault(key, (number, boundary))
+                is_draft = step.drafts and boundary.position > len(step.sequence)
+                (guessed if is_draft else certain).setdefault(key, (number, boundary))
     if not (certain or guessed):
         return list(steps)
     wanted = sorted(certain, key=lambda key: KINDS_BY_WORTH.index(certain[key][1].kind))
@@ -323,9 +334,10 @@ def reserve_states[S: PathStep](
     if not slots.policy.refuses:
         decoding = [steps[certain[key][0]].path for key in wanted if certain[key][1].kind == "decode"]
         make_room_by_rolling(slots, decoding, len(wanted))
-    chosen = slots.make_room([_planned(steps[certain[key][0]], certain[key][1]) for key in wanted])
+    chosen = slots.make_room([_planned(steps[certain[key][0]], certain[key][1], key) for key in wanted])
     served = set(chosen)
-    slots.tree.note_refused([key for key in wanted if key not in served] + beyond)
+    refused = [key for key in wanted if key not in served and steps[certain[key][0]].knows(certain[key][1])]
+    slots.tree.note_refused(refused + beyond)
     # States of drafts evict nothing, because the drafts may be wrong.
     num_free = len(slots.free_slots) - len(chosen)
     chosen += [key for key in guessed if key not in certain][:num_free]
@@ -340,9 +352,10 @@ def reserve_states[S: PathStep](
     ]
 
 
-def _planned(step: PathStep, boundary: Boundary) -> PlannedState:
-    depth = boundary.position // step.path.chain.block_size_tokens
-    return step.path.chain.keys, depth, boundary.kind, step.path.policy_ticket
+def _planned(step: PathStep, boundary: Boundary, key: int) -> PlannedState:
+    keys, depth = step.path.chain.keys, boundary.position // step.path.chain.block_size_tokens
+    keys = keys if step.knows(boundary) else [*keys[: depth - 1], key]
+    return keys, depth, boundary.kind, step.path.policy_ticket
 
 
 def _is_inner(step: PathStep, boundary: Boundary) -> bool:

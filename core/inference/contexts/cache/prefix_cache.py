@@ -363,8 +363,9 @@ class PrefixCache:
                 committed[position] = -1
                 continue
             block = path.blocks[depth - 1]
-            if step.decoding:  # a draft's state is planned only now that the draft is right
+            if step.decoding:  # planned only now that the tokens are known, and drafts right
                 slots.policy.insert_planned(path.chain.keys, depth, "decode", path.policy_ticket)
+                slots.expect(slot, path.chain.keys[depth - 1])
             (committed[position],) = slots.commit([slot], [block])
             if step.decoding:
                 keeps = any(b.position == position and b.keeps for b in step.boundaries)
@@ -372,6 +373,11 @@ class PrefixCache:
                 if committed[position] == slot and not keeps:
                     path.rolling_block = block
         return committed
+
+    def note_refused(self, step: PathStep) -> None:
+        """Note the states of a step that got no slot while its tokens were unknown."""
+        keys = [step.key_at(one.position) for one in step.boundaries if one.position not in step.destinations]
+        self.tree.note_refused([key for key in keys if key not in self.tree.state_block_of_key])
 
     def release_reserved(self, step: PathStep) -> None:
         """Free the slots that were reserved for the states of a step whose results are not kept."""

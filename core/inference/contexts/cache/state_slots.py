@@ -117,6 +117,13 @@ class StateSlots:
         self._planned.update(zip(slots, keys, strict=False))
         return slots
 
+    def expect(self, slot: int, key: int) -> None:
+        """Expect the state of this prefix in a reserved slot; its tokens were unknown before."""
+        planned = self._planned.get(slot, key)
+        if planned != key:
+            self.policy.remove_planned(planned)
+            self._planned[slot] = key
+
     def commit(self, slots: Sequence[int], blocks: Sequence[int] | None = None) -> list[int]:
         """Make written slots findable as states of `blocks`; returns the slot with each state now, or -1."""
         blocks = [self.reserved[slot] for slot in slots] if blocks is None else blocks

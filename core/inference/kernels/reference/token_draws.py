@@ -24,6 +24,8 @@ def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence
             continue
         scores = logits[draw.row].detach().to(dtype).sub(largest[draw.row])
         scores /= min(max(draw.temperature, limits.tiny), limits.max)
+        if draw.min_p:
+            scores.masked_fill_(scores < draw.least_score, -torch.inf)
         if 0 < draw.top_k < len(scores):
             _cut_to_top_k(scores, draw.top_k)
         probabilities = torch.softmax(scores, dim=-1)

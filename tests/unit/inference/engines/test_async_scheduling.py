@@ -13,6 +13,7 @@ from oracle.serving import (
     assert_answers,
     expected_answer,
     random_tokens,
+    resumable,
     run_checked,
     small_engine,
     small_model,
@@ -31,9 +32,9 @@ class Launches:
         engine.context.observers.append(self)
 
     def step_begun(self, steps: Sequence[RequestStep], inputs: ms.StepInputs) -> None:
-        kinds = {step.is_ahead for step in steps}
-        assert len(kinds) == 1
-        self.steps.append((kinds.pop(), sum(len(step.request.tokens) for step in steps)))
+        kinds = {step.is_ahead for step in steps if step.decoding}
+        assert len(kinds) <= 1
+        self.steps.append((True in kinds, sum(len(step.request.tokens) for step in steps)))
 
     def step_ended(self, steps: Sequence[RequestStep]) -> None:
         """Nothing is to be done."""
@@ -52,19 +53,17 @@ def _kind(kind: str) -> None:
     """Every test runs with a kind of model."""
 
 
-def test_steps_follow_wherever_no_block_and_no_state_needs_the_token() -> None:
+def test_each_decode_follows_also_where_it_completes_a_block_and_stores_a_state() -> None:
     engine = ahead()
     launches = Launches(engine)
     engine.add_request(PROMPT, greedy())
     (result,) = run_checked(engine).values()
     assert_answers(PROMPT, result)
-    # The step that decodes the token at p fills a block where p + 1 is a boundary: that step, and the step
-    # behind it, wait. The first decode waits for the prefill, whose blocks wait for finite logits.
     decoded = range(len(PROMPT), len(PROMPT) + LENGTH - 1)
-    expected = [(p + 1) % BLOCK != 0 and p % BLOCK != 0 and p != len(PROMPT) for p in decoded]
-    assert [is_ahead for is_ahead, _ in launches.steps] == [False, *expected]
-    for (is_ahead, known), position in zip(launches.steps[1:], decoded, strict=True):
-        assert known == (position if is_ahead else position + 1)
+    assert launches.steps == [(False, len(PROMPT)), *((True, position) for position in decoded)]
+    assert (
+        resumable(engine.context, [*PROMPT, *result.tokens, 0]) == (len(PROMPT) + LENGTH - 1) // BLOCK * BLOCK
+    )
 
 
 def test_a_report_has_the_tokens_of_its_own_step() -> None:
@@ -231,6 +230,90 @@ def test_waiting_requests_are_admitted_without_delay() -> None:
     engine.step()  # reads the step that was launched before the request came
     report = engine.step()
     assert report.admitted == (late,)
+
+
+def test_parts_of_prompts_and_admissions_follow_beside_decodes() -> None:
+    engine = ahead(max_tokens_per_step=8)
+    made: list[tuple[bool, bool, bool]] = []
+    begun = SimpleNamespace(
+        step_begun=lambda steps, inputs: made.append(
+            (steps[0].is_ahead, any(step.admits for step in steps), not steps[-1].decoding)
+        ),
+        step_ended=lambda steps: None,
+    )
+    decode = engine.add_request(PROMPT[:7], greedy())
+    for _ in range(3):
+        engine.step()
+    engine.context.observers.append(begun)
+    late = engine.add_request(PROMPT, greedy(5))
+    reports = [engine.step() for _ in range(3)]
+    assert made[:2] == [(True, True, True), (True, False, True)], "two parts, the first at once"
+    assert [report.admitted for report in reports] == [(), (late,), ()], "reported with its own step"
+    results = run_checked(engine)
+    assert_answers(PROMPT[:7], results[decode])
+    assert_answers(PROMPT, results[late])
+
+
+def test_a_request_that_may_resume_from_the_step_under_way_waits_for_it() -> None:
+    """The second prompt goes on with what the first one's step stores, and a decode is launched ahead."""
+    first = random_tokens(17, seed=1)
+    second = first + random_tokens(6, seed=2)
+    resumed = []
+    for on in (True, False):
+        engine = small_engine(block_size_tokens=BLOCK, async_scheduling=on)
+        decode = engine.add_request(random_tokens(9, seed=4), greedy())
+        for _ in range(3):
+            engine.step()
+        ids = [engine.add_request(prompt, greedy(6)) for prompt in (first, second)]
+        results = run_checked(engine)
+        assert_answers(random_tokens(9, seed=4), results[decode])
+        for one, prompt in zip(ids, (first, second), strict=True):
+            assert_answers(prompt, results[one])
+        resumed.append([results[one].num_resumed_tokens for one in ids])
+    assert resumed == [[0, 16], [0, 16]]
+
+
+@pytest.mark.parametrize("policy", ["value", "lru"])
+def test_states_that_are_reserved_before_their_tokens_are_known_are_those_of_an_engine_that_waits(
+    policy: str,
+) -> None:
+    """Two rows fight for one slot more than pins and live states need; refusals are noted alike."""
+    seen = []
+    for on in (True, False):
+        engine = small_engine(
+            block_size_tokens=BLOCK, async_scheduling=on, num_mamba_slots=2, eviction_policy=policy,
+            checkpoint_plan=ms.CheckpointPlan(decode=BLOCK),
+        )  # fmt: skip
+        prompts = [random_tokens(length, seed=length) for length in (10, 13)]
+        results = engine.generate(prompts, greedy(40))
+        for prompt, result in zip(prompts, results, strict=True):
+            assert_answers(prompt, result)
+        engine.check_integrity()
+        assert not engine.context.unsettled
+        cache = engine.stats().cache
+        found = [resumable(engine.context, [*p, *r.tokens, 0]) for p, r in zip(prompts, results, strict=True)]
+        seen.append(
+            (found, cache.num_states_committed, cache.num_states_refused, cache.states_removed_by_cause)
+        )
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("call", ["cancel", "reset_prefix_cache", "suspend"])
+def test_calls_while_a_step_has_a_state_that_is_not_findable_yet(call: str) -> None:
+    engine = ahead(checkpoint_plan=ms.CheckpointPlan(decode=BLOCK))
+    ids = [engine.add_request(prompt, greedy()) for prompt in (PROMPT, PROMPT[:9])]
+    while not any(step.destinations and step.is_ahead for step in engine.context.unsettled):
+        engine.step()
+    assert engine.context.prefix_cache.slots.reserved
+    engine.cancel(ids[0]) if call == "cancel" else getattr(engine, call)()
+    engine.check_integrity()
+    if call == "suspend":
+        engine.resume()
+    results = run_checked(engine)
+    assert not engine.context.prefix_cache.slots.reserved
+    assert_answers(PROMPT[:9], results[ids[1]])
+    if call != "cancel":
+        assert_answers(PROMPT, results[ids[0]])
 
 
 def test_drafts_need_the_tokens_first() -> None:

@@ -207,27 +207,32 @@ def test_kernels_agree_with_the_definition(data: st.DataObject) -> None:
     vocabulary, generator = data.draw(st.sampled_from([5, 4096, 5000])), torch.Generator().manual_seed(0)
     logits = torch.randn(4, vocabulary, generator=generator)
     counts = torch.randint(0, 6, (3, vocabulary), generator=generator, dtype=torch.int32)
-    rows, count_rows = torch.tensor([2, 0]), torch.tensor([1, 2])
+    count_rows = torch.tensor([2, -1, 1, -1])
     numbers = data.draw(st.tuples(st.floats(0.5, 2.0), st.floats(-2, 2), st.floats(-2, 2)))
-    settings = torch.tensor([[one, 1.3] for one in numbers])
+    settings = torch.tensor([[1.3, 9.0, one, 9.0] for one in numbers])
     wanted = logits.clone().double()
-    for row, count_row, (r, f, p) in zip((2, 0), (1, 2), settings.T.double().tolist(), strict=True):
+    for row, (count_row, (r, f, p)) in enumerate(zip(count_rows, settings.T.double().tolist(), strict=True)):
+        if count_row < 0:
+            continue
         values = []
         for value, found in zip(wanted[row].tolist(), counts[count_row].tolist(), strict=True):
             if found:
                 value = value / r if value > 0 else value * r
             values.append(value - f * (found // 2) - p * (found > 1))
         wanted[row] = torch.tensor(values)
-    ours = logits.clone()
-    penalties.penalize(ours, counts, rows, count_rows, settings)
+    ours = penalties.penalize(logits, counts, count_rows, settings)
     torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=1e-5)
     pytest.importorskip("triton")
     from mambaslots.inference.kernels.penalties import penalize
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    compiled = logits.clone().to(device)
-    penalize(compiled, *(one.to(device) for one in (counts, rows, count_rows, settings)))
+    on_device = [one.to(device) for one in (counts, count_rows, settings)]
+    compiled = penalize(logits.to(device), *on_device)
     torch.testing.assert_close(compiled.cpu(), ours, rtol=1e-6, atol=1e-6)
+    strided = logits.bfloat16().to(device).T.contiguous().T
+    assert torch.equal(
+        penalize(strided, *on_device), penalize(logits.bfloat16().float().to(device), *on_device)
+    )
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,9 @@ KINDS = (
     {"top_k": 20, "top_p": 0.8},
     {"top_p": 1e-9},
     {"top_k": 10**6, "top_p": 1.0, "temperature": 0.5},
+    {"min_p": 0.3},
+    {"min_p": 0.02, "top_k": 5, "top_p": 0.9, "temperature": 1.5},
+    {"min_p": 1.0},
 )
 
 
@@ -47,14 +50,16 @@ def settings(num_rows: int) -> list[ms.SamplingParams]:
 @pytest.mark.parametrize("kind", ["flat", "wide", "peaked", "tied", "forbidden"])
 @pytest.mark.sampled(vocabulary=(1, 7))
 def test_tokens_are_those_of_each_row_by_itself(kind, vocabulary, dtype, device):
-    logits = rows_of(10, vocabulary, {"flat": 0.0, "peaked": 20.0}.get(kind, 2.0))
+    logits = rows_of(len(KINDS), vocabulary, {"flat": 0.0, "peaked": 20.0}.get(kind, 2.0))
     if kind == "tied":
         logits = logits.round()
     if kind == "forbidden":
         logits[:, 1::2] = -torch.inf
     logits = logits.to(dtype).to(device)
-    params = settings(10)
-    assert sampled(logits, params, range(10)).tolist() == sample_rows(logits, params, range(10))
+    params = settings(len(KINDS))
+    assert sampled(logits, params, range(len(KINDS))).tolist() == sample_rows(
+        logits, params, range(len(KINDS))
+    )
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
