@@ -444,6 +444,8 @@ class MambaSlotAllocator:
         self, inner: list[int], scratch_rows: list[int], ends: list[int], rows: list[int], keys: list[int]
     ) -> None:
         """Copy and commit what `_collect_commit_data` returns, as far as slots go."""
+        if not inner and not ends:
+            return
         slots, blocks, sources = self.slots, inner + ends, scratch_rows + rows
         by_worth = sorted(range(len(blocks)), key=lambda place: self._worth.get(blocks[place], 0))
         count = min(len(blocks), slots.num_available)
@@ -491,7 +493,9 @@ class MambaSlotAllocator:
         copy_states(self._scratch, src_offsets, self._durable, slots)
 
     def _clear_intermediate_state(self) -> None:
-        self._clear_rows(self._prefill_rows())
+        rows = self._prefill_rows()
+        if rows.start < rows.stop:
+            self._clear_rows(rows)
         self._has_intermediates = False
 
     def _clear_rows(self, rows: slice) -> None:
