@@ -203,9 +203,12 @@ def _redirect_writes(context: Any, computed: int, first_block: int, stop_block: 
 def _adopt_twins(context: Any, req: Any, row: int, finished: int, length: int, skipped: int) -> bool:
     """Replace blocks that the chunk completes where another block is registered under the same hash."""
     size, hashes = context.block_size_tokens, req.precomputed_block_hashes
+    first, stop = finished // size, min((finished + length) // size, len(hashes))
+    blocks = context.request_to_kv_block_ids[row, first:stop].tolist()
+    named = context.kv_block_allocator.kv_hash_to_block_id
     adopted = False
-    for index in range(finished // size, min((finished + length) // size, len(hashes))):
-        if adopt_twin(context, row, index, hashes[index]):
+    for index, block in enumerate(blocks, first):
+        if named.get(hashes[index], block) != block and adopt_twin(context, row, index, hashes[index]):
             _redirect_writes(context, length - skipped, index, index + 1)
             adopted = True
     return adopted
