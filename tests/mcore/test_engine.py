@@ -148,6 +148,17 @@ def test_prompts_behind_one_that_waits_are_computed_in_the_same_step(
         assert served(num_mamba_slots=16) == (expected, ours)
 
 
+def test_a_prompt_scheduled_early_stores_the_state_where_one_before_it_parts(model: Any) -> None:
+    """The third prompt waits for room; the fourth, computed before it, stores the state where they part."""
+    first, second = tokens(96, 160), tokens(64, 161)
+    prompts = [first + tokens(32, 162), first + tokens(30, 163), second + tokens(300, 164)]
+    prompts.append(second + tokens(40, 165))
+    with mambaslots.mcore.installed():
+        engine = mcore_rig.make_engine(model, num_mamba_slots=16, max_tokens=256, enable_chunked_prefill=True)
+        serve_together(engine, prompts, new_tokens=1)
+        assert engine.context.lifetime_prefill_token_count == 128 + 30 + 300 + 104
+
+
 @pytest.mark.long
 def test_answers_sent_again_resume_further_than_with_stock(model: Any) -> None:
     stock, _ = cached_run(model, "turn_on_turn")
