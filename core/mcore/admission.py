@@ -142,19 +142,21 @@ def add_request(
     record = record_of(self)
     spans = compute_spans(self, record, req, match.skip_tokens) if finished == 0 else ()
     writes_shared_tail = _continues_in_shared_block(self, req, row)
-    matched = torch.tensor(match.matched_blocks, dtype=torch.int64, device="cpu")
-    kv.block_ref_counts[matched] += 1  # keeps them while the chunk's own blocks are allocated
+    evicts = match.new_blocks > int(kv.pool_avail if hasattr(kv, "pool_avail") else kv.total_avail)
+    matched = torch.tensor(match.matched_blocks if evicts else (), dtype=torch.int64, device="cpu")
+    if len(matched):
+        kv.block_ref_counts[matched] += 1  # keeps them while the chunk's own blocks are allocated
     try:
         _check_capacity(self, req, match, length)
         original(self, req, prefill_chunk_length)
     finally:
-        kv.block_ref_counts[matched] -= 1
+        if len(matched):
+            kv.block_ref_counts[matched] -= 1
     if finished == 0:
         record.begin(req, int(self.block_size_tokens), spans)
     shared_from = match.first_block - writes_shared_tail
-    _redirect_writes(
-        self, length - match.skip_tokens, shared_from, match.first_block + len(match.matched_blocks)
-    )
+    computed = range(finished + match.skip_tokens, finished + length)
+    _redirect_writes(self, computed, shared_from, match.first_block + len(match.matched_blocks))
     adopted = _adopt_twins(self, req, row, finished, length, match.skip_tokens)
     if allocator is not None:
         _queue_restore(self, row, finished, match)
@@ -189,15 +191,13 @@ def _continues_in_shared_block(context: Any, req: Any, row: int) -> bool:
     return bool(context.kv_block_allocator.kv_hash_to_block_id.get(hashes[block], -1) == held)
 
 
-def _redirect_writes(context: Any, computed: int, first_block: int, stop_block: int) -> None:
-    """Send the KV of those of the newest `computed` tokens that lie in these blocks to the dummy block."""
-    if stop_block <= first_block:
-        return
+def _redirect_writes(context: Any, computed: range, first_block: int, stop_block: int) -> None:
+    """Send the KV of the newest tokens, positions `computed`, to the dummy block inside these blocks."""
     size, end = context.block_size_tokens, context.active_token_count
-    tokens = slice(end - computed, end)
-    blocks = context.token_to_pos_ids[tokens] // size
-    inside = (blocks >= first_block) & (blocks < stop_block)
-    context.token_to_block_idx[tokens][inside] = context.kv_block_allocator.dummy_block_idx
+    start, stop = max(computed.start, first_block * size), min(computed.stop, stop_block * size)
+    if start < stop:
+        tokens = slice(end - computed.stop + start, end - computed.stop + stop)
+        context.token_to_block_idx[tokens] = context.kv_block_allocator.dummy_block_idx
 
 
 def _adopt_twins(context: Any, req: Any, row: int, finished: int, length: int, skipped: int) -> bool:
@@ -209,7 +209,7 @@ def _adopt_twins(context: Any, req: Any, row: int, finished: int, length: int, s
     adopted = False
     for index, block in enumerate(blocks, first):
         if named.get(hashes[index], block) != block and adopt_twin(context, row, index, hashes[index]):
-            _redirect_writes(context, length - skipped, index, index + 1)
+            _redirect_writes(context, range(finished + skipped, finished + length), index, index + 1)
             adopted = True
     return adopted
 
