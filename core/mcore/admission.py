@@ -1,16 +1,19 @@
 """Corrections: how the host admits a prefill chunk (match, capacity, sharing, restore, the KV index)."""
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 
 from ..inference.contexts.cache import paths
+from ..inference.contexts.cache.checkpoint_plan import MAX_COMPARED
 from ..inference.contexts.cache.paths import Span
 from .host_record import HostRecord, check_lengths, record_of
-from .overrides import override
+from .overrides import is_on_stock, override
 from .versions import DYNAMIC_CONTEXT, KV_ALLOCATOR, MHA_METADATA
 
 
@@ -139,19 +142,21 @@ def add_request(
     record = record_of(self)
     spans = compute_spans(self, record, req, match.skip_tokens) if finished == 0 else ()
     writes_shared_tail = _continues_in_shared_block(self, req, row)
-    matched = torch.tensor(match.matched_blocks, dtype=torch.int64, device="cpu")
-    kv.block_ref_counts[matched] += 1  # keeps them while the chunk's own blocks are allocated
+    evicts = match.new_blocks > int(kv.pool_avail if hasattr(kv, "pool_avail") else kv.total_avail)
+    matched = torch.tensor(match.matched_blocks if evicts else (), dtype=torch.int64, device="cpu")
+    if len(matched):
+        kv.block_ref_counts[matched] += 1  # keeps them while the chunk's own blocks are allocated
     try:
         _check_capacity(self, req, match, length)
         original(self, req, prefill_chunk_length)
     finally:
-        kv.block_ref_counts[matched] -= 1
+        if len(matched):
+            kv.block_ref_counts[matched] -= 1
     if finished == 0:
         record.begin(req, int(self.block_size_tokens), spans)
     shared_from = match.first_block - writes_shared_tail
-    _redirect_writes(
-        self, length - match.skip_tokens, shared_from, match.first_block + len(match.matched_blocks)
-    )
+    computed = range(finished + match.skip_tokens, finished + length)
+    _redirect_writes(self, computed, shared_from, match.first_block + len(match.matched_blocks))
     adopted = _adopt_twins(self, req, row, finished, length, match.skip_tokens)
     if allocator is not None:
         _queue_restore(self, row, finished, match)
@@ -186,24 +191,25 @@ def _continues_in_shared_block(context: Any, req: Any, row: int) -> bool:
     return bool(context.kv_block_allocator.kv_hash_to_block_id.get(hashes[block], -1) == held)
 
 
-def _redirect_writes(context: Any, computed: int, first_block: int, stop_block: int) -> None:
-    """Send the KV of those of the newest `computed` tokens that lie in these blocks to the dummy block."""
-    if stop_block <= first_block:
-        return
+def _redirect_writes(context: Any, computed: range, first_block: int, stop_block: int) -> None:
+    """Send the KV of the newest tokens, positions `computed`, to the dummy block inside these blocks."""
     size, end = context.block_size_tokens, context.active_token_count
-    tokens = slice(end - computed, end)
-    blocks = context.token_to_pos_ids[tokens] // size
-    inside = (blocks >= first_block) & (blocks < stop_block)
-    context.token_to_block_idx[tokens][inside] = context.kv_block_allocator.dummy_block_idx
+    start, stop = max(computed.start, first_block * size), min(computed.stop, stop_block * size)
+    if start < stop:
+        tokens = slice(end - computed.stop + start, end - computed.stop + stop)
+        context.token_to_block_idx[tokens] = context.kv_block_allocator.dummy_block_idx
 
 
 def _adopt_twins(context: Any, req: Any, row: int, finished: int, length: int, skipped: int) -> bool:
     """Replace blocks that the chunk completes where another block is registered under the same hash."""
     size, hashes = context.block_size_tokens, req.precomputed_block_hashes
+    first, stop = finished // size, min((finished + length) // size, len(hashes))
+    blocks = context.request_to_kv_block_ids[row, first:stop].tolist()
+    named = context.kv_block_allocator.kv_hash_to_block_id
     adopted = False
-    for index in range(finished // size, min((finished + length) // size, len(hashes))):
-        if adopt_twin(context, row, index, hashes[index]):
-            _redirect_writes(context, length - skipped, index, index + 1)
+    for index, block in enumerate(blocks, first):
+        if named.get(hashes[index], block) != block and adopt_twin(context, row, index, hashes[index]):
+            _redirect_writes(context, range(finished + skipped, finished + length), index, index + 1)
             adopted = True
     return adopted
 
@@ -276,5 +282,58 @@ def register_kv_block_hashes(
         if key not in named:
             first.setdefault(key, i)
     chosen = list(first.values())
+    record_of(self.context).new_keys.update(first)
     parents = None if parent_hashes is None else [parent_hashes[i] for i in chosen]
     original(self, [block_ids[i] for i in chosen], [block_hashes[i] for i in chosen], parents)
+
+
+def scheduling(schedule: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The host's method that schedules chunks; it then also schedules prompts behind one that waits.
+
+    A prompt waits a step if another one of the step computes blocks of its prefix. Stock schedules nothing
+    behind the first such prompt. Here those behind it are scheduled that fit in the step whole.
+    """
+
+    @functools.wraps(schedule)
+    def schedule_chunked_prefill(engine: Any) -> None:
+        context, waiting = engine.context, engine.waiting_request_ids
+        record, num_waits = record_of(context), engine._prefix_coordination_waits
+        record.new_keys.clear()
+        schedule(engine)
+        ours = caches_states(context) and not is_on_stock(context)
+        while ours and engine._prefix_coordination_waits > num_waits:
+            num_waits, queue = engine._prefix_coordination_waits, list(waiting)
+            fitting = _fitting_behind(engine, record.new_keys)
+            record.set_aside = [number for number in queue if number not in fitting]
+            waiting.clear()
+            waiting.extend(fitting)
+            try:
+                schedule(engine)
+            finally:
+                record.set_aside = []
+                scheduled, first = set(fitting).difference(waiting), context.chunked_prefill_request_id
+                waiting.clear()
+                waiting.extend(number for number in queue if number not in scheduled)
+                if first in waiting:  # the host continues it before others
+                    waiting.remove(first)
+                    waiting.appendleft(first)
+
+    return schedule_chunked_prefill
+
+
+def _fitting_behind(engine: Any, keys: set[int]) -> list[int]:
+    """Waiting requests without blocks of `keys`, which fit in the step whole and beside those that wait."""
+    context, found, blocks = engine.context, [], 0
+    room = context.max_tokens - context.active_token_count
+    rows = context.max_requests - context.total_request_count
+    for number in islice(engine.waiting_request_ids, min(rows, MAX_COMPARED)):
+        req = engine.get_request(number)
+        length = len(req.remaining_prompt_tokens)
+        match = match_chunk(context, req, length)
+        blocks += match.new_blocks
+        if not context.kv_block_allocator.is_memory_available(blocks):
+            break
+        if keys.isdisjoint(req.precomputed_block_hashes) and length - match.skip_tokens <= room:
+            found.append(number)
+            room -= length - match.skip_tokens
+    return found

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from ..inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan, checked_boundaries
@@ -31,16 +31,11 @@ def crossings(context: Any) -> list[Crossing]:
     if not decode or context.num_speculative_tokens:
         return []  # accepted drafts are not known yet when states could be copied
     start = context.paused_request_count
-    rows = slice(start, start + decode)
-    ends = context.request_kv_length_offsets[rows] + context.request_query_lengths[rows]
-    crossed = torch.nonzero(ends % context.block_size_tokens == 0)[:, 0]
-    if not len(crossed):
-        return []
-    ids, positions = context.request_ids[rows][crossed].tolist(), ends[crossed].tolist()
-    return [
-        Crossing(start + row, request_id, position)
-        for row, request_id, position in zip(crossed.tolist(), ids, positions, strict=True)
-    ]
+    fields = (context.request_kv_length_offsets, context.request_query_lengths, context.request_ids)
+    offsets, lengths, ids = (field.numpy()[start : start + decode] for field in fields)
+    ends = offsets + lengths
+    crossed = np.flatnonzero(ends % context.block_size_tokens == 0).tolist()
+    return [Crossing(start + row, int(ids[row]), int(ends[row])) for row in crossed]
 
 
 def register_block(context: Any, row: int, track: RequestTrack, position: int) -> int:
@@ -144,9 +139,10 @@ def _append(context: Any, tokens: Tensor) -> None:
         return
     first_row = context.paused_request_count
     ids = context.request_ids[first_row : first_row + len(tokens)].tolist()
+    unfinished = context.chunked_prefill_request_id
     for request_id, token in zip(ids, tokens.tolist(), strict=True):
         track = tracks.get(request_id)
-        if track is not None and request_id != context.chunked_prefill_request_id:
+        if track is not None and request_id != unfinished:
             track.generated.append(token)
     allocator = getattr(context, "mamba_slot_allocator", None)
     if allocator is not None and allocator.answers is not None:

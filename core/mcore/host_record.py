@@ -73,6 +73,8 @@ class HostRecord:
     turnover: Turnover[StateRemovalCause] | None = None  # also with allocators before a resume
     slots: SlotCounts = field(default_factory=lambda: SlotCounts(0, 0, 0, 0, 0))
     dropped: int = 0
+    new_keys: set[int] = field(default_factory=set)  # of blocks registered since the step was scheduled
+    set_aside: list[int] = field(default_factory=list)  # waiting requests that the queue lacks
 
     def begin(self, request: Any, block_size_tokens: int, spans: tuple[Span, ...]) -> None:
         """A request's first chunk was added; `spans` say why its tokens are computed."""

@@ -163,6 +163,8 @@ def _replace_all(methods: Mapping[Override, Any]) -> None:
     engine = owner_class(DYNAMIC_ENGINE)
     if hasattr(engine, "_add_request"):  # else states where waiting prompts part are not stored
         _replace(engine, "_add_request", noting_engine(engine._add_request))
+    if hasattr(engine, "schedule_chunked_prefill"):  # else prompts behind one that waits start later
+        _replace(engine, "schedule_chunked_prefill", admission.scheduling(engine.schedule_chunked_prefill))
 
 
 def _vouch(version: str, unknown: list[str]) -> None:

@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable
 from itertools import accumulate, pairwise
+from operator import sub
 from typing import Any
 
 import torch
@@ -89,10 +90,15 @@ def ssm_prefill(
 ) -> Tensor:
     """Keep in the window what a chunk shorter than the convolution leaves of the one before.
 
-    Fixed shapes and no synchronisation, so that it is captured with the rest of a CUDA graph.
+    Fixed shapes and no synchronisation, so that it is captured with the rest of a CUDA graph. Outside of a
+    graph nothing is launched unless a chunk is so short.
     """
     named = dict(seq_idx=seq_idx, cu_seqlens=cu_seqlens, batch_indices=batch_indices, **rest)
     if conv_state is None or seq_idx is None or cu_seqlens is None or batch_indices is None:
+        return original(self, zxBCdt, conv_state, ssm_state, **named)
+    starts, captured = rest.get("cu_seqlens_list"), conv_state.device.type == "cuda"
+    captured = captured and torch.cuda.is_current_stream_capturing()
+    if starts and not captured and min(map(sub, starts[1:], starts), default=0) >= conv_state.shape[-1]:
         return original(self, zxBCdt, conv_state, ssm_state, **named)
     before = conv_state[batch_indices]
     output = original(self, zxBCdt, conv_state, ssm_state, **named)

@@ -49,7 +49,7 @@ class Override:
 
         @functools.wraps(original)
         def method(host: Any, *args: Any, **kwargs: Any) -> Any:
-            if _is_on_stock(host):
+            if is_on_stock(host):
                 return original(host, *args, **kwargs)
             return replacement(original, host, *args, **kwargs)
 
@@ -133,7 +133,7 @@ def unknown_methods(overrides: Iterable[Override], hashes: Mapping[str, str]) ->
     return refused, vouched
 
 
-def _is_on_stock(host: Any) -> bool:
+def is_on_stock(host: Any) -> bool:
     """Whether `host` is a context that was built before, and has the host's own allocator."""
     slots = getattr(host, "mamba_slot_allocator", None)
     return slots is not None and not isinstance(slots, MambaSlotAllocator)

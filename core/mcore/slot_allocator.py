@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         engine = self._record.engine()
         if engine is None:
             return 0
-        waiting = islice(engine.waiting_request_ids, MAX_COMPARED)
+        waiting = islice(chain(engine.waiting_request_ids, self._record.set_aside), MAX_COMPARED)
         others = [engine.get_request(number) for number in waiting if number != req.request_id]
         keys = [other.precomputed_block_hashes for other in others]
         return best_shared_depth(req.precomputed_block_hashes, keys, num_known) * self._block_size

@@ -122,6 +122,43 @@ def test_prompts_that_wait_together_resume_where_they_part(model: Any) -> None:
     assert (everything, num_computed) == (384, 384 - 2 * 96)
 
 
+@pytest.mark.parametrize(
+    ("max_requests", "stock", "ours"), [(4, [1, 2, 2, 3], [1, 2, 1, 3]), (2, [1, 2, 2, 4], [1, 2, 2, 4])]
+)
+def test_prompts_behind_one_that_waits_are_computed_in_the_same_step(
+    model: Any, max_requests: int, stock: list[int], ours: list[int]
+) -> None:
+    """The second waits for the first's prefix; the third does not if there is a row for both, the fourth is
+    too long for the rest of the step."""
+    shared = tokens(96, 150)
+    prompts = [shared + tokens(32, 151), shared + tokens(30, 152), tokens(40, 153), tokens(320, 154)]
+
+    def served(**cache: Any) -> tuple[list[list[int]], list[int]]:
+        options = {"max_requests": max_requests, "max_tokens": 256, "enable_chunked_prefill": True} | cache
+        engine = mcore_rig.make_engine(model, **options)
+        numbers = [mcore_rig.add(engine, prompt, 1) for prompt in prompts]
+        done: dict[int, tuple[list[int], int]] = {}
+        for count in range(1, 5):
+            done |= {number: (one.tokens, count) for number, one in mcore_rig.step(engine).items()}
+        return [done[number][0] for number in numbers], [done[number][1] for number in numbers]
+
+    expected, _ = served(prefix_caching=False)
+    assert served(num_mamba_slots=16)[1] == stock
+    with mambaslots.mcore.installed():
+        assert served(num_mamba_slots=16) == (expected, ours)
+
+
+def test_a_prompt_scheduled_early_stores_the_state_where_one_before_it_parts(model: Any) -> None:
+    """The third prompt waits for room; the fourth, computed before it, stores the state where they part."""
+    first, second = tokens(96, 160), tokens(64, 161)
+    prompts = [first + tokens(32, 162), first + tokens(30, 163), second + tokens(300, 164)]
+    prompts.append(second + tokens(40, 165))
+    with mambaslots.mcore.installed():
+        engine = mcore_rig.make_engine(model, num_mamba_slots=16, max_tokens=256, enable_chunked_prefill=True)
+        serve_together(engine, prompts, new_tokens=1)
+        assert engine.context.lifetime_prefill_token_count == 128 + 30 + 300 + 104
+
+
 @pytest.mark.long
 def test_answers_sent_again_resume_further_than_with_stock(model: Any) -> None:
     stock, _ = cached_run(model, "turn_on_turn")

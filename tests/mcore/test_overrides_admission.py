@@ -8,11 +8,13 @@ import mambaslots.mcore
 import pytest
 import torch
 from mambaslots.inference.contexts import mamba_slot_allocator
-from mambaslots.mcore import slot_allocator
+from mambaslots.mcore import mixer, slot_allocator
 from mambaslots.mcore.mixer import carried_windows
 from mambaslots.mcore.recurrence import BLOCK, WIDTH, RecurrentHost, make_context, tokens
 from mcore_rig import cpu_as_gpu, free_blocks
+from mcore_rig.cuda_on_cpu import kernels_on_cpu
 from megatron.core.inference.contexts import dynamic_context
+from torch import Tensor
 
 
 @pytest.fixture(autouse=True)
@@ -335,3 +337,39 @@ def test_fault_03_short_sequences_carry_the_window_before_them(lengths: list[int
     for i in range(count):
         history = torch.cat([before[i], inputs[:, starts[i] : starts[i + 1]]], dim=1)
         assert torch.equal(windows[i], history[:, -WIDTH:])
+
+
+@pytest.mark.parametrize(("lengths", "listed", "corrected"), [
+    ([WIDTH, 9], True, False),
+    ([9, WIDTH - 1], True, True),
+    ([WIDTH, 9], False, True),
+])  # fmt: skip
+def test_fault_03_steps_without_short_sequences_correct_nothing(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], listed: bool, corrected: bool
+) -> None:
+    generator, calls = torch.Generator().manual_seed(2), []
+    states = torch.randn(3, 4, WIDTH, generator=generator)
+    rows, starts = torch.tensor([2, 0], dtype=torch.int32), [0, lengths[0], sum(lengths)]
+    inputs = [torch.randn(4, length, generator=generator) for length in lengths]
+    histories = [torch.cat([states[row], new], 1) for row, new in zip(rows.tolist(), inputs, strict=True)]
+    kept = states[1].clone()
+
+    def stock(*_: Any, **named: Any) -> Tensor:
+        for row, new in zip(named["batch_indices"].tolist(), inputs, strict=True):
+            states[row] = torch.cat([torch.zeros(4, WIDTH), new], 1)[:, -WIDTH:]
+        return states
+
+    def windows(*tensors: Tensor) -> Tensor:
+        calls.append(len(tensors))
+        return carried_windows(*tensors)
+
+    monkeypatch.setattr(mixer, "carried_windows", windows)
+    with kernels_on_cpu():
+        mixer.ssm_prefill(
+            stock, None, states, states, None, seq_idx=rows, batch_indices=rows,
+            cu_seqlens=torch.tensor(starts, dtype=torch.int32), cu_seqlens_list=starts if listed else None,
+        )  # fmt: skip
+    assert len(calls) == corrected
+    assert torch.equal(states[1], kept)
+    for row, history in zip(rows.tolist(), histories, strict=True):
+        assert torch.equal(states[row], history[:, -WIDTH:])

@@ -113,6 +113,7 @@ class MambaSlotAllocator:
         self.max_intermediate_count = size_of(context, "max_mamba_intermediate_states_per_step")
         self._scratch = self._new_states(self.max_intermediate_count, self.ssm_states.device)
         self._has_intermediates = False
+        self._planned_rows: set[int] = set()  # those of the tensors below that are not clear
         self._worth: dict[int, int] = {}  # block -> rank of the kind of its planned boundary, 0 the worthiest
         self.num_dropped = 0
         shape = size_of(context, "max_requests"), _MAX_OFFSETS
@@ -386,9 +387,11 @@ class MambaSlotAllocator:
         start = finished + integer("skip_tokens", skip_tokens, 0)
         stop = finished + integer("prefill_chunk_length", prefill_chunk_length, 0, longest)
         num_matched_blocks = integer("num_matched_blocks", num_matched_blocks, 0)
-        self._clear_rows(slice(row, row + 1))
+        if row in self._planned_rows:
+            self._clear_rows(slice(row, row + 1))
         if not getattr(req, "precomputed_block_hashes", True) or stop <= start:
             return
+        self._planned_rows.add(row)
         branch_tokens = (-(-finished // block) + num_matched_blocks) * block if num_matched_blocks else 0
         branch_tokens = max(branch_tokens, self._shared_tokens(req, start // block))
         boundaries = checked_boundaries(self._plan, start, stop, prompt, block, branch_tokens)
@@ -444,6 +447,8 @@ class MambaSlotAllocator:
         self, inner: list[int], scratch_rows: list[int], ends: list[int], rows: list[int], keys: list[int]
     ) -> None:
         """Copy and commit what `_collect_commit_data` returns, as far as slots go."""
+        if not inner and not ends:
+            return
         slots, blocks, sources = self.slots, inner + ends, scratch_rows + rows
         by_worth = sorted(range(len(blocks)), key=lambda place: self._worth.get(blocks[place], 0))
         count = min(len(blocks), slots.num_available)
@@ -491,7 +496,9 @@ class MambaSlotAllocator:
         copy_states(self._scratch, src_offsets, self._durable, slots)
 
     def _clear_intermediate_state(self) -> None:
-        self._clear_rows(self._prefill_rows())
+        rows = self._prefill_rows()
+        if rows.start < rows.stop:
+            self._clear_rows(rows)
         self._has_intermediates = False
 
     def _clear_rows(self, rows: slice) -> None:
@@ -499,6 +506,7 @@ class MambaSlotAllocator:
         self._intermediate_counts_cpu[rows] = 0
         self._intermediate_block_ids_cpu[rows] = -1
         self._eos_cache_block_id_cpu[rows] = -1
+        self._planned_rows.difference_update(range(*rows.indices(len(self._intermediate_counts_cpu))))
 
     # ---- reset and checks
 
