@@ -87,7 +87,8 @@ def led_ranks(
     """A leading rank with a role, and its followers; all have served a request.
 
     Roles: "idles" for longer than the groups' timeout, serves and closes; "serves" again and again; "waits"
-    for a signal, and then serves; "exits" lets the last follower exit in a call.
+    for a signal, and then serves; "checks" again and again whether a rank is lost; "exits" lets the last
+    follower exit in a call.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes: list[RankProcess] = []
@@ -140,9 +141,13 @@ def _work(rank: int, ranks: int, port: int, role: str, silence_s: float) -> None
         time.sleep(IDLE_S)
     while role == "waits" and not signals:
         time.sleep(0.01)
+    while role == "checks":
+        engine.check_ranks()
+        time.sleep(0.01)
     if role == "exits":
         engine.call_on_all(exit_last)
     for _ in range(10**6 if role == "serves" else 1):
         engine.generate([random_tokens(20, seed=1)], ONE)
     engine.close()
+    engine.check_ranks()  # ranks that have left now are not lost
     print("ended well", flush=True)

@@ -81,6 +81,12 @@ def test_all_ranks_name_a_follower_that_dies_between_steps(tmp_path: Path, numbe
         assert_all_say([leader], "RankDiedError: rank 2 died, or left: its connection is")
 
 
+def test_a_leader_that_checks_its_ranks_needs_no_call(tmp_path: Path) -> None:
+    with led_ranks(tmp_path, "checks") as (leader, follower):
+        follower.signal(signal.SIGSTOP)
+        assert_all_say([leader], "RankDiedError: rank 1 died, or left: its connection is")
+
+
 def test_a_follower_that_exits_in_a_call_is_named_with_its_reason(tmp_path: Path) -> None:
     with led_ranks(tmp_path, "exits") as (leader, follower):
         assert_all_say([leader], "RankDiedError: rank 1 ended with SystemExit('what this rank cannot do')")
