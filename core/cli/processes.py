@@ -6,27 +6,29 @@ import json
 import os
 import signal
 import sys
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..net import Heartbeat, LeadingEngine, follow
-from ..net.heartbeat import RankDiedError
+from ..net import LeadingEngine, follow
+from ..net.all_ranks import RankDiedError
 from ..parallel_groups import ParallelGroups
 from ..serve import ServerSettings
 from .setup import chosen_device, load_model, make_engine
 
 _SAMPLE_BYTES = 1 << 16
 _SUFFIXES = (".safetensors", ".bin", ".json")
-_SILENCE_S = 60.0
+_LOOK_S = 0.5
+_ENDING_S = 5.0
+"""Requests have so long to end with an error once a rank is lost, and then a report has so long."""
 
 
 @dataclass(frozen=True)
@@ -84,28 +86,42 @@ def serve_split(options: argparse.Namespace, settings: ServerSettings) -> int:
         dist.init_process_group("nccl" if on_gpus else "gloo")
         stack.callback(dist.destroy_process_group)
         groups = ParallelGroups(tensor=dist.group.WORLD)
-        rank, size = groups.rank, groups.size
-        if rank:  # torchrun's agent sends these to all ranks; rank 0 drains, and then ends the others
+        if groups.rank:  # torchrun's agent sends these to all ranks; rank 0 drains, and then ends the others
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
         loaded = load_model(options, groups)
-        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         try:
-            heartbeat = stack.enter_context(
-                Heartbeat(
-                    PrefixStore(f"mambaslots serve {start}", store), rank, size,
-                    timeout_s=_SILENCE_S, exit_when_stuck=True,
-                )
-            )  # fmt: skip
-            if rank:
-                follow(make_engine(loaded, options), heartbeat=heartbeat)
+            if groups.rank:
+                follow(make_engine(loaded, options))
                 return 0
-            engine: Any = make_engine(loaded, options, partial(LeadingEngine, heartbeat=heartbeat))
+            engine = make_engine(loaded, options, LeadingEngine)
+            assert isinstance(engine, LeadingEngine)
             stack.enter_context(engine)
-            if options.record is not None:
-                stack.enter_context(TraceRecorder(engine, options.record))
-            return serve(engine, loaded, settings)
+            Thread(target=_end_when_lost, args=[engine], daemon=True).start()
+            with nullcontext() if options.record is None else TraceRecorder(engine, options.record):
+                status = serve(engine, loaded, settings)
+            engine.check_ranks()
+            return status
         except RankDiedError as error:
-            print(f"mambaslots serve: {error}", file=sys.stderr)
-            return 1
+            _end_process(error)
+
+
+def _end_when_lost(engine: LeadingEngine) -> None:
+    """Once a rank is lost, end the server, and 5 s later the process: torchrun then ends the other ranks."""
+    while True:
+        time.sleep(_LOOK_S)
+        try:
+            engine.check_ranks()
+        except RankDiedError as error:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(_ENDING_S)
+            _end_process(error)
+
+
+def _end_process(error: RankDiedError) -> NoReturn:
+    """End with status 1, whatever hangs: a collective, the groups' end, or a pipe that is not read."""
+    text = f"mambaslots serve: {error}"
+    report = Thread(target=print, args=[text], kwargs={"file": sys.stderr, "flush": True}, daemon=True)
+    report.start()
+    report.join(_ENDING_S)
+    os._exit(1)

@@ -3,11 +3,11 @@
 The *ranks* of a replica hold parts of one model and make every step together; *replicas* hold the same model,
 and move cached prefixes between them.
 
-channel, heartbeat, all_ranks   messages between processes; which rank died; work that all ranks do or none
-lockstep/                       one rank leads, the others make its calls
-transfer/                       prefixes to another replica
-prefill_decode/                 prefill apart from decode
-routing/                        which replica holds a prompt's states
+channel, all_ranks    messages between processes; work that all ranks do or none
+lockstep/             one rank leads, the others make its calls
+transfer/             prefixes to another replica
+prefill_decode/       prefill apart from decode
+routing/              which replica holds a prompt's states
 
 Of each other, the folders import one thing: `prefill_decode` imports `transfer`. All import the files here
 but `routing`. May import `engines`, `contexts`, `cache`, `kernels`; nothing of HTTP or of Ray. A name
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from ..lazy_names import importer
 
 if TYPE_CHECKING:
-    from .heartbeat import Heartbeat
     from .lockstep.following import follow
     from .lockstep.leading_engine import LeadingEngine
     from .prefill_decode.disaggregated_engine import DisaggregatedEngine
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     # a model split over ranks
-    "Heartbeat", "LeadingEngine", "follow",
+    "LeadingEngine", "follow",
     # moving prefixes
     "export_prefixes", "import_prefixes", "encode_prefixes", "decode_prefixes", "save_prefixes",
     "load_prefixes", "TransferChannel",
@@ -48,7 +47,6 @@ if not TYPE_CHECKING:  # a type checker would accept any name
     __getattr__ = importer(
         globals(),
         {
-            "heartbeat": "Heartbeat",
             "lockstep.following": "follow",
             "lockstep.leading_engine": "LeadingEngine",
             "prefill_decode.disaggregated_engine": "DisaggregatedEngine",

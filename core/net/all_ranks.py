@@ -1,6 +1,6 @@
 """Work that all ranks of a replica do together: it succeeds on all of them, or fails on all with one text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,6 +9,19 @@ import torch
 from ..parallel_groups import ParallelGroups
 
 Notes = dict[str, Any]
+
+
+class RankDiedError(RuntimeError):
+    """Other ranks are dead; what was computed together with them since their death cannot be relied on.
+
+    Attributes:
+        ranks: the dead ranks, in order.
+    """
+
+    def __init__(self, reasons: Mapping[int, str]) -> None:
+        """`reasons`: dead rank -> how its death is known, a text that follows "rank 3 "."""
+        self.ranks = tuple(sorted(reasons))
+        super().__init__("; ".join(f"rank {rank} {reasons[rank]}" for rank in self.ranks))
 
 
 @dataclass(frozen=True)

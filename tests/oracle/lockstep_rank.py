@@ -1,57 +1,130 @@
-"""Ranks of a split model as processes of their own: one leads, one follows, and something ends one of them.
+"""Ranks of a split model as processes of their own: one leads, others follow, and something ends one of them.
 
-The process groups have a timeout that is much shorter than the ranks idle.
+A server that has imported everything forks them: on a busy machine the imports would take longer than a test.
 """
 
+import multiprocessing
+import os
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import mambaslots as ms
 import mambaslots.net as msd
+import pytest
+import torch
 import torch.distributed as dist
 from mambaslots.net.lockstep import followers, following
 from mambaslots.parallel_groups import ParallelGroups
-from oracle.heartbeat_rank import RankProcess
 from oracle.serving import random_tokens, small_config, small_engine
 
+STARTING_S = 60.0
 GROUP_TIMEOUT_S = 3.0
 IDLE_S = 4.0
+LONG = timedelta(seconds=4 * STARTING_S)
+"""No help to ranks that wait: far longer than anyone should wait."""
 SILENCE_S = 2.5
 """A peer that stands still for so long is lost; the channel's own limit is longer."""
 SERVED = "served"
 ONE = ms.SamplingParams(max_tokens=1)
+PROCESSES: Any = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["oracle.lockstep_rank"])
+
+
+def _start_server() -> None:
+    """The server of Python 3.12 ignores this process's `sys.path`, without a word, but reads PYTHONPATH."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        forkserver.ensure_running()
+
+
+class RankProcess:
+    """A process, and what it says on stdout and stderr."""
+
+    def __init__(self, log: Path, work: Callable[..., None], *arguments: object) -> None:
+        self.log = log
+        log.touch()
+        _start_server()
+        self.process = PROCESSES.Process(target=_logged, args=(log, work, *arguments))
+        self.process.start()
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def await_saying(self, text: str) -> None:
+        deadline = time.monotonic() + STARTING_S
+        while text not in self.said:
+            assert self.process.is_alive() or text in self.said, self.said
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.01)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    def status(self) -> int:
+        """Once it has ended."""
+        self.process.join(STARTING_S)
+        assert not self.process.is_alive(), self.said
+        return int(self.process.exitcode)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
 
 
 @contextmanager
-def two_ranks(folder: Path, role: str) -> Iterator[list[RankProcess]]:
-    """A leading rank with a role, and its follower; both have served a request.
+def led_ranks(
+    folder: Path, role: str, ranks: int = 2, silence_s: float = SILENCE_S
+) -> Iterator[list[RankProcess]]:
+    """A leading rank with a role, and its followers; all have served a request.
 
     Roles: "idles" for longer than the groups' timeout, serves and closes; "serves" again and again; "waits"
-    for a signal, and then serves.
+    for a signal, and then serves; "checks" again and again whether a rank is lost; "exits" lets the last
+    follower exit in a call.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks: list[RankProcess] = []
+    processes: list[RankProcess] = []
     try:
-        for rank in range(2):
-            ranks.append(RankProcess(folder / f"rank {rank}", _work, rank, store.port, role))
-        ranks[0].await_saying(SERVED)
-        yield ranks
+        for rank in range(ranks):
+            processes.append(
+                RankProcess(folder / f"rank {rank}", _work, rank, ranks, store.port, role, silence_s)
+            )
+        processes[0].await_saying(SERVED)
+        yield processes
     finally:
-        for process in ranks:
+        for process in processes:
             process.end()
 
 
-def _work(rank: int, port: int, role: str) -> None:
+def _logged(log: Path, work: Callable[..., None], *arguments: object) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(descriptor, stream.fileno())
+    torch.set_num_threads(1)
+    work(*arguments)
+
+
+def exit_last(engine: ms.DynamicInferenceEngine) -> None:
+    """For `call_on_all`."""
+    if engine.context.spec.groups.rank == engine.context.spec.groups.size - 1:
+        raise SystemExit("what this rank cannot do")
+
+
+def _work(rank: int, ranks: int, port: int, role: str, silence_s: float) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=GROUP_TIMEOUT_S if role == "idles" else 30))
-    followers.Listener = partial(followers.Listener, silence_s=SILENCE_S)  # type: ignore[assignment,misc]
-    following.Link = partial(following.Link, silence_s=SILENCE_S)  # type: ignore[assignment,misc]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=LONG)
+    timeout = timedelta(seconds=GROUP_TIMEOUT_S) if role == "idles" else LONG
+    group = dist.new_group(list(range(ranks)), timeout=timeout)
+    followers.Listener = partial(followers.Listener, silence_s=silence_s)  # type: ignore[assignment,misc]
+    following.Link = partial(following.Link, silence_s=silence_s)  # type: ignore[assignment,misc]
     model = ms.models.HybridLM(small_config(), groups=ParallelGroups(tensor=group))
     if rank:
         msd.follow(small_engine(model=model))
@@ -68,7 +141,13 @@ def _work(rank: int, port: int, role: str) -> None:
         time.sleep(IDLE_S)
     while role == "waits" and not signals:
         time.sleep(0.01)
+    while role == "checks":
+        engine.check_ranks()
+        time.sleep(0.01)
+    if role == "exits":
+        engine.call_on_all(exit_last)
     for _ in range(10**6 if role == "serves" else 1):
         engine.generate([random_tokens(20, seed=1)], ONE)
     engine.close()
+    engine.check_ranks()  # ranks that have left now are not lost
     print("ended well", flush=True)

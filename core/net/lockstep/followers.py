@@ -8,10 +8,9 @@ import msgspec
 import torch
 
 from ...parallel_groups import ParallelGroups
-from ..all_ranks import Notes, attempt
+from ..all_ranks import Notes, RankDiedError, attempt
 from ..channel import Listener, PeerLostError, host_name
-from ..heartbeat import RankDiedError
-from .following import WATCH_S, Abort, Close, Failure, Hello, Outcome
+from .following import WATCH_S, Abort, Close, Failure, Hello, Lost, Outcome
 
 _CLOSING_S = 5.0
 _LOOK_S = 0.1
@@ -51,6 +50,8 @@ class Followers:
         self._own: list[Outcome] = []
         self._theirs: dict[int, list[Outcome]] = {rank: [] for rank in range(1, groups.size)}
         self.lost: dict[int, str] = {}  # rank -> how its loss is known, a text that follows "rank 3 "
+        self._gone: set[int] = set()  # those lost, and those that left for that
+        self._has_sent_lost = False
         self.any_broken = False  # the engine of a rank is broken, as far as answers say; groups are aborted
         self._failed_s = math.inf  # when a rank failed in a call that another one is still in
         self._accept()
@@ -83,7 +84,7 @@ class Followers:
             try:
                 self._listener.send(peer, message)
             except PeerLostError as error:
-                self._note_lost(rank, error)
+                self._note_lost(rank, f"died, or left: {error}")
 
     def note_own(self, outcome: Outcome) -> None:
         """Note how the last call ended on the leading rank."""
@@ -132,7 +133,7 @@ class Followers:
     def await_answers(self, timeout_s: float) -> None:
         """Wait until each rank has made all calls or is lost, at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while any(number for rank, number in self._num_open.items() if rank not in self.lost):
+        while any(number for rank, number in self._num_open.items() if rank not in self._gone):
             remaining_s = deadline - time.monotonic()
             if not self._take(max(0.0, min(_LOOK_S, remaining_s))):
                 self._look()
@@ -153,19 +154,22 @@ class Followers:
                 if message.broken:
                     self.abort(f"rank {rank} {message}; call reset()")
             elif rank is not None and isinstance(message, Failure):
-                self.lost.setdefault(rank, message.reason)
+                self._note_lost(rank, message.reason)
             return True
 
     def _look(self) -> None:
         """Note who is lost; where a rank failed, or is lost, let no other one wait for it."""
         with self._lock:
             for peer, rank in self._ranks.items():
-                if rank not in self.lost and not self._listener.is_connected(peer) and not self._take(0.0):
-                    self._note_lost(rank, PeerLostError("its connection is closed"))
+                if rank not in self._gone and not self._listener.is_connected(peer) and not self._take(0.0):
+                    self._note_lost(rank, "died, or left: its connection is closed")
             if self._closed.is_set():
                 return
             if self.lost:
                 self.abort(str(RankDiedError(self.lost)))
+                if not self._has_sent_lost:
+                    self._has_sent_lost = True
+                    self._send_to_all(Lost(self.lost))
             ended = [self._own, *self._theirs.values()]
             alike = min(map(len, ended))  # calls that ended on all ranks
             failed = [
@@ -178,8 +182,10 @@ class Followers:
             else:
                 self._failed_s = min(self._failed_s, now_s)
 
-    def _note_lost(self, rank: int, error: PeerLostError) -> None:
-        self.lost.setdefault(rank, f"died, or left: {error}")
+    def _note_lost(self, rank: int, reason: str) -> None:
+        self._gone.add(rank)
+        if not self._has_sent_lost:  # else it left because others are lost
+            self.lost.setdefault(rank, reason)
 
     def check_lives(self) -> None:
         """Raise RankDiedError where a rank is lost."""
@@ -192,8 +198,8 @@ class Followers:
         self.await_answers(_CLOSING_S)
         self._closed.set()
         with self._lock:
-            self._send_to_all(Close())
-        while self._theirs.keys() - self.lost.keys() and time.monotonic() < deadline:
+            self._send_to_all(Lost(self.lost) if self.lost else Close())
+        while self._theirs.keys() - self._gone and time.monotonic() < deadline:
             if not self._take(0.01):
                 self._look()
         with self._lock:

@@ -4,7 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from importlib import import_module
 from operator import attrgetter
 from typing import Any, Literal
@@ -19,9 +19,8 @@ from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...parallel_groups import ParallelGroups
 from ...request import SamplingParams
 from ...validation import instance, shown
-from ..all_ranks import attempt
+from ..all_ranks import RankDiedError, attempt
 from ..channel import Address, Link, PeerLostError, host_name
-from ..heartbeat import Heartbeat, RankDiedError
 
 _MEETING_S = 60.0
 _LOOK_S = 0.5
@@ -168,6 +167,12 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     reason: str
 
 
+class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
+    """Ranks are lost, and no call follows; `reasons` as of `RankDiedError`."""
+
+    reasons: dict[int, str]
+
+
 class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """No call follows."""
 
@@ -261,7 +266,7 @@ def resolve(name: str) -> Any:
 # ---- a rank that follows
 
 
-def follow(engine: DynamicInferenceEngine, *, heartbeat: Heartbeat | None = None) -> None:
+def follow(engine: DynamicInferenceEngine) -> None:
     """Make the calls of the `LeadingEngine` on rank 0 of this split model, until it is closed.
 
     Between calls this thread sleeps, for as long as it takes; no timeout of a process group runs then. A call
@@ -269,15 +274,14 @@ def follow(engine: DynamicInferenceEngine, *, heartbeat: Heartbeat | None = None
 
     Args:
         engine: new, of the same settings as rank 0's. Its model is the model of this rank.
-        heartbeat: ends a step in which another rank stands still; it is not closed here.
 
     Raises:
         ValueError: the model is not split, this is rank 0, or the engine has requests.
-        RankDiedError: rank 0 is lost: its process has ended without `close`, stands still, or is cut off.
+        RankDiedError: rank 0 is lost: its process has ended without `close`, stands still, or is cut off; or
+            rank 0 has lost another rank. A process that has ended is noticed within 1 s, other ranks within
+            13 s, during calls and between them.
     """
     instance("engine", engine, DynamicInferenceEngine)
-    if heartbeat is not None:
-        instance("heartbeat", heartbeat, Heartbeat)
     groups = engine.context.spec.groups
     if not groups.rank:
         raise ValueError(
@@ -290,8 +294,10 @@ def follow(engine: DynamicInferenceEngine, *, heartbeat: Heartbeat | None = None
     to_cancel, engine.core.to_cancel = engine.core.to_cancel, deque(maxlen=0)  # rank 0 alone ends requests
     calls = _Calls(link, groups)
     try:
-        while not isinstance(call := calls.next(heartbeat), Close):
-            calls.answer(_outcome_of(call, engine, heartbeat))
+        while not isinstance(call := calls.next(), Close):
+            if isinstance(call, Lost):
+                raise RankDiedError(call.reasons)
+            calls.answer(_outcome_of(call, engine))
     except PeerLostError as error:
         raise RankDiedError({0: f"died, or left: {error}"}) from error
     except RankDiedError:
@@ -313,7 +319,7 @@ def _meet_leader(engine: DynamicInferenceEngine) -> Link:
     met.result(RuntimeError)
     address = Address.from_bytes(met.notes[0]["address"])
     try:
-        link = Link(address, Call | Abort | Close, _MEETING_S, max_queued=0)
+        link = Link(address, Call | Abort | Lost | Close, _MEETING_S, max_queued=0)
         link.send(Hello(spec.groups.rank))
     except PeerLostError as error:
         raise RankDiedError({0: f"was lost: {error}"}) from error
@@ -330,14 +336,12 @@ class _Calls:
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="calls", daemon=True).start()
 
-    def next(self, heartbeat: Heartbeat | None) -> Any:
+    def next(self) -> Any:
         """Wait for the next call; PeerLostError where rank 0 is lost."""
         while True:
             with self._lock:
                 if self._received or (self._receive(_LOOK_S) and self._received):
                     return self._received.popleft()
-            if heartbeat is not None:
-                heartbeat.check()
 
     def answer(self, message: Outcome | Failure) -> None:
         with self._lock:
@@ -367,14 +371,11 @@ class _Calls:
                 return
 
 
-def _outcome_of(call: Any, engine: DynamicInferenceEngine, heartbeat: Heartbeat | None) -> Outcome:
+def _outcome_of(call: Any, engine: DynamicInferenceEngine) -> Outcome:
     """Make a call; an error of it is for rank 0, which may have raised the same."""
     error: Exception | None = None
     try:
-        with nullcontext() if heartbeat is None else heartbeat.naming_the_dead():
-            call.make(engine)
-    except RankDiedError:
-        raise
+        call.make(engine)
     except Exception as raised:
         error = raised
     return Outcome.of(error, engine.core.broken_by is not None)

@@ -48,7 +48,7 @@ READS = {
 }  # fmt: skip
 # Refused outside `call_on_all`.
 FOR_OTHERS = {"changing_cache"}
-OF_LEADERS = {"call_on_all", "close"}
+OF_LEADERS = {"call_on_all", "check_ranks", "close"}
 
 
 def public_names(kind: type) -> set[str]:
