@@ -160,11 +160,9 @@ class Admission:
     ) -> RequestStep | None:  # fmt: skip
         """Allocate a step of up to `token_budget` tokens, or nothing and return None where none is possible.
 
-        Every part of a prefill is matched again: it may resume from states that others have stored since. A
-        request whose known tokens are all computed gets a step that `is_ahead`: `begin_step` then needs the
-        sampled tokens. The search for room changes cached states, also where it ends in None: running
-        requests copy and unpin those that they resumed from, and a fetch may evict some. An admitted request
-        stores a state for `waiting` ones.
+        Every part of a prefill is matched again, because others may have stored states since. The search for
+        room may change cached states, also where it ends in None: running requests copy and unpin those that
+        they resumed from, and a fetch may evict some. An admitted request stores a state for `waiting` ones.
         """
         allocation = request.allocation
         if allocation is not None and allocation.decoding:

@@ -170,12 +170,9 @@ class DynamicInferenceContext:
         self._states.gather(self._steps, idle_slots)
 
     def end_step(
-        self,
-        num_accepted: Callable[[int], int] | None = None,
-        is_valid: Callable[[int], bool] | None = None,
-        *,
-        settles_later: bool = False,
-    ) -> None:
+        self, num_accepted: Callable[[int], int] | None = None, is_valid: Callable[[int], bool] | None = None,
+        *, settles_later: bool = False,
+    ) -> None:  # fmt: skip
         """Register KV, commit states and advance requests, once the forward is launched. No synchronisation.
 
         `num_accepted`, for a request with drafts: how many of its tokens are right; the call appends them.
@@ -208,10 +205,7 @@ class DynamicInferenceContext:
             observer.step_ended(ended)
 
     def settle(self, steps: Sequence[RequestStep], invalid: Collection[int]) -> None:
-        """Make findable what launched steps completed, once their tokens are known.
-
-        `invalid`: ids of requests, of whose steps nothing becomes findable.
-        """
+        """Make findable what launched steps completed, unless their request is in `invalid`."""
         if not self._unsettled:
             return
         of_steps = set(map(id, steps))

@@ -122,13 +122,9 @@ class StepBuilder:
         self._memory = memory
 
     def build(
-        self,
-        steps: Sequence[RequestStep],
-        block_table: Array,
-        page_table: Array,
-        padding: Padding,
+        self, steps: Sequence[RequestStep], block_table: Array, page_table: Array, padding: Padding,
         sampled_tokens: Tensor | None = None,
-    ) -> StepInputs:
+    ) -> StepInputs:  # fmt: skip
         """The inputs of `steps`, decodes first; not synchronised. KV of registered blocks is not written."""
         layout = _Layout(steps)
         values = self._token_values(steps, layout, block_table) | self._state_values(steps, layout)

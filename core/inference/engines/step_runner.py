@@ -41,6 +41,7 @@ class StepRunner:
         self.logits_changes = LogitsChanges(context.spec.device)
         self.in_model = False  # the model was called and has not returned, also after it failed
         self._context = context
+        self._groups = context.spec.groups if context.spec.groups.is_split else None
         self._looks_ahead = context.config.why_steps_wait(context.spec.device) is None
 
     def make(
@@ -58,7 +59,8 @@ class StepRunner:
             decoding = [one.request for one in ahead if one.is_ahead]
             self.unread = self._launch(model, ahead, step.tokens_of(decoding) if decoding else None)
         tokens = step.wait()
-        self._context.spec.groups.check_not_aborted()
+        if self._groups is not None:
+            self._groups.check_not_aborted()
         self._context.settle(step.steps, step.invalid)
         if self.graphs is not None:
             self.graphs.after_step(model)

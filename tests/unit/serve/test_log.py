@@ -18,7 +18,7 @@ KEY = {"authorization": "Bearer key-of-ann"}
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     config = small_config(num_kv_blocks=64)
-    settings: dict[str, Any] = {"api_keys": {"ann": "key-of-ann"}, "request_timeout_s": 0.3}
+    settings: dict[str, Any] = {"api_keys": {"ann": "key-of-ann"}, "request_timeout_s": 1.5}
     with serving(tiny_loaded(), config, **settings) as served:
         yield served
 

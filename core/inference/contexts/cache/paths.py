@@ -99,19 +99,11 @@ class PrefixMatch:
 
 
 def match_prefix(
-    tree: PrefixTree,
-    chain: PrefixHashChain,
-    num_tokens: int,
-    path_blocks: Sequence[int],
-    num_held: int,
-    max_resume_tokens: int | None,
-    known: PrefixMatch | None,
-) -> PrefixMatch:
-    """See `PrefixCache.match`; `num_held` of `path_blocks` are registered, states within do not count.
-
-    What stands of `known` is not looked up again: only leaves are removed, and what came back was registered
-    later.
-    """
+    tree: PrefixTree, chain: PrefixHashChain, num_tokens: int, path_blocks: Sequence[int], num_held: int,
+    max_resume_tokens: int | None, known: PrefixMatch | None,
+) -> PrefixMatch:  # fmt: skip
+    """See `PrefixCache.match`; `num_held` of `path_blocks` are registered, states within do not count."""
+    # What stands of `known` is not looked up again: only leaves are removed, and what came back is newer.
     ghosts, keys, size = tree.ghosts, chain.keys, chain.block_size_tokens
     blocks, num_seen, whole = tuple(path_blocks[:num_held]), 0, num_tokens // size
     if known is not None and _is_prefix_of(known.basis, chain, num_tokens, num_held, max_resume_tokens):
@@ -258,10 +250,7 @@ class PathStep:
     drafts: tuple[int, ...] = ()
 
     def key_at(self, position: int) -> int:
-        """The hash of the prefix that ends at block boundary `position` of the tokens and drafts.
-
-        Where only the device knows the last token, the hash is one that no prefix has.
-        """
+        """The hash of the prefix that ends at `position`; where a token is not known, one of no prefix."""
         chain = self.path.chain
         chain.extend_to(self.sequence, position)
         if position > len(self.sequence):  # a fork, so that guesses do not enter the sequence's chain

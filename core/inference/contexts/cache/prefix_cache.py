@@ -349,11 +349,7 @@ class PrefixCache:
         return reserve_states(self.slots, unserved)
 
     def commit(self, step: PathStep) -> dict[int, int]:
-        """Make the states of a launched step findable; the step's blocks must be registered already.
-
-        Returns:
-            boundary -> the committed slot that holds its state, or -1.
-        """
+        """Make a launched step's states findable, after its blocks; returns boundary -> slot, or -1."""
         path, slots = step.path, self.slots
         committed: dict[int, int] = {}
         for position, slot in sorted(step.destinations.items()):

@@ -160,10 +160,7 @@ class PrefixTree:
         self.leaves.timestamps[:] = [0] * self._origin
 
     def hold(self, blocks: Sequence[int]) -> int:
-        """Add a reference to each of these held or registered blocks, parents first.
-
-        Returns how many were cached. ValueError, with nothing changed, for other blocks and another order.
-        """
+        """Add a reference to each of these held or registered blocks, parents first; how many were cached."""
         references, parents, num_held = self.references, self.parents, self._num_held_children
         seen: set[int] = set()
         for block in blocks:
@@ -191,9 +188,7 @@ class PrefixTree:
     def release(self, blocks: Sequence[int], now_ns: int) -> tuple[list[int], list[int]]:
         """Remove a reference from each of these blocks, and note their last use.
 
-        Returns the blocks without a reference now: the registered ones and the others, both from the last
-        one on. ValueError, with nothing changed, for a block that is named twice, not held, or continued by
-        a held block.
+        Returns the blocks without a reference now: registered ones and others, both from the last one on.
         """
         references, parents, num_held = self.references, self.parents, self._num_held_children
         remaining = [references[block] - 1 for block in blocks]

@@ -214,8 +214,7 @@ class StateSlots:
     ) -> list[int]:
         """Allocate slots for a running request; evicts unpinned states, `evict_last` last, from their end.
 
-        Where only the state in `resume_slot`, from which the request resumes, could be evicted for the last
-        slot, the request takes it over: the slot is the first of the result, and its state is evicted.
+        Where only the state in `resume_slot` could be evicted for the last slot, the request takes the slot.
         """
         room, pins = self.num_available - num_slots, self.pins
         unpinned = (
