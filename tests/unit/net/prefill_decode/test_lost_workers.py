@@ -91,7 +91,7 @@ def test_an_impostor_costs_time_and_no_answer(place: Place, behaviour: str) -> N
         async with place.impostor(BEHAVIOURS[behaviour]), place.server(decode, **TIMEOUTS) as server:
             began = time.monotonic()
             results = await answers(server, [PROMPT, random_tokens(12, seed=1)])
-            assert time.monotonic() - began < 15.0  # a busy machine; an impostor that is waited for costs 60 s
+            assert time.monotonic() - began < 15.0  # one that is waited for costs 60 s
             assert [result.num_resumed_tokens for result in results] == [0, 0]
             assert server.prefills.missed == 1
 
