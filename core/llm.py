@@ -222,7 +222,7 @@ def serving_config(
     """
     kind = spec.device.type
     block = block_size_tokens or -(-SMALLEST_BLOCK[kind] // spec.grid) * spec.grid
-    pools_are_given = settings.get("num_kv_blocks") is not None
+    pools_are_given = any(settings.get(pool) is not None for pool in ("num_kv_blocks", "num_mamba_slots"))
     if not pools_are_given and total_gb is None:
         total_gb = free_gb(spec.device)
     settings.setdefault("num_cuda_graphs", CUDA_GRAPHS if kind == "cuda" else None)

@@ -46,7 +46,7 @@ class Latency:
         """Count a value, `times` times."""
         self.counts[bisect_left(self.bounds, seconds)] += times
         self.sum += seconds * times
-        self.recent.append(seconds)
+        self.recent.extend([seconds] * times)
 
     @property
     def percentiles(self) -> dict[str, float | None]:

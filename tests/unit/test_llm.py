@@ -63,6 +63,8 @@ def test_what_is_no_prompt_is_not_streamed(llm: ms.LLM, prompt: object) -> None:
 def test_sizes_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match=r"total_gb is 1.0 and num_kv_blocks is 64; accepted"):
         ms.LLM(MODEL, total_gb=1.0, num_kv_blocks=64, num_mamba_slots=4)
+    with pytest.raises(ValueError, match=r"^num_kv_blocks is None; accepted: an integer"):
+        ms.LLM(MODEL, num_mamba_slots=4)
 
 
 def test_parameters_are_given_in_one_way(llm: ms.LLM) -> None:

@@ -48,20 +48,22 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlanFields(msgspec.Struct, frozen=True, array_like=True):
-    """A `CheckpointPlan`: "module:class", and its attributes."""
+    """A `CheckpointPlan`: "module:class", its attributes, and which of them are tuples."""
 
     kind: str
     attributes: dict[str, Any]
+    tuples: list[str]
 
     @classmethod
     def of(cls, plan: CheckpointPlan) -> "PlanFields":
         check_plain("checkpoint_plan", tuple(vars(plan).values()))
-        return cls(name_of("checkpoint_plan", type(plan)), vars(plan))
+        tuples = [name for name, value in vars(plan).items() if isinstance(value, tuple)]
+        return cls(name_of("checkpoint_plan", type(plan)), vars(plan), tuples)
 
     def to_plan(self) -> CheckpointPlan:
         kind = resolve(self.kind)
         plan: CheckpointPlan = kind.__new__(kind)
-        vars(plan).update(self.attributes | {"marks": tuple(self.attributes["marks"])})
+        vars(plan).update(self.attributes | {name: _as_tuple(self.attributes[name]) for name in self.tuples})
         return plan
 
 
@@ -233,6 +235,10 @@ def check_plain(name: str, values: tuple[Any, ...]) -> None:
                 f"{name} is {shown(value)}; accepted: None, bool, int, float, str, bytes, and lists and "
                 "dicts of them, because each rank gets a copy"
             )
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 def _is_plain(value: Any) -> bool:

@@ -112,6 +112,7 @@ class OwnPlan(CheckpointPlan):
     def __init__(self, every: int) -> None:
         super().__init__(tail=False)
         object.__setattr__(self, "every", every)
+        object.__setattr__(self, "pairs", ((every, "a"), (2, "b")))
 
 
 def test_a_plan_of_a_users_class_is_sent_by_its_name() -> None:
