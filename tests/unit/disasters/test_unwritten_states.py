@@ -90,6 +90,8 @@ def test_a_cancelled_prefill_leaves_no_findable_state_that_was_never_written(mod
             engine.step()
         request = engine.core.requests.get(request_id)
         computed = request.allocation.num_computed if request and request.allocation else 0
+        # What a step completed whose tokens were not read is not findable, and goes with its request.
+        computed = min([computed, *(step.start for step in engine.context.unsettled)])
         if request is not None:
             engine.cancel(request_id)
         assert_cached_states(engine.context)
@@ -126,7 +128,7 @@ def test_a_stream_dropped_between_admission_and_commit_leaves_no_unwritten_state
     """In the forward of each chunk the client goes; the prompt comes again there, or behind the step."""
     resumed = [
         drop_in_forward(number, mode, asked == "inside", fails)
-        for number in thinned(range(NUM_CHUNKS), every=3)
+        for number in range(NUM_CHUNKS)
     ]
     assert sum(resumed) > 0
 
@@ -170,7 +172,9 @@ def test_a_client_that_goes_while_a_step_runs_and_asks_again_gets_the_right_answ
         engine = engine_of(mode)
         result = asyncio.run(cancel_and_ask(engine, number))
         assert_answers(PROMPT, result)
-        assert result.num_resumed_tokens == min(len(PROMPT) - 1, CHUNK * (number + 1)) // BLOCK * BLOCK > 0
+        # Ahead, the first step launches two parts, and what the last one completes goes with its request.
+        parts = (2, 2, 3, 3)[number] if mode == "ahead" else number + 1
+        assert result.num_resumed_tokens == min(len(PROMPT) - 1, CHUNK * parts) // BLOCK * BLOCK > 0
         assert assert_cached_states(engine.context) >= len(PROMPT) // BLOCK
         assert_idle(engine)
 

@@ -182,8 +182,8 @@ def terminating(inputs):
     return model(inputs)
 engine.model = terminating
 commit = engine.context.end_step
-def committing(*given):
-    commit(*given)
+def committing(*given, **named):
+    commit(*given, **named)
     print("the step was made", flush=True)
 engine.context.end_step = committing
 engine.step()
