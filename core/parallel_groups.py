@@ -69,7 +69,8 @@ class ParallelGroups:
 
     All ranks of both groups make the same calls in the same order. Collectives run on the groups' own
     backend: gloo for CPU tensors, nccl for CUDA tensors. With nccl the current stream waits for a collective,
-    and the CPU does not. `abort` ends what waits for a rank that does not come; `renew` makes new groups.
+    and the CPU does not. `abort` ends what waits for a rank that does not come, also for other users of the
+    groups; `renew` makes new groups. Example: give an engine `dist.new_group()`, not the world's group.
 
     Attributes:
         tensor: the ranks that share the same layers and split the heads of these layers.

@@ -235,7 +235,7 @@ class StepObserver(Protocol):
         """All slots are reserved and `inputs` are built for `steps`, in row order; no forward is launched."""
 
     def step_ended(self, steps: Sequence[RequestStep]) -> None:
-        """The steps' states are committed and their requests advanced; wrong drafts are cut off."""
+        """Requests are advanced, wrong drafts cut off; states that wait for tokens are committed later."""
 
 
 # ---- the chunk grid

@@ -242,8 +242,5 @@ def _release_switches() -> None:
     with _lock:
         _num_holders -= 1
         if not _num_holders:  # what was changed since stays
-            write_switches({name: value for name, value in _before.items() if _is_set(name)})
-
-
-def _is_set(name: str) -> bool:
-    return read_switch(name) == SWITCHES[name]
+            ours = {name for name, value in SWITCHES.items() if read_switch(name) == value}
+            write_switches({name: value for name, value in _before.items() if name in ours})

@@ -85,7 +85,7 @@ class LogitsChanges:
                 _add(counts, *changes.drafts)
             out = self._apply_penalties(logits, counts, *changes.penalties)
         else:
-            out = logits.to(dtype, copy=True)
+            out = logits.to(dtype, copy=True, memory_format=torch.contiguous_format)
         if changes.biases is not None:
             # A token that is biased and forbidden is listed twice: sums with -inf depend on no order.
             out.view(-1).index_add_(0, *changes.biases)

@@ -126,10 +126,7 @@ def test_a_stream_dropped_between_admission_and_commit_leaves_no_unwritten_state
     mode: str, asked: str, fails: bool
 ) -> None:
     """In the forward of each chunk the client goes; the prompt comes again there, or behind the step."""
-    resumed = [
-        drop_in_forward(number, mode, asked == "inside", fails)
-        for number in range(NUM_CHUNKS)
-    ]
+    resumed = [drop_in_forward(number, mode, asked == "inside", fails) for number in range(NUM_CHUNKS)]
     assert sum(resumed) > 0
 
 

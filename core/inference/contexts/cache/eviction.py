@@ -69,6 +69,10 @@ class EvictionPolicy:
     def remove_planned(self, key: int | None) -> None:
         """The state planned under `key` (None: every planned state) found no slot, or was not written."""
 
+    def discard_planned(self, key: int) -> None:
+        """The state planned under `key` was of a token that was unknown: no demand for it is remembered."""
+        self.remove_planned(key)
+
     def least_valuable(
         self, evictable: Callable[[int], bool], planned: Collection[int] = ()
     ) -> tuple[int, int]:

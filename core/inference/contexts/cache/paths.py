@@ -28,16 +28,9 @@ class Span:
 
 
 def compute_spans(
-    keys: Sequence[int],
-    *,
-    num_resumed: int,
-    num_reachable: int,
-    num_matched: int,
-    num_seen: int,
-    num_tokens: int,
-    block_size_tokens: int,
-    ghosts: GhostList,
-) -> tuple[Span, ...]:
+    keys: Sequence[int], *, num_resumed: int, num_reachable: int, num_matched: int, num_seen: int,
+    num_tokens: int, block_size_tokens: int, ghosts: GhostList,
+) -> tuple[Span, ...]:  # fmt: skip
     """Why each token from the resume point on is computed; counts are leading blocks of hashes `keys`."""
     lost = ghosts.deepest_state(keys, num_resumed, num_reachable)
     refused = lost > num_resumed and ghosts.has(keys[lost - 1], "refused state")
@@ -323,9 +316,10 @@ def reserve_states[S: PathStep](
     if not slots.policy.refuses:
         decoding = [steps[certain[key][0]].path for key in wanted if certain[key][1].kind == "decode"]
         make_room_by_rolling(slots, decoding, len(wanted))
-    chosen = slots.make_room([_planned(steps[certain[key][0]], certain[key][1], key) for key in wanted])
-    served = set(chosen)
-    refused = [key for key in wanted if key not in served and steps[certain[key][0]].knows(certain[key][1])]
+    unknown = {key for key in wanted if not steps[certain[key][0]].knows(certain[key][1])}
+    planned = [planned_state(steps[certain[key][0]], certain[key][1], key) for key in wanted]
+    chosen = slots.make_room(planned, unknown)
+    refused = [key for key in wanted if key not in {*chosen, *unknown}]
     slots.tree.note_refused(refused + beyond)
     # States of drafts evict nothing, because the drafts may be wrong.
     num_free = len(slots.free_slots) - len(chosen)
@@ -341,7 +335,7 @@ def reserve_states[S: PathStep](
     ]
 
 
-def _planned(step: PathStep, boundary: Boundary, key: int) -> PlannedState:
+def planned_state(step: PathStep, boundary: Boundary, key: int) -> PlannedState:
     keys, depth = step.path.chain.keys, boundary.position // step.path.chain.block_size_tokens
     keys = keys if step.knows(boundary) else [*keys[: depth - 1], key]
     return keys, depth, boundary.kind, step.path.policy_ticket

@@ -21,6 +21,7 @@ from .paths import (
     Span,
     TableRow,
     match_prefix,
+    planned_state,
     remove_rolling,
     reserve_states,
 )
@@ -114,13 +115,9 @@ class PrefixCache:
     # ---- what is cached
 
     def match(
-        self,
-        chain: PrefixHashChain,
-        num_tokens: int,
-        path: CachedPath | None = None,
-        max_resume_tokens: int | None = None,
-        known: PrefixMatch | None = None,
-    ) -> PrefixMatch:
+        self, chain: PrefixHashChain, num_tokens: int, path: CachedPath | None = None,
+        max_resume_tokens: int | None = None, known: PrefixMatch | None = None,
+    ) -> PrefixMatch:  # fmt: skip
         """What is cached of the first `num_tokens` tokens of a sequence. Changes nothing.
 
         Args:
@@ -153,14 +150,9 @@ class PrefixCache:
     # ---- what a sequence holds
 
     def open(
-        self,
-        chain: PrefixHashChain,
-        plan: CheckpointPlan,
-        table_row: TableRow,
-        *,
-        max_resume_tokens: int | None = None,
-        again: bool = False,
-    ) -> CachedPath:
+        self, chain: PrefixHashChain, plan: CheckpointPlan, table_row: TableRow, *,
+        max_resume_tokens: int | None = None, again: bool = False,
+    ) -> CachedPath:  # fmt: skip
         """A path that holds nothing yet.
 
         Args:
@@ -372,8 +364,10 @@ class PrefixCache:
 
     def note_refused(self, step: PathStep) -> None:
         """Note the states of a step that got no slot while its tokens were unknown."""
-        keys = [step.key_at(one.position) for one in step.boundaries if one.position not in step.destinations]
-        self.tree.note_refused([key for key in keys if key not in self.tree.state_block_of_key])
+        for one in step.boundaries:
+            key = step.key_at(one.position)
+            if one.position not in step.destinations and key not in self.tree.state_block_of_key:
+                self.slots.note_refused(planned_state(step, one, key))
 
     def release_reserved(self, step: PathStep) -> None:
         """Free the slots that were reserved for the states of a step whose results are not kept."""

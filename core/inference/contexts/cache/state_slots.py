@@ -29,17 +29,10 @@ class StateSlots:
     """
 
     def __init__(
-        self,
-        num_slots: int,
-        policy: PolicyChoice,
-        tree: PrefixTree,
-        num_kv_blocks: int = 0,
-        *,
-        clock: Clock = time.monotonic_ns,
-        dirty: DirtyEntries | None = None,
-        units: MemoryUnits | None = None,
-        tier: HostTier | None = None,
-    ) -> None:
+        self, num_slots: int, policy: PolicyChoice, tree: PrefixTree, num_kv_blocks: int = 0, *,
+        clock: Clock = time.monotonic_ns, dirty: DirtyEntries | None = None,
+        units: MemoryUnits | None = None, tier: HostTier | None = None,
+    ) -> None:  # fmt: skip
         """Ghosts of `num_kv_blocks` states are remembered, or of 8 a slot if more."""
         self.num_slots = num_slots
         self.tree = tree
@@ -57,6 +50,7 @@ class StateSlots:
             policy = ValueEviction(num_ghosts) if policy == "value" else LRUEviction()
         self.policy = policy() if isinstance(policy, type) else policy
         self._planned: dict[int, int] = {}  # reserved slot -> the hash that the policy expects there
+        self._unknown: set[int] = set()  # planned hashes of no prefix
         self._clock = clock
         self._dirty = dirty or DirtyEntries()
 
@@ -93,9 +87,10 @@ class StateSlots:
 
     # ---- reservations
 
-    def make_room(self, planned: Sequence[PlannedState]) -> list[int]:
-        """Plan these states, and evict states worth less; returns the hashes of those that get a slot."""
+    def make_room(self, planned: Sequence[PlannedState], unknown: Iterable[int] = ()) -> list[int]:
+        """Plan these states, evict what is worth less; the hashes that got a slot. `unknown`: of none."""
         policy = self.policy
+        self._unknown.update(unknown)
         for state in planned:
             policy.insert_planned(*state)
         wanted = dict.fromkeys(keys[depth - 1] for keys, depth, _, _ in planned)
@@ -106,9 +101,17 @@ class StateSlots:
                 self._add_free([slot])
             else:
                 key = key if key in wanted else next(reversed(wanted))
-                policy.remove_planned(key)
+                self._remove_planned(key)
                 del wanted[key]
         return list(wanted)
+
+    def note_refused(self, state: PlannedState) -> None:
+        """Remember the demand for a state that got no slot while its token was unknown."""
+        keys, depth, _, _ = state
+        if keys[depth - 1] not in self._planned.values():
+            self.policy.insert_planned(*state)
+            self.policy.remove_planned(keys[depth - 1])
+            self.tree.note_refused([keys[depth - 1]])
 
     def reserve(self, block_ids: Sequence[int], keys: Sequence[int] = ()) -> list[int]:
         """Allocate one slot for each block's state; may evict. `keys`: the hashes from `make_room`."""
@@ -121,7 +124,7 @@ class StateSlots:
         """Expect the state of this prefix in a reserved slot; its tokens were unknown before."""
         planned = self._planned.get(slot, key)
         if planned != key:
-            self.policy.remove_planned(planned)
+            self._remove_planned(planned)
             self._planned[slot] = key
 
     def commit(self, slots: Sequence[int], blocks: Sequence[int] | None = None) -> list[int]:
@@ -152,14 +155,24 @@ class StateSlots:
     def release(self, slots: Sequence[int] | None = None) -> None:
         """Free reserved slots without committing them; None frees all reserved slots that are not pinned."""
         if slots is None:
+            for key in self._unknown:
+                self.policy.discard_planned(key)
+            self._unknown.clear()
             self._planned.clear()
             self.policy.remove_planned(None)  # also what an interrupted `make_room` planned
             slots = [slot for slot in self.reserved if slot not in self.pins]
         for slot in slots:
             del self.reserved[slot]
             if slot in self._planned:
-                self.policy.remove_planned(self._planned.pop(slot))
+                self._remove_planned(self._planned.pop(slot))
         self._add_free(slots)
+
+    def _remove_planned(self, key: int) -> None:
+        if key in self._unknown:
+            self._unknown.remove(key)
+            self.policy.discard_planned(key)
+        else:
+            self.policy.remove_planned(key)
 
     def fetch_state(
         self, blocks: Sequence[int], keys: Sequence[int], start: int, block_size_tokens: int
@@ -316,6 +329,7 @@ class StateSlots:
         self.pins.clear()
         self.policy.clear()
         self._planned.clear()
+        self._unknown.clear()
         self.free_slots = self._unused_slots()
         self._dirty.note(self.free_slots)
         if totals:

@@ -30,6 +30,7 @@ class _Request:
 
     deepest: StateNode
     turn: int
+    superseded: StateNode | None = None  # by the deepest one
 
 
 class ValueEviction(EvictionPolicy):
@@ -170,10 +171,12 @@ class ValueEviction(EvictionPolicy):
         if passed:
             return
         if former is not node:
+            request.superseded = None
             if former.parent is not None and former.role is Role.FRONTIER:
                 former.role, former.is_running = Role.SUPERSEDED, False
                 self._count_wait(former)
                 self._update_class(former)
+                request.superseded = former
             request.deepest = node
         node.is_running = node.role is not Role.FORK
 
@@ -183,6 +186,19 @@ class ValueEviction(EvictionPolicy):
             node = self._planned.pop(planned, None)
             if node is not None:
                 self._make_ghost(node, remember=True)
+
+    def discard_planned(self, key: int) -> None:
+        """As if the state had not been planned: what it superseded is its request's deepest one again."""
+        node = self._planned.pop(key, None)
+        if node is None:
+            return
+        for request in self._requests.values():
+            former = request.superseded
+            if request.deepest is node and former is not None and former.parent is not None:
+                former.role, former.is_running = Role.FRONTIER, True
+                self._update_class(former)
+                request.deepest, request.superseded = former, None
+        self._make_ghost(node, remember=False)
 
     def least_valuable(
         self, evictable: Callable[[int], bool], planned: Collection[int] = ()

@@ -8,6 +8,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch
+from mambaslots.inference.contexts.cache.value_eviction import ValueEviction
 from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
 from oracle.serving import (
     assert_answers,
@@ -292,10 +293,35 @@ def test_states_that_are_reserved_before_their_tokens_are_known_are_those_of_an_
         assert not engine.context.unsettled
         cache = engine.stats().cache
         found = [resumable(engine.context, [*p, *r.tokens, 0]) for p, r in zip(prompts, results, strict=True)]
-        seen.append(
-            (found, cache.num_states_committed, cache.num_states_refused, cache.states_removed_by_cause)
-        )
+        counts = cache.num_states_committed, cache.num_states_refused, cache.states_removed_by_cause
+        seen.append((found, *counts, policy_nodes(engine)))
     assert seen[0] == seen[1]
+
+
+def policy_nodes(engine: ms.DynamicInferenceEngine) -> dict[int, tuple[object, ...]]:
+    """What the value policy knows: cached states and ghosts, by hash."""
+    policy = engine.context.prefix_cache.slots.policy
+    nodes = policy._tree.nodes if isinstance(policy, ValueEviction) else {}
+    return {key: (one.depth, one.role, one.is_present, one.is_running) for key, one in nodes.items()}
+
+
+def test_a_state_of_a_token_behind_an_answer_leaves_nothing_in_the_policy() -> None:
+    """The answer ends by a stop token, which completes a block in the step that is launched ahead."""
+    prompt = PROMPT[:9]
+    (answer,) = small_engine(block_size_tokens=BLOCK).generate([prompt], greedy(40))
+    ends = [n for n in range(8, 40) if (9 + n + 1) % BLOCK == 0 and answer.tokens[n] not in answer.tokens[:n]]
+    seen = []
+    for on in (True, False):
+        engine = small_engine(
+            block_size_tokens=BLOCK, async_scheduling=on, num_mamba_slots=32, eviction_policy="value",
+            checkpoint_plan=ms.CheckpointPlan(decode=BLOCK),
+        )  # fmt: skip
+        for n in ends:
+            (result,) = engine.generate([prompt], greedy(40, stop_token_ids=(answer.tokens[n],)))
+            assert len(result.tokens) == n + 1
+            seen.append(policy_nodes(engine))
+    half = len(seen) // 2
+    assert seen[:half] == seen[half:] != []
 
 
 @pytest.mark.parametrize("call", ["cancel", "reset_prefix_cache", "suspend"])
