@@ -311,7 +311,7 @@ class LeadingEngine(DynamicInferenceEngine):
 
     def check_ranks(self) -> None:
         """Raise RankDiedError where a rank is lost; returns at once, also from another thread."""
-        if self._followers is not None and self._followers.lost and not self._closed.is_set():
+        if self._followers is not None and not self._closed.is_set():
             self._followers.check_lives()
 
     # ---- the end

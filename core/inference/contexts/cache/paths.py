@@ -319,8 +319,8 @@ def reserve_states[S: PathStep](
     unknown = {key for key in wanted if not steps[certain[key][0]].knows(certain[key][1])}
     planned = [planned_state(steps[certain[key][0]], certain[key][1], key) for key in wanted]
     chosen = slots.make_room(planned, unknown)
-    refused = [key for key in wanted if key not in {*chosen, *unknown}]
-    slots.tree.note_refused(refused + beyond)
+    passed = unknown.union(chosen)  # what is unknown is noted once its tokens are known
+    slots.tree.note_refused([key for key in wanted if key not in passed] + beyond)
     # States of drafts evict nothing, because the drafts may be wrong.
     num_free = len(slots.free_slots) - len(chosen)
     chosen += [key for key in guessed if key not in certain][:num_free]
