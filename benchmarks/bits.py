@@ -7,6 +7,8 @@ later turns, in another engine and in another process. Each is compared with the
     python benchmarks/bits.py --json out.json                     (one GPU of 80 GB: batch_invariant=True)
     python benchmarks/bits.py --device cpu --shape tiny           (float64: decode_by_replay=True)
 
+Two machines of one kind: `--models MODEL --only batch --answers FILE` on one, `--expected FILE` on the other.
+
 Columns: requests and log-probs (positions) that were compared; requests, tokens and log-probs that differ;
 bits in which the float32 numbers of log-probs differ; the largest difference; seconds. On a CPU, log-probs
 differ where they are more than 1e-9 apart.
@@ -30,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from promise.answers import HEADING, Answer, read_answers, total
+from promise.answers import HEADING, Answer, read_answers, total, write_answers
 from promise.bench import BitsBench
 from promise.conditions import CONDITIONS, without_setting
 from promise.costs import cost_line, measure_costs, measure_replay, replay_line
@@ -108,6 +110,8 @@ class Measurement:
                 f"alone: {len(bench.requests)} requests, {positions:,} positions, {seconds:.1f} s", flush=True
             )
             bench.free()
+        if self._args.answers:
+            write_answers(self._args.answers, bench.expected)
         self._figures["description"] = bench.description
         for group, condition in CONDITIONS.items():
             if group in wanted and not bench.late:
@@ -148,12 +152,15 @@ def main() -> None:
     parser.add_argument("--shape", choices=("full", "tiny"), default="full", help="(default: %(default)s)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="which (default: all)")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="which parts (default: all)")
-    parser.add_argument("--expected", type=Path, help="answers that another process has written")
+    parser.add_argument("--expected", type=Path, help="answers that another process or machine has written")
+    parser.add_argument("--answers", type=Path, help="write them, of one model, to this file")
     parser.add_argument("--rows", nargs="+", type=int, default=(1, 32, 128), help="requests of `replay`")
     add_count(parser, "--seconds", 10_000, "after which no further condition of a model is served")
     add_count(parser, "--steps", 256, "decode steps of each cost; a multiple of the chunk")
     add_device(parser, "cuda")
     args = parser.parse_args()
+    if args.answers and len(args.models) > 1:
+        parser.error("--answers: write the answers of one of --models at a time")
     check_device(parser, args.device)
     torch.set_num_threads(1)
     device = torch.device(args.device)
