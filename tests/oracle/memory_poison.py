@@ -10,6 +10,7 @@ from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContex
 from mambaslots.inference.contexts.request import Allocation, RequestStep
 from mambaslots.inference.engines.step_runner import StepRunner
 from torch import Tensor
+from torch.nn import functional
 
 _NAN_BYTE = 0xFF
 """Floats of such bytes are NaN, in bfloat16 and every wider dtype; so are int8 numbers with such a scale."""
@@ -122,7 +123,9 @@ class MemoryPoison:
                 for position in range(max(0, first), stop) if allocation.decoding else ():
                     free[allocation.row, position % length] = False
             if entry.name == "delta_inverse":
-                rows = free[:, _rows_of_inverse(chunk)].view(1, -1, 1, *inputs.shape[3:])
+                unused = inputs[0, 0, 0].numel() - chunk * (chunk + 16) // 2  # where another grid is larger
+                rows = functional.pad(free[:, _rows_of_inverse(chunk)], (0, unused), value=True)
+                rows = rows.view(1, -1, 1, *inputs.shape[3:])
                 inputs.masked_fill_(_sent(rows, inputs.device), float("nan"))
                 continue
             shape = [1] * inputs.dim()
