@@ -13,7 +13,6 @@ from .validation import (
     instance,
     integer,
     one_of,
-    optional_integer,
     real,
     set_field,
     shown,
@@ -148,7 +147,7 @@ class InferenceConfig:
                 )
             if needed and not by_memory and (count is None or (type(count) is int and count == 0)):
                 raise ValueError(f"{name} is {count}; accepted: an integer from 1 on, or total_gb{hint}")
-            set_field(self, name, optional_integer(name, count, int(needed), INT32_MAX))
+            check_fields(self, integer, or_none=True, **{name: (int(needed), INT32_MAX)})
         if self.max_tokens_per_step < self.max_requests:
             raise ValueError(
                 f"max_tokens_per_step is {self.max_tokens_per_step}; accepted: at least max_requests "

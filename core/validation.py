@@ -43,12 +43,6 @@ def integer(
     raise ValueError(f"{name} is {shown(value)}; accepted: {also + ', or ' if also else ''}{bounds}")
 
 
-def optional_integer(
-    name: str, value: object, minimum: int | None = None, maximum: int | None = None
-) -> int | None:
-    return None if value is None else integer(name, value, minimum, maximum)
-
-
 def real(name: str, value: object, minimum: float, maximum: float = _INFINITY) -> float:
     """`value` as a finite float within [minimum, maximum], or a ValueError."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):

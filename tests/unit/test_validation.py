@@ -37,13 +37,6 @@ def test_a_refused_integer_is_answered_with_its_bounds():
         validation.integer("n", 4, 0, 3)
 
 
-def test_an_optional_integer_may_be_missing():
-    assert validation.optional_integer("n", None, 1) is None
-    assert validation.optional_integer("n", 2, 1) == 2
-    with refusal("n is 0; accepted: an integer >= 1"):
-        validation.optional_integer("n", 0, 1)
-
-
 @pytest.mark.parametrize("value", [0, 1, 0.5, np.float64(0.5)])
 def test_a_finite_number_within_its_bounds_is_real(value):
     number = validation.real("x", value, 0, 1)
