@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..files import CONFIG, CheckpointError, read_object, section
+from ..validation import INT32_MAX, ints_within
 from .weight_part import WeightPart
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -184,13 +185,9 @@ def weight_block_size(folder: Path, config: Mapping[str, Any]) -> tuple[int, int
     blocks = found.get("weight_block_size")
     if found.get("expert_dtype", "fp8") != "fp8":
         raise CheckpointError(f"{folder} has experts in {found['expert_dtype']!r}; accepted: 'fp8'")
-    if not isinstance(blocks, list) or len(blocks) != 2 or not all(map(_is_size, blocks)):
+    if not (isinstance(blocks, list) and len(blocks) == 2 and ints_within(blocks, 1, INT32_MAX)):
         raise CheckpointError(f"{folder}: weight_block_size is {blocks!r}; accepted: two positive integers")
     return blocks[0], blocks[1]
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and value > 0
 
 
 def dequantize(
