@@ -1,13 +1,16 @@
 """What both sides of the comparison share: sizes, prompts, JSON lines, and how figures are made of times."""
 
+import contextlib
 import json
 import random
 import statistics
 import time
 import traceback
+from importlib import metadata
 
-VOCABULARY = {"Nemotron-H-8B": 131072, "Qwen3.5-4B": 248320}
-PARTS = ("ttft", "hits", "decode", "conversations", "throughput", "bits")
+VOCABULARY = {"Nemotron-H-8B": 131072, "Qwen3.5-4B": 248320, "Qwen3.6-27B": 248320}
+LARGE = "Qwen3.6-27B"
+PARTS = ("ttft", "hits", "decode", "conversations", "throughput", "bits", "clients")
 FULL = {
     "ttft": (512, 4096, 16384),
     "hits": (2048, 8192, 32768, 131072),
@@ -29,6 +32,9 @@ FULL = {
     "bit_prompts": 24,
     "bit_lengths": (200, 2000),
     "bit_tokens": 32,
+    "clients": 16,
+    "client_prompt": 8192,
+    "client_answer": 1024,
     "max_len": 132608,
     "max_tokens": 8192,
     "max_seqs": 256,
@@ -54,10 +60,24 @@ TINY = FULL | {
     "bit_prompts": 3,
     "bit_lengths": (200, 600),
     "bit_tokens": 4,
+    "clients": 3,
+    "client_prompt": 600,
+    "client_answer": 8,
     "max_len": 2048,
     "max_tokens": 512,
     "max_seqs": 8,
 }
+
+
+def parts_of(model):
+    """What is measured by default: of a model that fills the card, its clients alone."""
+    return PARTS[-1:] if model == LARGE else PARTS[:-1]
+
+
+def size_of(model, tiny=False):
+    if tiny:
+        return TINY
+    return FULL | {"max_seqs": FULL["clients"], "max_len": 9728} if model == LARGE else FULL
 
 
 class Draw:
@@ -83,6 +103,15 @@ class Side:
 
 def emit(side, model, part, **figures):
     print(json.dumps({"side": side, "model": model, "part": part, **figures}), flush=True)
+
+
+def versions():
+    """Of the packages that compute, where they are installed."""
+    found = {}
+    for package in ("torch", "triton", "vllm", "fla-core", "tokenspeed-fa3"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def first_token(side, prompt):
@@ -245,6 +274,30 @@ def throughput(side, size, draw):
         }  # fmt: skip
 
 
+def clients(side, size, draw):
+    """Prompts that share nothing and come at once, after a short round that compiles, tunes and captures."""
+    for answer in (32, size["client_answer"]):
+        side.reset()
+        prompts = [draw.tokens(size["client_prompt"]) for _ in range(size["clients"])]
+        side.sync()
+        begun = time.perf_counter()
+        ids = [side.add(prompt, answer) for prompt in prompts]
+        firsts = {}
+        while side.busy():
+            new = side.step()
+            now = time.perf_counter() - begun
+            for request, tokens in new.items():
+                if tokens:
+                    firsts.setdefault(request, now)
+        seconds = time.perf_counter() - begun
+        generated = sum(len(side.result(request)[0]) for request in ids)
+    yield {
+        "clients": len(ids), "prompt": size["client_prompt"], "answer": answer, "seconds": seconds,
+        "first_token_mean_s": statistics.fmean(firsts.values()), "first_token_last_s": max(firsts.values()),
+        "generated_tokens_per_s": generated / seconds,
+    }  # fmt: skip
+
+
 def bits(side, size, draw):
     low, high = size["bit_lengths"]
     lengths = [draw.random.randint(low, high) for _ in range(size["bit_prompts"])]
@@ -297,11 +350,13 @@ MEASURES = {
     "conversations": conversations,
     "throughput": throughput,
     "bits": bits,
+    "clients": clients,
 }
 
 
 def measure(side, name, model, parts, size, **labels):
     """Each part on its own: one that fails prints its traceback, and the next follows."""
+    emit(name, model, "engine", **labels, versions=versions())
     for number, part in enumerate(PARTS):
         if part not in parts:
             continue

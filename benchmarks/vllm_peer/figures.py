@@ -1,18 +1,14 @@
-"""The figures of both sides' printed lines, in one JSON, and how often which side is ahead.
+"""The figures of both sides' printed lines, in one document, and how often which side is ahead."""
 
-python benchmarks/vllm_peer/figures.py vllm.log ours.log ours_invariant.log --commit COMMIT --json out.json
-"""
-
-import argparse
 import datetime
 import json
 import math
-from pathlib import Path
 
 TRAFFIC = {
     "conversations": "12 users, 4 turns of 400 tokens after 1,024 shared ones, answers of 48 tokens: 100,608 "
     "prompt tokens",
     "throughput": "256 requests of 1,024 prompt tokens and 256 answer tokens",
+    "clients": "16 prompts of 8,192 tokens at once, answers of 1,024",
 }
 HIGHER_IS_BETTER = ("tokens_per_s", "throughput")
 
@@ -28,6 +24,8 @@ def lines(paths):
 def add(side, line):
     """Put one line's figures where the table looks for them; a part that failed has none."""
     part = line["part"]
+    if part == "engine" and "failed" not in line:
+        return
     if "failed" in line:
         side.setdefault("failed", []).append(part)
     elif part == "ttft":
@@ -48,6 +46,11 @@ def add(side, line):
     elif part == "throughput":
         name = f"{line['shared']} shared" if line["shared"] else "nothing shared"
         side.setdefault(part, {})[name] = round(line["generated_tokens_per_s"])
+    elif part == "clients":
+        side[part] = {
+            "first_token_ms": round(1e3 * line["first_token_mean_s"]),
+            "tokens_per_s": round(line["generated_tokens_per_s"]),
+        }
     elif part == "bits":
         names = {"alone, warm cache": "cold and warm", "one batch, cold cache": "alone and in one batch"}
         if name := names.get(line["what"]):
@@ -57,7 +60,7 @@ def add(side, line):
 def ratios(models, ours):
     """Model, figure -> how many times better than vLLM's."""
     for model, sides in models.items():
-        for group, figures in sides["vllm"].items():
+        for group, figures in sides.get("vllm", {}).items():
             if group in ("equal_answers_of_24", "failed"):
                 continue
             for name, theirs in figures.items():
@@ -67,36 +70,39 @@ def ratios(models, ours):
                     yield model, f"{group} {name}", mine / theirs if higher else theirs / mine
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("logs", nargs="+", type=Path)
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--commit", required=True)
-    parser.add_argument("--json", type=Path, required=True)
-    args = parser.parse_args()
-    models = {}
-    for line in lines(args.logs):
+def document(logs, device, commit):
+    """The result of both sides' logs."""
+    models, versions = {}, {}
+    for line in lines(logs):
         name = line["side"] + (", batch_invariant" if line.get("invariant") else "")
-        add(models.setdefault(line["model"], {}).setdefault(name, {}), line)
-    result = {
-        "benchmark": "vllm_peer",
-        "date": datetime.date.today().isoformat(),
-        "device": args.device,
-        "commit": args.commit,
-        "versions": {"vllm": "0.26.0", "torch": "2.11.0", "tokenspeed-fa3": "3.0.0.post20260810"},
-        "traffic": TRAFFIC,
-        "models": models,
-    }
-    args.json.write_text(json.dumps(result, indent=1) + "\n")
+        side = models.setdefault(line["model"], {}).setdefault(name, {})
+        add(side, line)
+        versions |= line.get("versions", {})
+    return {
+        "benchmark": "vllm_peer", "date": datetime.date.today().isoformat(), "device": device,
+        "commit": commit, "versions": versions, "traffic": TRAFFIC, "models": models,
+    }  # fmt: skip
+
+
+def print_table(models):
+    """A row for each figure, a column for each side."""
+    for model, sides in models.items():
+        print(f"\n{model:36}" + "".join(f"{side:>30}" for side in sides))
+        kinds = {kind: None for side in sides.values() for kind in side if kind != "failed"}
+        for kind in kinds:
+            for name in {name: None for side in sides.values() for name in side.get(kind, ())}:
+                found = (side.get(kind, {}).get(name, "-") for side in sides.values())
+                print(f"{kind + ' ' + name:36}" + "".join(f"{figure:>30}" for figure in found))
+
+
+def print_verdict(models):
+    """How often which of our sides is ahead, and where it is behind."""
     for ours in ("mambaslots", "mambaslots, batch_invariant"):
-        found = list(ratios(models, ours))
+        if not (found := list(ratios(models, ours))):
+            continue
         mean = math.exp(sum(math.log(ratio) for *_, ratio in found) / len(found))
         ahead = f"{sum(ratio >= 1 for *_, ratio in found)} of {len(found)}"
         print(f"{ours}: ahead of vLLM in {ahead} figures; geometric mean of ratios {mean:.2f}")
         for model, figure, ratio in found:
             if ratio < 1:
                 print(f"  behind: {model}, {figure}: {ratio:.3f}")
-
-
-if __name__ == "__main__":
-    main()

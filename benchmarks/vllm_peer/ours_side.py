@@ -115,11 +115,11 @@ class Ours(common.Side):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=common.VOCABULARY, required=True)
-    parser.add_argument("--parts", nargs="+", choices=common.PARTS, default=common.PARTS)
+    parser.add_argument("--parts", nargs="+", choices=common.PARTS, help="(default: the model's)")
     parser.add_argument("--off", action="store_true", help="conversations with the cache off, afterwards")
     parser.add_argument("--invariant", action="store_true", help="the parts with batch_invariant")
-    parser.add_argument("--blocks", type=int, default=2800)
-    parser.add_argument("--slots", type=int, default=128)
+    parser.add_argument("--blocks", type=int, help="(default: 2,800; 592 for the large model)")
+    parser.add_argument("--slots", type=int, help="(default: 128; 16 for the large model)")
     parser.add_argument("--graphs", type=int, default=64)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cuda")
@@ -130,9 +130,10 @@ def main():
     device = torch.device(args.device)
     if device.type == "cpu":
         sys.modules["fla"] = None
-    size = common.TINY if args.tiny else common.FULL
-    if args.tiny:
-        args.blocks, args.slots = 80, 16
+    size = common.size_of(args.model, args.tiny)
+    blocks, slots = (80, 16) if args.tiny else (592, 16) if args.model == common.LARGE else (2800, 128)
+    args.blocks, args.slots = args.blocks or blocks, args.slots or slots
+    args.parts = args.parts or common.parts_of(args.model)
     model = build(args.model, device, args.tiny)
     labels = {"tiny": True} if args.tiny else {}
     labels["invariant"] = args.invariant

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 def arguments():
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=common.VOCABULARY, required=True)
-    parser.add_argument("--parts", nargs="+", choices=common.PARTS, default=common.PARTS)
+    parser.add_argument("--parts", nargs="+", choices=common.PARTS, help="(default: the model's)")
     parser.add_argument("--off", action="store_true", help="prefix caching off; conversations only")
     parser.add_argument("--invariant", action="store_true", help="VLLM_BATCH_INVARIANT=1; bits only")
     parser.add_argument(
@@ -33,11 +33,13 @@ def arguments():
     parser.add_argument("--memory", type=float, default=0.5, help="gpu_memory_utilization")
     parser.add_argument("--dummy", action="store_true", help="keep vLLM's dummy weights as they are")
     parser.add_argument("--check", action="store_true", help="build the configuration only")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.parts = args.parts or common.parts_of(args.model)
+    return args
 
 
 def settings(args):
-    size = common.FULL
+    size = common.size_of(args.model)
     values = {
         "model": str(HERE / "models" / args.model),
         "skip_tokenizer_init": True,
@@ -232,7 +234,7 @@ def main():
         except Exception:
             traceback.print_exc()
     parts = ("conversations",) if args.off else ("bits",) if args.invariant else args.parts
-    common.measure(side, Peer.name, args.model, parts, common.FULL, **labels)
+    common.measure(side, Peer.name, args.model, parts, common.size_of(args.model), **labels)
 
 
 if __name__ == "__main__":
