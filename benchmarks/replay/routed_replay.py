@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
 
+import msgspec
 from mambaslots.config import InferenceConfig
 from mambaslots.inference.contexts.cache.pool_stats import NANOSECONDS
 from mambaslots.inference.contexts.request import RequestStep
-from mambaslots.net.routing.state_events import StateEvents, encode_events
+from mambaslots.net.routing.state_events import StateEvents
 from mambaslots.net.routing.state_publisher import StatePublisher
 from mambaslots.net.routing.state_router import ReplicaLoad, RouteRequest
 from mambaslots.replay.engine_replay import Arrivals, EngineReplay, chains_of
@@ -167,7 +168,7 @@ class EventChannel:
         """Send a message at `now_ns`; times may go back from one replica to the next."""
         heapq.heappush(self._upcoming, (now_ns + self._delay_ns, self.num_events, events))
         self.num_events += 1
-        self.num_bytes += len(encode_events(events))
+        self.num_bytes += len(msgspec.msgpack.encode(events))
 
     def due(self, now_ns: int) -> list[StateEvents]:
         """Take the messages that have arrived by now, in the order of their arrival."""

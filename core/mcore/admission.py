@@ -14,7 +14,7 @@ from ..inference.contexts.cache.checkpoint_plan import MAX_COMPARED
 from ..inference.contexts.cache.paths import Span
 from .host_record import HostRecord, check_lengths, record_of
 from .overrides import is_on_stock, override
-from .versions import DYNAMIC_CONTEXT, KV_ALLOCATOR, MHA_METADATA
+from .versions import DYNAMIC_CONTEXT, KV_ALLOCATOR, MHA_METADATA, num_free_blocks
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def add_request(
     record = record_of(self)
     spans = compute_spans(self, record, req, match.skip_tokens) if finished == 0 else ()
     writes_shared_tail = _continues_in_shared_block(self, req, row)
-    evicts = match.new_blocks > int(kv.pool_avail if hasattr(kv, "pool_avail") else kv.total_avail)
+    evicts = match.new_blocks > num_free_blocks(kv)
     matched = torch.tensor(match.matched_blocks if evicts else (), dtype=torch.int64, device="cpu")
     if len(matched):
         kv.block_ref_counts[matched] += 1  # keeps them while the chunk's own blocks are allocated

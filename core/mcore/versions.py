@@ -36,6 +36,11 @@ def series_of(kv_allocator_methods: Container[str]) -> str:
     return "0.20" if "get_allocatable_count" in kv_allocator_methods else "0.19"
 
 
+def num_free_blocks(kv_allocator: Any) -> int:
+    """Free blocks of a host's KVBlockAllocator: `pool_avail` in 0.20, `total_avail` in 0.19."""
+    return int(kv_allocator.pool_avail if hasattr(kv_allocator, "pool_avail") else kv_allocator.total_avail)
+
+
 KNOWN_SOURCES: Mapping[str, tuple[str, ...]] = {
     "DynamicInferenceContext.__init__": ("1b85f7fa6906", "5332a915923d"),
     "DynamicInferenceContext._allocate_mamba_cache": ("8de33f45a913", "0b015282f82d"),

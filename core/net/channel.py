@@ -105,7 +105,6 @@ class Listener(_End):
         messages: Any,
         *,
         hosts: tuple[str, ...] = (),
-        silence_s: float = SILENCE_S,
         max_queued: int = 1000,
     ) -> None:
         """Listen on the first of this machine's `hosts`, or on all of its addresses; OSError where it cannot.
@@ -113,7 +112,7 @@ class Listener(_End):
         Peers send `messages`, a struct or a union of tagged structs. `send` raises where more than
         `max_queued` wait for one peer; 0 for any number.
         """
-        super().__init__(zmq.ROUTER, messages, silence_s, max_queued)
+        super().__init__(zmq.ROUTER, messages, SILENCE_S, max_queued)
         self._socket.curve_server = True
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
@@ -172,7 +171,8 @@ class Link(_End):
     ) -> None:
         """Block until connected; PeerLostError where no listener with this key accepts in `timeout_s`.
 
-        The listener sends `messages`; `silence_s` and `max_queued` are as for `Listener`.
+        The listener sends `messages`, and is lost where it answers no heartbeat for `silence_s`; `max_queued`
+        is as for `Listener`.
         """
         super().__init__(zmq.DEALER, messages, silence_s, max_queued)
         failures: list[str] = []

@@ -21,7 +21,8 @@ import mambaslots.net as msd
 import pytest
 import torch
 import torch.distributed as dist
-from mambaslots.net.lockstep import followers, following
+from mambaslots.net import channel
+from mambaslots.net.lockstep import following
 from mambaslots.parallel_groups import ParallelGroups
 from oracle.serving import random_tokens, small_config, small_engine
 
@@ -123,7 +124,7 @@ def _work(rank: int, ranks: int, port: int, role: str, silence_s: float) -> None
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=LONG)
     timeout = timedelta(seconds=GROUP_TIMEOUT_S) if role == "idles" else LONG
     group = dist.new_group(list(range(ranks)), timeout=timeout)
-    followers.Listener = partial(followers.Listener, silence_s=silence_s)  # type: ignore[assignment,misc]
+    channel.SILENCE_S = silence_s
     following.Link = partial(following.Link, silence_s=silence_s)  # type: ignore[assignment,misc]
     model = ms.models.HybridLM(small_config(), groups=ParallelGroups(tensor=group))
     if rank:

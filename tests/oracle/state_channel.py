@@ -2,10 +2,21 @@
 
 from random import Random
 
+import msgspec
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
 from mambaslots.net import StatePublisher
-from mambaslots.net.routing.state_events import decode_events, encode_events
+from mambaslots.net.routing.state_events import StateEvents
 from mambaslots.net.routing.state_index import StateIndex
+
+encode_events = msgspec.msgpack.encode
+decode_events = msgspec.msgpack.Decoder(StateEvents).decode
+
+
+def keys_of(index: StateIndex, replica: str) -> set[int]:
+    """The hashes that a replica holds; none for an unknown one."""
+    keys = {key for key, holders in index._holders.items() if replica in holders}
+    assert keys == (index._replicas[replica].keys if replica in index._replicas else set())
+    return keys
 
 
 def resumable_keys(cache: PrefixCache) -> set[int]:

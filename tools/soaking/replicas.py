@@ -32,7 +32,7 @@ from mambaslots.serve.served_engine import LocalEngine
 from oracle.faulty_copies import make_faulty
 from oracle.fleet import Replicas
 from oracle.served import serving_replicas
-from oracle.state_channel import LossyChannel, resumable_keys
+from oracle.state_channel import LossyChannel, keys_of, resumable_keys
 from oracle.toy_answers import Ask
 from soaking.clients import World, clients
 from soaking.model import KINDS, NUM_VERSIONS, TOLERANCE, Oracle, loaded_of, model_of
@@ -308,8 +308,9 @@ class RoutedReplicas(Replicas):
             feed.publisher = await self._published(number)
             feed.settle()
             keys = await self.local[number].call(lambda engine: resumable_keys(engine.context.prefix_cache))
-            if self.router.index.keys_of(name) != keys:
-                wrong.append(f"the router knows {len(self.router.index.keys_of(name))} states of {len(keys)}")
+            known = keys_of(self.router.index, name)
+            if known != keys:
+                wrong.append(f"the router knows {len(known)} states of {len(keys)}")
         return wrong
 
     def stats(self) -> ms.EngineStats:

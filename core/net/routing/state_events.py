@@ -1,8 +1,8 @@
-"""Changes of a replica's resumable states, as messages and as bytes; docs/fleet.md describes the format."""
+"""Changes of a replica's resumable states, as messages; docs/fleet.md describes their bytes."""
 
 import msgspec
 
-from ...validation import INT64_MAX, instance, shown
+from ...validation import INT64_MAX, shown
 
 _LARGEST = (1 << 64) - 1
 
@@ -48,26 +48,3 @@ class StateEvents(
                 raise ValueError(f"a hash is {shown(key)}; accepted: from 1 to 2**63 - 1")
         if len(set(keys)) < len(keys):
             raise ValueError("a hash is named twice; accepted: distinct hashes")
-
-
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(StateEvents)
-
-
-def encode_events(events: StateEvents) -> bytes:
-    """The bytes of one message, at most 9 a hash."""
-    return _ENCODER.encode(instance("events", events, StateEvents))
-
-
-def decode_events(data: bytes) -> StateEvents:
-    """The message that these bytes are; takes memory in proportion to `data`.
-
-    Raises:
-        ValueError: `data` is no message of this format, or is cut off or continued.
-    """
-    if not isinstance(data, bytes | bytearray | memoryview):
-        raise ValueError(f"data is {shown(data)}; accepted: bytes of a message")
-    try:
-        return _DECODER.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"data is no message of state events: {error}") from error

@@ -36,10 +36,6 @@ class StateIndex:
         """The replicas that sent messages."""
         return list(self._replicas)
 
-    def keys_of(self, replica: str) -> frozenset[int]:
-        """The hashes that a replica holds; none for an unknown one."""
-        return frozenset(self._replicas[replica].keys if replica in self._replicas else ())
-
     def apply(self, events: StateEvents) -> bool:
         """Apply a message, unless it is old; False, and nothing changed, where earlier ones are missing."""
         known = self._replicas.get(events.replica) or _Replica()

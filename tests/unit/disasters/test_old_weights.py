@@ -24,7 +24,7 @@ from oracle.disaggregated import Place, answers, run
 from oracle.file_starts import wait_for
 from oracle.late_streams import late_copies
 from oracle.serving import random_tokens, resumable
-from oracle.state_channel import resumable_keys
+from oracle.state_channel import keys_of, resumable_keys
 from oracle.toy_answers import Ask, answer
 from oracle.toy_engine import ask, tier_of, toy_engine
 from oracle.toy_lm import TOYS, ToyLM
@@ -94,7 +94,7 @@ def test_weights_that_change_while_requests_run(setting: str, toy: str) -> None:
             late.append(publisher.take())
         for events in late:
             assert events is None or index.apply(events)
-        assert index.keys_of("a") == resumable_keys(engine.context.prefix_cache)
+        assert keys_of(index, "a") == resumable_keys(engine.context.prefix_cache)
         ask_all(engine, 1, 4)
         for tail in (5, 6):
             fresh += ask(engine, [*TEXTS[1], tail], 3, 1).num_resumed_tokens

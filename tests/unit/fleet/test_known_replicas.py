@@ -10,6 +10,7 @@ from mambaslots.fleet.known_replicas import KnownReplicas, known_replicas_of
 from mambaslots.fleet.replica_answers import EngineRequest
 from mambaslots.net.routing.state_events import StateEvents
 from oracle.serving import random_tokens
+from oracle.state_channel import keys_of
 from oracle.transfers import engine_of
 
 REQUEST = EngineRequest("one", (1,) * 60, 0, ms.SamplingParams(), keys=(1, 2, 3), block_size_tokens=16)
@@ -160,7 +161,7 @@ def test_each_ingress_learns_all_changes_and_waits_for_none() -> None:
                         assert events.inserted
                 tree = engine.context.prefix_cache.tree
                 for ingress, known in known_by.items():
-                    while known._router.index.keys_of("a") != set(tree.state_block_of_key):
+                    while keys_of(known._router.index, "a") != set(tree.state_block_of_key):
                         await asked(ingress)
 
     asyncio.run(main())

@@ -21,6 +21,7 @@ from mambaslots.replay.trace import Trace, TraceRequest
 from oracle.budget import costly
 from oracle.kv_index import eviction_order
 from oracle.session_traces import small_trace
+from oracle.state_channel import keys_of
 from routed import one_cache_replay, sum_of
 from routed import routed_replay as routed_by
 from routed_replay import ONE_CACHE, RoutedReplay, Routing
@@ -259,7 +260,7 @@ def test_each_request_is_served_once_and_the_router_learns_all_states(
     assert 9 * num_keys < result.event_bytes < 9 * num_keys + 60 * len(router.events)
     for replica in replay.replicas:
         states = replica.engine.context.prefix_cache.slots.tree.state_block_of_key
-        assert router.index.keys_of(replica.name) == states.keys()
+        assert keys_of(router.index, replica.name) == states.keys()
 
 
 def test_a_router_sees_what_has_ended_and_learns_states_later() -> None:

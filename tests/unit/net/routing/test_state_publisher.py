@@ -15,7 +15,7 @@ from mambaslots.replay.engine_replay import ContextWithoutMemory
 from oracle.budget import is_quick
 from oracle.everything import Fuzzer
 from oracle.ledger import LeftWrongError
-from oracle.state_channel import LossyChannel, resumable_keys
+from oracle.state_channel import LossyChannel, keys_of, resumable_keys
 from oracle.toy_lm import ToyLM
 
 BLOCK = 4
@@ -58,7 +58,7 @@ class PublishingFuzzer(Fuzzer):
             self._channel.publish()
         else:
             self._channel.settle()
-            published, there = self._channel.index.keys_of("a"), resumable_keys(self._cache)
+            published, there = keys_of(self._channel.index, "a"), resumable_keys(self._cache)
             if published != there:
                 raise LeftWrongError("stale", f"too many: {published - there}; missing: {there - published}")
 
@@ -92,7 +92,7 @@ def test_the_first_message_is_a_snapshot_and_the_others_are_changes() -> None:
         assert not events.is_snapshot
         assert events.sequence == number
         assert index.apply(events)
-        assert index.keys_of("a") == resumable_keys(engine.context.prefix_cache)
+        assert keys_of(index, "a") == resumable_keys(engine.context.prefix_cache)
     assert publisher.snapshot() == StateEvents("a", first.epoch, 8, publisher.snapshot().inserted, (), True)
 
 
@@ -125,16 +125,16 @@ def test_a_cache_that_begins_anew_holds_nothing(forget: object) -> None:
     before = publisher.take()
     assert before is not None
     assert index.apply(before)
-    assert index.keys_of("a")
+    assert keys_of(index, "a")
     forget(engine)  # type: ignore[operator]
     after = publisher.take()
     assert after is not None
     assert (after.sequence, after.inserted, set(after.removed)) == (1, (), set(before.inserted))
     assert msd.StatePublisher(engine, "a").snapshot().epoch > after.epoch == before.epoch
     assert index.apply(after)
-    assert not index.keys_of("a")
+    assert not keys_of(index, "a")
     assert index.apply(before), "a late message"
-    assert not index.keys_of("a")
+    assert not keys_of(index, "a")
 
 
 def test_a_state_that_only_the_tier_has_is_published_until_the_tier_forgets_it() -> None:
@@ -148,7 +148,7 @@ def test_a_state_that_only_the_tier_has_is_published_until_the_tier_forgets_it()
         events = publisher.take()
         assert events is not None
         assert index.apply(events)
-        published = index.keys_of("a")
+        published = keys_of(index, "a")
         assert published == resumable_keys(cache)
         num_in_tier_alone += len(published - cache.slots.tree.state_block_of_key.keys())
     assert num_in_tier_alone
