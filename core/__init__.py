@@ -7,7 +7,7 @@ config, request              settings of an engine; what a request asks for and 
 cache_stats                  what became of prompt tokens, and how full the pools are
 state_spec, parallel_groups  what a model keeps of a sequence; how a model is split over ranks
 devices                      the current device, and numbers that the host sends to one
-files, errors, validation    a checkpoint's files; errors of capacity and of an engine; argument checks
+files, errors, validation    a model's files; errors of capacity and of an engine; argument checks
 version                      this version, and the newest tested ones of others
 lazy_names                   public names that are imported at their first use
 

@@ -1,4 +1,4 @@
-"""Files that are read and replaced with care, and a checkpoint's folder and JSON."""
+"""Files that are read and replaced with care, and a model's folder and JSON."""
 
 import json
 import logging
@@ -21,12 +21,12 @@ _BAR_WIDTH = 20
 logger = logging.getLogger(__name__)
 
 
-class CheckpointError(ValueError):
-    """A folder holds no checkpoint that can be loaded. The message names the file or the tensor."""
+class ModelFolderError(ValueError):
+    """A folder holds no model that can be loaded. The message names the file or the tensor."""
 
 
 class LoadProgress:
-    """Logs a bar of how much of a checkpoint's weights is loaded, if that takes longer than PROGRESS_S."""
+    """Logs a bar of how much of a model's weights is loaded, if that takes longer than PROGRESS_S."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self._folder, self._num_bytes = folder, num_bytes
@@ -70,7 +70,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def existing_folder(name: str, value: object) -> Path | None:
-    """`value`, the argument `name`, as a folder; None without such a folder, CheckpointError for no path."""
+    """`value`, the argument `name`, as a folder; None without such a folder, ModelFolderError for no path."""
     reason = ""
     if isinstance(value, (str, Path)) and str(value):
         try:
@@ -78,32 +78,32 @@ def existing_folder(name: str, value: object) -> Path | None:
             return folder if folder.is_dir() else None
         except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a NUL
             reason = f" ({error})"
-    raise CheckpointError(f"{name} is {shown(value)}{reason}; accepted: a folder, or a name on the hub")
+    raise ModelFolderError(f"{name} is {shown(value)}{reason}; accepted: a folder, or a name on the hub")
 
 
 def check_regular(path: Path) -> None:
-    """Raise a CheckpointError unless `path` is a file, or a link to one."""
+    """Raise a ModelFolderError unless `path` is a file, or a link to one."""
     try:
         found = path.stat()
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path.parent} has no {path.name}") from error
+        raise ModelFolderError(f"{path.parent} has no {path.name}") from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise ModelFolderError(f"{path} cannot be read: {error}") from error
     if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path} cannot be read: it is no file; accepted: a file, or a link to one")
+        raise ModelFolderError(f"{path} cannot be read: it is no file; accepted: a file, or a link to one")
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; CheckpointError for a missing file or other content."""
+    """The JSON object in a file; ModelFolderError for a missing file or other content."""
     check_regular(path)
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise ModelFolderError(f"{path} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from error
+        raise ModelFolderError(f"{path} is no JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}; accepted: an object")
+        raise ModelFolderError(f"{path} holds a JSON {type(value).__name__}; accepted: an object")
     return value
 
 
@@ -113,10 +113,10 @@ def read_optional_object(path: Path) -> dict[str, Any]:
 
 
 def section(path: Path, content: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The object `name` in the content of `path`; empty if missing or null, else a CheckpointError."""
+    """The object `name` in the content of `path`; empty if missing or null, else a ModelFolderError."""
     value = content.get(name)
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: {name} is {shown(value)}; accepted: an object")
+        raise ModelFolderError(f"{path}: {name} is {shown(value)}; accepted: an object")
     return value

@@ -61,12 +61,12 @@ class LLM:
         dtype: torch.dtype | None = None,
         **settings: Any,
     ) -> None:
-        """Load a checkpoint and allocate the pools.
+        """Load a model and allocate the pools.
 
         Args:
             folder_or_name: a folder with `config.json`, or a name on the hub.
             device: None for the GPU where torch sees one, else the CPU.
-            dtype: of the weights; None for the checkpoint's, and float32 for 16-bit weights on a CPU.
+            dtype: of the weights; None for the model's, and float32 for 16-bit weights on a CPU.
             settings: fields of `InferenceConfig`. Those that are left out are chosen by `serving_config`.
                 Example: `LLM("models/tiny-code", total_gb=0.5, max_requests=4)`.
 
@@ -103,7 +103,7 @@ class LLM:
 
         Args:
             prompts: a text, or a list of token ids, or a list of texts and lists of token ids.
-            sampling_params: how tokens are chosen; None for the checkpoint's defaults with `params`, which
+            sampling_params: how tokens are chosen; None for the model's defaults with `params`, which
                 are arguments of `SamplingParams`. Example: `generate("def", max_tokens=64)`.
 
         Returns:
@@ -184,14 +184,14 @@ def _is_one(prompt: object) -> bool:
 
 
 def served_dtype(folder_or_name: str | Path, device: torch.device) -> torch.dtype | None:
-    """None for the checkpoint's own dtype; float32 for 16-bit weights on a CPU."""
+    """None for the model's own dtype; float32 for 16-bit weights on a CPU."""
     if device.type == "cpu" and stored_dtype(folder_or_name).itemsize == 2:
         return torch.float32
     return None
 
 
 def context_length(folder: Path) -> int | None:
-    """The longest sequence that a checkpoint's config names; None where it names none."""
+    """The longest sequence that a model's config names; None where it names none."""
     config = read_object(folder / CONFIG)
     text = config.get("text_config")
     found = (text if isinstance(text, dict) else config).get("max_position_embeddings")

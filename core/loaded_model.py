@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .files import CONFIG, CheckpointError, existing_folder, read_object
+from .files import CONFIG, ModelFolderError, existing_folder, read_object
 from .inference.engines.model_protocol import Model
 from .models import HybridLM
 from .models.weights import MODEL_TYPE, read_config
@@ -19,9 +19,9 @@ _TEMPLATE = "chat_template.jinja"
 
 @dataclass(frozen=True)
 class LoadedText:
-    """What a checkpoint says without its weights: enough for a server whose engines run elsewhere."""
+    """What a model's folder says without the weights: enough for a server whose engines run elsewhere."""
 
-    text: TextCodec | None  # None where the checkpoint has no tokenizer
+    text: TextCodec | None  # None where the folder has no tokenizer
     generation: GenerationDefaults  # how answers are chosen, and where they end, unless a request says so
     folder: Path
 
@@ -37,19 +37,19 @@ class LoadedText:
 
     @property
     def codec(self) -> TextCodec:
-        """`text`; ValueError where the checkpoint has no tokenizer."""
+        """`text`; ValueError where the folder has no tokenizer."""
         if self.text is None:
             raise ValueError(f"{self.folder} has no tokenizer; accepted: token ids in place of text")
         return self.text
 
     def sampling_params(self, **overrides: Any) -> SamplingParams:
-        """The checkpoint's defaults, and `overrides`, which are arguments of `SamplingParams`."""
+        """The model's defaults, and `overrides`, which are arguments of `SamplingParams`."""
         return self.generation.sampling_params(**overrides)
 
 
 @dataclass(frozen=True)
 class LoadedModel(LoadedText):
-    """What a checkpoint holds: `LoadedText`, and `model` for a `DynamicInferenceEngine`."""
+    """What a model's folder holds: `LoadedText`, and `model` for a `DynamicInferenceEngine`."""
 
     model: Model
 
@@ -65,18 +65,18 @@ def load(
     *,
     groups: ParallelGroups | None = None,
 ) -> LoadedModel:
-    """Load a `HybridLM`, or a checkpoint of transformers, which needs the extra `mambaslots[hf]`.
+    """Load a `HybridLM`, or a model of transformers, which needs the extra `mambaslots[hf]`.
 
     Args:
         folder_or_name: a folder with `config.json`, or a name on the hub. A `HybridLM` has the `model_type`
             "mambaslots_hybrid_lm".
         device: where the weights go.
-        dtype: of the weights; None for the dtype that the checkpoint names.
+        dtype: of the weights; None for the dtype that its config names.
         groups: the ranks that the model is split over; None for one rank. All of them call this, each with
             its own device, and each reads its part of the weights.
 
     Raises:
-        ValueError: the folder holds no checkpoint that can be loaded, or none that can be split over
+        ValueError: the folder holds no model that can be loaded, or none that can be split over
             `groups`; the message names the file, the weight or the size.
         OSError: the hub cannot be reached, or its files cannot be written.
         ImportError: the folder is one of transformers, which is not installed.
@@ -100,13 +100,13 @@ def load_text(folder_or_name: str | Path) -> LoadedText:
     generation = GenerationDefaults.read(folder, config)
     if config.get("model_type") == MODEL_TYPE:
         return LoadedText(_byte_text(folder), generation, folder)
-    from .hf.text import load_text as checkpoint_text
+    from .hf.text import load_text as folder_text
 
-    return LoadedText(checkpoint_text(folder), generation, folder)
+    return LoadedText(folder_text(folder), generation, folder)
 
 
 def stored_dtype(folder_or_name: str | Path) -> torch.dtype:
-    """The dtype that a checkpoint names for its weights; reads no weights. Raises what `load` raises."""
+    """The dtype that a model's config names; reads no weights. Raises what `load` raises."""
     folder = _folder_of(folder_or_name)
     if read_object(folder / CONFIG).get("model_type") == MODEL_TYPE:
         return read_config(folder, None).dtype
@@ -118,9 +118,9 @@ def stored_dtype(folder_or_name: str | Path) -> torch.dtype:
 def _folder_of(folder_or_name: str | Path) -> Path:
     folder = existing_folder("folder_or_name", folder_or_name)
     if folder is None:
-        from .hf.load import checkpoint_folder
+        from .hf.load import model_folder
 
-        folder = checkpoint_folder(folder_or_name)
+        folder = model_folder(folder_or_name)
     return folder
 
 
@@ -132,5 +132,5 @@ def _byte_text(folder: Path) -> TextCodec | None:
     try:
         chat = ChatTemplate(template.read_text("utf-8")) if template.is_file() else None
     except (ValueError, OSError) as error:
-        raise CheckpointError(f"{template}: {error}") from error
+        raise ModelFolderError(f"{template}: {error}") from error
     return TextCodec(tokenizer, chat)

@@ -145,7 +145,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     parser.add_argument(
         "--dtype", choices=DTYPES,
-        help="of the weights (default: the checkpoint's; on a CPU float32 for 16-bit weights)",
+        help="of the weights (default: the model's; on a CPU float32 for 16-bit weights)",
     )  # fmt: skip
 
 

@@ -52,9 +52,9 @@ class ReplicaEngine:
 
 
 def weights_version(folder: Path) -> str:
-    """A digest of a checkpoint's files: names, sizes, and 64 KiB from the start, the middle and the end.
+    """A digest of a model's files: names, sizes, and 64 KiB from the start, the middle and the end.
 
-    Two checkpoints that differ in other bytes alone are taken for one; training changes all.
+    Two models that differ in other bytes alone are taken for one; training changes all.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):

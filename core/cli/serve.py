@@ -136,7 +136,7 @@ def _run_replicas(options: argparse.Namespace, settings: "ServerSettings") -> in
     )
     salt_key = os.environ.get(ENVIRONMENT_NAME) or secrets.token_hex(32)
     text = partial(load_text, options.model)
-    text()  # a faulty checkpoint is refused here
+    text()  # a faulty folder is refused here
     make = ReplicaEngine(_only_data(options), salt_key)
     return serve_replicas(make, text, salt_key, settings, fleet, device=options.device)
 

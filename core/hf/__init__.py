@@ -1,6 +1,6 @@
 """Models of transformers, served: `mambaslots.hf.load(folder_or_name)`. Needs the extra `mambaslots[hf]`.
 
-load, checkpoint, weights, text      a checkpoint's config, tensors and tokenizer; weights go to their modules
+load, weight_files, weights, text    a model's config, tensors and tokenizer; weights go to their modules
 architectures, served_model          which architectures are served, and such a model as an engine calls it
 current_step, mixers                 a step's sequences while the model runs; mixers that read cached states
 interfaces                           the attention and experts that transformers calls
@@ -16,7 +16,7 @@ from importlib.util import find_spec
 if not find_spec("transformers"):
     raise ImportError("mambaslots.hf needs transformers: pip install 'mambaslots[hf]'")
 
-from ..files import CheckpointError
+from ..files import ModelFolderError
 from .moved_hooks import moved_hook
 
 try:
@@ -27,4 +27,4 @@ except ImportError as error:
         raise moved from error
     raise
 
-__all__ = ["load", "ServedModel", "CheckpointError"]
+__all__ = ["load", "ServedModel", "ModelFolderError"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..files import CONFIG, CheckpointError
+from ..files import CONFIG, ModelFolderError
 from ..parallel_groups import ModelShard, ParallelGroups, Part
 from ..state_spec import (
     HybridStateSpec,
@@ -181,19 +181,19 @@ WRAPPERS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
 def read_config(path: Path) -> "PreTrainedConfig":
-    """The config in a file, or in a folder's config.json; a CheckpointError where it cannot be read."""
+    """The config in a file, or in a folder's config.json; a ModelFolderError where it cannot be read."""
     from transformers import AutoConfig
 
     file = path / CONFIG if path.is_dir() else path
     if not file.is_file():
-        raise CheckpointError(f"{file} is no file; accepted: a config in JSON, or a folder with {CONFIG}")
+        raise ModelFolderError(f"{file} is no file; accepted: a config in JSON, or a folder with {CONFIG}")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             str(file), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # each class of configs checks its values in its own way
         reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"transformers cannot read {file}: {reason}") from error
+        raise ModelFolderError(f"transformers cannot read {file}: {reason}") from error
     return config
 
 
@@ -314,7 +314,7 @@ def skeleton(config: "PreTrainedConfig", dtype: torch.dtype) -> "PreTrainedModel
 
 
 def restore_buffers(model: "PreTrainedModel", device: torch.device | str) -> None:
-    """Compute the buffers that no checkpoint holds: rotary frequencies, and Falcon-H1's multipliers."""
+    """Compute the buffers that no file of weights holds: rotary frequencies, and Falcon-H1's multipliers."""
     config: Any = model.config
     for path, module in model.named_modules():
         values: dict[str, Tensor] = {}
@@ -326,5 +326,5 @@ def restore_buffers(model: "PreTrainedModel", device: torch.device | str) -> Non
                 values = {"mup_vector": import_module(type(module).__module__).compute_mup_vector(config)}
         for name in module._non_persistent_buffers_set:
             if name not in values:
-                raise ValueError(f"the buffer {path}.{name} is in no checkpoint and has no known values")
+                raise ValueError(f"the buffer {path}.{name} is in no file of weights and has no known values")
             setattr(module, name, values[name].to(device, getattr(module, name).dtype))

@@ -1,4 +1,4 @@
-"""A served model from a checkpoint of transformers, in a folder or on the hub."""
+"""A served model from transformers' files, in a folder or on the hub."""
 
 import re
 from pathlib import Path
@@ -7,14 +7,14 @@ import torch
 from transformers import PretrainedConfig
 
 from .. import validation
-from ..files import CONFIG, CheckpointError, existing_folder, read_object, section
+from ..files import CONFIG, ModelFolderError, existing_folder, read_object, section
 from ..parallel_groups import ParallelGroups
 from ..validation import instance
 from . import architectures
 from .architectures import restore_buffers, skeleton
-from .checkpoint import weight_block_size
 from .served_model import ServedModel
 from .split import ModelSplit
+from .weight_files import weight_block_size
 from .weights import load_weights
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
@@ -23,10 +23,10 @@ _MAX_LAYERS = 10_000
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
-def checkpoint_folder(path_or_name: str | Path) -> Path:
-    """The folder of a checkpoint, downloaded where `path_or_name` is an "organisation/model" of the hub.
+def model_folder(path_or_name: str | Path) -> Path:
+    """The folder of a model, downloaded where `path_or_name` is an "organisation/model" of the hub.
 
-    Raises a CheckpointError where there is no such folder or name, a ConnectionError where the hub cannot be
+    Raises a ModelFolderError where there is no such folder or name, a ConnectionError where the hub cannot be
     reached, an OSError where the files cannot be written.
     """
     if folder := existing_folder("path_or_name", path_or_name):
@@ -34,7 +34,7 @@ def checkpoint_folder(path_or_name: str | Path) -> Path:
     name = str(path_or_name)
     if not isinstance(path_or_name, str) or not _HUB_NAME.fullmatch(name):
         accepted = "a folder, or 'organisation/model' of the hub"
-        raise CheckpointError(f"{name!r} is no folder; accepted: {accepted}")
+        raise ModelFolderError(f"{name!r} is no folder; accepted: {accepted}")
     return _downloaded(name)
 
 
@@ -46,7 +46,7 @@ def _downloaded(name: str) -> Path:
         return Path(hub.snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_SUBFOLDERS))
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
         message = f"{name!r} is no folder here, and no model on the hub that can be read without an account"
-        raise CheckpointError(f"{message}: {error}") from error
+        raise ModelFolderError(f"{message}: {error}") from error
     except errors.LocalEntryNotFoundError as error:
         raise ConnectionError(
             f"{name!r} is no folder here and not in the cache of huggingface_hub, and the hub cannot be "
@@ -61,7 +61,7 @@ def load(
     *,
     groups: ParallelGroups | None = None,
 ) -> ServedModel:
-    """A model that an engine can serve, from a checkpoint of transformers. Only its text part is loaded.
+    """A model that an engine can serve, from a model of transformers. Only its text part is loaded.
 
     Weights are read shard by shard, straight to `device`. At no time more is allocated than the weights, and
     once more the largest tensor that is made of several or stored in another dtype.
@@ -69,11 +69,11 @@ def load(
     Args:
         path_or_name: a folder with `config.json` and safetensors files, or a name on the hub.
         device: where the weights go.
-        dtype: of the weights, also of block-scaled FP8 ones; None for the dtype that the checkpoint names.
+        dtype: of the weights, also of block-scaled FP8 ones; None for the dtype that its config names.
         groups: the ranks that the model is split over, each of which reads its part; None for one rank.
 
     Raises:
-        CheckpointError: a ValueError that names the file or the weight that is missing, superfluous,
+        ModelFolderError: a ValueError that names the file or the weight that is missing, superfluous,
             truncated, of another shape or quantised in a way that is not served.
         ConnectionError, OSError: the hub cannot be reached, or its files cannot be written.
         ValueError: the architecture is not served, or a size cannot be split over `groups`.
@@ -82,7 +82,7 @@ def load(
     groups = ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
     if dtype is not None:
         validation.float_dtype("dtype", dtype)
-    folder = checkpoint_folder(path_or_name)
+    folder = model_folder(path_or_name)
     blocks = weight_block_size(folder, read_object(folder / CONFIG))
     config = _config(folder)
     try:
@@ -90,7 +90,7 @@ def load(
     except (ValueError, ImportError):
         raise
     except Exception as error:  # transformers' modules, built of sizes that do not fit
-        raise CheckpointError(f"{folder / CONFIG} describes no model: {error}") from error
+        raise ModelFolderError(f"{folder / CONFIG} describes no model: {error}") from error
     parts = ModelSplit(model, architectures.text_config(config), groups).parts
     load_weights(model, folder, blocks, target, parts)
     restore_buffers(model, target)
@@ -98,19 +98,19 @@ def load(
 
 
 def _config(folder: Path) -> PretrainedConfig:
-    """The config; a CheckpointError for more layers or experts than a model has: transformers lists them."""
+    """The config; a ModelFolderError for more layers or experts than a model has: transformers lists them."""
     stored = read_object(folder / CONFIG)
     for part in (stored, section(folder / CONFIG, stored, "text_config")):
         for name, count in part.items():
             is_count = isinstance(count, int) and ("layers" in name or "experts" in name)
             if is_count and count > _MAX_LAYERS:
                 most = f"at most {_MAX_LAYERS}"
-                raise CheckpointError(f"{folder / CONFIG}: {name} is {count}; accepted: {most}")
+                raise ModelFolderError(f"{folder / CONFIG}: {name} is {count}; accepted: {most}")
     return architectures.read_config(folder / CONFIG)
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype that the checkpoint in `folder` names for its weights; reads no weights."""
+    """The dtype that the config in `folder` names; reads no weights."""
     return _named_dtype(_config(folder))
 
 

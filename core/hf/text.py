@@ -1,4 +1,4 @@
-"""A checkpoint's own tokenizer and chat template, as transformers reads them."""
+"""A model's own tokenizer and chat template, as transformers reads them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ..files import CheckpointError
+from ..files import ModelFolderError
 from ..text import TextCodec
 from ..text.chat import Cut
 
@@ -16,7 +16,7 @@ _FILES = (
 )
 
 
-class CheckpointTokenizer:
+class TransformersTokenizer:
     """A transformers tokenizer, as a `Tokenizer` and a chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -46,7 +46,7 @@ class CheckpointTokenizer:
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The text of a chat, from the checkpoint's template; a ValueError where it refuses the messages."""
+        """The text of a chat, from the model's template; a ValueError where it refuses the messages."""
         variables["add_generation_prompt"] = add_generation_prompt
         try:
             chat = [dict(each) for each in messages]
@@ -63,6 +63,6 @@ def load_text(folder: Path) -> TextCodec | None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raise plain Exceptions
-        raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from error
-    both = CheckpointTokenizer(tokenizer)
+        raise ModelFolderError(f"the tokenizer in {folder} cannot be read: {error}") from error
+    both = TransformersTokenizer(tokenizer)
     return TextCodec(both, both if tokenizer.chat_template else None)

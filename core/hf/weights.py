@@ -1,4 +1,4 @@
-"""A checkpoint's weights, put into a model of transformers by transformers' own rules."""
+"""A folder's weights, put into a model of transformers by transformers' own rules."""
 
 import logging
 import re
@@ -19,9 +19,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ..files import CheckpointError, LoadProgress
-from .checkpoint import Checkpoint
+from ..files import LoadProgress, ModelFolderError
 from .moved_hooks import names_moved_hooks
+from .weight_files import WeightFiles
 from .weight_part import WeightPart, set_weight
 
 Parts = Mapping[str, WeightPart | None]
@@ -35,7 +35,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass
 class WeightSource:
-    """The tensors of a checkpoint that make one weight of the model: one, or several side by side.
+    """The tensors of a folder that make one weight of the model: one, or several side by side.
 
     Attributes:
         target: name of the weight.
@@ -54,14 +54,14 @@ class WeightSource:
 
     @classmethod
     def of(cls, target: str, converter: WeightConverter | None) -> "WeightSource":
-        """A source without tensors; a CheckpointError where transformers does more than stack and join."""
+        """A source without tensors; a ModelFolderError where transformers does more than stack and join."""
         if converter is None:
             return cls(target, {target: []})
         merges = [each for each in converter.operations if isinstance(each, MergeModulelist) and not each.dim]
         joins = [each for each in converter.operations if isinstance(each, Concatenate)]
         if [*merges, *joins] != list(converter.operations) or max(len(merges), len(joins)) > 1:
             kinds = ", ".join(type(each).__name__ for each in converter.operations)
-            raise CheckpointError(f"{target} is made by {kinds}; accepted: MergeModulelist and Concatenate")
+            raise ModelFolderError(f"{target} is made by {kinds}; accepted: MergeModulelist and Concatenate")
         groups: dict[str, list[str]] = {pattern: [] for pattern in converter.source_patterns}
         return cls(target, groups, bool(merges), joins[0].dim if joins else 0)
 
@@ -74,7 +74,7 @@ class WeightSource:
         return [name for names in self.groups.values() for name in names]
 
     def places(
-        self, weight: Tensor, checkpoint: Checkpoint, part: WeightPart | None = None
+        self, weight: Tensor, files: WeightFiles, part: WeightPart | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Each tensor's name, and the view of `weight` that it fills; of a stack `part` alone."""
         groups = list(self.groups.values())
@@ -82,33 +82,33 @@ class WeightSource:
             groups = [[names[i] for span in part.ranges for i in span] for names in groups]
         views: Sequence[Tensor] = [weight]
         if len(groups) > 1:
-            widths = [checkpoint.shape(names[0])[self.dim - self.stacks] for names in groups]
+            widths = [files.shape(names[0])[self.dim - self.stacks] for names in groups]
             views = torch.split_with_sizes(weight, widths, self.dim)
         for names, view in zip(groups, views, strict=True):
             yield from zip(names, view.unbind() if self.stacks else [view], strict=True)
 
     def weight(
-        self, shape: torch.Size, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
+        self, shape: torch.Size, files: WeightFiles, device: torch.device, dtype: torch.dtype,
         part: WeightPart | None,
     ) -> Tensor:  # fmt: skip
         """A new tensor: the weight, of `shape` as a whole, or its `part`."""
         if self.is_one_tensor:
-            return checkpoint.read(self.names[0], device, dtype, part)
+            return files.read(self.names[0], device, dtype, part)
         weight = torch.empty(shape if part is None else part.shape(shape), dtype=dtype, device=device)
-        for name, view in self.places(weight, checkpoint, part):
-            view.copy_(checkpoint.read(name, device, dtype))
+        for name, view in self.places(weight, files, part):
+            view.copy_(files.read(name, device, dtype))
         return weight
 
 
 def find_sources(
-    model: PreTrainedModel, checkpoint: Checkpoint
+    model: PreTrainedModel, files: WeightFiles
 ) -> tuple[list[WeightSource], list[str], set[str]]:
     """The source of each weight, tensors that transformers ignores, too, and weights tied to another one.
 
-    A CheckpointError names a missing, superfluous or misshapen weight.
+    A ModelFolderError names a missing, superfluous or misshapen weight.
     """
     wanted, kind = model.state_dict(), type(model).__name__
-    by_target, strange = _match(model, wanted, checkpoint.names)
+    by_target, strange = _match(model, wanted, files.names)
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     ignored = [
         name
@@ -116,15 +116,15 @@ def find_sources(
         if any(re.search(pattern, each) for pattern in patterns for each in (name, renamed))
     ]
     if superfluous := [name for name in strange if name not in ignored]:
-        raise CheckpointError(f"the checkpoint has weights that {kind} has not: {joined_names(superfluous)}")
+        raise ModelFolderError(f"the folder has weights that {kind} has not: {joined_names(superfluous)}")
     for source in by_target.values():
-        _check(source, wanted[source.target].shape, checkpoint)
+        _check(source, wanted[source.target].shape, files)
     made = by_target.keys()
     missing = wanted.keys() - made
     ties = [{name, other} for name, other in model.all_tied_weights_keys.items()]
     tied = set().union(*(tie for tie in ties if not tie.isdisjoint(made)))
     if absent := sorted(missing - tied, key=dot_natural_key):
-        raise CheckpointError(f"the checkpoint lacks weights of {kind}: {joined_names(absent)}")
+        raise ModelFolderError(f"the folder lacks weights of {kind}: {joined_names(absent)}")
     return list(by_target.values()), ignored, missing
 
 
@@ -149,51 +149,51 @@ def _match(
         converter = None if pattern is None else by_pattern[pattern]
         source = by_target.setdefault(target, WeightSource.of(target, converter))
         if source.names and pattern not in source.groups:
-            raise CheckpointError(f"{source.names[0]} and {name} of the checkpoint are both {target}")
+            raise ModelFolderError(f"{source.names[0]} and {name} of the model are both {target}")
         source.groups[pattern or target].append(name)
     return by_target, strange
 
 
-def _check(source: WeightSource, shape: torch.Size, checkpoint: Checkpoint) -> None:
-    """Raise a CheckpointError that names a tensor that is missing, or cannot be a part of the weight."""
+def _check(source: WeightSource, shape: torch.Size, files: WeightFiles) -> None:
+    """Raise a ModelFolderError that names a tensor that is missing, or cannot be a part of the weight."""
     names = source.names
     for name in names:
-        if (dtype := checkpoint.dtype(name)) not in _DTYPES:
-            raise CheckpointError(
-                f"{name} of the checkpoint has the dtype {dtype}; accepted: {', '.join(map(str, _DTYPES))}"
+        if (dtype := files.dtype(name)) not in _DTYPES:
+            raise ModelFolderError(
+                f"{name} of the folder has the dtype {dtype}; accepted: {', '.join(map(str, _DTYPES))}"
             )
     if source.is_one_tensor:
-        if checkpoint.shape(names[0]) != shape:
-            raise CheckpointError(
-                f"{names[0]} of the checkpoint has the shape {checkpoint.shape(names[0])}; accepted for "
+        if files.shape(names[0]) != shape:
+            raise ModelFolderError(
+                f"{names[0]} of the folder has the shape {files.shape(names[0])}; accepted for "
                 f"{source.target}: {tuple(shape)}"
             )
         return
     for pattern, group in source.groups.items():
         if not group:
-            raise CheckpointError(f"the checkpoint lacks all weights {pattern!r} of {source.target}")
+            raise ModelFolderError(f"the folder lacks all weights {pattern!r} of {source.target}")
         _check_experts(source, pattern, group, shape[0] if source.stacks else 1)
     try:
-        places = list(source.places(torch.empty(shape, device="meta"), checkpoint))
-        fit = all(checkpoint.shape(name) == view.shape for name, view in places)
+        places = list(source.places(torch.empty(shape, device="meta"), files))
+        fit = all(files.shape(name) == view.shape for name, view in places)
     except (ValueError, RuntimeError, IndexError):
         fit = False
     if not fit:
-        raise CheckpointError(
+        raise ModelFolderError(
             f"{source.target} cannot be made of {names[0]} to {names[-1]}: their number or a shape does not "
             f"fit {tuple(shape)}"
         )
 
 
 def _check_experts(source: WeightSource, pattern: str, names: list[str], num_experts: int) -> None:
-    """Raise a CheckpointError that names the experts whose tensors are missing."""
+    """Raise a ModelFolderError that names the experts whose tensors are missing."""
     before, _, after = pattern.partition("*")
     number = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
     matches = [match for name in names if (match := number.search(name))]
     if absent := sorted(set(range(num_experts)) - {int(match[1]) for match in matches}) if matches else []:
         begin, end = matches[0].string[: matches[0].start(1)], matches[0].string[matches[0].end(1) :]
         lacking = joined_names([f"{begin}{index}{end}" for index in absent])
-        raise CheckpointError(f"the checkpoint lacks weights of {source.target}: {lacking}")
+        raise ModelFolderError(f"the folder lacks weights of {source.target}: {lacking}")
 
 
 def joined_names(names: Collection[str]) -> str:
@@ -213,19 +213,19 @@ def load_weights(
     All names and shapes are checked before the first weight is read. At no time more is allocated than the
     weights, and once more the largest tensor that is made of several or stored in another dtype.
     """
-    with Checkpoint(folder, blocks) as checkpoint:
-        sources, ignored, missing = find_sources(model, checkpoint)
+    with WeightFiles(folder, blocks) as files:
+        sources, ignored, missing = find_sources(model, files)
         if ignored:
             logger.info("%s: not loaded, not of the text model: %s", folder, joined_names(ignored))
-        if checkpoint.activation_scales:
-            scales = joined_names(checkpoint.activation_scales)
+        if files.activation_scales:
+            scales = joined_names(files.activation_scales)
             logger.info("%s: not used, activations are not quantised: %s", folder, scales)
         wanted = model.state_dict()
         progress = LoadProgress(folder, sum(wanted[source.target].nbytes for source in sources))
         for source in sources:
             name, empty = source.target, wanted[source.target]
             if name not in parts or parts[name] is not None:
-                made = source.weight(empty.shape, checkpoint, device, empty.dtype, parts.get(name))
+                made = source.weight(empty.shape, files, device, empty.dtype, parts.get(name))
                 set_weight(model, name, made)
                 del made
             progress.loaded(empty.nbytes)

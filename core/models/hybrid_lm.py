@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from ..files import CheckpointError, existing_folder
+from ..files import ModelFolderError, existing_folder
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.kernels.kernel_set import kernel_set
 from ..parallel_groups import ParallelGroups
@@ -93,7 +93,7 @@ class HybridLM(nn.Module):
             ValueError: names a file that is missing or wrong, or a weight that does not fit.
         """
         if (found := existing_folder("folder", folder)) is None:
-            raise CheckpointError(f"folder is {str(folder)!r}; accepted: a folder that is there")
+            raise ModelFolderError(f"folder is {str(folder)!r}; accepted: a folder that is there")
         model = cls.__new__(cls)
         nn.Module.__init__(model)
         model.config = read_config(found, dtype)

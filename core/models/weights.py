@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..files import CONFIG, CheckpointError, LoadProgress, check_regular, read_object, replacing
+from ..files import CONFIG, LoadProgress, ModelFolderError, check_regular, read_object, replacing
 from ..parallel_groups import ParallelGroups, Part
 from ..validation import shown
 from .hybrid_config import HybridConfig
@@ -124,26 +124,26 @@ _DTYPES = {
 
 
 def read_config(folder: Path, dtype: torch.dtype | None) -> HybridConfig:
-    """The shape in `config.json`, with `dtype` for its own; a CheckpointError where it is no `HybridLM`'s."""
+    """The shape in `config.json`, with `dtype` for its own; ModelFolderError where it is no `HybridLM`'s."""
     path = folder / CONFIG
     content = read_object(path)
     if content.get("model_type") != MODEL_TYPE:
         named = content.get("model_type")
-        raise CheckpointError(f"model_type of {path} is {named!r}; accepted: {MODEL_TYPE!r}")
+        raise ModelFolderError(f"model_type of {path} is {named!r}; accepted: {MODEL_TYPE!r}")
     names = {field.name: field.default is MISSING for field in fields(HybridConfig)}
     if strange := sorted(content.keys() - names.keys() - _IGNORED):
-        raise CheckpointError(f"{path} has {', '.join(strange)}; accepted: {', '.join(names)}")
+        raise ModelFolderError(f"{path} has {', '.join(strange)}; accepted: {', '.join(names)}")
     if missing := [name for name, required in names.items() if required and name not in content]:
-        raise CheckpointError(f"{path} has no {', '.join(missing)}")
+        raise ModelFolderError(f"{path} has no {', '.join(missing)}")
     values = {name: value for name, value in content.items() if name in names}
     stored_dtype = values.get("dtype", "float32")
     if not isinstance(stored_dtype, str) or stored_dtype not in _DTYPES:
-        raise CheckpointError(f"dtype of {path} is {shown(stored_dtype)}; accepted: {', '.join(_DTYPES)}")
+        raise ModelFolderError(f"dtype of {path} is {shown(stored_dtype)}; accepted: {', '.join(_DTYPES)}")
     values["dtype"] = dtype or _DTYPES[stored_dtype]
     try:
         return HybridConfig(**values)
     except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise ModelFolderError(f"{path}: {error}") from error
 
 
 def write(folder: Path, config: HybridConfig, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
@@ -178,11 +178,11 @@ class SavedWeights:
             self._unread = set(self._file.keys())
             self._progress = LoadProgress(folder, self._path.stat().st_size)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._path} is truncated or corrupt: {error}") from error
+            raise ModelFolderError(f"{self._path} is truncated or corrupt: {error}") from error
         self.name = f"weights {digest[:16]}"
 
     def check_widths(self, config: HybridConfig) -> None:
-        """Raise a CheckpointError where layers, which list their channels, are wider than every tensor."""
+        """Raise a ModelFolderError where layers, which list their channels, are wider than every tensor."""
         shapes = [self._file.get_slice(name).get_shape() for name in self._unread]
         widest = max((size for shape in shapes for size in shape), default=0)
         widths = {
@@ -193,7 +193,7 @@ class SavedWeights:
         }
         for kind, width in widths.items():
             if kind in config.pattern and width > widest:
-                raise CheckpointError(
+                raise ModelFolderError(
                     f"{self._path.with_name(CONFIG)} has layers {kind!r} of {width} channels; accepted: at "
                     f"most {widest}, the largest size of a tensor in {self._path.name}"
                 )
@@ -205,26 +205,26 @@ class SavedWeights:
         return self._take(name, tuple(values.shape))
 
     def check_all_taken(self) -> None:
-        """Raise a CheckpointError where the file has tensors that the model did not ask for."""
+        """Raise a ModelFolderError where the file has tensors that the model did not ask for."""
         if self._unread:
             names = ", ".join(sorted(self._unread))
-            raise CheckpointError(f"{self._path} has weights that the model has not: {names}")
+            raise ModelFolderError(f"{self._path} has weights that the model has not: {names}")
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._unread:
-            raise CheckpointError(f"{self._path} has no {name}")
+            raise ModelFolderError(f"{self._path} has no {name}")
         self._unread.remove(name)
         try:
             tensor: Tensor = self._file.get_tensor(name)
             self._progress.loaded(tensor.nbytes)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._path} is truncated or corrupt: {error}") from error
+            raise ModelFolderError(f"{self._path} is truncated or corrupt: {error}") from error
         if tuple(tensor.shape) != shape:
-            raise CheckpointError(
+            raise ModelFolderError(
                 f"{name} of {self._path} has the shape {list(tensor.shape)}; accepted: {list(shape)}"
             )
         if tensor.dtype not in _DTYPES.values():
-            raise CheckpointError(
+            raise ModelFolderError(
                 f"{name} of {self._path} has the dtype {tensor.dtype}; accepted: {', '.join(_DTYPES)}"
             )
         return tensor

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import CheckpointError, read_object
+from ..files import ModelFolderError, read_object
 from ..validation import integers, shown
 from .chat import Cut
 
@@ -46,7 +46,7 @@ class ByteTokenizer:
         """The tokenizer in `tokenizer.json` of `folder`.
 
         Raises:
-            CheckpointError: the file is missing, or holds a tokenizer whose tokens are not bytes.
+            ModelFolderError: the file is missing, or holds a tokenizer whose tokens are not bytes.
         """
         path = folder / _FILE
         content = read_object(path)
@@ -59,7 +59,7 @@ class ByteTokenizer:
             return cls(special_tokens, byte_ids)
         except (KeyError, TypeError, ValueError) as error:
             message = f"{path} has no tokenizer of bytes: {error}; accepted: byte-level BPE without merges"
-            raise CheckpointError(message) from error
+            raise ModelFolderError(message) from error
 
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` into `folder`."""

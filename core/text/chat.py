@@ -34,10 +34,10 @@ _DATE_FORMS = ("%Y-%m-%d", "%d %b %Y", "%d %B %Y", "%b %d, %Y", "%B %d")
 
 
 class ChatTemplate:
-    """A Jinja template, as a checkpoint's `chat_template.jinja` holds it.
+    """A Jinja template, as a model's `chat_template.jinja` holds it.
 
     The template runs in a sandbox: it sees `messages`, `add_generation_prompt` and the given variables only.
-    How long it runs and how much it writes is its own: a checkpoint is trusted with that.
+    How long it runs and how much it writes is its own: a model's folder is trusted with that.
 
     Args:
         source: the template.

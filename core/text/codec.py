@@ -1,4 +1,4 @@
-"""Text to tokens and back, also while the tokens come, and how a checkpoint chooses them."""
+"""Text to tokens and back, also while the tokens come, and how a model chooses them."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..files import CONFIG, CheckpointError, read_optional_object, section
+from ..files import CONFIG, ModelFolderError, read_optional_object, section
 from ..request import SamplingParams
 from ..validation import INT32_MAX, boolean, brief_repr, instance, integers
 from .chat import ChatBranches, Cut, branch_tokens
@@ -268,11 +268,11 @@ class TextCodec:
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What a checkpoint says of its answers.
+    """What a model's folder says of its answers.
 
     Attributes:
         params: how tokens are chosen, and which end an answer.
-        max_tokens: None where the checkpoint names no number.
+        max_tokens: None where the folder names no number.
     """
 
     params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=INT32_MAX))
@@ -286,7 +286,7 @@ class GenerationDefaults:
         transformers keeps the 50 most likely. What the file says and is not applied is named at INFO.
 
         Raises:
-            CheckpointError: a value is none that `SamplingParams` accepts.
+            ModelFolderError: a value is none that `SamplingParams` accepts.
         """
         said = read_optional_object(folder / _DEFAULTS)
         text_config = section(folder / CONFIG, config, "text_config")
@@ -308,7 +308,7 @@ class GenerationDefaults:
                 **drawn,
             )
         except ValueError as error:
-            raise CheckpointError(f"{folder / _DEFAULTS}: {error}") from error
+            raise ModelFolderError(f"{folder / _DEFAULTS}: {error}") from error
         return cls(params, said.get("max_new_tokens"))
 
     def sampling_params(self, **overrides: Any) -> SamplingParams:

@@ -12,10 +12,10 @@ from oracle.distributed_world import SPLITS, World, splits
 pytest.importorskip("transformers")
 
 from mambaslots import hf
-from mambaslots.hf.checkpoint import Checkpoint
 from mambaslots.hf.split import ModelSplit
+from mambaslots.hf.weight_files import WeightFiles
 from oracle.float64_casts import Float64Casts
-from oracle.hf_checkpoints import save_checkpoint
+from oracle.hf_folders import save_model
 from oracle.hf_models import CONFIGS, VOCABULARY, reference_logits, reference_model, tiny_config
 from oracle.hf_steps import Steps, step_errors, texts
 from oracle.steps import Row
@@ -35,7 +35,7 @@ over_tensor_ranks = pytest.mark.parametrize("split", splits("tp 2", "tp 4"))
 @over_tensor_ranks
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_whole_model(world: World, split: str, case: str) -> None:
-    """Of whole prompts, prompts in parts, beside others, from a checkpoint, and token by token."""
+    """Of whole prompts, prompts in parts, beside others, from a model, and token by token."""
     groups = world.groups(*SPLITS[split])
     with Float64Casts():
         both = texts(VOCABULARY)
@@ -50,21 +50,21 @@ def test_logits_are_those_of_the_whole_model(world: World, split: str, case: str
 @pytest.mark.sampled(case=("qwen3_5_moe", "lfm2"))
 @over_tensor_ranks
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_reads_its_part_of_a_checkpoint(
+def test_a_rank_reads_its_part_of_a_model(
     world: World, split: str, case: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups = world.groups(*SPLITS[split])
-    save_checkpoint(case, folder)  # which rank 0 does
+    save_model(case, folder)  # which rank 0 does
     world.gathered(None)
     read: list[int] = []
-    unwatched = Checkpoint.read
+    unwatched = WeightFiles.read
 
     def watched(*arguments: Any) -> torch.Tensor:
         tensor = unwatched(*arguments)
         read.append(tensor.numel())
         return tensor
 
-    monkeypatch.setattr(Checkpoint, "read", watched)
+    monkeypatch.setattr(WeightFiles, "read", watched)
     loaded = ms.load(folder, groups=groups).model
     assert isinstance(loaded, hf.ServedModel)
     expected = hf.ServedModel(copy.deepcopy(reference_model(case)), groups)

@@ -7,14 +7,14 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.files import CheckpointError
+from mambaslots.files import ModelFolderError
 from oracle.fresh_process import printed_by
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}<|end|>{% endfor %}"
 
 
 def save_hybrid_lm(folder: Path) -> ms.models.HybridLM:
-    """A `HybridLM` with the files of a checkpoint, as `examples/train_tiny.py` writes them."""
+    """A `HybridLM` with the files of a model, as `examples/train_tiny.py` writes them."""
     model = ms.models.HybridLM(ms.models.HybridConfig.tiny(vocab_size=258), seed=0)
     model.save_pretrained(folder)
     ms.text.ByteTokenizer({"<|end|>": 256, "<|begin|>": 257}).save(folder)
@@ -62,7 +62,7 @@ def test_a_hybrid_lm_needs_no_transformers(tmp_path: Path) -> None:
     assert printed == "[97] [98, 256]\n"
 
 
-def test_a_checkpoint_of_transformers_without_transformers(tmp_path: Path) -> None:
+def test_a_model_of_transformers_without_transformers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "lfm2"}')
     code = (
         "import sys, mambaslots as ms\n"
@@ -93,10 +93,10 @@ def test_a_model_without_text_says_so_when_text_is_asked(tmp_path: Path) -> None
         ("[" * 200_000, "config.json is no JSON"),
     ],
 )
-def test_a_folder_that_is_no_checkpoint(content: str | None, message: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_model(content: str | None, message: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(ModelFolderError, match=message):
         ms.load(tmp_path)
 
 
@@ -112,24 +112,24 @@ def test_odd_json_is_named(name: str, tmp_path: Path) -> None:
     for content in ("[" * 200_000, "[]", "\udcff", '{"eos_token_id": {}, "model": [3]}'):
         save_hybrid_lm(tmp_path)
         path.write_text(content, errors="surrogateescape")
-        with pytest.raises(CheckpointError, match=name):
+        with pytest.raises(ModelFolderError, match=name):
             ms.load(tmp_path)
     path.unlink()
     path.mkdir()
     if name == "config.json":
-        with pytest.raises(CheckpointError, match=r"config.json cannot be read"):
+        with pytest.raises(ModelFolderError, match=r"config.json cannot be read"):
             ms.load(tmp_path)
 
 
 def test_a_spoilt_text_is_named(tmp_path: Path) -> None:
     save_hybrid_lm(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "end"}))
-    with pytest.raises(CheckpointError, match=r"generation_config.json: stop_token_ids"):
+    with pytest.raises(ModelFolderError, match=r"generation_config.json: stop_token_ids"):
         ms.load(tmp_path)
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "chat_template.jinja").write_text("{% for")
-    with pytest.raises(CheckpointError, match=r"chat_template.jinja: the chat template is no Jinja"):
+    with pytest.raises(ModelFolderError, match=r"chat_template.jinja: the chat template is no Jinja"):
         ms.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"tokenizer.json has no tokenizer of bytes"):
+    with pytest.raises(ModelFolderError, match=r"tokenizer.json has no tokenizer of bytes"):
         ms.load(tmp_path)

@@ -30,7 +30,7 @@ from mambaslots.replay.recorder import TraceRecorder
 
 WEIGHTS = {
     "traces": 3.0, "replays": 0.2, "recordings": 0.3,
-    "own checkpoint folders": 0.7, "transformers checkpoint folders": 0.12,
+    "own model folders": 0.7, "transformers model folders": 0.12,
     "transformers tokenizer folders": 0.15, "chat templates": 0.7, "calls of an engine": 0.7,
 }  # fmt: skip
 """Shares of the inputs of targets whose inputs take milliseconds."""

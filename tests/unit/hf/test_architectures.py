@@ -146,5 +146,5 @@ def test_another_head_is_refused() -> None:
 def test_an_unknown_buffer_is_refused_by_name() -> None:
     model = architectures.skeleton(tiny_config("bamba"), torch.float32)
     model.model.register_buffer("table", torch.empty(2, device="meta"), persistent=False)
-    with pytest.raises(ValueError, match=r"the buffer model\.table is in no checkpoint"):
+    with pytest.raises(ValueError, match=r"the buffer model\.table is in no file of weights"):
         architectures.restore_buffers(model, "cpu")

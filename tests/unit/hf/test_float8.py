@@ -13,8 +13,8 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from mambaslots import hf
-from mambaslots.hf.checkpoint import dequantize
-from oracle.hf_checkpoints import change_config, quantize, rewrite, save_checkpoint
+from mambaslots.hf.weight_files import dequantize
+from oracle.hf_folders import change_config, quantize, rewrite, save_model
 from oracle.hf_models import reference_model
 
 MOE = "qwen3_5_moe"
@@ -30,8 +30,8 @@ def is_quantized(name: str) -> bool:
 
 
 def save_float8(folder: Path, merged: bool = False) -> Tensors:
-    """Save a checkpoint in FP8; returns the float64 value of every quantised weight."""
-    save_checkpoint(MOE, folder)
+    """Save a model in FP8; returns the float64 value of every quantised weight."""
+    save_model(MOE, folder)
     generator = torch.Generator().manual_seed(0)
     expected = {}
 
@@ -96,7 +96,7 @@ def test_narrower_weights_are_the_nearest(dtype: torch.dtype, tmp_path: Path) ->
 @pytest.mark.parametrize("shape", [(130, 257), (1, 1), (128, 128), (3, 40, 300), (300, 5)])
 def test_blocks_need_not_divide_the_weight(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside numpy, element by element; in steps of few rows."""
-    monkeypatch.setattr("mambaslots.hf.checkpoint._STEP_ELEMENTS", 1)
+    monkeypatch.setattr("mambaslots.hf.weight_files._STEP_ELEMENTS", 1)
     generator = torch.Generator().manual_seed(1)
     blocks = (128, 128)
     stored, scales, _ = quantize(torch.randn(shape, generator=generator), blocks, generator)
@@ -129,7 +129,7 @@ def test_scales_may_be_powers_of_two() -> None:
         ),
         (
             lambda tensors: tensors.update({HEAD: tensors[HEAD].to(torch.float8_e5m2)}),
-            rf"{HEAD} of the checkpoint has the dtype torch.float8_e5m2; accepted: torch.float16, ",
+            rf"{HEAD} of the folder has the dtype torch.float8_e5m2; accepted: torch.float16, ",
         ),
         (
             lambda tensors: tensors.update({PROJECTION + "_scale_inv": torch.ones(2, 2)}),
@@ -153,7 +153,7 @@ def test_scales_may_be_powers_of_two() -> None:
 def test_scales_that_do_not_fit(change: Callable[[Tensors], object], message: str, tmp_path: Path) -> None:
     save_float8(tmp_path)
     rewrite(tmp_path, change)
-    with pytest.raises(hf.CheckpointError, match=message):
+    with pytest.raises(hf.ModelFolderError, match=message):
         hf.load(tmp_path)
 
 
@@ -181,17 +181,17 @@ def test_scales_that_do_not_fit(change: Callable[[Tensors], object], message: st
 def test_other_quantisations_are_refused_by_name(
     quantization: object, message: str, place: str, tmp_path: Path
 ) -> None:
-    save_checkpoint("lfm2", tmp_path)
+    save_model("lfm2", tmp_path)
     found = {"quantization_config": quantization}
     change_config(tmp_path, **(found if place == "config" else {"text_config": found}))
-    with pytest.raises(hf.CheckpointError, match=message):
+    with pytest.raises(hf.ModelFolderError, match=message):
         hf.load(tmp_path)
 
 
 def test_float8_weights_that_the_config_does_not_know_are_refused(tmp_path: Path) -> None:
     save_float8(tmp_path)
     change_config(tmp_path, quantization_config=None)
-    with pytest.raises(hf.CheckpointError, match="scale_inv"):
+    with pytest.raises(hf.ModelFolderError, match="scale_inv"):
         hf.load(tmp_path)
 
 

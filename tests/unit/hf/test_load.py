@@ -1,4 +1,4 @@
-"""`ms.load` and `hf.load` of checkpoints of transformers, from folders and from names on the hub."""
+"""`ms.load` and `hf.load` of models of transformers, from folders and from names on the hub."""
 
 import errno
 import json
@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 import huggingface_hub
 from huggingface_hub import errors
 from mambaslots import hf
-from oracle.hf_checkpoints import change_config, save_checkpoint
+from oracle.hf_folders import change_config, save_model
 from oracle.hf_models import reference_logits
 from transformers import AutoModelForCausalLM
 
@@ -26,8 +26,8 @@ CHAT = [{"role": "user", "content": "Hello"}]
 
 
 def save_with_text(folder: Path) -> None:
-    """The checkpoint of `CASE`, whose tokens are ASCII, with all files of text."""
-    save_checkpoint(CASE, folder)
+    """The model of `CASE`, whose tokens are ASCII, with all files of text."""
+    save_model(CASE, folder)
     ids = [byte - 32 if 32 <= byte < 127 else 200 + byte for byte in range(256)]
     tokenizer = ms.text.ByteTokenizer({"<|end|>": 95, "<|begin|>": 96}, ids)
     tokenizer.save(folder)
@@ -37,7 +37,7 @@ def save_with_text(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [95, 1], "max_new_tokens": 7}')
 
 
-def test_a_checkpoint_with_its_text_answers_as_transformers(tmp_path: Path) -> None:
+def test_a_model_with_its_text_answers_as_transformers(tmp_path: Path) -> None:
     save_with_text(tmp_path)
     loaded = ms.load(tmp_path)
     assert isinstance(loaded.model, hf.ServedModel)
@@ -56,8 +56,8 @@ def test_a_checkpoint_with_its_text_answers_as_transformers(tmp_path: Path) -> N
     assert loaded.codec.decode(loaded.codec.encode_chat(CHAT)) == "Hello"
 
 
-def test_a_checkpoint_without_text(tmp_path: Path) -> None:
-    save_checkpoint(CASE, tmp_path)
+def test_a_model_without_text(tmp_path: Path) -> None:
+    save_model(CASE, tmp_path)
     loaded = ms.load(str(tmp_path), dtype=torch.bfloat16)
     assert loaded.model.state_spec().kv_dtype == torch.bfloat16
     assert loaded.text is None
@@ -69,7 +69,7 @@ def test_what_fla_core_warns_of_without_a_gpu_is_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers imports it when it builds a model."""
-    save_checkpoint(CASE, tmp_path)
+    save_model(CASE, tmp_path)
     build = AutoModelForCausalLM.from_config
 
     def importing(*arguments: Any, **named: Any) -> Any:
@@ -82,7 +82,7 @@ def test_what_fla_core_warns_of_without_a_gpu_is_not_shown(
 
 
 def test_an_architecture_that_is_not_served_is_named(tmp_path: Path) -> None:
-    save_checkpoint(CASE, tmp_path)
+    save_model(CASE, tmp_path)
     change_config(tmp_path, model_type="llama", layer_types=None)
     with pytest.raises(ValueError, match=r"model_type is 'llama'; accepted: bamba, falcon_h1"):
         hf.load(tmp_path)
@@ -106,7 +106,7 @@ def test_an_architecture_that_is_not_served_is_named(tmp_path: Path) -> None:
 def test_an_odd_config_is_named(
     load: Callable[[Path], Any], change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    save_checkpoint(CASE, tmp_path)
+    save_model(CASE, tmp_path)
     change_config(tmp_path, **change)
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
@@ -146,7 +146,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., object]], No
 
 @pytest.mark.parametrize("load", [hf.load, ms.load])
 def test_a_name_is_downloaded(load: Callable[[str], Any], hub: Any, tmp_path: Path) -> None:
-    save_checkpoint(CASE, tmp_path)
+    save_model(CASE, tmp_path)
     asked = []
 
     def download(name: str, **options: Any) -> str:
@@ -179,11 +179,11 @@ def test_a_name_that_cannot_be_downloaded_is_named(hub: Any) -> None:
     )
     assert caught.value.__cause__ is failure
     hub(raising(errors.RepositoryNotFoundError("404", response=Mock())))
-    with pytest.raises(hf.CheckpointError, match="'a/b' is no folder here, and no model on the hub"):
+    with pytest.raises(hf.ModelFolderError, match="'a/b' is no folder here, and no model on the hub"):
         ms.load("a/b")
     hub(raising(errors.HFValidationError("two dots")))
     with pytest.raises(
-        hf.CheckpointError, match=r"'a/b..c' is no folder here, and no model on the hub .*: two"
+        hf.ModelFolderError, match=r"'a/b..c' is no folder here, and no model on the hub .*: two"
     ):
         ms.load("a/b..c")
 
@@ -200,9 +200,9 @@ def test_a_wrong_text_is_refused_before_weights_are_read(tmp_path: Path) -> None
     save_with_text(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 0}')
-    with pytest.raises(hf.CheckpointError, match="max_tokens is 0"):
+    with pytest.raises(hf.ModelFolderError, match="max_tokens is 0"):
         ms.load(tmp_path)
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(hf.CheckpointError, match=r"the tokenizer in .* cannot be read"):
+    with pytest.raises(hf.ModelFolderError, match=r"the tokenizer in .* cannot be read"):
         ms.load(tmp_path)

@@ -35,7 +35,7 @@ TIE = 1e-4
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits(case: str, record_error: Record) -> None:
-    """Of whole prompts, prompts in parts, beside others, from a checkpoint, and token by token."""
+    """Of whole prompts, prompts in parts, beside others, from a model, and token by token."""
     _check_steps(case, torch.float32, nullcontext, FLOAT32, "float32", record_error)
 
 

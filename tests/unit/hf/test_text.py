@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates of checkpoints, as transformers reads them, and our own beside them."""
+"""Tokenizers and chat templates of models, as transformers reads them, and our own beside them."""
 
 import inspect
 import json
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 from mambaslots import hf
-from mambaslots.hf.text import CheckpointTokenizer, load_text
+from mambaslots.hf.text import TransformersTokenizer, load_text
 from mambaslots.serve.requests import NOT_VARIABLES
 from mambaslots.text import ByteTokenizer, ChatTemplate, TextCodec
 from mambaslots.text.codec import Detokenizer
@@ -142,7 +142,7 @@ def test_clients_set_no_argument_of_transformers() -> None:
     assert names <= NOT_VARIABLES
 
 
-def test_the_tokenizer_of_a_checkpoint(tmp_path: Path) -> None:
+def test_the_tokenizer_of_a_model(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, byte_level_bpe(), bos_token="<|im_start|>", eos_token="<|im_end|>")
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
     text, theirs = load_text(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
@@ -204,7 +204,7 @@ class WithoutCuts:
 @pytest.mark.parametrize("template", ["with special tokens", "User: "])
 @given(texts=st.lists(st.text(alphabet="ab \né<|:日", max_size=8), min_size=5, max_size=5))
 def test_marks_are_where_the_tokens_of_other_chats_leave(kind: str, template: str, texts: list[str]) -> None:
-    both = CheckpointTokenizer(PreTrainedTokenizerFast(tokenizer_object=TOKENIZERS[kind]))
+    both = TransformersTokenizer(PreTrainedTokenizerFast(tokenizer_object=TOKENIZERS[kind]))
     source = TEMPLATE if template == "with special tokens" else PLAIN
     codec = TextCodec(both, ChatTemplate(source, {"bos_token": ""}))
     roles = ("system", "user", "assistant", "user")
@@ -234,5 +234,5 @@ def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
 def test_a_spoilt_tokenizer_is_named(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, byte_level_bpe())
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
-    with pytest.raises(hf.CheckpointError, match=f"the tokenizer in {tmp_path} cannot be read"):
+    with pytest.raises(hf.ModelFolderError, match=f"the tokenizer in {tmp_path} cannot be read"):
         load_text(tmp_path)

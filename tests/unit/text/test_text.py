@@ -11,7 +11,7 @@ import mambaslots as ms
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.files import CheckpointError
+from mambaslots.files import ModelFolderError
 from mambaslots.text import ByteTokenizer, ChatTemplate, GenerationDefaults, TextCodec
 from mambaslots.text.codec import Detokenizer
 
@@ -102,7 +102,7 @@ def test_a_tokenizer_of_something_else_is_refused(change: Any, message: str, tmp
     change(content)
     path.write_text(json.dumps(content))
     with pytest.raises(
-        CheckpointError, match=rf"tokenizer.json has no tokenizer of bytes: .*{message}.*; acc"
+        ModelFolderError, match=rf"tokenizer.json has no tokenizer of bytes: .*{message}.*; acc"
     ):
         ByteTokenizer.from_folder(tmp_path)
 
@@ -147,7 +147,7 @@ def test_a_template_runs_in_a_sandbox(source: str) -> None:
 
 
 def test_nothing_of_a_template_is_computed_when_it_is_read() -> None:
-    """Jinja folds constants: a template of 20 characters took gigabytes when its checkpoint was loaded."""
+    """Jinja folds constants: a template of 20 characters took gigabytes when its model was loaded."""
     for source in (
         "{{ 1 / 0 }}",
         "{{ raise_exception('now') }}",
@@ -274,7 +274,7 @@ def defaults(folder: Path, config: dict[str, Any] | None = None, **said: Any) ->
     return GenerationDefaults.read(folder, config or {})
 
 
-def test_defaults_of_a_checkpoint_that_draws(tmp_path: Path) -> None:
+def test_defaults_of_a_model_that_draws(tmp_path: Path) -> None:
     found = defaults(tmp_path, do_sample=True, temperature=0.6, top_k=20, top_p=0.95, eos_token_id=[7, 9])
     assert found.sampling_params() == ms.SamplingParams(
         temperature=0.6, top_k=20, top_p=0.95, stop_token_ids=(7, 9)
@@ -284,7 +284,7 @@ def test_defaults_of_a_checkpoint_that_draws(tmp_path: Path) -> None:
     assert (changed.max_tokens, changed.stop_token_ids) == (5, ())
 
 
-def test_defaults_of_a_checkpoint_that_does_not_draw(tmp_path: Path) -> None:
+def test_defaults_of_a_model_that_does_not_draw(tmp_path: Path) -> None:
     for said in ({"do_sample": False}, {}):
         found = defaults(tmp_path, temperature=0.6, top_k=20, top_p=0.9, max_new_tokens=64, **said)
         assert found.sampling_params() == ms.SamplingParams(max_tokens=64)
@@ -292,7 +292,7 @@ def test_defaults_of_a_checkpoint_that_does_not_draw(tmp_path: Path) -> None:
     assert defaults(tmp_path, do_sample=True).sampling_params() == ms.SamplingParams(temperature=1.0)
 
 
-def test_what_a_checkpoint_says_and_is_not_applied_is_named(
+def test_what_a_model_says_and_is_not_applied_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "mambaslots.text"):
@@ -305,7 +305,7 @@ def test_what_a_checkpoint_says_and_is_not_applied_is_named(
     )
 
 
-def test_penalties_of_a_checkpoint_are_defaults(tmp_path: Path) -> None:
+def test_penalties_of_a_model_are_defaults(tmp_path: Path) -> None:
     said = {"repetition_penalty": 1.5, "min_p": 0.15, "min_new_tokens": 7, "presence_penalty": 0.5}
     params = defaults(tmp_path, do_sample=True, **said).sampling_params(max_tokens=20)
     assert (params.repetition_penalty, params.min_p, params.min_tokens) == (1.5, 0.15, 7)
@@ -337,7 +337,7 @@ def test_stop_tokens_may_stand_in_the_config(tmp_path: Path) -> None:
 def test_defaults_that_no_model_accepts_are_refused_at_once(
     said: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match=f"generation_config.json: {message}"):
+    with pytest.raises(ModelFolderError, match=f"generation_config.json: {message}"):
         defaults(tmp_path, **said)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..files import CONFIG, CheckpointError, read_object, section
+from ..files import CONFIG, ModelFolderError, read_object, section
 from ..validation import INT32_MAX, ints_within
 from .weight_part import WeightPart
 
@@ -27,12 +27,12 @@ _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0
 _STEP_ELEMENTS = 2**22
 
 
-class Checkpoint(ExitStack):
+class WeightFiles(ExitStack):
     """The safetensors files of a folder. Nothing is read but their headers until `read` is called.
 
     With `blocks`, a weight of dtype float8_e4m3fn [..., rows, columns] has its blocks' scales in a tensor
     with "_scale_inv" after its name, [..., ceil(rows / block rows), ceil(columns / block columns)]. `read`
-    multiplies by them. A CheckpointError names what is missing, truncated, corrupt or does not fit.
+    multiplies by them. A ModelFolderError names what is missing, truncated, corrupt or does not fit.
     """
 
     def __init__(self, folder: Path, blocks: tuple[int, int] | None = None) -> None:
@@ -87,12 +87,12 @@ class Checkpoint(ExitStack):
                     place.copy_(view[index])
                 return result
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
+            raise ModelFolderError(f"{path}: {name} cannot be read: {error}") from error
 
     def _stored_dtype(self, name: str) -> torch.dtype:
         code = self._slice(name).get_dtype()
         if code not in _DTYPES:
-            raise CheckpointError(f"{name} has the dtype {code}; accepted: {', '.join(_DTYPES)}")
+            raise ModelFolderError(f"{name} has the dtype {code}; accepted: {', '.join(_DTYPES)}")
         return _DTYPES[code]
 
     def _slice(self, name: str) -> Any:
@@ -108,19 +108,19 @@ class Checkpoint(ExitStack):
         for name in self.names:
             dtype = self._stored_dtype(name)
             if dtype == torch.float8_e4m3fn and name not in self._scaled:
-                raise CheckpointError(f"{name} is stored in float8_e4m3fn, and {name + _SCALE} is missing")
+                raise ModelFolderError(f"{name} is stored in float8_e4m3fn, and {name + _SCALE} is missing")
             if dtype != torch.float8_e4m3fn and name in self._scaled:
-                raise CheckpointError(
+                raise ModelFolderError(
                     f"{name} is stored in {dtype} with {name + _SCALE}; accepted: torch.float8_e4m3fn"
                 )
         for name in scales:
             weight = name.removesuffix(_SCALE)
             if weight not in self._scaled:
-                raise CheckpointError(f"{name} has no weight: {weight} is missing")
+                raise ModelFolderError(f"{name} has no weight: {weight} is missing")
             *before, rows, columns = self.shape(weight) if len(self.shape(weight)) > 1 else (1, 0, 0)
             accepted = (*before, -(-rows // blocks[0]), -(-columns // blocks[1]))
             if self.shape(name) != accepted or self._stored_dtype(name) not in _SCALE_DTYPES:
-                raise CheckpointError(
+                raise ModelFolderError(
                     f"{name} is {self._stored_dtype(name)}, {self.shape(name)}; accepted for {weight}, "
                     f"{self.shape(weight)}: floating point, {accepted}"
                 )
@@ -128,22 +128,22 @@ class Checkpoint(ExitStack):
     def _open(self, folder: Path) -> None:
         index = _weight_map(folder) if (folder / _INDEX).is_file() else None
         if index is None and not (folder / _WHOLE).is_file():
-            raise CheckpointError(_no_safetensors(folder))
+            raise ModelFolderError(_no_safetensors(folder))
         for file_name in [_WHOLE] if index is None else sorted(set(index.values())):
             path = folder / file_name
             if not path.is_file():
-                raise CheckpointError(f"{folder / _INDEX} names {file_name}, which is missing")
+                raise ModelFolderError(f"{folder / _INDEX} names {file_name}, which is missing")
             try:
                 # `pread` leaves no pages of the file in this process; a map counts them as its memory.
                 file = self.enter_context(safe_open(path, framework="pt", backend="pread"))
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} is truncated or no safetensors file: {error}") from error
+                raise ModelFolderError(f"{path} is truncated or no safetensors file: {error}") from error
             for name in file.offset_keys():
                 if index is None or index.get(name, file_name) == file_name:
                     self._files[name] = path, file
         for name, file_name in (index or {}).items():
             if name not in self._files:
-                raise CheckpointError(f"{folder / _INDEX} names {name}, which {file_name} has not")
+                raise ModelFolderError(f"{folder / _INDEX} names {name}, which {file_name} has not")
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -151,10 +151,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
     path = folder / _INDEX
     files = read_object(path).get("weight_map")
     if not isinstance(files, dict) or not files:
-        raise CheckpointError(f"{path} has no weight_map; accepted: an object, tensor to file")
+        raise ModelFolderError(f"{path} has no weight_map; accepted: an object, tensor to file")
     for name, file in files.items():
         if not isinstance(file, str) or file != Path(file).name or "\\" in file or not file.endswith(_SUFFIX):
-            raise CheckpointError(
+            raise ModelFolderError(
                 f"{path}: weight_map has {file!r} for {name}; accepted: the name of a .safetensors file in "
                 "the folder"
             )
@@ -181,12 +181,12 @@ def weight_block_size(folder: Path, config: Mapping[str, Any]) -> tuple[int, int
         return None
     method = found.get("quant_method")
     if method != "fp8":
-        raise CheckpointError(f"{folder} is quantised by {method!r}; accepted: no quantisation, or 'fp8'")
+        raise ModelFolderError(f"{folder} is quantised by {method!r}; accepted: no quantisation, or 'fp8'")
     blocks = found.get("weight_block_size")
     if found.get("expert_dtype", "fp8") != "fp8":
-        raise CheckpointError(f"{folder} has experts in {found['expert_dtype']!r}; accepted: 'fp8'")
+        raise ModelFolderError(f"{folder} has experts in {found['expert_dtype']!r}; accepted: 'fp8'")
     if not (isinstance(blocks, list) and len(blocks) == 2 and ints_within(blocks, 1, INT32_MAX)):
-        raise CheckpointError(f"{folder}: weight_block_size is {blocks!r}; accepted: two positive integers")
+        raise ModelFolderError(f"{folder}: weight_block_size is {blocks!r}; accepted: two positive integers")
     return blocks[0], blocks[1]
 
 

@@ -39,10 +39,10 @@ _LINKS = ("/dev/zero", "/dev/stdin", "/etc/passwd", "missing", "/", "/proc/self/
 
 
 def targets(folder: Path) -> list[Target]:
-    """Folders of checkpoints, and text."""
+    """Folders of models, and text."""
     return [
-        Folders("own checkpoint folders", folder / "own", _own_files, _load_own),
-        Folders("transformers checkpoint folders", folder / "hf", _transformers_files, _load_transformers),
+        Folders("own model folders", folder / "own", _own_files, _load_own),
+        Folders("transformers model folders", folder / "hf", _transformers_files, _load_transformers),
         Folders("transformers tokenizer folders", folder / "text", _tokenizer_files, _load_text),
         Templates(),
         Texts(),
@@ -182,7 +182,7 @@ def _damaged_safetensors(random: Random, content: bytes) -> bytes:
     return struct.pack("<Q", len(written)) + written + rest
 
 
-# ---- our own checkpoints
+# ---- our own models
 
 
 def _own_files(folder: Path) -> list[Files]:
@@ -393,7 +393,7 @@ _HUNGRY = (
     "{{ messages | batch(10**9, 0) | list }}",
     "{{ 'a' | indent(10**10, true) }}",
 )  # fmt: skip
-"""Templates that take time or memory when rendered, which is the checkpoint's. Reading them must not."""
+"""Templates that take time or memory when rendered, which is the model's. Reading them must not."""
 _HOSTILE = (
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ cycler.__init__.__globals__.os.popen('id').read() }}",

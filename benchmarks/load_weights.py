@@ -1,12 +1,12 @@
-"""How much memory a checkpoint takes while it is loaded, beside transformers' own `from_pretrained`.
+"""How much memory a model takes while it is loaded, beside transformers' own `from_pretrained`.
 
-A synthetic checkpoint of a mixture of experts, bfloat16, in several shards, one tensor an expert, is loaded
+A synthetic model of a mixture of experts, bfloat16, in several shards, one tensor an expert, is loaded
 on the CPU in processes of their own. What is printed is the largest resident memory during the load, over
 that before it, and its ratio to the floor: all weights, and once more the largest tensor that is merged of
 several. Two figures a load: all resident pages, and anonymous ones alone, because a file that is mapped is
 resident, too, though the system may take its pages back. The latter are sampled each millisecond.
 
-    python benchmarks/load_checkpoint.py --megabytes 1024 --json out.json
+    python benchmarks/load_weights.py --megabytes 1024 --json out.json
 
 The exit code is 1 if a load of ours takes more than the floor.
 """
@@ -45,7 +45,7 @@ class Load:
         return self.peak / self.floor
 
 
-def make_checkpoint(folder: str, megabytes: int) -> None:
+def make_model(folder: str, megabytes: int) -> None:
     """Save a model of about this size; its weights are whatever the memory held, mostly zeros."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig
@@ -87,7 +87,7 @@ class AnonymousPeak:
 
 
 def measure(name: str, folder: str) -> Load:
-    """Load the checkpoint in this process, which has loaded nothing before."""
+    """Load the model in this process, which has loaded nothing before."""
     import torch
     from mambaslots import hf
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -112,14 +112,14 @@ def measure(name: str, folder: str) -> Load:
 
 def main() -> int:
     parser = make_parser(__doc__)
-    add_count(parser, "--megabytes", 1024, "size of the checkpoint", at_least=100)
+    add_count(parser, "--megabytes", 1024, "size of the model", at_least=100)
     args = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         with ProcessPoolExecutor(1, spawn) as process:
-            process.submit(make_checkpoint, folder, args.megabytes).result()
+            process.submit(make_model, folder, args.megabytes).result()
         shards = sorted(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
-        print(f"checkpoint: {sum(shards) / 1e6:,.0f} MB in {len(shards)} shards")
+        print(f"model: {sum(shards) / 1e6:,.0f} MB in {len(shards)} shards")
         loads = []
         for name in NAMES:
             with ProcessPoolExecutor(1, spawn) as process:

@@ -1,4 +1,4 @@
-"""Checkpoints of tiny random models of transformers, and checkpoints that are wrong on purpose."""
+"""Models of tiny random models of transformers, and models that are wrong on purpose."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 
 
-def save_checkpoint(case: str, folder: Path, shard_size: str = "10GB") -> dict[str, Tensor]:
+def save_model(case: str, folder: Path, shard_size: str = "10GB") -> dict[str, Tensor]:
     """Save the reference model of `case` as transformers does; returns what its files hold."""
     reference_model(case).save_pretrained(folder, max_shard_size=shard_size)
     return stored_tensors(folder)
@@ -26,7 +26,7 @@ def stored_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Let `change` change the tensors of a checkpoint, and write them into one file."""
+    """Let `change` change the tensors of a model, and write them into one file."""
     tensors = stored_tensors(folder)
     change(tensors)
     for path in (*folder.glob("*.safetensors"), *folder.glob(INDEX)):

@@ -1,4 +1,4 @@
-"""Weights come out of a checkpoint's files as transformers loads them, or an error names what is wrong."""
+"""Weights come out of a model's files as transformers loads them, or an error names what is wrong."""
 
 import json
 import logging
@@ -14,12 +14,12 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from mambaslots import files, hf  # noqa: E402
-from oracle.hf_checkpoints import (  # noqa: E402
+from oracle.hf_folders import (  # noqa: E402
     INDEX,
     WHOLE,
     change_config,
     rewrite,
-    save_checkpoint,
+    save_model,
     stored_tensors,
 )
 from oracle.hf_models import CONFIGS, reference_model, tiny_config  # noqa: E402
@@ -36,7 +36,7 @@ def tensors_of(model: Any) -> Tensors:
 
 
 def assert_equal(got: Any, expected: Any) -> None:
-    """Parameters and buffers, those that no checkpoint holds included."""
+    """Parameters and buffers, those that no file holds included."""
     ours, theirs = tensors_of(got), tensors_of(expected)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
@@ -47,7 +47,7 @@ def assert_equal(got: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_all_weights_are_those_that_were_saved(case: str, tmp_path: Path) -> None:
-    save_checkpoint(case, tmp_path, shard_size="60KB")
+    save_model(case, tmp_path, shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert_equal(hf.load(tmp_path).model, reference_model(case))
 
@@ -55,14 +55,14 @@ def test_all_weights_are_those_that_were_saved(case: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("case", ["nemotron_h MoE", "falcon_h1", MOE])
 def test_weights_in_another_dtype_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     """transformers keeps some weights in float32 in narrower models."""
-    save_checkpoint(case, tmp_path)
+    save_model(case, tmp_path)
     for dtype in (torch.bfloat16, torch.float16):
         theirs = type(reference_model(case)).from_pretrained(tmp_path, dtype=dtype)
         assert_equal(hf.load(tmp_path, dtype=dtype).model, theirs)
 
 
-def test_the_dtype_is_the_one_that_the_checkpoint_names(tmp_path: Path) -> None:
-    save_checkpoint("lfm2", tmp_path)
+def test_the_dtype_is_the_one_that_the_model_names(tmp_path: Path) -> None:
+    save_model("lfm2", tmp_path)
     change_config(tmp_path, dtype="bfloat16")
     assert hf.load(tmp_path).dtype == torch.bfloat16
     assert hf.load(tmp_path, dtype=torch.float64).dtype == torch.float64
@@ -81,7 +81,7 @@ def as_text_and_images(tensors: Tensors) -> None:
 def test_the_text_part_of_a_model_of_text_and_images(
     case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_checkpoint(case, tmp_path)
+    save_model(case, tmp_path)
     rewrite(tmp_path, as_text_and_images)
     tiny_config(case).save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO, "mambaslots.hf"):
@@ -93,7 +93,7 @@ def test_the_text_part_of_a_model_of_text_and_images(
 
 def test_experts_that_are_merged_on_disk(tmp_path: Path) -> None:
     """Some checkpoints hold all experts of a layer as one tensor, as the model does."""
-    save_checkpoint(MOE, tmp_path)
+    save_model(MOE, tmp_path)
 
     def merge(tensors: Tensors) -> None:
         for name in [name for name in tensors if ".experts." in name]:
@@ -107,14 +107,14 @@ def test_experts_that_are_merged_on_disk(tmp_path: Path) -> None:
 
 
 def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
-    stored = save_checkpoint("granitemoehybrid dense", tmp_path)
+    stored = save_model("granitemoehybrid dense", tmp_path)
     assert "lm_head.weight" not in stored
     model: Any = hf.load(tmp_path).model
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_a_checkpoint_without_its_embeddings_may_have_the_head_that_they_are_tied_to(tmp_path: Path) -> None:
-    save_checkpoint("granitemoehybrid dense", tmp_path)
+def test_a_model_without_its_embeddings_may_have_the_head_that_they_are_tied_to(tmp_path: Path) -> None:
+    save_model("granitemoehybrid dense", tmp_path)
     rewrite(
         tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")})
     )
@@ -124,7 +124,7 @@ def test_a_checkpoint_without_its_embeddings_may_have_the_head_that_they_are_tie
 def test_a_load_that_takes_long_logs_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_checkpoint(MOE, tmp_path)
+    save_model(MOE, tmp_path)
     monkeypatch.setattr(files, "PROGRESS_S", -1.0)
     with caplog.at_level(logging.INFO, "mambaslots.files"):
         hf.load(tmp_path)
@@ -139,26 +139,26 @@ def test_a_conversion_of_another_kind_is_refused() -> None:
     from transformers.core_model_loading import Transpose, WeightConverter
 
     converter = WeightConverter("feed_forward.w1.weight", "feed_forward.w1.weight", [Transpose()])
-    with pytest.raises(hf.CheckpointError, match="w1 is made by Transpose; accepted: Merge"):
+    with pytest.raises(hf.ModelFolderError, match="w1 is made by Transpose; accepted: Merge"):
         WeightSource.of("w1", converter)
 
 
 @pytest.mark.parametrize("count", [2**31 - 1, 2**62])
 def test_more_layers_than_a_model_has_are_not_listed(count: int, tmp_path: Path) -> None:
     """transformers makes a list of the layers when it reads a config."""
-    save_checkpoint("mamba2", tmp_path)
+    save_model("mamba2", tmp_path)
     change_config(tmp_path, num_hidden_layers=count)
-    with pytest.raises(hf.CheckpointError, match=rf"num_hidden_layers is {count}; accepted: at most 10000"):
+    with pytest.raises(hf.ModelFolderError, match=rf"num_hidden_layers is {count}; accepted: at most 10000"):
         hf.load(tmp_path)
 
 
 def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
-    save_checkpoint("lfm2", tmp_path)
+    save_model("lfm2", tmp_path)
     (tmp_path / "code.py").write_text("raise SystemExit('the code was run')")
     change_config(tmp_path, auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"})
     assert_equal(hf.load(tmp_path).model, reference_model("lfm2"))
     change_config(tmp_path, model_type="of_its_own")
-    with pytest.raises(hf.CheckpointError, match=r"transformers cannot read .*config.json"):
+    with pytest.raises(hf.ModelFolderError, match=r"transformers cannot read .*config.json"):
         hf.load(tmp_path)
 
 
@@ -188,7 +188,7 @@ def remove(*names: str) -> Callable[[Tensors], None]:
         ),
         (
             lambda tensors: tensors.update({NORM: torch.ones(5)}),
-            rf"{NORM} of the checkpoint has the shape \(5,\); accepted for {NORM}: \(32,\)",
+            rf"{NORM} of the folder has the shape \(5,\); accepted for {NORM}: \(32,\)",
         ),
         (
             lambda tensors: tensors.update({EXPERT: torch.ones(5, 5)}),
@@ -202,27 +202,27 @@ def remove(*names: str) -> Callable[[Tensors], None]:
     ids=["missing", "no expert", "no experts", "superfluous", "shape", "expert's shape", "more experts"],
 )  # fmt: skip
 def test_weights_that_do_not_fit(change: Callable[[Tensors], None], message: str, tmp_path: Path) -> None:
-    save_checkpoint(MOE, tmp_path)
+    save_model(MOE, tmp_path)
     rewrite(tmp_path, change)
-    with pytest.raises(hf.CheckpointError, match=message):
+    with pytest.raises(hf.ModelFolderError, match=message):
         hf.load(tmp_path)
 
 
 def test_two_tensors_that_are_one_weight(tmp_path: Path) -> None:
-    save_checkpoint("qwen3_5", tmp_path)
+    save_model("qwen3_5", tmp_path)
     other = "model.language_model.norm.weight"
     rewrite(tmp_path, lambda tensors: tensors.update({other: tensors["model.norm.weight"].clone()}))
     with pytest.raises(
-        hf.CheckpointError, match=f"{other} and model.norm.weight of the checkpoint are both mod"
+        hf.ModelFolderError, match=f"{other} and model.norm.weight of the folder are both mod"
     ):
         hf.load(tmp_path)
 
 
 def test_long_lists_of_names_are_cut(tmp_path: Path) -> None:
-    save_checkpoint("lfm2", tmp_path)
+    save_model("lfm2", tmp_path)
     rewrite(tmp_path, Tensors.clear)
     num_weights = len(reference_model("lfm2").state_dict())
-    with pytest.raises(hf.CheckpointError, match=f"and {num_weights - 20} more"):
+    with pytest.raises(hf.ModelFolderError, match=f"and {num_weights - 20} more"):
         hf.load(tmp_path)
 
 
@@ -236,25 +236,25 @@ def scramble(path: Path) -> None:
 
 @pytest.mark.parametrize("spoil", [cut, scramble, Path.touch, Path.mkdir], ids=lambda spoil: spoil.__name__)
 def test_a_spoilt_file_is_named_and_no_file_stays_open(spoil: Callable[[Path], None], tmp_path: Path) -> None:
-    save_checkpoint("lfm2", tmp_path, shard_size="60KB")
+    save_model("lfm2", tmp_path, shard_size="60KB")
     path = sorted(tmp_path.glob("*.safetensors"))[-1]
     if spoil in (Path.touch, Path.mkdir):
         path.unlink()
     spoil(path)
     before = sorted(os.listdir("/proc/self/fd"))
-    with pytest.raises(hf.CheckpointError, match=path.name):
+    with pytest.raises(hf.ModelFolderError, match=path.name):
         hf.load(tmp_path)
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_file_that_fails_while_it_is_read_is_named(tmp_path: Path) -> None:
     """The file is cut after its header was read."""
-    from mambaslots.hf.checkpoint import Checkpoint
+    from mambaslots.hf.weight_files import WeightFiles
 
-    save_checkpoint("lfm2", tmp_path)
-    with Checkpoint(tmp_path) as checkpoint:
+    save_model("lfm2", tmp_path)
+    with WeightFiles(tmp_path) as checkpoint:
         os.truncate(tmp_path / WHOLE, 100)
-        with pytest.raises(hf.CheckpointError, match=f"{WHOLE}: {checkpoint.names[-1]} cannot be read"):
+        with pytest.raises(hf.ModelFolderError, match=f"{WHOLE}: {checkpoint.names[-1]} cannot be read"):
             checkpoint.read(checkpoint.names[-1], torch.device("cpu"), None)
 
 
@@ -300,16 +300,16 @@ def naming(file: object) -> Callable[[Path], None]:
     ],
 )
 def test_a_spoilt_index_or_config(spoil: Callable[[Path], None], message: str, tmp_path: Path) -> None:
-    save_checkpoint("qwen3_next", tmp_path, shard_size="60KB")
+    save_model("qwen3_next", tmp_path, shard_size="60KB")
     spoil(tmp_path)
-    with pytest.raises(hf.CheckpointError, match=message):
+    with pytest.raises(hf.ModelFolderError, match=message):
         hf.load(tmp_path)
 
 
 def test_a_tensor_of_two_files_comes_from_the_one_that_the_index_names(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    save_checkpoint("bamba", tmp_path, shard_size="60KB")
+    save_model("bamba", tmp_path, shard_size="60KB")
     files = json.loads((tmp_path / INDEX).read_text())["weight_map"]
     path = next(
         path for path in sorted(tmp_path.glob("*.safetensors")) if path.name != files["lm_head.weight"]
@@ -319,10 +319,10 @@ def test_a_tensor_of_two_files_comes_from_the_one_that_the_index_names(tmp_path:
 
 
 def test_pickle_files_are_refused(tmp_path: Path) -> None:
-    save_checkpoint("lfm2", tmp_path)
+    save_model("lfm2", tmp_path)
     torch.save(stored_tensors(tmp_path), tmp_path / "pytorch_model.bin")
     (tmp_path / WHOLE).unlink()
-    with pytest.raises(hf.CheckpointError, match=r"pytorch_model.bin, a pickle file.*save_pretrained"):
+    with pytest.raises(hf.ModelFolderError, match=r"pytorch_model.bin, a pickle file.*save_pretrained"):
         hf.load(tmp_path)
 
 
@@ -334,22 +334,22 @@ def test_pickle_files_are_refused(tmp_path: Path) -> None:
 def test_elements_of_a_quantisation_that_the_config_does_not_name_are_refused(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    save_checkpoint(MOE, tmp_path)
+    save_model(MOE, tmp_path)
     for name in (NORM, EXPERT):
         stored = stored_tensors(tmp_path)[name]
         rewrite(tmp_path, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))  # noqa: B023
-        message = f"{name} of the checkpoint has the dtype {dtype}; accepted: torch.float16, "
-        with pytest.raises(hf.CheckpointError, match=message):
+        message = f"{name} of the folder has the dtype {dtype}; accepted: torch.float16, "
+        with pytest.raises(hf.ModelFolderError, match=message):
             hf.load(tmp_path)
         rewrite(tmp_path, lambda tensors: tensors.update({name: stored}))  # noqa: B023
     assert_equal(hf.load(tmp_path).model, reference_model(MOE))
 
 
 def test_dtypes_that_are_no_numbers_of_a_model_are_refused(tmp_path: Path) -> None:
-    save_checkpoint("lfm2", tmp_path)
+    save_model("lfm2", tmp_path)
     rewrite(
         tmp_path,
         lambda tensors: tensors.update({"model.embedding_norm.weight": torch.ones(32).to(torch.complex64)}),
     )
-    with pytest.raises(hf.CheckpointError, match=r"model.embedding_norm.weight has the dtype C64"):
+    with pytest.raises(hf.ModelFolderError, match=r"model.embedding_norm.weight has the dtype C64"):
         hf.load(tmp_path)
