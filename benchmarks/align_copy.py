@@ -9,7 +9,7 @@ counted     bytes of a step of 32 decoding requests with 3 drafts each, from the
             states: one read and 1 + drafts written a request
 measured    the launches, n of 32 requests having something to copy; GB/s counts bytes read and bytes written,
             % is of a large device-to-device copy in the same run. "queue" is a call in a queue of calls, with
-            the host's work where the GPU waits for it; "graph" the launch alone, replayed from a CUDA graph
+            the host's work where the GPU waits for it; "graph" the launch alone, in a CUDA graph
 steps       all layers' SSM update of a step in which n requests change their column: copy-free, and with the
             copy before it. What both wrote is compared, bit for bit
 

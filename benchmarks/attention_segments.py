@@ -3,7 +3,7 @@
 FlashAttention-3, bfloat16, 32 heads and 8 KV heads of 128 numbers, KV blocks of 256 tokens. "one split"
 leaves each sequence whole, "automatic" lets FlashAttention-3 choose, and the other columns cut sequences at
 multiples of so many tokens. Block tables have as many columns as a captured graph has, a power of two. Times
-are medians of replays of a CUDA graph, in microseconds a call.
+are medians of launches of a CUDA graph, in microseconds a call.
 
     python benchmarks/attention_segments.py --json out.json        (one GPU)
 """

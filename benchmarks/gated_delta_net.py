@@ -9,7 +9,7 @@ fla    fla's convolution, `chunk_gated_delta_rule` or `fused_recurrent_gated_del
        dense states in and out. The norm is fla's on both sides
 
 Rows: prefills of 4,096 tokens in all, from states; decodes of 1, 8 and 64 rows. Times are medians in
-microseconds: of calls by events, and of replays of a CUDA graph, without the host's part. The first prefill
+microseconds: of calls by events, and of launches of a CUDA graph, without the host's part. The first prefill
 must cost at most 1.3 times fla's by both.
 
     python benchmarks/gated_delta_net.py --json out.json --markdown out.md        (one GPU)

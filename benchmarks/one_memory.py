@@ -2,12 +2,12 @@
 
 Two engines serve the same prompts greedily: one with a pool of its own for states and for KV, one with
 `total_gb`. The second moves units of memory between states and KV after steps, in both directions, while
-requests run and CUDA graphs are replayed. Tokens and log-probs are compared: in float64 on a CPU within 1e-9,
+requests run and CUDA graphs are launched. Tokens and log-probs are compared: in float64 on a CPU within 1e-9,
 in bfloat16 on a GPU, where both engines are batch-invariant, to the bit.
 
 Then times, in microseconds, medians: stores of keys and values, attention of decodes and prefills, copies of
 states, and whole decode steps, once with KV laid out layer by layer, as pools of their own have it, and once
-block by block, as the shared memory has it. On a GPU kernels are replays of a CUDA graph.
+block by block, as the shared memory has it. On a GPU kernels are launches of a CUDA graph.
 
     python benchmarks/one_memory.py --json out.json                (one GPU)
     python benchmarks/one_memory.py --device cpu

@@ -3,7 +3,7 @@
 Convolution: bfloat16, 10,240 channels, 4 taps, with bias and SiLU. Gated delta rule: bfloat16, 16 key heads,
 32 value heads, Dk = Dv = 128, chunks of 64 tokens, states in float32, as in Qwen3.5-4B and Qwen3-Next.
 
-Rows: 1, 8, 32 and 128 decodes of one token, at several places of a chunk. Times are medians of replays of a
+Rows: 1, 8, 32 and 128 decodes of one token, at several places of a chunk. Times are medians of launches of a
 CUDA graph, in microseconds a call. "kept" is what a prefill of 4,096 tokens in 8 rows stores for replays. The
 difference is || replay - recurrence || / || recurrence || of the outputs.
 

@@ -10,7 +10,7 @@ restore     n durable states into live slots. Stock: `MambaSlotAllocator.restore
 
 Both sides get lists of ints, as from their hosts. Figures are medians of calls in a queue, so that the host's
 work counts only where the GPU waits for it; "graph" is our launch alone, with its indices on the device,
-replayed from a CUDA graph. Slots change from call to call and pools are larger than the L2 cache. GB/s counts
+launched as a CUDA graph. Slots change from call to call and pools are larger than the L2 cache. GB/s counts
 bytes read and bytes written, once each; % is of a large device-to-device copy in the same run. What both
 sides wrote is compared with its source, bit for bit. "launches" are kernels and copies on the device that one
 call makes, not counting the indices' way from the host, as the profiler saw them.

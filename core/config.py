@@ -195,7 +195,7 @@ class InferenceConfig:
             one_of("durable_state_dtype", self.durable_state_dtype, DURABLE_DTYPES)
             if self.replays:
                 raise ValueError(
-                    f"durable_state_dtype is {self.durable_state_dtype!r} and {self.replay_setting} is True; "
+                    f"durable_state_dtype is {self.durable_state_dtype!r} and {self.replay_argument} is True; "
                     "accepted: one of the two, because decodes by replay start from exact states"
                 )
 
@@ -205,7 +205,7 @@ class InferenceConfig:
         return self.decode_by_replay or bool(self.batch_invariant)
 
     @property
-    def replay_setting(self) -> str:
+    def replay_argument(self) -> str:
         """The setting that makes decodes replay, for messages."""
         return "batch_invariant" if self.batch_invariant else "decode_by_replay"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def graph_us(call: Callable[[], Any], calls: int = 10) -> float:
-    """The median of 20 replays of a CUDA graph of `calls` calls, in microseconds a call.
+    """The median of 20 launches of a CUDA graph of `calls` calls, in microseconds a call.
 
     Two calls before the capture compile and tune.
     """

@@ -114,7 +114,7 @@ def install(
     Raises:
         RuntimeError: it is installed with other settings; the message names those that differ.
             UnknownHostError, which is one: a method to be corrected is missing; or the source of one is not
-            known, and the self-test, which then replays the faults in about a second, fails. Nothing is
+            known, and the self-test, which then provokes the faults in about a second, fails. Nothing is
             changed.
         ImportError: megatron-core is missing.
     """
@@ -168,7 +168,7 @@ def _replace_all(methods: Mapping[Override, Any]) -> None:
 
 
 def _vouch(version: str, unknown: list[str]) -> None:
-    """Replay the faults on a host whose sources are not known; UnknownHostError where one is there."""
+    """Provoke the faults on a host whose sources are not known; UnknownHostError where one is there."""
     try:
         failures = importlib.import_module(f"{__package__}.self_test").failures()
     except Exception as error:

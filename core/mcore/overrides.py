@@ -65,7 +65,7 @@ def owner_class(owner: str) -> Any:
         return getattr(importlib.import_module(module), name)
 
 
-NOT_REPLAYED = ("MambaMixer._ssm_prefill", "DynamicInferenceContext.commit_sampled_tokens")
+NOT_SELF_TESTED = ("MambaMixer._ssm_prefill", "DynamicInferenceContext.commit_sampled_tokens")
 """Methods that the self-test does not call: it runs no kernels of the mixer, and no async scheduling."""
 
 REGISTRY: list[Override] = []
@@ -117,7 +117,7 @@ def checked_methods(overrides: Iterable[Override], version: str) -> tuple[dict[O
 def unknown_methods(overrides: Iterable[Override], hashes: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Why a host is refused, and which methods a self-test has to vouch for; `hashes`: name -> hash.
 
-    Refused are missing methods, and unknown ones of `NOT_REPLAYED`.
+    Refused are missing methods, and unknown ones of `NOT_SELF_TESTED`.
     """
     refused: list[str] = []
     vouched: list[str] = []
@@ -128,7 +128,7 @@ def unknown_methods(overrides: Iterable[Override], hashes: Mapping[str, str]) ->
         if digest is None:
             refused.append(f"{entry.name} does not exist")
         elif digest not in KNOWN_SOURCES.get(entry.name, ()):
-            names = refused if entry.name in NOT_REPLAYED else vouched
+            names = refused if entry.name in NOT_SELF_TESTED else vouched
             names.append(f"{entry.name} is not one we know (source {digest})")
     return refused, vouched
 

@@ -1,7 +1,7 @@
 """What `install` asks of a host whose sources it does not know: the faults' reproductions, in about a second.
 
 They run on the CPU, in tiny contexts whose states, KV and bookkeeping are checked after every step. Not
-replayed: the mixer's kernels, async scheduling, and several pipeline stages.
+tested: the mixer's kernels, async scheduling, and several pipeline stages.
 """
 
 import logging

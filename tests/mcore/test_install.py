@@ -20,7 +20,7 @@ from mambaslots.mcore import UnknownHostError, versions
 from mambaslots.mcore.__main__ import main
 from mambaslots.mcore.built_contexts import built_contexts
 from mambaslots.mcore.install import describe_outlook
-from mambaslots.mcore.overrides import NOT_REPLAYED, REGISTRY, Override, overrides_for, owner_class
+from mambaslots.mcore.overrides import NOT_SELF_TESTED, REGISTRY, Override, overrides_for, owner_class
 from mambaslots.mcore.recurrence import BLOCK, MODES, SERIES, RecurrentHost, make_context, tokens
 from mambaslots.mcore.self_test import REPRODUCTIONS
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
@@ -278,7 +278,7 @@ def test_the_outlook_is_what_install_does(monkeypatch: pytest.MonkeyPatch) -> No
 def test_sources_that_are_not_known_are_accepted_where_the_faults_are_gone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    known = {name: versions.KNOWN_SOURCES[name] for name in NOT_REPLAYED}
+    known = {name: versions.KNOWN_SOURCES[name] for name in NOT_SELF_TESTED}
     monkeypatch.setattr("mambaslots.mcore.overrides.KNOWN_SOURCES", known)
     plan = ms.CheckpointPlan(prefill_interval=3 * 7 * BLOCK)
     with mambaslots.mcore.installed(plan):
@@ -288,7 +288,7 @@ def test_sources_that_are_not_known_are_accepted_where_the_faults_are_gone(
         assert [host.serve(tokens(BLOCK + 1, seed=1))[0] for _ in range(2)] == [0, BLOCK]
     (record,) = caplog.records
     assert record.getMessage().endswith("its self-test passes with what replaces them")
-    kept = (*NOT_REPLAYED, "GatedDeltaNet.forward", "GatedDeltaNet.ssm_prefill")  # as the host has them
+    kept = (*NOT_SELF_TESTED, "GatedDeltaNet.forward", "GatedDeltaNet.ssm_prefill")  # as the host has them
     unknown = [each for each in replaced() if each.name not in kept]
     assert record.getMessage().count("is not one we know") == len(unknown)
 

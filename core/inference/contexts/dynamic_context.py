@@ -336,7 +336,7 @@ def check_replays(spec: HybridStateSpec, config: InferenceConfig) -> None:
     """Raise a ValueError where decodes shall replay, and the model or the step cannot."""
     if not config.replays:
         return
-    setting = config.replay_setting
+    setting = config.replay_argument
     unknown = [tensor.name for tensor in spec.states if tensor.num_layers and not tensor.inputs]
     if unknown or not (spec.replays and spec.separate_states):
         because = f"has no inputs of {', '.join(unknown)}" if unknown else "does not replay decodes"

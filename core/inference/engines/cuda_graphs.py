@@ -99,7 +99,7 @@ class GraphBuckets:
 
 
 class CapturedForward:
-    """One forward as a graph. A replay reads and writes the addresses of the capture."""
+    """One forward as a graph. A launch reads and writes the addresses of the capture."""
 
     def __init__(self, model: Model, inputs: StepInputs, pool: Any) -> None:
         """Capture the forward; a capture runs nothing. `pool`: another graph's memory, to share."""
@@ -117,8 +117,8 @@ class CapturedForward:
     def pool(self) -> Any:
         return self._graph.pool()
 
-    def replay(self) -> Tensor:
-        """Run on what the inputs' tensors hold now; the next replay overwrites the returned logits."""
+    def launch(self) -> Tensor:
+        """Run on what the inputs' tensors hold now; the next launch overwrites the returned logits."""
         self._graph.replay()
         return self._logits
 
@@ -183,7 +183,7 @@ class GraphRunner:
             self._kv_cache = inputs.kv_cache
         graph = self._graphs.get(inputs.shape)
         if graph is not None:
-            return graph.replay()
+            return graph.launch()
         logits = model(inputs)
         if self._buckets.smallest(inputs.shape) == inputs.shape and self._has_room(inputs.shape):
             self._first = inputs

@@ -69,12 +69,12 @@ class TestBits:
         graph = CapturedForward(model, inputs, None)
         for pool, saved in zip(pools, before, strict=True):
             assert torch.equal(pool, saved), "a capture wrote"
-        assert torch.equal(graph.replay()[: inputs.num_logits], logits)
+        assert torch.equal(graph.launch()[: inputs.num_logits], logits)
         for pool, expected in zip(pools, eager, strict=True):
             assert torch.equal(pool, expected)
         for pool, saved in zip(pools, before, strict=True):
             pool.copy_(saved)
-        assert torch.equal(graph.replay()[: inputs.num_logits], logits), "a second replay differs"
+        assert torch.equal(graph.launch()[: inputs.num_logits], logits), "a second launch differs"
 
     def test_padding_alone_writes_nothing(self):
         model = model_on("cuda")

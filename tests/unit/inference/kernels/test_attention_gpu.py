@@ -85,7 +85,7 @@ class TestFlashAttention:
         check(batch)
 
     def test_a_graph_follows_its_indices(self):
-        """Captured as padding only, replayed with rows, without synchronising."""
+        """Captured as padding only, launched with rows, without synchronising."""
         plans = [
             AttentionBatch(
                 decodes, prefills, decode_tokens=2, padding=padding, sizes=(8, 2, 128), block=64,

@@ -554,7 +554,7 @@ def test_in_place_at_full_size_does_not_race(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_replays_in_a_graph_without_synchronising(device: str) -> None:
-    """Captured as padding only, replayed with rows: grids and addresses do not depend on values."""
+    """Captured as padding only, launched with rows: grids and addresses do not depend on values."""
     rows = [Row(9, source=0, destination=1, checkpoints={2: 2, 5: 3}), Row(2, source=4, destination=4)]
     made = case(rows)
     generator = {"dtype": torch.int64, "device": device}

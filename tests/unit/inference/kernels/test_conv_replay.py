@@ -276,7 +276,7 @@ def test_bits_at_full_size(dtype):
 
 @pytest.mark.gpu
 def test_bits_from_a_graph_without_synchronising():
-    """Captured as padding only, replayed with rows: grids and addresses do not depend on values."""
+    """Captured as padding only, launched with rows: grids and addresses do not depend on values."""
     device = kernel_device("cuda")
     layer = Layer(dtype=torch.bfloat16)
     x = layer.normal(3, 2, layer.conv_dim, seed=5).to(device)

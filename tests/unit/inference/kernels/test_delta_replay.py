@@ -480,7 +480,7 @@ class TestCost:
 
     @pytest.mark.gpu
     def test_bits_from_a_graph_without_synchronising(self):
-        """Captured as padding only, replayed with rows: launches and addresses do not depend on values."""
+        """Captured as padding only, launched with rows: launches and addresses do not depend on values."""
         device = kernel_device("cuda")
         layer = Layer(Hk=2, Hv=4, Dk=64, Dv=64, dtype=torch.bfloat16)
         step = {name: x[6:12].unflatten(0, (3, 2)).to(device) for name, x in layer.tokens(0).items()}

@@ -390,7 +390,7 @@ class TestCost:
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_no_synchronisation_and_a_graph_follows_its_indices(self, dtype):
-        """A captured graph reads what its buffers hold when it is replayed, padding included."""
+        """A captured graph reads what its buffers hold when it is launched, padding included."""
         device = kernel_device("cuda")
         layer = Layer(Dk=64, Dv=64, dtype=dtype, jumps=False)
         plans = [
@@ -421,7 +421,7 @@ class TestCost:
 
     @pytest.mark.gpu
     def test_a_decode_replays_in_a_graph_without_synchronising(self):
-        """Captured as padding only, replayed with rows."""
+        """Captured as padding only, launched with rows."""
         device = kernel_device("cuda")
         layer = Layer(Dk=128, Dv=128, dtype=torch.bfloat16)
         sources, destinations = (tensor.to(device) for tensor in layout(9, 2))

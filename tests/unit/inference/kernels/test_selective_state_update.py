@@ -353,7 +353,7 @@ def test_at_full_size(device: str, tokens: int, pool_dtype: torch.dtype) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_replays_in_a_graph_without_synchronising(device: str) -> None:
-    """Captured as padding only, replayed with rows: grids and addresses do not depend on values."""
+    """Captured as padding only, launched with rows: grids and addresses do not depend on values."""
     made = case(*layout(2))
     rest = [tensor.to(device) for tensor in (made.x, made.dt, made.A, made.B, made.C, made.D)]
     pool = made.pool.to(device)

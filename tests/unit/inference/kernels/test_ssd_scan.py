@@ -212,7 +212,7 @@ class TestCost:
 
     @pytest.mark.gpu
     def test_no_synchronisation_and_a_graph_follows_its_indices(self):
-        """A captured graph reads what its buffers hold when it is replayed, padding included."""
+        """A captured graph reads what its buffers hold when it is launched, padding included."""
         device = kernel_device("cuda")
         layer = Layer(P=64, N=128)
         plans = [
