@@ -195,8 +195,8 @@ class InferenceConfig:
             one_of("durable_state_dtype", self.durable_state_dtype, DURABLE_DTYPES)
             if self.replays:
                 raise ValueError(
-                    f"durable_state_dtype is {self.durable_state_dtype!r} and {self.replay_argument} is True; "
-                    "accepted: one of the two, because decodes by replay start from exact states"
+                    f"durable_state_dtype is {self.durable_state_dtype!r} and {self.replay_argument} "
+                    "is True; accepted: one of the two, because decodes by replay start from exact states"
                 )
 
     @property

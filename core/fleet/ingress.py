@@ -11,7 +11,7 @@ from ray.serve.exceptions import RayServeException
 from ..inference.contexts.cache.hashing import SaltKey
 from ..loaded_model import LoadedText
 from ..serve.app import make_app_over
-from ..serve.gate import add_host_header_check
+from ..serve.middleware import add_host_header_check
 from ..serve.served_engine import EngineFacts
 from ..serve.service import Service
 from ..serve.settings import ServerSettings

@@ -3,7 +3,7 @@
 A request goes through them in this order:
 
 server, connections, settings        the process; clients that half-close, processes out of descriptors
-app, gate                            endpoints; around each: the header Host, keys, an id, a log line
+app, middleware                      endpoints; around each: the header Host, keys, an id, a log line
 service                              admits requests, within the server's limits, and streams the answers
 preparation, requests                a body's bytes become a job; a body as a model, which checks each field
 served_engine                        an engine as the server sees it

@@ -18,9 +18,9 @@ from ..loaded_model import LoadedModel, LoadedText
 from ..validation import instance
 from .connections import FailedAccepts
 from .errors import JSONAnswer, RequestError, json_bytes
-from .gate import Gate, Keys
 from .http_answers import ChatForm, Form
 from .metrics import connections_text
+from .middleware import AccessMiddleware, Keys
 from .served_engine import LocalEngine, ServedEngine
 from .service import Service
 from .settings import ServerSettings
@@ -71,7 +71,7 @@ def make_app_over(
         redirect_slashes=False,
         lifespan=_lifespan,
         middleware=_middleware(settings),
-        exception_handlers={HTTPException: _answer_http_error},  # of a RequestError: `Gate`
+        exception_handlers={HTTPException: _answer_http_error},  # of a RequestError: `AccessMiddleware`
     )
     app.state.service, app.state.engine = Service(served, loaded, settings), served
     app.state.settings, app.state.created = settings, int(time.time())
@@ -93,9 +93,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _middleware(settings: ServerSettings) -> list[Middleware]:
-    gate = Middleware(Gate, keys=Keys(settings.api_keys, settings.admin_key))
+    access = Middleware(AccessMiddleware, keys=Keys(settings.api_keys, settings.admin_key))
     if not settings.allowed_origins:
-        return [gate]
+        return [access]
     cross_origin = Middleware(
         CORSMiddleware,
         allow_origins=settings.allowed_origins,
@@ -103,7 +103,7 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
         allow_headers=["*"],
         expose_headers=["x-request-id", "retry-after"],
     )
-    return [cross_origin, gate]  # a browser asks for permission without a key
+    return [cross_origin, access]  # a browser asks for permission without a key
 
 
 # FastAPI does not parse bodies: `Service.answer` reads them within its limits, in a worker thread.

@@ -94,6 +94,6 @@ def refusal(code: str) -> RequestError:
     return RequestError(status, message, code=code, headers={"retry-after": "1"})
 
 
-def short(value: Any) -> str:
+def shortened(value: Any) -> str:
     """A JSON value as a few characters of JSON, for messages."""
     return json.dumps(value) if value is None or isinstance(value, bool) else _SHORT.repr(value)

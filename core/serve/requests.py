@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from ..validation import INT32_MAX, INT64_MAX, ints_within
-from .errors import RequestError, bad_field, short
+from .errors import RequestError, bad_field, shortened
 
 MAX_CHOICES = 128
 MAX_BIASES = 1024
@@ -80,13 +80,13 @@ def _token_ids(value: Any, validate: Any, info: ValidationInfo) -> list[int]:
 def _checked_ids(name: str, value: Any, highest: int) -> list[int]:
     """`value` as a list of integers from 0 to `highest`; the error names the first other entry."""
     if not isinstance(value, list):
-        raise bad_field(name, f"{name} is {short(value)}; accepted: a list of integers")
+        raise bad_field(name, f"{name} is {shortened(value)}; accepted: a list of integers")
     if not value or ints_within(value, 0, highest):
         return value
     i, wrong = next(
         (i, one) for i, one in enumerate(value) if type(one) is not int or not 0 <= one <= highest
     )
-    raise bad_field(name, f"{name}[{i}] is {short(wrong)}; accepted: an integer from 0 to {highest}")
+    raise bad_field(name, f"{name}[{i}] is {shortened(wrong)}; accepted: an integer from 0 to {highest}")
 
 
 def _biases(biases: dict[str, Any], info: ValidationInfo) -> dict[int, float]:
@@ -238,7 +238,7 @@ class CompletionRequest(AnswerRequest):
             return [_checked_ids(f"prompt[{i}]", each, highest) for i, each in enumerate(prompt)]
         for i, each in enumerate(prompt):
             if not isinstance(each, str):
-                message = f"prompt[{i}] is {short(each)}; accepted: a string as prompt[0] is"
+                message = f"prompt[{i}] is {shortened(each)}; accepted: a string as prompt[0] is"
                 raise bad_field("prompt", message)
         return prompt
 
@@ -362,9 +362,7 @@ class ChatRequest(AnswerRequest):
     def _are_its_own(cls, variables: dict[str, Any]) -> dict[str, Any]:
         for name in variables:
             if name in NOT_VARIABLES or not name.isidentifier():
-                message = (
-                    f"chat_template_kwargs has the name {short(name)}; accepted: a template's own variables"
-                )
+                message = f"chat_template_kwargs has the name {shortened(name)}; accepted: a template's own variables"
                 raise bad_field("chat_template_kwargs", message)
         return variables
 
@@ -404,4 +402,4 @@ def _first_error(error: ValidationError, body: dict[str, Any]) -> RequestError:
         accepted = str(first["ctx"]["error"])
     else:
         accepted = re.sub(_NOT_SAID, "", first["msg"]).replace("a valid dictionary", "an object")
-    return bad_field(name, f"{name} is {short(value)}; accepted: {accepted}")
+    return bad_field(name, f"{name} is {shortened(value)}; accepted: {accepted}")

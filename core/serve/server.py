@@ -17,7 +17,7 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel
 from .app import make_app
 from .connections import Connection, FailedAccepts, raise_descriptor_limit
-from .gate import add_host_header_check
+from .middleware import add_host_header_check
 from .service import Service
 from .settings import ServerSettings, listen
 

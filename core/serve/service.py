@@ -17,8 +17,8 @@ from ..loaded_model import LoadedModel, LoadedText
 from ..request import RequestResult
 from ..text import TextCodec
 from .errors import JSONAnswer, RequestError, bad_argument, json_bytes, refusal
-from .gate import BROKEN_BY, engine_salt
 from .http_answers import AnswerText, Form, Piece, usage
+from .middleware import BROKEN_BY, engine_salt
 from .preparation import Choice, Job, Preparation, body_too_slow, header_salt, read_body
 from .served_engine import ServedEngine
 from .settings import ServerSettings

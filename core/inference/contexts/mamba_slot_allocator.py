@@ -434,9 +434,9 @@ class MambaSlotAllocator:
     def commit_intermediate_states(self) -> None:
         """Copy states from scratch, and those at the ends of chunks, into durable slots.
 
-        Call once a step, after the forward or the launch of a graph. Makes one batched copy from each of the two
-        pools. Where slots are short, the boundaries that the plan values most get them; the call does not
-        fail.
+        Call once a step, after the forward or the launch of a graph. Makes one batched copy from each of the
+        two pools. Where slots are short, the boundaries that the plan values most get them; the call does
+        not fail.
         """
         try:
             self._commit(*self._collect_commit_data())

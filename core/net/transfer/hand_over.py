@@ -252,8 +252,8 @@ class TransferChannel:
     def _disconnect(self, reason: str = "") -> None:
         """End the connections; the next call makes them anew."""
         session, self._session = self._session, None
-        if session is not None and not session.gate.closed:
-            session.gate.close()
+        if session is not None and not session.lease.revoked:
+            session.lease.revoke()
             session.close(reason)
 
 

@@ -153,22 +153,22 @@ def _has_words(tensor: Tensor, word: torch.dtype) -> bool:
 # ---- staging
 
 
-class PoolGate:
-    """Where a thread may read and write the pools until `close`: the engine continues with them then."""
+class PoolLease:
+    """Where a thread may read and write the pools until `revoke`: the engine continues with them then."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self.closed = False
+        self.revoked = False
 
-    def close(self) -> None:
-        """Wait for a thread in the gate, and let no other in."""
+    def revoke(self) -> None:
+        """Wait for the thread that holds it, and let no other have it."""
         with self._lock:
-            self.closed = True
+            self.revoked = True
 
     @contextmanager
-    def passed(self) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
         with self._lock:
-            if self.closed:
+            if self.revoked:
                 raise TransferError("the hand-over was given up")
             yield
 
@@ -232,7 +232,7 @@ class Staging:
 
 
 def send_pieces(
-    pipe: Pipe, layout: PieceLayout, copies: PartCopies, staging: Staging, gate: PoolGate, wait_for: WaitFor
+    pipe: Pipe, layout: PieceLayout, copies: PartCopies, staging: Staging, lease: PoolLease, wait_for: WaitFor
 ) -> tuple[list[int], Iterable[Passage]]:
     """Gather and send all pieces; returns their checksums, and the passages that may yet use buffers."""
     sums: list[Tensor] = []
@@ -243,7 +243,7 @@ def send_pieces(
             if len(under_way) == NUM_BUFFERS:
                 wait_for(under_way.popleft().is_done)
             buffer = staging.buffers[index % NUM_BUFFERS][:size]
-            with gate.passed():
+            with lease.held():
                 copies.gather(copies.between(piece, buffer))
             packed = staging.mark()
             sums.append(checksum(buffer, index))
@@ -256,7 +256,7 @@ def send_pieces(
 
 
 def receive_pieces(
-    pipe: Pipe, layout: PieceLayout, copies: PartCopies, staging: Staging, gate: PoolGate, wait_for: WaitFor
+    pipe: Pipe, layout: PieceLayout, copies: PartCopies, staging: Staging, lease: PoolLease, wait_for: WaitFor
 ) -> list[int]:
     """Receive all pieces of a part and scatter them into the pools; returns their checksums."""
     sums: list[Tensor] = []
@@ -274,7 +274,7 @@ def receive_pieces(
             to_pools = copies.between(piece, buffer)
             wait_for(under_way[index].is_done)
             sums.append(checksum(buffer, index))
-            with gate.passed():
+            with lease.held():
                 copies.scatter(to_pools)
             free[index % NUM_BUFFERS] = staging.mark()
         return _listed(sums)

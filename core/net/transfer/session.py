@@ -19,7 +19,7 @@ from ...validation import shown
 from ..channel import Address, Link, Listener, PeerLostError
 from .export import CacheAccess
 from .format import Description, PrefixForest, TransferError, check_shard, decode, encode, shard_of
-from .pieces import PartCopies, PieceLayout, PoolGate, Staging, receive_pieces, send_pieces
+from .pieces import PartCopies, PieceLayout, PoolLease, Staging, receive_pieces, send_pieces
 from .pipe import (
     MAX_REASON_LETTERS,
     PROTOCOL_VERSION,
@@ -54,7 +54,7 @@ class Session[Key](ABC):
 
     def __init__(self, store: Store, device: torch.device, scrubs: bool) -> None:
         self.store, self.device = store, device
-        self.gate = PoolGate()
+        self.lease = PoolLease()
         self.staging = Staging(device, scrubs)
         self.deadline = self.timeout_s = 0.0
         self.peers: dict[Key, Peer] = {}  # by address at the source, by connection at the destination
@@ -70,7 +70,7 @@ class Session[Key](ABC):
 
     def check_time(self, absent: str = "") -> None:
         """Raise where the caller has given up, or no time remains; `absent` did not come in time."""
-        if self.gate.closed:
+        if self.lease.revoked:
             raise TransferError("the hand-over was given up")
         if self.remaining_s() <= 0:
             if absent:
@@ -115,7 +115,7 @@ class Session[Key](ABC):
         with self.staging.on_stream():
             copies = PartCopies(access, request.part or {}, *rows)
         wait_for = partial(self.wait_for, peer=peer, over_nccl=request.over_nccl)
-        moved = move(pipe, layout, copies, self.staging, self.gate, wait_for)
+        moved = move(pipe, layout, copies, self.staging, self.lease, wait_for)
         self.transport = "nccl" if request.over_nccl else "messages"
         self.num_bytes += sum(layout.sizes)
         return moved
@@ -144,7 +144,7 @@ class Session[Key](ABC):
             await_futures([outcome], max(0.0, self.remaining_s()) + GRACE_S)
         finally:
             if given_up := outcome.cancel():
-                self.gate.close()
+                self.lease.revoke()
             self.staging.make_engine_wait()
         if given_up:
             raise TransferError(f"the store or a peer stopped answering; gave up after {self.timeout_s:g} s")
@@ -252,7 +252,7 @@ class Source(Session[Address]):
                         peer.send(offer)
                         offered[key] = peer
             except PeerLostError as error:
-                if answered or self.remaining_s() <= 0 or self.gate.closed:
+                if answered or self.remaining_s() <= 0 or self.lease.revoked:
                     raise TransferError(str(error)) from error
                 time.sleep(0.02)
                 continue

@@ -15,7 +15,7 @@ from oracle.cached_states import assert_cached_states
 from oracle.drafters import MODES
 from oracle.faults import InjectedError
 from oracle.float32_rule import Comparison
-from oracle.gated_model import PATIENCE_S, GatedModel
+from oracle.latched_model import PATIENCE_S, LatchedModel
 from oracle.serving import assert_answers, random_tokens, run_checked, small_engine, tiny_model
 from oracle.workload import assert_idle
 
@@ -178,17 +178,17 @@ def test_a_client_that_goes_while_a_step_runs_and_asks_again_gets_the_right_answ
 
 async def cancel_and_ask(engine: ms.DynamicInferenceEngine, number: int) -> ms.RequestResult:
     """Cancel the prompt in the forward of this number, and ask it again while the forward waits."""
-    gate = GatedModel(engine)
+    latch = LatchedModel(engine)
     async with ms.AsyncEngine(engine) as server:
         first = asyncio.create_task(server.generate(PROMPT, PARAMS))
         for _ in range(number):
-            await asyncio.to_thread(gate.wait_for_forward)
-            gate.allow()
-        await asyncio.to_thread(gate.wait_for_forward)
+            await asyncio.to_thread(latch.wait_for_forward)
+            latch.allow()
+        await asyncio.to_thread(latch.wait_for_forward)
         first.cancel()
         again = asyncio.create_task(server.generate(PROMPT, PARAMS))
         await asyncio.sleep(0)
-        gate.open()
+        latch.open()
         with pytest.raises(asyncio.CancelledError):
             await first
         return await asyncio.wait_for(again, PATIENCE_S)

@@ -15,8 +15,8 @@ import openai
 import pytest
 from mambaslots.inference.contexts.cache.pins import PinnedPrefix
 from mambaslots.serve import ServerSettings, make_app
-from mambaslots.serve.gate import engine_salt
-from oracle.gated_model import PATIENCE_S
+from mambaslots.serve.middleware import engine_salt
+from oracle.latched_model import PATIENCE_S
 from oracle.served import Reply, Served, serving, small_config, tiny_loaded
 
 PROMPT = [5 + i % 80 for i in range(100)]

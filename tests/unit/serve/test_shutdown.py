@@ -19,7 +19,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 from mambaslots.serve import ServerSettings, serve
-from mambaslots.serve.gate import add_host_header_check
+from mambaslots.serve.middleware import add_host_header_check
 from oracle.served import serving, small_config, tiny_loaded
 from oracle.texts import blocks_of
 from starlette.applications import Starlette

@@ -21,7 +21,7 @@ from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.inference.engines.cuda_graphs import GraphRunner
 from mambaslots.inference.engines.step_runner import Results
 from mambaslots.net.transfer.format import TransferError
-from mambaslots.net.transfer.pieces import NUM_BUFFERS, PoolGate, Staging, receive_pieces, send_pieces
+from mambaslots.net.transfer.pieces import NUM_BUFFERS, PoolLease, Staging, receive_pieces, send_pieces
 from mambaslots.net.transfer.pipe import NcclPipe
 from oracle.budget import dear
 from oracle.kv_index import host_tree
@@ -245,7 +245,7 @@ def hand_over(simulator: Simulator, random: Random) -> None:
     num_rows = len(Layout.pieces)
     source = simulator.device_memory(torch.zeros(num_rows, BYTES, dtype=torch.uint8))
     destination = simulator.device_memory(torch.zeros(num_rows, BYTES, dtype=torch.uint8))
-    wire, gate = Wire(simulator), PoolGate()
+    wire, lease = Wire(simulator), PoolLease()
     sums: list[list[int]] = []
     patience = 0
 
@@ -265,7 +265,7 @@ def hand_over(simulator: Simulator, random: Random) -> None:
             pool[row].copy_(simulator.device_memory(values), non_blocking=True)
         staging.wait_for_engine()
         try:
-            result: Any = exchange(pipe, Layout, Copies(pool), staging, gate, wait)  # type: ignore[arg-type]
+            result: Any = exchange(pipe, Layout, Copies(pool), staging, lease, wait)  # type: ignore[arg-type]
             sums.append(result[0] if pool is source else result)
             for passage in result[1] if pool is source else ():
                 wait(passage.is_done)

@@ -19,7 +19,7 @@ import mambaslots as ms
 import pytest
 from mambaslots.inference.engines import async_engine, engine_thread
 from mambaslots.inference.engines.streams import AsyncStream
-from oracle.gated_model import PATIENCE_S, GatedModel, raising_calls
+from oracle.latched_model import PATIENCE_S, LatchedModel, raising_calls
 from oracle.serving import random_tokens, small_engine
 from oracle.workload import answer, assert_idle
 
@@ -74,8 +74,8 @@ async def streams_at_once(
     return [await task for task in tasks]
 
 
-async def entered(gate: GatedModel) -> None:
-    await asyncio.to_thread(gate.wait_for_forward)
+async def entered(latch: LatchedModel) -> None:
+    await asyncio.to_thread(latch.wait_for_forward)
 
 
 async def tokens_of(stream: AsyncStream) -> list[int]:
@@ -115,14 +115,14 @@ def test_salts_and_plans_reach_the_engine() -> None:
 def test_a_slow_reader_gets_all_tokens_at_once_and_a_quick_one_each_by_itself() -> None:
     async def body(server: ms.AsyncEngine) -> None:
         quick, slow = await streams_at_once(server, PROMPTS[:2])
-        gate.open()
+        latch.open()
         assert len(await tokens_of(quick)) == LENGTH
         await server.drain()
         items = [tuple(one.token for one in some) async for some in slow]
         assert items == [tuple(expected(PROMPTS[1]))]
 
     engine = small_engine()
-    gate = GatedModel(engine)
+    latch = LatchedModel(engine)
     serve(body, engine)
 
 
@@ -134,12 +134,12 @@ def test_each_step_brings_its_token_and_wakes_the_loop_once() -> None:
         wake = loop.call_soon_threadsafe
         with patch.object(loop, "call_soon_threadsafe", lambda *args: (woken.append(1), wake(*args))[1]):
             readers = [asyncio.create_task(tokens_of(stream)) for stream in streams]
-            gate.open()
+            latch.open()
             await asyncio.gather(*readers)
-        assert len(woken) <= gate.num_forwards
+        assert len(woken) <= latch.num_forwards
 
     engine = small_engine()
-    gate = GatedModel(engine)
+    latch = LatchedModel(engine)
     serve(body, engine)
 
 
@@ -197,10 +197,10 @@ def test_requests_beyond_the_limit_are_refused_until_others_run() -> None:
     async def main() -> None:
         async with ms.AsyncEngine(engine, max_waiting_requests=2) as server:
             first = await server.stream(PROMPTS[0], PARAMS)
-            await entered(gate)
+            await entered(latch)
             assert (server.num_waiting, server.num_running) == (0, 1)
-            gate.allow()
-            await entered(gate)
+            latch.allow()
+            await entered(latch)
             assert (server.num_waiting, server.num_running) == (0, 1)
             others = [asyncio.create_task(server.generate(prompt, PARAMS)) for prompt in PROMPTS[1:]]
             await asyncio.sleep(0)
@@ -208,13 +208,13 @@ def test_requests_beyond_the_limit_are_refused_until_others_run() -> None:
             with pytest.raises(ms.QueueFullError, match="2 requests wait, 2 may") as raised:
                 await server.stream(PROMPTS[0], PARAMS)
             assert (raised.value.num_waiting, raised.value.limit) == (2, 2)
-            gate.open()
+            latch.open()
             assert await tokens_of(first) == expected(PROMPTS[0])
             assert [one.tokens for one in await asyncio.gather(*others)] == list(map(expected, PROMPTS[1:]))
             assert (await server.generate(PROMPTS[0], PARAMS)).tokens == expected(PROMPTS[0])
 
     engine = small_engine(max_requests=1)
-    gate = GatedModel(engine)
+    latch = LatchedModel(engine)
     asyncio.run(main())
     assert_nothing_left(engine)
 
@@ -226,11 +226,11 @@ def test_requests_that_get_a_free_row_do_not_count_against_the_limit() -> None:
             await asyncio.sleep(0)
             with pytest.raises(ms.QueueFullError, match="1 requests wait, 1 may"):
                 await server.stream(PROMPTS[0], PARAMS)
-            gate.open()
+            latch.open()
             assert [(await one).tokens for one in asked] == list(map(expected, PROMPTS))
 
     engine = small_engine(max_requests=2)
-    gate = GatedModel(engine)
+    latch = LatchedModel(engine)
     asyncio.run(main())
     assert_nothing_left(engine)
 
@@ -240,19 +240,19 @@ def test_requests_without_a_stream_count_against_the_limit() -> None:
         ids = [engine.add_request(PROMPTS[0], PARAMS)]
         async with ms.AsyncEngine(engine, max_waiting_requests=2) as server:
             assert server.num_waiting + server.num_running == 1
-            await entered(gate)
+            await entered(latch)
             adding = [
                 asyncio.create_task(server.call(lambda engine: engine.add_request(PROMPTS[1], PARAMS)))
                 for _ in range(2)
             ]
             await asyncio.sleep(0)
-            gate.allow()
+            latch.allow()
             ids += [await one for one in adding]
-            await entered(gate)
+            await entered(latch)
             assert (server.num_waiting, server.num_running) == (2, 1)
             with pytest.raises(ms.QueueFullError, match="2 requests wait, 2 may"):
                 await server.stream(PROMPTS[0], PARAMS)
-            gate.open()
+            latch.open()
             await asyncio.wait_for(claimed(server, ids), PATIENCE_S)
 
     take_result = ms.DynamicInferenceEngine.take_result
@@ -265,7 +265,7 @@ def test_requests_without_a_stream_count_against_the_limit() -> None:
         assert tokens == [*map(expected, [PROMPTS[0], PROMPTS[1], PROMPTS[1]]), None, None, None]
 
     engine = small_engine(max_requests=1)
-    gate = GatedModel(engine)
+    latch = LatchedModel(engine)
     asyncio.run(main())
     assert_nothing_left(engine)
 
@@ -273,12 +273,12 @@ def test_requests_without_a_stream_count_against_the_limit() -> None:
 def test_a_crowd_of_requests_holds_up_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(server: ms.AsyncEngine) -> None:
         first = await server.stream(PROMPTS[0], ms.SamplingParams(max_tokens=40))
-        await entered(gate)
+        await entered(latch)
         crowd = [asyncio.create_task(server.generate(prompt, PARAMS)) for prompt in PROMPTS]
-        stamped = [asyncio.create_task(server.call(lambda engine: gate.num_forwards)) for _ in range(3)]
+        stamped = [asyncio.create_task(server.call(lambda engine: latch.num_forwards)) for _ in range(3)]
         await asyncio.sleep(0)
-        gate.open()
-        before = gate.num_forwards
+        latch.open()
+        before = latch.num_forwards
         assert [await one for one in stamped] == [before + 3, before + 4, before + 5]
         first.cancel()
         assert [(await one).tokens for one in crowd] == list(map(expected, PROMPTS))
@@ -286,7 +286,7 @@ def test_a_crowd_of_requests_holds_up_no_step(monkeypatch: pytest.MonkeyPatch) -
     clock = itertools.count(0, 1)  # each call takes a second
     monkeypatch.setattr(engine_thread, "thread_time", lambda: next(clock))
     engine = small_engine()
-    gate = GatedModel(engine)
+    latch = LatchedModel(engine)
     serve(body, engine)
 
 
@@ -321,9 +321,9 @@ def test_a_request_that_is_not_wanted_leaves_after_the_step_under_way(how: str) 
         else:
             other, stream = await streams_at_once(server, [PROMPTS[1], PROMPTS[0]])
             task = None
-        await entered(gate)
-        gate.allow()
-        await entered(gate)
+        await entered(latch)
+        latch.allow()
+        await entered(latch)
         if task is None:
             first = await anext(stream)
             assert [one.token for one in first] == expected(PROMPTS[0], 1)
@@ -344,7 +344,7 @@ def test_a_request_that_is_not_wanted_leaves_after_the_step_under_way(how: str) 
                 await task
             if how == "task":
                 stream.cancel()  # the stream outlives its reader
-        gate.allow()
+        latch.allow()
         running = await server.call(lambda engine: [one.request_id for one in engine.context.requests])
         assert running == [other.request_id]
         if how == "cancel":
@@ -352,29 +352,29 @@ def test_a_request_that_is_not_wanted_leaves_after_the_step_under_way(how: str) 
             assert (stream.result.finish_reason, stream.result.tokens) == (
                 "cancelled", expected(PROMPTS[0], 2),
             )  # fmt: skip
-        gate.open()
+        latch.open()
         assert await tokens_of(other) == expected(PROMPTS[1])
 
     engine = small_engine()
-    gate = GatedModel(engine)
+    latch = LatchedModel(engine)
     serve(body, engine)
 
 
 def test_a_request_whose_caller_goes_before_the_engine_has_it_is_cancelled() -> None:
     async def body(server: ms.AsyncEngine) -> None:
         first = await server.stream(PROMPTS[0], PARAMS)
-        await entered(gate)
+        await entered(latch)
         asking = asyncio.create_task(server.stream(PROMPTS[1], PARAMS))
         await asyncio.sleep(0)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        gate.open()
+        latch.open()
         assert await server.call(lambda engine: len(engine.core.requests)) == 1
         assert await tokens_of(first) == expected(PROMPTS[0])
 
     engine = small_engine()
-    gate = GatedModel(engine)
+    latch = LatchedModel(engine)
     serve(body, engine)
 
 
@@ -383,14 +383,14 @@ def test_two_readers_of_one_stream_are_refused() -> None:
         stream = await server.stream(PROMPTS[0], PARAMS)
         readers = [asyncio.create_task(tokens_of(stream)) for _ in range(2)]
         await asyncio.sleep(0)
-        gate.open()
+        latch.open()
         first, second = await asyncio.gather(*readers, return_exceptions=True)
         assert first == expected(PROMPTS[0])
         assert isinstance(second, RuntimeError)
         assert "one reader at a time" in str(second)
 
     engine = small_engine()
-    gate = GatedModel(engine)
+    latch = LatchedModel(engine)
     serve(body, engine)
 
 
@@ -417,7 +417,7 @@ def raise_(error: BaseException) -> None:
 def test_a_call_that_makes_steps_or_ends_requests_loses_no_token() -> None:
     async def body(server: ms.AsyncEngine) -> None:
         stream = await server.stream(PROMPTS[0], PARAMS)
-        gate.open()
+        latch.open()
         await server.call(lambda engine: engine.generate([PROMPTS[1]], PARAMS))
         assert await tokens_of(stream) == expected(PROMPTS[0])
         long = ms.SamplingParams(max_tokens=100)
@@ -430,7 +430,7 @@ def test_a_call_that_makes_steps_or_ends_requests_loses_no_token() -> None:
             assert (stream.result.tokens, stream.result.finish_reason) == (tokens, reason)
 
     engine = small_engine()
-    gate = GatedModel(engine)
+    latch = LatchedModel(engine)
     serve(body, engine)
 
 
@@ -452,21 +452,21 @@ def test_requests_of_a_suspended_engine_wait_until_it_is_resumed() -> None:
 
 def test_failed_steps_are_made_again() -> None:
     async def body(server: ms.AsyncEngine) -> None:
-        gate.errors = [KeyError("1"), MemoryError("2"), None, KeyError("3"), KeyError("4"), None]
+        latch.errors = [KeyError("1"), MemoryError("2"), None, KeyError("3"), KeyError("4"), None]
         results = await asyncio.gather(*(server.generate(prompt, PARAMS) for prompt in PROMPTS))
         assert [result.tokens for result in results] == list(map(expected, PROMPTS))
-        assert gate.errors == []
+        assert latch.errors == []
 
     engine = small_engine()
-    gate = GatedModel(engine, is_open=True)
+    latch = LatchedModel(engine, is_open=True)
     serve(body, engine)
 
 
 def test_after_too_many_failed_steps_all_requests_end_with_the_error_and_later_ones_are_served() -> None:
     async def body(server: ms.AsyncEngine) -> None:
         streams = await streams_at_once(server, [*PROMPTS, PROMPTS[0]])
-        gate.errors = [None, KeyError("1"), KeyError("2"), KeyError("3")]
-        gate.open()
+        latch.errors = [None, KeyError("1"), KeyError("2"), KeyError("3")]
+        latch.open()
         for stream in streams:
             with pytest.raises(KeyError, match="3"):
                 await tokens_of(stream)
@@ -475,21 +475,21 @@ def test_after_too_many_failed_steps_all_requests_end_with_the_error_and_later_o
         assert (await server.generate(PROMPTS[0], PARAMS)).tokens == expected(PROMPTS[0])
 
     engine = small_engine(max_requests=2)
-    gate = GatedModel(engine)
+    latch = LatchedModel(engine)
     serve(body, engine)
 
 
 def test_failing_requests_that_a_call_added_do_not_keep_the_thread_busy() -> None:
     async def body(server: ms.AsyncEngine) -> None:
-        gate.errors = [KeyError(str(number)) for number in range(3)]
+        latch.errors = [KeyError(str(number)) for number in range(3)]
         await server.call(lambda engine: engine.add_request(PROMPTS[1], PARAMS))
-        while gate.errors:
+        while latch.errors:
             await server.call(lambda engine: None)
         assert (await server.generate(PROMPTS[0], PARAMS)).tokens == expected(PROMPTS[0])
         assert await server.call(lambda engine: len(engine.core.requests)) == 0
 
     engine = small_engine()
-    gate = GatedModel(engine, is_open=True)
+    latch = LatchedModel(engine, is_open=True)
     serve(body, engine)
 
 
@@ -523,15 +523,15 @@ def test_a_thread_whose_work_exits_gives_up() -> None:
     async def body(server: ms.AsyncEngine) -> None:
         stream = await server.stream(PROMPTS[0], PARAMS)
         waiting = asyncio.create_task(server.call(lambda engine: None))
-        await entered(gate)
-        gate.errors = [SystemExit(3)]
-        gate.open()
+        await entered(latch)
+        latch.errors = [SystemExit(3)]
+        latch.open()
         await assert_dead(server, stream, SystemExit)
         with pytest.raises(ms.EngineDeadError):
             await waiting
 
     engine = small_engine()
-    gate = GatedModel(engine)
+    latch = LatchedModel(engine)
     serve(body, engine)
 
 
@@ -570,19 +570,19 @@ def test_an_engine_that_cannot_be_reset_ends_the_thread() -> None:
 def test_drain_waits_for_all_and_takes_no_more() -> None:
     async def body(server: ms.AsyncEngine) -> None:
         tasks = [asyncio.create_task(server.generate(prompt, PARAMS)) for prompt in PROMPTS]
-        await entered(gate)
+        await entered(latch)
         draining = asyncio.create_task(server.drain())
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError, match="is closing"):
             await server.stream(PROMPTS[0])
-        gate.open()
+        latch.open()
         assert await draining
         assert await server.call(lambda engine: engine.stats().num_running) == 0
         assert [(await task).tokens for task in tasks] == list(map(expected, PROMPTS))
         assert await server.drain(0)
 
     engine = small_engine(max_requests=1)
-    gate = GatedModel(engine)
+    latch = LatchedModel(engine)
     serve(body, engine)
 
 
@@ -622,15 +622,15 @@ def test_no_request_is_counted_after_drain_however_slow_the_loop_is() -> None:
 def test_drain_cancels_what_takes_too_long() -> None:
     async def body(server: ms.AsyncEngine) -> None:
         tasks = [asyncio.create_task(server.generate(prompt, PARAMS)) for prompt in PROMPTS]
-        await entered(gate)
+        await entered(latch)
         draining = asyncio.create_task(server.drain(0.01))
         await asyncio.sleep(0.05)
-        gate.open()
+        latch.open()
         assert not await draining
         assert {(await task).finish_reason for task in tasks} == {"cancelled"}
 
     engine = small_engine(max_requests=1)
-    gate = GatedModel(engine)
+    latch = LatchedModel(engine)
     serve(body, engine)
 
 
@@ -649,11 +649,11 @@ def test_close_cancels_what_runs_and_refuses_what_comes() -> None:
         with pytest.raises(ValueError, match="served by another AsyncEngine"):
             ms.AsyncEngine(engine).start()
         task = asyncio.create_task(server.generate(PROMPTS[0], PARAMS))
-        await entered(gate)
+        await entered(latch)
         closing = [asyncio.create_task(server.close()) for _ in range(2)]
         await asyncio.sleep(0)
         late = asyncio.create_task(server.call(lambda engine: None))
-        gate.open()
+        latch.open()
         await asyncio.gather(*closing)
         assert (await task).finish_reason == "cancelled"
         for call in (late, server.generate(PROMPTS[0]), server.call(lambda engine: None), server.drain()):
@@ -662,7 +662,7 @@ def test_close_cancels_what_runs_and_refuses_what_comes() -> None:
         await server.close()
 
     engine = small_engine()
-    gate = GatedModel(engine)
+    latch = LatchedModel(engine)
     asyncio.run(main())
     assert_nothing_left(engine)
 
@@ -670,17 +670,17 @@ def test_close_cancels_what_runs_and_refuses_what_comes() -> None:
 def test_drain_and_close_wait_no_longer_than_they_may_for_a_step_that_hangs() -> None:
     async def body(server: ms.AsyncEngine) -> None:
         task = asyncio.create_task(server.generate(PROMPTS[0], PARAMS))
-        await entered(gate)
+        await entered(latch)
         with patch.object(async_engine, "_LONGEST_STEP_S", 0.01):
             assert not await server.drain(0.01)
         assert not task.done()
         assert not await server.close(0.01)
-        gate.open()
+        latch.open()
         assert await server.close(PATIENCE_S)
         assert (await task).finish_reason == "cancelled"
 
     engine = small_engine()
-    gate = GatedModel(engine)
+    latch = LatchedModel(engine)
     serve(body, engine)
 
 
@@ -688,13 +688,13 @@ def test_control_c_during_a_step_leaves_nothing() -> None:
     async def main() -> None:
         async with ms.AsyncEngine(engine) as server:
             stream = await server.stream(PROMPTS[0], PARAMS)
-            await entered(gate)
+            await entered(latch)
             os.kill(os.getpid(), signal.SIGINT)
-            gate.open()
+            latch.open()
             await asyncio.gather(tokens_of(stream), asyncio.Event().wait())
 
     engine = small_engine()
-    gate = GatedModel(engine)
+    latch = LatchedModel(engine)
     # A process that a shell starts in the background ignores Control-C.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -728,17 +728,17 @@ def test_functions_behind_an_interrupted_one_run_when_the_loop_goes_on() -> None
 
 def test_a_thread_whose_loop_is_closed_cancels_its_requests_and_ends() -> None:
     engine = small_engine()
-    gate = GatedModel(engine)
+    latch = LatchedModel(engine)
     servers = []
 
     async def main() -> None:
         servers.append(ms.AsyncEngine(engine))
         servers[0].start()
         await servers[0].stream(PROMPTS[0], ms.SamplingParams(max_tokens=200))
-        await entered(gate)
+        await entered(latch)
 
     asyncio.run(main())
-    gate.open()
+    latch.open()
     asyncio.run(servers[0].close())
     assert_nothing_left(engine)
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle.budget import costly
 from oracle.faults import InjectedError
-from oracle.gated_model import PATIENCE_S, GatedModel
+from oracle.latched_model import PATIENCE_S, LatchedModel
 from oracle.model_kinds import kind_of_model, kinds, present_kind
 from oracle.serving import small_engine
 from oracle.workload import FORKS, HEADS, answer, assert_idle, engine_settings
@@ -91,8 +91,8 @@ class Server:
 
     def __init__(self, engine: ms.DynamicInferenceEngine, failures: list[bool]) -> None:
         self.engine = engine
-        self.gate = GatedModel(engine, is_open=True)
-        self.gate.errors = [InjectedError("forward") if fails else None for fails in failures]
+        self.latch = LatchedModel(engine, is_open=True)
+        self.latch.errors = [InjectedError("forward") if fails else None for fails in failures]
         self.may_fail = any(all(failures[i : i + MAX_STEP_FAILURES]) for i in range(len(failures) - 2))
         self.served = ms.AsyncEngine(engine, max_step_failures=MAX_STEP_FAILURES)
         self.ended = False

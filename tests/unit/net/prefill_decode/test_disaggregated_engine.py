@@ -10,7 +10,7 @@ import pytest
 from mambaslots.net.prefill_decode.disaggregated_engine import PrefillCounts
 from mambaslots.parallel_groups import ParallelGroups
 from oracle.disaggregated import ASKED, MIN_TOKENS, PATIENCE_S, Place, answers, run
-from oracle.gated_model import GatedModel
+from oracle.latched_model import LatchedModel
 from oracle.serving import assert_answers, random_tokens
 from oracle.transfers import engine_of
 
@@ -162,16 +162,16 @@ def test_a_small_decode_cache_gives_right_answers(place: Place) -> None:
 
 def test_the_decode_engine_makes_steps_while_the_worker_computes(place: Place) -> None:
     prefill, decode = engine_of(), engine_of()
-    gate = GatedModel(prefill)
+    latch = LatchedModel(prefill)
 
     async def body() -> None:
         async with place.worker(prefill), place.server(decode) as server:
             long = asyncio.create_task(answers(server, [PROMPTS[2]]))
-            await asyncio.to_thread(gate.wait_for_forward)
+            await asyncio.to_thread(latch.wait_for_forward)
             assert server.num_waiting == 1
             await answers(server, [random_tokens(12, seed=1)])
             assert not long.done()
-            gate.open()
+            latch.open()
             ((result,),) = await asyncio.gather(long)
             assert result.num_resumed_tokens == 128
 
@@ -180,16 +180,16 @@ def test_the_decode_engine_makes_steps_while_the_worker_computes(place: Place) -
 
 def test_a_cancelled_prompt_is_cancelled_at_the_worker(place: Place) -> None:
     prefill, decode = engine_of(), engine_of()
-    gate = GatedModel(prefill)
+    latch = LatchedModel(prefill)
 
     async def body() -> None:
         async with place.worker(prefill), place.server(decode) as server:
             asking = asyncio.create_task(server.generate(PROMPTS[2], ASKED))
-            await asyncio.to_thread(gate.wait_for_forward)
+            await asyncio.to_thread(latch.wait_for_forward)
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking
-            gate.open()
+            latch.open()
             while prefill.core.requests:
                 await asyncio.sleep(0.01)
             assert (await answers(server, [PROMPTS[0]]))[0].num_resumed_tokens == 48
@@ -201,31 +201,31 @@ def test_a_cancelled_prompt_is_cancelled_at_the_worker(place: Place) -> None:
 
 def test_a_worker_that_takes_too_long_is_not_waited_for(place: Place) -> None:
     prefill, decode = engine_of(), engine_of()
-    gate = GatedModel(prefill)
+    latch = LatchedModel(prefill)
 
     async def body() -> None:
         async with place.worker(prefill), place.server(decode, timeout_s=0.2) as server:
             (result,) = await answers(server, [PROMPTS[0]])
             assert result.num_resumed_tokens == 0
             assert server.prefills.missed == 1
-            gate.open()
+            latch.open()
 
     run(body())
 
 
 def test_a_drain_computes_here_what_waits_for_the_worker(place: Place) -> None:
     prefill, decode = engine_of(), engine_of()
-    gate = GatedModel(prefill)
+    latch = LatchedModel(prefill)
 
     async def body() -> None:
         async with place.worker(prefill), place.server(decode) as server:
             asking = asyncio.create_task(answers(server, PROMPTS[:2]))
-            await asyncio.to_thread(gate.wait_for_forward)
+            await asyncio.to_thread(latch.wait_for_forward)
             assert await server.drain(PATIENCE_S)
             assert [result.num_resumed_tokens for result in await asking] == [0, 0]
             with pytest.raises(RuntimeError, match="closing"):
                 await server.stream(PROMPTS[0])
-            gate.open()
+            latch.open()
 
     run(body())
 
@@ -251,18 +251,18 @@ def test_a_prefix_that_cannot_be_pinned_is_refused_alone(place: Place) -> None:
 def test_a_drain_ends_in_time_though_a_prompt_is_on_its_way(place: Place) -> None:
     """The engine's thread is in a step, and does not come to say what of the prompt is cached."""
     decode = engine_of()
-    gate = GatedModel(decode)
+    latch = LatchedModel(decode)
 
     async def body() -> None:
         async with place.worker(engine_of()), place.server(decode) as server:
             running = asyncio.create_task(server.generate([1, 2, 3], ASKED))
-            await asyncio.to_thread(gate.wait_for_forward)
+            await asyncio.to_thread(latch.wait_for_forward)
             asking = asyncio.create_task(server.generate(PROMPTS[0], ASKED))
             await asyncio.sleep(0)
             with patch("mambaslots.inference.engines.async_engine._LONGEST_STEP_S", 0.01):
                 assert not await server.drain(0.0)
             assert not asking.done()
-            gate.open()
+            latch.open()
             assert (await running).finish_reason == "cancelled"
             with pytest.raises(RuntimeError, match="closing"):
                 await asking
@@ -272,15 +272,15 @@ def test_a_drain_ends_in_time_though_a_prompt_is_on_its_way(place: Place) -> Non
 
 def test_prompts_at_the_worker_count_as_waiting(place: Place) -> None:
     prefill, decode = engine_of(), engine_of(max_requests=1)
-    gate = GatedModel(prefill)
+    latch = LatchedModel(prefill)
 
     async def body() -> None:
         async with place.worker(prefill), place.server(decode, max_waiting_requests=1) as server:
             asking = asyncio.create_task(answers(server, PROMPTS[:2]))
-            await asyncio.to_thread(gate.wait_for_forward)
+            await asyncio.to_thread(latch.wait_for_forward)
             with pytest.raises(ms.QueueFullError):
                 await server.stream(PROMPTS[2])
-            gate.open()
+            latch.open()
             await asking
 
     run(body())

@@ -9,7 +9,7 @@ import mambaslots as ms
 PATIENCE_S = 30.0  # a test that waits longer has failed
 
 
-class GatedModel:
+class LatchedModel:
     """Takes the place of an engine's model.
 
     Attributes:

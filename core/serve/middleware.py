@@ -35,7 +35,7 @@ class BrokenAnswerError(Exception):
     """An answer that had begun could not be completed. The server's log has the cause, without content."""
 
 
-class Gate:
+class AccessMiddleware:
     """ASGI middleware: gives each request an id and a log line, and admits it if its key is right.
 
     Exceptions are logged as type and place alone: their messages may quote what clients sent.
@@ -63,14 +63,14 @@ class Gate:
         try:
             scope["state"] = {**scope.get("state", {}), "request_id": request_id}
             _check_lengths(scope["headers"])
-            scope["state"]["tenant"] = self._keys.admit(_path_in_app(scope), scope["headers"])
+            scope["state"]["tenant"] = self._keys.tenant_of(_path_in_app(scope), scope["headers"])
             await self._app(scope, receive, send_with_id)
         except RequestError as error:
             await error.response(scope, receive, send_with_id)
         except ClientDisconnect:
             pass
         except Exception as error:
-            logger.error("%s: %s", request_id, where(error))
+            logger.error("%s: %s", request_id, error_origin(error))
             if status:
                 raise BrokenAnswerError(request_id) from None  # so that the connection is closed
             internal = RequestError(500, f"an internal error; the log of the server has {request_id}")
@@ -98,7 +98,7 @@ def _path_in_app(scope: Scope) -> str:
     return path[len(prefix) :] if prefix and path.startswith(f"{prefix}/") else path
 
 
-def where(error: BaseException) -> str:
+def error_origin(error: BaseException) -> str:
     """An exception without its message: its type, and the lines of code that it came through."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in frames]
@@ -117,7 +117,7 @@ class Keys:
         self._tenants = [(tenant, _digest(key.encode())) for tenant, key in api_keys.items()]
         self._admin = [] if admin_key is None else [(DEFAULT_TENANT, _digest(admin_key.encode()))]
 
-    def admit(self, path: str, headers: _Headers) -> str:
+    def tenant_of(self, path: str, headers: _Headers) -> str:
         """The tenant whose request has these headers; 401 for a wrong key, 403 for a closed path."""
         is_tenants = path.startswith("/v1/")
         is_open = path in _OPEN_PATHS or path.startswith(_OPEN_FOLDERS)
@@ -181,7 +181,7 @@ class HostHeaderCheck:
                     "the header Host names another machine; accepted: localhost, and the names in "
                     "allowed_hosts"
                 )
-                headers = {"connection": "close"}  # `Gate` has not seen how long the body is
+                headers = {"connection": "close"}  # `AccessMiddleware` has not seen how long the body is
                 refused = RequestError(403, message, code="wrong_host", headers=headers)
                 await refused.response(scope, receive, send)
                 return
