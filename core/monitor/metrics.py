@@ -17,7 +17,7 @@ class Figure(NamedTuple):
     help: str
     of: str
     label: str = ""
-    page: str = ""
+    key: str = ""
 
     def value(self, figures: MonitorFigures) -> Any:
         """A number, a mapping of label to number, or a `Latency`."""
@@ -26,8 +26,8 @@ class Figure(NamedTuple):
         return attrgetter(self.of)(figures)
 
     def show(self, figures: MonitorFigures, snapshot: dict[str, Any]) -> None:
-        """Set its value at `page` of a snapshot; values by label become entries there."""
-        *folders, name = self.page.split(".")
+        """Set its value at `key` of a snapshot; values by label become entries there."""
+        *folders, name = self.key.split(".")
         place = reduce(lambda inner, folder: inner.setdefault(folder, {}), folders, snapshot)
         value = self.value(figures)
         if isinstance(value, Mapping):
@@ -39,14 +39,14 @@ class Figure(NamedTuple):
 _CACHE, _TIERS, _DRAFTS = "stats.cache.", "stats.cache.tiers.", "stats.speculation."
 COUNTERS = (
     Figure("prompt_tokens", "prompt tokens, resumed and computed", _CACHE + "num_prompt_tokens",
-           page="tokens.prompt"),
+           key="tokens.prompt"),
     Figure("resumed_prompt_tokens", "prompt tokens that were not computed", _CACHE + "num_resumed_tokens",
-           page="tokens.resumed"),
+           key="tokens.resumed"),
     Figure("computed_prompt_tokens", "computed prompt tokens, by the reason",
            _CACHE + "computed_by_reason", "reason", "tokens.by_reason"),
     Figure("recomputed_tokens", "tokens computed again after a preemption or a failed step; it grows if "
-           "answers need more KV than there is", _CACHE + "num_recomputed_tokens", page="tokens.recomputed"),
-    Figure("generated_tokens", "tokens of users' answers", "num_generated", page="tokens.generated"),
+           "answers need more KV than there is", _CACHE + "num_recomputed_tokens", key="tokens.recomputed"),
+    Figure("generated_tokens", "tokens of users' answers", "num_generated", key="tokens.generated"),
     Figure("drafted_tokens", "drafted tokens", _DRAFTS + "num_drafted"),
     Figure("accepted_drafted_tokens", "drafted tokens that were accepted", _DRAFTS + "num_accepted"),
     Figure("requests_added", "users' requests that were queued", "num_added"),
@@ -73,27 +73,27 @@ COUNTERS = (
            "stats.num_rebuilds"),
 )  # fmt: skip
 GAUGES = (
-    Figure("requests_waiting", "requests in the queue", "stats.num_waiting", page="engine.waiting"),
+    Figure("requests_waiting", "requests in the queue", "stats.num_waiting", key="engine.waiting"),
     Figure("requests_running", "requests that hold memory, paused ones included", "stats.num_running",
-           page="engine.running"),
+           key="engine.running"),
     Figure("requests_paused", "running requests that wait for a KV block", "stats.num_paused",
-           page="engine.paused"),
-    Figure("requests_max", "requests that can run at once", "max_requests", page="engine.max_requests"),
+           key="engine.paused"),
+    Figure("requests_max", "requests that can run at once", "max_requests", key="engine.max_requests"),
     Figure("state_slots", "state slots by use; live ones belong to running requests", "slots_by_use", "use",
            "pools.states"),
     Figure("state_slots_pinned", "committed state slots that cannot be evicted", _CACHE + "num_pinned_slots",
-           page="pools.states.pinned"),
+           key="pools.states.pinned"),
     Figure("tier_states", "copies of evicted states, by tier", "states_by_tier", "tier"),
     Figure("kv_blocks", "KV blocks by use", "kv_blocks_by_use", "use", "pools.kv"),
     Figure("warnings", "warnings that name a setting to change", "num_warnings"),
 )  # fmt: skip
 DURATIONS = (
     Figure("state_eviction_age", "from the last use of a state to its eviction; should exceed the pause "
-           "between two turns", "eviction_age", page="evictions.age_s"),
-    Figure("time_to_first_token", "from arrival to the first token", "first_token", page="latency.ttft_s"),
+           "between two turns", "eviction_age", key="evictions.age_s"),
+    Figure("time_to_first_token", "from arrival to the first token", "first_token", key="latency.ttft_s"),
     Figure("queue_time", "from arrival to the first step", "queue"),
-    Figure("inter_token", "between two tokens of an answer", "inter_token", page="latency.inter_token_s"),
-    Figure("step", "one step of all running requests", "step", page="latency.step_s"),
+    Figure("inter_token", "between two tokens of an answer", "inter_token", key="latency.inter_token_s"),
+    Figure("step", "one step of all running requests", "step", key="latency.step_s"),
 )  # fmt: skip
 FAILED_ACCEPTS = Figure(
     "failed_accepts",

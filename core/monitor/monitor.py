@@ -248,7 +248,7 @@ class Monitor:
                 "requests": self._requests(),
             }
             for figure in FIGURES:
-                if figure.page:
+                if figure.key:
                     figure.show(figures, snapshot)
             return snapshot
 

@@ -362,7 +362,8 @@ class ChatRequest(AnswerRequest):
     def _are_its_own(cls, variables: dict[str, Any]) -> dict[str, Any]:
         for name in variables:
             if name in NOT_VARIABLES or not name.isidentifier():
-                message = f"chat_template_kwargs has the name {shortened(name)}; accepted: a template's own variables"
+                accepted = "accepted: a template's own variables"
+                message = f"chat_template_kwargs has the name {shortened(name)}; {accepted}"
                 raise bad_field("chat_template_kwargs", message)
         return variables
 

@@ -33,7 +33,7 @@ def is_poisoned(engine: ms.DynamicInferenceEngine) -> bool:
 
 
 def _refuse_invalid_logits(runner: StepRunner) -> None:
-    make = runner.make
+    make = runner.make_step
 
     def checked(*arguments: Any) -> Any:
         made = make(*arguments)
@@ -41,7 +41,7 @@ def _refuse_invalid_logits(runner: StepRunner) -> None:
             raise RuntimeError(f"the logits of the requests {list(made[2])} {INVALID}")
         return made
 
-    runner.make = checked  # type: ignore[method-assign]
+    runner.make_step = checked  # type: ignore[method-assign]
 
 
 class MemoryPoison:

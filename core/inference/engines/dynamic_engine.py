@@ -195,7 +195,7 @@ class DynamicInferenceEngine:
                 self._advance(reports=True, claims_results=claims_results)
             return self.core.reports.popleft()
         except BaseException as error:
-            self._note_interrupt(error)
+            self._break_on_interrupt(error)
             raise
 
     def _advance(self, reports: bool = False, claims_results: bool = True) -> None:
@@ -204,10 +204,10 @@ class DynamicInferenceEngine:
         self._apply(self.core.step, self.model, reports, claims_results)
         self._cancel_queued()
 
-    def _note_interrupt(self, error: BaseException) -> None:
+    def _break_on_interrupt(self, error: BaseException) -> None:
         """Break an engine whose ranks make their calls themselves, unless all ranks raise the same."""
         if not self.has_one_caller and not isinstance(error, (ValueError, RuntimeError)):
-            self.core.note_failure(error)
+            self.core.break_on_failure(error)
 
     # ---- calls that change the engine
 
@@ -359,7 +359,7 @@ class DynamicInferenceEngine:
             for request in requests:
                 if request.request_id != NO_ID:
                     self.core.to_cancel.append((request.request_id, "cancelled"))
-            self._note_interrupt(error)
+            self._break_on_interrupt(error)
             raise
         finally:
             self.settle()

@@ -122,7 +122,7 @@ class EngineCore:
                 self._complete()
                 raise
             except BaseException as error:
-                self.note_failure(error)
+                self.break_on_failure(error)
                 self._run_repair()
                 raise
             finally:
@@ -172,7 +172,7 @@ class EngineCore:
         if self.broken_by is not None:
             raise RuntimeError(FAILED_ON_SPLIT_MODEL) from self.broken_by
 
-    def note_failure(self, error: BaseException) -> None:
+    def break_on_failure(self, error: BaseException) -> None:
         """Break the engine of a split model, unless every rank raises `error` alike."""
         if self.is_split and not (isinstance(error, KVBlockCapacityError) and error.request_id is not None):
             self.broken_by = error
@@ -197,7 +197,7 @@ class EngineCore:
         """Make a step. `reports`: append its report. `claims_results`: claim its results."""
         begun_s = time.perf_counter()
         with self._in_step(), self._on_device:
-            steps, tokens, invalid = self.step_runner.make(model, self.scheduler)
+            steps, tokens, invalid = self.step_runner.make_step(model, self.scheduler)
             report = self._end_step(steps, tokens, invalid)
             if reports:
                 for result in report.finished if claims_results else ():

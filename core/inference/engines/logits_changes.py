@@ -71,7 +71,7 @@ class LogitsChanges:
 
             self._apply_penalties = penalize
 
-    def changed(self, steps: Sequence[RequestStep], logits: Tensor) -> Tensor:
+    def apply(self, steps: Sequence[RequestStep], logits: Tensor) -> Tensor:
         """The logits to draw from, a copy in float32 or float64; 1 + drafts rows for each of `steps`."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
         changes, self._changes = self._changes, None  # after an error nothing is kept
@@ -93,7 +93,7 @@ class LogitsChanges:
         return out
 
     def count(self, drawn: Tensor) -> None:
-        """Count what was drawn, a token for each row of the last `changed`; not where drafts may be wrong."""
+        """Count what was drawn, a token for each row of the last `apply`; not where drafts may be wrong."""
         if self._changes is not None and self._changes.drawn is not None:
             rows, count_rows = self._changes.drawn
             for _, counted in self._changes.counted:

@@ -44,7 +44,7 @@ class StepRunner:
         self._groups = context.spec.groups if context.spec.groups.is_split else None
         self._looks_ahead = context.config.why_steps_wait(context.spec.device) is None
 
-    def make(
+    def make_step(
         self, model: Model, scheduler: Scheduler
     ) -> tuple[Sequence[RequestStep], NewTokens, Sequence[int]]:
         """Make the next step: what requests did in it, their tokens, and the requests with invalid logits."""
@@ -58,7 +58,7 @@ class StepRunner:
         if looks_ahead and (ahead := scheduler.steps_ahead()):
             decoding = [one.request for one in ahead if one.is_ahead]
             self.unread = self._launch(model, ahead, step.tokens_of(decoding) if decoding else None)
-        tokens = step.wait()
+        tokens = step.read_tokens()
         if self._groups is not None:
             self._groups.check_not_aborted()
         self._context.settle(step.steps, step.invalid)
@@ -82,7 +82,7 @@ class StepRunner:
         if self.invariance is not None:
             self.invariance.check_switches()
         inputs = self._context.begin_step(scheduled, self.padded, sampled_tokens)  # reserve, build
-        sampled = SampledStep(self._context.steps, self.run(model, inputs), self.logits_changes)
+        sampled = SampledStep(self._context.steps, self.run_model(model, inputs), self.logits_changes)
         # Register, commit, advance. Waits for drafts, and, unless steps follow unread ones, where blocks or
         # states become findable.
         self._context.end_step(sampled.num_accepted, sampled.is_valid, settles_later=self._looks_ahead)
@@ -93,7 +93,7 @@ class StepRunner:
         captured = self.graphs.padded(shape) if self.graphs is not None else None
         return captured or (padded_to_ladder(shape) if self._context.config.batch_invariant else shape)
 
-    def run(self, model: Model, inputs: StepInputs) -> Tensor:
+    def run_model(self, model: Model, inputs: StepInputs) -> Tensor:
         """The model's logits of a step. Does not synchronise."""
         self.in_model = True
         logits = model(inputs) if self.graphs is None else self.graphs.run(model, inputs)
@@ -148,7 +148,7 @@ class SampledStep:
     def __init__(self, steps: Sequence[RequestStep], logits: Tensor, changes: LogitsChanges) -> None:
         """Choose tokens for the requests whose known tokens are all computed. Does not synchronise."""
         self.steps = steps
-        # Ids of the requests that get no token, known after `wait`: the largest logit of a row that they need
+        # Ids of the requests that get no token, known after `read_tokens`: the largest logit of a row that they need
         # is NaN or infinite. Logits of -inf next to a finite one are valid: they forbid tokens.
         self.invalid: tuple[int, ...] = ()
         self._scored = [step for step in steps if step.scored_positions]
@@ -176,7 +176,7 @@ class SampledStep:
         params = [step.request.sampling for step, _ in rows]
         positions = [step.answer_length + number for step, number in rows]
         are_changed = any(one.changes_logits for one in params)
-        to_draw = changes.changed(self._sampled, logits) if are_changed else logits
+        to_draw = changes.apply(self._sampled, logits) if are_changed else logits
         drawn, largest = sample(to_draw, params, positions, [step.request.seed for step, _ in rows])
         if are_changed:
             changes.count(drawn)
@@ -199,8 +199,8 @@ class SampledStep:
         return self._drawn.index_select(0, numbers_on(self._drawn.device, wanted))
 
     def num_accepted(self, request_id: int) -> int:
-        """How many tokens of a valid request's step are right. Waits as `wait` does."""
-        return len(self.wait()[request_id])
+        """How many tokens of a valid request's step are right. Waits as `read_tokens` does."""
+        return len(self.read_tokens()[request_id])
 
     def is_valid(self, request_id: int) -> bool:
         """Whether a request has no invalid logits in this step."""
@@ -208,14 +208,14 @@ class SampledStep:
             step.request.request_id != request_id for step in (*self._scored, *self._sampled)
         ):
             return True
-        self.wait()
+        self.read_tokens()
         return request_id not in self.invalid
 
-    def wait(self) -> NewTokens:
+    def read_tokens(self) -> NewTokens:
         """Append the new tokens to their requests, and return them by request id."""
         if self._tokens is not None:
             return self._tokens
-        numbers = iter(self._results.wait())
+        numbers = iter(self._results.read())
         scored = [(step.request, step, next(numbers), next(numbers)) for step in self._scored]
         invalid = {
             request.request_id
@@ -326,7 +326,7 @@ class Results:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
-    def wait(self) -> list[list[float]]:
+    def read(self) -> list[list[float]]:
         """The numbers of each tensor. Waits until they are here."""
         if not self._lengths:
             return []

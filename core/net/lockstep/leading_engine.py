@@ -181,7 +181,7 @@ class LeadingEngine(DynamicInferenceEngine):
 
     def _break(self, error: BaseException) -> None:
         """Break the engine, and let no rank wait for another one in a collective."""
-        self.core.note_failure(error)
+        self.core.break_on_failure(error)
         self._open_followers.abort(f"rank 0 {Outcome.of(error)}; call reset()")
 
     @property

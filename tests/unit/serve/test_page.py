@@ -25,7 +25,7 @@ HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\"'&amp;\u202e\u
 
 
 def an_app(shown: dict[str, Any], admin_key: str | None = None, **api_keys: str) -> FastAPI:
-    """The page's routes behind the server's middleware, over one snapshot; `app.state.shown` can be replaced."""
+    """The page's routes behind the server's middleware, over one snapshot, `app.state.shown`."""
     app = FastAPI()
     app.add_middleware(AccessMiddleware, keys=Keys(api_keys, admin_key))
     app.include_router(page_router)

@@ -133,7 +133,7 @@ def test_no_page_is_lost_where_memory_is_short_and_steps_fail(
             settings["total_gb"] = least_gb(settings) * 1.02
         engine = paged_engine(max_sequence_length=96, poisoned=True, **settings)
         PageWatch(engine)
-        calls, run = 0, engine.core.step_runner.run
+        calls, run = 0, engine.core.step_runner.run_model
 
         def failing(*arguments: Any) -> torch.Tensor:
             nonlocal calls
@@ -142,7 +142,7 @@ def test_no_page_is_lost_where_memory_is_short_and_steps_fail(
                 raise OSError("of the test")
             return run(*arguments)
 
-        engine.core.step_runner.run = failing
+        engine.core.step_runner.run_model = failing
         asked, results = {}, {}
         for index, (length, answer) in enumerate(lengths):
             prompt = random_tokens(length, seed=seed + index % 3)

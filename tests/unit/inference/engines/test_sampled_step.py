@@ -66,7 +66,7 @@ def test_requests_without_finite_logits_get_nothing_and_the_others_their_tokens(
     requests = [request(i, return_log_probs=True, **settings) for i in range(len(rows))]
     before = [fields(one) for one in requests]
     sampled = sample_step([step(one, 0, 3) for one in requests], logits)
-    tokens = sampled.wait()
+    tokens = sampled.read_tokens()
     assert sampled.invalid == (2, 3, 4, 5, 6)
     assert sorted(tokens) == [0, 1, 7]
     for i in (0, 1, 7):
@@ -77,7 +77,7 @@ def test_requests_without_finite_logits_get_nothing_and_the_others_their_tokens(
         assert sampled.num_accepted(i) == 1
     for i in sampled.invalid:
         assert fields(requests[i]) == before[i]
-    assert sampled.wait() is tokens
+    assert sampled.read_tokens() is tokens
 
 
 @given(data=st.data())
@@ -94,7 +94,7 @@ def test_rows_behind_the_first_wrong_draft_do_not_count(data: st.DataObject) -> 
     drafting, other = request(5, stop_token_ids=(stop,)), request(6)
     steps = [step(drafting, 2, 3 + len(drafts), drafts), step(other, 0, 3)]
     sampled = sample_step(steps, torch.cat([logits, logits.new_ones(1, VOCABULARY)]))
-    tokens = sampled.wait()
+    tokens = sampled.read_tokens()
     expected: list[int] | None = []
     for row, token in enumerate(drawn):
         if bad[row]:
@@ -119,7 +119,7 @@ def test_rows_of_prompt_log_probs_count(bad_row: int) -> None:
     logits[bad_row, 2] = math.nan
     other = request(2)
     sampled = sample_step([step(asking, 0, 4), step(other, 0, 3)], logits)
-    assert list(sampled.wait()) == [2]
+    assert list(sampled.read_tokens()) == [2]
     assert sampled.invalid == (1,)
     assert fields(asking) == before
 
@@ -128,12 +128,12 @@ def test_a_part_of_a_prompt_counts_too() -> None:
     asking = request(1, (3, 1, 2, 4), skip_prompt_log_probs=False)
     logits = torch.zeros(2, VOCABULARY)
     sampled = sample_step([step(asking, 0, 2)], logits)
-    assert sampled.wait() == {}
+    assert sampled.read_tokens() == {}
     assert sampled.invalid == ()
     assert asking.prompt_log_probs == [pytest.approx(-math.log(VOCABULARY))] * 2
     logits[1] = -math.inf
     sampled = sample_step([step(asking, 2, 4)], logits)
-    assert sampled.wait() == {}
+    assert sampled.read_tokens() == {}
     assert sampled.invalid == (1,)
     assert len(asking.prompt_log_probs) == 2
 
@@ -141,7 +141,7 @@ def test_a_part_of_a_prompt_counts_too() -> None:
 def test_a_step_without_tokens_and_log_probs_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sampled = sample_step([step(request(1), 0, 2)], torch.zeros(0, VOCABULARY))
     monkeypatch.setattr(torch, "cat", None)
-    assert sampled.wait() == {}
+    assert sampled.read_tokens() == {}
     assert sampled.invalid == ()
 
 
