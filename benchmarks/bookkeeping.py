@@ -460,7 +460,7 @@ class OurSteps(Steps):
         budget = self._context.config.max_tokens_per_step
         self._chunks = []
         for request in self._running.values():
-            chunk = self._context.admission.allocate_step(request, budget)
+            chunk = self._context.admission.schedule_step(request, budget)
             if chunk is None:
                 raise SystemExit(f"ours cannot go on with request {request.request_id}")
             self._chunks.append(chunk)

@@ -17,7 +17,7 @@ def on_device_of(device: torch.device | None) -> AbstractContextManager[object]:
     return torch.cuda.device(device.index if is_cuda and device is not None else _CURRENT)
 
 
-def numbers_on(device: torch.device, numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+def tensor_on(device: torch.device, numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
     """A list of numbers, or of lists, on `device`, by one copy that does not synchronise."""
     pinned = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)

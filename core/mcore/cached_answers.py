@@ -53,12 +53,12 @@ def register_block(context: Any, row: int, track: RequestTrack, position: int) -
 
 class AnswerStates:
     """The states that decode steps reach at block boundaries; with async scheduling, the last token before a
-    boundary becomes known only later: until then the state waits `unsettled`, in a reserved slot.
+    boundary becomes known only later: until then the state waits `uncommitted`, in a reserved slot.
     """
 
     def __init__(self, context: Any, slots: StateSlots, plan: CheckpointPlan) -> None:
         self._context, self._slots, self._plan = context, slots, plan
-        self.unsettled: list[tuple[Crossing, int]] = []
+        self.uncommitted: list[tuple[Crossing, int]] = []
 
     def reached(self) -> dict[int, Crossing]:
         """Block -> the boundary at its end that a decode row reached, and where the plan stores a state."""
@@ -91,15 +91,15 @@ class AnswerStates:
         tracks = record_of(self._context).tracks
         for crossing, slot in written:
             if tracks[crossing.request_id].known_tokens < crossing.position:
-                self.unsettled.append((crossing, slot))
+                self.uncommitted.append((crossing, slot))
                 continue
             block = self._slots.reserved[slot]
             self._slots.commit([slot])
             self._roll(tracks[crossing.request_id], crossing, block, slot)
 
-    def settle(self) -> None:
+    def commit_known(self) -> None:
         """Make the states findable whose last token has become known."""
-        waiting, self.unsettled = self.unsettled, []
+        waiting, self.uncommitted = self.uncommitted, []
         tracks = record_of(self._context).tracks
         rows = rows_of(self._context, [crossing.request_id for crossing, _ in waiting]) if waiting else {}
         for crossing, slot in waiting:
@@ -107,7 +107,7 @@ class AnswerStates:
             if track is None or row is None:
                 self._slots.release([slot])
             elif track.known_tokens < crossing.position:
-                self.unsettled.append((crossing, slot))
+                self.uncommitted.append((crossing, slot))
             else:
                 block = register_block(self._context, row, track, crossing.position)
                 if block < 0:
@@ -117,8 +117,8 @@ class AnswerStates:
 
     def remove(self, request_ids: Sequence[int]) -> None:
         """Release the states of these requests whose last tokens are not known: the requests end."""
-        gone = [state for state in self.unsettled if state[0].request_id in request_ids]
-        self.unsettled = [state for state in self.unsettled if state not in gone]
+        gone = [state for state in self.uncommitted if state[0].request_id in request_ids]
+        self.uncommitted = [state for state in self.uncommitted if state not in gone]
         self._slots.release([slot for _, slot in gone])
 
     def _roll(self, track: RequestTrack, crossing: Crossing, block: int, slot: int) -> None:
@@ -146,7 +146,7 @@ def _append(context: Any, tokens: Tensor) -> None:
             track.generated.append(token)
     allocator = getattr(context, "mamba_slot_allocator", None)
     if allocator is not None and allocator.answers is not None:
-        allocator.answers.settle()
+        allocator.answers.commit_known()
 
 
 @override(DYNAMIC_CONTEXT, "update_requests", faults=(18,))

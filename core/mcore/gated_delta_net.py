@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ..devices import numbers_on
+from ..devices import tensor_on
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from .host_record import HostCallError
 from .overrides import override
@@ -106,12 +106,12 @@ def in_pieces(
         spans = [bounds[row][piece : piece + 2] for row in rows]
         lengths = [0, *(stop - start for start, stop in spans)]
         tokens = torch.cat([torch.arange(start, stop, device=output.device) for start, stop in spans])
-        at = numbers_on(output.device, rows, torch.int64)
+        at = tensor_on(output.device, rows, torch.int64)
         output[:, tokens], states = rule(
             **{name: each[:, tokens] for name, each in packed.items()},
             **inputs,
             initial_state=final[at],
-            cu_seqlens=numbers_on(output.device, lengths, torch.int64).cumsum(0),
+            cu_seqlens=tensor_on(output.device, lengths, torch.int64).cumsum(0),
         )
         final[at] = states
         reached |= {stop: state for (_, stop), state in zip(spans, states, strict=True)}

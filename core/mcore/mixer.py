@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..devices import numbers_on
+from ..devices import tensor_on
 from .overrides import override
 from .versions import MAMBA_METADATA, MAMBA_MIXER
 
@@ -64,7 +64,7 @@ def update_intermediate_metadata(
 
     def sent(buffer: Tensor, numbers: list[int]) -> Tensor:
         part = buffer[: len(numbers)]
-        return part.copy_(numbers_on(buffer.device, numbers, buffer.dtype))
+        return part.copy_(tensor_on(buffer.device, numbers, buffer.dtype))
 
     self.intermediate_chunk_indices = sent(self._intermediate_chunk_indices_buffer, chunks + [0] * padding)
     self.intermediate_abs_positions = sent(

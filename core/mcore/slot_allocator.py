@@ -225,7 +225,7 @@ class HostSlotAllocator(MambaSlotAllocator):
     def _clear_pending(self) -> None:
         super()._clear_pending()
         if self.answers is not None:
-            self.answers.unsettled.clear()
+            self.answers.uncommitted.clear()
 
     # ---- the pool while the host is suspended
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..devices import numbers_on
+from ..devices import tensor_on
 from ..validation import INT32_MAX, integer
 from . import align_reference
 from .align_reference import AlignLayout, AlignState
@@ -163,7 +163,7 @@ def preprocess_mamba(
     mamba_state_idx.update(zip(req_ids, step.columns.tolist(), strict=True))
     if not step.moves.any():
         return
-    source, running = numbers_on(copy_bufs.device, [columns, step.columns.tolist()])
+    source, running = tensor_on(copy_bufs.device, [columns, step.columns.tolist()])
     accepted = input_batch.num_accepted_tokens_gpu[: len(req_ids)]
     copy_bufs.kernels.precopy_align(layout, running, source, (accepted - 1).clamp(min=0))
     accepted.masked_fill_((source >= 0) & (source != running), 1)
@@ -192,7 +192,7 @@ def stage_postprocess_inputs_to_gpu(
         [scheduler_output.num_scheduled_tokens[name] for name in names],
         [len(drafts.get(name, ())) for name in names],
     ]
-    ctx.staged = numbers_on(ctx.device, numbers).unbind()
+    ctx.staged = tensor_on(ctx.device, numbers).unbind()
 
 
 def postprocess_mamba_align_gpu(

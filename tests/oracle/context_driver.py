@@ -39,7 +39,7 @@ def make_request(tokens: list[int], plan: ms.CheckpointPlan | None = None) -> Dy
 def schedule(
     context: DynamicInferenceContext, request: DynamicInferenceRequest, budget: int = 64
 ) -> RequestStep:
-    chunk = context.admission.allocate_step(request, budget)
+    chunk = context.admission.schedule_step(request, budget)
     assert chunk is not None
     return chunk
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import mambaslots as ms
 import torch
-from mambaslots.devices import numbers_on
+from mambaslots.devices import tensor_on
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.contexts.request import Allocation, RequestStep
 from mambaslots.inference.engines.step_runner import StepRunner
@@ -75,9 +75,9 @@ class MemoryPoison:
             _fill(states, 1, slots)
         encoded = memory.durable_pool
         if encoded is not memory.state_pool:
-            written = {*cache.tree.slot_of_block.values(), *_unsettled(self._context)}
+            written = {*cache.tree.slot_of_block.values(), *_uncommitted(self._context)}
             unused = set(range(encoded.num_durable)) - written
-            encoded.memory.index_fill_(0, numbers_on(encoded.memory.device, sorted(unused)), _NAN_BYTE)
+            encoded.memory.index_fill_(0, tensor_on(encoded.memory.device, sorted(unused)), _NAN_BYTE)
         self._fill_kv(blocks)
         self._fill_inputs()
         rows = getattr(cache.tier.copies, "rows", None) if cache.tier is not None else None
@@ -98,7 +98,7 @@ class MemoryPoison:
                 unwritten += path.blocks[index + bool(row) :]
         _fill(kv_cache, 2, torch.cat([free, torch.tensor(unwritten, dtype=torch.int64, device="cpu")]))
         if begun and kv_cache.numel():
-            blocks, rows = numbers_on(kv_cache.device, begun).T
+            blocks, rows = tensor_on(kv_cache.device, begun).T
             largest = torch.finfo(kv_cache.dtype).max
             kv_cache[:, :, blocks, rows] = kv_cache.new_full((), largest)
 
@@ -156,7 +156,7 @@ def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
     if not pool.is_shared:
         free[: pool.num_live] = True
     if context.memory.durable_pool is pool:
-        reserved = slots.reserved.keys() - _unsettled(context)
+        reserved = slots.reserved.keys() - _uncommitted(context)
         free[[pool.durable_index(slot) for slot in (*slots.free_slots, *reserved, *slots.live)]] = True
     else:
         free[pool.num_live :] = True  # staging slots belong to one step
@@ -167,9 +167,9 @@ def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
     return free.nonzero().flatten(), torch.tensor(unused, dtype=torch.int64, device="cpu")
 
 
-def _unsettled(context: DynamicInferenceContext) -> set[int]:
+def _uncommitted(context: DynamicInferenceContext) -> set[int]:
     """Slots that launched steps have written, and that are committed once their tokens are read."""
-    return {slot for step in context.unsettled for slot in step.destinations.values()}
+    return {slot for step in context.uncommitted for slot in step.destinations.values()}
 
 
 def _fill(memory: Tensor, axis: int, entries: Tensor) -> None:

@@ -154,11 +154,11 @@ class Admission:
             return [-1] * len(requests)
         return [self.match(request).resume_slot for request in requests]
 
-    def allocate_step(
+    def schedule_step(
         self, request: DynamicInferenceRequest, token_budget: int, evict_last: Iterable[int] = (),
         waiting: Iterable[DynamicInferenceRequest] = (),
     ) -> RequestStep | None:  # fmt: skip
-        """Allocate a step of up to `token_budget` tokens, or nothing and return None where none is possible.
+        """Allocate what a step of up to `token_budget` tokens needs; None, and nothing, where that is not there.
 
         Every part of a prefill is matched again, because others may have stored states since. The search for
         room may change cached states, also where it ends in None: running requests copy and unpin those that

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...config import InferenceConfig
-from ...devices import numbers_on
+from ...devices import tensor_on
 from ...state_spec import HybridStateSpec, durable_tensors
 from ...validation import addressable
 from .cache.free_lists import DirtyEntries, MemoryCleaner
@@ -81,7 +81,7 @@ def _zero(memory: Tensor, axis: int, entries: Sequence[int]) -> None:
     if entries[-1] - first == count - 1:
         numbers.narrow(axis, first, count).zero_()
     else:
-        indices = numbers_on(memory.device, entries)
+        indices = tensor_on(memory.device, entries)
         numbers.index_fill_(axis, indices, 0)
 
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class DynamicInferenceContext:
     """Rows, live states and steps of the requests that run at once, over a `PrefixCache`.
 
-    A step consists of `admission.allocate_step` for each request that advances, `begin_step`, the model's
+    A step consists of `admission.schedule_step` for each request that advances, `begin_step`, the model's
     forward, and `end_step` (or `abort_step`).
     """
 
@@ -76,7 +76,7 @@ class DynamicInferenceContext:
         self._buffer = StepBuffer(largest, spec.device)
         self._builder = StepBuilder(self._buffer, config, self._chunk_size, self._states, self.memory)
         self._steps: tuple[RequestStep, ...] = ()
-        self._unsettled: list[RequestStep] = []
+        self._uncommitted: list[RequestStep] = []
         self.observers: list[StepObserver] = []  # called with each step
         self._ledger = TokenLedger()
         self._num_requests_seen = 0
@@ -117,9 +117,9 @@ class DynamicInferenceContext:
         return self._steps
 
     @property
-    def unsettled(self) -> tuple[RequestStep, ...]:
+    def uncommitted(self) -> tuple[RequestStep, ...]:
         """Steps that are launched, and what they complete is not findable yet."""
-        return tuple(self._unsettled)
+        return tuple(self._uncommitted)
 
     # ---- requests
 
@@ -127,10 +127,10 @@ class DynamicInferenceContext:
         """Release what the request has; `discard`: its cached prefix, too, because the model went wrong."""
         if request.allocation is None:
             return
-        for step in self._unsettled:
+        for step in self._uncommitted:
             if step.request is request:
                 self.prefix_cache.release_reserved(step)
-        self._unsettled = [step for step in self._unsettled if step.request is not request]
+        self._uncommitted = [step for step in self._uncommitted if step.request is not request]
         allocation = self.admission.release(request)
         if discard:
             self.prefix_cache.discard(allocation.path)
@@ -171,15 +171,15 @@ class DynamicInferenceContext:
 
     def end_step(
         self, num_accepted: Callable[[int], int] | None = None, is_valid: Callable[[int], bool] | None = None,
-        *, settles_later: bool = False,
+        *, commits_later: bool = False,
     ) -> None:  # fmt: skip
         """Register KV, commit states and advance requests, once the forward is launched. No synchronisation.
 
         `num_accepted`, for a request with drafts: how many of its tokens are right; the call appends them.
         `is_valid`: whether the model's results are numbers, where they are kept; nothing of an invalid step
-        is. `settles_later`: what depends on logits or sampled tokens is registered and committed by `settle`.
+        is. `commits_later`: what depends on logits or sampled tokens waits for `commit_steps`.
         """
-        if is_valid is not None and not settles_later:
+        if is_valid is not None and not commits_later:
             self._remove_invalid(is_valid)
         late: list[RequestStep] = []
         if any(step.drafts for step in self._steps):
@@ -191,8 +191,8 @@ class DynamicInferenceContext:
             self._count(step)
             committed: dict[int, int] = {}
             if step.destinations or step.completes_block(self.config.block_size_tokens):
-                if settles_later and step.logit_positions:
-                    self._unsettled.append(step)
+                if commits_later and step.logit_positions:
+                    self._uncommitted.append(step)
                 else:
                     committed = self._commit(step)
             self._states.advance(step, committed)
@@ -204,14 +204,14 @@ class DynamicInferenceContext:
         for observer in self.observers:
             observer.step_ended(ended)
 
-    def settle(self, steps: Sequence[RequestStep], invalid: Collection[int]) -> None:
+    def commit_steps(self, steps: Sequence[RequestStep], invalid: Collection[int]) -> None:
         """Make findable what launched steps completed, unless their request is in `invalid`."""
-        if not self._unsettled:
+        if not self._uncommitted:
             return
         of_steps = set(map(id, steps))
-        settled = [step for step in self._unsettled if id(step) in of_steps]
-        self._unsettled = [step for step in self._unsettled if id(step) not in of_steps]
-        for step in settled:
+        ready = [step for step in self._uncommitted if id(step) in of_steps]
+        self._uncommitted = [step for step in self._uncommitted if id(step) not in of_steps]
+        for step in ready:
             if step.request.request_id in invalid:
                 self.prefix_cache.release_reserved(step)
                 continue
@@ -268,7 +268,7 @@ class DynamicInferenceContext:
     def abort_step(self) -> None:
         """Undo a step whose forward failed: nothing that it wrote is used, and its requests are released."""
         aborted, self._steps = self._steps, ()
-        self._unsettled = []
+        self._uncommitted = []
         self.prefix_cache.abort()  # also what `begin_step` reserved before it failed
         self.memory.scrubber.scratch.scrub()
         for step in aborted:
@@ -281,7 +281,7 @@ class DynamicInferenceContext:
         for allocation in self.admission.allocations:
             self._states.move_to_live(allocation)
         self.prefix_cache.clear([allocation.path for allocation in self.admission.allocations])
-        self._unsettled = []
+        self._uncommitted = []
 
     def suspend(self) -> None:
         """Free the tensors of all pools; every request is released, and the cache is cleared."""
@@ -300,7 +300,7 @@ class DynamicInferenceContext:
     def reset(self, *, keep_counts: bool = False) -> None:
         """Release every request and empty the cache, also after a failure; counts are 0, too."""
         self._steps = ()
-        self._unsettled = []
+        self._uncommitted = []
         self.admission.clear()
         self._empty_rows()
         if not keep_counts:
@@ -322,7 +322,7 @@ class DynamicInferenceContext:
         self.admission.check_integrity()
         self._states.check_integrity(allocations, during_step)
         pages = [page for allocation in allocations for page in allocation.pages]
-        slots = [slot for step in self._unsettled for slot in step.destinations.values()]
+        slots = [slot for step in self._uncommitted for slot in step.destinations.values()]
         reserved = self.prefix_cache.slots.reserved
         assert during_step or sorted(slots) == sorted(reserved), "a reservation leaked"
         paths = [allocation.path for allocation in allocations]

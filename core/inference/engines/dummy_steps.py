@@ -75,7 +75,7 @@ class DummySteps:
         drafts: Sequence[int] = (),
     ) -> list[Tensor]:
         """One step."""
-        steps = [self._context.admission.allocate_step(request, budget) for request, budget in work]
+        steps = [self._context.admission.schedule_step(request, budget) for request, budget in work]
         ready = [step for step in steps if step is not None]
         assert len(ready) == len(work), "the pools hold all requests"
         if drafts:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...devices import numbers_on
+from ...devices import tensor_on
 from ..contexts.request import DynamicInferenceRequest, RequestStep
 from ..kernels.kernel_set import runs_triton
 from ..kernels.reference import penalties
@@ -147,7 +147,7 @@ class LogitsChanges:
         for row, count_row, one in listed:
             count_rows[row], settings[row] = count_row, one
         numbers = list(zip(*settings, strict=True))
-        return self._sent(count_rows), numbers_on(self._counts.device, numbers, dtype)
+        return self._sent(count_rows), tensor_on(self._counts.device, numbers, dtype)
 
     def _up_to_date(self, step: RequestStep, vocabulary: int) -> _Counted:
         """The request's counts of its prompt and of all tokens before this step."""
@@ -193,14 +193,14 @@ class LogitsChanges:
         if not listed:
             return None
         places, biases = zip(*listed, strict=True)
-        return self._sent(places), numbers_on(self._counts.device, biases, dtype)
+        return self._sent(places), tensor_on(self._counts.device, biases, dtype)
 
     def _columns(self, pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         first, second = zip(*pairs, strict=True)
         return self._sent(first), self._sent(second)
 
     def _sent(self, values: Sequence[int]) -> Tensor:
-        return numbers_on(self._counts.device, values)
+        return tensor_on(self._counts.device, values)
 
 
 def _add(counts: Tensor, rows: Tensor, tokens: Tensor) -> None:

@@ -109,7 +109,7 @@ class Scheduler:
         Every decode is one of them, unless its answer is then as long as it may be. Parts of prefills and
         waiting requests come after the decodes, as in `schedule`.
         """
-        if self._drafter or self._awaits_unsettled():
+        if self._drafter or self._awaits_uncommitted():
             return []
         decodes, prefills = [], []
         for request in self.running:
@@ -130,9 +130,9 @@ class Scheduler:
             self._admit(steps)
         return steps
 
-    def _awaits_unsettled(self) -> bool:
+    def _awaits_uncommitted(self) -> bool:
         """Whether a waiting request may resume from a state that is findable once the last step is read."""
-        prefills = [step for step in self._context.unsettled if not step.decoding]
+        prefills = [step for step in self._context.uncommitted if not step.decoding]
         keys = {step.key_at(position) for step in prefills for position in step.destinations}
         if not keys or len(self._context.requests) >= self._config.max_requests:
             return False
@@ -150,7 +150,7 @@ class Scheduler:
                 break
             if not self._fits_budget(len(request.tokens) - _allocation(request).num_computed, budget):
                 continue
-            step = self._context.admission.allocate_step(request, budget)
+            step = self._context.admission.schedule_step(request, budget)
             if step is None:
                 self.num_paused += 1
             else:
@@ -183,7 +183,7 @@ class Scheduler:
                     break
                 continue
             others = islice((one for one in self.waiting.values() if one.allocation is None), MAX_COMPARED)
-            step = self._context.admission.allocate_step(request, budget, next_slots[i + 1 :], others)
+            step = self._context.admission.schedule_step(request, budget, next_slots[i + 1 :], others)
             if step is None:
                 if self._fits_beside_pins(request, match):
                     break

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...devices import numbers_on
+from ...devices import tensor_on
 from ...request import SamplingParams, TopLogProbs
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.padding import padded_to_ladder
@@ -61,7 +61,7 @@ class StepRunner:
         tokens = step.read_tokens()
         if self._groups is not None:
             self._groups.check_not_aborted()
-        self._context.settle(step.steps, step.invalid)
+        self._context.commit_steps(step.steps, step.invalid)
         if self.graphs is not None:
             self.graphs.after_step(model)
         return step.steps, tokens, step.invalid
@@ -85,7 +85,7 @@ class StepRunner:
         sampled = SampledStep(self._context.steps, self.run_model(model, inputs), self.logits_changes)
         # Register, commit, advance. Waits for drafts, and, unless steps follow unread ones, where blocks or
         # states become findable.
-        self._context.end_step(sampled.num_accepted, sampled.is_valid, settles_later=self._looks_ahead)
+        self._context.end_step(sampled.num_accepted, sampled.is_valid, commits_later=self._looks_ahead)
         return sampled
 
     def padded(self, shape: StepShape) -> StepShape:
@@ -148,7 +148,7 @@ class SampledStep:
     def __init__(self, steps: Sequence[RequestStep], logits: Tensor, changes: LogitsChanges) -> None:
         """Choose tokens for the requests whose known tokens are all computed. Does not synchronise."""
         self.steps = steps
-        # Ids of the requests that get no token, known after `read_tokens`: the largest logit of a row that they need
+        # Ids of requests without a token, known after `read_tokens`: the largest logit of a row that they need
         # is NaN or infinite. Logits of -inf next to a finite one are valid: they forbid tokens.
         self.invalid: tuple[int, ...] = ()
         self._scored = [step for step in steps if step.scored_positions]
@@ -162,7 +162,7 @@ class SampledStep:
             first, stop = stop, stop + len(step.logit_positions)
             if not step.decoding and step.scored_positions:
                 own = logits[first : first + len(step.scored_positions)]
-                targets = numbers_on(logits.device, step.request.target_tokens(step.scored_positions))
+                targets = tensor_on(logits.device, step.request.target_tokens(step.scored_positions))
                 columns += [log_probs_of(own, targets), own.amax(dim=-1)]
             if step.samples_token:
                 rows += range(stop - 1 - len(step.drafts), stop)
@@ -196,7 +196,7 @@ class SampledStep:
         wanted = [rows[request.request_id] for request in requests]
         if wanted == list(range(len(self._drawn))):
             return self._drawn
-        return self._drawn.index_select(0, numbers_on(self._drawn.device, wanted))
+        return self._drawn.index_select(0, tensor_on(self._drawn.device, wanted))
 
     def num_accepted(self, request_id: int) -> int:
         """How many tokens of a valid request's step are right. Waits as `read_tokens` does."""
@@ -267,7 +267,7 @@ class SampledStep:
 
 def _rows_of(logits: Tensor, rows: Sequence[int]) -> Tensor:
     """These rows, ascending; without a copy where they are all."""
-    return logits if len(rows) == len(logits) else logits.index_select(0, numbers_on(logits.device, rows))
+    return logits if len(rows) == len(logits) else logits.index_select(0, tensor_on(logits.device, rows))
 
 
 def sample(

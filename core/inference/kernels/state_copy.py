@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...devices import numbers_on, on_device_of
+from ...devices import on_device_of, tensor_on
 from .kernel_set import runs_triton
 from .operands import CodedTensor, ConvAndSsm
 from .reference import state_copy as reference
@@ -85,4 +85,4 @@ def _slot_pairs(
     if written.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ValueError("slots are lists while a CUDA graph is captured; accepted: a call outside of graphs")
     pairs = [(source, to) for source, to in zip(sources, destinations, strict=True) if source >= 0 <= to]
-    return numbers_on(written.device, [[pair[0] for pair in pairs], [pair[1] for pair in pairs]]).unbind()
+    return tensor_on(written.device, [[pair[0] for pair in pairs], [pair[1] for pair in pairs]]).unbind()

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...devices import numbers_on
+from ...devices import tensor_on
 from .operands import TokenDraw
 
 BLOCK = 4096
@@ -37,7 +37,7 @@ def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence
         [draw.uniform for draw in draws],
         [draw.least_score for draw in draws],
     ]
-    settings = numbers_on(logits.device, listed, torch.float64)
+    settings = tensor_on(logits.device, listed, torch.float64)
     width = triton.cdiv(vocabulary, _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     scores = torch.empty(len(draws), width, dtype=dtype, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(width))

@@ -126,8 +126,8 @@ class StateRouter:
         """Apply a message of a replica; False where the router needs a snapshot of the replica."""
         is_complete = self.index.apply(events)
         if is_complete:
-            self._expected.settle(events.inserted, events.replica)
-            self._expected.settle(events.removed, events.replica)
+            self._expected.remove_published(events.inserted, events.replica)
+            self._expected.remove_published(events.removed, events.replica)
         return is_complete
 
     def remove(self, replica: str) -> None:
@@ -171,7 +171,7 @@ class ExpectedStates:
         while sent and (len(sent) > MAX_EXPECTED_KEYS or self._is_expired(next(iter(sent)))):
             sent.popitem(last=False)
 
-    def settle(self, keys: Sequence[int], replica: str) -> None:
+    def remove_published(self, keys: Sequence[int], replica: str) -> None:
         """Remove the entries of a replica that has published these states or their eviction."""
         for key in keys:
             if key in self._sent and self._sent[key][0] == replica:

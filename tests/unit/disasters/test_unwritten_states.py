@@ -91,7 +91,7 @@ def test_a_cancelled_prefill_leaves_no_findable_state_that_was_never_written(mod
         request = engine.core.requests.get(request_id)
         computed = request.allocation.num_computed if request and request.allocation else 0
         # What a step completed whose tokens were not read is not findable, and goes with its request.
-        computed = min([computed, *(step.start for step in engine.context.unsettled)])
+        computed = min([computed, *(step.start for step in engine.context.uncommitted)])
         if request is not None:
             engine.cancel(request_id)
         assert_cached_states(engine.context)

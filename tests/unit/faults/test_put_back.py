@@ -109,8 +109,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "dynamic_context.py",
-                "        self._steps = ()\n        self._unsettled = []\n        self.admission.clear()\n",
-                "        self._unsettled = []\n        self.admission.clear()\n",
+                "        self._steps = ()\n        self._uncommitted = []\n        self.admission.clear()\n",
+                "        self._uncommitted = []\n        self.admission.clear()\n",
             ),
         ),
     ),

@@ -54,7 +54,7 @@ def compute_spans(
 
 
 class MatchBasis(NamedTuple):
-    """What a match was asked for, and when it was right; `match_prefix` writes it, and judges by it."""
+    """What a match was asked for, and when it was right; `updated_match` writes it, and judges by it."""
 
     num_tokens: int = -1
     last_key: int = 0  # hash of the last whole block
@@ -80,7 +80,7 @@ class PrefixMatch:
         seen_tokens: how far the sequence follows a known path, evicted blocks included.
         spans: why each token from `resume_tokens` to N is computed, in order and without gaps.
         basis: what was asked for, and when the match was right. No part of what the match says, and the only
-            attribute that is set later: by `match_prefix`, where it returns the match again.
+            attribute that is set later: by `updated_match`, where it returns the match again.
     """
 
     blocks: tuple[int, ...]
@@ -91,11 +91,11 @@ class PrefixMatch:
     basis: MatchBasis = field(default=MatchBasis(), compare=False, repr=False)
 
 
-def match_prefix(
+def updated_match(
     tree: PrefixTree, chain: PrefixHashChain, num_tokens: int, path_blocks: Sequence[int], num_held: int,
     max_resume_tokens: int | None, known: PrefixMatch | None,
 ) -> PrefixMatch:  # fmt: skip
-    """See `PrefixCache.match`; `num_held` of `path_blocks` are registered, states within do not count."""
+    """`PrefixCache.match`: `known`, or a new match; `num_held` of `path_blocks` are registered, states within do not count."""
     # What stands of `known` is not looked up again: only leaves are removed, and what came back is newer.
     ghosts, keys, size = tree.ghosts, chain.keys, chain.block_size_tokens
     blocks, num_seen, whole = tuple(path_blocks[:num_held]), 0, num_tokens // size
@@ -292,7 +292,7 @@ def make_room_by_rolling(slots: StateSlots, owners: Iterable[RollingOwner], num_
         remove_rolling(slots, owner)
 
 
-def reserve_states[S: PathStep](
+def reserve_slots[S: PathStep](
     slots: StateSlots, steps: Sequence[S], max_inner_states: int | None = None
 ) -> list[S]:
     """Reserve a slot for each boundary that has no state yet, as far as slots go; may evict states."""

@@ -20,10 +20,10 @@ from .paths import (
     PrefixMatch,
     Span,
     TableRow,
-    match_prefix,
     planned_state,
     remove_rolling,
-    reserve_states,
+    reserve_slots,
+    updated_match,
 )
 from .pins import PinnedPrefix, PinnedPrefixes
 from .pool_stats import Clock, PoolStats, TierStats
@@ -134,7 +134,7 @@ class PrefixCache:
             nothing = PrefixMatch((), 0, -1, 0, (Span(0, num_tokens, "disabled"),))
             return known if known == nothing else nothing
         blocks, num_held = (path.blocks, path.num_registered) if path is not None else ((), 0)
-        return match_prefix(self.tree, chain, num_tokens, blocks, num_held, max_resume_tokens, known)
+        return updated_match(self.tree, chain, num_tokens, blocks, num_held, max_resume_tokens, known)
 
     def resumable_tokens(self, chain: PrefixHashChain) -> int:
         """How many of a prefix's tokens a longer prompt could resume now."""
@@ -321,7 +321,7 @@ class PrefixCache:
             states = self.tree.state_block_of_key
             wanted = {step.key_at(boundary.position) for step in steps for boundary in step.boundaries}
             self._borrowing.borrow_slots(sum(key not in states for key in wanted))
-        return reserve_states(self.slots, steps, max_inner_states)
+        return reserve_slots(self.slots, steps, max_inner_states)
 
     def after_verification[S: PathStep](self, planned: Sequence[S], accepted: Sequence[S]) -> list[S]:
         """Release the slots of boundaries that the `accepted` steps do not reach; reserve refused ones.
@@ -338,7 +338,7 @@ class PrefixCache:
                 missing = tuple(b for b in after.boundaries if after.key_at(b.position) not in reserved)
                 if missing:
                     unserved.append(replace(after, boundaries=missing, destinations={}))
-        return reserve_states(self.slots, unserved)
+        return reserve_slots(self.slots, unserved)
 
     def commit(self, step: PathStep) -> dict[int, int]:
         """Make a launched step's states findable, after its blocks; returns boundary -> slot, or -1."""

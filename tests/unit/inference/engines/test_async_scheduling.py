@@ -290,7 +290,7 @@ def test_states_that_are_reserved_before_their_tokens_are_known_are_those_of_an_
         for prompt, result in zip(prompts, results, strict=True):
             assert_answers(prompt, result)
         engine.check_integrity()
-        assert not engine.context.unsettled
+        assert not engine.context.uncommitted
         cache = engine.stats().cache
         found = [resumable(engine.context, [*p, *r.tokens, 0]) for p, r in zip(prompts, results, strict=True)]
         counts = cache.num_states_committed, cache.num_states_refused, cache.states_removed_by_cause
@@ -328,7 +328,7 @@ def test_a_state_of_a_token_behind_an_answer_leaves_nothing_in_the_policy() -> N
 def test_calls_while_a_step_has_a_state_that_is_not_findable_yet(call: str) -> None:
     engine = ahead(checkpoint_plan=ms.CheckpointPlan(decode=BLOCK))
     ids = [engine.add_request(prompt, greedy()) for prompt in (PROMPT, PROMPT[:9])]
-    while not any(step.destinations and step.is_ahead for step in engine.context.unsettled):
+    while not any(step.destinations and step.is_ahead for step in engine.context.uncommitted):
         engine.step()
     assert engine.context.prefix_cache.slots.reserved
     engine.cancel(ids[0]) if call == "cancel" else getattr(engine, call)()

@@ -476,7 +476,7 @@ class TestContext:
         engine.add_request(random_tokens(9, seed=1), ms.SamplingParams(max_tokens=6))
         engine.step()
         (request,) = engine.context.requests
-        chunk = engine.context.admission.allocate_step(request, 8)
+        chunk = engine.context.admission.schedule_step(request, 8)
         assert chunk is not None
         return engine, chunk
 
@@ -494,7 +494,7 @@ class TestContext:
         engine = speculating(lambda: Noted(), most=3)
         engine.add_request(random_tokens(9, seed=1))
         (request,) = engine.core.scheduler.waiting.values()
-        chunk = engine.context.admission.allocate_step(request, 64)
+        chunk = engine.context.admission.schedule_step(request, 64)
         assert chunk.max_drafts(3) == 0
 
 

@@ -204,9 +204,9 @@ def test_a_state_is_expected_for_a_while() -> None:
 def test_a_state_that_has_come_or_gone_is_expected_no_more() -> None:
     waiting = ExpectedStates()
     waiting.add([1, 2], "a")
-    waiting.settle([1, 2], "b")
+    waiting.remove_published([1, 2], "b")
     assert waiting.deepest([1, 2]) == ("a", 2)
-    waiting.settle([2, 7], "a")
+    waiting.remove_published([2, 7], "a")
     assert waiting.deepest([1, 2]) == ("a", 1)
     waiting.remove("a")
     assert len(waiting) == 0
