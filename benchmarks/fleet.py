@@ -205,7 +205,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     options = parse_args()
     import ray
-    from mambaslots.fleet.server import QUIET, check_address
+    from mambaslots.fleet.server import QUIET, usable_port
     from ray import serve
 
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
@@ -218,7 +218,7 @@ def main() -> None:
         runtime_env={"env_vars": {"PYTHONPATH": paths}},
     )  # fmt: skip
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    port = check_address("127.0.0.1", 0)
+    port = usable_port("127.0.0.1", 0)
     serve.start(proxy_location="HeadOnly", http_options={"port": port}, logging_config=QUIET)
     rows = []
     print(f"{'':18} {'':>8} {'resumed':>8} {'of one':>8}    max/mean of replicas")

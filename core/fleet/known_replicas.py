@@ -19,7 +19,7 @@ _GIVEN_UP_S = 10.0
 
 
 @dataclass
-class _Attempt:
+class _Route:
     """A request that is sent to a replica, or will be: to which one, and in which order it tries them."""
 
     replica: str = ""
@@ -40,9 +40,9 @@ class KnownReplicas:
         self._complete: set[str] = set()  # replicas of whose states the router misses nothing
         self._lock = Lock()  # of what follows
         self._router = StateRouter()
-        self._attempts: dict[str, _Attempt] = {}  # by id of the request
+        self._routes: dict[str, _Route] = {}  # by id of the request
 
-    def expect(self, replicas: Mapping[str, Any]) -> None:
+    def set_replicas(self, replicas: Mapping[str, Any]) -> None:
         """Know these replicas alone; a new one counts as if it had answered now."""
         now = self._clock()
         for gone in self._answered_s.keys() - replicas:
@@ -103,46 +103,46 @@ class KnownReplicas:
     def begin(self, request_id: str) -> None:
         """A request is about to be sent to a replica."""
         with self._lock:
-            self._attempts[request_id] = _Attempt()
+            self._routes[request_id] = _Route()
 
     def end(self, request_id: str) -> None:
         """A replica has ended a request, or is lost."""
         with self._lock:
-            self._attempts.pop(request_id, None)
+            self._routes.pop(request_id, None)
 
-    def order(self, request: EngineRequest, queue_lengths: Mapping[str, int | None]) -> tuple[str, ...]:
+    def ranked(self, request: EngineRequest, queue_lengths: Mapping[str, int | None]) -> tuple[str, ...]:
         """The replicas in the order in which a request tries them, those that it has lost last.
 
         A request that tries the same ones again has the order that it had: it counts once. `queue_lengths`,
         as Ray last knew, lack what is chosen and not sent: by them alone, a burst would go to one replica.
         """
         with self._lock:
-            attempt = self._attempts.get(request.request_id, _Attempt())
-            if set(attempt.order) != queue_lengths.keys():
-                counts = Counter(one.replica for one in self._attempts.values())
+            route = self._routes.get(request.request_id, _Route())
+            if set(route.order) != queue_lengths.keys():
+                counts = Counter(one.replica for one in self._routes.values())
                 loads = [
                     ReplicaLoad(name, max(counts[name], length or 0))
                     for name, length in queue_lengths.items()
                 ]
                 others = [load for load in loads if load.replica not in request.lost]
                 best = self._router.choose(request.route, others or loads)
-                attempt.order = *best, *(queue_lengths.keys() - best)
-                attempt.replica = best[0]
-            return attempt.order
+                route.order = *best, *(queue_lengths.keys() - best)
+                route.replica = best[0]
+            return route.order
 
     def note_sent(self, request: EngineRequest, replica: str) -> None:
         """Ray sends a request to this replica, and waits until the replica has confirmed it."""
         with self._lock:
-            attempt = self._attempts.get(request.request_id, _Attempt())
-            attempt.is_sent = True
-            if attempt.replica != replica:
-                attempt.replica = replica
+            route = self._routes.get(request.request_id, _Route())
+            route.is_sent = True
+            if route.replica != replica:
+                route.replica = replica
                 self._router.note_routed(request.route, replica)
 
     def replica_of(self, request_id: str) -> str:
         """Where a request was sent; "" before that."""
-        attempt = self._attempts.get(request_id)
-        return attempt.replica if attempt and attempt.is_sent else ""
+        route = self._routes.get(request_id)
+        return route.replica if route and route.is_sent else ""
 
 
 @cache

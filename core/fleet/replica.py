@@ -27,7 +27,7 @@ from .guard import kill_when_still
 from .replica_answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
 from .replica_questions import Ingresses, IngressQuestion, StatePoller
 from .settings import FleetSettings
-from .warming import HandOver, meeting_store, serve_hand_over, take_over
+from .warming import HandOver, meeting_store, serve_hand_over, warm_from_donor
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Ranks:
         return done.pop().result()
 
     @property
-    def are_others(self) -> bool:
+    def has_others(self) -> bool:
         return bool(self._runs)
 
 
@@ -147,7 +147,7 @@ class EngineReplica:
         self._hand_overs: set[asyncio.Task[None]] = set()
         self._watching = asyncio.create_task(self._end_when_lost())
         if engine.config.enable_prefix_caching and settings.warm_timeout_s:
-            await take_over(self._name, settings, self._engine)
+            await warm_from_donor(self._name, settings, self._engine)
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[AnswerPart]:
         """Answer a request; a caller that closes the stream cancels it."""
@@ -157,7 +157,7 @@ class EngineReplica:
                 async for part in parts:
                     yield part
         except ReplicaLostError as error:
-            if self._engine.failure is not None or (self._ranks.are_others and error.__cause__ is not None):
+            if self._engine.failure is not None or (self._ranks.has_others and error.__cause__ is not None):
                 self._end_process(error)  # a split engine that failed is broken
             raise
 
@@ -192,7 +192,7 @@ class EngineReplica:
 
     async def _end_when_lost(self) -> None:
         """End this process where the engine has failed, or a rank is lost."""
-        lost = asyncio.create_task(self._ranks.lost()) if self._ranks.are_others else None
+        lost = asyncio.create_task(self._ranks.lost()) if self._ranks.has_others else None
         while self._engine.failure is None and (lost is None or not lost.done()):
             await asyncio.sleep(0.1)
         self._end_process(self._engine.failure if lost is None or not lost.done() else lost.result())

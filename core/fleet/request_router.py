@@ -38,7 +38,7 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
         queue_lengths = {
             name: self.replica_queue_len_cache.get(replica.replica_id) for name, replica in replicas.items()
         }
-        return [[replicas[name]] for name in self._known.order(request, queue_lengths)]
+        return [[replicas[name]] for name in self._known.ranked(request, queue_lengths)]
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, **options: Any
@@ -56,7 +56,7 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Ray names the replicas that may be asked."""
         super().update_replicas(replicas)
-        self._known.expect({replica.replica_id.unique_id: replica for replica in replicas})
+        self._known.set_replicas({replica.replica_id.unique_id: replica for replica in replicas})
 
 
 def _request_of(pending_request: PendingRequest | None) -> EngineRequest | None:

@@ -41,7 +41,7 @@ _LOGGERS = ("ray", "ray.serve")
 
 
 @contextmanager
-def cluster() -> Iterator[bool]:
+def connected_cluster() -> Iterator[bool]:
     """Be connected to the cluster that `RAY_ADDRESS` names, or to a new one; yield whether it was there."""
     address = os.environ.get(ADDRESS)
     for name, value in OWN_DEFAULTS.items():
@@ -98,7 +98,7 @@ def check_http(host: str, port: int) -> None:
         )
 
 
-def check_address(host: str, port: int) -> int:
+def usable_port(host: str, port: int) -> int:
     """The port to listen at: `port`, or a free one for 0. OSError: the address cannot be used."""
     with listen(host, port) as listener:
         return int(listener.getsockname()[1])
@@ -194,8 +194,8 @@ def serve_replicas(
     after a shutdown, 1 where Ray has stopped.
     """
     if not os.environ.get(ADDRESS):
-        server = replace(server, port=check_address(server.host, server.port))
-    with cluster() as joined:
+        server = replace(server, port=usable_port(server.host, server.port))
+    with connected_cluster() as joined:
         http = {"host": server.host, "port": server.port, "keep_alive_timeout_s": _KEEP_ALIVE_S}
         serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET)
         check_http(server.host, server.port)

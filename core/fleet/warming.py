@@ -43,7 +43,7 @@ class HandOver(NamedTuple):
     port: int
 
 
-async def take_over(replica: str, settings: FleetSettings, engine: AsyncEngine) -> None:
+async def warm_from_donor(replica: str, settings: FleetSettings, engine: AsyncEngine) -> None:
     """Let a replica that has states hand over those that were used last.
 
     A donor that does not come or dies costs at most `warm_timeout_s`; this one then starts with what it has.

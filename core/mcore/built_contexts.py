@@ -66,7 +66,7 @@ def idle_reason(context: Any) -> str:
     return ""
 
 
-def noting(initialize_all_tensors: Callable[..., None]) -> Callable[..., None]:
+def recording_build(initialize_all_tensors: Callable[..., None]) -> Callable[..., None]:
     """The host's method that ends the building of a context; a warning says why nothing is cached."""
 
     @functools.wraps(initialize_all_tensors)
@@ -81,7 +81,7 @@ def noting(initialize_all_tensors: Callable[..., None]) -> Callable[..., None]:
     return initialize
 
 
-def noting_engine(add_request: Callable[..., Any]) -> Callable[..., Any]:
+def recording_queue(add_request: Callable[..., Any]) -> Callable[..., Any]:
     """The host's method that queues a request; the context then knows whose queue it is."""
 
     @functools.wraps(add_request)

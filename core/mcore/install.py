@@ -19,7 +19,7 @@ from ..inference.contexts.cache.eviction import EvictionPolicy, PolicyChoice, ch
 from ..validation import boolean, instance, shown
 from ..version import VERSION
 from . import admission, cached_answers, gated_delta_net, lifecycle, mixer, stages
-from .built_contexts import built_contexts, noting, noting_engine, refuse_to_serve
+from .built_contexts import built_contexts, recording_build, recording_queue, refuse_to_serve
 from .overrides import (
     MissingHostError,
     OtherSettingsError,
@@ -136,7 +136,7 @@ def install(
     try:
         _replace_all(methods)
         if unknown:
-            _vouch(version, unknown)
+            _self_test_host(version, unknown)
         HostSlotAllocator.settings = settings
     except BaseException:
         _restore()
@@ -159,15 +159,15 @@ def _replace_all(methods: Mapping[Override, Any]) -> None:
         _replace(module, "MambaSlotAllocator", HostSlotAllocator)
     if hasattr(own, "MambaSlotCapacityError"):
         _replace(own, "MambaSlotCapacityError", HostCapacityError)
-    _replace(context, "initialize_all_tensors", noting(context.initialize_all_tensors))
+    _replace(context, "initialize_all_tensors", recording_build(context.initialize_all_tensors))
     engine = owner_class(DYNAMIC_ENGINE)
     if hasattr(engine, "_add_request"):  # else states where waiting prompts part are not stored
-        _replace(engine, "_add_request", noting_engine(engine._add_request))
+        _replace(engine, "_add_request", recording_queue(engine._add_request))
     if hasattr(engine, "schedule_chunked_prefill"):  # else prompts behind one that waits start later
         _replace(engine, "schedule_chunked_prefill", admission.scheduling(engine.schedule_chunked_prefill))
 
 
-def _vouch(version: str, unknown: list[str]) -> None:
+def _self_test_host(version: str, unknown: list[str]) -> None:
     """Provoke the faults on a host whose sources are not known; UnknownHostError where one is there."""
     try:
         failures = importlib.import_module(f"{__package__}.self_test").failures()

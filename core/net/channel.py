@@ -90,7 +90,7 @@ class _End:
         frames: Frames = self._socket.recv_multipart(copy=False)
         return frames
 
-    async def arrival(self, timeout_s: float) -> None:
+    async def await_message(self, timeout_s: float) -> None:
         """Return once `receive` has something to do, or no message comes in time."""
         if self._async is None:
             self._async = zmq.asyncio.Socket(self._socket)

@@ -112,7 +112,7 @@ class Impostor:
     async def next(self, kind: Any) -> Any:
         """The next question of this kind."""
         while True:
-            await self.listener.arrival(0.5)
+            await self.listener.await_message(0.5)
             received = self.listener.receive(0.0)
             if received is not None and isinstance(received[1], kind):
                 self.peer = received[0]

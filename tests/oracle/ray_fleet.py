@@ -18,7 +18,7 @@ import openai
 import ray
 from mambaslots.fleet import FleetSettings
 from mambaslots.fleet.replica import ReplicaStatus
-from mambaslots.fleet.server import OWN_DEFAULTS, QUIET, check_address, fleet_application
+from mambaslots.fleet.server import OWN_DEFAULTS, QUIET, fleet_application, usable_port
 from mambaslots.loaded_model import LoadedText
 from mambaslots.serve import ServerSettings
 from mambaslots.text import GenerationDefaults
@@ -81,7 +81,7 @@ def ray_cluster(num_cpus: int = 8) -> Iterator[Cluster]:
             address=cluster.address, log_to_driver=False,
             runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
         )  # fmt: skip
-        PORTS.append(check_address("127.0.0.1", 0))
+        PORTS.append(usable_port("127.0.0.1", 0))
         http = {"host": "127.0.0.1", "port": PORTS[-1]}
         serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET)
         yield cluster

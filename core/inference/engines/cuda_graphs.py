@@ -60,8 +60,8 @@ class GraphBuckets:
         if shape.decode_tokens > 1:
             per_row = power_of_two(self.decode_tokens) if self.ladder else self.decode_tokens
         if shape.prefills:
-            prefills = _up(shape.prefills, 4, self.max_requests)
-            decodes = _up(shape.decodes, 4, self.max_requests) if shape.decodes else 0
+            prefills = _next_power(shape.prefills, 4, self.max_requests)
+            decodes = _next_power(shape.decodes, 4, self.max_requests) if shape.decodes else 0
             tokens = self._prefill_tokens(shape.prefill_tokens, decodes * per_row)
         else:
             decodes = self._decodes(shape.decodes, per_row)
@@ -71,7 +71,7 @@ class GraphBuckets:
             prefills=prefills,
             prefill_tokens=tokens,
             max_query_tokens=tokens,
-            table_blocks=_up(shape.table_blocks, 2, self.table_blocks),
+            table_blocks=_next_power(shape.table_blocks, 2, self.table_blocks),
             kv_writes=decodes * per_row + tokens,
             chunks=tokens // self.chunk_size + 2 * prefills,
             checkpoints=tokens // max(self.block_size, self.chunk_size) + prefills,
@@ -85,17 +85,17 @@ class GraphBuckets:
     def _decodes(self, needed: int, per_row: int) -> int:
         """Decode rows of a step without prefills."""
         if not self.ladder:
-            return _up(needed, 2, self.max_requests)
+            return _next_power(needed, 2, self.max_requests)
         tokens = max(needed * per_row, FEWEST_ROWS)
-        return _up(tokens, 2, rung(self.max_requests * per_row)) // per_row
+        return _next_power(tokens, 2, rung(self.max_requests * per_row)) // per_row
 
     def _prefill_tokens(self, needed: int, decoded: int) -> int:
         """Prefill tokens of a step that also has `decoded` decode tokens, padding included."""
         if not self.ladder:
-            return min(_size(needed, SMALLEST_PREFILL_TOKENS), self.max_prefill_tokens)
+            return min(_padded_size(needed, SMALLEST_PREFILL_TOKENS), self.max_prefill_tokens)
         # The sizes between 32, 64, 128 and 256 are no rungs: `rung` takes the next one.
         most = rung(decoded + self.max_prefill_tokens)
-        return min(rung(_size(decoded + needed, FEWEST_ROWS)), most) - decoded
+        return min(rung(_padded_size(decoded + needed, FEWEST_ROWS)), most) - decoded
 
 
 class CapturedForward:
@@ -233,7 +233,7 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _up(count: int, base: int, maximum: int) -> int:
+def _next_power(count: int, base: int, maximum: int) -> int:
     """The smallest power of `base` that is at least `count`, but at most `maximum`."""
     size = 1
     while size < count:
@@ -241,7 +241,7 @@ def _up(count: int, base: int, maximum: int) -> int:
     return min(size, maximum)
 
 
-def _size(needed: int, smallest: int) -> int:
+def _padded_size(needed: int, smallest: int) -> int:
     """The first of `smallest` * 2^k and `smallest` * 3 * 2^k that is at least `needed`."""
     size = smallest
     while size < needed:

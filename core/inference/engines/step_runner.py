@@ -148,8 +148,8 @@ class SampledStep:
     def __init__(self, steps: Sequence[RequestStep], logits: Tensor, changes: LogitsChanges) -> None:
         """Choose tokens for the requests whose known tokens are all computed. Does not synchronise."""
         self.steps = steps
-        # Ids of requests without a token, known after `read_tokens`: the largest logit of a row that they need
-        # is NaN or infinite. Logits of -inf next to a finite one are valid: they forbid tokens.
+        # Ids of requests without a token, known after `read_tokens`: the largest logit of a row that they
+        # need is NaN or infinite. Logits of -inf next to a finite one are valid: they forbid tokens.
         self.invalid: tuple[int, ...] = ()
         self._scored = [step for step in steps if step.scored_positions]
         self._sampled = [step for step in steps if step.samples_token]

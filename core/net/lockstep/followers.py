@@ -70,14 +70,14 @@ class Followers:
 
     def send(self, call: msgspec.Struct) -> None:
         """Send a call to all ranks; RankDiedError where one is lost."""
-        while self._take(0.0):  # ranks that ended while nothing was called
+        while self._receive(0.0):  # ranks that ended while nothing was called
             pass
-        self.check_lives()
+        self.check_ranks()
         with self._lock:
             for rank in self._num_open:
                 self._num_open[rank] += 1
             self._send_to_all(call)
-        self.check_lives()
+        self.check_ranks()
 
     def _send_to_all(self, message: msgspec.Struct) -> None:
         for peer, rank in self._ranks.items():
@@ -103,9 +103,9 @@ class Followers:
         try:
             while not self._closed.wait(WATCH_S):
                 with self._lock:
-                    while not self._closed.is_set() and self._take(0.0):
+                    while not self._closed.is_set() and self._receive(0.0):
                         pass
-                    self._look()
+                    self._note_losses()
         except Exception:
             if not self._closed.is_set():  # the collector may close it at any place
                 raise
@@ -116,7 +116,7 @@ class Followers:
         RankDiedError: a rank is lost. TimeoutError: a rank does not end a call.
         """
         self.await_answers(self._timeout_s)
-        self.check_lives()
+        self.check_ranks()
         if missing := [rank for rank, number in self._num_open.items() if number]:
             raise TimeoutError(f"ranks {missing} have not ended a call within {self._timeout_s:g} s")
         texts = [
@@ -135,12 +135,12 @@ class Followers:
         deadline = time.monotonic() + timeout_s
         while any(number for rank, number in self._num_open.items() if rank not in self._gone):
             remaining_s = deadline - time.monotonic()
-            if not self._take(max(0.0, min(_LOOK_S, remaining_s))):
-                self._look()
+            if not self._receive(max(0.0, min(_LOOK_S, remaining_s))):
+                self._note_losses()
                 if remaining_s <= 0:
                     return
 
-    def _take(self, timeout_s: float) -> bool:
+    def _receive(self, timeout_s: float) -> bool:
         """Receive a message; False if none comes in time."""
         with self._lock:
             received = self._listener.receive(timeout_s)
@@ -157,11 +157,15 @@ class Followers:
                 self._note_lost(rank, message.reason)
             return True
 
-    def _look(self) -> None:
+    def _note_losses(self) -> None:
         """Note who is lost; where a rank failed, or is lost, let no other one wait for it."""
         with self._lock:
             for peer, rank in self._ranks.items():
-                if rank not in self._gone and not self._listener.is_connected(peer) and not self._take(0.0):
+                if (
+                    rank not in self._gone
+                    and not self._listener.is_connected(peer)
+                    and not self._receive(0.0)
+                ):
                     self._note_lost(rank, "died, or left: its connection is closed")
             if self._closed.is_set():
                 return
@@ -187,7 +191,7 @@ class Followers:
         if not self._has_sent_lost:  # else it left because others are lost
             self.lost.setdefault(rank, reason)
 
-    def check_lives(self) -> None:
+    def check_ranks(self) -> None:
         """Raise RankDiedError where a rank is lost."""
         if self.lost:
             raise RankDiedError(self.lost)
@@ -200,7 +204,7 @@ class Followers:
         with self._lock:
             self._send_to_all(Lost(self.lost) if self.lost else Close())
         while self._theirs.keys() - self._gone and time.monotonic() < deadline:
-            if not self._take(0.01):
-                self._look()
+            if not self._receive(0.01):
+                self._note_losses()
         with self._lock:
             self._listener.close()

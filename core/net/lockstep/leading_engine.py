@@ -192,7 +192,7 @@ class LeadingEngine(DynamicInferenceEngine):
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise RuntimeError("the LeadingEngine is closed; its followers make no more calls")
-        self._open_followers.check_lives()
+        self._open_followers.check_ranks()
 
     def _await_followers(self) -> None:
         """Wait until all ranks have made all calls, and made them alike."""
@@ -312,7 +312,7 @@ class LeadingEngine(DynamicInferenceEngine):
     def check_ranks(self) -> None:
         """Raise RankDiedError where a rank is lost; returns at once, also from another thread."""
         if self._followers is not None and not self._closed.is_set():
-            self._followers.check_lives()
+            self._followers.check_ranks()
 
     # ---- the end
 

@@ -148,7 +148,7 @@ class PrefillClient:
         while (received := link.receive(0.0)) is None:
             if time.monotonic() > deadline:
                 raise PeerLostError(f"it sent nothing for {self._silence_s:g} s")
-            await link.arrival(_POLL_S)
+            await link.await_message(_POLL_S)
         answer: Answer = received[0]
         return answer
 

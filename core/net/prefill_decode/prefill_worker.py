@@ -102,7 +102,7 @@ class PrefillWorker:
         loop = asyncio.get_running_loop()
         beat_s = loop.time()
         while True:
-            await listener.arrival(beat_s - loop.time())
+            await listener.await_message(beat_s - loop.time())
             if (received := listener.receive(0.0)) is not None:
                 peer, question, _ = received
                 if isinstance(question, Hello) and peer not in self._sessions:

@@ -120,7 +120,7 @@ class TransferChannel:
         access = self._open("connect", None)
         try:
             session = self._begin(access, timeout_s)
-            session.in_time(lambda: session.connect(access))
+            session.run_in_time(lambda: session.connect(access))
         except (TransferError, PeerLostError) as error:
             self._fail("was not connected", error, error)
             return described(error)
@@ -156,7 +156,7 @@ class TransferChannel:
         session = self._begin(access, timeout_s)
         assert isinstance(session, Source)
         try:
-            sent = session.in_time(lambda: session.send(access, offered, self._nccl))
+            sent = session.run_in_time(lambda: session.send(access, offered, self._nccl))
         except Exception as error:
             self._fail("was not sent", error, error)
             return SendReport(failure=described(error))
@@ -191,10 +191,10 @@ class TransferChannel:
         def received() -> Incoming:
             session = self._begin(access, timeout_s)
             assert isinstance(session, Destination)
-            forest = session.in_time(lambda: session.collect(access))
+            forest = session.run_in_time(lambda: session.collect(access))
 
             def fill(placement: Placement) -> None:
-                session.in_time(lambda: session.fill(access, placement, self._nccl))
+                session.run_in_time(lambda: session.fill(access, placement, self._nccl))
 
             return Incoming(forest, fill)
 

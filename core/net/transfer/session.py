@@ -120,7 +120,7 @@ class Session[Key](ABC):
         self.num_bytes += sum(layout.sizes)
         return moved
 
-    def in_time[T](self, work: Callable[[], T]) -> T:
+    def run_in_time[T](self, work: Callable[[], T]) -> T:
         """Do `work` in a thread; return or raise its outcome, at most `GRACE_S` after the deadline.
 
         A thread that is not done by then touches no pool any more, and ends the session itself.

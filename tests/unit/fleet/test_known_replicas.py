@@ -17,7 +17,7 @@ REQUEST = EngineRequest("one", (1,) * 60, 0, ms.SamplingParams(), keys=(1, 2, 3)
 
 
 def expect(known: KnownReplicas, names: list[str]) -> None:
-    known.expect({name: f"Ray's {name}" for name in names})
+    known.set_replicas({name: f"Ray's {name}" for name in names})
 
 
 def test_a_replica_is_silent_where_another_one_answers() -> None:
@@ -56,7 +56,7 @@ def test_where_requests_are() -> None:
     known.note_sent(REQUEST, "a")  # its caller has left before it was sent
     assert known.replica_of("one") == ""
     known.begin("one")
-    first = known.order(REQUEST, {"a": 0, "b": 0})[0]
+    first = known.ranked(REQUEST, {"a": 0, "b": 0})[0]
     assert known.replica_of("one") == ""
     for name in ("a", "b", first):
         known.note_sent(REQUEST, name)
@@ -72,25 +72,25 @@ def test_loads_count_what_is_chosen_until_it_ends() -> None:
     requests = [replace(REQUEST, request_id=str(number), keys=()) for number in range(4)]
     for request in requests:
         known.begin(request.request_id)
-    firsts = [known.order(request, {"a": None, "b": None})[0] for request in requests]
+    firsts = [known.ranked(request, {"a": None, "b": None})[0] for request in requests]
     assert sorted(firsts) == ["a", "a", "b", "b"]
     for request in requests:
         known.note_sent(request, "b")  # "a" has no room
     other = replace(REQUEST, request_id="other", keys=())
-    assert known.order(other, {"a": 2, "b": 0}) == ("a", "b")
-    assert known.order(other, {"a": 5, "b": 0}) == ("b", "a")
+    assert known.ranked(other, {"a": 2, "b": 0}) == ("a", "b")
+    assert known.ranked(other, {"a": 5, "b": 0}) == ("b", "a")
     for request in requests:
         known.end(request.request_id)
-    assert known.order(other, {"a": 1, "b": 0}) == ("b", "a")
+    assert known.ranked(other, {"a": 1, "b": 0}) == ("b", "a")
 
 
 def test_a_replica_that_a_request_has_lost_is_tried_last() -> None:
     known = KnownReplicas()
     expect(known, ["a", "b"])
     known.note_answer("a", StateEvents("a", 1, 0, (1, 2), is_snapshot=True))
-    assert known.order(REQUEST, {"a": 0, "b": 0}) == ("a", "b")
-    assert known.order(replace(REQUEST, lost=("a",)), {"a": 0, "b": 0}) == ("b", "a")
-    assert sorted(known.order(replace(REQUEST, lost=("a", "b")), {"a": 0, "b": 0})) == ["a", "b"]
+    assert known.ranked(REQUEST, {"a": 0, "b": 0}) == ("a", "b")
+    assert known.ranked(replace(REQUEST, lost=("a",)), {"a": 0, "b": 0}) == ("b", "a")
+    assert sorted(known.ranked(replace(REQUEST, lost=("a", "b")), {"a": 0, "b": 0})) == ["a", "b"]
 
 
 def test_a_process_has_one_for_each_application() -> None:
@@ -112,7 +112,7 @@ def test_a_replica_says_all_that_it_holds_where_something_is_missing() -> None:
     known.note_answer("a", StateEvents("a", 1, 0, (1, 2), is_snapshot=True))
     known.note_answer("a", StateEvents("a", 1, 1, (3,)))
     assert lacking() == {"b"}
-    assert known.order(REQUEST, {"a": 0, "b": 0}) == ("a", "b")
+    assert known.ranked(REQUEST, {"a": 0, "b": 0}) == ("a", "b")
     known.note_answer("a", StateEvents("a", 1, 3, (5,)))  # 2 was lost
     assert lacking() == {"a", "b"}
     known.note_answer("a", StateEvents("a", 1, 3, (1,), is_snapshot=True))

@@ -138,7 +138,7 @@ def test_an_ingress_asks_a_replica_again_once_it_has_answered(monkeypatch: pytes
         asking = ingress.Ingress.__new__(ingress.Ingress)
         asking._known = known
         asking._engine = SimpleNamespace(name="one", numbers={"requests": 3})  # type: ignore[assignment]
-        known.expect({"quick": quick, "slow": slow, "failing": failing, "dead": dead})
+        known.set_replicas({"quick": quick, "slow": slow, "failing": failing, "dead": dead})
         listening = asyncio.create_task(asking._listen())
         async with asyncio.timeout(30):
             while answers["quick"] < 20 or "dead" in known.replicas:
@@ -174,7 +174,7 @@ def test_a_stream_is_lost_with_a_replica_that_answers_no_question(
     monkeypatch.setattr(calls, "_LOOK_S", 0.02)
     now = [0.0]
     known = KnownReplicas(lambda: now[0])
-    known.expect({"a": None, "b": None})
+    known.set_replicas({"a": None, "b": None})
 
     async def parts_of(handle: Handle, answering: str) -> int:
         number, handle.known = 0, known

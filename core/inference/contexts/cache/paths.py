@@ -95,7 +95,7 @@ def updated_match(
     tree: PrefixTree, chain: PrefixHashChain, num_tokens: int, path_blocks: Sequence[int], num_held: int,
     max_resume_tokens: int | None, known: PrefixMatch | None,
 ) -> PrefixMatch:  # fmt: skip
-    """`PrefixCache.match`: `known`, or a new match; `num_held` of `path_blocks` are registered, states within do not count."""
+    """See `PrefixCache.match`; `num_held` of `path_blocks` are registered, states within do not count."""
     # What stands of `known` is not looked up again: only leaves are removed, and what came back is newer.
     ghosts, keys, size = tree.ghosts, chain.keys, chain.block_size_tokens
     blocks, num_seen, whole = tuple(path_blocks[:num_held]), 0, num_tokens // size
