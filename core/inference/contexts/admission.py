@@ -158,7 +158,7 @@ class Admission:
         self, request: DynamicInferenceRequest, token_budget: int, evict_last: Iterable[int] = (),
         waiting: Iterable[DynamicInferenceRequest] = (),
     ) -> RequestStep | None:  # fmt: skip
-        """Allocate what a step of up to `token_budget` tokens needs; None, and nothing, where it is not there.
+        """Allocate what a step of up to `token_budget` tokens needs; None, and nothing, where that lacks.
 
         Every part of a prefill is matched again, because others may have stored states since. The search for
         room may change cached states, also where it ends in None: running requests copy and unpin those that
