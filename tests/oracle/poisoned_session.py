@@ -253,7 +253,7 @@ WRAPS: dict[Part, list[tuple[Any, str, Callable[[Any], Any]]]] = {
         (StepBuffer, "__init__", _with_room),
         (DynamicInferenceEngine, "__init__", _knowing_its_model),
         (StepRunner, "padded", _padding_more),
-        (StepRunner, "run", _on_poisoned_padding),
+        (StepRunner, "run_model", _on_poisoned_padding),
         (GraphRunner, "after_step", _on_poisoned_padding),
     ],
 }

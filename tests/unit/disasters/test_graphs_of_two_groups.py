@@ -58,18 +58,18 @@ def serve_by_turns(
 @pytest.mark.sampled
 @pytest.mark.parametrize("settings", [{}, {"decode_by_replay": True}], ids=["", "replay"])
 @pytest.mark.parametrize("kind", TWO_GROUPS)
-def test_a_graph_of_two_groups_reads_the_tables_of_the_step_that_replays_it(
+def test_a_graph_of_two_groups_reads_the_tables_of_the_step_that_launches_it(
     kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What stands in the place of graphs reads the tensors that it was captured with, at every replay."""
+    """What stands in the place of graphs reads the tensors that it was captured with, at every launch."""
     with kind_of_model(kind):
         graphs = recording(monkeypatch)
         engine = graphed_engine(**settings)
-        last, replays, tables = LastInputs(engine), 0, set()
-        plain_replay = Recorded.replay
+        last, launches, tables = LastInputs(engine), 0, set()
+        plain_launch = Recorded.launch
 
-        def replay(self: Recorded) -> Tensor:
-            nonlocal replays
+        def launch(self: Recorded) -> Tensor:
+            nonlocal launches
             assert last.inputs is not None
             captured, present = index_tensors(self._inputs), index_tensors(last.inputs)
             assert captured.keys() == present.keys()
@@ -77,16 +77,16 @@ def test_a_graph_of_two_groups_reads_the_tables_of_the_step_that_replays_it(
                 assert tensor.data_ptr() == present[name].data_ptr(), f"{name} lies somewhere else"
                 assert torch.equal(tensor, present[name]) or tensor.is_floating_point()
             tables.add(tuple(captured["block_table"].flatten().tolist()))
-            replays += 1
-            return plain_replay(self)
+            launches += 1
+            return plain_launch(self)
 
-        monkeypatch.setattr(Recorded, "replay", replay)
+        monkeypatch.setattr(Recorded, "launch", launch)
         for _ in range(2):
             for number, result in enumerate(serve_by_turns(engine, PROMPTS)):
                 assert_answers(PROMPTS[number // 2 - number % 2], result)
             assert_cached_states(engine.context)
         assert engine.context.cache_stats().num_resumed_tokens > 0
-        assert replays > 3 * graphs.captures > 0  # type: ignore[attr-defined]
+        assert launches > 3 * graphs.captures > 0  # type: ignore[attr-defined]
         assert len(tables) > graphs.captures  # type: ignore[attr-defined]
 
 

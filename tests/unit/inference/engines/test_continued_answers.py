@@ -99,7 +99,7 @@ def test_a_failed_step_costs_a_part_no_token(fails_at: int, monkeypatch: pytest.
             raise RuntimeError("a kernel failed")
         return run(*arguments)
 
-    monkeypatch.setattr(type(engine.core.step_runner), "run", failing)
+    monkeypatch.setattr(type(engine.core.step_runner), "run_model", failing)
     while engine.has_unfinished_requests():
         try:
             finished = engine.step().finished

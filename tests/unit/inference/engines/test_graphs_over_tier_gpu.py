@@ -28,14 +28,14 @@ def test_conversations_answer_as_without_cache_and_graphs(
     drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batch-invariant engines promise the bits, whatever is cached, captured or drafted."""
-    replays = []
-    replay = CapturedForward.replay
+    launches = []
+     Captured=launch = Captured= CapturedForward.launch
 
     def counted(self: CapturedForward) -> torch.Tensor:
-        replays.append(self)
-        return replay(self)
+        launches.append(self)
+        return launch(self)
 
-    monkeypatch.setattr(CapturedForward, "replay", counted)
+    monkeypatch.setattr(CapturedForward, "launch", counted)
     model = tiny_model(torch.bfloat16, "cuda")
     uncached = engine_of(model, enable_prefix_caching=False)
     slot_bytes = uncached.context.spec.slot_bytes
@@ -61,4 +61,4 @@ def test_conversations_answer_as_without_cache_and_graphs(
     assert stats.cache.tiers.num_states_fetched > 2
     assert stats.cache.num_resumed_tokens > 0
     assert 0 < stats.speculation.num_accepted < stats.speculation.num_drafted or not drafts
-    assert len(replays) > 20
+    assert len(launches) > 20
