@@ -22,7 +22,7 @@ class Recorded:
         self._model, self._inputs = model, inputs
         self.pool = "memory"
 
-    def replay(self) -> Tensor:
+    def launch(self) -> Tensor:
         return self._model(self._inputs)
 
 

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 import mambaslots as ms
-from fuzzing import checkpoints as fuzz_checkpoints
+from fuzzing import model_folders
 from fuzzing import settings as fuzz_settings
 from fuzzing.target import (
     ACCEPTED,
@@ -49,7 +49,7 @@ def targets(folder: Path) -> list[Target]:
         PlanSpecs(),
         CommandLines(folder),
         *fuzz_settings.targets(),
-        *fuzz_checkpoints.targets(folder),
+        *model_folders.targets(folder),
     ]
 
 

@@ -29,7 +29,7 @@ def test_conversations_answer_as_without_cache_and_graphs(
 ) -> None:
     """Batch-invariant engines promise the bits, whatever is cached, captured or drafted."""
     launches = []
-     Captured=launch = Captured= CapturedForward.launch
+    launch = CapturedForward.launch
 
     def counted(self: CapturedForward) -> torch.Tensor:
         launches.append(self)

@@ -504,7 +504,7 @@ class Recorded:
     def __init__(self, model, inputs: ms.StepInputs, pool: object) -> None:
         self._model, self._inputs, self.pool = model, inputs, pool
 
-    def replay(self) -> torch.Tensor:
+    def launch(self) -> torch.Tensor:
         return self._model(self._inputs)
 
 
