@@ -61,7 +61,7 @@ class Bench:
         """Each row's slot, and where its token is."""
         int32 = self.torch.int32
         return {
-            "slots": self.index(list(range(rows))),
+            "input_rows": self.index(list(range(rows))),
             "starts": self.index([start] * rows, int32),
             "lengths": self.index([length] * rows, int32),
         }
@@ -176,8 +176,8 @@ def keeping(bench: Bench) -> list[Figures]:
     calls: dict[str, Callable[[], Any]] = {
         "convolution, kept": partial(kernels.keep_conv_inputs, x, windows, rings, slots, starts, slots, cuts),
         "gated delta rule, kept": partial(
-            kernels.keep_delta_inputs, **packed, new_v=packed["v"], **buffers, slots=slots, tail_starts=tails,
-            query_start_loc=cuts,
+            kernels.keep_delta_inputs, **packed, new_v=packed["v"], **buffers, input_rows=slots,
+            tail_starts=tails, query_start_loc=cuts,
         ),
     }  # fmt: skip
     return [Figures(name, graph_us(call)) for name, call in calls.items()]

@@ -107,7 +107,7 @@ def update(pool: str, tokens: int, heads: int, dim: int) -> Specialisation:
 
 PAGE = 16  # tokens whose inputs lie in a KV block of Qwen3.5-4B
 PAGE_STRIDES = "k_page_stride", "v_page_stride"
-INDICES = {"slots": "*i64", "pages": "*i32"}
+INDICES = {"input_rows": "*i64", "pages": "*i32"}
 
 
 def kept_rows() -> list[Specialisation]:
@@ -116,7 +116,7 @@ def kept_rows() -> list[Specialisation]:
     for dtype in TORCH:
         for heads, dim in HEADS:
             sizes = {"KEY_HEADS": KEY_HEADS, "VALUE_HEADS": heads, "KEY_DIM": dim, "VALUE_DIM": dim}
-            slot_strides = dict.fromkeys([*PAGE_STRIDES, *(f"{x}_slot_stride" for x in GATES)], "i64")
+            slot_strides = dict.fromkeys([*PAGE_STRIDES, *(f"{x}_row_stride" for x in GATES)], "i64")
             for tokens, tails in ((1, False), (4, False), (CHUNK, True)):
                 pointers = dict.fromkeys([*"qkv", "queries", "k_inputs", "v_inputs"], f"*{dtype}")
                 nothing = {"new_v": None, "new_v_inputs": None, "new_v_page_stride": 0}
@@ -158,7 +158,7 @@ def solved_rows() -> list[Specialisation]:
             pointers = dict.fromkeys(("k_inputs", "solved"), "*bf16") | dict.fromkeys(floats, "*fp32")
             pointers |= {} if tails else {"queries": "*bf16"}
             pointers |= INDICES | {"starts": "*i64" if tails else "*i32", "ends": "*i32"}
-            strides = ["k_page_stride", *(f"{x}_slot_stride" for x in (*GATES, "inverse"))]
+            strides = ["k_page_stride", *(f"{x}_row_stride" for x in (*GATES, "inverse"))]
             found.append(
                 Specialisation(
                     name=f"solve_rows {'tails' if tails else f'{rows} decodes'} {heads} x {dim}",
@@ -187,7 +187,7 @@ def replay_outputs() -> list[Specialisation]:
                 pointers |= dict.fromkeys(("solved_decays", "beta_inputs"), "*fp32")
                 pointers |= {"states": f"*{pool}", "sources": "*i64"} | INDICES
                 pointers |= dict.fromkeys(("starts", "lengths"), "*i32")
-                strides = ["v_page_stride", "beta_slot_stride", "new_v_page_stride", "slot_stride"]
+                strides = ["v_page_stride", "beta_row_stride", "new_v_page_stride", "slot_stride"]
                 found.append(
                     Specialisation(
                         name=f"delta_outputs, pool {pool} T={tokens} {heads} x {dim}",
@@ -215,7 +215,7 @@ def completions() -> list[Specialisation]:
             pointers |= dict.fromkeys(("g_inputs", "beta_inputs", "inverses"), "*fp32")
             pointers |= {"states": f"*{pool}"}
             pointers |= INDICES | dict.fromkeys(("sources", "destinations"), "*i64")
-            strides = [*PAGE_STRIDES, *(f"{x}_slot_stride" for x in (*GATES, "inverse")), "slot_stride"]
+            strides = [*PAGE_STRIDES, *(f"{x}_row_stride" for x in (*GATES, "inverse")), "slot_stride"]
             found.append(
                 Specialisation(
                     name=f"complete_chunks, pool {pool} {heads} x {dim}",

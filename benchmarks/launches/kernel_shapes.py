@@ -109,7 +109,7 @@ def convolution_replays() -> list[Specialisation]:
     found = []
     for dtype in ("fp32", "bf16"):
         blocks = {"BLOCK_C": conv_replay.CHANNELS}
-        indices = {"slots": "*i64", "starts": "*i32"}
+        indices = {"input_rows": "*i64", "starts": "*i32"}
         even = ("conv_dim", "x_token_stride", "slot_stride", "ring_stride")
         for tokens in (1, 4):
             tensors = dict.fromkeys(("x", "weight", "bias", "states", "rings", "out"), f"*{dtype}")

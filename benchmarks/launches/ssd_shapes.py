@@ -125,7 +125,7 @@ PAGE = 9  # tokens whose inputs lie in a KV block of Nemotron-H-8B
 
 def tail_keepers() -> list[Specialisation]:
     """The inputs that a prefill leaves: x and B of Mamba-2, k and v of a gated delta net."""
-    indices = {"slots": "*i64", "pages": "*i32", "tail_starts": "*i64", "query_start_loc": "*i32"}
+    indices = {"input_rows": "*i64", "pages": "*i32", "tail_starts": "*i64", "query_start_loc": "*i32"}
     pointers = dict.fromkeys(("first", "second", "first_kept", "second_kept"), "*bf16")
     strides = [f"{name}_{axis}_stride" for name in ("first", "second") for axis in ("token", "head", "page")]
     sizes = {"keep_ssd_inputs, x and B": (HEADS, HEAD_DIM, GROUPS, STATE_DIM)}
@@ -148,9 +148,9 @@ def tail_keepers() -> list[Specialisation]:
 
 def ssd_keepers() -> list[Specialisation]:
     """The gates that a prefill leaves, of 128 tokens at most."""
-    indices = {"slots": "*i64", "tail_starts": "*i64", "query_start_loc": "*i32"}
+    indices = {"input_rows": "*i64", "tail_starts": "*i64", "query_start_loc": "*i32"}
     gate_pointers = dict.fromkeys(("dt", "A", "gates"), "*fp32")
-    gate_strides = ("dt_token_stride", "gate_slot_stride")
+    gate_strides = ("dt_token_stride", "gate_row_stride")
     return [
         Specialisation(
             name="keep_ssd_inputs, gates",
@@ -168,8 +168,8 @@ def ssd_replays() -> list[Specialisation]:
     """Decodes of one token, and of four, where x, B and C are views of one tensor."""
     strides = tuple(f"{name}_{axis}_stride" for name in "xBC" for axis in ("row", "token"))
     strides += ("x_head_stride", "B_group_stride", "C_group_stride", "dt_row_stride", "dt_token_stride")
-    strides += ("state_slot_stride", "x_page_stride", "B_page_stride", "gate_slot_stride")
-    indices = dict.fromkeys(("slots", "sources", "destinations"), "*i64") | {"pages": "*i32"}
+    strides += ("state_slot_stride", "x_page_stride", "B_page_stride", "gate_row_stride")
+    indices = dict.fromkeys(("input_rows", "sources", "destinations"), "*i64") | {"pages": "*i32"}
     indices |= dict.fromkeys(("starts", "lengths"), "*i32")
     found = []
     for inputs, operands, chunk_size, tokens, rows in (

@@ -21,34 +21,30 @@ def convolve(
 ) -> Tensor:  # fmt: skip
     """A causal depthwise convolution of raw [T, channels], then SiLU if `activation`; writes its windows."""
     conv_states, replay = inputs.state_pool[name][layer], inputs.replay
-    (conv_inputs,) = _stored(replay, layer, f"{name}_in")
+    kept = _kept(replay, layer, conv_inputs=f"{name}_in")
     out = torch.empty(raw.shape, dtype=raw.dtype, device=raw.device)
-    decodes, sources = inputs.num_decodes, inputs.state_sources
+    decodes, sources = inputs.num_decodes, inputs.state_sources[inputs.num_decodes :]
     if decodes:
         rows, out_rows = _decodes(inputs, raw, out)
         step = rows, weight, bias, conv_states
         if replay is None:
-            kernels.causal_conv1d_update(
-                *step, sources[:decodes], inputs.decode_destinations, activation=activation, out=out_rows
-            )
+            kernels.causal_conv1d_update(*step, **_updated(inputs), activation=activation, out=out_rows)
         else:
-            slots, starts, lengths, _, destinations, _ = _replayed(inputs, replay)
-            kernels.causal_conv1d_replay(
-                *step, conv_inputs, slots, starts, lengths, destinations, activation=activation, out=out_rows
-            )
+            new = _replayed(inputs, replay)
+            kernels.causal_conv1d_replay(*step, **(kept | new), activation=activation, out=out_rows)
     if inputs.num_prefills:
         chunks, checkpoints = inputs.chunks, inputs.checkpoints
         rows, out_rows = _prefills(inputs, raw, out)
         if replay is not None:  # first, because a prefill may overwrite the windows that it begins with
             kernels.keep_conv_inputs(
-                rows, conv_states, conv_inputs, replay.slots[decodes:], replay.starts[decodes:],
-                sources[decodes:], chunks.query_start_loc,
+                rows, conv_states, **kept, input_rows=replay.input_rows[decodes:],
+                starts=replay.starts[decodes:], sources=sources, query_start_loc=chunks.query_start_loc,
             )  # fmt: skip
         kernels.causal_conv1d_prefill(
-            rows, weight, bias, conv_states, sources[decodes:], inputs.prefill_destinations,
-            chunks.query_start_loc, chunks.token_rows,
-            checkpoints.rows, checkpoints.token_ends, checkpoints.destinations,
-            activation=activation, out=out_rows,
+            rows, weight, bias, conv_states, sources=sources, destinations=inputs.prefill_destinations,
+            query_start_loc=chunks.query_start_loc, token_rows=chunks.token_rows,
+            checkpoint_rows=checkpoints.rows, checkpoint_ends=checkpoints.token_ends,
+            checkpoint_destinations=checkpoints.destinations, activation=activation, out=out_rows,
         )  # fmt: skip
     return out
 
@@ -59,24 +55,22 @@ def scan_ssd(
 ) -> Tensor:  # fmt: skip
     """Mamba-2's recurrence, `KernelSet.ssd_chunk_scan` of x [T, H, P]; writes its states."""
     states, replay = inputs.state_pool["ssm"][layer], inputs.replay
-    stored = _stored(replay, layer, "ssm_x", "ssm_B", "ssm_gates")
+    kept = _kept(replay, layer, x_inputs="ssm_x", B_inputs="ssm_B", gates="ssm_gates")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if inputs.num_decodes:
         x_rows, dt_rows, B_rows, C_rows, out_rows = _decodes(inputs, x, dt, B, C, out)
         step = x_rows, dt_rows, A, B_rows, C_rows, D, states
         if replay is None:
-            kernels.selective_state_update(*step, *_updated(inputs), out=out_rows)
+            kernels.selective_state_update(*step, **_updated(inputs), out=out_rows)
         else:
-            kept = *stored, *_replayed(inputs, replay)
-            kernels.ssd_replay(*(*step, *kept), out=out_rows, pages=replay.pages[: inputs.num_decodes])
+            kernels.ssd_replay(*step, **(kept | _replayed_chunk(inputs, replay)), out=out_rows)
     if inputs.num_prefills:
         x_rows, dt_rows, B_rows, C_rows, out_rows = _prefills(inputs, x, dt, B, C, out)
         step = x_rows, dt_rows, A, B_rows, C_rows, D, states
-        kernels.ssd_chunk_scan(*step, *_scanned(inputs), out=out_rows)
+        kernels.ssd_chunk_scan(*step, **_scanned(inputs), out=out_rows)
         if replay is not None:
-            kept = *stored, *_tails(inputs, replay), inputs.chunks.chunk_size
-            pages = replay.pages[inputs.num_decodes :]
-            kernels.keep_ssd_inputs(x_rows, dt_rows, A, B_rows, *kept, pages=pages)
+            tails, chunk_size = _tails(inputs, replay), inputs.chunks.chunk_size
+            kernels.keep_ssd_inputs(x_rows, dt_rows, A, B_rows, **kept, **tails, chunk_size=chunk_size)
     return out
 
 
@@ -86,27 +80,28 @@ def scan_gated_delta_rule(
 ) -> Tensor:  # fmt: skip
     """The gated delta rule of raw q and k and v [T, heads, dim]; writes its states."""
     states, replay = inputs.state_pool["delta"][layer], inputs.replay
-    stored = _stored(
-        replay, layer, "delta_k", "delta_v", "delta_g", "delta_beta", "delta_new_v", "delta_inverse"
-    )
+    kept = _kept(
+        replay, layer, k_inputs="delta_k", v_inputs="delta_v", g_inputs="delta_g", beta_inputs="delta_beta",
+        new_v_inputs="delta_new_v", inverses="delta_inverse",
+    )  # fmt: skip
     outputs = []
     if inputs.num_decodes:
-        step = _decodes(inputs, q, k, v, g, beta)
+        q_rows, k_rows, v_rows, g_rows, beta_rows = _decodes(inputs, q, k, v, g, beta)
+        step = q_rows, k_rows, v_rows, g_rows, beta_rows, states
         if replay is None:
-            out = kernels.gated_delta_rule_update(*(*step, states, *_updated(inputs)))
+            out = kernels.gated_delta_rule_update(*step, **_updated(inputs))
         else:
-            kept = *stored, *_replayed(inputs, replay)
-            pages = replay.pages[: inputs.num_decodes]
-            out = kernels.gated_delta_rule_replay(*(*step, states, *kept), pages=pages)
+            out = kernels.gated_delta_rule_replay(*step, **(kept | _replayed_chunk(inputs, replay)))
         outputs.append(out.flatten(0, 1))
     if inputs.num_prefills:
-        step = _prefills(inputs, q, k, v, g, beta)
-        keeps_new_v = stored[-1] is not None
-        new_v = torch.empty(step[2].shape, dtype=v.dtype, device=v.device) if keeps_new_v else None
-        outputs.append(kernels.gated_delta_rule_scan(*(*step, states, *_scanned(inputs), new_v)))
+        q_rows, k_rows, v_rows, g_rows, beta_rows = _prefills(inputs, q, k, v, g, beta)
+        step = q_rows, k_rows, v_rows, g_rows, beta_rows, states
+        keeps_new_v = kept["inverses"] is not None
+        new_v = torch.empty(v_rows.shape, dtype=v.dtype, device=v.device) if keeps_new_v else None
+        outputs.append(kernels.gated_delta_rule_scan(*step, **_scanned(inputs), new_v=new_v))
         if replay is not None:
-            pages = replay.pages[inputs.num_decodes :]
-            kernels.keep_delta_inputs(*(*step[1:], new_v, *stored, *_tails(inputs, replay)), pages=pages)
+            tails = _tails(inputs, replay)
+            kernels.keep_delta_inputs(k_rows, v_rows, g_rows, beta_rows, new_v, **kept, **tails)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -141,10 +136,10 @@ def gated_rms_norm_over_ranks(
     return (normed if gates_first else normed * silu).to(y.dtype)
 
 
-def _stored(replay: Replay | None, layer: int, *names: str) -> Any:
-    """The layer's inputs by name, a tensor each; None for what requests do not keep."""
+def _kept(replay: Replay | None, layer: int, **names: str) -> dict[str, Any]:
+    """Argument -> the layer's inputs of this name; None for what requests do not keep."""
     pool = {} if replay is None else replay.pool
-    return [pool[name][layer] if name in pool else None for name in names]
+    return {argument: pool[name][layer] if name in pool else None for argument, name in names.items()}
 
 
 def _decodes(inputs: StepInputs, *packed: Tensor) -> Any:
@@ -159,28 +154,54 @@ def _prefills(inputs: StepInputs, *packed: Tensor) -> Any:
     return [tensor[decoded:] for tensor in packed] if decoded else packed
 
 
-def _updated(inputs: StepInputs) -> tuple[Tensor, Tensor]:
+def _updated(inputs: StepInputs) -> dict[str, Any]:
     """Sources and destinations of the decode rows, a state for each token."""
-    return inputs.state_sources[: inputs.num_decodes], inputs.decode_destinations
+    return {
+        "sources": inputs.state_sources[: inputs.num_decodes],
+        "destinations": inputs.decode_destinations,
+    }
 
 
-def _replayed(inputs: StepInputs, replay: Replay) -> Any:
-    """Slots, starts, lengths, sources and destinations of the decode rows, and the chunk size."""
-    rows = (
-        replay.slots, replay.starts, inputs.query_lengths, inputs.state_sources, replay.destinations,
-    )  # fmt: skip
-    return *(tensor[: inputs.num_decodes] for tensor in rows), inputs.chunks.chunk_size
+def _replayed(inputs: StepInputs, replay: Replay) -> dict[str, Any]:
+    """What is new of the decode rows, and where a state that it completes goes."""
+    decodes = slice(inputs.num_decodes)
+    return {
+        "input_rows": replay.input_rows[decodes],
+        "starts": replay.starts[decodes],
+        "lengths": inputs.query_lengths[decodes],
+        "destinations": replay.destinations[decodes],
+    }
 
 
-def _scanned(inputs: StepInputs) -> Any:
+def _replayed_chunk(inputs: StepInputs, replay: Replay) -> dict[str, Any]:
+    """`_replayed`, and the chunk that it continues: its state and its pages."""
+    decodes = slice(inputs.num_decodes)
+    return _replayed(inputs, replay) | {
+        "sources": inputs.state_sources[decodes],
+        "chunk_size": inputs.chunks.chunk_size,
+        "pages": replay.pages[decodes],
+    }
+
+
+def _scanned(inputs: StepInputs) -> dict[str, Any]:
     """Sources and destinations of the prefill rows, and their chunks."""
     chunks = inputs.chunks
-    return (
-        inputs.state_sources[inputs.num_decodes :], inputs.prefill_destinations, chunks.chunk_size,
-        chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
-    )  # fmt: skip
+    return {
+        "sources": inputs.state_sources[inputs.num_decodes :],
+        "destinations": inputs.prefill_destinations,
+        "chunk_size": chunks.chunk_size,
+        "cu_chunk_seqlens": chunks.cu_chunk_seqlens,
+        "seq_idx": chunks.seq_idx,
+        "row_chunk_starts": chunks.row_chunk_starts,
+        "chunk_destinations": chunks.destinations,
+    }
 
 
-def _tails(inputs: StepInputs, replay: Replay) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots and first tokens of the prefill rows' tails, and where the rows' tokens start."""
-    return replay.slots[inputs.num_decodes :], replay.tail_starts, inputs.chunks.query_start_loc
+def _tails(inputs: StepInputs, replay: Replay) -> dict[str, Any]:
+    """Input rows and pages of the prefill rows, their tails' first tokens, and where their tokens start."""
+    return {
+        "input_rows": replay.input_rows[inputs.num_decodes :],
+        "pages": replay.pages[inputs.num_decodes :],
+        "tail_starts": replay.tail_starts,
+        "query_start_loc": inputs.chunks.query_start_loc,
+    }

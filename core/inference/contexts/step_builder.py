@@ -212,7 +212,7 @@ class StepBuilder:
         tails = layout.query_start_loc[:-1] - layout.num_decode_tokens - starts
         tails += stops // self._chunk_size * self._chunk_size
         return {
-            "replay.slots": rows,
+            "replay.input_rows": rows,
             "replay.pages": page_table[rows],
             "replay.starts": starts,
             "replay.destinations": [self._states.completed_destination(step) for step in steps],

@@ -87,12 +87,12 @@ class Replay:
     the next grid point writes the state there. A prefill row starts on a grid point. It stores the state at
     its last grid point, and the inputs after that point, its tail.
 
-    Inputs lie in slots and in pages, as `InputTensor` describes. Beyond a request's tokens they may hold
+    Inputs lie in rows and in pages, as `InputTensor` describes. Beyond a request's tokens they may hold
     anything, NaN included.
     """
 
     pool: dict[str, Tensor]  # `DeviceMemory.input_pool`
-    slots: Annotated[Tensor, "rows", -1]  # each row's slot in `pool`; -1 = a padding row
+    input_rows: Annotated[Tensor, "rows", -1]  # each row's place in `pool`; -1 = a padding row
     pages: Annotated[Tensor, "rows", 0, "int32", "pages"]  # [R, pages of a chunk]: each row's, in order
     starts: Annotated[Tensor, "rows", 0, "int32"]  # absolute position of each row's first token
     destinations: Annotated[Tensor, "rows", -1]  # index for the state that a decode row completes

@@ -1,6 +1,6 @@
 """The causal convolution of decode by replay in Triton, with the bits of the kernels in `conv`.
 
-The references are the functions of the same names in `reference.conv`. Rings are contiguous in each slot.
+The references are the functions of the same names in `reference.conv`. Rings are contiguous in each row.
 """
 
 # mypy: disable-error-code="assignment"
@@ -19,7 +19,7 @@ CHANNELS, NUM_WARPS = 128, 2
 
 def causal_conv1d_replay(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, conv_inputs: Tensor,
-    slots: Tensor, starts: Tensor, lengths: Tensor, destinations: Tensor, *, activation: bool = True,
+    input_rows: Tensor, starts: Tensor, lengths: Tensor, destinations: Tensor, *, activation: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `reference.conv.causal_conv1d_replay`; a ValueError where a slot's ring is not contiguous."""
@@ -28,7 +28,7 @@ def causal_conv1d_replay(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     replay_kernel[(rows * triton.cdiv(conv_dim, CHANNELS),)](
         x, weight, weight if bias is None else bias, conv_states, conv_inputs, out,
-        slots, starts, lengths, destinations,
+        input_rows, starts, lengths, destinations,
         conv_dim,
         *x.stride(), *weight.stride(), *conv_states.stride(), conv_inputs.stride(0),
         KERNEL=weight.shape[1], HAS_BIAS=bias is not None, ACTIVATION=activation,
@@ -39,14 +39,14 @@ def causal_conv1d_replay(
 
 
 def keep_conv_inputs(
-    x: Tensor, conv_states: Tensor, conv_inputs: Tensor, slots: Tensor, starts: Tensor, sources: Tensor,
+    x: Tensor, conv_states: Tensor, conv_inputs: Tensor, input_rows: Tensor, starts: Tensor, sources: Tensor,
     query_start_loc: Tensor,
 ) -> None:  # fmt: skip
     """As `reference.conv.keep_conv_inputs`; a ValueError where the rings are not contiguous in each slot."""
-    rows, conv_dim, width = slots.shape[0], x.shape[1], conv_states.shape[-1]
+    rows, conv_dim, width = input_rows.shape[0], x.shape[1], conv_states.shape[-1]
     check_slots(conv_inputs=conv_inputs)
     keep_kernel[(rows * triton.cdiv(conv_dim, CHANNELS),)](
-        x, conv_states, conv_inputs, slots, starts, sources, query_start_loc,
+        x, conv_states, conv_inputs, input_rows, starts, sources, query_start_loc,
         conv_dim,
         *x.stride(), *conv_states.stride(), conv_inputs.stride(0),
         WIDTH=width, RING=conv_inputs.shape[1], BLOCK_C=CHANNELS,
@@ -57,7 +57,7 @@ def keep_conv_inputs(
 @triton.jit
 def replay_kernel(
     # Pointers
-    x, weight, bias, states, rings, out, slots, starts, lengths, destinations,
+    x, weight, bias, states, rings, out, input_rows, starts, lengths, destinations,
     # Dimensions
     conv_dim,
     # Strides
@@ -84,12 +84,12 @@ def replay_kernel(
     states += channel.to(tl.int64) * state_channel_stride
     out += row * TOKENS * conv_dim + channel
 
-    slot = tl.load(slots + row)
-    if slot >= 0:
+    input_row = tl.load(input_rows + row)
+    if input_row >= 0:
         start = tl.load(starts + row)
         length = tl.load(lengths + row)
         destination = tl.load(destinations + row)
-        ring = rings + slot * ring_stride + channel
+        ring = rings + input_row * ring_stride + channel
         taps = load_taps(weight, bias, inside, weight_tap_stride, KERNEL, HAS_BIAS)
         inputs = ()
         for tap in tl.static_range(WIDTH):
@@ -117,7 +117,7 @@ def replay_kernel(
 @triton.jit
 def keep_kernel(
     # Pointers
-    x, states, rings, slots, starts, sources, query_start_loc,
+    x, states, rings, input_rows, starts, sources, query_start_loc,
     # Dimensions
     conv_dim,
     # Strides
@@ -132,15 +132,15 @@ def keep_kernel(
     row = (tl.program_id(0) // channel_blocks).to(tl.int64)
     channel = tl.program_id(0) % channel_blocks * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = channel < conv_dim
-    slot = tl.load(slots + row)
-    if slot >= 0:
+    input_row = tl.load(input_rows + row)
+    if input_row >= 0:
         source = tl.load(sources + row)
         first = tl.load(query_start_loc + row).to(tl.int64)
         length = tl.load(query_start_loc + row + 1).to(tl.int64) - first
         start = tl.load(starts + row).to(tl.int64)
         tokens = x + first * x_token_stride + channel * x_channel_stride
         window = states + source * slot_stride + channel.to(tl.int64) * state_channel_stride
-        ring = rings + slot * ring_stride + channel
+        ring = rings + input_row * ring_stride + channel
         for tap in tl.static_range(WIDTH):
             token = length - WIDTH + tap  # of the row; below 0 it lies in the carried window
             own = tl.load(tokens + token * x_token_stride, mask=inside & (token >= 0), other=0.0)

@@ -43,7 +43,7 @@ class KeptInputs(NamedTuple):
 class NewRows(NamedTuple):
     """Rows of new tokens: of decodes, or tails of prefills. `keep_rows_kernel` says what the last two are."""
 
-    slots: Tensor
+    input_rows: Tensor
     pages: Tensor
     starts: Tensor
     ends: Tensor
@@ -52,7 +52,7 @@ class NewRows(NamedTuple):
 def gated_delta_rule_replay(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, k_inputs: Tensor,
     v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None,
-    inverses: Tensor | None, slots: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor,
+    inverses: Tensor | None, input_rows: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor,
     destinations: Tensor, chunk_size: int, *, pages: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `reference.delta.gated_delta_rule_replay`, in four launches; float32 takes a scan of each chunk."""
@@ -61,7 +61,7 @@ def gated_delta_rule_replay(
     kept = KeptInputs(k_inputs, v_inputs, g_inputs, beta_inputs)
     queries = torch.empty(rows * tokens, key_heads, key_dim, dtype=v.dtype, device=v.device)
     q, k, v_rows, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
-    decodes = NewRows(slots, page_table(pages, slots), starts, lengths)
+    decodes = NewRows(input_rows, page_table(pages, input_rows), starts, lengths)
     _keep_rows(q, k, v_rows, g, beta, None, queries, kept, None, decodes, tokens, tails=False)
     if inverses is None or new_v_inputs is None:
         return _scanned(queries, kept, states, decodes, sources, destinations, v.shape)
@@ -79,7 +79,7 @@ def gated_delta_rule_replay(
     blocks, read_back = completion_blocks(key_dim, value_dim), (*kept, inverses, states)
     groups = min(rows, max(COMPLETION_ROWS, triton.cdiv(rows, COMPLETION_ROWS)))
     complete_chunks_kernel[(triton.cdiv(value_dim, blocks["BLOCK_V"]) * heads * groups,)](
-        *read_back, slots, decodes.pages, sources, destinations, *(pool.stride(0) for pool in read_back),
+        *read_back, input_rows, decodes.pages, sources, destinations, *(pool.stride(0) for pool in read_back),
         rows, heads, heads // key_heads, key_dim, value_dim, chunk_size, k_inputs.shape[1],
         **blocks, ROWS=COMPLETION_ROWS, num_warps=COMPLETION_WARPS, num_stages=COMPLETION_STAGES,
     )  # fmt: skip
@@ -89,11 +89,11 @@ def gated_delta_rule_replay(
 def keep_delta_inputs(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, new_v: Tensor | None, k_inputs: Tensor, v_inputs: Tensor,
     g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None, inverses: Tensor | None,
-    slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, *, pages: Tensor | None = None,
+    input_rows: Tensor, tail_starts: Tensor, query_start_loc: Tensor, *, pages: Tensor | None = None,
 ) -> None:  # fmt: skip
     """As `reference.delta.keep_delta_inputs`, in two launches."""
     kept, chunk_size = KeptInputs(k_inputs, v_inputs, g_inputs, beta_inputs), g_inputs.shape[1]
-    tails = NewRows(slots, page_table(pages, slots), tail_starts, query_start_loc)
+    tails = NewRows(input_rows, page_table(pages, input_rows), tail_starts, query_start_loc)
     _keep_rows(k, k, v, g, beta, new_v, k, kept, new_v_inputs, tails, chunk_size, tails=True)
     if inverses is not None:
         solve_rows(None, k_inputs, g_inputs, beta_inputs, inverses, *tails, chunk_size)
@@ -104,12 +104,12 @@ def _scanned(
     destinations: Tensor, shape: torch.Size,
 ) -> Tensor:  # fmt: skip
     """The scan of each row's chunk, whose later tokens are zeros."""
-    slots, pages, starts, lengths = decodes
-    (rows, tokens), chunk_size, device = shape[:2], kept.gates.shape[1], slots.device
+    input_rows, pages, starts, lengths = decodes
+    (rows, tokens), chunk_size, device = shape[:2], kept.gates.shape[1], input_rows.device
     row, token = torch.arange(rows, device=device)[:, None], torch.arange(chunk_size, device=device)
     new = token - (starts % chunk_size)[:, None]  # the number of a new token
-    is_new = (new >= 0) & (new < lengths[:, None]) & (slots >= 0)[:, None]
-    real = (new < 0) & (slots >= 0)[:, None] | is_new
+    is_new = (new >= 0) & (new < lengths[:, None]) & (input_rows >= 0)[:, None]
+    real = (new < 0) & (input_rows >= 0)[:, None] | is_new
 
     def masked(chunks: Tensor, mask: Tensor) -> Tensor:
         """[rows, chunk_size, ...] with zeros outside of `mask`, packed."""
@@ -119,7 +119,7 @@ def _scanned(
     keys, values = (
         masked(inputs[pages.clamp(min=0)].flatten(1, 2)[:, :chunk_size], real) for inputs in kept[:2]
     )
-    gates, strengths = (masked(inputs[slots.clamp(min=0)], real) for inputs in kept[2:])
+    gates, strengths = (masked(inputs[input_rows.clamp(min=0)], real) for inputs in kept[2:])
     row_chunks = torch.arange(rows + 1, dtype=torch.int32, device=device)
     o = scan_chunks(
         masked(of_step, is_new), keys, values, gates, strengths, states, sources, destinations, chunk_size,
@@ -141,7 +141,7 @@ def _keep_rows(
     sizes = keep_blocks(tokens, key_heads, heads, key_dim, value_dim)
     tiles = (1 if tails else 2) * triton.cdiv(tokens * key_heads, KEEP_ROWS)
     tiles += triton.cdiv(tokens * heads, KEEP_ROWS) + triton.cdiv(tokens, sizes["BLOCK_G"])
-    keep_rows_kernel[(rows.slots.shape[0] * tiles,)](
+    keep_rows_kernel[(rows.input_rows.shape[0] * tiles,)](
         q, k, v, g, beta, new_v, queries, *kept, new_v_inputs, *rows,
         *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
         *(pool.stride(0) for pool in kept), 0 if new_v_inputs is None else new_v_inputs.stride(0),
@@ -171,14 +171,14 @@ def keep_blocks(tokens: int, key_heads: int, heads: int, key_dim: int, value_dim
 def keep_rows_kernel(
     # Pointers
     q, k, v, g, beta, new_v, queries, k_inputs, v_inputs, g_inputs, beta_inputs, new_v_inputs,
-    slots, pages, starts, ends,
+    input_rows, pages, starts, ends,
     # Strides
     q_token_stride, q_head_stride, q_dim_stride,
     k_token_stride, k_head_stride, k_dim_stride,
     v_token_stride, v_head_stride, v_dim_stride,
     g_token_stride, g_head_stride,
     beta_token_stride, beta_head_stride,
-    k_page_stride: tl.int64, v_page_stride: tl.int64, g_slot_stride: tl.int64, beta_slot_stride: tl.int64,
+    k_page_stride: tl.int64, v_page_stride: tl.int64, g_row_stride: tl.int64, beta_row_stride: tl.int64,
     new_v_page_stride: tl.int64,
     # Meta-parameters
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -198,7 +198,7 @@ def keep_rows_kernel(
     PARTS: tl.constexpr = QUERY_TILES + KEY_TILES + VALUE_TILES + GATE_TILES
     part = tl.program_id(0) % PARTS
     row = (tl.program_id(0) // PARTS).to(tl.int64)
-    slot = tl.load(slots + row)
+    input_row = tl.load(input_rows + row)
     pages += row * ((CHUNK + PAGE_TOKENS - 1) // PAGE_TOKENS)
     if TAILS:
         first = tl.load(starts + row).to(tl.int64)
@@ -208,7 +208,7 @@ def keep_rows_kernel(
         first = row * TOKENS
         length = tl.load(ends + row)
         start = tl.load(starts + row) % CHUNK
-    if slot >= 0:
+    if input_row >= 0:
         n = tl.arange(0, BLOCK_K)
         if part < QUERY_TILES:
             place, token, head = _heads_of_tokens(part, KEY_HEADS, BLOCK_R)
@@ -252,14 +252,14 @@ def keep_rows_kernel(
             gate_token = block * BLOCK_G + tl.arange(0, BLOCK_G)[:, None]
             gate_head = tl.arange(0, BLOCK_H)[None, :]
             is_gate = (gate_token < length) & (gate_head < VALUE_HEADS)
-            of_slot = (start + gate_token) * VALUE_HEADS + gate_head
+            of_row = (start + gate_token) * VALUE_HEADS + gate_head
             of_g = g + (first + gate_token) * g_token_stride + gate_head * g_head_stride
             gate = tl.load(of_g, mask=is_gate, other=0.0)
-            kept_g = g_inputs + slot * g_slot_stride + of_slot
+            kept_g = g_inputs + input_row * g_row_stride + of_row
             tl.store(kept_g, gate.to(g_inputs.dtype.element_ty), mask=is_gate)
             of_beta = beta + (first + gate_token) * beta_token_stride + gate_head * beta_head_stride
             strength = tl.load(of_beta, mask=is_gate, other=0.0)
-            kept_beta = beta_inputs + slot * beta_slot_stride + of_slot
+            kept_beta = beta_inputs + input_row * beta_row_stride + of_row
             tl.store(kept_beta, strength.to(beta_inputs.dtype.element_ty), mask=is_gate)
 
 
@@ -284,9 +284,9 @@ def output_blocks(tokens: int, key_dim: int, value_dim: int, state_dtype: torch.
 def outputs_kernel(
     # Pointers
     queries, solved, solved_decays, v_inputs, beta_inputs, new_v_inputs, states, out,
-    slots, pages, starts, lengths, sources,
+    input_rows, pages, starts, lengths, sources,
     # Strides
-    v_page_stride: tl.int64, beta_slot_stride: tl.int64, new_v_page_stride: tl.int64, slot_stride: tl.int64,
+    v_page_stride: tl.int64, beta_row_stride: tl.int64, new_v_page_stride: tl.int64, slot_stride: tl.int64,
     # Dimensions
     scale,
     tokens: tl.constexpr, heads: tl.constexpr, heads_of_key: tl.constexpr,
@@ -305,11 +305,11 @@ def outputs_kernel(
     p = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     in_value = (p < value_dim)[None, :]
 
-    slot = tl.load(slots + row)
+    input_row = tl.load(input_rows + row)
     start = tl.load(starts + row) % chunk_size
     length = tl.load(lengths + row)
     source = tl.load(sources + row)
-    if slot >= 0:
+    if input_row >= 0:
         t = tl.arange(0, chunk_size)
         n = tl.arange(0, BLOCK_K)
         new = tl.arange(0, BLOCK_Q)
@@ -329,7 +329,7 @@ def outputs_kernel(
         of_head = head * value_dim + p[None, :]
         v = tl.load(v_inputs + of_v[:, None] + of_head, mask=real[:, None] & in_value, other=0.0)
         value = tl.load(new_v_inputs + of_value[:, None] + of_head, mask=is_old & in_value, other=0.0)
-        beta = tl.load(beta_inputs + slot * beta_slot_stride + head + t * heads, mask=real, other=0.0)
+        beta = tl.load(beta_inputs + input_row * beta_row_stride + head + t * heads, mask=real, other=0.0)
         token = row * tokens + new
         of_solved = solved + (token * heads + head)[:, None] * solved_size
         read_key = tl.load(of_solved + n[None, :], mask=is_new & in_key, other=0.0)
@@ -384,10 +384,10 @@ def completion_blocks(key_dim: int, value_dim: int) -> dict[str, int]:
 @triton.jit(do_not_specialize=["rows"])
 def complete_chunks_kernel(
     # Pointers
-    k_inputs, v_inputs, g_inputs, beta_inputs, inverses, states, slots, pages, sources, destinations,
+    k_inputs, v_inputs, g_inputs, beta_inputs, inverses, states, input_rows, pages, sources, destinations,
     # Strides
-    k_page_stride: tl.int64, v_page_stride: tl.int64, g_slot_stride: tl.int64, beta_slot_stride: tl.int64,
-    inverse_slot_stride: tl.int64, slot_stride: tl.int64,
+    k_page_stride: tl.int64, v_page_stride: tl.int64, g_row_stride: tl.int64, beta_row_stride: tl.int64,
+    inverse_row_stride: tl.int64, slot_stride: tl.int64,
     # Dimensions
     rows,
     heads: tl.constexpr, heads_of_key: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
@@ -409,17 +409,18 @@ def complete_chunks_kernel(
     some = first + groups * tl.arange(0, ROWS)
     if tl.max(tl.load(destinations + some, mask=some < rows, other=-1), axis=0) >= 0:
         for row in range(first, rows, groups):
-            slot = tl.load(slots + row)
+            input_row = tl.load(input_rows + row)
             destination = tl.load(destinations + row)
-            if (slot >= 0) & (destination >= 0):
+            if (input_row >= 0) & (destination >= 0):
                 source = tl.load(sources + row)
                 of_state = states + head * (key_dim * value_dim)
                 of_row = pages + row * ((chunk_size + page_tokens - 1) // page_tokens)
                 _complete_chunk(
                     k_inputs + head // heads_of_key * key_dim, v_inputs + head * value_dim,
                     of_row, k_page_stride, v_page_stride,
-                    beta_inputs + slot * beta_slot_stride + head, g_inputs + slot * g_slot_stride + head,
-                    inverses + slot * inverse_slot_stride + head * inverse_size,
+                    beta_inputs + input_row * beta_row_stride + head,
+                    g_inputs + input_row * g_row_stride + head,
+                    inverses + input_row * inverse_row_stride + head * inverse_size,
                     of_state + source * slot_stride, of_state + destination * slot_stride, source >= 0, p,
                     heads, heads // heads_of_key * key_dim, key_dim, value_dim, chunk_size, page_tokens,
                     BLOCK_V, SLICE,

@@ -16,7 +16,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 def solve_rows(
     queries: Tensor | None, k_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, inverses: Tensor,
-    slots: Tensor, pages: Tensor, starts: Tensor, ends: Tensor, tokens: int,
+    input_rows: Tensor, pages: Tensor, starts: Tensor, ends: Tensor, tokens: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch `solve_rows_kernel` for decodes; without queries, for prefills' tails, as `keep_rows_kernel`.
 
@@ -25,15 +25,15 @@ def solve_rows(
     check_slots(inverses=inverses)
     (page_tokens, key_heads, key_dim), heads = k_inputs.shape[1:], inverses.shape[1]
     chunk_size = g_inputs.shape[1]
-    size = 0 if queries is None else slots.shape[0] * tokens
+    size = 0 if queries is None else input_rows.shape[0] * tokens
     solved = k_inputs.new_empty(size, heads, key_dim + 2 * chunk_size)
     decays = inverses.new_empty(size, heads)
-    solve_rows_kernel[(heads * slots.shape[0],)](
-        queries, k_inputs, g_inputs, beta_inputs, inverses, solved, decays, slots, pages, starts, ends,
+    solve_rows_kernel[(heads * input_rows.shape[0],)](
+        queries, k_inputs, g_inputs, beta_inputs, inverses, solved, decays, input_rows, pages, starts, ends,
         *(pool.stride(0) for pool in (k_inputs, g_inputs, beta_inputs, inverses)),
         tokens, heads, heads // key_heads, key_dim, chunk_size, page_tokens, queries is None,
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)),
-        num_warps=solve_warps(heads * slots.shape[0], key_dim), num_stages=1,
+        num_warps=solve_warps(heads * input_rows.shape[0], key_dim), num_stages=1,
     )  # fmt: skip
     return solved, decays
 
@@ -188,10 +188,10 @@ def _new_rows(
 @triton.jit
 def solve_rows_kernel(
     # Pointers
-    queries, k_inputs, g_inputs, beta_inputs, inverses, solved, solved_decays, slots, pages, starts, ends,
+    queries, k_inputs, g_inputs, beta_inputs, inverses, solved, solved_decays,
+    input_rows, pages, starts, ends,
     # Strides
-    k_page_stride: tl.int64, g_slot_stride: tl.int64, beta_slot_stride: tl.int64,
-    inverse_slot_stride: tl.int64,
+    k_page_stride: tl.int64, g_row_stride: tl.int64, beta_row_stride: tl.int64, inverse_row_stride: tl.int64,
     # Dimensions
     tokens: tl.constexpr, heads: tl.constexpr, heads_of_key: tl.constexpr, key_dim: tl.constexpr,
     chunk_size: tl.constexpr, page_tokens: tl.constexpr,
@@ -204,7 +204,7 @@ def solve_rows_kernel(
     solved_size: tl.constexpr = key_dim + 2 * chunk_size
     head = tl.program_id(0) % heads
     row = (tl.program_id(0) // heads).to(tl.int64)
-    slot = tl.load(slots + row)
+    input_row = tl.load(input_rows + row)
     if TAILS:
         start = 0
         end = (tl.load(ends + row + 1) - tl.load(starts + row)).to(tl.int32)
@@ -212,12 +212,12 @@ def solve_rows_kernel(
         start = tl.load(starts + row) % chunk_size
         end = start + tl.load(ends + row)
         queries += head // heads_of_key * key_dim
-    if (slot >= 0) & (end > start):
+    if (input_row >= 0) & (end > start):
         keys = k_inputs + head // heads_of_key * key_dim
         pages += row * ((chunk_size + page_tokens - 1) // page_tokens)
-        g = g_inputs + slot * g_slot_stride + head
-        beta = beta_inputs + slot * beta_slot_stride + head
-        inverse = inverses + slot * inverse_slot_stride + head * inverse_size
+        g = g_inputs + input_row * g_row_stride + head
+        beta = beta_inputs + input_row * beta_row_stride + head
+        inverse = inverses + input_row * inverse_row_stride + head * inverse_size
         solved += head * solved_size
         solved_decays += head
         if tokens == 1:

@@ -51,9 +51,9 @@ def check_slots(**pools: Tensor) -> None:
             raise ValueError(f"{name} has strides {pool.stride()}; accepted: contiguous slots of any stride")
 
 
-def page_table(pages: Tensor | None, slots: Tensor) -> Tensor:
-    """[rows, pages of a chunk], dense; `slots` as pages of a whole chunk each where there are no pages."""
-    return slots[:, None].contiguous() if pages is None else pages.contiguous()
+def page_table(pages: Tensor | None, input_rows: Tensor) -> Tensor:
+    """[rows, pages of a chunk], dense; without pages `input_rows`, as pages of a whole chunk each."""
+    return input_rows[:, None].contiguous() if pages is None else pages.contiguous()
 
 
 def check_last_stride(**tensors: Tensor) -> None:

@@ -33,7 +33,7 @@ MIN_PROGRAMS = 1024
 
 def ssd_replay(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
-    x_inputs: Tensor, B_inputs: Tensor, gates: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor,
+    x_inputs: Tensor, B_inputs: Tensor, gates: Tensor, input_rows: Tensor, starts: Tensor, lengths: Tensor,
     sources: Tensor, destinations: Tensor, chunk_size: int, *, out: Tensor | None = None,
     pages: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -51,7 +51,7 @@ def ssd_replay(
     y = torch.empty(rows, tokens, heads, head_dim, dtype=x.dtype, device=x.device) if out is None else out
     ssd_replay_kernel[(triton.cdiv(head_dim, blocks["BLOCK_P"]), heads // head_block, rows)](
         x, dt, A, B, C, D, ssm_states, x_inputs, B_inputs, gates, y,
-        slots, page_table(pages, slots), starts, lengths, sources, destinations,
+        input_rows, page_table(pages, input_rows), starts, lengths, sources, destinations,
         *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], A.stride(0), D.stride(0),
         ssm_states.stride(0), x_inputs.stride(0), B_inputs.stride(0), gates.stride(0),
         tokens, heads, groups, head_dim, state_dim, chunk_size, x_inputs.shape[1],
@@ -161,14 +161,14 @@ def add_inputs(
 def ssd_replay_kernel(
     # Pointers
     x, dt, A, B, C, D, ssm_states, x_inputs, B_inputs, gates, y,
-    slots, pages, starts, lengths, sources, destinations,
+    input_rows, pages, starts, lengths, sources, destinations,
     # Strides
     x_row_stride: tl.int64, x_token_stride: tl.int64, x_head_stride: tl.int64,
     dt_row_stride: tl.int64, dt_token_stride: tl.int64, dt_head_stride: tl.int64,
     B_row_stride: tl.int64, B_token_stride: tl.int64, B_group_stride: tl.int64,
     C_row_stride: tl.int64, C_token_stride: tl.int64, C_group_stride: tl.int64,
     A_stride, D_stride,
-    state_slot_stride: tl.int64, x_page_stride: tl.int64, B_page_stride: tl.int64, gate_slot_stride: tl.int64,
+    state_slot_stride: tl.int64, x_page_stride: tl.int64, B_page_stride: tl.int64, gate_row_stride: tl.int64,
     # Dimensions
     tokens: tl.constexpr, heads: tl.constexpr, groups: tl.constexpr,
     head_dim: tl.constexpr, state_dim: tl.constexpr, chunk_size: tl.constexpr, page_tokens: tl.constexpr,
@@ -180,12 +180,12 @@ def ssd_replay_kernel(
 ):  # fmt: skip
     """A program has a row, BLOCK_H heads of a group and BLOCK_P of P. Padding costs five loads."""
     row = tl.program_id(2).to(tl.int64)
-    slot = tl.load(slots + row)
+    input_row = tl.load(input_rows + row)
     start = tl.load(starts + row)
     length = tl.load(lengths + row)
     source = tl.load(sources + row)
     destination = tl.load(destinations + row)
-    if slot < 0:
+    if input_row < 0:
         return
     operand: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     heads_of_group: tl.constexpr = heads // groups
@@ -204,7 +204,7 @@ def ssd_replay_kernel(
     C += row * C_row_stride + group * C_group_stride
     pages += row * ((chunk_size + page_tokens - 1) // page_tokens)
     B_inputs += group * state_dim
-    gates += slot * gate_slot_stride
+    gates += input_row * gate_row_stride
     y += row * (tokens * heads * head_dim)
     before_at = gates + log_offset + offset - 1
 
@@ -345,7 +345,7 @@ TAIL_BLOCK, TAIL_WARPS = 1024, 4  # numbers of 16 bits, 16 bytes a thread
 
 def keep_ssd_inputs(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, gates: Tensor,
-    slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
+    input_rows: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
     *, pages: Tensor | None = None,
 ) -> None:  # fmt: skip
     """As `reference.ssd.keep_ssd_inputs`; sums of dt * A have the bits of `chunk_cumsum`.
@@ -354,16 +354,16 @@ def keep_ssd_inputs(
     """
     check_last_stride(x=x, B=B)
     check_slots(x_inputs=x_inputs, B_inputs=B_inputs, gates=gates)
-    table = page_table(pages, slots)
-    keep_tails_kernel[(chunk_size, slots.shape[0])](
-        x, B, x_inputs, B_inputs, slots, table, tail_starts, query_start_loc,
+    table = page_table(pages, input_rows)
+    keep_tails_kernel[(chunk_size, input_rows.shape[0])](
+        x, B, x_inputs, B_inputs, input_rows, table, tail_starts, query_start_loc,
         *x.stride()[:2], *B.stride()[:2], x_inputs.stride(0), B_inputs.stride(0),
         *x.shape[1:], *B.shape[1:], x_inputs.shape[1], table.shape[1], BLOCK=TAIL_BLOCK, num_warps=TAIL_WARPS,
     )  # fmt: skip
     heads = x.shape[1]
     block_h = heads_of_a_warp(heads)
-    keep_gates_kernel[(triton.cdiv(heads, block_h), slots.shape[0])](
-        dt, A, gates, slots, tail_starts, query_start_loc, *dt.stride(), A.stride(0), gates.stride(0),
+    keep_gates_kernel[(triton.cdiv(heads, block_h), input_rows.shape[0])](
+        dt, A, gates, input_rows, tail_starts, query_start_loc, *dt.stride(), A.stride(0), gates.stride(0),
         HEADS=heads, CHUNK_SIZE=chunk_size, BLOCK_H=block_h, num_warps=SUM_WARPS,
     )  # fmt: skip
 
@@ -371,22 +371,22 @@ def keep_ssd_inputs(
 @triton.jit
 def keep_gates_kernel(
     # Pointers
-    dt, A, gates, slots, tail_starts, query_start_loc,
+    dt, A, gates, input_rows, tail_starts, query_start_loc,
     # Strides
-    dt_token_stride: tl.int64, dt_head_stride: tl.int64, a_stride, gate_slot_stride: tl.int64,
+    dt_token_stride: tl.int64, dt_head_stride: tl.int64, a_stride, gate_row_stride: tl.int64,
     # Meta-parameters
     HEADS: tl.constexpr, CHUNK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """A program has a row and BLOCK_H heads."""
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     row = tl.program_id(1)
-    slot = tl.load(slots + row)
+    input_row = tl.load(input_rows + row)
     start = tl.load(tail_starts + row)
     length = tl.load(query_start_loc + row + 1) - start
-    if (slot >= 0) & (length > 0):
+    if (input_row >= 0) & (length > 0):
         is_head = head < HEADS
         rate = tl.load(A + head * a_stride, mask=is_head, other=0.0).to(tl.float32)
-        steps_out = gates + slot * gate_slot_stride + head * CHUNK_SIZE
+        steps_out = gates + input_row * gate_row_stride + head * CHUNK_SIZE
         sum_decays(
             dt + start * dt_token_stride + head * dt_head_stride, rate,
             steps_out, steps_out + HEADS * CHUNK_SIZE, dt_token_stride, length, length, is_head, BLOCK_H,
@@ -406,7 +406,7 @@ def _copy_token(inputs, kept, head_stride, HEADS: tl.constexpr, SIZE: tl.constex
 @triton.jit
 def keep_tails_kernel(
     # Pointers
-    first, second, first_kept, second_kept, slots, pages, tail_starts, query_start_loc,
+    first, second, first_kept, second_kept, input_rows, pages, tail_starts, query_start_loc,
     # Strides
     first_token_stride: tl.int64, first_head_stride: tl.int64,
     second_token_stride: tl.int64, second_head_stride: tl.int64,
@@ -421,9 +421,9 @@ def keep_tails_kernel(
     """A program has a row and a token of the chunk; a token that the tail has not costs three loads."""
     offset = tl.program_id(0)
     row = tl.program_id(1)
-    slot = tl.load(slots + row)
+    input_row = tl.load(input_rows + row)
     token = tl.load(tail_starts + row) + offset
-    if (slot >= 0) & (token < tl.load(query_start_loc + row + 1)):
+    if (input_row >= 0) & (token < tl.load(query_start_loc + row + 1)):
         first += token * first_token_stride
         second += token * second_token_stride
         page = tl.load(pages + row * num_pages + offset // page_tokens).to(tl.int64)

@@ -43,21 +43,21 @@ class KernelSet:
     For decodes by replay, a request keeps what its tokens since the last grid point, a multiple of
     `chunk_size`, put in, at position % chunk_size; of a convolution its last raw inputs, at position % R:
 
-        slots, starts, lengths: [rows] the request, -1: padding; the position of its first new token; its new
-            tokens, at most T and all in one chunk. Outputs of the tokens after them are unspecified
+        input_rows, starts, lengths: [rows] its row of the inputs, -1: padding; the position of its first new
+            token; its new tokens, at most T, all in one chunk. Outputs of tokens after them are unspecified
         tail_starts: [rows] the packed token that begins a prefill row's last, incomplete chunk; a tail that
             begins at its row's end has no token
-        conv_inputs: [slots, R, channels], R at least kernel - 1 + T; only the kernel - 1 positions before
+        conv_inputs: [requests, R, channels], R at least kernel - 1 + T; only the kernel - 1 positions before
             `starts` are read, and positions before 0 are zeros
         pages: [rows, pages of a chunk] where tokens' inputs lie, in order, in pools [pages, tokens, ...]; the
-            last one may have room for more tokens than the chunk. None: `slots`, of whole chunks
-        x_inputs, B_inputs, gates: [pages, tokens, H, P], [pages, tokens, G, N] and [slots, 2, H,
+            last one may have room for more tokens than the chunk. None: `input_rows`, of whole chunks
+        x_inputs, B_inputs, gates: [pages, tokens, H, P], [pages, tokens, G, N] and [requests, 2, H,
             chunk_size], the last in the compute dtype: dt, and sums of dt * A from the grid point; numbers
             from start + length on have no effect, NaN included
-        k_inputs, v_inputs, g_inputs, beta_inputs: [pages, tokens, ...] of normalised k, and of v; [slots,
+        k_inputs, v_inputs, g_inputs, beta_inputs: [pages, tokens, ...] of normalised k, and of v; [requests,
             chunk_size, ...] of g and beta
         new_v, new_v_inputs, inverses: for 16-bit tokens on a GPU, else None. [tokens, Hv, Dv] what each token
-            adds to the value of its key; [pages, tokens, Hv, Dv]; [slots, Hv, (chunk_size + 16) // 2,
+            adds to the value of its key; [pages, tokens, Hv, Dv]; [requests, Hv, (chunk_size + 16) // 2,
             chunk_size] float32, the inverses of the chunks' triangular systems in blocks of 16 x 16 on and
             below the diagonal
 

@@ -275,7 +275,7 @@ class IndicesChecked:
         }  # fmt: skip
         if inputs.replay is not None:
             most |= {
-                "replay.slots": self._context.config.max_requests,
+                "replay.input_rows": self._context.config.max_requests,
                 "replay.pages": next(iter(inputs.replay.pool.values())).shape[1],
                 "replay.destinations": slots,
             }

@@ -71,7 +71,7 @@ def causal_conv1d_update(
 
 def causal_conv1d_replay(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, conv_inputs: Tensor,
-    slots: Tensor, starts: Tensor, lengths: Tensor, destinations: Tensor, *, activation: bool = True,
+    input_rows: Tensor, starts: Tensor, lengths: Tensor, destinations: Tensor, *, activation: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`causal_conv1d_prefill` of T tokens whose inputs before them lie in a ring; the same sums and bits."""
@@ -79,8 +79,8 @@ def causal_conv1d_replay(
     width, ring = weight.shape[1] - 1, conv_inputs.shape[1]
     place = torch.arange(width + tokens, device=x.device)  # of a token after the oldest input that is read
     positions = starts.long()[:, None] + place - width
-    own_ring = slots.clamp(min=0)[:, None]
-    real = (slots[:, None] >= 0) & (place - width < lengths[:, None])
+    own_ring = input_rows.clamp(min=0)[:, None]
+    real = (input_rows[:, None] >= 0) & (place - width < lengths[:, None])
 
     carried = conv_inputs[own_ring, positions[:, :width] % ring].to(x.dtype)
     carried = carried.masked_fill(~(real & (positions >= 0))[:, :width, None], 0)
@@ -88,7 +88,7 @@ def causal_conv1d_replay(
     inputs = (packed[:, tap : tap + tokens] for tap in range(width + 1))
     row, token = real[:, width:].nonzero(as_tuple=True)
     stored = positions[row, width + token] % ring
-    conv_inputs[slots[row], stored] = x[row, token].to(conv_inputs.dtype)
+    conv_inputs[input_rows[row], stored] = x[row, token].to(conv_inputs.dtype)
     of_window = lengths.long()[:, None] + place[:width]
     windows = packed[torch.arange(rows, device=x.device)[:, None], of_window].transpose(1, 2)
     write_states(conv_states[..., :width], destinations, windows)
@@ -96,17 +96,17 @@ def causal_conv1d_replay(
 
 
 def keep_conv_inputs(
-    x: Tensor, conv_states: Tensor, conv_inputs: Tensor, slots: Tensor, starts: Tensor, sources: Tensor,
+    x: Tensor, conv_states: Tensor, conv_inputs: Tensor, input_rows: Tensor, starts: Tensor, sources: Tensor,
     query_start_loc: Tensor,
 ) -> None:  # fmt: skip
     """Store prefill rows' last inputs in their rings; before the prefill, which may overwrite its windows."""
     width = conv_states.shape[-1]
     carried = read_states(conv_states, sources).transpose(1, 2).to(conv_inputs.dtype)
     bounds, row_starts = query_start_loc.tolist(), starts.tolist()
-    for row, slot in enumerate(slots.tolist()):
-        if slot >= 0:
+    for row, input_row in enumerate(input_rows.tolist()):
+        if input_row >= 0:
             tokens = x[bounds[row] : bounds[row + 1]].to(conv_inputs.dtype)
             last = torch.cat([carried[row], tokens])[tokens.shape[0] :]
             end = row_starts[row] + tokens.shape[0]
             positions = torch.arange(max(0, end - width), end, device=x.device)
-            conv_inputs[slot, positions % conv_inputs.shape[1]] = last[width - positions.shape[0] :]
+            conv_inputs[input_row, positions % conv_inputs.shape[1]] = last[width - positions.shape[0] :]

@@ -115,27 +115,27 @@ def normalised(x: Tensor) -> Tensor:
 def gated_delta_rule_replay(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, k_inputs: Tensor,
     v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None,
-    inverses: Tensor | None, slots: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor,
+    inverses: Tensor | None, input_rows: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor,
     destinations: Tensor, chunk_size: int, *, pages: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`gated_delta_rule_scan` of the tokens since each row's last grid point; the outputs of the new ones."""
     rows, tokens = v.shape[:2]
     dtype, device = compute_dtype(v.dtype), v.device
     token = torch.arange(tokens, device=device)
-    firsts, lengths = starts.long() % chunk_size, lengths.long().masked_fill(slots < 0, 0)
+    firsts, lengths = starts.long() % chunk_size, lengths.long().masked_fill(input_rows < 0, 0)
     row, new = (token < lengths[:, None]).nonzero(as_tuple=True)
     kept_keys = normalised(k.to(dtype))
-    pages = slots[:, None] if pages is None else pages
+    pages = input_rows[:, None] if pages is None else pages
     for inputs, step in ((k_inputs, kept_keys), (v_inputs, v), (g_inputs, g), (beta_inputs, beta)):
         of_new, size = firsts[row] + new, inputs.shape[1]
-        page = pages[row, of_new // size] if inputs.dim() == 4 else slots[row]
+        page = pages[row, of_new // size] if inputs.dim() == 4 else input_rows[row]
         inputs[page, of_new % size] = step[row, new].to(inputs.dtype)
 
     # A chunk's tokens after the new ones are zeros, which change no state and no output.
-    ends = (firsts + lengths).masked_fill(slots < 0, 0)
+    ends = (firsts + lengths).masked_fill(input_rows < 0, 0)
     chunk = torch.arange(int(ends.max()) if rows else 0, device=device)
     real = (chunk < ends[:, None])[..., None]
-    own = slots.clamp(min=0)
+    own = input_rows.clamp(min=0)
     keys, values = (
         inputs[pages.clamp(min=0)].flatten(1, 2)[:, : chunk.shape[0]].to(dtype)
         .masked_fill(~real[..., None], 0)
@@ -162,17 +162,17 @@ def gated_delta_rule_replay(
 def keep_delta_inputs(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, new_v: Tensor | None, k_inputs: Tensor, v_inputs: Tensor,
     g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None, inverses: Tensor | None,
-    slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, *, pages: Tensor | None = None,
+    input_rows: Tensor, tail_starts: Tensor, query_start_loc: Tensor, *, pages: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Store the inputs of each prefill row's tail, the tokens after its last grid point."""
     keys = normalised(k.to(compute_dtype(v.dtype)))
-    pages = slots[:, None] if pages is None else pages
-    for row, slot, first, end in zip(
-        pages, slots.tolist(), tail_starts.tolist(), query_start_loc[1:].tolist(), strict=True
+    pages = input_rows[:, None] if pages is None else pages
+    for row, input_row, first, end in zip(
+        pages, input_rows.tolist(), tail_starts.tolist(), query_start_loc[1:].tolist(), strict=True
     ):
-        if slot >= 0 and end > first:
+        if input_row >= 0 and end > first:
             of_tail = places(k_inputs, row, 0, end - first)
             for inputs, packed in ((k_inputs, keys), (v_inputs, v)):
                 inputs[of_tail] = packed[first:end].to(inputs.dtype)
             for inputs, packed in ((g_inputs, g), (beta_inputs, beta)):
-                inputs[slot, : end - first] = packed[first:end].to(inputs.dtype)
+                inputs[input_row, : end - first] = packed[first:end].to(inputs.dtype)

@@ -83,7 +83,7 @@ def selective_state_update(
 
 def ssd_replay(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
-    x_inputs: Tensor, B_inputs: Tensor, gates: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor,
+    x_inputs: Tensor, B_inputs: Tensor, gates: Tensor, input_rows: Tensor, starts: Tensor, lengths: Tensor,
     sources: Tensor, destinations: Tensor, chunk_size: int, *, out: Tensor | None = None,
     pages: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -96,22 +96,22 @@ def ssd_replay(
     dtype = compute_dtype(x.dtype)
     heads_a_group = x.shape[2] // B.shape[2]
     y = torch.zeros_like(x, dtype=dtype)
-    pages = slots[:, None] if pages is None else pages
-    indices = (index.tolist() for index in (slots, starts, lengths, sources, destinations))
-    for row, (slot, start, length, source, destination) in enumerate(zip(*indices, strict=True)):
-        if slot < 0:
+    pages = input_rows[:, None] if pages is None else pages
+    indices = (index.tolist() for index in (input_rows, starts, lengths, sources, destinations))
+    for row, (input_row, start, length, source, destination) in enumerate(zip(*indices, strict=True)):
+        if input_row < 0:
             continue
         offset = start % chunk_size
         end, new = offset + length, slice(offset, offset + length)
         of_new = places(x_inputs, pages[row], offset, end)
         x_inputs[of_new] = x[row, :length]
         B_inputs[of_new] = B[row, :length]
-        before = gates[slot, 1, :, offset - 1 : offset].to(dtype)
+        before = gates[input_row, 1, :, offset - 1 : offset].to(dtype)
         steps = dt[row, :length].to(dtype).T
         sums = torch.cat([before, steps * A.to(dtype)[:, None]], dim=1).cumsum(1)[:, before.shape[1] :]
-        gates[slot, :, :, new] = torch.stack([steps, sums])
+        gates[input_row, :, :, new] = torch.stack([steps, sums])
 
-        steps, sums = gates[slot, :, :, :end].to(dtype)
+        steps, sums = gates[input_row, :, :, :end].to(dtype)
         of_chunk = places(x_inputs, pages[row], 0, end)
         scaled = x_inputs[of_chunk].to(dtype).movedim(1, 0) * steps[..., None]  # [H, tokens, P]
         keys = B_inputs[of_chunk].to(dtype).repeat_interleave(heads_a_group, dim=1).movedim(1, 0)
@@ -131,19 +131,19 @@ def ssd_replay(
 
 def keep_ssd_inputs(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, gates: Tensor,
-    slots: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
+    input_rows: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
     *, pages: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Store the inputs of each prefill row's tail, the tokens after its last grid point, for `ssd_replay`."""
     dtype = compute_dtype(x.dtype)
-    ends = query_start_loc[1:].tolist()
-    pages = slots[:, None] if pages is None else pages
-    for row, slot, start, end in zip(pages, slots.tolist(), tail_starts.tolist(), ends, strict=True):
-        if slot < 0 or start >= end:
+    indices = (index.tolist() for index in (input_rows, tail_starts, query_start_loc[1:]))
+    pages = input_rows[:, None] if pages is None else pages
+    for row, input_row, start, end in zip(pages, *indices, strict=True):
+        if input_row < 0 or start >= end:
             continue
         count = end - start
         of_tail = places(x_inputs, row, 0, count)
         x_inputs[of_tail] = x[start:end]
         B_inputs[of_tail] = B[start:end]
         steps = dt[start:end].to(dtype).T
-        gates[slot, :, :, :count] = torch.stack([steps, (steps * A.to(dtype)[:, None]).cumsum(1)])
+        gates[input_row, :, :, :count] = torch.stack([steps, (steps * A.to(dtype)[:, None]).cumsum(1)])

@@ -28,7 +28,7 @@ class GridWatch:
         assert replay is not None
         for row, step in enumerate(steps):
             assert replay.starts[row] == step.start
-            assert replay.slots[row] == step.allocation.row
+            assert replay.input_rows[row] == step.allocation.row
             completed = int(replay.destinations[row])
             if step.decoding:
                 first = step.start // chunk * chunk

@@ -166,7 +166,7 @@ class Walk:
         kernels.keep_delta_inputs(
             **self.moved(packed), new_v=torch.cat(scanned).to(self.device) if solves else None,
             **self.named(inputs), new_v_inputs=new_v, inverses=inverses,
-            slots=self.index([*self.slots[: len(lengths)], -1]), tail_starts=self.index([*tails, 0]),
+            input_rows=self.index([*self.slots[: len(lengths)], -1]), tail_starts=self.index([*tails, 0]),
             query_start_loc=self.index(cuts, torch.int32),
         )  # fmt: skip
         for name in KEPT:
@@ -236,7 +236,7 @@ class Walk:
             o = kernels.gated_delta_rule_replay(
                 *views, step["g"].to(self.device), step["beta"].to(self.device), after, **self.named(inputs),
                 new_v_inputs=new_v, inverses=inverses,
-                slots=self.index(slots), starts=self.index([move.start for move in moves], torch.int32),
+                input_rows=self.index(slots), starts=self.index([move.start for move in moves], torch.int32),
                 lengths=self.index([move.length for move in moves], torch.int32), sources=self.index(sources),
                 destinations=self.index(destinations), chunk_size=self.chunk,
             )  # fmt: skip
@@ -451,7 +451,7 @@ class TestCost:
             of_values, of_new_v, of_pool, of_rows = (stack.enter_context(of) for of in traffic)
             delta_replay.gated_delta_rule_replay(
                 **step, states=pool, **inputs, new_v_inputs=new_v, inverses=inverses,
-                slots=index(0, 2, -1, 1), starts=index(21, 31, 0, 0), lengths=index(2, 1, 0, 1),
+                input_rows=index(0, 2, -1, 1), starts=index(21, 31, 0, 0), lengths=index(2, 1, 0, 1),
                 sources=index(0, 1, -1, -1), destinations=index(-1, 1, -1, -1), chunk_size=16,
             )  # fmt: skip
         token, state = values[0, 0].numel() * 2, pool[0].numel() * 4
@@ -466,7 +466,9 @@ class TestCost:
         step = {name: x[None, :1] for name, x in layer.tokens(0).items()}
         inputs = {f"{name}_inputs": torch.zeros(1, 16, *step[name].shape[2:]) for name in KEPT}
         inputs["v_inputs"] = inputs["v_inputs"].mT.contiguous().mT
-        indices = dict.fromkeys(("slots", "starts", "lengths", "sources", "destinations"), torch.tensor([0]))
+        indices = dict.fromkeys(
+            ("input_rows", "starts", "lengths", "sources", "destinations"), torch.tensor([0])
+        )
         with pytest.raises(ValueError, match=r"v_inputs has strides .* accepted: contiguous slots"):
             delta_replay.gated_delta_rule_replay(
                 **step,
@@ -494,7 +496,7 @@ class TestCost:
             return torch.tensor(values, dtype=dtype, device=device)
 
         real = {
-            "slots": index([2, -1, 0]), "starts": index([21, 0, 14], torch.int32),
+            "input_rows": index([2, -1, 0]), "starts": index([21, 0, 14], torch.int32),
             "lengths": index([2, 0, 2], torch.int32), "sources": index([1, -1, 0]),
             "destinations": index([-1, -1, 0]),
         }  # fmt: skip
@@ -505,7 +507,7 @@ class TestCost:
 
         def launch(pool: Tensor, inputs: dict[str, Tensor], at: dict[str, Tensor]) -> Tensor:
             delta_replay.keep_delta_inputs(
-                **packed, new_v=packed["v"].contiguous(), **inputs, slots=at["slots"], **tail
+                **packed, new_v=packed["v"].contiguous(), **inputs, input_rows=at["input_rows"], **tail
             )
             return delta_replay.gated_delta_rule_replay(**step, states=pool, **inputs, **at, chunk_size=16)
 
@@ -567,7 +569,7 @@ from triton.compiler import ASTSource
 
 kernel = complete_chunks_kernel
 types = dict.fromkeys(("g_inputs", "beta_inputs", "inverses", "states"), "*fp32")
-types |= dict.fromkeys(("slots", "sources", "destinations"), "*i64") | {"pages": "*i32"}
+types |= dict.fromkeys(("input_rows", "sources", "destinations"), "*i64") | {"pages": "*i32"}
 types |= dict.fromkeys((name for name in kernel.arg_names if name.endswith("_stride")), "i64")
 types["rows"] = "i32"
 for dtype, key_dim, value_dim in (("fp16", 24, 40), ("bf16", 24, 40), ("fp16", 16, 24)):
