@@ -238,8 +238,10 @@ PLAN_SYNTAX = (
 """The syntax of `parse_plan`, for a help text."""
 _PLAN_SWITCHES = ("tail", "branch", "step_ends")
 _PLAN_NUMBERS = {
-    "every": ("decode", "prefill_interval"), "decode": ("decode",), "prefill_interval": ("prefill_interval",),
-}  # fmt: skip
+    "every": ("decode", "prefill_interval"),
+    "decode": ("decode",),
+    "prefill_interval": ("prefill_interval",),
+}
 
 
 def parse_plan(spec: str) -> CheckpointPlan:

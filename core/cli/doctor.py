@@ -61,9 +61,11 @@ def run(options: argparse.Namespace) -> int:
     findings["kernels"] = describe_kernels(device)
     findings["megatron"] = [describe_outlook()]
     titles = {
-        "packages": "packages", "devices": "GPUs", "kernels": "what would run",
+        "packages": "packages",
+        "devices": "GPUs",
+        "kernels": "what would run",
         "megatron": "what `mambaslots run` would do",
-    }  # fmt: skip
+    }
     for lines, title in titles.items():
         print(f"\n{title}:")
         for line in findings[lines]:

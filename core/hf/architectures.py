@@ -249,9 +249,11 @@ def _check_features(text: Any) -> None:
 
 
 def state_spec(
-    text: "PreTrainedConfig", dtype: torch.dtype, device: torch.device | str = "cpu",
+    text: "PreTrainedConfig",
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
     groups: ParallelGroups | None = None,
-) -> HybridStateSpec:  # fmt: skip
+) -> HybridStateSpec:
     """What a context allocates for this config; recurrent states have `_state_dtype`, all others `dtype`."""
     config: Any = text
     groups = groups or ParallelGroups()

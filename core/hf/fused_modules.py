@@ -100,9 +100,11 @@ class AttentionForward:
 
 
 PROJECTIONS_OF_MLPS = (
-    ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("input_linear", "output_linear"),
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("input_linear", "output_linear"),
     ("up_proj", "down_proj"),
-)  # fmt: skip
+)
 """The names of an MLP's projections, the last one last. Without a gate the activation is relu squared.
 
 An `input_linear` has the gate's rows, then those of the up projection."""

@@ -71,9 +71,10 @@ Hv // Hk may stand in the place of Hv."""
 
 
 _PROJECTIONS = (
-    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
     ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
-)  # fmt: skip
+)
 """The modules of a gated delta net that read the hidden states: of Qwen3.5, Qwen3-Next and OLMo-Hybrid."""
 
 

@@ -146,8 +146,9 @@ def install(
     if name not in TESTED_VERSIONS and not unknown:
         _logger.warning(
             "megatron-core %s is not among the tested versions (%s); all replaced methods have known sources",
-            name, ", ".join(TESTED_VERSIONS),
-        )  # fmt: skip
+            name,
+            ", ".join(TESTED_VERSIONS),
+        )
     return installation
 
 

@@ -53,9 +53,10 @@ def make_context(
     )  # fmt: skip
     mixers = [SimpleNamespace(mixer=SimpleNamespace(chunk_size=CHUNK)) for _ in layers]
     decoder = SimpleNamespace(
-        layer_type_list=list(layers), layers=mixers,
+        layer_type_list=list(layers),
+        layers=mixers,
         mamba_state_shapes_per_request=lambda: ((1, WIDTH), (1, 1, 1)),
-    )  # fmt: skip
+    )
     settings = {
         "block_size_tokens": BLOCK,
         "max_requests": None if "mamba_memory_ratio" in options else max_requests,

@@ -156,10 +156,7 @@ def _prefills(inputs: StepInputs, *packed: Tensor) -> Any:
 
 def _updated(inputs: StepInputs) -> dict[str, Any]:
     """Sources and destinations of the decode rows, a state for each token."""
-    return {
-        "sources": inputs.state_sources[: inputs.num_decodes],
-        "destinations": inputs.decode_destinations,
-    }
+    return {"sources": inputs.state_sources[: inputs.num_decodes], "destinations": inputs.decode_destinations}
 
 
 def _replayed(inputs: StepInputs, replay: Replay) -> dict[str, Any]:

@@ -92,18 +92,21 @@ class MonitorFigures:
         """All state slots."""
         cache = self.stats.cache
         return {
-            "free": cache.num_free_slots, "reserved": cache.num_reserved_slots,
-            "committed": cache.num_committed_slots, "live": cache.num_live_slots,
-        }  # fmt: skip
+            "free": cache.num_free_slots,
+            "reserved": cache.num_reserved_slots,
+            "committed": cache.num_committed_slots,
+            "live": cache.num_live_slots,
+        }
 
     @property
     def kv_blocks_by_use(self) -> dict[str, int]:
         """All KV blocks."""
         cache = self.stats.cache
         return {
-            "free": cache.num_free_kv_blocks, "cached": cache.num_cached_kv_blocks,
+            "free": cache.num_free_kv_blocks,
+            "cached": cache.num_cached_kv_blocks,
             "held": cache.num_held_kv_blocks,
-        }  # fmt: skip
+        }
 
     @property
     def states_by_tier(self) -> dict[str, int]:

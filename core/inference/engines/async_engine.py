@@ -212,9 +212,11 @@ class AsyncEngine:
         self._open.add(answer)
         self._none_open.clear()
         arguments = {
-            "prompt": prompt, "sampling_params": sampling_params, "cache_salt": cache_salt,
+            "prompt": prompt,
+            "sampling_params": sampling_params,
+            "cache_salt": cache_salt,
             "checkpoint_plan": checkpoint_plan,
-        }  # fmt: skip
+        }
         reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_sent += 1
         try:

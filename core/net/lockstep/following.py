@@ -127,9 +127,7 @@ class Pin(_Call, frozen=True, array_like=True, tag="pin"):
 class CallMethod(_Call, frozen=True, array_like=True, tag="method"):
     """A method of `EngineCore` is called whose arguments are plain values."""
 
-    method: Literal[
-        "end", "unpin", "reset_prefix_cache", "set_weights_version", "suspend", "resume", "reset"
-    ]  # fmt: skip
+    method: Literal["end", "unpin", "reset_prefix_cache", "set_weights_version", "suspend", "resume", "reset"]
     arguments: list[Any]
 
     def _method_call(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
