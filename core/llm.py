@@ -67,16 +67,16 @@ class LLM:
             folder_or_name: a folder with `config.json`, or a name on the hub.
             device: None for the GPU where torch sees one, else the CPU.
             dtype: of the weights; None for the model's, and float32 for 16-bit weights on a CPU.
-            settings: fields of `InferenceConfig`. Those that are left out are chosen by `serving_config`.
+            settings: fields of `InferenceConfig`. `largest_fitting_config` chooses those that are left out.
                 Example: `LLM("models/tiny-code", total_gb=0.5, max_requests=4)`.
 
         Raises:
-            ValueError: as of `load` and `serving_config`.
+            ValueError: as of `load` and `largest_fitting_config`.
         """
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.loaded = load(folder_or_name, place, dtype or served_dtype(folder_or_name, place))
         spec = self.loaded.model.state_spec()
-        config = serving_config(spec, context_length(self.loaded.folder), **settings)
+        config = largest_fitting_config(spec, context_length(self.loaded.folder), **settings)
         self.engine = DynamicInferenceEngine(self.loaded.model, config)
 
     def __repr__(self) -> str:
@@ -198,7 +198,7 @@ def context_length(folder: Path) -> int | None:
     return found if isinstance(found, int) and found > 1 else None
 
 
-def serving_config(
+def largest_fitting_config(
     spec: HybridStateSpec,
     context: int | None,
     *,

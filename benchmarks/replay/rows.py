@@ -17,7 +17,7 @@ from block_rows import BlockRow, StockRow, capped_slots
 from clairvoyant import CEILING
 from mambaslots.cli.options import Parser, comma_list, new_file
 from mambaslots.cli.replay import add_options, asked_of, settings_of, sources_of
-from mambaslots.replay.ours import UNLIMITED, OursRow
+from mambaslots.replay.cache_rows import UNLIMITED, PolicyRow
 from mambaslots.replay.report import (
     Cell,
     CellResult,
@@ -50,7 +50,7 @@ PEERS: tuple[ReplayRow, ...] = (
     SGLangRow("sglang-coverage", thins=True),
     VLLMRow(),
 )
-ROWS = {row.name: row for row in (OursRow(), OursRow("lru"), *PEERS, *CEILING)}
+ROWS = {row.name: row for row in (PolicyRow(), PolicyRow("lru"), *PEERS, *CEILING)}
 GROUPS = {
     "all": tuple(ROWS),
     "peers": tuple(row.name for row in PEERS),

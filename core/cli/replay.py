@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..config import PLAN_SYNTAX
+from ..replay.cache_rows import UNLIMITED, PolicyRow
 from ..replay.generate import KINDS
-from ..replay.ours import UNLIMITED, OursRow
 from ..replay.report import (
     Cell,
     CellResult,
@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     shape = model_shape(options.model, options.state_dtype)
-    settings, rows = settings_of(options, shape), [OursRow(one, options.plan) for one in options.policy]
+    settings, rows = settings_of(options, shape), [PolicyRow(one, options.plan) for one in options.policy]
     for row in rows:
         row.changes()  # raises a ValueError for a wrong option, before the traces are read
     cells = []  # trace by trace, budget by budget, row by row; the unlimited pool once a trace

@@ -9,10 +9,10 @@ import torch
 from ..config import InferenceConfig
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.model_protocol import Model
-from ..llm import context_length, served_dtype, serving_config
+from ..llm import context_length, largest_fitting_config, served_dtype
 from ..loaded_model import LoadedModel, load
 from ..parallel_groups import ParallelGroups
-from ..replay.ours import OursRow
+from ..replay.cache_rows import PolicyRow
 from ..state_spec import HybridStateSpec
 
 logger = logging.getLogger(__name__)
@@ -73,21 +73,21 @@ def make_engine(
 def inference_config(
     spec: HybridStateSpec, options: argparse.Namespace, context: int | None
 ) -> InferenceConfig:
-    """The configuration that the options name; `serving_config` chooses what they leave out."""
+    """The configuration that the options name; `largest_fitting_config` chooses what they leave out."""
     settings = {name: getattr(options, name) for name in _SAME_NAMES}
     if options.num_mamba_slots is options.num_kv_blocks is None:
         settings["total_gb"] = options.memory_gb
     elif options.num_kv_blocks is None:
         raise ValueError("--num-kv-blocks is missing; accepted: both pools with sizes, or none")
     try:
-        return serving_config(
+        return largest_fitting_config(
             spec,
             context,
             enable_prefix_caching=not options.no_prefix_caching,
             host_cache_gb=options.host_gb,
             disk_cache=options.disk,
             **settings,
-            **OursRow(options.eviction, options.plan).changes(),
+            **PolicyRow(options.eviction, options.plan).changes(),
         )
     except ValueError as error:
         raise ValueError(_in_options(str(error))) from error

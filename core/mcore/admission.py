@@ -184,11 +184,11 @@ def _check_capacity(context: Any, req: Any, match: HostMatch, length: int) -> No
 def _continues_in_shared_block(context: Any, req: Any, row: int) -> bool:
     """Whether the chunk starts inside a registered block, which the chunk must not write."""
     finished, size = req.finished_chunk_token_count, context.block_size_tokens
-    block, hashes = finished // size, req.precomputed_block_hashes
-    if finished % size == 0 or block >= len(hashes):
+    block, keys = finished // size, req.precomputed_block_hashes
+    if finished % size == 0 or block >= len(keys):
         return False
     held = int(context.request_to_kv_block_ids[row, block])
-    return bool(context.kv_block_allocator.kv_hash_to_block_id.get(hashes[block], -1) == held)
+    return bool(context.kv_block_allocator.kv_hash_to_block_id.get(keys[block], -1) == held)
 
 
 def _redirect_writes(context: Any, computed: range, first_block: int, stop_block: int) -> None:
@@ -202,13 +202,13 @@ def _redirect_writes(context: Any, computed: range, first_block: int, stop_block
 
 def _adopt_twins(context: Any, req: Any, row: int, finished: int, length: int, skipped: int) -> bool:
     """Replace blocks that the chunk completes where another block is registered under the same hash."""
-    size, hashes = context.block_size_tokens, req.precomputed_block_hashes
-    first, stop = finished // size, min((finished + length) // size, len(hashes))
+    size, keys = context.block_size_tokens, req.precomputed_block_hashes
+    first, stop = finished // size, min((finished + length) // size, len(keys))
     blocks = context.request_to_kv_block_ids[row, first:stop].tolist()
     named = context.kv_block_allocator.kv_hash_to_block_id
     adopted = False
     for index, block in enumerate(blocks, first):
-        if named.get(hashes[index], block) != block and adopt_twin(context, row, index, hashes[index]):
+        if named.get(keys[index], block) != block and adopt_twin(context, row, index, keys[index]):
             _redirect_writes(context, range(finished + skipped, finished + length), index, index + 1)
             adopted = True
     return adopted

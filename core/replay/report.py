@@ -7,8 +7,8 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any
 
+from .cache_rows import UNLIMITED
 from .generate import KINDS, generate
-from .ours import UNLIMITED
 from .read_trace import read_trace
 from .setting import ReplayResult, ReplayRow, ReplaySetting
 from .trace import Trace

@@ -8,7 +8,7 @@ import pytest
 import torch
 from mambaslots.inference.contexts import free_memory
 from mambaslots.inference.contexts.pool_sizes import PoolSizes
-from mambaslots.llm import context_length, serving_config
+from mambaslots.llm import context_length, largest_fitting_config
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny-code"
 
@@ -76,7 +76,7 @@ def test_parameters_are_given_in_one_way(llm: ms.LLM) -> None:
 @pytest.mark.parametrize("context", [None, 600, 262_144])
 def test_chosen_sizes_fit_the_memory_and_half_of_it_caches(gb: float, context: int | None) -> None:
     spec = ms.load(MODEL).model.state_spec()
-    config = serving_config(spec, context, total_gb=gb)
+    config = largest_fitting_config(spec, context, total_gb=gb)
     assert PoolSizes.of(config, spec).num_kv_blocks >= -(
         -config.max_sequence_length // config.block_size_tokens
     )
@@ -91,10 +91,10 @@ def test_chosen_sizes_fit_the_memory_and_half_of_it_caches(gb: float, context: i
 
 def test_sizes_that_are_given_are_kept_or_refused() -> None:
     spec = ms.load(MODEL).model.state_spec()
-    kept = serving_config(spec, 4096, total_gb=1.0, max_requests=5, max_sequence_length=777)
+    kept = largest_fitting_config(spec, 4096, total_gb=1.0, max_requests=5, max_sequence_length=777)
     assert (kept.max_requests, kept.max_sequence_length) == (5, 777)
     with pytest.raises(ValueError, match=r"total_gb is 0.001; accepted: at least"):
-        serving_config(spec, 4096, total_gb=0.001, max_requests=64, max_sequence_length=4096)
+        largest_fitting_config(spec, 4096, total_gb=0.001, max_requests=64, max_sequence_length=4096)
 
 
 def test_memory_of_a_cpu_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

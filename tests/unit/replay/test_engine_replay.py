@@ -6,8 +6,8 @@ import mambaslots as ms
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.eviction import EVICTION_POLICIES
+from mambaslots.replay.cache_rows import spec_of
 from mambaslots.replay.engine_replay import TOO_LONG, EngineReplay
-from mambaslots.replay.ours import spec_of
 from mambaslots.replay.setting import ModelShape, StepCost
 from mambaslots.replay.trace import Trace, TraceRequest
 from oracle.kv_index import eviction_order

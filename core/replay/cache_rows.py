@@ -96,7 +96,7 @@ def _config(
 
 
 @dataclass(frozen=True)
-class OursRow:
+class PolicyRow:
     """The engine's own cache; policy: a name, plan: as `--plan`, or "FILE.py:Class"; None for the default."""
 
     policy: str | None = None
@@ -161,7 +161,7 @@ class UnlimitedRow:
         return EngineReplay(trace, spec_of(setting.shape), config, setting.cost).run()
 
 
-OURS, UNLIMITED = OursRow(), UnlimitedRow()
+DEFAULT_ROW, UNLIMITED = PolicyRow(), UnlimitedRow()
 
 
 def replay(trace: Trace, shape: ModelShape, **setting: Any) -> ReplayResult:
@@ -178,4 +178,4 @@ def replay(trace: Trace, shape: ModelShape, **setting: Any) -> ReplayResult:
     Example:
         `replay(generate("chat", 5), model_shape("nemotron-h-8b"), state_gb=16, kv_gb=20).share` is 0.948.
     """
-    return OURS.replay(trace, ReplaySetting(shape, **setting))
+    return DEFAULT_ROW.replay(trace, ReplaySetting(shape, **setting))

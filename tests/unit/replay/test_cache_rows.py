@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mambaslots.replay.ours import OURS, OursRow, pool_counts
+from mambaslots.replay.cache_rows import DEFAULT_ROW, PolicyRow, pool_counts
 from mambaslots.replay.setting import ModelShape, ReplaySetting
 from oracle.session_traces import small_trace
 
@@ -28,7 +28,7 @@ def setting(shape: ModelShape) -> ReplaySetting:
 def test_idle_rows_lend_slots_only_to_states_of_the_same_encoding(shape: ModelShape, num_lent: int) -> None:
     trace, given = small_trace(0), setting(shape)
     num_slots, _ = pool_counts(given)
-    assert OURS.replay(trace, given).state_capacity == num_slots + num_lent
+    assert DEFAULT_ROW.replay(trace, given).state_capacity == num_slots + num_lent
 
 
 OWN = """
@@ -43,13 +43,13 @@ class BranchesOnly(CheckpointPlan):
 def test_a_plan_of_ones_own_decides(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(OWN)
-    row = OursRow(plan=f"{path}:BranchesOnly")
+    row = PolicyRow(plan=f"{path}:BranchesOnly")
     trace, given = small_trace(0), setting(SHAPE)
-    assert row.replay(trace, given).num_states_taken < OURS.replay(trace, given).num_states_taken
+    assert row.replay(trace, given).num_states_taken < DEFAULT_ROW.replay(trace, given).num_states_taken
     with pytest.raises(ValueError, match="accepted: a class of"):
-        OursRow(policy=f"{path}:Missing").changes()
+        PolicyRow(policy=f"{path}:Missing").changes()
     with pytest.raises(ValueError, match="with a file that is there"):
-        OursRow(policy=f"{tmp_path}/none.py:A").changes()
+        PolicyRow(policy=f"{tmp_path}/none.py:A").changes()
 
 
 OWN_LRU = """
@@ -81,7 +81,7 @@ class LRU(ms.EvictionPolicy):
 def test_a_policy_of_ones_own_decides(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(OWN_LRU)
-    own, lru = OursRow(f"{path}:LRU"), OursRow("lru")
+    own, lru = PolicyRow(f"{path}:LRU"), PolicyRow("lru")
     assert (own.name, lru.name) == ("ours-LRU", "ours-lru")
     trace, given = small_trace(2, num_sessions=12), setting(SHAPE)
     assert own.replay(trace, given) == lru.replay(trace, given)
