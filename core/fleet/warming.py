@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..net.lockstep.leading_engine import LeadingEngine
-from ..net.transfer.export import recent_states
+from ..net.transfer.exports import recent_states
 from ..net.transfer.hand_over import TransferChannel
 from .calls import answers_of
 from .known_replicas import KnownReplicas, known_replicas_of

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from .prefill_decode.prefill_worker import PrefillWorker
     from .routing.state_publisher import StatePublisher
     from .routing.state_router import StateRouter
-    from .transfer.export import export_prefixes
+    from .transfer.exports import export_prefixes
     from .transfer.files import load_prefixes, save_prefixes
     from .transfer.hand_over import TransferChannel
-    from .transfer.import_ import import_prefixes
+    from .transfer.imports import import_prefixes
     from .transfer.shard import decode_prefixes, encode_prefixes
 
 __all__ = [
@@ -53,10 +53,10 @@ if not TYPE_CHECKING:  # a type checker would accept any name
             "prefill_decode.prefill_worker": "PrefillWorker",
             "routing.state_publisher": "StatePublisher",
             "routing.state_router": "StateRouter",
-            "transfer.export": "export_prefixes",
+            "transfer.exports": "export_prefixes",
             "transfer.files": "load_prefixes save_prefixes",
             "transfer.hand_over": "TransferChannel",
-            "transfer.import_": "import_prefixes",
+            "transfer.imports": "import_prefixes",
             "transfer.shard": "decode_prefixes encode_prefixes",
         },
     )

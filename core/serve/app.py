@@ -135,9 +135,9 @@ async def model(name: str, request: Request) -> Response:
 
 @router.api_route("/health", methods=["GET", "HEAD"])
 async def health(request: Request) -> Response:
-    trouble = _service(request).trouble
-    if trouble is not None:
-        raise trouble
+    refused = _service(request).why_refused
+    if refused is not None:
+        raise refused
     return JSONAnswer({"status": "ok"})
 
 

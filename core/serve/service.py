@@ -82,7 +82,7 @@ class Service:
             thread.shutdown(wait=False, cancel_futures=True)
 
     @property
-    def trouble(self) -> RequestError | None:
+    def why_refused(self) -> RequestError | None:
         """Why requests are refused; None where they are served."""
         failure = self.engine.failure
         if failure is not None and not isinstance(failure, NoReplicaError):
@@ -100,8 +100,8 @@ class Service:
         self, request: Request, job_of: Callable[[bytes, str | None], Job], form: type[Form]
     ) -> "GeneratedAnswer":
         """The response to a request, which generates its answer when it is sent; a thread calls `job_of`."""
-        if self.trouble is not None:
-            raise self.trouble
+        if self.why_refused is not None:
+            raise self.why_refused
         if self._num_open >= self._max_open:
             raise refusal("queue_full")  # before its body costs memory
         self._num_open += 1
@@ -110,10 +110,10 @@ class Service:
             loop = asyncio.get_running_loop()
             deadline = loop.time() + self.settings.request_timeout_s
             body_deadline = min(deadline, loop.time() + self.settings.body_timeout_s)
-            body = await before(body_deadline, read_body(request, self.max_body_bytes), body_too_slow())
+            body = await within(body_deadline, read_body(request, self.max_body_bytes), body_too_slow())
             salt, tenant = header_salt(request), request.state.tenant
             thread = self._text_threads[len(body) > _LONG_BODY_BYTES]
-            job = await before(deadline, loop.run_in_executor(thread, job_of, body, salt))
+            job = await within(deadline, loop.run_in_executor(thread, job_of, body, salt))
             if self._num_open + len(job.choices) - 1 > self._max_open:
                 raise refusal("queue_full")
             self._num_open += len(job.choices) - 1
@@ -190,7 +190,7 @@ class GeneratedAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if not await _until_gone(receive, self._answer(scope, receive, send)):
+            if not await _unless_disconnected(receive, self._answer(scope, receive, send)):
                 scope["state"][BROKEN_BY] = "client"
         finally:
             self.finished()
@@ -201,9 +201,9 @@ class GeneratedAnswer(Response):
         async def collect(index: int, piece: Piece) -> None:
             answers[index].append(piece)
 
-        await before(self.deadline, self._generate(collect))
+        await within(self.deadline, self._generate(collect))
         answer = JSONAnswer(self.form.whole(list(map(Piece.joined, answers)), self._usage))
-        await before(self.deadline, answer(scope, receive, send))
+        await within(self.deadline, answer(scope, receive, send))
 
     @property
     def _usage(self) -> dict[str, Any]:
@@ -275,7 +275,7 @@ class StreamedAnswer(GeneratedAnswer):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await before(self.deadline, self._events(send))
+            await within(self.deadline, self._events(send))
         except Exception as error:
             if not self._started:
                 raise
@@ -317,7 +317,7 @@ class StreamedAnswer(GeneratedAnswer):
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def before[T](deadline: float, work: Awaitable[T], error: RequestError | None = None) -> T:
+async def within[T](deadline: float, work: Awaitable[T], error: RequestError | None = None) -> T:
     """The result of `work`, or an error where it is not done at `deadline` of the loop's clock."""
     try:
         async with asyncio.timeout_at(deadline):
@@ -327,10 +327,10 @@ async def before[T](deadline: float, work: Awaitable[T], error: RequestError | N
         raise error or RequestError(504, message, code="timeout") from None
 
 
-async def _until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
     """Do `work`, whose request was read; cancel it where the client goes away. Returns whether it is done."""
     working = asyncio.create_task(work)
-    watching = asyncio.create_task(_gone(receive))
+    watching = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -343,6 +343,6 @@ async def _until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> bool
     return is_done
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

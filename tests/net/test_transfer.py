@@ -22,7 +22,7 @@ from mambaslots.net import (
 from mambaslots.net.transfer import files, placement
 from mambaslots.net.transfer.format import TransferError, shard_of
 from mambaslots.net.transfer.hand_over import SendReport
-from mambaslots.net.transfer.import_ import CopyError
+from mambaslots.net.transfer.imports import CopyError
 from mambaslots.net.transfer.pieces import PartCopies
 from mambaslots.net.transfer.pipe import MessagePipe, NcclPipe
 from mambaslots.net.transfer.placement import ImportReport, Placement

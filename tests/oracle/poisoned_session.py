@@ -51,7 +51,7 @@ EXCEPTIONS: dict[str, tuple[tuple[Part, ...], str]] = {
     _ENGINES + "test_bits_grid.py": (("padding",), "looks at the fields of steps without padding"),
     _ENGINES + "test_score.py::test_one_prefill_without": (("padding",), "counts rows and tokens of steps"),
     "tests/unit/net/transfer/test_files.py": (("memory",), "compares pools; NaN equals nothing"),
-    "tests/unit/net/transfer/test_import.py": (("memory",), "as before"),
+    "tests/unit/net/transfer/test_imports.py": (("memory",), "as before"),
     "tests/unit/net/transfer/test_channel.py::test_a_thread_that": (("memory",), "as before"),
     _ENGINES + "test_cuda_graphs.py::TestBits": (("memory",), "as before"),
     _ENGINES + "test_scrub.py::test_on_a_gpu": (("memory",), "its free memory is zeros"),

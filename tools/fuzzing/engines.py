@@ -15,7 +15,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from mambaslots.net import export_prefixes, import_prefixes
-from mambaslots.net.transfer.export import CacheAccess
+from mambaslots.net.transfer.exports import CacheAccess
 from mambaslots.net.transfer.shard import encode_prefixes
 from oracle.serving import random_tokens, serve_checked
 from oracle.transfers import engine_of, maps_of

@@ -17,7 +17,7 @@ from ...files import read_regular, replacing
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...validation import shown
 from ..all_ranks import Attempt, Notes
-from .export import CacheAccess, PrefixName, export_prefixes
+from .exports import CacheAccess, PrefixName, export_prefixes
 from .format import (
     FORMAT_VERSION,
     PrefixForest,
@@ -29,7 +29,7 @@ from .format import (
     check_version,
     shard_of,
 )
-from .import_ import Incoming, import_received
+from .imports import Incoming, import_received
 from .placement import ImportReport
 from .shard import PrefixShard, checksum, decode_prefixes, encode_prefixes, join, sources_for
 

@@ -17,9 +17,9 @@ from ...parallel_groups import ParallelGroups
 from ...validation import LONGEST_TIMEOUT_S, instance, one_of, real, shown
 from ..all_ranks import described
 from ..channel import PeerLostError
-from .export import CacheAccess, PrefixName, chosen_states, forest_of
+from .exports import CacheAccess, PrefixName, chosen_states, forest_of
 from .format import Description, TransferError, shard_of
-from .import_ import CopyError, Incoming, import_received
+from .imports import CopyError, Incoming, import_received
 from .pipe import nccl_facts
 from .placement import ImportReport, Placement
 from .session import GRACE_S, Destination, Offered, Source

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...inference.kernels.row_checksum import RowChecksum
-from .export import CacheAccess
+from .exports import CacheAccess
 from .format import KV, PrefixFormat, Shard, TensorFormat, TransferError, shard_of
 from .pipe import MessagePipe, NcclPipe, Passage
 

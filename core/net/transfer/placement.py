@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import MambaSlotCapacityError
-from .export import CacheAccess, rows_at_once
+from .exports import CacheAccess, rows_at_once
 from .format import KV, PrefixForest
 
 

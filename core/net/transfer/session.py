@@ -17,7 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ...devices import on_device_of
 from ...validation import shown
 from ..channel import Address, Link, Listener, PeerLostError
-from .export import CacheAccess
+from .exports import CacheAccess
 from .format import Description, PrefixForest, TransferError, check_shard, decode, encode, shard_of
 from .pieces import PartCopies, PieceLayout, PoolLease, Staging, receive_pieces, send_pieces
 from .pipe import (

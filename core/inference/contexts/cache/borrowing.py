@@ -97,7 +97,7 @@ class Borrowing:
         self._cleaner.move_unit(unit, blocks, self._cleaner.blocks)
         self._kv_blocks.tree.set_references(blocks, 1)
         self._cleaner.blocks.discard(blocks)
-        self._free_list.take_unit(unit)
+        self._free_list.allocate_unit(unit)
         self.units.holds_states[unit] = True
         self._slots.take_back(self.units.slots_of(unit))
 

@@ -82,7 +82,7 @@ class BlockStack(list[int]):
         """These blocks are free now, and no others; the last one is allocated first."""
         self[:] = free
 
-    def take(self, num_blocks: int) -> list[int]:
+    def allocate(self, num_blocks: int) -> list[int]:
         cut = len(self) - num_blocks
         blocks = self[cut:][::-1]
         del self[cut:]
@@ -115,7 +115,7 @@ class BlocksByUnit:
             self._units_with[len(blocks)][unit] = None
         self._num_free = len(free)
 
-    def take(self, num_blocks: int) -> list[int]:
+    def allocate(self, num_blocks: int) -> list[int]:
         taken: list[int] = []
         while num_missing := num_blocks - len(taken):
             enough = range(min(num_missing, self._size), self._size + 1)
@@ -134,8 +134,8 @@ class BlocksByUnit:
         for unit, free in by_unit.items():
             self._set(unit, self._of_unit[unit] + free)
 
-    def take_unit(self, unit: int) -> None:
-        """Take the blocks of a unit that is wholly free."""
+    def allocate_unit(self, unit: int) -> None:
+        """Allocate the blocks of a unit that is wholly free."""
         self._set(unit, [])
 
     def _set(self, unit: int, free: list[int]) -> None:

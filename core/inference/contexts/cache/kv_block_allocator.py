@@ -154,7 +154,7 @@ class KVBlockAllocator:
             raise KVBlockCapacityError(num_blocks, self.total_avail + self._num_cached)
         if missing > 0:
             self.evict_lru_blocks(missing)
-        blocks = self.free_blocks.take(num_blocks)
+        blocks = self.free_blocks.allocate(num_blocks)
         self._dirty.clean(blocks)
         self.tree.set_references(blocks, 1)
         return blocks

@@ -148,7 +148,7 @@ def test_what_finds_no_room_is_not_sent(host: Any) -> None:
 
 
 def pools_of(engine: ms.DynamicInferenceEngine) -> Any:
-    from mambaslots.net.transfer.export import CacheAccess
+    from mambaslots.net.transfer.exports import CacheAccess
 
     return CacheAccess(engine, "test").pools
 

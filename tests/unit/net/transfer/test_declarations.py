@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.net import decode_prefixes, encode_prefixes, export_prefixes, import_prefixes
-from mambaslots.net.transfer.export import CacheAccess
+from mambaslots.net.transfer.exports import CacheAccess
 from mambaslots.net.transfer.format import PrefixFormat, TensorFormat, TensorPart, TransferError, shard_of
 from mambaslots.parallel_groups import ModelShard, Part
 from mambaslots.state_spec import StateSegment, StateSplit, StateTensor

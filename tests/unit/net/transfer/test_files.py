@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.net.transfer import files
-from mambaslots.net.transfer.export import CacheAccess, export_prefixes
+from mambaslots.net.transfer.exports import CacheAccess, export_prefixes
 from mambaslots.net.transfer.files import FileEntry, Manifest, load_prefixes, save_prefixes
 from mambaslots.net.transfer.format import TransferError
 from mambaslots.net.transfer.shard import PrefixShard, checksum, decode_prefixes, encode_prefixes

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.hashing import PUBLIC_ROOT, PrefixHashChain
 from mambaslots.inference.contexts.cache.state_slots import StateSlots
 from mambaslots.net import decode_prefixes, encode_prefixes, export_prefixes, import_prefixes, load_prefixes
-from mambaslots.net.transfer import export as export_module
+from mambaslots.net.transfer import exports as export_module
 from mambaslots.net.transfer import placement
 from mambaslots.net.transfer.format import TensorFormat, TransferError
 from mambaslots.net.transfer.placement import ImportReport, Placement, PrefixCounts

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...validation import shown
 from ..all_ranks import Notes
-from .export import CacheAccess
+from .exports import CacheAccess
 from .format import PrefixForest, TransferError, shard_of
 from .placement import ImportReport, Placement
 from .shard import PrefixShard, decode_prefixes, join
