@@ -149,7 +149,7 @@ def _match(
         converter = None if pattern is None else by_pattern[pattern]
         source = by_target.setdefault(target, WeightSource.of(target, converter))
         if source.names and pattern not in source.groups:
-            raise ModelFolderError(f"{source.names[0]} and {name} of the model are both {target}")
+            raise ModelFolderError(f"{source.names[0]} and {name} of the folder are both {target}")
         source.groups[pattern or target].append(name)
     return by_target, strange
 

@@ -15,7 +15,7 @@ def paged[R](run: Callable[..., R], page_tokens: int) -> Callable[..., R]:
     def moved(*arguments: Any, **named: Any) -> R:
         given = signature(run).bind(*arguments, **named).arguments
         pools = {name: given[name] for name in PAGED if given.get(name) is not None}
-        (num_slots, chunk), device = next(iter(pools.values())).shape[:2], given["slots"].device
+        (num_slots, chunk), device = next(iter(pools.values())).shape[:2], given["input_rows"].device
         per_chunk = -(-chunk // page_tokens)
         order = torch.randperm((num_slots + 1) * per_chunk, generator=torch.Generator().manual_seed(7))
         table = order[: num_slots * per_chunk].view(num_slots, per_chunk).to(device)
@@ -26,7 +26,7 @@ def paged[R](run: Callable[..., R], page_tokens: int) -> Callable[..., R]:
             given[name] = memory[:, :page_tokens]  # pages with gaps between them
             given[name][places] = pool
         before = {name: given[name].clone() for name in pools}
-        slots = given["slots"]
+        slots = given["input_rows"]
         own = slots[slots >= 0].unique()
         pages = table[slots.clamp(min=0)].masked_fill((slots < 0)[:, None], 0)
         result = run(**given, pages=pages.to(torch.int32))

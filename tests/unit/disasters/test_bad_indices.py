@@ -40,28 +40,28 @@ TABLE = {
     ),
     "causal_conv1d_update": Indices(("conv_states",), ("sources",), ("destinations",)),
     "causal_conv1d_replay": Indices(
-        ("conv_states",), (), ("destinations",), ("slots",), ("conv_inputs",)
+        ("conv_states",), (), ("destinations",), ("input_rows",), ("conv_inputs",)
     ),
-    "keep_conv_inputs": Indices(("conv_states",), ("sources",), (), ("slots",), ("conv_inputs",)),
+    "keep_conv_inputs": Indices(("conv_states",), ("sources",), (), ("input_rows",), ("conv_inputs",)),
     "ssd_chunk_scan": SCAN._replace(pools=("ssm_states",)),
     "selective_state_update": UPDATE._replace(pools=("ssm_states",)),
     "ssd_replay": Indices(
-        ("ssm_states",), ("sources",), ("destinations",), ("slots",), ("x_inputs", "B_inputs", "gates")
+        ("ssm_states",), ("sources",), ("destinations",), ("input_rows",), ("x_inputs", "B_inputs", "gates")
     ),
-    "keep_ssd_inputs": Indices((), (), (), ("slots",), ("x_inputs", "B_inputs", "gates")),
+    "keep_ssd_inputs": Indices((), (), (), ("input_rows",), ("x_inputs", "B_inputs", "gates")),
     "gated_delta_rule_scan": SCAN,
     "gated_delta_rule_update": UPDATE,
     "gated_delta_rule_replay": Indices(
-        ("states",), ("sources",), ("destinations",), ("slots",),
+        ("states",), ("sources",), ("destinations",), ("input_rows",),
         ("k_inputs", "v_inputs", "g_inputs", "beta_inputs"),
     ),
     "keep_delta_inputs": Indices(
-        (), (), (), ("slots",), ("k_inputs", "v_inputs", "g_inputs", "beta_inputs")
+        (), (), (), ("input_rows",), ("k_inputs", "v_inputs", "g_inputs", "beta_inputs")
     ),
     "write_kv": Indices(("kv_cache",), (), ("positions",)),
 }  # fmt: skip
 """Every kernel that is given indices of slots, of rings of inputs, or of KV rows."""
-INDEX_NAMES = {"sources", "destinations", "slots", "chunk_destinations", "checkpoint_destinations"}
+INDEX_NAMES = {"sources", "destinations", "input_rows", "chunk_destinations", "checkpoint_destinations"}
 GUARD = 2
 """Slots before and behind a pool; -1 names one of them where it is taken for a number."""
 

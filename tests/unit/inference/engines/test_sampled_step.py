@@ -151,7 +151,9 @@ def test_host_tensors_name_their_device() -> None:
     waiting = request(3, (3, 1, 2, 4), skip_prompt_log_probs=False)
     logits = torch.zeros(7, VOCABULARY)
     with torch.device("meta"):
-        tokens = sample_step([step(waiting, 0, 2), step(asking, 0, 4), step(drawing, 0, 3)], logits).wait()
+        tokens = sample_step(
+            [step(waiting, 0, 2), step(asking, 0, 4), step(drawing, 0, 3)], logits
+        ).read_tokens()
     assert sorted(tokens) == [1, 2]
     assert len(asking.prompt_log_probs) == 3
     assert len(waiting.prompt_log_probs) == 2
