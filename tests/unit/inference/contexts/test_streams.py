@@ -185,7 +185,7 @@ def sampled(simulator: Simulator, random: Random) -> None:
         logits.fill_(number)
         results = Results([logits[:2], logits[2:]])
         if previous is not None:
-            assert previous.wait() == [[number - 1.0] * 2] * 2
+            assert previous.read() == [[number - 1.0] * 2] * 2
             simulator.host([previous._numbers], (), "the host reads tokens")
         previous = results
 
