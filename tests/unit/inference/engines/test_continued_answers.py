@@ -90,7 +90,7 @@ def test_a_failed_step_costs_a_part_no_token(fails_at: int, monkeypatch: pytest.
     params = ms.SamplingParams(max_tokens=9, temperature=2.0, seed=4, return_log_probs=True)
     (whole,) = small_engine().generate([prompt], params)
     request_id = engine.add_request(prompt + whole.tokens[:4], replace(params, num_given_tokens=4))
-    run, num_steps = type(engine.core.step_runner).run, 0
+    run, num_steps = type(engine.core.step_runner).run_model, 0
 
     def failing(*arguments: Any) -> Any:
         nonlocal num_steps
