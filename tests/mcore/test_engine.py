@@ -106,12 +106,12 @@ def test_answers_are_those_without_a_cache(name: str, model: Any, reference: Cal
 
 
 def test_prompts_that_wait_together_resume_where_they_part(model: Any) -> None:
-    """Two of three skip the 96 tokens that all share, in the step after they were computed first."""
-    shared = tokens(100, 140)
-    prompts = [shared + tokens(28, 141 + i) for i in range(3)]
+    """Two of three skip the 32 tokens that all share, in the step after they were computed first."""
+    shared = tokens(36, 140)
+    prompts = [shared + tokens(12, 141 + i) for i in range(3)]
 
     def computed(**cache: Any) -> tuple[list[list[int]], int]:
-        engine = mcore_rig.make_engine(model, max_tokens=160, enable_chunked_prefill=True, **cache)
+        engine = mcore_rig.make_engine(model, max_tokens=64, enable_chunked_prefill=True, **cache)
         answers = [one.tokens for one in serve_together(engine, prompts, 2)]
         return answers, engine.context.lifetime_prefill_token_count
 
@@ -119,44 +119,46 @@ def test_prompts_that_wait_together_resume_where_they_part(model: Any) -> None:
     with mambaslots.mcore.installed():
         answers, num_computed = computed(num_mamba_slots=16)
     assert answers == expected
-    assert (everything, num_computed) == (384, 384 - 2 * 96)
+    assert (everything, num_computed) == (144, 144 - 2 * 32)
 
 
-@pytest.mark.parametrize(
-    ("max_requests", "stock", "ours"), [(4, [1, 2, 2, 3], [1, 2, 1, 3]), (2, [1, 2, 2, 4], [1, 2, 2, 4])]
-)
-def test_prompts_behind_one_that_waits_are_computed_in_the_same_step(
-    model: Any, max_requests: int, stock: list[int], ours: list[int]
-) -> None:
+def served_in_steps(model: Any, max_requests: int, **cache: Any) -> tuple[list[list[int]], list[int]]:
+    """Answers of one token to four prompts, and the step that ended each."""
+    shared = tokens(32, 150)
+    prompts = [shared + tokens(32, 151), shared + tokens(30, 152), tokens(40, 153), tokens(160, 154)]
+    options = {"max_requests": max_requests, "max_tokens": 128, "enable_chunked_prefill": True} | cache
+    engine = mcore_rig.make_engine(model, **options)
+    numbers = [mcore_rig.add(engine, prompt, 1) for prompt in prompts]
+    done: dict[int, tuple[list[int], int]] = {}
+    for count in range(1, 5):
+        done |= {number: (one.tokens, count) for number, one in mcore_rig.step(engine).items()}
+    return [done[number][0] for number in numbers], [done[number][1] for number in numbers]
+
+
+def test_prompts_behind_one_that_waits_are_computed_in_the_same_step(model: Any) -> None:
     """The second waits for the first's prefix; the third does not if there is a row for both, the fourth is
     too long for the rest of the step."""
-    shared = tokens(96, 150)
-    prompts = [shared + tokens(32, 151), shared + tokens(30, 152), tokens(40, 153), tokens(320, 154)]
-
-    def served(**cache: Any) -> tuple[list[list[int]], list[int]]:
-        options = {"max_requests": max_requests, "max_tokens": 256, "enable_chunked_prefill": True} | cache
-        engine = mcore_rig.make_engine(model, **options)
-        numbers = [mcore_rig.add(engine, prompt, 1) for prompt in prompts]
-        done: dict[int, tuple[list[int], int]] = {}
-        for count in range(1, 5):
-            done |= {number: (one.tokens, count) for number, one in mcore_rig.step(engine).items()}
-        return [done[number][0] for number in numbers], [done[number][1] for number in numbers]
-
-    expected, _ = served(prefix_caching=False)
-    assert served(num_mamba_slots=16)[1] == stock
+    expected, _ = served_in_steps(model, 4, prefix_caching=False)
     with mambaslots.mcore.installed():
-        assert served(num_mamba_slots=16) == (expected, ours)
+        for max_requests, steps in ((4, [1, 2, 1, 3]), (2, [1, 2, 2, 4])):
+            assert served_in_steps(model, max_requests, num_mamba_slots=16) == (expected, steps)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("max_requests", "steps"), [(4, [1, 2, 2, 3]), (2, [1, 2, 2, 4])])
+def test_stock_computes_none_of_them_before_it(model: Any, max_requests: int, steps: list[int]) -> None:
+    assert served_in_steps(model, max_requests, num_mamba_slots=16)[1] == steps
 
 
 def test_a_prompt_scheduled_early_stores_the_state_where_one_before_it_parts(model: Any) -> None:
     """The third prompt waits for room; the fourth, computed before it, stores the state where they part."""
-    first, second = tokens(96, 160), tokens(64, 161)
-    prompts = [first + tokens(32, 162), first + tokens(30, 163), second + tokens(300, 164)]
-    prompts.append(second + tokens(40, 165))
+    first, second = tokens(32, 160), tokens(32, 161)
+    prompts = [first + tokens(32, 162), first + tokens(30, 163), second + tokens(150, 164)]
+    prompts.append(second + tokens(20, 165))
     with mambaslots.mcore.installed():
-        engine = mcore_rig.make_engine(model, num_mamba_slots=16, max_tokens=256, enable_chunked_prefill=True)
+        engine = mcore_rig.make_engine(model, num_mamba_slots=16, max_tokens=128, enable_chunked_prefill=True)
         serve_together(engine, prompts, new_tokens=1)
-        assert engine.context.lifetime_prefill_token_count == 128 + 30 + 300 + 104
+        assert engine.context.lifetime_prefill_token_count == 64 + 30 + 150 + 52
 
 
 @pytest.mark.long

@@ -23,7 +23,6 @@ from oracle.distributed_world import TIMEOUT, World
 from oracle.model_kinds import KINDS, OF_TRANSFORMERS, PLAIN, SHAPES, kind_of_model
 
 RANKS = int(os.environ.get("WORLD_SIZE", "0"))
-RANK = int(os.environ.get("RANK", "0"))
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 ON_GPUS = 0 < RANKS <= GPUS
 if RANKS:
@@ -35,12 +34,14 @@ _ARE_SERVED = find_spec("transformers") is not None and not ON_GPUS
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*numbers): how many ranks the test is for")
-    if RANKS:
-        # pytest's default folder is shared: a rank that removes old ones while another lists them gets a
-        # ResourceWarning, which is an error here.
-        folder = tempfile.mkdtemp(prefix=f"mambaslots-rank{RANK}-")
+
+
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """A folder for each rank: in a shared one, who lists old ones while others remove them gets a warning."""
+    if rank := os.environ.get("RANK"):
+        folder = tempfile.mkdtemp(prefix=f"mambaslots-rank{rank}-")
         os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        session.config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_ignore_collect() -> bool | None:
@@ -147,7 +148,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if store is None:
         return
     keys = {rank: f"{call.when} of {item.nodeid} on {rank}" for rank in range(RANKS)}
-    store.set(keys[RANK], json.dumps(str(report.longrepr) if report.failed else ""))
+    store.set(keys[int(os.environ["RANK"])], json.dumps(str(report.longrepr) if report.failed else ""))
     try:
         store.wait(list(keys.values()), TIMEOUT)
     except RuntimeError:

@@ -1,9 +1,10 @@
 """Runs pytest as several ranks, like torchrun: `python -P tests/oracle/forked_ranks.py 2 4 -- tests/net`.
 
-One run for each number of ranks, all at once, because ranks wait for one another half of their time. Ranks
-are forks of a process that has imported what all of them import: 12 s of CPU time. Forks use no GPU. A rank
-that fails ends the others of its run. What ranks say goes to files, because other tests may run and speak
-meanwhile: a run that has ended shows what rank 0 said, and the ends of the others' where it failed.
+One run for each number of ranks, all at once, because ranks wait for one another half of their time. A run
+is a fork of a process that has imported what all of them import, 12 s of CPU time; it collects the tests, and
+its ranks are forks of it. Forks use no GPU. A rank that fails ends the others of its run. What ranks say goes
+to files, because other tests may run and speak meanwhile: a run that has ended shows what rank 0 said, and
+the ends of the others' where it failed.
 """
 
 import gc
@@ -14,8 +15,11 @@ import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-IMPORTED = ("pytest", "hypothesis.stateful", "mambaslots.hf.load", "oracle.distributed_world")
+import pytest
+
+IMPORTED = ("hypothesis.stateful", "mambaslots.hf.load", "oracle.distributed_world")
 ARCHITECTURES = ("bamba", "granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 """What each rank would import: of transformers, the files of these."""
 NUM_LINES = 60
@@ -42,8 +46,14 @@ def main() -> int:
         log = Path(tempfile.mkstemp(prefix="ranks-")[1])
         agent = os.fork()
         if not agent:
-            say_into(log)
-            os._exit(run(int(number), sys.argv[end + 1 :]))
+            code = 1
+            try:
+                say_into(log)
+                code = run(int(number), sys.argv[end + 1 :])
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
         said[agent] = log
     worst = 0
     while said:
@@ -63,23 +73,62 @@ def say_into(log: Path) -> None:
 
 
 def run(number: int, arguments: list[str]) -> int:
-    """The largest exit code of so many ranks."""
-    said = Path(tempfile.mkdtemp(prefix="ranks-"))
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    os.environ |= {"MASTER_PORT": str(port), "WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
-    ranks: dict[int, int] = {}  # process -> rank
-    for rank in range(number):
-        process = os.fork()
-        if not process:
-            be(rank, said / f"{rank}.log", arguments)
-        ranks[process] = rank
+    """The largest exit code of so many ranks, or that of the collection."""
+    os.environ |= {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+    options = ["-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin", *arguments]
+    return int(pytest.main(options, plugins=[Ranks(number)]))
+
+
+class Ranks:
+    """Plugin of a run's pytest: forks run the tests that it has collected."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Returns in each rank alone."""
+        if not session.items or session.testsfailed or session.config.option.collectonly:
+            return
+        gc.collect()
+        gc.freeze()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        said = Path(tempfile.mkdtemp(prefix="ranks-"))
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        os.environ["MASTER_PORT"] = str(port)
+        ranks: dict[int, int] = {}  # process -> rank
+        for rank in range(self._number):
+            process = os.fork()
+            if not process:
+                listener.close()
+                be(rank, said / f"{rank}.log", session.config)
+                return
+            ranks[process] = rank
+        os._exit(end_of(ranks, said, listener))
+
+
+def be(rank: int, log: Path, config: pytest.Config) -> None:
+    """Let this process be the rank."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    capture: Any = config.pluginmanager.getplugin("capturemanager")
+    capture.stop_global_capturing()  # its files have one position for all forks
+    if rank:
+        say_into(log)
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
+
+
+def end_of(ranks: dict[int, int], said: Path, listener: socket.socket) -> int:
+    """The largest exit code of the ranks, which meet at the listener; others end with one that fails."""
     from torch.distributed import TCPStore
 
     store = TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    worst = 0
+        "127.0.0.1", listener.getsockname()[1], is_master=True, wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+    number, worst = len(ranks), 0
     while ranks:
         process, status = os.wait()
         code, rank = os.waitstatus_to_exitcode(status), ranks.pop(process)
@@ -98,22 +147,6 @@ def run(number: int, arguments: list[str]) -> int:
     if not worst:
         said.rmdir()
     return worst
-
-
-def be(rank: int, log: Path, arguments: list[str]) -> None:
-    """Run the tests as this rank, in a process of its own."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    code = 1
-    try:
-        if rank:
-            say_into(log)
-        import pytest
-
-        code = pytest.main(["-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin", *arguments])
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 if __name__ == "__main__":
