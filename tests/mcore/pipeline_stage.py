@@ -1,9 +1,9 @@
 """Two pipeline stages, each a process of its own; test_pipeline_stages.py starts them and compares.
 
-    python pipeline_stage.py FOLDER contexts engine WEIGHTS PATTERN
+    python pipeline_stage.py FOLDER ours stock engine WEIGHTS PATTERN
 
-With "contexts": contexts alone, of models of a few layers. With "engine": an engine with its stage of the
-model of this pattern.
+With "ours" or "stock": contexts alone, of models of a few layers, with mambaslots or megatron-core's own
+class. With "engine": an engine with its stage of the model of this pattern.
 
 Writes what each stage saw, as JSON, into FOLDER/output_of_stage_RANK, and its errors into another. A stage
 whose peer has failed, or that takes too long, is ended. Classes and process group are megatron-core's own.
@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -90,8 +91,8 @@ def serve_context(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def contexts(rank: int) -> dict[str, Any]:
-    """Every case with mambaslots, and those that megatron-core alone gets to the end of."""
+def reports(rank: int, cases: Mapping[str, Options]) -> dict[str, Any]:
+    """What this stage saw of each case, or its error."""
 
     def report(options: Options) -> Any:
         try:
@@ -100,10 +101,7 @@ def contexts(rank: int) -> dict[str, Any]:
             return {"error": f"{type(error).__name__}: {error}"}
 
     with cpu_as_gpu():
-        with mambaslots.mcore.installed():
-            ours = {name: report(options) for name, options in (SERVED | REFUSED).items()}
-        stock = {name: report(SERVED[name]) for name in SERVED_BY_STOCK}
-    return {"ours": ours, "stock": stock}
+        return {name: report(options) for name, options in cases.items()}
 
 
 def engine(pattern: str, weights: str) -> dict[str, Any]:
@@ -138,8 +136,11 @@ def run_stage(rank: int, folder: Path, *what: str) -> None:
     )  # fmt: skip
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, distributed_timeout_minutes=1)
     report: dict[str, Any] = {}
-    if "contexts" in what:
-        report |= contexts(rank)
+    if "ours" in what:
+        with mambaslots.mcore.installed():
+            report["ours"] = reports(rank, SERVED | REFUSED)
+    if "stock" in what:  # those that megatron-core alone gets to the end of
+        report["stock"] = reports(rank, {name: SERVED[name] for name in SERVED_BY_STOCK})
     if "engine" in what:
         *_, weights, pattern = what
         report["engine"] = engine(pattern, weights)

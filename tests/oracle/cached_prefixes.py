@@ -8,8 +8,7 @@ import mambaslots as ms
 import numpy as np
 import torch
 from mambaslots.inference.contexts.cache.prefix_tree import PrefixTree
-from oracle.recurrent_lm import RecurrentLM
-from oracle.serving import small_model
+from oracle.serving import kept_oracle, small_model
 from oracle.toy_answers import Sequence as ToySequence
 from oracle.toy_lm import DIM, ToyLM, weights_of
 
@@ -82,7 +81,7 @@ def snapshot(model: Any, tokens: Sequence[int]) -> Snapshot:
 
 @cache
 def _snapshot(model: ms.models.HybridLM, tokens: tuple[int, ...]) -> Snapshot:
-    lm = RecurrentLM(model)
+    lm = kept_oracle(model)
     states = {name: tensor.numpy() for name, tensor in lm.states_after(tokens).items()}
     shape = len(lm.keys), len(tokens), lm.config.num_kv_heads, lm.config.head_dim
     return Snapshot(states, np.reshape(lm.keys, shape), np.reshape(lm.values, shape))

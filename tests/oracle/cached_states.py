@@ -1,12 +1,12 @@
 """Every cached state against the recurrence over exactly the tokens of the prefix that finds it."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from oracle.recurrent_lm import RecurrentLM
-from oracle.serving import small_model
+from oracle.serving import kept_oracle, small_model
 from torch import Tensor
 
 
@@ -30,17 +30,10 @@ def stored_state(context: DynamicInferenceContext, slot: int) -> dict[str, Tenso
     return {tensor.name: pool[tensor.name][:, pool.durable_index(slot)] for tensor in pool.states}
 
 
-_known: dict[tuple[Any, tuple[int, ...]], dict[str, Tensor]] = {}
-
-
-def _states_after(model: Any, tokens: tuple[int, ...], block: int) -> dict[str, Tensor]:
-    if (model, tokens) not in _known:
-        lm = RecurrentLM(model)
-        for position, token in enumerate(tokens, 1):
-            lm.step(token)
-            if position % block == 0:
-                _known[model, tokens[:position]] = lm.states_now()
-    return _known[model, tokens]
+@cache
+def _states_after(model: Any, tokens: tuple[int, ...]) -> dict[str, Tensor]:
+    states: dict[str, Tensor] = kept_oracle(model).states_after(tokens)
+    return states
 
 
 def assert_cached_states(
@@ -52,8 +45,8 @@ def assert_cached_states(
     """
     model = small_model() if model is None else model
     prefixes = cached_prefixes(context)
-    for slot, tokens in sorted(prefixes.items(), key=lambda entry: -len(entry[1])):
-        expected = _states_after(model, tokens, context.config.block_size_tokens)
+    for slot, tokens in prefixes.items():
+        expected = _states_after(model, tokens)
         stored = stored_state(context, slot)
         assert stored.keys() == expected.keys()
         for name, states in expected.items():

