@@ -18,7 +18,7 @@ NOT_SPLIT = {
 }
 pytestmark = [
     pytest.mark.in_turn("_split"),
-    pytest.mark.sampled(length=(1, 8, 17, 41), extra=(1, 8), max_tokens_per_step=(8, 13, 20)),
+    pytest.mark.sampled(2),
     pytest.mark.usefixtures("kind"),
 ]
 globals().update({k: v for k, v in scenarios("test_dynamic_engine").items() if k not in NOT_SPLIT})

@@ -2,8 +2,8 @@
 
 Cases: of a test marked `pytest.mark.sampled`, `make test` runs so many that each value of each parameter
 occurs in one of them; of a test of a disaster it runs one of these. `sampled(seed=4)` wants only the first
-four values of `seed`, and `sampled(name=("a", "b"))` only these two of `name`. All other cases are marked
-`long`.
+four values of `seed`, and `sampled(name=("a", "b"))` only these two of `name`. `sampled(2)`, the mark of a
+suite that runs on other engines as well, leaves a test no more than two. All other cases are marked `long`.
 
 Kinds: of the cases of a test that asks for the fixture `kind` of model, `make test` runs one of those that
 differ in nothing else: a third on the mix, the others on one kind in turn, by the name of the case.
@@ -23,9 +23,6 @@ from zlib import crc32
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from oracle.model_kinds import MIX, OF_TRANSFORMERS
-
-OF_A_DISASTER = 1
-"""Cases of a sampled test of a disaster in `make test`, others in each test: most disasters have several."""
 
 
 class Profile(NamedTuple):
@@ -91,9 +88,11 @@ def mark_long(items: Iterable[pytest.Item]) -> None:
         # What runs in turn is no value to be sampled: of each case only one is left.
         ids = {id(case): _ids(case, ["kind", *_in_turn_names(case)]) for case in cases}
         chosen = sample([ids[id(case)] for case in wanted])
-        if cases[0].get_closest_marker("disaster") and len(chosen) > OF_A_DISASTER:
+        most = [number for mark in cases[0].iter_markers("sampled") for number in mark.args]
+        most += [1] * (cases[0].get_closest_marker("disaster") is not None)
+        if most and len(chosen) > min(most):
             start = crc32(cases[0].nodeid.partition("[")[0].encode()) % len(chosen)
-            chosen = (chosen + chosen)[start : start + OF_A_DISASTER]
+            chosen = (chosen + chosen)[start : start + min(most)]
         for case in cases:
             if case not in wanted or (ids[id(case)] and ids[id(case)] not in chosen):
                 case.add_marker("long")

@@ -32,6 +32,13 @@ def test_names(name, answer):
 def test_renamed(color):
     pass
 
+@pytest.mark.sampled(2)
+class TestMost:
+    @pytest.mark.sampled(seed=(1, 3, 5))
+    @pytest.mark.parametrize("seed", range(9))
+    def test_two_of_three(self, seed):
+        pass
+
 @pytest.mark.sampled
 class TestMarks:
     @pytest.mark.parametrize("way", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -67,6 +74,8 @@ def test_a_sample_is_what_the_marks_leave(pytester: pytest.Pytester) -> None:
         "test_names[b-2]",
         "test_renamed[red]",
         "test_renamed[green]",
+        "test_two_of_three[1]",
+        "test_two_of_three[3]",
         "test_devices[cpu-1]",
         "test_devices[cuda-1]",
         "test_without_parameters",

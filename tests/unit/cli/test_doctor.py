@@ -16,6 +16,12 @@ from packaging.requirements import Requirement
 TORCH = importlib.metadata.version("torch")
 
 
+@pytest.fixture
+def _short_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "PROMPT", doctor.BLOCK - 9)
+    monkeypatch.setattr(doctor, "ANSWER", 12)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_doctor_says_what_is_there_and_works(
     device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -33,6 +39,7 @@ def test_the_doctor_says_what_is_there_and_works(
     assert all(check["passed"] for check in findings["checks"])
 
 
+@pytest.mark.usefixtures("_short_prompt")
 def test_a_model_that_computes_something_else_does_not_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +70,7 @@ def test_newer_versions_than_the_tested_ones_are_named(monkeypatch: pytest.Monke
     assert untested() == [f"torch {TORCH} (newest tested: 2.10)"]
 
 
+@pytest.mark.usefixtures("_short_prompt")
 def test_a_cache_that_misses_does_not_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ COUNTS_STEPS = {
 }
 pytestmark = [
     pytest.mark.in_turn("mode"),
-    pytest.mark.sampled,
+    pytest.mark.sampled(2),
     pytest.mark.usefixtures("kind"),
 ]
 globals().update({k: v for k, v in scenarios("test_dynamic_engine").items() if k not in COUNTS_STEPS})
