@@ -48,31 +48,47 @@ def assert_same_step(split: ms.StepReport, whole: ms.StepReport) -> None:
     assert hits[0] == hits[1]
 
 
-class Traffic:
-    """The same random requests, steps, cancels and resets for two engines."""
+def engines_of(
+    world: World, split: str, pattern: str | None = None, **settings: object
+) -> list[ms.DynamicInferenceEngine]:
+    """Of the split model, and on rank 0 of the whole one."""
+    return [
+        small_engine(model=world.model(name, pattern), **settings)
+        for name in ((None, split) if world.rank == 0 else (split,))
+    ][::-1]
 
-    def __init__(self, split: ms.DynamicInferenceEngine, whole: ms.DynamicInferenceEngine, seed: int) -> None:
-        self.engines = split, whole
+
+class Traffic:
+    """The same random requests, steps, cancels and resets for a split engine and, on rank 0, a whole one.
+
+    Rank 0 compares both, and all ranks compare their steps at the end.
+    """
+
+    def __init__(self, world: World, engines: list[ms.DynamicInferenceEngine], seed: int) -> None:
+        self.world, self.engines = world, engines
         self.random = np.random.default_rng(seed)
         self.texts = [random_tokens(70, seed) for seed in range(3)]
         self.open: list[int] = []
+        self.steps: list[ms.StepReport] = []
 
     def run(self, requests: int, arrivals: float = 0.4) -> None:
-        split, _ = self.engines
         added = 0
-        while added < requests or split.has_unfinished_requests():
+        while added < requests or self.engines[0].has_unfinished_requests():
             if added < requests and self.random.random() < arrivals:
                 self.add()
                 added += 1
             elif self.open and self.random.random() < 0.05:
                 request_id = self.open.pop(int(self.random.integers(len(self.open))))
-                results = [engine.cancel(request_id) for engine in self.engines]
-                assert results[0].tokens == results[1].tokens
+                tokens = [engine.cancel(request_id).tokens for engine in self.engines]
+                assert tokens == tokens[:1] * len(tokens)
             elif self.random.random() < 0.02:
                 for engine in self.engines:
                     engine.reset_prefix_cache()
             else:
                 self.step()
+        for steps in self.world.gathered(self.steps):
+            for one, other in zip(steps, self.steps, strict=True):
+                assert_same_step(one, other)
 
     def add(self) -> None:
         text = self.texts[self.random.integers(len(self.texts))]
@@ -91,11 +107,14 @@ class Traffic:
         self.open += {engine.add_request(prompt, params, cache_salt=salt) for engine in self.engines}
 
     def step(self) -> None:
-        split, whole = (engine.step() for engine in self.engines)
-        assert_same_step(split, whole)
+        split, *others = (engine.step() for engine in self.engines)
+        for whole in others:
+            assert_same_step(split, whole)
+        stats = [engine.context.cache_stats() for engine in self.engines]
+        assert stats == stats[:1] * len(stats)
         for engine in self.engines:
             engine.context.check_integrity()
-        assert self.engines[0].context.cache_stats() == self.engines[1].context.cache_stats()
+        self.steps.append(split)
         for result in split.finished:
             self.open.remove(result.request_id)
             self.texts.append((self.texts[0][:20] + result.tokens)[:70])
@@ -117,10 +136,10 @@ class Traffic:
 )
 def test_random_traffic(world: World, split: str, pools: dict[str, object], mode: str) -> None:
     settings = {"max_sequence_length": 112} | pools | MODES.get(mode, {})
-    engines = [small_engine(model=model, **settings) for model in (world.model(split), world.model(None))]
+    engines = engines_of(world, split, **settings)
     # Three slots keep few states: among a dozen requests, none may be asked for again.
     requests = 30 if pools.get("num_mamba_slots") == 3 else 12
-    Traffic(*engines, seed=len(mode) + len(pools)).run(requests, arrivals=0.4)
+    Traffic(world, engines, seed=len(mode) + len(pools)).run(requests, arrivals=0.4)
     stats = world.gathered(engines[0].context.cache_stats())
     assert all(each == stats[0] for each in stats)
     assert bool(stats[0].num_resumed_tokens) == engines[0].config.enable_prefix_caching
@@ -199,11 +218,8 @@ def test_a_saved_model_is_loaded_in_parts(world: World, split: str, tmp_path: Pa
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("pattern", ["MM**", "**MM", "M-M*-*", "MMM*", "GM*C", "CCG*"])
 def test_a_stage_without_states_or_attention_layers_makes_the_same_skips(world: World, pattern: str) -> None:
-    engines = [
-        small_engine(model=world.model(split, pattern), num_mamba_slots=4, num_kv_blocks=24)
-        for split in ("pp 2", None)
-    ]
-    Traffic(*engines, seed=5).run(requests=12)
+    engines = engines_of(world, "pp 2", pattern, num_mamba_slots=4, num_kv_blocks=24)
+    Traffic(world, engines, seed=5).run(requests=12)
 
 
 def budget(world: World, pattern: str, **overrides: object) -> DynamicInferenceContext:
@@ -231,11 +247,8 @@ def test_a_budget_for_kv_of_no_bytes_buys_names_for_all_states(world: World, cac
     assert context.prefix_cache.kv_blocks.total_count == min(4 * 14 + 4 * slots * 14, 4 * 14 + 2**20)
     bought = context.prefix_cache.kv_blocks.total_count, slots if caching else None
     sizes = {"num_kv_blocks": bought[0], "num_mamba_slots": bought[1], "enable_prefix_caching": caching}
-    engines = [
-        small_engine(model=world.model(split, "MGC-"), max_sequence_length=112, **sizes)
-        for split in ("pp 2", None)
-    ]
-    Traffic(*engines, seed=5).run(requests=8)
+    engines = engines_of(world, "pp 2", "MGC-", max_sequence_length=112, **sizes)
+    Traffic(world, engines, seed=5).run(requests=8)
 
 
 @pytest.mark.ranks(2)

@@ -147,13 +147,18 @@ def test_files_from_any_split_to_any_other(world: World, folder: Path, source: S
 @pytest.mark.parametrize(
     ("of_kind", "source", "target"),
     [
-        pytest.param("delta net", (2, 1), (1, 1), marks=pytest.mark.ranks(2)),
+        pytest.param("delta net", (2, 1), (1, 1), marks=[pytest.mark.ranks(2), pytest.mark.long]),
         pytest.param("delta net", (2, 1), (4, 1), marks=[pytest.mark.ranks(4), pytest.mark.long]),
         pytest.param("short convolution", (1, 2), (2, 1), marks=[pytest.mark.ranks(2), pytest.mark.long]),
         pytest.param(MIX, (1, 2), (2, 1), marks=pytest.mark.ranks(2)),
         pytest.param(MIX, (4, 1), (1, 4), marks=pytest.mark.ranks(4)),
-        pytest.param(MIX, (2, 2), (4, 1), marks=pytest.mark.ranks(4)),
-        *(pytest.param(kind, (2, 1), (1, 1), marks=pytest.mark.ranks(2)) for kind in OF_TRANSFORMERS),
+        pytest.param(MIX, (2, 2), (4, 1), marks=[pytest.mark.ranks(4), pytest.mark.long]),
+        *(
+            pytest.param(
+                kind, (2, 1), (1, 1), marks=[pytest.mark.ranks(2), *[pytest.mark.long] * ("delta" in kind)]
+            )
+            for kind in OF_TRANSFORMERS
+        ),
         *(
             pytest.param(kind, (2, 1), (4, 1), marks=[pytest.mark.ranks(4), pytest.mark.long])
             for kind in OF_TRANSFORMERS

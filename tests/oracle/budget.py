@@ -6,7 +6,8 @@ four values of `seed`, and `sampled(name=("a", "b"))` only these two of `name`. 
 suite that runs on other engines as well, leaves a test no more than two. All other cases are marked `long`.
 
 Kinds: of the cases of a test that asks for the fixture `kind` of model, `make test` runs one of those that
-differ in nothing else: a third on the mix, the others on one kind in turn, by the name of the case.
+differ in nothing else: a third on the mix, the others on one kind in turn, by the name of the case. Models of
+transformers, which are dear, are no kinds in turn: tests of their own name them.
 `in_turn("mode")` does the same for the fixture `mode`, of which no value is preferred.
 
 Examples: hypothesis draws as many as its profile says, "quick" or "long". `costly()` are settings for a test
@@ -114,9 +115,8 @@ def _in_turn(items: Iterable[pytest.Item], fixture: str, preferred: str | None) 
             ids = sorted(f"{i} {name}" for i, name in _ids(item, ["kind", fixture]))
             repeated[" ".join([item.nodeid.partition("[")[0], *ids])][value] = item
     for name, by_value in repeated.items():
-        others = [value for value in by_value if value != preferred]
-        ours = [value for value in others if value not in OF_TRANSFORMERS]  # those of transformers are dear
-        order = [preferred] * (preferred in by_value) * max(1, len(ours)) + ours + others
+        ours = [value for value in by_value if value not in OF_TRANSFORMERS and value != preferred]
+        order = [preferred] * (preferred in by_value) * max(1, len(ours)) + ours + ours or list(by_value)
         wanted = order[crc32(name.encode()) % len(order)]
         for value, item in by_value.items():
             if value != wanted:

@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 
 IMPORTED = ("hypothesis.stateful", "mambaslots.hf.load", "oracle.distributed_world")
-ARCHITECTURES = ("bamba", "granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+ARCHITECTURES = (
+    "bamba", "granitemoehybrid", "lfm2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next",
+)  # fmt: skip
 """What each rank would import: of transformers, the files of these."""
 NUM_LINES = 60
 """Shown of what a silent rank said, where a run fails."""
