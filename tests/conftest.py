@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 from hypothesis import settings
+from oracle import fresh_process
 from oracle.budget import mark_long
 from oracle.interpreter import accept_masks_of_any_integer, prepare_launches_once
 from oracle.model_kinds import KINDS, kind_of_model
@@ -73,6 +74,12 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before there are forks
+def pytest_runtestloop(session: pytest.Session) -> None:
+    if session.config.getoption("--forks", 0) and not session.config.option.collectonly:
+        fresh_process.start()
 
 
 @pytest.hookimpl(tryfirst=True)

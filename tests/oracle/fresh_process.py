@@ -1,12 +1,14 @@
 """Code in a process that has imported torch and nothing else: such processes are copies of one that waits.
 
 Importing torch takes seconds, and dozens of tests look at what the first import of a module does. torch
-imports neither triton nor a host of this package.
+imports neither triton nor a host of this package. Forks of a process that has called `start` share the one.
 """
 
 import atexit
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,21 +16,34 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import TextIO
 
 ROOT = Path(__file__).parents[2]
 
-# Each line that it reads is a job: {"argv", "code", "env", "out", "err"}. It answers with the exit code.
+# For each connection there is a fork, which reads a job a line, {"argv", "code", "env", "out", "err"}, and
+# answers with the exit code. The end of standard input ends the process.
 WAITS = """
-import json, os, runpy, sys, traceback
+import json, os, runpy, select, socket, sys, traceback
 import torch
-for line in sys.stdin:
+listener = socket.socket(fileno=int(sys.argv[1]))
+while True:
+    if 0 in select.select([listener, 0], [], [])[0]:
+        sys.exit()
+    connection, _ = listener.accept()
+    if not os.fork():
+        break
+    connection.close()
+listener.close()
+jobs = connection.makefile("rw")
+for line in jobs:
     job = json.loads(line)
     child = os.fork()
     if child:
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=jobs, flush=True)
         continue
     status = 1
     try:
+        os.close(connection.fileno())
         for path, number in (("/dev/null", 0), (job["out"], 1), (job["err"], 2)):
             os.dup2(os.open(path, os.O_RDWR), number)
         os.environ.clear()
@@ -56,23 +71,40 @@ for line in sys.stdin:
 
 
 @cache
-def _waiting() -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAITS], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    atexit.register(process.communicate)  # it ends at the end of its input
-    return process
+def start() -> str:
+    """Let the process wait until this one ends; returns the address at which it listens."""
+    folder, own = tempfile.mkdtemp(prefix="fresh-"), os.getpid()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{folder}/socket")
+    listener.listen()
+    command = [sys.executable, "-c", WAITS, str(listener.fileno())]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+    listener.close()
+
+    @atexit.register
+    def end() -> None:
+        if os.getpid() == own:  # no fork of this one
+            process.kill()
+            process.communicate()
+            shutil.rmtree(folder)
+
+    return f"{folder}/socket"
+
+
+@cache
+def _jobs(of: int) -> TextIO:
+    """Where this process, `of` this number, writes its jobs."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(start())
+    return connection.makefile("rw")
 
 
 def _run(argv: list[str], code: str | None, env: Mapping[str, str] | None) -> CompletedProcess[str]:
-    process = _waiting()
-    assert process.stdin is not None
-    assert process.stdout is not None
+    jobs = _jobs(os.getpid())
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
         job = {"argv": argv, "code": code, "env": dict(env or os.environ), "out": out.name, "err": err.name}
-        process.stdin.write(json.dumps(job) + "\n")
-        process.stdin.flush()
-        exit_code = int(process.stdout.readline())
+        print(json.dumps(job), file=jobs, flush=True)
+        exit_code = int(jobs.readline())
         return CompletedProcess(argv, exit_code, out.read(), err.read())
 
 

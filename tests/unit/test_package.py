@@ -5,6 +5,7 @@ import graphlib
 import re
 import subprocess
 import sys
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from types import ModuleType
@@ -83,6 +84,7 @@ def forbidden(module: str, imported: str) -> bool:
     return own_folder != own and other_folder not in FOLDERS_MAY_IMPORT[own_folder] | in_common
 
 
+@cache
 def imports_of_modules() -> dict[str, set[str]]:
     """For each module of the package, the modules of the package that the module imports anywhere in it."""
     paths = {".".join(path.relative_to(CORE).with_suffix("").parts): path for path in CORE.rglob("*.py")}

@@ -89,7 +89,7 @@ def test_greedy_answers(case: str, record_error: Record) -> None:
     record_error("float32", case, "engine", error)
 
 
-@pytest.mark.sampled(case=("qwen3_5_moe",))
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_answers_in_float64(case: str, record_error: Record) -> None:
     error = _check_engine(case, torch.float64, Float64Casts, FLOAT64)
