@@ -1,15 +1,17 @@
-"""Run scripts with `--help`, one after the other in this process, and print as JSON what each said.
+"""Scripts run with `--help`, one after the other, in a fork of this process, which has imported what they do.
 
-    python ask_for_help.py SCRIPT ...
-
-A script that starts Python ends with an error.
+A script that starts Python ends with an error. None finds modules that lie beside another.
 """
 
 import io
 import json
+import os
 import runpy
 import subprocess
 import sys
+import traceback
+import warnings
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -40,8 +42,29 @@ def help_of(script: str) -> str:
     return printed.getvalue()
 
 
-if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, whose modules are not those of the scripts
-    scripts = sys.argv[1:]
+def helps(scripts: Sequence[Path], said: Path) -> dict[str, str]:
+    """What each script printed; `said`: a file for it."""
+    with warnings.catch_warnings(action="ignore"):  # of threads, which a fork does not have
+        process = os.fork()
+    if not process:
+        try:
+            _be_as_new({str(script.parent) for script in scripts})
+            said.write_text(json.dumps({str(script): help_of(str(script)) for script in scripts}))
+        except BaseException:
+            said.write_text(json.dumps(traceback.format_exc()))
+        finally:
+            os._exit(0)
+    os.waitpid(process, 0)
+    found = json.loads(said.read_text())
+    assert isinstance(found, dict), found
+    return found
+
+
+def _be_as_new(folders: set[str]) -> None:
+    """Forget the folders in which this process finds modules, and those of scripts with what is in them."""
     subprocess.Popen = NoPython  # type: ignore[misc]
-    json.dump({script: help_of(script) for script in scripts}, sys.stdout)
+    root = str(Path(__file__).parents[2])
+    sys.path[:] = [path for path in sys.path if not path.startswith(root) or "site-packages" in path]
+    for name, module in [*sys.modules.items()]:
+        if (getattr(module, "__file__", None) or "").startswith(tuple(folders)):
+            del sys.modules[name]
