@@ -187,7 +187,8 @@ def make_small_model() -> ms.models.HybridLM:
 @pytest.fixture(scope="module")
 def served() -> tuple[ms.DynamicInferenceEngine, Run]:
     users = conversations(2, 3, seed=1)
-    users = [replace(u, turns=tuple(replace(t, temperature=None) for t in u.turns)) for u in users]
+    turns = {u: tuple(replace(t, temperature=None, answer_tokens=9) for t in u.turns) for u in users}
+    users = [replace(u, turns=turns[u]) for u in users]
     engine = make_engine(make_small_model(), users, None)
     return engine, Server("CPU", engine, users).serve(progress=False)
 
