@@ -1,6 +1,6 @@
 """A user's script, which knows megatron-core and nothing of mambaslots; test_runner.py runs it both ways.
 
-Prints, as JSON, the answers to one prompt of a block and 1 token asked twice.
+Prints, as JSON, the answers to one prompt of 2 blocks and 1 token asked twice.
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 
 def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
-    prompt = Random(4).choices(range(256), k=mcore_rig.BLOCK + 1)
+    prompt = Random(4).choices(range(256), k=2 * mcore_rig.BLOCK + 1)
     with mcore_rig.on_this_machine():
         engine = mcore_rig.make_engine(mcore_rig.hybrid_model(), prefix_caching="--no-cache" not in arguments)
         served = mcore_rig.serve(engine, [prompt] * 2)

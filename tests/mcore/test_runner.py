@@ -43,7 +43,7 @@ def run(*command: str | Path, exit_code: int = 0) -> dict[str, Any]:
 def right_answers(model: Any) -> list[list[int]]:
     """What the script's engine answers without a cache, in this process."""
     engine = mcore_rig.make_engine(model, prefix_caching=False)
-    (one,) = mcore_rig.serve(engine, [tokens(mcore_rig.BLOCK + 1, 4)])
+    (one,) = mcore_rig.serve(engine, [tokens(2 * mcore_rig.BLOCK + 1, 4)])
     return [one.tokens] * 2
 
 
@@ -75,7 +75,7 @@ def test_a_script_that_knows_nothing_of_us_serves_right_answers_from_our_cache_a
     command = [names.get(word, word) for word in command]
     ran = run(*command, "--fail", "-x", "y", exit_code=3)
     assert ran["answers"] == right_answers
-    assert ran["resumed"] == [0, 32]
+    assert ran["resumed"] == [0, 64]
     assert ran["arguments"] == ["--fail", "-x", "y"]
     assert Path(ran["script"]) == SCRIPT
     lines = ours(ran["stderr"])
@@ -89,13 +89,13 @@ def test_a_script_that_knows_nothing_of_us_serves_right_answers_from_our_cache_a
     assert lines[1:] == [
         "32 durable slots (0.1 MiB), 12 scratch slots (0.0 MiB), 3.0 KiB a state",
         "1 context built",
-        "  context 1: requests 2, prompt tokens 66, resumed 32 (hit rate 48.5%), computed 34",
-        "    computed by reason: never_seen 33, partial_block 1",
+        "  context 1: requests 2, prompt tokens 130, resumed 64 (hit rate 49.2%), computed 66",
+        "    computed by reason: never_seen 65, partial_block 1",
         "    states: 1 of 32 slots hold one, 1 taken, 0 evicted, 0 planned and dropped",
     ]
     report = json.loads(written.read_text())
     assert (report["exit_code"], report["rank"]) == (3, 0)
-    assert report["contexts"][0]["num_resumed_tokens"] == 32
+    assert report["contexts"][0]["num_resumed_tokens"] == 64
 
 
 @pytest.mark.long
@@ -112,7 +112,7 @@ def test_under_torchrun_rank_0_speaks_and_every_rank_writes_its_statistics(tmp_p
     assert ours(ran["stderr"]).count("1 context built") == 1
     ranks = [json.loads((tmp_path / name).read_text()) for name in ("stats.json", "stats-rank1.json")]
     assert [each["rank"] for each in ranks] == [0, 1]
-    assert [each["contexts"][0]["num_resumed_tokens"] for each in ranks] == [32, 32]
+    assert [each["contexts"][0]["num_resumed_tokens"] for each in ranks] == [64, 64]
 
 
 @pytest.mark.long

@@ -276,7 +276,7 @@ class IndicesChecked:
         if inputs.replay is not None:
             most |= {
                 "replay.input_rows": self._context.config.max_requests,
-                "replay.pages": next(iter(inputs.replay.pool.values())).shape[1],
+                "replay.pages": blocks,
                 "replay.destinations": slots,
             }
         for name, size in most.items():
