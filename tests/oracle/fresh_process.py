@@ -94,9 +94,11 @@ def start() -> str:
 @cache
 def _jobs(of: int) -> TextIO:
     """Where this process, `of` this number, writes its jobs."""
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(start())
-    return connection.makefile("rw")
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(start())
+        jobs = connection.makefile("rw")
+    atexit.register(jobs.close)
+    return jobs
 
 
 def _run(argv: list[str], code: str | None, env: Mapping[str, str] | None) -> CompletedProcess[str]:
