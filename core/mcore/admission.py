@@ -3,9 +3,8 @@
 import functools
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,8 +16,7 @@ from .overrides import is_on_stock, override
 from .versions import DYNAMIC_CONTEXT, KV_ALLOCATOR, MHA_METADATA, num_free_blocks
 
 
-@dataclass(frozen=True)
-class HostMatch:
+class HostMatch(NamedTuple):
     """What a prefill chunk can share and skip, counted in blocks from `first_block`; pins nothing."""
 
     first_block: int  # so many the request has already
@@ -35,22 +33,15 @@ class HostMatch:
 
 def match_chunk(context: Any, request: Any, length: int) -> HostMatch:
     """Match the next `length` tokens: skip to the deepest committed state that leaves a token to compute."""
-    size = int(context.block_size_tokens)
-    finished = int(request.finished_chunk_token_count)
-    first = -(-finished // size)
-    required = -(-(finished + length) // size)
+    size, finished = context.block_size_tokens, request.finished_chunk_token_count
+    first, required = -(-finished // size), -(-(finished + length) // size)
     keys = request.precomputed_block_hashes[first:required]
-    named = context.kv_block_allocator.kv_hash_to_block_id
-    matched: list[int] = []
-    for key in keys:
-        block = named.get(key)
-        if block is None:
-            break
-        matched.append(block)
-
+    matched: list[Any] = list(map(context.kv_block_allocator.kv_hash_to_block_id.get, keys))
+    if None in matched:
+        del matched[matched.index(None) :]
     allocator = getattr(context, "mamba_slot_allocator", None)
     skip, state_block, resumable = 0, -1, 0
-    if allocator is not None and finished % size == 0:
+    if matched and allocator is not None and finished % size == 0:
         states = allocator.hash_to_block_id
         reachable = 0 if _needs_every_token(request) else length - 1
         for depth in range(len(matched), 0, -1):
@@ -70,19 +61,20 @@ def _needs_every_token(request: Any) -> bool:
     return bool(wants) and not getattr(sampling, "skip_prompt_log_probs", True)
 
 
-def compute_spans(context: Any, record: HostRecord, request: Any, skipped: int) -> tuple[Span, ...]:
-    """Why each prompt token after `skipped` is computed, judged when the request's first chunk is added."""
-    size, keys = int(context.block_size_tokens), request.precomputed_block_hashes
+def compute_spans(context: Any, record: HostRecord, request: Any, match: HostMatch) -> tuple[Span, ...]:
+    """Why each prompt token that is not skipped is computed; `match`: of the request's first chunk."""
+    size, keys = context.block_size_tokens, request.precomputed_block_hashes
     length = len(request.prompt_tokens)
     allocator = getattr(context, "mamba_slot_allocator", None)
     if allocator is None or _needs_every_token(request) or (not keys and length >= size):
         return (Span(0, length, "disabled"),)
     kv_blocks = context.kv_block_allocator.kv_hash_to_block_id
-    matched = next((d for d, key in enumerate(keys) if key not in kv_blocks), len(keys))
+    rest = range(len(match.matched_blocks), len(keys))
+    matched = next((d for d in rest if keys[d] not in kv_blocks), len(keys))
     seen = next(
         (d for d in range(matched, len(keys)) if not record.kv_ghosts.has(keys[d], "block")), len(keys)
     )
-    depth = skipped // size
+    depth = match.skip_tokens // size
     return paths.compute_spans(
         keys,
         num_resumed=depth,
@@ -111,7 +103,7 @@ def compute_prefix_match(
     if not caches_states(self):
         named = {"record_mamba_match": True} if record_mamba_match else {}
         return original(self, req, prefill_chunk_length, **named)  # type: ignore[no-any-return]
-    match = match_chunk(self, req, prefill_chunk_length)
+    match = (record_mamba_match and record_of(self).match) or match_chunk(self, req, prefill_chunk_length)
     if record_mamba_match:
         req._mamba_num_matched_blocks = match.resumable_blocks
     return (
@@ -140,24 +132,26 @@ def add_request(
     kv, allocator = self.kv_block_allocator, self.mamba_slot_allocator
     row, finished = self.total_request_count, req.finished_chunk_token_count
     record = record_of(self)
-    spans = compute_spans(self, record, req, match.skip_tokens) if finished == 0 else ()
+    spans = compute_spans(self, record, req, match) if finished == 0 else ()
     writes_shared_tail = _continues_in_shared_block(self, req, row)
     evicts = match.new_blocks > num_free_blocks(kv)
-    matched = torch.tensor(match.matched_blocks if evicts else (), dtype=torch.int64, device="cpu")
-    if len(matched):
+    matched = torch.tensor(match.matched_blocks, dtype=torch.int64, device="cpu") if evicts else None
+    if matched is not None:
         kv.block_ref_counts[matched] += 1  # keeps them while the chunk's own blocks are allocated
     try:
         _check_capacity(self, req, match, length)
+        record.match = match  # `original` asks for it
         original(self, req, prefill_chunk_length)
     finally:
-        if len(matched):
+        record.match = None
+        if matched is not None:
             kv.block_ref_counts[matched] -= 1
     if finished == 0:
         record.begin(req, int(self.block_size_tokens), spans)
     shared_from = match.first_block - writes_shared_tail
     computed = range(finished + match.skip_tokens, finished + length)
     _redirect_writes(self, computed, shared_from, match.first_block + len(match.matched_blocks))
-    adopted = _adopt_twins(self, req, row, finished, length, match.skip_tokens)
+    adopted = _adopt_twins(self, req, row, computed, match)
     if allocator is not None:
         _queue_restore(self, row, finished, match)
         if adopted:
@@ -200,16 +194,17 @@ def _redirect_writes(context: Any, computed: range, first_block: int, stop_block
         context.token_to_block_idx[tokens] = context.kv_block_allocator.dummy_block_idx
 
 
-def _adopt_twins(context: Any, req: Any, row: int, finished: int, length: int, skipped: int) -> bool:
+def _adopt_twins(context: Any, req: Any, row: int, computed: range, match: HostMatch) -> bool:
     """Replace blocks that the chunk completes where another block is registered under the same hash."""
     size, keys = context.block_size_tokens, req.precomputed_block_hashes
-    first, stop = finished // size, min((finished + length) // size, len(keys))
-    blocks = context.request_to_kv_block_ids[row, first:stop].tolist()
+    first, stop = req.finished_chunk_token_count // size, min(computed.stop // size, len(keys))
+    first += len(match.matched_blocks) * (first == match.first_block)
+    blocks = context.request_to_kv_block_ids[row, first:stop].tolist() if first < stop else ()
     named = context.kv_block_allocator.kv_hash_to_block_id
     adopted = False
     for index, block in enumerate(blocks, first):
         if named.get(keys[index], block) != block and adopt_twin(context, row, index, keys[index]):
-            _redirect_writes(context, range(finished + skipped, finished + length), index, index + 1)
+            _redirect_writes(context, computed, index, index + 1)
             adopted = True
     return adopted
 

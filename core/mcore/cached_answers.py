@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from ..inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan, checked_boundaries
@@ -30,12 +29,10 @@ def crossings(context: Any) -> list[Crossing]:
     decode = context.batch_dimensions.decode_req_count
     if not decode or context.num_speculative_tokens:
         return []  # accepted drafts are not known yet when states could be copied
-    start = context.paused_request_count
-    fields = (context.request_kv_length_offsets, context.request_query_lengths, context.request_ids)
-    offsets, lengths, ids = (field.numpy()[start : start + decode] for field in fields)
-    ends = offsets + lengths
-    crossed = np.flatnonzero(ends % context.block_size_tokens == 0).tolist()
-    return [Crossing(start + row, int(ids[row]), int(ends[row])) for row in crossed]
+    start, size, ids = context.paused_request_count, context.block_size_tokens, context.request_ids
+    before = context.request_kv_length_offsets[start : start + decode].tolist()  # each computes one token
+    crossed = [(row, end) for row, end in enumerate(before, start) if end % size == size - 1]
+    return [Crossing(row, int(ids[row]), end + 1) for row, end in crossed]
 
 
 def register_block(context: Any, row: int, track: RequestTrack, position: int) -> int:

@@ -68,6 +68,7 @@ class HostRecord:
     tracks: dict[int, RequestTrack] = field(default_factory=dict)
     spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
     ledger: TokenLedger = field(default_factory=TokenLedger)
+    match: Any = None  # of the chunk that the host is adding
     kv_ghosts: GhostList = field(default_factory=lambda: GhostList(65536))
     engine: Callable[[], Any] = lambda: None  # a weak reference to what queues the context's requests
     turnover: Turnover[StateRemovalCause] | None = None  # also with allocators before a resume
@@ -89,8 +90,10 @@ class HostRecord:
         """Count prompt tokens [finished, finished + length), the first `skipped` of them resumed."""
         start, stop = finished + skipped, finished + length
         self.hits += skipped > 0
-        resumed, computed, spans = range(finished, start), range(start, stop), self.spans.get(request_id, ())
-        self.ledger += TokenLedger.of_step(resumed, computed, spans, 0, stop)
+        computed = self.ledger.computed
+        for span in self.spans.get(request_id, ()):
+            computed[span.reason] += max(0, min(span.stop, stop) - max(span.start, start))
+        self.ledger = TokenLedger(self.ledger.resumed + skipped, 0, computed)
 
     def remove(self, request_ids: Iterable[int]) -> None:
         """These requests left the context."""

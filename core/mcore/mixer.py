@@ -1,11 +1,12 @@
 """Corrections of what the Mamba mixer reads: checkpoint rows from CPU numbers, and carried windows."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
 from operator import sub
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,12 +15,22 @@ from .overrides import override
 from .versions import MAMBA_METADATA, MAMBA_MIXER
 
 
+class SequenceStarts(list[int]):
+    """Where the packed sequences of a step start; `least`: tokens of one."""
+
+    def __init__(self, starts: Iterable[int]) -> None:
+        super().__init__(starts)
+        self.least = min(map(sub, self[1:], self), default=0)
+
+
 @override(MAMBA_METADATA, "compute_cpu_metadata", faults=(22,))
 def compute_cpu_metadata(
     original: Callable[..., dict[str, Any]], self: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
     """Also keep where the step's sequences start, as CPU numbers."""
     result = original(self, *args, **kwargs)
+    if "cu_seqlens_list" in result:
+        result["cu_seqlens_list"] = SequenceStarts(result["cu_seqlens_list"])
     self._mambaslots_starts = result.get("cu_seqlens_list")
     return result
 
@@ -48,7 +59,10 @@ def update_intermediate_metadata(
     padded_prefill_count: int,
     cu_seqlens_gpu: Tensor | None = None,
 ) -> None:
-    """Compute the checkpoint rows from CPU numbers, and send them without waiting."""
+    """Compute the checkpoint rows from CPU numbers, and send them in one copy that does not wait.
+
+    Without a CUDA graph there is no row of padding, so that nothing is launched without a checkpoint.
+    """
     if cu_seqlens_gpu is None:
         return original(
             self, intermediate_offsets_gpu, intermediate_counts_gpu, real_prefill_count, padded_prefill_count
@@ -59,21 +73,26 @@ def update_intermediate_metadata(
         for given in (intermediate_offsets_gpu, intermediate_counts_gpu)
     )
     chunks, positions = checkpoint_rows(self._mambaslots_starts, offsets, counts, self.mamba_chunk_size)
-    rows = min(host.MAX_INTERMEDIATE_OFFSETS_PER_REQUEST * padded_prefill_count, self.max_intermediate_count)
-    padding = rows - len(chunks)  # harmless numbers, which only a warm-up may read
-
-    def sent(buffer: Tensor, numbers: list[int]) -> Tensor:
-        part = buffer[: len(numbers)]
-        return part.copy_(tensor_on(buffer.device, numbers, buffer.dtype))
-
-    self.intermediate_chunk_indices = sent(self._intermediate_chunk_indices_buffer, chunks + [0] * padding)
-    self.intermediate_abs_positions = sent(
-        self._intermediate_abs_positions_buffer, positions + [self.d_conv] * padding
+    count, graph = len(chunks), getattr(self, "_mambaslots_graph", True)
+    rows = host.MAX_INTERMEDIATE_OFFSETS_PER_REQUEST * padded_prefill_count if graph else count
+    rows = min(rows, self.max_intermediate_count)
+    parts = (
+        self._intermediate_real_count_buffer,
+        self._intermediate_chunk_indices_buffer[:rows],
+        self._intermediate_abs_positions_buffer[:rows],
     )
-    self.intermediate_real_count = sent(self._intermediate_real_count_buffer, [len(chunks)])
+    if rows:
+        start = 4 + 2 * (rows + rows % 2)  # kernels are compiled for addresses that are multiples of 16
+        packed: Any = np.full(start + rows, self.d_conv, np.int32)  # a warm-up may read rows of padding
+        packed[:start], packed[0], packed[start : start + count] = 0, count, positions
+        packed[4 : 4 + 2 * count].view(np.int64)[:] = chunks
+        sent = tensor_on(parts[0].device, packed, torch.int32)
+        new = sent[:1], sent[4 : 4 + 2 * rows].view(torch.int64), sent[start:]
+        parts = tuple(part.copy_(values) for part, values in zip(parts, new, strict=True)) if graph else new
+    self.intermediate_real_count, self.intermediate_chunk_indices, self.intermediate_abs_positions = parts
     self.per_request_intermediate_counts = counts
     self._mambaslots_positions = positions
-    self.intermediate_count = len(chunks)
+    self.intermediate_count = count
 
 
 @override(MAMBA_MIXER, "_ssm_prefill", faults=(3,), series=("0.19",))
@@ -96,9 +115,9 @@ def ssm_prefill(
     named = dict(seq_idx=seq_idx, cu_seqlens=cu_seqlens, batch_indices=batch_indices, **rest)
     if conv_state is None or seq_idx is None or cu_seqlens is None or batch_indices is None:
         return original(self, zxBCdt, conv_state, ssm_state, **named)
-    starts, captured = rest.get("cu_seqlens_list"), conv_state.device.type == "cuda"
-    captured = captured and torch.cuda.is_current_stream_capturing()
-    if starts and not captured and min(map(sub, starts[1:], starts), default=0) >= conv_state.shape[-1]:
+    starts = rest.get("cu_seqlens_list")
+    is_long = isinstance(starts, SequenceStarts) and starts.least >= conv_state.shape[-1]
+    if is_long and not (conv_state.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return original(self, zxBCdt, conv_state, ssm_state, **named)
     before = conv_state[batch_indices]
     output = original(self, zxBCdt, conv_state, ssm_state, **named)

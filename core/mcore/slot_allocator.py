@@ -83,7 +83,7 @@ class HostSlotAllocator(MambaSlotAllocator):
     def _shared_tokens(self, req: Any, num_known: int) -> int:
         """See the base; those that wait in the engine to which a request of this context was added."""
         engine = self._record.engine()
-        if engine is None:
+        if engine is None or num_known >= len(req.precomputed_block_hashes):
             return 0
         waiting = islice(chain(engine.waiting_request_ids, self._record.set_aside), MAX_COMPARED)
         others = [engine.get_request(number) for number in waiting if number != req.request_id]
@@ -96,7 +96,12 @@ class HostSlotAllocator(MambaSlotAllocator):
             return torch.device(torch.cuda.current_device())
         return super()._device()
 
-    # ---- restores
+    # ---- restores and checkpoints
+
+    def get_intermediate_cpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """See the base; a step without a CUDA graph needs no rows of padding."""
+        self.context.mamba_metadata._mambaslots_graph = self.context.using_cuda_graph_this_step()
+        return super().get_intermediate_cpu_data()
 
     def pin_restore(self, block_id: int) -> None:
         """Keep a state that the next step restores."""
@@ -114,14 +119,14 @@ class HostSlotAllocator(MambaSlotAllocator):
             missing = [block for (block, _), slot in zip(pending, slots, strict=True) if slot < 0]
             raise RuntimeError(f"blocks {missing} were to be restored, and have no state")
         for slot in slots:
-            self.note_use(slot)
+            self.slots.note_use(slot)
         live = [live for _, live in pending]
         copy_states(self._durable, slots, self._live_states(), live)
         self.unpin_restores()
 
     def unpin_restores(self) -> None:
         for slot in self._restore_pins:
-            self.unpin(slot)
+            self.slots.unpin(slot)
         self._restore_pins.clear()
 
     # ---- slots of the host's own calls, and hashes

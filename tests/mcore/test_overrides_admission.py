@@ -9,7 +9,7 @@ import pytest
 import torch
 from mambaslots.inference.contexts import mamba_slot_allocator
 from mambaslots.mcore import mixer, slot_allocator
-from mambaslots.mcore.mixer import carried_windows
+from mambaslots.mcore.mixer import SequenceStarts, carried_windows
 from mambaslots.mcore.recurrence import BLOCK, WIDTH, RecurrentHost, make_context, tokens
 from mcore_rig import cpu_as_gpu, free_blocks
 from mcore_rig.cuda_on_cpu import kernels_on_cpu
@@ -367,7 +367,8 @@ def test_fault_03_steps_without_short_sequences_correct_nothing(
     with kernels_on_cpu():
         mixer.ssm_prefill(
             stock, None, states, states, None, seq_idx=rows, batch_indices=rows,
-            cu_seqlens=torch.tensor(starts, dtype=torch.int32), cu_seqlens_list=starts if listed else None,
+            cu_seqlens=torch.tensor(starts, dtype=torch.int32),
+            cu_seqlens_list=SequenceStarts(starts) if listed else None,
         )  # fmt: skip
     assert len(calls) == corrected
     assert torch.equal(states[1], kept)

@@ -121,6 +121,9 @@ class FakeHost:
 
         return self.allocator(max_slots, Allocator)
 
+    def using_cuda_graph_this_step(self) -> bool:
+        return False
+
     # ---- a prefill step
 
     def plan(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from operator import countOf
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,9 +90,9 @@ class MambaSlotAllocator:
         self._ssm_shape = tuple(integers("ssm_states_shape", ssm_states_shape, 1, INT32_MAX))
         float_dtype("conv_states_dtype", conv_states_dtype)
         float_dtype("ssm_states_dtype", ssm_states_dtype)
-        rows = (self.num_mamba_layers, self.max_slots)
-        addressable("conv_states_shape", self._conv_shape, (*rows, *self._conv_shape), conv_states_dtype)
-        addressable("ssm_states_shape", self._ssm_shape, (*rows, *self._ssm_shape), ssm_states_dtype)
+        pool = (self.num_mamba_layers, self.max_slots)
+        addressable("conv_states_shape", self._conv_shape, (*pool, *self._conv_shape), conv_states_dtype)
+        addressable("ssm_states_shape", self._ssm_shape, (*pool, *self._ssm_shape), ssm_states_dtype)
         self._dtypes = conv_states_dtype, ssm_states_dtype
         self._num_blocks = block_count(context)
         policy = checked_policy("context.prefix_caching_eviction_policy", self._policy())
@@ -116,12 +117,14 @@ class MambaSlotAllocator:
         self._planned_rows: set[int] = set()  # those of the tensors below that are not clear
         self._worth: dict[int, int] = {}  # block -> rank of the kind of its planned boundary, 0 the worthiest
         self.num_dropped = 0
-        shape = size_of(context, "max_requests"), _MAX_OFFSETS
+        rows = size_of(context, "max_requests")
+        self._offsets, self._counts = np.zeros((rows, _MAX_OFFSETS), np.int32), np.zeros(rows, np.int32)
+        self._inner_blocks, self._end_blocks = np.full_like(self._offsets, -1), np.full_like(self._counts, -1)
         with torch.inference_mode(False):  # others than inference tensors can be written anywhere
-            self._intermediate_offsets_cpu = torch.zeros(shape, dtype=torch.int32, device="cpu")
-            self._intermediate_counts_cpu = torch.zeros(shape[0], dtype=torch.int32, device="cpu")
-            self._intermediate_block_ids_cpu = torch.full(shape, -1, dtype=torch.int32, device="cpu")
-            self._eos_cache_block_id_cpu = torch.full(shape[:1], -1, dtype=torch.int32, device="cpu")
+            self._intermediate_offsets_cpu = torch.from_numpy(self._offsets)  # numpy writes it faster
+            self._intermediate_counts_cpu = torch.from_numpy(self._counts)
+            self._intermediate_block_ids_cpu = torch.from_numpy(self._inner_blocks)
+            self._eos_cache_block_id_cpu = torch.from_numpy(self._end_blocks)
         if isinstance(kv, KVBlockAllocator):
             kv.observe_deregistration(self.on_kv_blocks_deregistered)
         elif hasattr(kv, "on_blocks_deregistered"):
@@ -389,29 +392,31 @@ class MambaSlotAllocator:
         num_matched_blocks = integer("num_matched_blocks", num_matched_blocks, 0)
         if row in self._planned_rows:
             self._clear_rows(slice(row, row + 1))
-        if not getattr(req, "precomputed_block_hashes", True) or stop <= start:
+        if not getattr(req, "precomputed_block_hashes", True) or stop // block <= start // block:
             return
-        self._planned_rows.add(row)
         branch_tokens = (-(-finished // block) + num_matched_blocks) * block if num_matched_blocks else 0
         branch_tokens = max(branch_tokens, self._shared_tokens(req, start // block))
         boundaries = checked_boundaries(self._plan, start, stop, prompt, block, branch_tokens)
-        blocks = context.request_to_kv_block_ids[row]
+        if not boundaries:
+            return
+        self._planned_rows.add(row)
+        blocks = context.request_to_kv_block_ids[row].tolist()
         inside = [b.position for b in boundaries if b.position < stop]
         on_grid = [position for position in inside if (position - start) % self._grid == 0]
-        num_free = self.max_intermediate_count - int(self._intermediate_counts_cpu.sum())
+        num_free = self.max_intermediate_count - int(self._counts.sum())
         chosen = sorted(on_grid[: max(0, min(_MAX_OFFSETS, num_free))])
         self.num_dropped += len(inside) - len(chosen)
         for column, position in enumerate(chosen):
-            self._intermediate_offsets_cpu[row, column] = position - start
-            self._intermediate_block_ids_cpu[row, column] = blocks[position // block - 1]
-        self._intermediate_counts_cpu[row] = len(chosen)
+            self._offsets[row, column] = position - start
+            self._inner_blocks[row, column] = blocks[position // block - 1]
+        self._counts[row] = len(chosen)
         if any(b.position == stop for b in boundaries):
-            self._eos_cache_block_id_cpu[row] = blocks[stop // block - 1]
+            self._end_blocks[row] = blocks[stop // block - 1]
             self._has_intermediates = True
         self._has_intermediates |= bool(chosen)
         for boundary in boundaries:
             worth = KINDS_BY_WORTH.index(boundary.kind)
-            self._worth[int(blocks[boundary.position // block - 1])] = worth
+            self._worth[blocks[boundary.position // block - 1]] = worth
 
     def _shared_tokens(self, req: Any, num_known: int) -> int:
         """Leading tokens, more than `num_known` blocks, that waiting requests share; 0 for none."""
@@ -472,14 +477,16 @@ class MambaSlotAllocator:
         context, rows = self.context, self._prefill_rows()
         if rows.start == rows.stop:
             return [], [], [], [], []
-        ends = self._eos_cache_block_id_cpu[rows].tolist()
+        ends = self._end_blocks[rows].tolist()
         places = [(block, row, False) for row, block in enumerate(ends, rows.start)]
         if context.mamba_metadata.intermediate_count > 0:
-            planned = self._intermediate_block_ids_cpu[rows].tolist()
+            planned = self._inner_blocks[rows].tolist()
             counts = context.mamba_metadata.per_request_intermediate_counts
             in_order = [block for row, count in zip(planned, counts, strict=False) for block in row[:count]]
             places = [(block, row, True) for row, block in enumerate(in_order)] + places
         places = [place for place in places if place[0] >= 0]
+        if not places:
+            return [], [], [], [], []
         keys = self._keys_of([block for block, *_ in places])
         tree, reserved = self.slots.tree, set(self.slots.reserved.values())
         found: dict[int, tuple[int, int, bool]] = {}
@@ -502,11 +509,9 @@ class MambaSlotAllocator:
         self._has_intermediates = False
 
     def _clear_rows(self, rows: slice) -> None:
-        self._intermediate_offsets_cpu[rows] = 0
-        self._intermediate_counts_cpu[rows] = 0
-        self._intermediate_block_ids_cpu[rows] = -1
-        self._eos_cache_block_id_cpu[rows] = -1
-        self._planned_rows.difference_update(range(*rows.indices(len(self._intermediate_counts_cpu))))
+        self._offsets[rows], self._counts[rows] = 0, 0
+        self._inner_blocks[rows], self._end_blocks[rows] = -1, -1
+        self._planned_rows.difference_update(range(*rows.indices(len(self._counts))))
 
     # ---- reset and checks
 
