@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..devices import tensor_on
 from .overrides import override
 from .versions import MAMBA_METADATA, MAMBA_MIXER
 
@@ -82,11 +81,13 @@ def update_intermediate_metadata(
         self._intermediate_abs_positions_buffer[:rows],
     )
     if rows:
+        on_gpu = parts[0].device.type == "cuda"
         start = 4 + 2 * (rows + rows % 2)  # kernels are compiled for addresses that are multiples of 16
-        packed: Any = np.full(start + rows, self.d_conv, np.int32)  # a warm-up may read rows of padding
-        packed[:start], packed[0], packed[start : start + count] = 0, count, positions
-        packed[4 : 4 + 2 * count].view(np.int64)[:] = chunks
-        sent = tensor_on(parts[0].device, packed, torch.int32)
+        packed = torch.full((start + rows,), self.d_conv, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        numbers: Any = packed.numpy()  # a warm-up may read rows of padding
+        numbers[:start], numbers[0], numbers[start : start + count] = 0, count, positions
+        numbers[4 : 4 + 2 * count].view(np.int64)[:] = chunks
+        sent = packed.to(parts[0].device, non_blocking=True)
         new = sent[:1], sent[4 : 4 + 2 * rows].view(torch.int64), sent[start:]
         parts = tuple(part.copy_(values) for part, values in zip(parts, new, strict=True)) if graph else new
     self.intermediate_real_count, self.intermediate_chunk_indices, self.intermediate_abs_positions = parts
