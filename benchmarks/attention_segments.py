@@ -1,9 +1,9 @@
 """What does attention cost whose split points are fixed positions, beside one split and automatic splits?
 
 FlashAttention-3, bfloat16, 32 heads and 8 KV heads of 128 numbers, KV blocks of 256 tokens. "one split"
-leaves each sequence whole, "automatic" lets FlashAttention-3 choose, and the other columns cut sequences at
-multiples of so many tokens. Block tables have as many columns as a captured graph has, a power of two. Times
-are medians of launches of a CUDA graph, in microseconds a call.
+leaves each sequence whole, "automatic" lets FlashAttention-3 choose, "512 2048" cuts sequences at multiples
+of 512 tokens up to token 4,096, and of 2,048 behind. Block tables have as many columns as a captured graph
+has, a power of two. Times are medians of launches of a CUDA graph, in microseconds a call.
 
     python benchmarks/attention_segments.py --json out.json        (one GPU)
 """
@@ -16,7 +16,7 @@ from support.command_line import make_parser
 from support.graph_timing import graph_us
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 256
-SEGMENTS = (2048, 4096, 8192)
+CUTS = ((512, 2048), (1024, 2048), (2048, 2048), (4096, 4096))
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ def measure(case: Case) -> dict[str, float]:
         return graph_us(lambda: attention.flash_attention(query, cache, step, None), calls=5)
 
     found = {"automatic": attend(False)}
-    usual = attention_segments.SEGMENT_TOKENS
-    for name, segment in (("one split", 1 << 30), *((str(tokens), tokens) for tokens in SEGMENTS)):
-        attention_segments.SEGMENT_TOKENS = segment
-        found[name] = attend(True)
-    attention_segments.SEGMENT_TOKENS = usual
+    usual = attention_segments.SEGMENTS
+    for short, long in (*CUTS, (1 << 30, 1 << 30)):
+        attention_segments.SEGMENTS = attention_segments.Segments(short, 4096 if short < long else 0, long)
+        found[f"{short} {long}" if long < 1 << 30 else "one split"] = attend(True)
+    attention_segments.SEGMENTS = usual
     return found
 
 

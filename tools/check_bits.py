@@ -51,9 +51,9 @@ def first_difference(sizes: AttentionSizes, device: torch.device) -> str:
 
     Returns: the case, in words.
     """
-    from mambaslots.inference.kernels.attention_segments import SEGMENT_TOKENS
+    from mambaslots.inference.kernels.attention_segments import SEGMENTS
 
-    return first_case(_AttentionCheck(sizes, device, SEGMENT_TOKENS).cases())
+    return first_case(_AttentionCheck(sizes, device, SEGMENTS.end).cases())
 
 
 class _AttentionCheck:

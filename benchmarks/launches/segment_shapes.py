@@ -10,11 +10,12 @@ from mambaslots.inference.kernels import attention_segments
 from mambaslots.inference.kernels.attention_segments import Readers
 
 HEADS, HEAD_DIM, BLOCK_SIZE = 32, 128, 256
+SEGMENTS = {name.upper(): tokens for name, tokens in attention_segments.SEGMENTS._asdict().items()}
 
 
 def pairs_of_rows() -> list[Specialisation]:
     """Decode rows of one token, own segments of rows, and segments before these in copies and apart."""
-    columns = attention_segments.SEGMENT_TOKENS // BLOCK_SIZE
+    columns = attention_segments.SEGMENTS.long // BLOCK_SIZE
     of_rows = ("block_table", "kv_lengths", "query_start_loc", "query_lengths")
     of_pairs = ("pair_table", "pair_kv_lengths", "pair_starts", "pair_lengths")
     pointers = dict.fromkeys((*of_rows, *of_pairs), "*i32")
@@ -22,16 +23,25 @@ def pairs_of_rows() -> list[Specialisation]:
         Specialisation(
             name=f"segment_rows {readers.name.lower()}{', copied' * copies}",
             kernel=attention_segments.segment_rows_kernel,
-            signature=pointers | dict.fromkeys(("table_stride", "num_columns", "tokens"), "i32"),
+            signature=pointers
+            | dict.fromkeys(("table_stride", "num_columns", "tokens", "query_stride", "head_stride"), "i32")
+            | ({"query": "*bf16", "copies": "*bf16"} if copies else {"query": "*bf16"}),
             constexprs={
                 "READERS": int(readers),
                 "SEPARATE": readers == Readers.AFTER and not copies,
-                "COPIES": copies,
-                "SEGMENT": attention_segments.SEGMENT_TOKENS,
+                "BLOCK_SIZE": BLOCK_SIZE,
                 "COLUMNS": columns,
                 "BLOCK": columns,
-            },
-            num_warps=1,
+                "HEADS": HEADS,
+                "DIM": HEAD_DIM,
+                "BLOCK_HEADS": HEADS,
+                "BLOCK_DIM": HEAD_DIM,
+            }
+            | SEGMENTS
+            | ({} if copies else {"copies": None}),
+            divisible_by_16=("query", "copies", "query_stride", "head_stride") if copies else (),
+            num_warps=attention_segments.COPY_WARPS if copies else 1,
+            wide=("load", "store") if copies else (),
         )
         for readers, copies in (
             (Readers.ALL, True),
@@ -66,13 +76,14 @@ def combinations() -> list[Specialisation]:
                     | {"positions": "*i64"}
                     | dict.fromkeys((size for size in sizes if together or size not in own_strides), "i32"),
                     constexprs={
-                        "SEGMENT": attention_segments.SEGMENT_TOKENS,
+                        "TOGETHER": attention_segments.TOGETHER,
                         "DIM": HEAD_DIM,
                         "BLOCK_HEADS": attention_segments.BLOCK // HEAD_DIM,
                         "BLOCK_DIM": HEAD_DIM,
                         "earlier_sums_token_stride": 1,
                         "own_sums_token_stride": 1,
                     }
+                    | SEGMENTS
                     | ({} if together else dict.fromkeys(own_strides, 0)),
                     divisible_by_16=(
                         *results, *strides, *(("own_segment_stride",) if together else ()), "heads",

@@ -1,9 +1,12 @@
 """Attention whose split points are fixed positions of the sequence, so that other rows change no bits.
 
-A sequence is cut at multiples of `SEGMENT_TOKENS`. A query at position p reads p // SEGMENT_TOKENS whole
-segments, and its own up to p, combined in their order. The backend computes many pairs of a row and a segment
-in one call, and rounds their results to the dtype of the cache.
+`Segments` says where a sequence is cut. A query reads all segments before its own, and its own up to its
+position, combined in their order. The backend computes many pairs of a row and a segment in one call, and
+rounds their results to the dtype of the cache.
 """
+
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005 - kernels join tuples by +, to which mypy gives one type; Triton unpacks no tuples
 
 from collections.abc import Callable
 from enum import IntEnum
@@ -23,6 +26,32 @@ class Readers(IntEnum):
     ALL = 0  # all that read the segment
     WITHIN = 1  # those whose positions lie in the segment
     AFTER = 2  # those whose positions lie after the segment: they read all of it
+
+
+class Segments(NamedTuple):
+    """Segments of `short` tokens up to position `end`, a multiple of `long`; then of `long` tokens.
+
+    Example: with (512, 4096, 2048), position 4,095 lies in segment 7, and segment 8 has positions 4,096 to
+    6,143.
+    """
+
+    short: int
+    end: int
+    long: int
+
+
+@triton.jit
+def segment_of(position, SHORT, END, LONG):
+    """The segment of a position; on the host by `segment_of.fn`."""
+    behind = position - END
+    return (behind < 0) * (position // SHORT) + (behind >= 0) * (END // SHORT + behind // LONG)
+
+
+@triton.jit
+def segment_begin(segment, SHORT, END, LONG):
+    """The first position of a segment."""
+    behind = segment - END // SHORT
+    return segment * SHORT + (behind > 0) * behind * (LONG - SHORT)
 
 
 class SegmentRows(NamedTuple):
@@ -45,29 +74,31 @@ class SegmentRows(NamedTuple):
 
 def segment_rows(
     rows: AttentionRows, first_row: int, num_rows: int, readers: Readers, num_segments: int,
-    segment_tokens: int, block_size: int, tokens: int, *, longest_query: int, copies: bool = False,
+    segments: Segments, block_size: int, query: Tensor, *, longest_query: int, copies: Tensor | None = None,
 ) -> SegmentRows:  # fmt: skip
     """Pair rows of a step, decode rows or prefill rows, with their segments, in one launch.
 
     With `WITHIN`, the segments of a row are those from its first query's on, and its pairs follow one
-    another. Else they are the sequence's first, and the pairs of a segment follow one another; `copies` gives
-    each segment a copy of all queries. `AFTER` without copies needs a call for each segment, because they
-    share queries: the tensors then have a first dimension more. Places count from the first of the rows'
-    `tokens`.
+    another. Else they are the sequence's first, and the pairs of a segment follow one another; in `copies`
+    [segments, *query.shape] each segment gets the queries that read it. `AFTER` without copies needs a call
+    for each segment, because they share queries: the tensors then have a first dimension more. Places count
+    from the first of the rows' queries.
     """
     device = rows.block_table.device
-    columns = segment_tokens // block_size
-    separate = readers == Readers.AFTER and not copies
+    columns = segments.long // block_size
+    separate = readers == Readers.AFTER and copies is None
+    heads, head_dim = query.shape[1:]
     shape = (num_segments, num_rows) if separate else (num_segments * num_rows,)
     lengths, counts = torch.empty(2, *shape, dtype=torch.int32, device=device).unbind()
     starts = torch.empty(*shape[:-1], shape[-1] + 1, dtype=torch.int32, device=device)
     table = torch.empty(*shape, columns, dtype=torch.int32, device=device)
     segment_rows_kernel[(num_rows, num_segments)](
         rows.block_table[first_row:], rows.kv_lengths[first_row:], rows.query_start_loc[first_row:],
-        rows.query_lengths[first_row:], table, lengths, starts, counts,
-        rows.block_table.stride(0), rows.block_table.shape[1], tokens,
-        READERS=int(readers), SEPARATE=separate, COPIES=copies, SEGMENT=segment_tokens, COLUMNS=columns,
-        BLOCK=triton.next_power_of_2(columns), num_warps=1,
+        rows.query_lengths[first_row:], table, lengths, starts, counts, query, copies,
+        rows.block_table.stride(0), rows.block_table.shape[1], len(query), *query.stride()[:2],
+        int(readers), separate, *segments, block_size, columns, triton.next_power_of_2(columns),
+        heads, head_dim, triton.next_power_of_2(heads), triton.next_power_of_2(head_dim),
+        num_warps=1 if copies is None else COPY_WARPS,
     )  # fmt: skip
     return SegmentRows(table, lengths, starts, counts, longest_query)
 
@@ -76,12 +107,13 @@ def segment_rows(
 def segment_rows_kernel(
     # Pointers
     block_table, kv_lengths, query_start_loc, query_lengths, pair_table, pair_kv_lengths, pair_starts,
-    pair_lengths,
+    pair_lengths, query, copies,
     # Dimensions and strides
-    table_stride, num_columns, tokens,
+    table_stride, num_columns, tokens, query_stride, head_stride,
     # Meta-parameters
-    READERS: tl.constexpr, SEPARATE: tl.constexpr, COPIES: tl.constexpr, SEGMENT: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    READERS: tl.constexpr, SEPARATE: tl.constexpr, SHORT: tl.constexpr, END: tl.constexpr, LONG: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     row, index = tl.program_id(0), tl.program_id(1)
     num_rows, num_segments = tl.num_programs(0), tl.num_programs(1)
@@ -91,19 +123,19 @@ def segment_rows_kernel(
     first = kv_length - length  # the position of the row's first query
 
     if READERS == 1:
-        segment = first // SEGMENT + index
+        segment = segment_of(first, SHORT, END, LONG) + index
         pair = row * num_segments + index
     else:
         segment = index
         pair = index * num_rows + row
-    begin = segment * SEGMENT
-    end = begin + SEGMENT
+    begin = segment_begin(segment, SHORT, END, LONG)
+    end = segment_begin(segment + 1, SHORT, END, LONG)
     skipped = tl.minimum(tl.maximum((end if READERS == 2 else begin) - first, 0), length)
     stop = tl.minimum(tl.maximum(end - first, 0), length) if READERS == 1 else length
-    seen = tl.minimum(kv_length - begin, SEGMENT) if stop > skipped else 0
+    seen = tl.minimum(kv_length, end) - begin if stop > skipped else 0
 
     at = pair + index if SEPARATE else pair  # each segment's starts have a trailing total
-    copied = index * tokens if COPIES else 0
+    copied = index * tokens if copies is not None else 0
     tl.store(pair_starts + at, copied + place + skipped)
     last = row == num_rows - 1
     if not SEPARATE:
@@ -113,25 +145,37 @@ def segment_rows_kernel(
     tl.store(pair_kv_lengths + pair, seen)
 
     column = tl.arange(0, BLOCK)
-    source = segment * COLUMNS + column
+    source = begin // BLOCK_SIZE + column
     inside = (column < COLUMNS) & (source < num_columns) & (seen > 0)
     blocks = tl.load(block_table + row.to(tl.int64) * table_stride + source, mask=inside, other=0)
     tl.store(pair_table + pair.to(tl.int64) * COLUMNS + column, blocks, mask=column < COLUMNS)
 
+    if copies is not None:
+        head, dim = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_DIM)[None, :]
+        real = (head < HEADS) & (dim < DIM)
+        for number in range(skipped, stop):
+            at_query = (place + number).to(tl.int64)
+            numbers = tl.load(query + at_query * query_stride + head * head_stride + dim, mask=real)
+            into = copies + (index.to(tl.int64) * tokens + at_query) * (HEADS * DIM) + head * DIM + dim
+            tl.store(into, numbers, mask=real)
 
+
+COPY_WARPS = 4
 BLOCK = 1024  # numbers of a program: 16 bytes of bfloat16 a thread
 NUM_WARPS = 4
+TOGETHER = 8
+"""Results of earlier segments that are loaded at once."""
 
 
 def combine_segments(
     earlier: Tensor, earlier_log_sums: Tensor, own: Tensor, own_log_sums: Tensor, positions: Tensor,
-    segment_tokens: int, out: Tensor,
+    segments: Segments, out: Tensor,
 ) -> Tensor:  # fmt: skip
     """Weigh the results o_s of each query's segments by their sums of exp(score), in float32.
 
     With l_s the log-sums and m the largest, sum_s exp(l_s - m) o_s / sum_s exp(l_s - m), over the segments up
-    to position // segment_tokens in order; of this one, `own` is read. Where it is 0, the result has `own`'s
-    bits.
+    to that of the query's position in order; of this one, `own` is read. Where it is the first, the result
+    has `own`'s bits.
     """
     tokens, heads, head_dim = out.shape
     if not tokens:
@@ -142,7 +186,7 @@ def combine_segments(
         earlier, earlier_log_sums, own, own_log_sums, positions, out,
         *earlier.stride()[:3], *own.stride()[:3], *earlier_log_sums.stride(), *own_log_sums.stride(),
         *out.stride()[:2], heads, earlier.shape[0],
-        SEGMENT=segment_tokens, DIM=head_dim, BLOCK_HEADS=block_heads, BLOCK_DIM=block_dim,
+        *segments, DIM=head_dim, BLOCK_HEADS=block_heads, BLOCK_DIM=block_dim, TOGETHER=TOGETHER,
         num_warps=NUM_WARPS,
     )  # fmt: skip
     return out
@@ -160,14 +204,16 @@ def combine_segments_kernel(
     # Dimensions
     heads, num_earlier,
     # Meta-parameters
-    SEGMENT: tl.constexpr, DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    SHORT: tl.constexpr, END: tl.constexpr, LONG: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     dim = tl.arange(0, BLOCK_DIM)
     real = head < heads
     inside = real[:, None] & (dim < DIM)[None, :]
-    count = tl.minimum((tl.load(positions + token) // SEGMENT).to(tl.int32), num_earlier)
+    segment = segment_of(tl.load(positions + token), SHORT, END, LONG)
+    count = tl.minimum(segment.to(tl.int32), num_earlier)
 
     own += count.to(tl.int64) * own_segment_stride + token * own_token_stride
     own_log_sums += count.to(tl.int64) * own_sums_segment_stride + token * own_sums_token_stride
@@ -175,21 +221,31 @@ def combine_segments_kernel(
     last_sum = tl.load(own_log_sums + head * own_sums_head_stride, mask=real, other=0.0)
 
     sums = earlier_log_sums + token * earlier_sums_token_stride + head * earlier_sums_head_stride
+    some = tl.arange(0, TOGETHER)
     largest = last_sum
-    for segment in range(count):
-        offset = tl.cast(segment, tl.int64) * earlier_sums_segment_stride
-        largest = tl.maximum(largest, tl.load(sums + offset, mask=real, other=0.0))
+    for first in range(0, count, TOGETHER):
+        offset = (first + some).to(tl.int64) * earlier_sums_segment_stride
+        exists = real[:, None] & (first + some < count)[None, :]
+        found = tl.load(sums[:, None] + offset[None, :], mask=exists, other=float("-inf"))
+        largest = tl.maximum(largest, tl.max(found, axis=1))
 
     parts = earlier + token * earlier_token_stride + head[:, None] * earlier_head_stride + dim[None, :]
     total = tl.zeros((BLOCK_HEADS,), tl.float32)
     result = tl.zeros((BLOCK_HEADS, BLOCK_DIM), tl.float32)
-    for segment in range(count):
-        at = tl.cast(segment, tl.int64)
-        log_sum = tl.load(sums + at * earlier_sums_segment_stride, mask=real, other=0.0)
-        part = tl.load(parts + at * earlier_segment_stride, mask=inside, other=0.0).to(tl.float32)
-        weight = tl.exp(log_sum - largest)
-        total += weight
-        result = tl.fma(tl.broadcast_to(weight[:, None], result.shape), part, result)
+    for first in range(0, count, TOGETHER):
+        loaded = ()  # all loads are under way before the first result is weighed
+        for number in tl.static_range(TOGETHER):
+            at = tl.cast(first + number, tl.int64)
+            exists = first + number < count
+            of_sum = sums + at * earlier_sums_segment_stride
+            log_sum = tl.load(of_sum, mask=real & exists, other=float("-inf"))
+            part = tl.load(parts + at * earlier_segment_stride, mask=inside & exists, other=0.0)
+            loaded = loaded + (log_sum, part)
+        for number in tl.static_range(TOGETHER):
+            weight = tl.exp(loaded[2 * number] - largest)
+            total += weight
+            part = loaded[2 * number + 1].to(tl.float32)
+            result = tl.fma(tl.broadcast_to(weight[:, None], result.shape), part, result)
     weight = tl.exp(last_sum - largest)
     total += weight
     exact = last.to(tl.float32)
@@ -200,11 +256,11 @@ def combine_segments_kernel(
     tl.store(target, result.to(out.dtype.element_ty), mask=inside)
 
 
-SEGMENT_TOKENS = 2048
-"""A multiple of every KV block size that is a power of two up to it.
+SEGMENTS = Segments(512, 4096, 2048)
+"""A decode takes as long as its longest segment, and a prefill computes a result more for each segment.
 
-Decodes at 4,096 and 32,767 tokens with 8 KV heads on an H100: 36 and 61 us, 62 and 64 us with 4096, 59 and
-406 us with one split, 16 and 59 us with the splits that FlashAttention-3 chooses.
+FlashAttention-3 for one row with 4 KV heads of 256 numbers on an H100: 21 us for 576 tokens in one segment,
+50 us for 4,096 in two.
 """
 _SCRATCH_BYTES = 1 << 29
 """Of the results of segments in prefills; where more are needed, KV heads are computed in groups."""
@@ -214,11 +270,18 @@ Attend = Callable[..., tuple[Tensor, Tensor]]
 """What leaves the KV of each pair whole: `attention._attend_pairs`."""
 
 
+def of_blocks(block_size: int) -> Segments | None:
+    """Segments of whole blocks: all long where blocks do not divide the short; None where not even these."""
+    short, end, long = SEGMENTS
+    if long % block_size:
+        return None
+    return SEGMENTS if short % block_size == 0 else Segments(long, end, long)
+
+
 def num_segments(rows: AttentionRows, block_size: int) -> int:
-    """Most segments of a sequence in this block table; 1 where blocks do not divide `SEGMENT_TOKENS`."""
-    if SEGMENT_TOKENS % block_size:
-        return 1
-    return max(1, -(-rows.block_table.shape[1] * block_size // SEGMENT_TOKENS))
+    """Most segments of a sequence in this block table; 1 where blocks do not divide segments."""
+    segments, tokens = of_blocks(block_size), rows.block_table.shape[1] * block_size
+    return 1 if segments is None or not tokens else 1 + int(segment_of.fn(tokens - 1, *segments))
 
 
 def segmented_attention(
@@ -243,6 +306,7 @@ class _Step:
     def __init__(self, kv_cache: Tensor, rows: AttentionRows, scale: float | None, attend: Attend) -> None:
         self._kv_cache, self._rows, self._scale, self._attend = kv_cache, rows, scale, attend
         self._num_segments = num_segments(rows, kv_cache.shape[2])
+        self._segments = of_blocks(kv_cache.shape[2]) or SEGMENTS
 
     def single_tokens(self, query: Tensor, out: Tensor) -> None:
         """Decode rows of one token: one call for all segments, because few rows leave most of a GPU idle.
@@ -251,7 +315,7 @@ class _Step:
         """
         rows = self._rows
         found, log_sums = self._attend_copies(query, Readers.ALL, self._num_segments)
-        combine_segments(found, log_sums, found, log_sums, rows.positions[: len(query)], SEGMENT_TOKENS, out)
+        combine_segments(found, log_sums, found, log_sums, rows.positions[: len(query)], self._segments, out)
 
     def drafts(self, query: Tensor, out: Tensor) -> None:
         """Decode rows of several tokens: two calls, in which the tokens of a row read each segment once."""
@@ -259,7 +323,7 @@ class _Step:
         own, own_log_sums = self._attend_own(query, 0, rows.num_decodes, rows.decode_tokens)
         earlier, log_sums = self._attend_copies(query, Readers.AFTER, self._num_segments - 1)
         combine_segments(
-            earlier, log_sums, own, own_log_sums, rows.positions[: len(query)], SEGMENT_TOKENS, out
+            earlier, log_sums, own, own_log_sums, rows.positions[: len(query)], self._segments, out
         )
 
     def prefills(self, query: Tensor, out: Tensor) -> None:
@@ -287,15 +351,15 @@ class _Step:
             ]
             combine_segments(
                 earlier, torch.stack(log_sums), own[:, :, heads], own_log_sums[:, heads],
-                rows.positions[rows.num_decode_tokens :], SEGMENT_TOKENS, out[:, heads],
+                rows.positions[rows.num_decode_tokens :], self._segments, out[:, heads],
             )  # fmt: skip
 
     def _attend_own(
         self, query: Tensor, first_row: int, num_rows: int, longest: int
     ) -> tuple[Tensor, Tensor]:
         """What queries find in their own segments, with a first dimension of stride 0 for the segment."""
-        touched = 1 + -(-(longest - 1) // SEGMENT_TOKENS)  # at most, by the longest row
-        touched, longest = min(self._num_segments, touched), min(longest, SEGMENT_TOKENS)
+        touched = 1 + -(-(longest - 1) // self._segments.short)  # at most, by the longest row
+        touched, longest = min(self._num_segments, touched), min(longest, self._segments.long)
         pairs = self._pairs(query, first_row, num_rows, Readers.WITHIN, touched, longest)
         found, log_sums = self._attend(query, self._kv_cache, pairs, self._scale, is_causal=True)
         count = self._num_segments
@@ -304,18 +368,20 @@ class _Step:
     def _attend_copies(self, query: Tensor, readers: Readers, parts: int) -> tuple[Tensor, Tensor]:
         """What the queries of decode rows find in each of the first `parts` segments, by one call."""
         rows = self._rows
-        pairs = self._pairs(query, 0, rows.num_decodes, readers, parts, rows.decode_tokens, copies=True)
-        copies = query.expand(parts, *query.shape).flatten(0, 1)
+        copies = query.new_empty(parts, *query.shape)
+        pairs = self._pairs(query, 0, rows.num_decodes, readers, parts, rows.decode_tokens, copies)
         is_causal = readers == Readers.ALL
-        found, log_sums = self._attend(copies, self._kv_cache, pairs, self._scale, is_causal=is_causal)
+        found, log_sums = self._attend(
+            copies.flatten(0, 1), self._kv_cache, pairs, self._scale, is_causal=is_causal
+        )
         by_part = found.view(parts, *query.shape)
         return by_part, log_sums.view(-1, parts, len(query)).transpose(0, 1)
 
     def _pairs(
         self, query: Tensor, first_row: int, num_rows: int, readers: Readers, parts: int, longest: int,
-        copies: bool = False,
+        copies: Tensor | None = None,
     ) -> SegmentRows:  # fmt: skip
         return segment_rows(
-            self._rows, first_row, num_rows, readers, parts, SEGMENT_TOKENS, self._kv_cache.shape[2],
-            len(query), longest_query=longest, copies=copies,
+            self._rows, first_row, num_rows, readers, parts, self._segments, self._kv_cache.shape[2],
+            query, longest_query=longest, copies=copies,
         )  # fmt: skip

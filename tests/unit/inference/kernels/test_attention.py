@@ -273,7 +273,7 @@ class TestFlashAttention:
     @mixes
     def test_with_one_split_long_rows_are_cut_at_fixed_positions(self, flash, monkeypatch, mix):
         """Triton's interpreter cuts numbers off where it rounds to bfloat16."""
-        monkeypatch.setattr(attention_segments, "SEGMENT_TOKENS", 128)
+        monkeypatch.setattr(attention_segments, "SEGMENTS", attention_segments.Segments(128, 0, 128))
         batch = AttentionBatch(**mix, **NARROW, block=16, sizes=(4, 2, 64))
         rows = batch.rows._replace(one_split=True)
         out = attention.flash_attention(batch.query, batch.cache, rows, 0.03)
@@ -284,7 +284,7 @@ class TestFlashAttention:
         assert set(flash.splits) == {1}
 
     def test_with_one_split_short_rows_and_other_block_sizes_are_one_call(self, flash):
-        for block, tokens in ((256, attention_segments.SEGMENT_TOKENS), (48, 5000)):
+        for block, tokens in ((256, attention_segments.SEGMENTS.short), (48, 5000)):
             batch = AttentionBatch([(tokens - 1, 1)], **NARROW, block=block)
             rows = batch.rows._replace(one_split=True)
             out = attention.flash_attention(batch.query, batch.cache, rows, None)

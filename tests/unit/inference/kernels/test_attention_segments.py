@@ -4,6 +4,8 @@
 """
 
 import math
+from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from mambaslots.inference.kernels import attention_segments
 from mambaslots.inference.kernels.attention_segments import (
     Readers,
     SegmentRows,
+    Segments,
     combine_segments,
     segment_rows,
 )
@@ -27,9 +30,20 @@ BLOCK = 4
 few = settings(derandomize=True, max_examples=min(25, profile().examples // 2))
 
 
+EIGHT, GROWING = Segments(8, 0, 8), Segments(4, 24, 8)
+
+
 @pytest.fixture
 def segment_of_8(monkeypatch) -> None:
-    monkeypatch.setattr(attention_segments, "SEGMENT_TOKENS", 8)
+    monkeypatch.setattr(attention_segments, "SEGMENTS", EIGHT)
+
+
+@pytest.fixture(scope="module", params=[EIGHT, GROWING], ids=["even", "growing"])
+def cut(request) -> Iterator[Segments]:
+    """Where sequences are cut."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(attention_segments, "SEGMENTS", request.param)
+        yield request.param
 
 
 def attend(batch: AttentionBatch, scale: float | None = None) -> Tensor:
@@ -54,7 +68,7 @@ def steps(draw: st.DrawFn) -> dict:
     return {"decodes": decodes, "prefills": prefills, "decode_tokens": width, "padding": padding}
 
 
-@pytest.mark.usefixtures("segment_of_8")
+@pytest.mark.usefixtures("cut")
 class TestDefinition:
     @few
     @given(step=steps(), block=st.sampled_from([1, 2, 4, 8]))
@@ -134,13 +148,11 @@ def sequences() -> Sequences:
 
 
 @pytest.fixture(scope="module")
-def whole(sequences) -> Tensor:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(attention_segments, "SEGMENT_TOKENS", 8)
-        return sequences.attend(prefills=[(0, 0, 43)])[0]
+def whole(sequences, cut) -> Tensor:
+    return sequences.attend(prefills=[(0, 0, 43)])[0]
 
 
-@pytest.mark.usefixtures("segment_of_8")
+@pytest.mark.usefixtures("cut")
 class TestBits:
     """Float32 on a CPU: every row against one prefill of the whole sequence."""
 
@@ -179,18 +191,31 @@ class TestBits:
         monkeypatch.setattr(attention_segments, "_SCRATCH_BYTES", 1)
         assert torch.equal(sequences.attend(prefills=[(0, 5, 43)])[0], whole[5:])
 
-    def test_bits_of_queries_in_the_first_segment_are_those_of_one_call(self, sequences, whole):
-        eight = torch.tensor([8], dtype=torch.int32)
-        starts = torch.tensor([0, 8], dtype=torch.int32)
-        pairs = SegmentRows(sequences.blocks[:1], eight, starts, eight, 8)
-        plain = PlainAttention()(sequences.queries[0][:8], sequences.cache, pairs, None, is_causal=True)[0]
-        assert torch.equal(plain, whole[:8])
+    def test_bits_of_queries_in_the_first_segment_are_those_of_one_call(self, sequences, whole, cut):
+        first = cut.short
+        count = torch.tensor([first], dtype=torch.int32)
+        starts = torch.tensor([0, first], dtype=torch.int32)
+        pairs = SegmentRows(sequences.blocks[:1], count, starts, count, first)
+        queries = sequences.queries[0][:first]
+        plain = PlainAttention()(queries, sequences.cache, pairs, None, is_causal=True)[0]
+        assert torch.equal(plain, whole[:first])
 
 
 class TestCalls:
-    def test_one_segment_where_no_sequence_is_longer_or_the_block_size_does_not_divide(self, monkeypatch):
-        monkeypatch.setattr(attention_segments, "SEGMENT_TOKENS", 16)
-        for columns, block, expected in ((4, 4, 1), (5, 4, 2), (9, 4, 3), (1, 16, 1), (2, 16, 2), (50, 6, 1)):
+    @pytest.mark.parametrize(
+        ("segments", "cases"),
+        [
+            (Segments(16, 0, 16), ((4, 4, 1), (5, 4, 2), (9, 4, 3), (1, 16, 1), (2, 16, 2), (50, 6, 1))),
+            (Segments(8, 32, 16), ((2, 4, 1), (3, 4, 2), (8, 4, 4), (9, 4, 5), (13, 4, 6), (50, 6, 1))),
+            # Blocks that do not divide the short segments, but the long ones.
+            (Segments(8, 32, 16), ((1, 16, 1), (2, 16, 2), (3, 16, 3))),
+        ],
+    )
+    def test_one_segment_where_no_sequence_is_longer_or_the_block_size_does_not_divide(
+        self, monkeypatch, segments, cases
+    ):
+        monkeypatch.setattr(attention_segments, "SEGMENTS", segments)
+        for columns, block, expected in cases:
             rows = AttentionBatch([(0, 1)]).rows._replace(
                 block_table=torch.zeros(1, columns, dtype=torch.int32)
             )
@@ -251,12 +276,14 @@ def outside(function):
         (Readers.ALL, True), (Readers.WITHIN, False), (Readers.AFTER, True),
         (Readers.AFTER, False),
     ]),
-    segment=st.sampled_from([4, 8, 12]),
+    segments=st.sampled_from([EIGHT, Segments(12, 0, 12), Segments(4, 8, 8), Segments(8, 24, 12)]),
 )  # fmt: skip
-def test_pairs_of_rows_and_segments(step, kind, segment):
+def test_pairs_of_rows_and_segments(step, kind, segments):
     """Which queries read which KV, written down token by token."""
-    readers, copies = kind
+    readers, has_copies = kind
     batch = AttentionBatch(**step, block=BLOCK)
+    short, end, long = segments
+    cuts = [*range(0, end, short), *range(end, 200, long)]
     rows = batch.rows
     for first_row, num_rows in ((0, rows.num_decodes), (rows.num_decodes, rows.num_rows - rows.num_decodes)):
         if not num_rows:
@@ -264,16 +291,18 @@ def test_pairs_of_rows_and_segments(step, kind, segment):
         first_token = int(rows.query_start_loc[first_row])
         is_decodes = first_row < rows.num_decodes
         tokens = rows.num_decode_tokens if is_decodes else len(batch.query) - first_token
-        num_segments = -(-rows.block_table.shape[1] * BLOCK // segment)
+        num_segments = sum(begin < rows.block_table.shape[1] * BLOCK for begin in cuts)
+        query = batch.query[first_token : first_token + tokens]
+        copies = query.new_full((num_segments, *query.shape), math.nan) if has_copies else None
         pairs = segment_rows(
-            rows, first_row, num_rows, readers, num_segments, segment, BLOCK, tokens, longest_query=99,
+            rows, first_row, num_rows, readers, num_segments, segments, BLOCK, query, longest_query=99,
             copies=copies,
         )  # fmt: skip
-        separate = readers == Readers.AFTER and not copies
+        separate = readers == Readers.AFTER and not has_copies
         found = []
         for part in range(num_segments) if separate else [None]:
             table, lengths, starts, counts = (x if part is None else x[part] for x in pairs[:4])
-            assert starts[-1] == (num_segments * tokens if copies else tokens)
+            assert starts[-1] == (num_segments * tokens if has_copies else tokens)
             assert (starts.diff() >= counts).all()
             for blocks, length, start, count in zip(
                 table.tolist(), lengths.tolist(), starts.tolist(), counts.tolist(), strict=False
@@ -283,25 +312,28 @@ def test_pairs_of_rows_and_segments(step, kind, segment):
                     (start + i, tuple(blocks[: -(-length // BLOCK)]), length, part) for i in range(count)
                 ]
         assert sorted(found, key=str) == sorted(
-            expected_pairs(rows, first_row, num_rows, readers, segment, copies, tokens, separate), key=str
+            expected_pairs(rows, first_row, num_rows, readers, cuts, has_copies, tokens, separate), key=str
         )
+        if copies is not None:
+            for place, *_ in found:
+                assert torch.equal(copies.flatten(0, 1)[place], query[place % tokens])
 
 
-def expected_pairs(rows, first_row, num_rows, readers, segment, copies, tokens, separate):
+def expected_pairs(rows, first_row, num_rows, readers, cuts, copies, tokens, separate):
     """(place, blocks, KV of the pair's last query, call) of each query and segment."""
     for row in range(first_row, first_row + num_rows):
         length, count = int(rows.kv_lengths[row]), int(rows.query_lengths[row])
         place = int(rows.query_start_loc[row] - rows.query_start_loc[first_row])
         for query in range(count):
             position = length - count + query
-            for index in range(length // segment + 1):
-                own = position // segment == index
-                if not (own if readers == Readers.WITHIN else index * segment <= position):
+            for index, (begin, end) in enumerate(pairwise(cuts)):
+                own = begin <= position < end
+                if not (own if readers == Readers.WITHIN else begin <= position):
                     continue
                 if readers == Readers.AFTER and own:
                     continue
-                seen = min(length - index * segment, segment)
-                blocks = rows.block_table[row, index * segment // BLOCK :][: -(-seen // BLOCK)]
+                seen = min(length, end) - begin
+                blocks = rows.block_table[row, begin // BLOCK :][: -(-seen // BLOCK)]
                 yield (
                     place + query + index * tokens * copies, tuple(blocks.tolist()), seen,
                     index if separate else None,
@@ -319,7 +351,7 @@ class TestCombination:
         positions = torch.tensor([0, 29, 8, 20, 31])[:tokens]
         own, own_sums = parts.roll(1, 1).contiguous(), log_sums.roll(1, 0).contiguous()
         out = torch.empty(sizes, dtype=dtype)
-        combine_segments(parts, log_sums, own, own_sums, positions, 8, out)
+        combine_segments(parts, log_sums, own, own_sums, positions, EIGHT, out)
         for token, position in enumerate(positions.tolist()):
             last = position // 8
             values = torch.cat([parts[:last, token], own[last : last + 1, token]]).double()
@@ -334,7 +366,7 @@ class TestCombination:
         unread = torch.full_like(own, math.nan)
         sums = torch.full((2, 1, 3), math.nan)
         out = torch.empty(3, 1, 8, dtype=torch.float16)
-        combine_segments(unread, sums, own, sums, torch.tensor([0, 5, 7]), 8, out)
+        combine_segments(unread, sums, own, sums, torch.tensor([0, 5, 7]), EIGHT, out)
         assert torch.equal(out.view(torch.int16), own[0].view(torch.int16))
 
     def test_what_lies_at_other_segments_reaches_nothing(self):
@@ -342,5 +374,5 @@ class TestCombination:
         parts[:2], sums[:2] = 2.0, torch.tensor([[[3.0], [-1e30]], [[1.0], [0.0]]])
         own, own_sums = torch.full_like(parts, math.nan), torch.full_like(sums, math.nan)
         own[2], own_sums[2] = 2.0, 700.0
-        out = combine_segments(parts, sums, own, own_sums, torch.tensor([16]), 8, torch.empty(1, 2, 8))
+        out = combine_segments(parts, sums, own, own_sums, torch.tensor([16]), EIGHT, torch.empty(1, 2, 8))
         assert torch.equal(out, torch.full_like(out, 2.0))

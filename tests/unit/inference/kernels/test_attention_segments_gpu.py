@@ -3,6 +3,7 @@
 import pytest
 import torch
 from mambaslots.inference.kernels import attention, attention_segments
+from mambaslots.inference.kernels.attention_segments import Segments
 from mambaslots.inference.kernels.operands import AttentionRows
 from oracle.attention_batch import AttentionBatch, Padding
 from oracle.synchronisation import no_synchronisation
@@ -77,20 +78,22 @@ class Sequences:
         *((256, 1000, sizes) for sizes in SIZES),
         *((512, 1700, sizes) for sizes in SIZES),
         *((None, length, SIZES[0]) for length in (9000, 40_000)),
+        (None, 5000, SIZES[1]),
     ],
 )
 def test_bits_of_decodes_drafts_and_prefills_alone_and_together(monkeypatch, segment, length, sizes):
     """`segment` None: the segments in use."""
     if segment:
-        monkeypatch.setattr(attention_segments, "SEGMENT_TOKENS", segment)
-    segment = attention_segments.SEGMENT_TOKENS
+        monkeypatch.setattr(attention_segments, "SEGMENTS", Segments(segment, 0, segment))
+    short, stop, segment = attention_segments.SEGMENTS
+    cuts = [*range(short, stop, short), *range(stop or segment, length, segment)]
     model = Sequences((length, segment + 70), sizes)
     whole = torch.cat([
         part
         for first in range(0, length, 8192)
         for part in model.attend(prefills=[(0, first, min(length, first + 8192))])
     ])  # fmt: skip
-    ends = sorted({*range(segment, length, segment), length, 1, segment + 1, segment - 1, length - 37})
+    ends = sorted({*cuts, length, 1, short + 1, short - 1, stop + 1, segment + 1, segment - 1, length - 37})
 
     def check(what: str, rows, found: list[Tensor]) -> None:
         for (sequence, first, end), part in zip(rows, found, strict=True):
@@ -121,7 +124,7 @@ def test_bits_of_decodes_drafts_and_prefills_alone_and_together(monkeypatch, seg
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("sizes", [(8, 2, 64), (32, 8, 128), (16, 2, 256), (8, 2, 80)])
 def test_errors_are_those_of_two_roundings(monkeypatch, dtype, segment, width, sizes):
-    monkeypatch.setattr(attention_segments, "SEGMENT_TOKENS", segment)
+    monkeypatch.setattr(attention_segments, "SEGMENTS", Segments(segment, 1024, 1024))
     batch = AttentionBatch(
         [(0, 1), (3000, width), (255, width), (256, 1), (1023, width)], [(0, 700), (2512, 77), (256, 900)],
         decode_tokens=width, padding=Padding(2, 1, 5, 3), sizes=sizes, block=64, dtype=dtype, device="cuda",
@@ -138,7 +141,7 @@ def test_errors_are_those_of_two_roundings(monkeypatch, dtype, segment, width, s
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_bits_of_a_graph_are_those_of_a_step(monkeypatch, width):
-    monkeypatch.setattr(attention_segments, "SEGMENT_TOKENS", 256)
+    monkeypatch.setattr(attention_segments, "SEGMENTS", Segments(256, 512, 512))
     batch = AttentionBatch(
         [(900, width), (3, 1), (255, width)], [(500, 300), (0, 77)], decode_tokens=width,
         padding=Padding(1, 1, 5, 3), sizes=(32, 8, 128), block=64, dtype=torch.bfloat16, device="cuda",
