@@ -216,11 +216,12 @@ def completions() -> list[Specialisation]:
             pointers |= {"states": f"*{pool}"}
             pointers |= INDICES | dict.fromkeys(("sources", "destinations"), "*i64")
             strides = [*PAGE_STRIDES, *(f"{x}_row_stride" for x in (*GATES, "inverse")), "slot_stride"]
+            strides += [*(f"{x}_layer_stride" for x in ("k", "v", *GATES, "inverse")), "layer_stride"]
             found.append(
                 Specialisation(
                     name=f"complete_chunks, pool {pool} {heads} x {dim}",
                     kernel=delta_replay.complete_chunks_kernel,
-                    signature=pointers | dict.fromkeys(strides, "i64") | {"rows": "i32"},
+                    signature=pointers | dict.fromkeys(strides, "i64") | {"rows": "i32", "groups": "i32"},
                     constexprs={"heads": heads, "heads_of_key": heads // KEY_HEADS}
                     | {"key_dim": dim, "value_dim": dim, "chunk_size": CHUNK, "page_tokens": PAGE}
                     | delta_replay.completion_blocks(dim, dim)

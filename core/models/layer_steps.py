@@ -74,28 +74,37 @@ def scan_ssd(
     return out
 
 
+_READ_BACK = {
+    "k_inputs": "delta_k", "v_inputs": "delta_v", "g_inputs": "delta_g", "beta_inputs": "delta_beta",
+    "inverses": "delta_inverse",
+}  # fmt: skip
+"""Argument -> inputs of which the state after a chunk is computed."""
+
+
 def scan_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: int, inputs: StepInputs,
     kernels: KernelSet,
 ) -> Tensor:  # fmt: skip
     """The gated delta rule of raw q and k and v [T, heads, dim]; writes its states."""
-    states, replay = inputs.state_pool["delta"][layer], inputs.replay
-    kept = _kept(
-        replay, layer, k_inputs="delta_k", v_inputs="delta_v", g_inputs="delta_g", beta_inputs="delta_beta",
-        new_v_inputs="delta_new_v", inverses="delta_inverse",
-    )  # fmt: skip
+    pool, replay = inputs.state_pool["delta"], inputs.replay
+    kept = _kept(replay, layer, new_v_inputs="delta_new_v", **_READ_BACK)
     outputs = []
     if inputs.num_decodes:
         q_rows, k_rows, v_rows, g_rows, beta_rows = _decodes(inputs, q, k, v, g, beta)
-        step = q_rows, k_rows, v_rows, g_rows, beta_rows, states
+        step = q_rows, k_rows, v_rows, g_rows, beta_rows, pool[layer]
         if replay is None:
             out = kernels.gated_delta_rule_update(*step, **_updated(inputs))
         else:
-            out = kernels.gated_delta_rule_replay(*step, **(kept | _replayed_chunk(inputs, replay)))
+            new, later = _replayed_chunk(inputs, replay), kept["inverses"] is not None
+            written = {"destinations": None} if later else {}
+            out = kernels.gated_delta_rule_replay(*step, **(kept | new | written))
+            if later and layer == len(pool) - 1:  # states after chunks of all layers, by one launch
+                del new["starts"], new["lengths"]
+                kernels.complete_delta_chunks(pool, **_kept(replay, slice(None), **_READ_BACK), **new)
         outputs.append(out.flatten(0, 1))
     if inputs.num_prefills:
         q_rows, k_rows, v_rows, g_rows, beta_rows = _prefills(inputs, q, k, v, g, beta)
-        step = q_rows, k_rows, v_rows, g_rows, beta_rows, states
+        step = q_rows, k_rows, v_rows, g_rows, beta_rows, pool[layer]
         keeps_new_v = kept["inverses"] is not None
         new_v = torch.empty(v_rows.shape, dtype=v.dtype, device=v.device) if keeps_new_v else None
         outputs.append(kernels.gated_delta_rule_scan(*step, **_scanned(inputs), new_v=new_v))
@@ -136,7 +145,7 @@ def gated_rms_norm_over_ranks(
     return (normed if gates_first else normed * silu).to(y.dtype)
 
 
-def _kept(replay: Replay | None, layer: int, **names: str) -> dict[str, Any]:
+def _kept(replay: Replay | None, layer: int | slice, **names: str) -> dict[str, Any]:
     """Argument -> the layer's inputs of this name; None for what requests do not keep."""
     pool = {} if replay is None else replay.pool
     return {argument: pool[name][layer] if name in pool else None for argument, name in names.items()}

@@ -28,7 +28,7 @@ from .operands import check_slots, page_table
 from .tiles import in_page
 
 OUTPUT_WARPS, OUTPUT_REGISTERS = 4, 128
-COMPLETION_WARPS, COMPLETION_STAGES, COMPLETION_ROWS = 4, 2, 16
+COMPLETION_WARPS, COMPLETION_STAGES, COMPLETION_ROWS, COMPLETION_GROUPS = 4, 2, 128, 16
 
 
 class KeptInputs(NamedTuple):
@@ -53,7 +53,7 @@ def gated_delta_rule_replay(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, k_inputs: Tensor,
     v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None,
     inverses: Tensor | None, input_rows: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor,
-    destinations: Tensor, chunk_size: int, *, pages: Tensor | None = None,
+    destinations: Tensor | None, chunk_size: int, *, pages: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `reference.delta.gated_delta_rule_replay`, in four launches; float32 takes a scan of each chunk."""
     rows, tokens, heads, value_dim = v.shape
@@ -64,6 +64,7 @@ def gated_delta_rule_replay(
     decodes = NewRows(input_rows, page_table(pages, input_rows), starts, lengths)
     _keep_rows(q, k, v_rows, g, beta, None, queries, kept, None, decodes, tokens, tails=False)
     if inverses is None or new_v_inputs is None:
+        assert destinations is not None, "the scan writes the states"
         return _scanned(queries, kept, states, decodes, sources, destinations, v.shape)
     check_slots(new_v_inputs=new_v_inputs)
     solved = solve_rows(queries, k_inputs, g_inputs, beta_inputs, inverses, *decodes, tokens)
@@ -76,14 +77,31 @@ def gated_delta_rule_replay(
         tokens, heads, heads // key_heads, key_dim, value_dim, chunk_size, v_inputs.shape[1],
         **blocks, num_warps=OUTPUT_WARPS, num_stages=1, maxnreg=OUTPUT_REGISTERS,
     )  # fmt: skip
-    blocks, read_back = completion_blocks(key_dim, value_dim), (*kept, inverses, states)
-    groups = min(rows, max(COMPLETION_ROWS, triton.cdiv(rows, COMPLETION_ROWS)))
-    complete_chunks_kernel[(triton.cdiv(value_dim, blocks["BLOCK_V"]) * heads * groups,)](
-        *read_back, input_rows, decodes.pages, sources, destinations, *(pool.stride(0) for pool in read_back),
-        rows, heads, heads // key_heads, key_dim, value_dim, chunk_size, k_inputs.shape[1],
+    if destinations is not None:
+        complete_delta_chunks(
+            states[None], k_inputs[None], v_inputs[None], g_inputs[None], beta_inputs[None], inverses[None],
+            input_rows, sources, destinations, chunk_size, pages=decodes.pages,
+        )  # fmt: skip
+    return out
+
+
+def complete_delta_chunks(
+    states: Tensor, k_inputs: Tensor, v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor,
+    inverses: Tensor, input_rows: Tensor, sources: Tensor, destinations: Tensor, chunk_size: int, *,
+    pages: Tensor | None = None,
+) -> None:  # fmt: skip
+    """As `reference.delta.complete_delta_chunks`, in one launch for all layers."""
+    rows, (layers, _, heads, key_dim, value_dim) = input_rows.shape[0], states.shape
+    pools = k_inputs, v_inputs, g_inputs, beta_inputs, inverses, states
+    blocks = completion_blocks(key_dim, value_dim)
+    groups = min(rows, triton.cdiv(COMPLETION_GROUPS, layers))
+    groups = max(groups, triton.cdiv(rows, COMPLETION_ROWS))
+    complete_chunks_kernel[(triton.cdiv(value_dim, blocks["BLOCK_V"]) * heads * groups * layers,)](
+        *pools, input_rows, page_table(pages, input_rows), sources, destinations,
+        *(pool.stride(0) for pool in pools), *(pool.stride(1) for pool in pools), groups, rows,
+        heads, heads // k_inputs.shape[3], key_dim, value_dim, chunk_size, k_inputs.shape[2],
         **blocks, ROWS=COMPLETION_ROWS, num_warps=COMPLETION_WARPS, num_stages=COMPLETION_STAGES,
     )  # fmt: skip
-    return out
 
 
 def keep_delta_inputs(
@@ -381,50 +399,55 @@ def completion_blocks(key_dim: int, value_dim: int) -> dict[str, int]:
     }
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "groups"])
 def complete_chunks_kernel(
     # Pointers
     k_inputs, v_inputs, g_inputs, beta_inputs, inverses, states, input_rows, pages, sources, destinations,
     # Strides
+    k_layer_stride: tl.int64, v_layer_stride: tl.int64, g_layer_stride: tl.int64, beta_layer_stride: tl.int64,
+    inverse_layer_stride: tl.int64, layer_stride: tl.int64,
     k_page_stride: tl.int64, v_page_stride: tl.int64, g_row_stride: tl.int64, beta_row_stride: tl.int64,
     inverse_row_stride: tl.int64, slot_stride: tl.int64,
     # Dimensions
-    rows,
+    groups, rows,
     heads: tl.constexpr, heads_of_key: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     chunk_size: tl.constexpr, page_tokens: tl.constexpr,
     # Meta-parameters
     SLICE: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """States after complete chunks. A program has a value head, BLOCK_V of Dv, and up to ROWS rows.
+    """States after complete chunks. A program has a layer, a value head, BLOCK_V of Dv, and up to ROWS rows.
 
-    No other program touches these parts of states, so that a row's destination may be its source.
+    No other program touches these parts of states, so that a row's destination may be its source. Where no
+    row completes a chunk, a program reads two indices of each.
     """
     v_blocks: tl.constexpr = (value_dim + BLOCK_V - 1) // BLOCK_V
     programs: tl.constexpr = v_blocks * heads
     inverse_size: tl.constexpr = chunk_size * (chunk_size + 16) // 2
     head = tl.program_id(0) // v_blocks % heads
-    first = tl.program_id(0) // programs
-    groups = tl.num_programs(0) // programs
+    first = tl.program_id(0) // programs % groups
+    layer = tl.program_id(0) // programs // groups
     p = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     some = first + groups * tl.arange(0, ROWS)
-    if tl.max(tl.load(destinations + some, mask=some < rows, other=-1), axis=0) >= 0:
-        for row in range(first, rows, groups):
-            input_row = tl.load(input_rows + row)
-            destination = tl.load(destinations + row)
-            if (input_row >= 0) & (destination >= 0):
-                source = tl.load(sources + row)
-                of_state = states + head * (key_dim * value_dim)
-                of_row = pages + row * ((chunk_size + page_tokens - 1) // page_tokens)
-                _complete_chunk(
-                    k_inputs + head // heads_of_key * key_dim, v_inputs + head * value_dim,
-                    of_row, k_page_stride, v_page_stride,
-                    beta_inputs + input_row * beta_row_stride + head,
-                    g_inputs + input_row * g_row_stride + head,
-                    inverses + input_row * inverse_row_stride + head * inverse_size,
-                    of_state + source * slot_stride, of_state + destination * slot_stride, source >= 0, p,
-                    heads, heads // heads_of_key * key_dim, key_dim, value_dim, chunk_size, page_tokens,
-                    BLOCK_V, SLICE,
-                )  # fmt: skip
+    completes = tl.load(destinations + some, mask=some < rows, other=-1) >= 0
+    completes = completes & (tl.load(input_rows + some, mask=some < rows, other=-1) >= 0)
+    row = tl.min(tl.where(completes, some, rows), axis=0)
+    while row < rows:
+        input_row = tl.load(input_rows + row)
+        source = tl.load(sources + row)
+        of_state = states + layer * layer_stride + head * (key_dim * value_dim)
+        _complete_chunk(
+            k_inputs + layer * k_layer_stride + head // heads_of_key * key_dim,
+            v_inputs + layer * v_layer_stride + head * value_dim,
+            pages + row * ((chunk_size + page_tokens - 1) // page_tokens), k_page_stride, v_page_stride,
+            beta_inputs + layer * beta_layer_stride + input_row * beta_row_stride + head,
+            g_inputs + layer * g_layer_stride + input_row * g_row_stride + head,
+            inverses + layer * inverse_layer_stride + input_row * inverse_row_stride + head * inverse_size,
+            of_state + source * slot_stride, of_state + tl.load(destinations + row) * slot_stride,
+            source >= 0, p,
+            heads, heads // heads_of_key * key_dim, key_dim, value_dim, chunk_size, page_tokens,
+            BLOCK_V, SLICE,
+        )  # fmt: skip
+        row = tl.min(tl.where(completes & (some > row), some, rows), axis=0)
 
 
 @triton.jit

@@ -26,8 +26,9 @@ class KernelSet:
             strengths as they are used
         sources: [rows] slot of the state before a row, -1: zeros
         destinations: slot for the state after it, -1: nowhere. [rows]; in updates [rows, T], one for each
-            token; in `gated_delta_rule_replay` named only where the row completes its chunk. It may be the
-            row's own source, no other row's
+            token; in `gated_delta_rule_replay` named only where the row completes its chunk, None where
+            `complete_delta_chunks` follows, with pools [layers, ...]. It may be the row's own source, no
+            other row's
         query_start_loc, token_rows: [rows + 1] where each row's tokens start; [tokens] the row of each token
         checkpoint_rows, checkpoint_ends, checkpoint_destinations: [n] the window before token
             `checkpoint_ends` of the stream, which is a token of that row or the row's end, goes to this slot
@@ -98,6 +99,7 @@ class KernelSet:
     gated_delta_rule_scan = staticmethod(delta.gated_delta_rule_scan)
     gated_delta_rule_update = staticmethod(delta.gated_delta_rule_update)
     gated_delta_rule_replay = staticmethod(delta.gated_delta_rule_replay)
+    complete_delta_chunks = staticmethod(delta.complete_delta_chunks)
     keep_delta_inputs = staticmethod(delta.keep_delta_inputs)
     write_kv = staticmethod(attention.write_kv)
     paged_attention = staticmethod(attention.paged_attention)

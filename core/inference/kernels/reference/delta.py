@@ -116,7 +116,7 @@ def gated_delta_rule_replay(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, k_inputs: Tensor,
     v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None,
     inverses: Tensor | None, input_rows: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor,
-    destinations: Tensor, chunk_size: int, *, pages: Tensor | None = None,
+    destinations: Tensor | None, chunk_size: int, *, pages: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`gated_delta_rule_scan` of the tokens since each row's last grid point; the outputs of the new ones."""
     rows, tokens = v.shape[:2]
@@ -155,8 +155,27 @@ def gated_delta_rule_replay(
         state = state_after(state, keys[:, t], values[:, t], decays[:, t], strengths[:, t])
         row, new = ((firsts[:, None] + token == t) & (token < lengths[:, None])).nonzero(as_tuple=True)
         o[row, new] = (state[row] * queries[row, new][..., None]).sum(-2)
-    write_states(states, destinations, state)
+    if destinations is not None:
+        write_states(states, destinations, state)
     return o.to(v.dtype)
+
+
+def complete_delta_chunks(
+    states: Tensor, k_inputs: Tensor, v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor,
+    inverses: Tensor, input_rows: Tensor, sources: Tensor, destinations: Tensor, chunk_size: int, *,
+    pages: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write the states of all layers that `gated_delta_rule_replay` did not, for want of destinations."""
+    input_rows = input_rows.masked_fill(destinations < 0, -1)
+    starts, lengths = torch.zeros_like(input_rows), torch.full_like(input_rows, chunk_size)
+    for pool, k, v, g, beta in zip(states, k_inputs, v_inputs, g_inputs, beta_inputs, strict=True):
+        keys, values, gates, strengths = (
+            x.new_empty(len(input_rows), 0, *x.shape[2:]) for x in (k, v, g, beta)
+        )
+        gated_delta_rule_replay(
+            keys, keys, values, gates, strengths, pool, k, v, g, beta, None, None, input_rows, starts,
+            lengths, sources, destinations, chunk_size, pages=pages,
+        )  # fmt: skip
 
 
 def keep_delta_inputs(

@@ -461,6 +461,55 @@ class TestCost:
         assert (of_pool.loaded, of_pool.stored) == (4 * state, state)
         assert of_rows.stored == 4 * layer.Hv * 16 * 4
 
+    @pytest.mark.parametrize("kernels", [delta_replay, KernelSet], ids=["triton", "torch"])
+    def test_states_of_all_layers_by_one_launch_are_those_of_each_layer(self, device, kernels):
+        """The second of three rows completes no chunk, the third is written over its source."""
+        layer, layers, rows, tokens = Layer(Hk=1, Hv=2, dtype=torch.float16), 3, 3, 16
+        steps = [
+            {
+                name: torch.stack([layer.tokens(5 * number + row)[name][:tokens] for row in range(rows)])
+                for name in INPUTS
+            }
+            for number in range(layers)
+        ]
+        states = torch.stack([layer.pool(5) for _ in range(layers)]).normal_()
+        kept = {
+            f"{name}_inputs": torch.zeros(
+                layers, rows, 16, *steps[0][name].shape[2:], dtype=steps[0][name].dtype
+            )
+            for name in KEPT
+        }
+        inverses = torch.zeros(layers, rows, layer.Hv, 16, 16)
+        solves = kernels is delta_replay
+        expected = states.clone().to(device)
+        pools = {
+            name: pool.to(device, copy=True)
+            for name, pool in (kept | {"inverses": inverses, "states": states}).items()
+        }
+        new_v = torch.zeros_like(pools["v_inputs"])
+
+        def index(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        input_rows, sources, destinations = index(2, 0, 1), index(0, 1, 2), index(4, -1, 2)
+        for number, step in enumerate(steps):
+            for of_layer, written in ((expected[number], destinations), (pools["states"][number], None)):
+                own = {name: pools[name][number] for name in kept}
+                kernels.gated_delta_rule_replay(
+                    **{name: x.to(device) for name, x in step.items()}, states=of_layer, **own,
+                    new_v_inputs=new_v[number] if solves else None,
+                    inverses=pools["inverses"][number] if solves else None,
+                    input_rows=input_rows, starts=index(16, 0, 32, dtype=torch.int32),
+                    lengths=index(16, 5, 16, dtype=torch.int32), sources=sources, destinations=written,
+                    chunk_size=16,
+                )  # fmt: skip
+        assert same_bits(pools["states"], states.to(device))
+        kernels.complete_delta_chunks(
+            **pools, input_rows=input_rows, sources=sources, destinations=destinations, chunk_size=16
+        )
+        assert same_bits(pools["states"], expected)
+        assert not same_bits(expected[:, [2, 4]], states[:, [2, 4]].to(device))
+
     def test_inputs_in_pieces_are_refused(self):
         layer = Layer()
         step = {name: x[None, :1] for name, x in layer.tokens(0).items()}
