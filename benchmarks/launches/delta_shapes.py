@@ -158,6 +158,8 @@ def solved_rows() -> list[Specialisation]:
             pointers = dict.fromkeys(("k_inputs", "solved"), "*bf16") | dict.fromkeys(floats, "*fp32")
             pointers |= {} if tails else {"queries": "*bf16"}
             pointers |= INDICES | {"starts": "*i64" if tails else "*i32", "ends": "*i32"}
+            shape = delta_solve.solve_shape(rows * heads, dim, CHUNK)
+            warps = shape.pop("num_warps")
             strides = ["k_page_stride", *(f"{x}_row_stride" for x in (*GATES, "inverse"))]
             found.append(
                 Specialisation(
@@ -167,9 +169,10 @@ def solved_rows() -> list[Specialisation]:
                     constexprs={"heads": heads, "heads_of_key": heads // KEY_HEADS, "key_dim": dim}
                     | {"tokens": CHUNK if tails else 1, "chunk_size": CHUNK, "TAILS": tails, "BLOCK_K": dim}
                     | {"page_tokens": PAGE}
-                    | ({"queries": None} if tails else {}),
+                    | ({"queries": None} if tails else {})
+                    | shape,
                     divisible_by_16=(*pointers, *strides),
-                    num_warps=delta_solve.solve_warps(rows * heads, dim),
+                    num_warps=warps,
                     num_stages=1,
                 )
             )

@@ -12,6 +12,7 @@ from .operands import check_slots
 from .tiles import in_page
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+FEW_PROGRAMS = 1024
 
 
 def solve_rows(
@@ -33,17 +34,19 @@ def solve_rows(
         *(pool.stride(0) for pool in (k_inputs, g_inputs, beta_inputs, inverses)),
         tokens, heads, heads // key_heads, key_dim, chunk_size, page_tokens, queries is None,
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)),
-        num_warps=solve_warps(heads * input_rows.shape[0], key_dim), num_stages=1,
+        **solve_shape(heads * input_rows.shape[0], key_dim, chunk_size), num_stages=1,
     )  # fmt: skip
     return solved, decays
 
 
-def solve_warps(programs: int, key_dim: int) -> int:
-    """One where the programs fill a GPU and the keys fit its registers; two end sooner.
+def solve_shape(programs: int, key_dim: int, chunk_size: int) -> dict[str, int]:
+    """One warp where the programs fill a GPU and the keys fit its registers; else more warps end sooner.
 
-    Sums have one order with any number: products over K, and those over rows of 16 in threads of one warp.
+    Sums have one order in all: products over K, and those over rows of 16 in threads of one warp.
     """
-    return 1 if programs > 256 and key_dim <= 128 else 2
+    few = programs <= FEW_PROGRAMS
+    is_wide = few and key_dim <= 128 and chunk_size > 16
+    return {"WIDE": is_wide, "num_warps": 4 if is_wide else 2 if few or key_dim > 128 else 1}
 
 
 @triton.jit
@@ -83,16 +86,18 @@ def _in_block(pages, block, i, mask, page_stride, TOKENS: tl.constexpr, SIZE: tl
 def _new_rows(
     keys, pages, page_stride, queries, g, beta, inverse, solved, solved_decays, row, r, start, end,
     tokens: tl.constexpr, heads: tl.constexpr, key_stride: tl.constexpr, key_dim: tl.constexpr,
-    chunk_size: tl.constexpr, page_tokens: tl.constexpr, BLOCK_K: tl.constexpr,
+    chunk_size: tl.constexpr, page_tokens: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Store the new rows of block row r: of the inverse, of the keys that read the state, and of scores;
     without `queries`, those of the inverse only. Earlier rows of the inverse are stored.
 
     As fla-core's chunk_gated_delta_rule_fwd_kkt_solve_kernel; for chunks of 32, solve_tril. Sums over block
-    columns are in their order; blocks that they have not are zeros, which change no sum.
+    columns are in their order; blocks that they have not are zeros, which change no sum. With `WIDE` the
+    blocks behind the nearest one are one tile, and all loads come first: their latency is most of the time.
     """
     operand: tl.constexpr = keys.dtype.element_ty
     precision: tl.constexpr = "tf32" if chunk_size == 64 else "ieee"
+    FAR: tl.constexpr = chunk_size - 32  # tokens behind the nearest block
     i = tl.arange(0, 16)
     t = tl.arange(0, chunk_size)
     n = tl.arange(0, BLOCK_K)
@@ -105,7 +110,7 @@ def _new_rows(
     new = row * tokens + token - start
 
     gates = tl.load(g + t * heads, mask=t < end, other=0.0)
-    of_key = _in_block(pages, r, i, token < end, page_stride, page_tokens, key_stride)
+    of_key = _in_block(pages, r, i, in_block, page_stride, page_tokens, key_stride)
     block_key = tl.load(keys + of_key[:, None] + n[None, :], mask=in_block[:, None] & in_key, other=0.0)
     strength = tl.load(beta + token * heads, mask=in_block, other=0.0)
     own = tl.load(inverse + of_blocks(token[:, None], token[None, :]), mask=is_solved, other=0.0)
@@ -113,6 +118,24 @@ def _new_rows(
         query = tl.load(
             queries + new[:, None] * key_stride + n[None, :], mask=is_new[:, None] & in_key, other=0.0
         )
+    if WIDE:
+        is_near = (i >= 0) & (r > 0)
+        near = tl.where(is_near, token - 16, 0)
+        of_key = _in_block(pages, tl.maximum(r, 1) - 1, i, is_near, page_stride, page_tokens, key_stride)
+        near_key = tl.load(keys + of_key[:, None] + n[None, :], mask=is_near[:, None] & in_key, other=0.0)
+        near_strength = tl.load(beta + near * heads, mask=is_near, other=0.0)
+        of_near = of_blocks(near[:, None], near[None, :])
+        above = tl.load(inverse + of_near, mask=is_near[:, None], other=0.0)
+    if WIDE and FAR > 0:
+        f = tl.arange(0, FAR)
+        is_far = f < 16 * r - 16
+        of_key = in_page(pages, f, is_far, page_stride, page_tokens, key_stride)
+        far_key = tl.load(keys + of_key[:, None] + n[None, :], mask=is_far[:, None] & in_key, other=0.0)
+        far_strength = tl.load(beta + f * heads, mask=is_far, other=0.0)
+        is_stored = is_far[:, None] & (f[:, None] // 16 >= f[None, :] // 16)
+        far_rows = tl.load(inverse + of_blocks(f[:, None], f[None, :]), mask=is_stored, other=0.0)
+        of_near = of_blocks(near[:, None], f[None, :])
+        near_rows = tl.load(inverse + of_near, mask=is_near[:, None] & is_far[None, :], other=0.0)
     decays = decay_sums(gates, chunk_size)
     decay = tl.gather(decays, token, 0)
 
@@ -137,52 +160,91 @@ def _new_rows(
         tl.store(of_pair + chunk_size + t[None, :], tl.zeros((16, chunk_size), operand), mask=is_later)
         tl.store(solved_decays + new * heads, decay, mask=is_new)
 
-    if chunk_size > 16:
-        left = tl.zeros((16, 16), dtype=tl.float32)
-        sums = tl.zeros((16, chunk_size), dtype=tl.float32)
-        for c in range(r):
-            column = 16 * c + i
-            of_key = _in_block(pages, c, i, column < end, page_stride, page_tokens, key_stride)
-            key = tl.load(keys + of_key[:, None] + n[None, :], mask=in_key, other=0.0)
-            above = tl.load(
-                inverse + of_blocks(column[:, None], t[None, :]),
-                mask=(column[:, None] // 16 >= t[None, :] // 16),
-                other=0.0,
-            )
-            of_column = tl.gather(decays, column, 0)
-            left = tl.dot(block_key, tl.trans(key))
-            left = _coupled(left, in_block[:, None], decay, of_column) * strength[:, None]
-            sums = tl.dot(left, above, sums, input_precision=precision)
-            if queries is not None:
-                scores = tl.dot(query, tl.trans(key))
-                scores = _coupled(scores, is_new[:, None], decay, of_column)
-                tl.store(of_pair + chunk_size + column[None, :], scores.to(operand), mask=is_new[:, None])
-        if r > 0:
-            further = -tl.dot(own, sums, input_precision=precision)
-            is_further = is_new[:, None] & (t < 16 * r - 16)[None, :]
-            tl.store(inverse + of_blocks(token[:, None], t[None, :]), further, mask=is_further)
-            column = 16 * r - 16 + i
-            above = tl.load(inverse + of_blocks(column[:, None], column[None, :]))
-            nearest = tl.dot(own, left, input_precision=precision)
-            nearest = -tl.dot(nearest, above, input_precision=precision)
-            tl.store(inverse + of_blocks(token[:, None], column[None, :]), nearest, mask=is_new[:, None])
-            if queries is not None:
-                tl.store(of_pair + t[None, :], further.to(operand), mask=is_further)
-                tl.store(of_pair + column[None, :], nearest.to(operand), mask=is_new[:, None])
-
-    if queries is not None:
-        tl.debug_barrier()  # below, a thread reads what another thread has stored above
+    if WIDE:
+        of_column = tl.gather(decays, near, 0)
+        left = tl.dot(block_key, tl.trans(near_key))
+        left = _coupled(left, in_block[:, None] & is_near[None, :], decay, of_column) * strength[:, None]
+        is_stored = is_new[:, None] & is_near[None, :]
+        nearest = tl.dot(own, left, input_precision=precision)
+        nearest = -tl.dot(nearest, above, input_precision=precision)
+        tl.store(inverse + of_blocks(token[:, None], near[None, :]), nearest, mask=is_stored)
         read_key = tl.zeros((16, BLOCK_K), dtype=tl.float32)
-        for c in range(r + 1):
-            column = 16 * c + i
-            real = column < end
-            of_key = _in_block(pages, c, i, real, page_stride, page_tokens, key_stride)
-            key = tl.load(keys + of_key[:, None] + n[None, :], mask=real[:, None] & in_key, other=0.0)
-            block = tl.load(of_pair + column[None, :], mask=is_new[:, None], other=0.0)
-            scaled = key * tl.load(beta + column * heads, mask=real, other=0.0)[:, None]
-            scaled = scaled * tl.exp2(tl.gather(decays, column, 0))[:, None]
-            read_key = tl.dot(block, scaled.to(operand), read_key)
-        tl.store(of_pair - key_dim + n[None, :], read_key.to(operand), mask=is_new[:, None] & in_key)
+        if queries is not None:
+            tl.store(of_pair + near[None, :], nearest.to(operand), mask=is_stored)
+            scores = tl.dot(query, tl.trans(near_key))
+            scores = _coupled(scores, is_stored, decay, of_column)
+            tl.store(of_pair + chunk_size + near[None, :], scores.to(operand), mask=is_stored)
+            near_key = (near_key * near_strength[:, None] * tl.exp2(of_column)[:, None]).to(operand)
+    if WIDE and FAR > 0:
+        of_column = tl.gather(decays, f, 0)
+        far_left = tl.dot(block_key, tl.trans(far_key))
+        far_left = _coupled(far_left, in_block[:, None] & is_far[None, :], decay, of_column)
+        sums = tl.dot(far_left * strength[:, None], far_rows, input_precision=precision)
+        sums = tl.dot(left, near_rows, sums, input_precision=precision)
+        further = -tl.dot(own, sums, input_precision=precision)
+        is_stored = is_new[:, None] & is_far[None, :]
+        tl.store(inverse + of_blocks(token[:, None], f[None, :]), further, mask=is_stored)
+        if queries is not None:
+            tl.store(of_pair + f[None, :], further.to(operand), mask=is_stored)
+            scores = tl.dot(query, tl.trans(far_key))
+            scores = _coupled(scores, is_stored, decay, of_column)
+            tl.store(of_pair + chunk_size + f[None, :], scores.to(operand), mask=is_stored)
+            far_key = (far_key * far_strength[:, None] * tl.exp2(of_column)[:, None]).to(operand)
+            read_key = tl.dot(further.to(operand), far_key, read_key)
+
+    if WIDE:
+        if queries is not None:
+            read_key = tl.dot(nearest.to(operand), near_key, read_key)
+            block_key = (block_key * strength[:, None] * tl.exp2(decay)[:, None]).to(operand)
+            read_key = tl.dot(own.to(operand), block_key, read_key)
+            tl.store(of_pair - key_dim + n[None, :], read_key.to(operand), mask=is_new[:, None] & in_key)
+    else:
+        if chunk_size > 16:
+            left = tl.zeros((16, 16), dtype=tl.float32)
+            sums = tl.zeros((16, chunk_size), dtype=tl.float32)
+            for c in range(r):
+                column = 16 * c + i
+                of_key = _in_block(pages, c, i, column < end, page_stride, page_tokens, key_stride)
+                key = tl.load(keys + of_key[:, None] + n[None, :], mask=in_key, other=0.0)
+                above = tl.load(
+                    inverse + of_blocks(column[:, None], t[None, :]),
+                    mask=(column[:, None] // 16 >= t[None, :] // 16),
+                    other=0.0,
+                )
+                of_column = tl.gather(decays, column, 0)
+                left = tl.dot(block_key, tl.trans(key))
+                left = _coupled(left, in_block[:, None], decay, of_column) * strength[:, None]
+                sums = tl.dot(left, above, sums, input_precision=precision)
+                if queries is not None:
+                    scores = tl.dot(query, tl.trans(key))
+                    scores = _coupled(scores, is_new[:, None], decay, of_column)
+                    tl.store(of_pair + chunk_size + column[None, :], scores.to(operand), mask=is_new[:, None])
+            if r > 0:
+                further = -tl.dot(own, sums, input_precision=precision)
+                is_further = is_new[:, None] & (t < 16 * r - 16)[None, :]
+                tl.store(inverse + of_blocks(token[:, None], t[None, :]), further, mask=is_further)
+                column = 16 * r - 16 + i
+                above = tl.load(inverse + of_blocks(column[:, None], column[None, :]))
+                nearest = tl.dot(own, left, input_precision=precision)
+                nearest = -tl.dot(nearest, above, input_precision=precision)
+                tl.store(inverse + of_blocks(token[:, None], column[None, :]), nearest, mask=is_new[:, None])
+                if queries is not None:
+                    tl.store(of_pair + t[None, :], further.to(operand), mask=is_further)
+                    tl.store(of_pair + column[None, :], nearest.to(operand), mask=is_new[:, None])
+
+        if queries is not None:
+            tl.debug_barrier()  # below, a thread reads what another thread has stored above
+            read_key = tl.zeros((16, BLOCK_K), dtype=tl.float32)
+            for c in range(r + 1):
+                column = 16 * c + i
+                real = column < end
+                of_key = _in_block(pages, c, i, real, page_stride, page_tokens, key_stride)
+                key = tl.load(keys + of_key[:, None] + n[None, :], mask=real[:, None] & in_key, other=0.0)
+                block = tl.load(of_pair + column[None, :], mask=is_new[:, None], other=0.0)
+                scaled = key * tl.load(beta + column * heads, mask=real, other=0.0)[:, None]
+                scaled = scaled * tl.exp2(tl.gather(decays, column, 0))[:, None]
+                read_key = tl.dot(block, scaled.to(operand), read_key)
+            tl.store(of_pair - key_dim + n[None, :], read_key.to(operand), mask=is_new[:, None] & in_key)
 
 
 @triton.jit
@@ -196,7 +258,7 @@ def solve_rows_kernel(
     tokens: tl.constexpr, heads: tl.constexpr, heads_of_key: tl.constexpr, key_dim: tl.constexpr,
     chunk_size: tl.constexpr, page_tokens: tl.constexpr,
     # Meta-parameters
-    TAILS: tl.constexpr, BLOCK_K: tl.constexpr,
+    TAILS: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """New tokens' rows of the inverse, of read keys and of scores; a program has a row and a value head."""
     inverse_size: tl.constexpr = chunk_size * (chunk_size + 16) // 2
@@ -224,12 +286,12 @@ def solve_rows_kernel(
             _new_rows(
                 keys, pages, k_page_stride, queries, g, beta, inverse, solved, solved_decays, row,
                 start // 16, start, end,
-                tokens, heads, key_stride, key_dim, chunk_size, page_tokens, BLOCK_K,
+                tokens, heads, key_stride, key_dim, chunk_size, page_tokens, BLOCK_K, WIDE,
             )  # fmt: skip
         else:
             for r in range(start // 16, (end + 15) // 16):
                 _new_rows(
                     keys, pages, k_page_stride, queries, g, beta, inverse, solved, solved_decays, row, r,
-                    start, end, tokens, heads, key_stride, key_dim, chunk_size, page_tokens, BLOCK_K,
+                    start, end, tokens, heads, key_stride, key_dim, chunk_size, page_tokens, BLOCK_K, WIDE,
                 )  # fmt: skip
                 tl.debug_barrier()  # below, a thread reads what another thread has stored

@@ -365,12 +365,13 @@ class TestBits:
         Walk(layer, device, requests, 16, 64).run(data.draw(st.integers(1, 4)), data.draw(st.integers(0, 99)))
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("warps", [1, 2])
+    @pytest.mark.parametrize(("wide", "warps"), [(False, 1), (False, 2), (True, 4)])
     @pytest.mark.parametrize("tokens", [1, 4])
     @pytest.mark.parametrize("value_heads", [32, 48])
-    def test_bits_at_full_size(self, monkeypatch, value_heads, tokens, warps):
+    def test_bits_at_full_size(self, monkeypatch, value_heads, tokens, wide, warps):
         """Qwen3.5's and Qwen3-Next's layers in bfloat16: chunks of 64 tokens; as many rows and as few."""
-        monkeypatch.setattr(delta_solve, "solve_warps", lambda programs, key_dim: warps)
+        shape = {"WIDE": wide, "num_warps": warps}
+        monkeypatch.setattr(delta_solve, "solve_shape", lambda *_: dict(shape))
         device = kernel_device("cuda")
         layer = Layer(Hk=16, Hv=value_heads, Dk=128, Dv=128, dtype=torch.bfloat16)
         requests = [
