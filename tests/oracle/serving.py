@@ -112,6 +112,11 @@ def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
     return poison(engine) if is_poisoned else engine
 
 
+def launches_ahead(engine: ms.DynamicInferenceEngine) -> bool:
+    """Whether a step is planned before the tokens of the one before are read."""
+    return engine.config.why_steps_wait(engine.context.spec.device) is None
+
+
 def expected_answer(prompt: tuple[int, ...], length: int) -> tuple[list[int], list[float]]:
     """Greedy tokens and log-probs of the model's oracle, token by token, in float64."""
     return _expected_answer(small_model(), prompt, length)
