@@ -88,9 +88,14 @@ def gpu() -> str:
 
 def bits_cost() -> str:
     models = results("bits_h100")["models"]
+    ratios = {name: {cost["what"]: cost["ratio"] for cost in model["costs"]} for name, model in models.items()}
+    works = list(dict.fromkeys(work for found in ratios.values() for work in found))
     rows = [
-        [f"{costs[0]['what']} tokens", *(f"{100 * (cost['ratio'] - 1):+.1f} %" for cost in costs)]
-        for costs in zip(*(model["costs"] for model in models.values()), strict=True)
+        [
+            f"{work} tokens",
+            *(f"{100 * (found[work] - 1):+.1f} %" if work in found else "-" for found in ratios.values()),
+        ]
+        for work in works
     ]
     return markdown(["time with the setting, one H100", *models], rows)
 
