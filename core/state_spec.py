@@ -256,7 +256,7 @@ class HybridStateSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.states, Sequence):
-            raise ValueError(f"states is {shown(self.states)}; accepted: ConvAndSsm")
+            raise ValueError(f"states is {shown(self.states)}; accepted: a sequence of StateTensor")
         set_field(self, "states", tuple(self.states))
         for index, tensor in enumerate(self.states):
             instance(f"states[{index}]", tensor, StateTensor)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 from ..net.routing.state_events import StateEvents
@@ -36,26 +36,27 @@ class KnownReplicas:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.replicas: dict[str, Any] = {}  # name -> Ray's `RunningReplica`; never mutated
         self._clock = clock
+        self._lock = RLock()  # of changes of `replicas` and what follows
         self._answered_s: dict[str, float] = {}
         self._complete: set[str] = set()  # replicas of whose states the router misses nothing
-        self._lock = Lock()  # of what follows
         self._router = StateRouter()
         self._routes: dict[str, _Route] = {}  # by id of the request
 
     def set_replicas(self, replicas: Mapping[str, Any]) -> None:
         """Know these replicas alone; a new one counts as if it had answered now."""
         now = self._clock()
-        for gone in self._answered_s.keys() - replicas:
-            self.remove(gone)
-        self._answered_s = {name: self._answered_s.get(name, now) for name in replicas}
-        self.replicas = dict(replicas)
+        with self._lock:
+            for gone in self._answered_s.keys() - replicas:
+                self.remove(gone)
+            self._answered_s = {name: self._answered_s.get(name, now) for name in replicas}
+            self.replicas = dict(replicas)
 
     def remove(self, replica: str) -> None:
         """A replica is gone."""
-        self.replicas = {name: one for name, one in self.replicas.items() if name != replica}
-        self._answered_s.pop(replica, None)
-        self._complete.discard(replica)
         with self._lock:
+            self.replicas = {name: one for name, one in self.replicas.items() if name != replica}
+            self._answered_s.pop(replica, None)
+            self._complete.discard(replica)
             self._router.remove(replica)
 
     # ---- answers
@@ -66,13 +67,13 @@ class KnownReplicas:
 
     def note_answer(self, replica: str, events: StateEvents | None = None) -> None:
         """A replica has answered; `events` are the changes of its states since its answer before."""
-        if replica not in self._answered_s:
-            return
-        self._answered_s[replica] = self._clock()
-        if events is not None:
-            with self._lock:
+        with self._lock:
+            if replica not in self._answered_s:
+                return
+            self._answered_s[replica] = self._clock()
+            if events is not None:
                 is_complete = self._router.apply(events)
-            (self._complete.add if is_complete else self._complete.discard)(replica)
+                (self._complete.add if is_complete else self._complete.discard)(replica)
 
     def note_lost_answer(self, replica: str) -> None:
         """An answer, which may have had changes of states, is not read."""

@@ -2,7 +2,7 @@
 
 An engine has a context (rows, memory, the cache) and an `EngineCore`: the requests and their results. The
 core has a scheduler, a `StepRunner` and the observers. Whatever changes a request or the cache is a method
-of the core, and runs inside `EngineCore.changing`.
+of the core, and runs inside `EngineCore.changing`; `resume` has nothing to undo.
 
 dynamic_engine, arguments           the engine's calls; new requests from their arguments, checked here alone
 engine_core                         the calls that change an engine; undo of one that failed

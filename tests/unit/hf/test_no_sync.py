@@ -110,7 +110,7 @@ def _delta_gates(a: Tensor, b: Tensor, *args: Any, doubled: bool) -> tuple[Tenso
     return a.flatten(1).float(), b.flatten(1).float()
 
 
-def _like_values(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
+def _like_values(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
     return _like_first(v)
 
 

@@ -1,7 +1,7 @@
 """What is cached, where, and held by which sequence. Everything here is an integer; a host adds the tensors.
 
 A sequence calls `PrefixCache`, whose docstring lists the calls in their order. It works with one index, the
-pool of blocks and that of slots. They alone change the index:
+pool of blocks and that of slots. No module outside of this folder changes the index:
 
     prefix_cache ---- kv_block_allocator, state_slots ---- prefix_tree
       |                     |                |
