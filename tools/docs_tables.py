@@ -88,7 +88,9 @@ def gpu() -> str:
 
 def bits_cost() -> str:
     models = results("bits_h100")["models"]
-    ratios = {name: {cost["what"]: cost["ratio"] for cost in model["costs"]} for name, model in models.items()}
+    ratios = {
+        name: {cost["what"]: cost["ratio"] for cost in model["costs"]} for name, model in models.items()
+    }
     works = list(dict.fromkeys(work for found in ratios.values() for work in found))
     rows = [
         [
