@@ -5,7 +5,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -55,7 +54,7 @@ class ChatTemplate:
             optimized=False,
             finalize=_as_it_is,
         )
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # without HTML's escapes
+        environment.filters["tojson"] = _json
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         try:
             self._template = environment.from_string(source)
@@ -106,6 +105,19 @@ def _raise(message: str) -> None:
 
 def _now(form: str) -> str:
     return datetime.now().strftime(form)
+
+
+def _json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """`tojson` without HTML's escapes."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 # ---- branches in the text
