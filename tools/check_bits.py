@@ -19,7 +19,7 @@ from mambaslots.inference.kernels.operands import AttentionRows
 from torch import Tensor
 
 BEYOND = 1536
-"""Tokens of the longest sequence behind its first segment."""
+"""Tokens of the longest sequence behind its short segments."""
 _OTHER = 300
 _SEED = 17
 
@@ -46,7 +46,7 @@ def first_difference(sizes: AttentionSizes, device: torch.device) -> str:
     """Where a row has other bits than in one prefill of its whole sequence; empty where nowhere.
 
     Compared are suffixes of the prefill, decodes alone, of several tokens and in batches, beside a prefill of
-    another sequence, and beside padding, in the first segment of `attention_segments` and behind it.
+    another sequence, and beside padding, in the short segments of `attention_segments` and behind them.
     Synchronises. Rows of the KV cache that no sequence has are zeros.
 
     Returns: the case, in words.

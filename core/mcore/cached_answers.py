@@ -31,8 +31,8 @@ def crossings(context: Any) -> list[Crossing]:
         return []  # accepted drafts are not known yet when states could be copied
     start, size, ids = context.paused_request_count, context.block_size_tokens, context.request_ids
     before = context.request_kv_length_offsets[start : start + decode].tolist()  # each computes one token
-    crossed = [(row, end) for row, end in enumerate(before, start) if end % size == size - 1]
-    return [Crossing(row, int(ids[row]), end + 1) for row, end in crossed]
+    ends = enumerate((count + 1 for count in before), start)
+    return [Crossing(row, int(ids[row]), end) for row, end in ends if end % size == 0]
 
 
 def register_block(context: Any, row: int, track: RequestTrack, position: int) -> int:

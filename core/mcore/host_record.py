@@ -90,7 +90,7 @@ class HostRecord:
         """Count prompt tokens [finished, finished + length), the first `skipped` of them resumed."""
         start, stop = finished + skipped, finished + length
         self.hits += skipped > 0
-        computed = self.ledger.computed
+        computed = self.ledger.computed.copy()
         for span in self.spans.get(request_id, ()):
             computed[span.reason] += max(0, min(span.stop, stop) - max(span.start, start))
         self.ledger = TokenLedger(self.ledger.resumed + skipped, 0, computed)

@@ -98,7 +98,7 @@ def scan_gated_delta_rule(
             new, later = _replayed_chunk(inputs, replay), kept["inverses"] is not None
             written = {"destinations": None} if later else {}
             out = kernels.gated_delta_rule_replay(*step, **(kept | new | written))
-            if later and layer == len(pool) - 1:  # states after chunks of all layers, by one launch
+            if later and layer == len(pool) - 1:  # of all layers by one launch: a model runs each, in order
                 del new["starts"], new["lengths"]
                 kernels.complete_delta_chunks(pool, **_kept(replay, slice(None), **_READ_BACK), **new)
         outputs.append(out.flatten(0, 1))

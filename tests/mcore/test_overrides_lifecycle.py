@@ -236,7 +236,13 @@ def test_fault_22_the_checkpoint_rows_are_sent_and_nothing_waits() -> None:
         metadata._update_intermediate_metadata(
             *planned.get_intermediate_cpu_data(), 1, 1, cu_seqlens_gpu=metadata.cu_seqlens
         )
-    views = {"aten.lift_fresh.default", "aten.detach.default", "aten.slice.Tensor", "aten.view.dtype"}
+    views = {
+        "aten.full.default",
+        "aten.lift_fresh.default",
+        "aten.detach.default",
+        "aten.slice.Tensor",
+        "aten.view.dtype",
+    }
     assert set(operations.names) <= {"aten._to_copy.default"} | views
     assert sum("copy" in name for name in operations.names) <= 1
     assert metadata.intermediate_count == 1
@@ -257,7 +263,11 @@ def test_fault_22_the_rows_are_those_the_host_would_compute(graph: bool) -> None
     metadata._mambaslots_graph = graph
     metadata._update_intermediate_metadata(*rows)
     fields = ("intermediate_chunk_indices", "intermediate_abs_positions", "intermediate_real_count")
-    ours = [getattr(metadata, name).clone() for name in fields]
+    buffers = [getattr(metadata, f"_{name}_buffer") for name in fields]
+    sent = [getattr(metadata, name) for name in fields]
+    is_buffer = [mine.data_ptr() == buffer.data_ptr() for mine, buffer in zip(sent, buffers, strict=True)]
+    assert is_buffer == [graph] * 3  # a graph reads where it was captured
+    ours = [mine.clone() for mine in sent]
     metadata._intermediate_chunk_indices_buffer.fill_(-1)
     stock(metadata, *rows)
     assert len(ours[0]) == (metadata.max_intermediate_count if graph else metadata.intermediate_count)

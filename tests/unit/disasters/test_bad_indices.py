@@ -23,13 +23,17 @@ from torch import Tensor
 
 
 class Indices(NamedTuple):
-    """Arguments of a kernel: pools by what their slots are named by, and the indices that name them."""
+    """Arguments of a kernel: pools by what their slots are named by, and the indices that name them.
+
+    `axis` is the dimension of slots and rings.
+    """
 
     pools: tuple[str, ...]
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     slots: tuple[str, ...] = ()
     rings: tuple[str, ...] = ()
+    axis: int = 0
 
 
 SCAN = Indices(("states",), ("sources",), ("destinations", "chunk_destinations"))
@@ -58,7 +62,11 @@ TABLE = {
     "keep_delta_inputs": Indices(
         (), (), (), ("input_rows",), ("k_inputs", "v_inputs", "g_inputs", "beta_inputs")
     ),
-    "write_kv": Indices(("kv_cache",), (), ("positions",)),
+    "complete_delta_chunks": Indices(
+        ("states",), ("sources",), ("destinations",), ("input_rows",),
+        ("k_inputs", "v_inputs", "g_inputs", "beta_inputs", "inverses"), axis=1,
+    ),
+    "write_kv": Indices(("kv_cache",), (), ("positions",), axis=1),
 }  # fmt: skip
 """Every kernel that is given indices of slots, of rings of inputs, or of KV rows."""
 INDEX_NAMES = {"sources", "destinations", "input_rows", "chunk_destinations", "checkpoint_destinations"}
@@ -82,10 +90,11 @@ class Recording:
 
     def __init__(self) -> None:
         self.calls: dict[str, dict[str, Any]] = {}
+        self.noted = set(TABLE)
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(KernelSet, name)
-        if name not in TABLE:
+        if name not in self.noted:
             return function
 
         def noting(*args: Any, **named: Any) -> Any:
@@ -114,14 +123,19 @@ class SameAgain:
 def recorded() -> dict[str, dict[str, Any]]:
     """The arguments of one call of each kernel, from engines that serve."""
     recording = Recording()
-    model = ms.models.HybridLM(small_config(16, torch.float32, "GM*C"), seed=3)
+    model, half = (
+        ms.models.HybridLM(small_config(16, dtype, "GM*C"), seed=3)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
     plan = ms.CheckpointPlan.every_block(16)
     drafting = {"num_speculative_tokens": 2, "make_drafter": SameAgain}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hybrid_lm, "kernel_set", lambda device, dtype: recording)
-        for settings in (drafting, {"decode_by_replay": True}):
-            engine = small_engine(model=model, block_size_tokens=16, checkpoint_plan=plan, **settings)
-            stem, params = random_tokens(35, seed=170), ms.SamplingParams(max_tokens=9)
+        for settings in (drafting, {"decode_by_replay": True}, {"decode_by_replay": True, "model": half}):
+            recording.noted = {"complete_delta_chunks"} if "model" in settings else set(TABLE)
+            settings = {"model": model} | settings
+            engine = small_engine(block_size_tokens=16, checkpoint_plan=plan, **settings)
+            stem, params = random_tokens(35, seed=170), ms.SamplingParams(max_tokens=13)
             for _ in range(2):
                 engine.generate([[*stem, *random_tokens(n, seed=n)] for n in (3, 20)], params)
         _plain_write_kv(recording)
@@ -145,7 +159,7 @@ class Guarded:
             of: value.to(device) if isinstance(value, Tensor) else value for of, value in arguments.items()
         }
         for of in (*known.pools, *known.rings):
-            axis = 1 if of == "kv_cache" else 0
+            axis = known.axis
             pool = self.arguments[of]
             shape = list(pool.shape)
             shape[axis] += 2 * GUARD

@@ -621,7 +621,7 @@ kernel = complete_chunks_kernel
 types = dict.fromkeys(("g_inputs", "beta_inputs", "inverses", "states"), "*fp32")
 types |= dict.fromkeys(("input_rows", "sources", "destinations"), "*i64") | {"pages": "*i32"}
 types |= dict.fromkeys((name for name in kernel.arg_names if name.endswith("_stride")), "i64")
-types["rows"] = "i32"
+types |= {"rows": "i32", "groups": "i32"}
 for dtype, key_dim, value_dim in (("fp16", 24, 40), ("bf16", 24, 40), ("fp16", 16, 24)):
     constants = dict(
         heads=2, heads_of_key=1, key_dim=key_dim, value_dim=value_dim, chunk_size=64,
@@ -629,7 +629,7 @@ for dtype, key_dim, value_dim in (("fp16", 24, 40), ("bf16", 24, 40), ("fp16", 1
     )
     of_dtype = types | dict.fromkeys(("k_inputs", "v_inputs"), "*" + dtype)
     signature = {name: of_dtype.get(name, "constexpr") for name in kernel.arg_names}
-    places = [(kernel.arg_names.index(name),) for name in of_dtype if name != "rows"]
+    places = [(kernel.arg_names.index(name),) for name in of_dtype if name not in ("rows", "groups")]
     aligned = {place: [["tt.divisibility", 16]] for place in places}
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", 90, 32),
