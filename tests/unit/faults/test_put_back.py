@@ -143,8 +143,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "mamba_slot_allocator.py",
-                'if not getattr(req, "precomputed_block_hashes", True) or stop <= start:',
-                "if stop <= start:",
+                'if not getattr(req, "precomputed_block_hashes", True) or stop // block <= start // block:',
+                "if stop // block <= start // block:",
             ),
         ),
     ),
