@@ -309,6 +309,7 @@ def follow(engine: DynamicInferenceEngine) -> None:
     except BaseException as error:
         with suppress(PeerLostError):
             calls.answer(Failure(f"ended with {shown(error)[:500]}"))
+            calls.await_lost()
         raise
     finally:
         calls.close()
@@ -350,6 +351,13 @@ class _Calls:
     def answer(self, message: Outcome | Failure) -> None:
         with self._lock:
             self._link.send(message)
+
+    def await_lost(self) -> None:
+        """Wait until rank 0 says who is lost, 1 s at most: an exit may drop what has not left the process."""
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline and not any(isinstance(one, Lost) for one in self._received):
+            with self._lock:
+                self._receive(_LOOK_S)
 
     def close(self) -> None:
         self._closed.set()
