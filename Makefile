@@ -8,8 +8,8 @@ OTHER_MEGATRONS := 0.19.0
 PYTEST := pytest -p no:cacheprovider
 # Four workers, because tests of servers wait.
 SEVERAL_AT_A_TIME := -p oracle.forked_workers --forks 4
-# Forks cannot use a GPU of which their parent has asked.
-SEVERAL_ON_A_GPU := -n 6 --dist worksteal
+# Six workers a GPU. Forks cannot use one of which their parent has asked.
+SEVERAL_ON_A_GPU = -n $$((6 * gpus)) --dist worksteal
 # A test that hangs prints all stacks (pyproject.toml says after how long); here it ends its process as well.
 HANGS_END := -o faulthandler_exit_on_timeout=true
 # Workers, ranks and the processes of tests compile the package, and pytest rewrites tests, once for all of them.
@@ -66,6 +66,7 @@ test-host: $(FOR_DEV)
 test-gpus: $(FOR_DEV)
 	@gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())') && \
 	test $$gpus -ge 1 || { echo "make test-gpus needs a GPU, and torch sees none."; exit 1; }; \
+	export CUDA_VISIBLE_DEVICES=$${CUDA_VISIBLE_DEVICES:-$$(seq -s, 0 $$((gpus - 1)))}; \
 	(set -x; $(BIN)/python -m $(PYTEST) $(SEVERAL_ON_A_GPU) -m gpu tests/unit $(ARGS)) || exit 1; \
 	$(if $(ARGS),,(set -x; $(BIN)/python -m $(PYTEST) $(SEVERAL_ON_A_GPU) --poison -m "gpu and not long" $(POISONED)) || exit 1;) \
 	for ranks in $(if $(ARGS),,2 4); do \

@@ -13,6 +13,11 @@ from oracle.budget import mark_long
 from oracle.interpreter import accept_masks_of_any_integer, prepare_launches_once
 from oracle.model_kinds import KINDS, kind_of_model
 
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and (gpus := os.environ.get("CUDA_VISIBLE_DEVICES")):
+    names = gpus.split(",")  # each worker computes on another one: it comes first
+    first = int(worker.removeprefix("gw")) % len(names)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[first:] + names[:first])
+
 if not torch.cuda.is_available():  # read by triton, and by megatron-core's kernels, when they are imported
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["MAMBA_DETERMINISTIC"] = "1"  # one autotuning configuration: nothing is timed
