@@ -1,10 +1,8 @@
 """Files that are read and replaced with care, and a model's folder and JSON."""
 
 import json
-import logging
 import os
 import stat
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader, FileIO
@@ -14,32 +12,10 @@ from typing import Any
 from .validation import shown
 
 CONFIG = "config.json"
-PROGRESS_S = 2.0
-"""Seconds between two log lines of a load."""
-_BAR_WIDTH = 20
-
-logger = logging.getLogger(__name__)
 
 
 class ModelFolderError(ValueError):
     """A folder holds no model that can be loaded. The message names the file or the tensor."""
-
-
-class LoadProgress:
-    """Logs a bar of how much of a model's weights is loaded, if that takes longer than PROGRESS_S."""
-
-    def __init__(self, folder: Path, num_bytes: int) -> None:
-        self._folder, self._num_bytes = folder, num_bytes
-        self._num_loaded, self._logged_s = 0, time.monotonic()
-
-    def loaded(self, num_bytes: int) -> None:
-        """So many bytes more."""
-        self._num_loaded += num_bytes
-        if time.monotonic() > self._logged_s + PROGRESS_S:
-            self._logged_s = time.monotonic()
-            bar = "#" * int(_BAR_WIDTH * self._num_loaded / max(1, self._num_bytes))
-            loaded, total = self._num_loaded / 1e9, self._num_bytes / 1e9
-            logger.info("%s: [%-20s] %.2f of %.2f GB of weights", self._folder.name, bar, loaded, total)
 
 
 def open_regular(path: Path) -> FileIO:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..files import CONFIG, LoadProgress, ModelFolderError, check_regular, read_object, replacing
+from ..files import CONFIG, ModelFolderError, check_regular, read_object, replacing
 from ..parallel_groups import ParallelGroups, Part
 from ..validation import shown
 from .hybrid_config import HybridConfig
@@ -176,7 +176,6 @@ class SavedWeights:
                 digest = hashlib.file_digest(content, "sha256").hexdigest()
             self._file = cast(Any, safe_open(self._path, framework="pt", backend="pread"))
             self._unread = set(self._file.keys())
-            self._progress = LoadProgress(folder, self._path.stat().st_size)
         except (SafetensorError, OSError) as error:
             raise ModelFolderError(f"{self._path} is truncated or corrupt: {error}") from error
         self.name = f"weights {digest[:16]}"
@@ -216,7 +215,6 @@ class SavedWeights:
         self._unread.remove(name)
         try:
             tensor: Tensor = self._file.get_tensor(name)
-            self._progress.loaded(tensor.nbytes)
         except (SafetensorError, OSError) as error:
             raise ModelFolderError(f"{self._path} is truncated or corrupt: {error}") from error
         if tuple(tensor.shape) != shape:

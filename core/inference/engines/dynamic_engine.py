@@ -1,10 +1,13 @@
 """Continuous batching over a `DynamicInferenceContext`."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, get_args
+
+from tqdm import tqdm
 
 from ...cache_stats import EngineStats
 from ...config import InferenceConfig
@@ -18,7 +21,7 @@ from ..contexts.request import NO_ID, DynamicInferenceRequest, GeneratedToken
 from .arguments import Prompt, RequestFactory, Salt, agreed_salt_key, checked_drafter, named_prompts, one_each
 from .drafter import Drafter
 from .engine_core import EngineCore
-from .engine_observer import EngineObserver, ProgressLine, StepReport
+from .engine_observer import EngineObserver, StepReport
 from .model_protocol import Model
 from .step_runner import describe_steps
 from .streams import RequestSource, TokenStream
@@ -271,7 +274,7 @@ class DynamicInferenceEngine:
         Args:
             prompts: a list of prompts, each as `add_request` takes it.
             sampling_params, cache_salt, checkpoint_plan: one value for all prompts, or a list of one each.
-            progress: whether a line on stderr says how many requests are done, and how many tokens there are.
+            progress: whether a bar on stderr shows how many requests are done, and how many tokens there are.
 
         Returns:
             The results, in the order of the prompts.
@@ -342,18 +345,18 @@ class DynamicInferenceEngine:
         self, requests: Sequence[DynamicInferenceRequest], progress: bool = False, *, is_users: bool = True
     ) -> list[RequestResult]:
         """Add new requests and serve them to the end."""
-        line = ProgressLine(requests) if boolean("progress", progress) else None
+        hidden = not boolean("progress", progress) or sys.stderr is None
         try:
             for request in requests:
                 self.factory.assign_id(request, is_users=is_users, owned=True)
                 self._apply(self.core.add, request)
-            for request in requests:
-                while request.result is None:
-                    self._advance()
-                    if line is not None:
-                        line.show()
-            if line is not None:
-                line.show(last=True)
+            with tqdm(total=len(requests), unit="request", disable=hidden) as bar:
+                for request in requests:
+                    while request.result is None:
+                        self._advance()
+                        if not hidden:
+                            bar.set_postfix(tokens=sum(each.num_new for each in requests), refresh=False)
+                            bar.update(sum(each.result is not None for each in requests) - bar.n)
             return [request.result for request in requests if request.result is not None]
         except BaseException as error:
             for request in requests:

@@ -1,11 +1,8 @@
-"""What a step did, and observers of an engine: a monitor, a trace, a line of progress."""
+"""What a step did, and observers of an engine: a monitor, a trace."""
 
 import logging
-import sys
-import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -112,29 +109,3 @@ class Observers:
             except Exception:
                 logger.exception("%s of observer %s failed; it is dropped", call, shown(observer))
                 self.known = tuple(known for known in self.known if known is not observer)
-
-
-class ProgressLine:
-    """How far a call of `generate` or `score` is, on one line of stderr; errors of stderr are ignored."""
-
-    def __init__(self, requests: Sequence[DynamicInferenceRequest]) -> None:
-        self._requests = requests
-        self._start_s = self._shown_s = time.monotonic()
-
-    def show(self, *, last: bool = False) -> None:
-        """Write the line, at most each 0.1 s on a terminal, else each 10 s; the last one in any case."""
-        now_s = time.monotonic()
-        with suppress(OSError, ValueError, AttributeError):  # closed, a broken pipe, no stderr
-            on_terminal = sys.stderr.isatty()
-            if not last and now_s - self._shown_s < (0.1 if on_terminal else 10.0):
-                return
-            self._shown_s = now_s
-            seconds = now_s - self._start_s
-            num_done = sum(request.result is not None for request in self._requests)
-            num_tokens = sum(request.num_new for request in self._requests)
-            sys.stderr.write(
-                f"{num_done:,} of {len(self._requests):,} done, {num_tokens:,} tokens generated, "
-                f"{seconds:,.1f} s, {num_tokens / max(seconds, 1e-9):,.0f} tokens/s   "
-                + ("\r" if on_terminal and not last else "\n")
-            )
-            sys.stderr.flush()

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-from mambaslots import files, hf  # noqa: E402
+from mambaslots import hf  # noqa: E402
 from oracle.hf_folders import (  # noqa: E402
     INDEX,
     WHOLE,
@@ -121,17 +122,17 @@ def test_a_model_without_its_embeddings_may_have_the_head_that_they_are_tied_to(
     assert_equal(hf.load(tmp_path).model, reference_model("granitemoehybrid dense"))
 
 
-def test_a_load_that_takes_long_logs_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_load_that_takes_long_shows_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from mambaslots.hf import weights
+
     save_model(MOE, tmp_path)
-    monkeypatch.setattr(files, "PROGRESS_S", -1.0)
-    with caplog.at_level(logging.INFO, "mambaslots.files"):
-        hf.load(tmp_path)
-    bars = [message.partition("[")[2].partition("]")[0].rstrip() for message in caplog.messages]
-    assert bars == sorted(bars)
-    assert bars[-1] == "#" * 20
-    assert caplog.messages[-1].endswith(" GB of weights")
+    monkeypatch.setattr(weights, "PROGRESS_S", 0.0)
+    hf.load(tmp_path)
+    shown = re.findall(r"(\d+)%\|", capsys.readouterr().err)
+    assert list(map(int, shown)) == sorted(map(int, shown))
+    assert shown[-1] == "100"
 
 
 def test_a_conversion_of_another_kind_is_refused() -> None:

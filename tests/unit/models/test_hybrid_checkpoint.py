@@ -7,7 +7,6 @@ from pathlib import Path
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots import files
 from mambaslots.models import HybridConfig, HybridLM
 from oracle.recurrent_lm import RecurrentLM
 from safetensors.torch import load, load_file, save_file
@@ -192,17 +191,3 @@ def test_what_never_ends_is_not_read(folder: Path, name: str, target: str) -> No
         ValueError, match=rf"{name} cannot be read: it is no file; accepted: a file, or a link"
     ):
         ms.load(folder)
-
-
-def test_a_load_that_takes_long_logs_how_far_it_is(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO"):
-        model = HybridLM.from_pretrained(folder)
-        assert caplog.messages == []
-        monkeypatch.setattr(files, "PROGRESS_S", -1.0)
-        HybridLM.from_pretrained(folder)
-    assert len(caplog.messages) == len(list(model.parameters()))
-    assert caplog.messages[-1].startswith("one: [###################")
-    sizes = [float(message.split()[-6]) for message in caplog.messages]
-    assert sizes == sorted(sizes)
