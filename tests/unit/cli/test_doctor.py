@@ -9,6 +9,7 @@ import torch
 from mambaslots.cli import doctor
 from mambaslots.cli.main import main
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
+from mambaslots.inference.contexts.step_inputs import StepInputs
 from mambaslots.models import HybridLM
 from mambaslots.version import NEWEST_TESTED, untested
 from packaging.requirements import Requirement
@@ -17,9 +18,8 @@ TORCH = importlib.metadata.version("torch")
 
 
 @pytest.fixture
-def _short_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "PROMPT", doctor.BLOCK - 9)
-    monkeypatch.setattr(doctor, "ANSWER", 12)
+def _model_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "check_model", lambda model: "not checked")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -39,22 +39,20 @@ def test_the_doctor_says_what_is_there_and_works(
     assert all(check["passed"] for check in findings["checks"])
 
 
-@pytest.mark.usefixtures("_short_prompt")
+class Off(HybridLM):
+    """Decodes are off by a little."""
+
+    def __call__(self, inputs: StepInputs) -> torch.Tensor:
+        return super().__call__(inputs) * (1 + 1e-6 * (inputs.num_decodes > 0))
+
+
 def test_a_model_that_computes_something_else_does_not_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = doctor.small_model
-
-    def off_by_a_little(device: torch.device, dtype: torch.dtype, like: HybridLM | None = None) -> HybridLM:
-        model = made(device, dtype, like)
-        if like is not None:
-            model.lm_head.mul_(1 + 1e-6)
-        return model
-
-    monkeypatch.setattr(doctor, "small_model", off_by_a_little)
+    monkeypatch.setattr(doctor, "HybridLM", Off)
     assert main(["doctor", "--device", "cpu"]) == 1
     printed = capsys.readouterr().out
-    assert "WRONG answers agree with float64" in printed
+    assert "WRONG the self-test runs to its end: ModelError: DECODE DIFFERS" in printed
     assert printed.splitlines()[-1] == "does not work"
 
 
@@ -70,21 +68,20 @@ def test_newer_versions_than_the_tested_ones_are_named(monkeypatch: pytest.Monke
     assert untested() == [f"torch {TORCH} (newest tested: 2.10)"]
 
 
-@pytest.mark.usefixtures("_short_prompt")
+@pytest.mark.usefixtures("_model_unchecked")
 def test_a_cache_that_misses_does_not_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(PrefixCache, "commit", lambda cache, step: (cache.slots.release(), {})[1])
     assert main(["doctor", "--device", "cpu"]) == 1
-    assert "WRONG its repeat and its continuation resume" in capsys.readouterr().out
+    assert "WRONG a repeated prompt resumes: 0 of 100 tokens" in capsys.readouterr().out
 
 
 def test_an_error_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fail(*arguments: object, **more: object) -> None:
         raise RuntimeError("no kernel image\nis available")
 
-    monkeypatch.setattr(doctor, "small_engine", fail)
-    monkeypatch.setattr(doctor, "small_engine", fail)
+    monkeypatch.setattr(doctor, "small_model", fail)
     assert main(["doctor", "--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert "  nothing: RuntimeError: no kernel image is available\n" in printed
