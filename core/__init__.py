@@ -72,38 +72,8 @@ __all__ = [
     "EngineDeadError",
 ]  # fmt: skip
 
-_CONTEXTS, _ENGINES = "inference.contexts", "inference.engines"
-_NAMES_OF_MODULES = {
-    "cache_stats": "COMPUTE_REASONS EngineStats SpeculationStats",
-    "config": "InferenceConfig",
-    "errors": ("EngineDeadError KVBlockCapacityError MambaSlotCapacityError QueueFullError"),
-    f"{_CONTEXTS}.cache.checkpoint_plan": "CheckpointPlan",
-    f"{_CONTEXTS}.cache.eviction": "EvictionPolicy",
-    f"{_CONTEXTS}.cache.hashing": "PrefixHashChain",
-    f"{_CONTEXTS}.cache.kv_block_allocator": "KVBlockAllocator",
-    f"{_CONTEXTS}.cache.paths": "PathStep",
-    f"{_CONTEXTS}.cache.prefix_cache": "PrefixCache",
-    f"{_CONTEXTS}.mamba_slot_allocator": "MambaSlotAllocator",
-    f"{_CONTEXTS}.step_inputs": "StepInputs",
-    f"{_ENGINES}.async_engine": "AsyncEngine",
-    f"{_ENGINES}.drafter": "Drafter NgramDrafter",
-    f"{_ENGINES}.dynamic_engine": "DynamicInferenceEngine",
-    f"{_ENGINES}.engine_observer": "EngineObserver StepReport",
-    f"{_ENGINES}.model_protocol": "Model",
-    f"{_ENGINES}.streams": "TokenStream",
-    "inference.kernels.kernel_set": "kernel_set",
-    "inference.kernels.operands": "AttentionRows",
-    "llm": "Completion LLM",
-    "loaded_model": "LoadedModel load",
-    "parallel_groups": "ParallelGroups",
-    "request": "RequestResult SamplingParams",
-    "state_spec": "HybridStateSpec StateTensor gated_delta_net_states mamba2_states short_conv_states",
-    "text": "TextCodec",
-}
-
-
 if not TYPE_CHECKING:  # a type checker would accept any name
-    __getattr__ = importer(globals(), _NAMES_OF_MODULES, ("hf", "models", "testing", "text"))
+    __getattr__ = importer(globals())
 
 
 def __dir__() -> list[str]:

@@ -1,28 +1,26 @@
 """Public names of a package that are imported at their first use."""
 
-from collections.abc import Callable, Mapping
+import ast
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
-def importer(
-    namespace: dict[str, Any], names_of_modules: Mapping[str, str], packages: tuple[str, ...] = ()
-) -> Callable[[str], Any]:
+def importer(namespace: dict[str, Any]) -> Callable[[str], Any]:
     """The `__getattr__` of the package whose globals are `namespace`.
 
-    `names_of_modules`: module of the package -> its public names, separated by blanks. `packages`: those of
-    the package that are public themselves. AttributeError: neither has the name.
+    It makes the imports of the package's block `if TYPE_CHECKING:`, each when its name is first read.
     """
-    package = namespace["__name__"]
-    sources = {name: module for module, names in names_of_modules.items() for name in names.split()}
+    package, source = namespace["__name__"], Path(namespace["__file__"]).read_text()
+    block: Any = next(each for each in ast.parse(source).body if isinstance(each, ast.If))
+    module_of = {alias.name: node.module for node in block.body for alias in node.names}
 
     def imported(name: str) -> Any:
-        if name in sources:
-            namespace[name] = getattr(import_module(f"{package}.{sources[name]}"), name)
-        elif name in packages:
-            namespace[name] = import_module(f"{package}.{name}")
-        else:
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = import_module(f"{package}.{module_of[name] or name}")
+        namespace[name] = getattr(module, name) if module_of[name] else module
         return namespace[name]
 
     return imported

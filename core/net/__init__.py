@@ -44,19 +44,4 @@ __all__ = [
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # a type checker would accept any name
-    __getattr__ = importer(
-        globals(),
-        {
-            "lockstep.following": "follow",
-            "lockstep.leading_engine": "LeadingEngine",
-            "prefill_decode.disaggregated_engine": "DisaggregatedEngine",
-            "prefill_decode.prefill_worker": "PrefillWorker",
-            "routing.state_publisher": "StatePublisher",
-            "routing.state_router": "StateRouter",
-            "transfer.exports": "export_prefixes",
-            "transfer.files": "load_prefixes save_prefixes",
-            "transfer.hand_over": "TransferChannel",
-            "transfer.imports": "import_prefixes",
-            "transfer.shard": "decode_prefixes encode_prefixes",
-        },
-    )
+    __getattr__ = importer(globals())
