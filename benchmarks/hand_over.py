@@ -74,7 +74,6 @@ class Side:
             max_sequence_length=longest + self.block,
             num_kv_blocks=longest // self.block + 2,
             num_mamba_slots=8,
-            checkpoint_plan=ms.CheckpointPlan(step_ends=False),
         )
         model = ms.models.HybridLM(config, seed=0, device=device)
         self.engine = ms.DynamicInferenceEngine(model, settings)

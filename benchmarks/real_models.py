@@ -25,6 +25,7 @@ from typing import Any
 import mambaslots as ms
 import torch
 from support.command_line import add_count, add_device, make_parser
+from support.no_states import NoStates
 from torch import Tensor
 
 CONFIGS = Path(__file__).parents[1] / "tests/unit/hf/configs"
@@ -138,7 +139,7 @@ class Bench:
         rows = []
         engine = self.engine(1, self.length + 4 * BLOCK, None)
         every = ms.CheckpointPlan(prefill_interval=BLOCK)
-        none = ms.CheckpointPlan(tail=False, branch=False, step_ends=False, decode="off")
+        none = NoStates()
         one = ms.SamplingParams(max_tokens=1)
         for what, plan in (
             ("whole prompt", every), ("the same, without states", none), ("resumed", every)

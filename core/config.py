@@ -164,7 +164,6 @@ class InferenceConfig:
                     f"max_tokens_per_step is {self.max_tokens_per_step}; accepted: at least "
                     f"block_size_tokens ({self.block_size_tokens})"
                 )
-            self.checkpoint_plan.check_useful()
             self.checkpoint_plan.check_block_size(self.block_size_tokens)
 
     def _check_tiers(self) -> None:
@@ -231,12 +230,10 @@ _WITHOUT_SLOTS = "; to serve without state slots, set enable_prefix_caching=Fals
 
 
 PLAN_SYNTAX = (
-    "parts of CheckpointPlan, separated by commas, over the defaults: tail, branch, step_ends (no-tail, "
-    "no-branch, no-step_ends switch off), decode=rolling|off|N, prefill_interval=N, marks=N+N; every=N is "
-    "decode=N,prefill_interval=N"
+    "fields of CheckpointPlan, separated by commas, over the defaults: decode=rolling|off|N, "
+    "prefill_interval=N, marks=N+N; every=N is decode=N,prefill_interval=N"
 )
 """The syntax of `parse_plan`, for a help text."""
-_PLAN_SWITCHES = ("tail", "branch", "step_ends")
 _PLAN_NUMBERS = {
     "every": ("decode", "prefill_interval"),
     "decode": ("decode",),
@@ -252,14 +249,12 @@ def parse_plan(spec: str) -> CheckpointPlan:
     """
     settings: dict[str, object] = {}
     for part in filter(None, (word.strip() for word in spec.split(","))):
-        name, equals, text = part.partition("=")
-        name, switch = name.strip(), name.strip().removeprefix("no-")
+        name, _, text = part.partition("=")
+        name = name.strip()
         numbers = [int(number) if number.strip().isdecimal() else None for number in text.split("+")]
         value: object = numbers[0]
         names = _PLAN_NUMBERS.get(name, ()) if len(numbers) == 1 and value is not None else ()
-        if not equals and switch in _PLAN_SWITCHES:
-            names, value = (switch,), switch == name
-        elif name == "decode" and text in ("rolling", "off"):
+        if name == "decode" and text in ("rolling", "off"):
             names, value = (name,), text
         elif name == "marks" and None not in numbers:
             names, value = (name,), tuple(numbers)
@@ -277,9 +272,7 @@ def shown_plan(plan: CheckpointPlan) -> str:
     words = []
     for each in fields(plan):
         value = getattr(plan, each.name)
-        if each.name in _PLAN_SWITCHES:
-            words += [each.name] if value else [f"no-{each.name}"] if each.default else []
-        elif each.name == "marks":
+        if each.name == "marks":
             words += [f"{each.name}={'+'.join(map(str, value))}"] if value else []
         elif value is not None:
             words.append(f"{each.name}={value}")

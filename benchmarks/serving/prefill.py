@@ -9,9 +9,10 @@ import mambaslots as ms
 import torch
 from serving.limits import Products, time_ms
 from serving.models import BLOCK, ServingModel
+from support.no_states import NoStates
 
 ONE = ms.SamplingParams(max_tokens=1)
-NO_STATES = ms.CheckpointPlan(tail=False, branch=False, step_ends=False, decode="off")
+NO_STATES = NoStates()
 PAUSE_S = 0.1
 EVERY_BLOCK = ms.CheckpointPlan(prefill_interval=BLOCK)
 

@@ -119,7 +119,6 @@ def install(
         ImportError: megatron-core is missing.
     """
     plan = instance("plan", CheckpointPlan() if plan is None else plan, CheckpointPlan)
-    plan.check_useful()
     if eviction is not None:
         eviction = checked_policy("eviction", eviction)
         if isinstance(eviction, EvictionPolicy):

@@ -89,7 +89,7 @@ def test_every_context_is_reported_and_one_that_is_gone_keeps_its_counts() -> No
     assert "  context 3: requests 2, prompt tokens 50, resumed 24 (hit rate 48.0%), computed 26" in lines
     assert "    computed by reason: never_seen 25, partial_block 1" in lines
     assert [each["num_requests"] for each in written["contexts"]] == [0, 1, 2]
-    assert written["plan"] == "tail,branch,step_ends,decode=rolling"
+    assert written["plan"] == "decode=rolling"
 
 
 def test_a_context_that_resumes_is_counted_once() -> None:

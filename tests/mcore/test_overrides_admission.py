@@ -14,6 +14,7 @@ from mambaslots.mcore.recurrence import BLOCK, WIDTH, RecurrentHost, make_contex
 from mcore_rig import cpu_as_gpu, free_blocks
 from mcore_rig.cuda_on_cpu import kernels_on_cpu
 from megatron.core.inference.contexts import dynamic_context
+from oracle.plans import SwitchedPlan
 from torch import Tensor
 
 
@@ -250,7 +251,7 @@ def test_fault_16_the_end_of_a_chunk_on_a_boundary_is_captured() -> None:
 
 
 def test_fault_17_the_divergence_counts_blocks_of_earlier_chunks() -> None:
-    plan = ms.CheckpointPlan(tail=False, step_ends=False, decode="off")
+    plan = SwitchedPlan(tail=False, step_ends=False, decode="off")
     prompt = tokens(6 * BLOCK, seed=17)
     branch = prompt[: 5 * BLOCK] + tokens(2 * BLOCK, seed=18)
     with mambaslots.mcore.installed(plan=plan):

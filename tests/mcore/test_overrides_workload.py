@@ -10,6 +10,7 @@ import pytest
 from mambaslots.mcore.recurrence import BLOCK, KV_BLOCK_BYTES, RecurrentHost, make_context, tokens
 from mcore.async_host import AsyncHost
 from mcore_rig import cpu_as_gpu
+from oracle.plans import SwitchedPlan
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -115,7 +116,7 @@ PAUSES = {"blocks": 14, "slots": 4, "paused_buffer_size_gb": 3 * KV_BLOCK_BYTES 
 @pytest.mark.parametrize("traffic", [legacy_traffic, async_traffic])
 def test_states_and_kv_are_right_after_every_step(traffic: Callable[..., RecurrentHost], seed: int) -> None:
     sizes: dict[str, Any] = [{}, {"slots": 2}, PAUSES, {"policy": "ref_zero"}][seed % 4]
-    plans = [None, ms.CheckpointPlan.every_block(BLOCK), ms.CheckpointPlan(decode="off", branch=False)]
+    plans = [None, ms.CheckpointPlan.every_block(BLOCK), SwitchedPlan(decode="off", branch=False)]
     with mambaslots.mcore.installed(plan=plans[seed % 3]):
         host = traffic(seed, 60, **sizes)
         host.check_idle()

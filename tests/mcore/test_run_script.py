@@ -51,17 +51,17 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_the_options_are_those_of_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--plan",
-        "no-tail,decode=64",
+        "decode=64",
         "--eviction",
         "lru",
         "--no-answers",
     ]
     assert main([*words, script(tmp_path, "")]) == 0
     settings = HostSlotAllocator.settings
-    assert settings.plan == ms.CheckpointPlan(tail=False, decode=64)
+    assert settings.plan == ms.CheckpointPlan(decode=64)
     assert (settings.eviction, settings.cache_answers) == ("lru", False)
     line, _ = said(capsys)
-    assert line.endswith("plan: no-tail,branch,step_ends,decode=64; answers are not cached")
+    assert line.endswith("plan: decode=64; answers are not cached")
 
 
 def test_arguments_after_the_script_are_the_scripts(tmp_path: Path) -> None:
@@ -79,11 +79,11 @@ def test_arguments_after_the_script_are_the_scripts(tmp_path: Path) -> None:
     [
         ([], "the following arguments are required: SCRIPT"),
         (["none.py"], "argument SCRIPT: none.py is no file"),
-        (["--plan", "x=1", "a.py"], "argument --plan: plan has 'x=1'; accepted: parts of CheckpointPlan"),
+        (["--plan", "x=1", "a.py"], "argument --plan: plan has 'x=1'; accepted: fields of CheckpointPlan"),
         (["--plan", "decode=0", "a.py"], "argument --plan: decode is 0; accepted: 'rolling' or 'off'"),
         (
             ["--plan", "states=4", "a.py"],
-            "argument --plan: plan has 'states=4'; accepted: parts of CheckpointPlan",
+            "argument --plan: plan has 'states=4'; accepted: fields of CheckpointPlan",
         ),
         (
             ["--json", "/no/x.json", __file__],
@@ -103,14 +103,6 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"mambaslots.mcore: {message}")
     assert line.endswith("usage: python -m mambaslots.mcore [OPTIONS] SCRIPT [ARGUMENTS...]")
-
-
-def test_a_plan_that_the_host_cannot_serve_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--plan", "no-tail,no-branch,no-step_ends,decode=off", script(tmp_path, "")]) == 2
-    (line,) = said(capsys)
-    assert line.startswith("mambaslots.mcore: error: checkpoint_plan is CheckpointPlan(tail=False,")
 
 
 def test_version_and_help_are_printed_without_a_script(capsys: pytest.CaptureFixture[str]) -> None:

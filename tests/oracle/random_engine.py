@@ -6,6 +6,7 @@ from random import Random
 
 import mambaslots as ms
 from mambaslots.inference.engines.model_protocol import Model
+from oracle.plans import SwitchedPlan
 
 from .faulty_copies import make_faulty
 from .ledger import Entry
@@ -54,7 +55,7 @@ def random_plan(random: Random, block: int, longest: int = LONGEST_PROMPT) -> ms
     def positions(most: int) -> tuple[int, ...]:
         return tuple(random.randint(0, longest) for _ in range(random.randint(0, most)))
 
-    return ms.CheckpointPlan(
+    return SwitchedPlan(
         branch=random.random() < 0.7,
         step_ends=random.random() < 0.7,
         decode=random.choice(["rolling", "rolling", "off", block, 2 * block]),

@@ -8,6 +8,7 @@ import mambaslots as ms
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from oracle.plans import SwitchedPlan
 from oracle.serving import TOLERANCE, expected_answer, oracle_of, random_tokens, small_engine, small_model
 
 BLOCK = 8
@@ -27,7 +28,7 @@ class Asked(NamedTuple):
 
 
 plans = st.builds(
-    ms.CheckpointPlan,
+    SwitchedPlan,
     step_ends=st.booleans(),
     branch=st.booleans(),
     decode=st.sampled_from(["rolling", "off", BLOCK, 2 * BLOCK]),

@@ -278,10 +278,10 @@ class PlanSpecs:
             "+",
         )
         names = (
-            "tail", "no-tail", "branch", "step_ends", "decode=rolling",
+            "tail", "decode=rolling",
             "decode=off",
             *(f"{name}={random.choice(numbers)}" for name in (
-                "decode", "every", "prefill_interval", "marks", "tail", "no-tail",
+                "decode", "every", "prefill_interval", "marks", "tail",
             )),
             random.choice(TEXTS),
         )  # fmt: skip

@@ -75,9 +75,6 @@ SAMPLING_ARGUMENTS: dict[str, Bad] = {
     "num_given_tokens": bad.integer(0, 15),  # less than the default of `max_tokens`
 }
 PLAN_ARGUMENTS: dict[str, Bad] = {
-    "tail": bad.boolean(),
-    "branch": bad.boolean(),
-    "step_ends": bad.boolean(),
     "decode": bad.integer(1, INT32_MAX).also("Rolling", "on", np.array(["off", "off"])),
     "prefill_interval": bad.integer(1, INT32_MAX, optional=True),
     "marks": bad.ids(0, INT32_MAX, good=(8,)),
@@ -159,7 +156,6 @@ def test_a_spec_keeps_shapes_as_tuples_of_ints() -> None:
         ({"num_kv_blocks": None, "num_mamba_slots": None, "total_gb": 1e300}, "total_gb"),
         ({"checkpoint_plan": ms.CheckpointPlan(decode=12)}, "decode"),
         ({"checkpoint_plan": ms.CheckpointPlan(prefill_interval=12)}, "prefill_interval"),
-        ({"checkpoint_plan": ms.CheckpointPlan(False, False, False, "off")}, "checkpoint_plan"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(overrides: dict[str, Any], named: str) -> None:

@@ -131,8 +131,8 @@ def test_options_are_fields_of_the_configuration() -> None:
 def test_the_policy_and_the_plan_of_a_cache_are_options(tmp_path: Path) -> None:
     sizes = ("--num-mamba-slots", "7", "--num-kv-blocks", "99")
     tiers = ("--host-gb", "0.5", "--disk", f"{tmp_path}:2")
-    config = config_of(*sizes, *tiers, "--plan", "every=64,no-tail", "--eviction", "lru")
-    assert (config.checkpoint_plan.decode, config.checkpoint_plan.tail) == (64, False)
+    config = config_of(*sizes, *tiers, "--plan", "every=64", "--eviction", "lru")
+    assert (config.checkpoint_plan.decode, config.checkpoint_plan.prefill_interval) == (64, 64)
     assert (config.eviction_policy, config.host_cache_gb) == ("lru", 0.5)
     assert config.disk_cache == (str(tmp_path), 2.0)
     (tmp_path / "mine.py").write_text(
@@ -140,7 +140,7 @@ def test_the_policy_and_the_plan_of_a_cache_are_options(tmp_path: Path) -> None:
     )
     plan = config_of(*sizes, "--plan", f"{tmp_path}/mine.py:Mine").checkpoint_plan
     assert type(plan).__name__ == "Mine"
-    with pytest.raises(ValueError, match="plan has 'x'; accepted: parts of CheckpointPlan"):
+    with pytest.raises(ValueError, match="plan has 'x'; accepted: fields of CheckpointPlan"):
         config_of(*sizes, "--plan", "x")
     with pytest.raises(SystemExit):
         config_of(*sizes, "--disk", "2")

@@ -21,6 +21,7 @@ from mambaslots.net.transfer.format import TransferError
 from mambaslots.net.transfer.placement import ImportReport, Placement
 from oracle.cached_prefixes import assert_cache_is_right
 from oracle.disaggregated import Place, answers, run
+from oracle.plans import SwitchedPlan
 from oracle.serving import random_tokens, resumable, serve_checked, small_model
 from oracle.transfers import engine_of, maps_of, receive_once, send_once, with_forest
 from oracle.workload import assert_idle
@@ -112,7 +113,7 @@ def test_kv_that_came_without_a_state_is_a_miss(way: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("way", list(WAYS))
 def test_only_the_depths_that_have_states_are_resumed(way: str, tmp_path: Path) -> None:
     """An exporter that took one state a prompt: forks above it have KV here, and no state."""
-    plan = ms.CheckpointPlan(branch=False, step_ends=False, decode="off")
+    plan = SwitchedPlan(branch=False, step_ends=False, decode="off")
     source, target = engine_of(checkpoint_plan=plan), engine_of(checkpoint_plan=plan)
     serve_checked(source, [[*HEAD, 7, 8]], length=1)
     assert WAYS[way](source, target, tmp_path).imported.states == 1

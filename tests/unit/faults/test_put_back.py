@@ -217,7 +217,7 @@ FAULTS = {
         (
             (
                 POLICIES + "checkpoint_plan.py",
-                "if self.step_ends and stop % block == 0:",
+                "if stop % block == 0:",
                 "if False:",
             ),
         ),

@@ -18,6 +18,7 @@ import torch
 from mambaslots.inference.kernels import state_copy
 from mambaslots.mcore.slot_allocator import HostSlotAllocator, Settings
 from oracle.context_driver import BLOCK, make_context, make_request, prefill, run, schedule
+from oracle.plans import SwitchedPlan
 from oracle.serving import random_tokens, serve_checked, small_engine
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,7 +39,7 @@ def test_fault_01_a_repeat_of_length_1_mod_block_resumes_from_a_boundary_that_ha
 @pytest.mark.usefixtures("kind")
 def test_fault_02_a_continuation_chunk_skips_no_token_on_a_kv_match_alone() -> None:
     context, prompt = make_context(), random_tokens(60, seed=1)
-    tail_only = ms.CheckpointPlan(step_ends=False, branch=False)
+    tail_only = SwitchedPlan(step_ends=False, branch=False)
     prefill(context, make_request(prompt, tail_only))
     request = make_request(prompt[:50], tail_only)  # its blocks are known, no state lies within them
     chunks = [schedule(context, request, budget=16)]
@@ -266,7 +267,7 @@ def test_fault_14_a_suspended_context_holds_no_pool_and_a_resumed_one_holds_one(
 @pytest.mark.usefixtures("kind")
 def test_fault_16_a_boundary_that_is_a_chunk_end_is_captured() -> None:
     context, prompt = make_context(), random_tokens(44, seed=1)
-    prefill(context, make_request(prompt, ms.CheckpointPlan(tail=False, branch=False)), budget=16)
+    prefill(context, make_request(prompt, SwitchedPlan(tail=False, branch=False)), budget=16)
     assert context.admission.match(make_request([*prompt[:32], 1])).resume_tokens == 32
     slots = host_allocator()
     slots.compute_and_store_offsets(host_request(14), 0, 0, 8, 0, [], 2)
@@ -292,7 +293,7 @@ def test_fault_18_what_an_answer_computed_is_there_for_the_next_turn() -> None:
 @pytest.mark.usefixtures("kind")
 def test_fault_19_a_kv_match_refreshes_no_state_that_was_not_consumed() -> None:
     context = make_context(num_mamba_slots=2, max_requests=4, eviction_policy="lru")
-    plan = ms.CheckpointPlan(step_ends=False, branch=False, decode="off")
+    plan = SwitchedPlan(step_ends=False, branch=False, decode="off")
     shallow, other = random_tokens(9, seed=1), random_tokens(9, seed=2)
     prefill(context, make_request(shallow, plan))
     prefill(context, make_request(other, plan))
@@ -354,7 +355,7 @@ def test_fault_21_a_hosts_commit_is_the_same_few_copies_for_one_state_or_many() 
     def copies(states: int) -> Counter[str]:
         slots = host_allocator(slots=20)
         marks = tuple(4 * (i + 1) for i in range(states))
-        slots._plan = ms.CheckpointPlan(tail=False, step_ends=False, branch=False, marks=marks)
+        slots._plan = SwitchedPlan(tail=False, step_ends=False, branch=False, marks=marks)
         slots.compute_and_store_offsets(host_request(40), 0, 0, 40, 0, [], 10)
         counts = slots._intermediate_counts_cpu[:1].tolist()
         slots.context.mamba_metadata.intermediate_count = sum(counts)

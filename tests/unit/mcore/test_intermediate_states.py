@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from oracle.fake_host import Chunk, FakeHost, FakeRequest, durable, same_bytes
+from oracle.plans import SwitchedPlan
 
 
 def make(max_slots=8, **host):
@@ -97,7 +98,7 @@ def test_a_host_whose_blocks_are_off_its_ssd_chunk_is_warned_once_and_served(nam
 
 
 def test_a_plan_without_step_ends_still_keeps_the_end_of_its_prompt():
-    host, slots = make(optional={"checkpoint_plan": CheckpointPlan(step_ends=False)})
+    host, slots = make(optional={"checkpoint_plan": SwitchedPlan(step_ends=False)})
     request = prompt(1, 12)
     for length, block in ((4, -1), (4, 2), (4, 3)):  # boundary 4 is no one's, 8 and 12 are the tail
         host.plan(slots, Chunk(request, 0, 0, length), [1, 2, 3])
@@ -179,7 +180,7 @@ def test_a_row_is_the_plans_boundaries_on_the_kernels_grid(data):
     grid = data.draw(st.sampled_from([1, 2, 4]))
     plan = data.draw(
         st.builds(
-            CheckpointPlan,
+            SwitchedPlan,
             tail=st.booleans(),
             branch=st.booleans(),
             step_ends=st.booleans(),

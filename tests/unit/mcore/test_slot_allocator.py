@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from oracle.fake_host import CONV_SHAPE, SSM_SHAPE, Chunk, FakeHost, FakeRequest, durable, same_bytes
+from oracle.plans import SwitchedPlan
 
 
 def make(max_slots=3, **host):
@@ -258,7 +259,7 @@ def test_whatever_is_committed_is_the_state_after_the_tokens_of_its_block(data, 
     host = FakeHost(num_blocks=24, names=names, chunk=chunk, optional=scratch)
     host.optional["checkpoint_plan"] = data.draw(
         st.builds(
-            CheckpointPlan,
+            SwitchedPlan,
             tail=st.booleans(),
             branch=st.booleans(),
             step_ends=st.booleans(),

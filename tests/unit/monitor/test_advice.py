@@ -7,6 +7,7 @@ import mambaslots as ms
 import pytest
 from mambaslots.monitor import Monitor, advice
 from mambaslots.monitor import monitor as monitor_module
+from oracle.plans import SwitchedPlan
 from oracle.serving import random_tokens, small_engine
 
 PARAMS = ms.SamplingParams(max_tokens=1)
@@ -65,7 +66,7 @@ def test_kv_that_is_evicted_asks_for_blocks() -> None:
 
 def test_states_that_no_plan_takes_ask_for_marks() -> None:
     """All prompts continue one text at its end, where the plan takes nothing."""
-    plan = ms.CheckpointPlan(tail=False, branch=False, step_ends=False, decode="off", marks=(8,))
+    plan = SwitchedPlan(tail=False, branch=False, step_ends=False, decode="off", marks=(8,))
     (warning,) = warned([TEXTS[0]], checkpoint_plan=plan, repeats=40)
     assert "state_not_taken" in warning
     assert "CheckpointPlan.marks" in warning
@@ -74,7 +75,7 @@ def test_states_that_no_plan_takes_ask_for_marks() -> None:
 
 def test_branches_that_are_seen_first_again_and_again_ask_for_marks() -> None:
     branches = [TEXTS[0][:32] + text[:9] for text in TEXTS[1:]]
-    plan = ms.CheckpointPlan(tail=False, branch=False, step_ends=False, decode="off", marks=(8,))
+    plan = SwitchedPlan(tail=False, branch=False, step_ends=False, decode="off", marks=(8,))
     warnings = warned([TEXTS[0], *branches], checkpoint_plan=plan, repeats=1)
     assert any("branch_first_seen" in warning and "marks" in warning for warning in warnings)
 

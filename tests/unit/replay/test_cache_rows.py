@@ -35,8 +35,8 @@ OWN = """
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
 
 class BranchesOnly(CheckpointPlan):
-    def __init__(self):
-        super().__init__(tail=False, branch=True, step_ends=False, decode="off")
+    def boundaries(self, **step):
+        return [each for each in super().boundaries(**step) if each.kind == "branch"]
 """
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
+from oracle.plans import SwitchedPlan
 from oracle.served import Served, serving, small_config, tiny_loaded
 
 USER = {"role": "user", "content": "Hi"}
@@ -15,7 +16,7 @@ TOOL = {
     "function": {"name": "weather", "description": "of a town", "parameters": {"type": "object"}},
 }
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Ulm"}'}}
-NO_STATES = ms.CheckpointPlan(tail=False, branch=False, step_ends=False, decode="off", prefill_interval=2048)
+NO_STATES = SwitchedPlan(tail=False, branch=False, step_ends=False, decode="off", prefill_interval=2048)
 
 
 @pytest.fixture(scope="module")

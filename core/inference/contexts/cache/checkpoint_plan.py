@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self, get_args
 
-from ....validation import INT32_MAX, boolean, check_fields, integer, integers, set_field
+from ....validation import INT32_MAX, check_fields, integer, integers, set_field
 
 BoundaryKind = Literal["mark", "tail", "branch", "decode", "step_end", "interval"]
 KINDS_BY_WORTH: tuple[BoundaryKind, ...] = get_args(BoundaryKind)
@@ -24,33 +24,26 @@ class Boundary(NamedTuple):
 class CheckpointPlan:
     """Which states to store. Lengths and positions are tokens, rounded down to a block boundary.
 
-    A recurrence cannot be rewound: a state is stored when a step crosses the boundary, or never. With blocks
-    of 256 tokens, a prompt of 600 tokens stores the state at 512 (`tail`); decoding stores 768, then 1024 in
-    its place (`decode="rolling"`).
+    A recurrence cannot be rewound: a state is stored when a step crosses the boundary, or never. A prompt of
+    N tokens stores its tail: the deepest boundary that a repeat can resume from (<= N-1), and N where it is a
+    boundary. It stores the branch: where it and a cached or waiting prompt differ first, if no state is
+    cached there. It stores the ends of its steps that are boundaries. With blocks of 256 tokens, 600 tokens
+    that share 300 store the states at 512 and 256; decoding stores 768, then 1024 in its place.
 
     A plan of one's own is a subclass that overrides `boundaries`; (position, kind) pairs will do.
 
     Attributes:
-        tail: store the deepest boundary that a repeat of the prompt can resume from (<= N-1 for N prompt
-            tokens). Also N itself where N is a boundary: longer prompts resume there.
-        branch: store the boundary where the prompt and a cached or waiting one differ first, if no state is
-            cached there. Cached or waiting [a b c d], prompt [a b x]: the state after b.
-        step_ends: store the end of a prefill step, where the end is a boundary.
         decode: "rolling" keeps the state of the last boundary that decoding crossed. An integer (a multiple
             of the block) also keeps the states at the integer's multiples. "off" stores no state.
         prefill_interval: also store every multiple of this number of prompt tokens (a multiple of the block).
         marks: also store these prompt positions (for example where a system prompt ends).
     """
 
-    tail: bool = True
-    branch: bool = True
-    step_ends: bool = True
     decode: Literal["rolling", "off"] | int = "rolling"
     prefill_interval: int | None = None
     marks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_fields(self, boolean, tail=(), branch=(), step_ends=())
         if not isinstance(self.decode, str) or self.decode not in ("rolling", "off"):
             check_fields(self, integer, decode=(1, INT32_MAX, "'rolling' or 'off'"))
         check_fields(self, integer, or_none=True, prefill_interval=(1, INT32_MAX))
@@ -65,15 +58,6 @@ class CheckpointPlan:
     def with_marks(self, marks: Iterable[int]) -> Self:
         """This plan, which also stores the states at these prompt positions."""
         return replace(self, marks=(*self.marks, *marks))
-
-    def check_useful(self) -> None:
-        """Raise a ValueError if this plan stores no state."""
-        switches = self.tail, self.branch, self.step_ends, self.decode != "off"
-        if not any((*switches, self.prefill_interval, self.marks)):
-            raise ValueError(
-                f"checkpoint_plan is {self}; accepted: at least one of its parts on, because a cache that "
-                "stores no state can resume nothing (enable_prefix_caching=False turns it off)"
-            )
 
     def check_block_size(self, block_size_tokens: int) -> None:
         """Raise a ValueError unless the intervals are multiples of the block."""
@@ -123,12 +107,10 @@ class CheckpointPlan:
                 yield from ((p, "decode") for p in range(start - start % block + block, stop + 1, block))
             return
         yield from ((p, "mark") for p in self.marks)
-        if self.tail:
-            yield prompt - 1, "tail"
-            yield prompt, "tail"
-        if self.branch:
-            yield branch, "branch"
-        if self.step_ends and stop % block == 0:
+        yield prompt - 1, "tail"
+        yield prompt, "tail"
+        yield branch, "branch"
+        if stop % block == 0:
             yield stop, "step_end"
         if self.prefill_interval is not None:
             step = self.prefill_interval

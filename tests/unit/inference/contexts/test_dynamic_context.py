@@ -6,6 +6,7 @@ import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
 from oracle.context_driver import BLOCK, make_context, make_request, prefill, run, schedule
+from oracle.plans import SwitchedPlan
 from oracle.serving import random_tokens, small_model
 
 pytestmark = pytest.mark.usefixtures("kind")
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("kind")
 
 def test_a_later_chunk_jumps_ahead_to_a_state_that_another_request_committed_meanwhile() -> None:
     context, prompt = make_context(), random_tokens(60, seed=1)
-    tail_only = ms.CheckpointPlan(step_ends=False, branch=False)
+    tail_only = SwitchedPlan(step_ends=False, branch=False)
     slow, fast = make_request(prompt, tail_only), make_request(prompt, tail_only)
     run(context, schedule(context, slow, budget=16))
     prefill(context, fast)
@@ -32,9 +33,9 @@ def test_a_later_chunk_jumps_ahead_to_a_state_that_another_request_committed_mea
 def test_a_later_chunk_does_not_skip_on_a_kv_match_without_a_state() -> None:
     """Fault 2 of the stock context."""
     context, prompt = make_context(), random_tokens(60, seed=1)
-    no_state_inside = ms.CheckpointPlan(step_ends=False, branch=False)
+    no_state_inside = SwitchedPlan(step_ends=False, branch=False)
     prefill(context, make_request([*prompt, 1], no_state_inside))
-    request = make_request(prompt[:57], ms.CheckpointPlan(step_ends=False))
+    request = make_request(prompt[:57], SwitchedPlan(step_ends=False))
     first = schedule(context, request, budget=16)
     assert (first.start, first.stop) == (56, 57)
     context.begin_step([first])

@@ -20,6 +20,7 @@ import pytest
 from mambaslots.inference.engines import async_engine, engine_thread
 from mambaslots.inference.engines.streams import AsyncStream
 from oracle.latched_model import PATIENCE_S, LatchedModel, raising_calls
+from oracle.plans import SwitchedPlan
 from oracle.serving import random_tokens, small_engine
 from oracle.workload import answer, assert_idle
 
@@ -104,7 +105,7 @@ def test_streams_and_generate_give_the_answers_of_the_recurrence() -> None:
 
 def test_salts_and_plans_reach_the_engine() -> None:
     async def body(server: ms.AsyncEngine) -> None:
-        none = ms.CheckpointPlan(tail=False, decode="off", branch=False, step_ends=False)
+        none = SwitchedPlan(tail=False, decode="off", branch=False, step_ends=False)
         for salt, plan, resumed in ((b"a", none, 0), (b"a", None, 0), (b"b", None, 0), ("a", None, 16)):
             result = await server.generate(PROMPTS[0], PARAMS, cache_salt=salt, checkpoint_plan=plan)
             assert result.num_resumed_tokens == resumed

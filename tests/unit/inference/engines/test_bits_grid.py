@@ -11,6 +11,7 @@ from mambaslots.inference.contexts.request import RequestStep
 from oracle.budget import costly
 from oracle.drafters import MixedDrafter
 from oracle.model_kinds import kind_of_model, kinds
+from oracle.plans import SwitchedPlan
 from oracle.serving import assert_answers, random_tokens, resumable, small_engine
 
 
@@ -119,11 +120,9 @@ def test_a_decode_evicts_no_other_requests_state() -> None:
     engine = small_engine(decode_by_replay=True, block_size_tokens=4, num_mamba_slots=2, num_kv_blocks=96)
     nothing: dict[str, Any] = {"tail": False, "branch": False, "step_ends": False}
     prompt, params = random_tokens(17, seed=5), ms.SamplingParams(max_tokens=60)
-    marked = ms.CheckpointPlan(marks=(16,), decode="off", **nothing)
+    marked = SwitchedPlan(marks=(16,), decode="off", **nothing)
     engine.generate([prompt], ms.SamplingParams(max_tokens=1), checkpoint_plan=marked)
-    engine.add_request(
-        random_tokens(4, seed=1), params, checkpoint_plan=ms.CheckpointPlan(decode="rolling", **nothing)
-    )
+    engine.add_request(random_tokens(4, seed=1), params, checkpoint_plan=SwitchedPlan(**nothing))
     while engine.has_unfinished_requests():
         engine.step()
         engine.check_integrity()

@@ -3,10 +3,11 @@
 import mambaslots as ms
 import pytest
 from oracle.drafters import MODES
+from oracle.plans import SwitchedPlan
 from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_engine
 
 ONE = ms.SamplingParams(max_tokens=1)
-TAIL = ms.CheckpointPlan(branch=False, step_ends=False, decode="off")
+TAIL = SwitchedPlan(branch=False, step_ends=False, decode="off")
 
 
 @pytest.mark.sampled(mode=("right", "in place", "replay, mixed"))

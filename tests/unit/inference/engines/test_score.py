@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mambaslots.request import ScoreResult
 from oracle.budget import dear
 from oracle.faults import POINTS, InjectedError, failing
+from oracle.plans import SwitchedPlan
 from oracle.recurrent_lm import RecurrentLM
 from oracle.serving import SEED, TOLERANCE, random_tokens, small_config, small_engine
 from oracle.workload import BLOCK, HEADS, Asked, Client, assert_idle, engine_settings, pressed_engine
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("kind")
 CONTEXT = random_tokens(42, seed=11)
 ANSWERS = [random_tokens(length, seed=length) for length in (1, 5, 7, 8, 14, 30)]
 SEQUENCES = [CONTEXT + answer for answer in ANSWERS]
-NOTHING = ms.CheckpointPlan(tail=False, branch=False, step_ends=False, decode="off")
+NOTHING = SwitchedPlan(tail=False, branch=False, step_ends=False, decode="off")
 
 
 def assert_scored(result: ScoreResult, tokens: Sequence[int], start: int = 1) -> None:

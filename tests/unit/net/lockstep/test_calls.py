@@ -110,7 +110,7 @@ class OwnPlan(CheckpointPlan):
     """A user's plan with an attribute of its own."""
 
     def __init__(self, every: int) -> None:
-        super().__init__(tail=False)
+        super().__init__(decode="off")
         object.__setattr__(self, "every", every)
         object.__setattr__(self, "pairs", ((every, "a"), (2, "b")))
 
