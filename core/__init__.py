@@ -11,7 +11,7 @@ files, errors, validation    a model's files; errors of capacity and of an engin
 version                      this version, and the newest tested ones of others
 lazy_names                   public names that are imported at their first use
 
-May import every package. docs/architecture.md says what each of the other files here may import.
+docs/architecture.md says what each package may import.
 """
 
 from typing import TYPE_CHECKING

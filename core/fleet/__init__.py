@@ -11,8 +11,6 @@ replica, replica_questions           an engine in its process; what ingresses as
 warming                              a new replica receives states
 guard, cut_answers                   kills a process that stands still; ends streams of a lost ingress
 figures                              metrics and the page's snapshot of all together
-
-May import `serve`, `monitor`, `net`, `engines`, `contexts`, `cache`.
 """
 
 from .settings import FleetSettings, check_installed

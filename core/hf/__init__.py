@@ -7,8 +7,6 @@ interfaces                           the attention and experts that transformers
 fusions, fused_modules, joint_linear modules replaced by ones with fewer launches
 moved_hooks                          private parts of transformers that another version lacks
 split, weight_part                   a rank's part of each weight
-
-May import `models` (the steps of layers), `text`, `contexts`, `kernels`; no engine.
 """
 
 from importlib.util import find_spec

@@ -1,4 +1,1 @@
-"""Inference: `contexts` (what is cached, and one step), `engines` (which request advances), `kernels`.
-
-May import nothing: it only holds these packages.
-"""
+"""Inference: `contexts` (what is cached, and one step), `engines` (which request advances), `kernels`."""

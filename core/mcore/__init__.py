@@ -9,8 +9,6 @@ admission, mixer, gated_delta_net, cached_answers, lifecycle, stages
                                      the corrections: prefills, the recurrent layers, answers, resets,
                                      pipeline stages
 self_test, recurrence                what is asked of a host whose sources are not known; import megatron-core
-
-May import `contexts`, `cache`, `kernels`; no engine of ours.
 """
 
 from .built_contexts import stats

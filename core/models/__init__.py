@@ -5,8 +5,6 @@ hybrid_lm        the model: embedding, layers, head; loaded from and saved to a 
 mixers           its layers, by the letters of `HybridConfig.pattern`
 layer_steps      a mixer's step: decode rows by one kernel, prefill rows by another; states written
 weights          its parameters: drawn, saved, read back, cut into a rank's part
-
-May import `contexts` (what a step reads) and `kernels`; no engine.
 """
 
 from .hybrid_config import HybridConfig

@@ -4,8 +4,6 @@ monitor                 observes an engine; what the page shows of it
 figures                 what is counted: durations, tenants, requests, figures over time
 metrics                 the name and meaning of each figure, for /metrics, page, board and docs
 advice                  why prompt tokens were computed, and the setting that would have saved them
-
-May import `engines`, `contexts`, `cache`; no server.
 """
 
 from .monitor import Monitor

@@ -9,9 +9,7 @@ transfer/             prefixes to another replica
 prefill_decode/       prefill apart from decode
 routing/              which replica holds a prompt's states
 
-Of each other, the folders import one thing: `prefill_decode` imports `transfer`. All import the files here
-but `routing`. May import `engines`, `contexts`, `cache`, `kernels`; nothing of HTTP or of Ray. A name
-is imported at its first use: a router needs no engine.
+A name is imported at its first use: a router needs no engine.
 """
 
 from typing import TYPE_CHECKING

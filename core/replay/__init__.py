@@ -4,8 +4,6 @@ trace, read_trace, trace_line        requests in their order, from files
 recorder, hashed_requests, generate  an engine's own traffic as hashes; tokens for hashes; made-up traces
 setting, engine_replay, cache_rows   sizes and memory; one replay; the policies that are compared
 report                               the table, and how much memory to give
-
-May import `engines`, `contexts`, `cache`, and `hf`, whose state sizes it reads.
 """
 
 from .cache_rows import replay

@@ -9,9 +9,6 @@ preparation, requests                a body's bytes become a job; a body as a mo
 served_engine                        an engine as the server sees it
 http_answers                         an answer's text and tokens as OpenAI's JSON, whole and in chunks
 errors, metrics                      the errors that clients see; Prometheus' text
-
-May import `monitor`, `text`, `engines`, `contexts`, `cache`. Of a model it sees its engine and, in a
-`LoadedModel`, its text.
 """
 
 from typing import TYPE_CHECKING, Any

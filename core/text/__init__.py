@@ -3,8 +3,6 @@
 codec                   text to tokens and back, while they come; a model's defaults
 chat                    chat templates, and where chats that begin alike branch
 byte_tokenizer          the tokenizer of models whose tokens are bytes
-
-May import the files of the root alone; no model and no engine.
 """
 
 from .byte_tokenizer import ByteTokenizer

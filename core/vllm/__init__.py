@@ -12,8 +12,6 @@ finds them. A host makes a `MambaCacheConfig` and `MambaBuffers` at start, and c
 
 Steps 4 and 5 are for steps with drafts. `advance` is the rule behind step 2, for a host whose forward reads
 the old column and writes the new one (copy-free). Triton is imported when buffers are made for a CUDA device.
-
-May import `contexts` and `kernels`; of the former, `step_inputs` alone. No engine.
 """
 
 from .align_host import (

@@ -142,20 +142,6 @@ def test_an_import_that_the_table_does_not_name_is_noticed(module: str, imported
     assert not forbidden("cli.main", "mcore.run_script")
 
 
-def test_the_docstring_of_a_package_says_what_the_table_says() -> None:
-    may_import = MAY_IMPORT | FOLDERS_MAY_IMPORT | {"inference": set()}
-    for owner in may_import:
-        file = CORE / owner.replace(".", "/") / "__init__.py"
-        if file.is_file():
-            says = " ".join((ast.get_docstring(ast.parse(file.read_text())) or "").split())
-            sentence = re.search(r"May import ([^.;]+)", says)
-            assert sentence, owner
-            packages = {name for name in may_import[owner] if not (CORE / f"{name}.py").is_file()}
-            assert set(re.findall(r"`(\w+)`", sentence[1])) == {name.split(".")[-1] for name in packages}, (
-                owner
-            )
-
-
 def test_no_import_circles() -> None:
     try:
         graphlib.TopologicalSorter(imports_of_modules()).prepare()

@@ -8,7 +8,4 @@ input_pages, free_memory             inputs of decodes by replay; memory of pool
 tier_copies, state_files             the bytes of the tiers: pinned host memory, and files
 dynamic_context                      all of it: schedule, begin_step, end_step
 mamba_slot_allocator, host_context   states for another engine, with a KV cache of its own, and its settings
-
-May import `cache`, which decides what is stored, and `kernels`, which move and compute; no scheduler and no
-model.
 """

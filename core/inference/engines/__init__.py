@@ -17,6 +17,4 @@ batch_invariance                    the promise of bits: the mode, and what deci
 product_check, forward_check        its check: of a model's matrix products, and of the whole model
 invariance_stamp                    the file that says that a model has passed the check
 engine_observer                     what a step did, for those who watch
-
-May import `contexts`, `cache` and `kernels`; a model through `model_protocol`; no server, no network.
 """

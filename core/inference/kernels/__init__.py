@@ -18,6 +18,4 @@ state_move, state_codec                      the launches of `state_copy`
 tiles                                        what several kernels do
 reference/                                   conv, ssd, delta, attention, penalties, token_draws, state_copy,
                                              pointwise (norms, gates, the head); chunks
-
-May import torch, Triton, fla-core and FlashAttention-3, and declarations of states; no cache and no request.
 """

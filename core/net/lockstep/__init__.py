@@ -1,4 +1,1 @@
-"""One rank of a split model leads: it takes the calls of an engine, and the other ranks follow.
-
-May import `engines`, `contexts`, `cache`; no other folder of the package.
-"""
+"""One rank of a split model leads: it takes the calls of an engine, and the other ranks follow."""

@@ -1,4 +1,1 @@
-"""Prefill apart from decode: one engine computes prompts, another one resumes from them and generates.
-
-May import `transfer`, `engines`, `cache`.
-"""
+"""Prefill apart from decode: one engine computes prompts, another one resumes from them and generates."""

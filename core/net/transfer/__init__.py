@@ -6,6 +6,4 @@ exports, imports, placement  out of the pools; into them, on all ranks or none; 
 format, shard, files         what is saved or sent; one part, cut and joined, as bytes; in a directory
 hand_over, session           between running replicas: the call, and its two sides
 pipe, pieces                 messages or NCCL; what each piece holds
-
-May import `engines`, `contexts`, `cache`, `kernels`; no other folder of the package.
 """

@@ -24,6 +24,4 @@ memory, borrowing    both pools as units of one memory, whose sides may change
 tier                 which states have a copy in host memory or in a file
 hashing              chained hashes of blocks, salts, and what is gone under which hash
 pool_stats           counts, and why tokens were computed or entries removed
-
-May import the standard library, numpy and the package's errors and checks; no torch, request or step.
 """

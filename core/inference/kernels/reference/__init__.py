@@ -11,6 +11,4 @@ Inputs may be padded to larger shapes. Padding writes nothing:
     chunk           lies after the chunks that `row_chunk_starts` counts; is empty
     checkpoint      row is -1, end is 0, destination is -1
     position of KV  is -1
-
-May import torch, the operands, files of the package and of the root; nothing else.
 """
