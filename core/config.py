@@ -192,14 +192,14 @@ class InferenceConfig:
             )
         if self.durable_state_dtype is not None:
             one_of("durable_state_dtype", self.durable_state_dtype, DURABLE_DTYPES)
-            if self.replays:
+            if self.decodes_by_replay:
                 raise ValueError(
                     f"durable_state_dtype is {self.durable_state_dtype!r} and {self.replay_argument} "
                     "is True; accepted: one of the two, because decodes by replay start from exact states"
                 )
 
     @property
-    def replays(self) -> bool:
+    def decodes_by_replay(self) -> bool:
         """Whether decodes replay the inputs since the last grid point."""
         return self.decode_by_replay or bool(self.batch_invariant)
 
@@ -216,7 +216,7 @@ class InferenceConfig:
             return None if device.type == "cuda" else "a CPU"
         return None if self.async_scheduling else "async_scheduling"
 
-    def why_variant(self, device: "torch.device") -> str | None:
+    def why_not_invariant(self, device: "torch.device") -> str | None:
         """Why answers may depend on the batch, whatever the model is; None where a check of it decides."""
         if self.batch_invariant is not None:
             return None if self.batch_invariant else "the setting is False"

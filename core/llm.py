@@ -11,7 +11,7 @@ import torch
 
 from .config import InferenceConfig
 from .files import CONFIG, read_object
-from .inference.contexts.free_memory import free_gb
+from .inference.contexts.available_memory import available_gb
 from .inference.contexts.pool_sizes import PoolSizes
 from .inference.contexts.request import GeneratedToken
 from .inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -224,7 +224,7 @@ def largest_fitting_config(
     block = block_size_tokens or -(-SMALLEST_BLOCK[kind] // spec.grid) * spec.grid
     pools_are_given = any(settings.get(pool) is not None for pool in ("num_kv_blocks", "num_mamba_slots"))
     if not pools_are_given and total_gb is None:
-        total_gb = free_gb(spec.device)
+        total_gb = available_gb(spec.device)
     settings.setdefault("num_cuda_graphs", CUDA_GRAPHS if kind == "cuda" else None)
     steps = settings.pop("max_tokens_per_step", None)
 
@@ -267,7 +267,7 @@ def largest_fitting_config(
 
 def _with_inputs(config: InferenceConfig, spec: HybridStateSpec) -> InferenceConfig:
     """With the memory that `batch_invariant` takes, where a check of the model will decide."""
-    return replace(config, batch_invariant=True) if config.why_variant(spec.device) is None else config
+    return replace(config, batch_invariant=True) if config.why_not_invariant(spec.device) is None else config
 
 
 def log_room(config: InferenceConfig, spec: HybridStateSpec) -> None:

@@ -229,8 +229,8 @@ class HybridStateSpec:
         separate_states: whether the model's kernels read a state at one pool index and write the new state at
             others. Other kernels update a state in place: the context copies the state to a live slot before
             the step, and copies boundary states to their slots after the step.
-        replays: whether the model replays decodes where `StepInputs.replay` is set; its states have inputs.
-            Without effect for kernels that update states in place.
+        supports_replay: whether the model replays decodes where `StepInputs.replay` is set; its states have
+            inputs. Without effect for kernels that update states in place.
         strided_blocks: whether the model accepts a KV cache whose blocks have gaps between them, so that
             `kv_cache.flatten(2, 3)` is a copy. Where it does not, states and KV of `total_gb` get a fixed
             half each.
@@ -248,7 +248,7 @@ class HybridStateSpec:
     vocab_size: int
     device: torch.device
     separate_states: bool = True
-    replays: bool = False
+    supports_replay: bool = False
     strided_blocks: bool = False
     shard: ModelShard | None = None
     groups: ParallelGroups = field(default_factory=ParallelGroups)
@@ -275,7 +275,7 @@ class HybridStateSpec:
         )  # fmt: skip
         check_fields(self, float_dtype, kv_dtype=())
         check_fields(self, device, device=())
-        check_fields(self, boolean, separate_states=(), replays=(), strided_blocks=())
+        check_fields(self, boolean, separate_states=(), supports_replay=(), strided_blocks=())
         check_fields(self, instance, or_none=True, shard=(ModelShard,))
         check_fields(self, instance, groups=(ParallelGroups,), model=(str,))
 

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..net.lockstep.following import follow
+from ..net.lockstep.follower import follow
 from ..net.routing.state_events import StateEvents
 from ..net.routing.state_publisher import StatePublisher
 from ..parallel_groups import ParallelGroups

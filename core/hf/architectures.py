@@ -272,7 +272,7 @@ def state_spec(
         kv_dtype=dtype,
         vocab_size=config.vocab_size,
         device=torch.device(device),
-        replays=True,
+        supports_replay=True,
         strided_blocks=True,
         shard=ModelShard(attention_layers=Part(0, sum(attention), sum(attention)), kv_heads=kv_heads),
         groups=groups,

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import MambaSlotCapacityError
 from ..inference.contexts.cache.checkpoint_plan import MAX_COMPARED, CheckpointPlan, best_shared_depth
 from ..inference.contexts.cache.eviction import PolicyChoice
-from ..inference.contexts.cache.paths import make_room_by_rolling
+from ..inference.contexts.cache.paths import remove_rolling_states
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from ..inference.kernels.operands import ConvAndSsm
 from ..inference.kernels.state_copy import copy_states
@@ -202,7 +202,7 @@ class HostSlotAllocator(MambaSlotAllocator):
             super()._commit(inner, scratch_rows, ends, rows, keys)
             return
         tracks = [self._record.tracks[crossing.request_id] for _, crossing in crossed]
-        make_room_by_rolling(self.slots, tracks, len(crossed) + len(keys))
+        remove_rolling_states(self.slots, tracks, len(crossed) + len(keys))
         room = max(0, self.slots.num_available - len(keys))  # the states of prompts come first
         self.slots.tree.note_refused(self._keys_of([block for block, _ in crossed[room:]]))
         del crossed[room:]

@@ -137,7 +137,7 @@ class HybridLM(nn.Module):
             kv_dtype=config.dtype,
             vocab_size=config.vocab_size,
             device=device,
-            replays=True,
+            supports_replay=True,
             strided_blocks=True,
             shard=shard,
             groups=self.groups,

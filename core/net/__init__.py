@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ..lazy_names import importer
 
 if TYPE_CHECKING:
-    from .lockstep.following import follow
+    from .lockstep.follower import follow
     from .lockstep.leading_engine import LeadingEngine
     from .prefill_decode.disaggregated_engine import DisaggregatedEngine
     from .prefill_decode.prefill_worker import PrefillWorker

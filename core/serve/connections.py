@@ -93,11 +93,11 @@ class FailedAccepts:
             elif loop.time() - self._failed_s > _FAILURE_S:
                 self._failed_s = loop.time()
                 # The loop's third iteration from here knows all connections that this one has accepted.
-                loop.call_soon(loop.call_soon, loop.call_soon, self._make_room, error, state)
+                loop.call_soon(loop.call_soon, loop.call_soon, self._close_silent, error, state)
 
         loop.set_exception_handler(handle)
 
-    def _make_room(self, error: OSError, state: ServerState) -> None:
+    def _close_silent(self, error: OSError, state: ServerState) -> None:
         """Close half of the silent connections, first those that never sent a request, by their age."""
         self.count += 1
         connections = [one for one in state.connections if isinstance(one, Connection)]

@@ -13,8 +13,8 @@ def assert_scrubbed(engine: ms.DynamicInferenceEngine) -> None:
     context = engine.context
     memory, cache = context.memory, context.prefix_cache
     if cache.tier is not None and hasattr(cache.tier.copies, "rows"):
-        tier, keys = cache.tier, list(cache.tier.host.copies)
-        used = {tier.host.copies[key][0] for key in keys}
+        tier, keys = cache.tier, list(cache.tier.host.entries)
+        used = {tier.host.entries[key][0] for key in keys}
         _assert_zero(tier.copies.rows, sorted(set(range(tier.host.num_slots)) - used), "a row of host memory")
     if not memory.allocated:
         assert not memory.kv_cache.numel()

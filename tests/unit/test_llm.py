@@ -6,7 +6,7 @@ from pathlib import Path
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts import free_memory
+from mambaslots.inference.contexts import available_memory
 from mambaslots.inference.contexts.pool_sizes import PoolSizes
 from mambaslots.llm import context_length, largest_fitting_config
 
@@ -98,13 +98,13 @@ def test_sizes_that_are_given_are_kept_or_refused() -> None:
 
 
 def test_memory_of_a_cpu_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_memory, "_available_ram", lambda: 6 << 30)
-    assert free_memory.free_gb(torch.device("cpu")) == 3.0
+    monkeypatch.setattr(available_memory, "_available_ram", lambda: 6 << 30)
+    assert available_memory.available_gb(torch.device("cpu")) == 3.0
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert free_memory.free_gb(torch.device("cpu")) == 0.75
+    assert available_memory.available_gb(torch.device("cpu")) == 0.75
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    monkeypatch.setattr(free_memory, "_available_ram", lambda: 200 << 30)
-    assert free_memory.free_gb(torch.device("cpu")) == 16.0
+    monkeypatch.setattr(available_memory, "_available_ram", lambda: 200 << 30)
+    assert available_memory.available_gb(torch.device("cpu")) == 16.0
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,11 @@ def test_memory_of_a_control_group(
     for name, text in files.items():
         if text is not None:
             (tmp_path / name).write_text(text)
-    assert free_memory._group_ram(tmp_path) == free
+    assert available_memory._group_ram(tmp_path) == free
 
 
 def test_a_configuration_without_sizes_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_memory, "_available_ram", lambda: 1 << 30)
+    monkeypatch.setattr(available_memory, "_available_ram", lambda: 1 << 30)
     engine = ms.DynamicInferenceEngine(ms.load(MODEL).model, ms.InferenceConfig())
     assert engine.config.total_gb == engine.context.config.total_gb == 0.5
     prompt = [7] * 600

@@ -132,8 +132,8 @@ def test_a_package_imports_only_what_its_row_names() -> None:
         ("net.transfer.exports", "net.routing.state_events"),
         ("net.transfer.exports", "monitor.__init__"),
         ("net.routing.state_router", "inference.engines.step_runner"),
-        ("net.lockstep.followers", "net.transfer.exports"),
-        ("net.lockstep.followers", "inference.kernels.state_copy"),
+        ("net.lockstep.rank_connections", "net.transfer.exports"),
+        ("net.lockstep.rank_connections", "inference.kernels.state_copy"),
         ("inference.kernels.reference.conv", "inference.contexts.states"),
     ],
 )

@@ -457,7 +457,7 @@ class Tiers:
     def _harm(self, where: str, what: str, random: Random) -> None:
         if where == "rows":
             host = self._tier.host
-            used = [slot for slot, _ in host.copies.values()]
+            used = [slot for slot, _ in host.entries.values()]
             _harm_rows(self._copies.rows, used, what, random)
         else:
             paths = sorted(self._files.directory.glob("*.state"))

@@ -36,7 +36,7 @@ class Admission:
         pages: InputPages = NO_PAGES,
     ) -> None:
         self._caches = config.enable_prefix_caching
-        self._replays = config.replays
+        self._replays = config.decodes_by_replay
         self._block_size = config.block_size_tokens
         self._chunk_size = chunk_size
         self._cache = cache
@@ -175,7 +175,7 @@ class Admission:
             stop = self._stop(start, len(request.tokens), token_budget)
             if stop <= start or not self._can_hold(request, match, stop):
                 return None
-            if allocation is None and not self._make_room():
+            if allocation is None and not self._unpin_resumed():
                 return None
             if not may_fetch or self._cache.tier is None:
                 break
@@ -276,7 +276,7 @@ class Admission:
         end = len(request.tokens) if path is None else stop
         return self._cache.can_hold(self._num_blocks(end), match, path, self.num_pages(end))
 
-    def _make_room(self) -> bool:
+    def _unpin_resumed(self) -> bool:
         """Unpin what running requests resumed from until a waiting one can get live slots; False: too few."""
         if not self._one_pool:
             return True

@@ -11,11 +11,11 @@ from ...cache_stats import CacheStats
 from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec
 from .admission import Admission
+from .available_memory import with_total_gb
 from .cache.paths import TokenLedger
 from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
-from .free_memory import with_total_gb
 from .padding import largest_shape
 from .pool_sizes import PoolSizes
 from .request import DynamicInferenceRequest, RequestStep
@@ -95,7 +95,7 @@ class DynamicInferenceContext:
         in_place = not self.spec.separate_states
         if durable is not pool:
             return EncodedStates(pool, durable, cache, self.memory.scrubber.scratch, in_place)
-        if self.config.replays:
+        if self.config.decodes_by_replay:
             return ReplayedStates(pool, cache, self._chunk_size)
         return RequestStates(pool, cache, in_place)
 
@@ -334,14 +334,14 @@ class DynamicInferenceContext:
 
 def check_replays(spec: HybridStateSpec, config: InferenceConfig) -> None:
     """Raise a ValueError where decodes shall replay, and the model or the step cannot."""
-    if not config.replays:
+    if not config.decodes_by_replay:
         return
     setting = config.replay_argument
     unknown = [tensor.name for tensor in spec.states if tensor.num_layers and not tensor.inputs]
-    if unknown or not (spec.replays and spec.separate_states):
+    if unknown or not (spec.supports_replay and spec.separate_states):
         because = f"has no inputs of {', '.join(unknown)}" if unknown else "does not replay decodes"
         raise ValueError(
-            f"{setting} is True, and the model {because}; accepted: a model whose state_spec() has `replays`"
+            f"{setting} is True, and the model {because}; accepted: one whose spec has `supports_replay`"
         )
     least = spec.chunk_tokens(config.block_size_tokens) + config.max_requests - 1
     if config.max_tokens_per_step < least:

@@ -115,7 +115,7 @@ class PageTable:
 
 def tokens_of_page(config: InferenceConfig, spec: HybridStateSpec) -> int | None:
     """Tokens whose inputs fit into a KV block of this rank, a chunk's at most; None: any number."""
-    if not (config.replays and spec.strided_blocks):
+    if not (config.decodes_by_replay and spec.strided_blocks):
         return 0
     if not page_offsets(spec, 1)[1]:
         return None
@@ -141,7 +141,7 @@ def input_shapes(config: InferenceConfig, spec: HybridStateSpec, paged: bool = F
 
     `paged`: without the inputs that can lie in pages.
     """
-    if not config.replays:
+    if not config.decodes_by_replay:
         return {}
     chunk = spec.chunk_tokens(config.block_size_tokens)
     num_drafts = (1 << config.num_speculative_tokens.bit_length()) - 1

@@ -155,4 +155,4 @@ def _too_small(config: InferenceConfig, ranks: Sequence[RankMemory], least: Sequ
 
 def num_live_slots(config: InferenceConfig) -> int:
     """Live slots of all running requests: one each, and one for each draft unless decodes replay."""
-    return config.max_requests * (1 if config.replays else 1 + config.num_speculative_tokens)
+    return config.max_requests * (1 if config.decodes_by_replay else 1 + config.num_speculative_tokens)

@@ -116,7 +116,7 @@ class StepBuilder:
         self._buffer = buffer
         self._block_size = config.block_size_tokens
         self._chunk_size = chunk_size
-        self._replays = config.replays
+        self._replays = config.decodes_by_replay
         self._batch_invariant = bool(config.batch_invariant)
         self._states = states
         self._memory = memory

@@ -12,8 +12,8 @@ import torch
 from ...config import InferenceConfig
 from ...devices import on_device_of
 from ...state_spec import HybridStateSpec
+from ..contexts.available_memory import with_total_gb
 from ..contexts.dynamic_context import check_replays
-from ..contexts.free_memory import with_total_gb
 from ..contexts.padding import power_of_two, rung, rungs
 from ..contexts.pool_sizes import PoolSizes
 from ..kernels import attention

@@ -13,10 +13,10 @@ from ...cache_stats import EngineStats
 from ...config import InferenceConfig
 from ...request import EarlyEnd, RequestResult, SamplingParams, ScoreResult
 from ...validation import INT64_MAX, boolean, instance, integer, one_of, shown
+from ..contexts.available_memory import with_total_gb
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.free_memory import with_total_gb
 from ..contexts.request import NO_ID, DynamicInferenceRequest, GeneratedToken
 from .arguments import Prompt, RequestFactory, Salt, agreed_salt_key, checked_drafter, named_prompts, one_each
 from .drafter import Drafter
@@ -68,11 +68,11 @@ class DynamicInferenceEngine:
         drafter = checked_drafter(drafter, config.num_speculative_tokens)
         spec, invariance = model.state_spec(), None
         spec.groups.check_device(spec.device)
-        self._why_variant = config.why_variant(spec.device)
-        if self._why_variant is None:
+        self._why_not_invariant = config.why_not_invariant(spec.device)
+        if self._why_not_invariant is None:
             from . import batch_invariance  # here, because it imports triton by way of torch
 
-            config, invariance, self._why_variant = batch_invariance.decide(model, spec, config)
+            config, invariance, self._why_not_invariant = batch_invariance.decide(model, spec, config)
         else:
             config = replace(config, batch_invariant=False)
         self.config = config = with_total_gb(config, spec.device)
@@ -507,7 +507,7 @@ class DynamicInferenceEngine:
     def _describe_promise(self) -> tuple[str, ...]:
         if self.core.step_runner.invariance is not None:
             return self.core.step_runner.invariance.describe()
-        return (f"batch invariance: off, because {self._why_variant}; answers may depend on the batch",)
+        return (f"batch invariance: off, because {self._why_not_invariant}; answers may depend on the batch",)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, rows and memory disagree; O(pools and requests)."""

@@ -31,7 +31,7 @@ class Scheduler:
     def __init__(self, context: DynamicInferenceContext, drafter: Drafter | None = None) -> None:
         self._context = context
         self._config = context.config
-        self._replays = context.config.replays
+        self._replays = context.config.decodes_by_replay
         self._chunk_size = context.spec.chunk_tokens(context.config.block_size_tokens)
         self._drafter = drafter
         self.waiting: OrderedDict[int, DynamicInferenceRequest] = OrderedDict()
@@ -209,7 +209,7 @@ class Scheduler:
         """Whether the request fits into the blocks that pins leave and the pinned ones that it shares."""
         pins, num_blocks = self._context.prefix_cache.pins, self._num_blocks(request)
         # The first answer needs no look at the match, which takes long for a long one.
-        return num_blocks <= pins.num_unpinned_blocks or num_blocks <= pins.num_within_reach(match.blocks)
+        return any(num_blocks <= pins.max_sequence_blocks(shared) for shared in ((), match.blocks))
 
     def _with_drafts(self, steps: list[RequestStep], drafter: Drafter) -> list[RequestStep]:
         budget = self._config.max_tokens_per_step - sum(step.length for step in steps)
@@ -226,10 +226,10 @@ class Scheduler:
 
     def _capacity_error(self, request: DynamicInferenceRequest) -> KVBlockCapacityError:
         """The error that says how many blocks a waiting request needs, and how many pins leave."""
-        cache = self._context.prefix_cache
-        num_unpinned = cache.pins.num_unpinned_blocks
-        num_shared = cache.pins.num_within_reach(self._context.admission.match(request).blocks) - num_unpinned
-        return KVBlockCapacityError(self._num_blocks(request) - num_shared, num_unpinned, request.request_id)
+        pins, match = self._context.prefix_cache.pins, self._context.admission.match(request)
+        available = pins.max_sequence_blocks()
+        num_shared = pins.max_sequence_blocks(match.blocks) - available
+        return KVBlockCapacityError(self._num_blocks(request) - num_shared, available, request.request_id)
 
 
 class PendingStates:

@@ -120,7 +120,7 @@ def describe_steps(context: DynamicInferenceContext, graphs: GraphRunner | None)
     decodes = "update a state at each token"
     if not any(tensor.num_layers for tensor in spec.states):
         decodes = "the model has no states"
-    elif config.replays:
+    elif config.decodes_by_replay:
         decodes = f"replay the inputs since the last multiple of {chunk} tokens, where a state is written"
     captured = "none; on a GPU, num_cuda_graphs captures them, except in float64"
     if graphs is not None:

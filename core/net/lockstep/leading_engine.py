@@ -22,8 +22,8 @@ from ...inference.engines.model_protocol import Model
 from ...parallel_groups import ParallelGroups
 from ...validation import LONGEST_TIMEOUT_S, real, shown
 from ..all_ranks import RankDiedError
-from .followers import Followers
-from .following import CallFunction, FindFunction, Outcome, check_plain, message_of, name_of
+from .follower import CallFunction, FindFunction, Outcome, check_plain, message_of, name_of
+from .rank_connections import RankConnections
 
 _CAPACITY = (KVBlockCapacityError, MambaSlotCapacityError)
 _DEATH_S = 0.5
@@ -86,7 +86,7 @@ class LeadingEngine(DynamicInferenceEngine):
         if spec is not None:
             self._check_unused(spec.groups)
         super().__init__(model, config, drafter=drafter, seed=seed)
-        self._followers: Followers | None = None
+        self._followers: RankConnections | None = None
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._late: deque[tuple[msgspec.Struct, Callable[[], object]]] = deque()  # from inside a step
@@ -96,7 +96,7 @@ class LeadingEngine(DynamicInferenceEngine):
         self._finalizer: Callable[[], object] = lambda: None
         groups = self.context.spec.groups
         if groups.is_split:
-            self._followers = Followers(groups, self.context.spec.device, timeout_s)
+            self._followers = RankConnections(groups, self.context.spec.device, timeout_s)
             self._finalizer = weakref.finalize(self, _close, self._closed, self._lock, self._followers)
             _open.add(self)
 
@@ -185,7 +185,7 @@ class LeadingEngine(DynamicInferenceEngine):
         self._open_followers.abort(f"rank 0 {Outcome.of(error)}; call reset()")
 
     @property
-    def _open_followers(self) -> Followers:
+    def _open_followers(self) -> RankConnections:
         assert self._followers is not None
         return self._followers
 
@@ -330,7 +330,7 @@ class LeadingEngine(DynamicInferenceEngine):
         self.close()
 
 
-def _close(closed: threading.Event, lock: threading.Lock, followers: Followers) -> None:
+def _close(closed: threading.Event, lock: threading.Lock, followers: RankConnections) -> None:
     """End the followers; without a reference to the engine."""
     closed.set()
     if lock.acquire(timeout=_CLOSING_S):  # else a call hangs, whose thread uses the connections

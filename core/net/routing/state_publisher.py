@@ -46,7 +46,7 @@ class StatePublisher:
     def take(self) -> StateEvents | None:
         """The changes since the last call; None without changes. The first call returns a snapshot."""
         tree, published, is_first = self._tree, self._published, self._sequence < 0
-        states, copies, num_changes = tree.state_block_of_key, tree.copies, tree.num_changes
+        states, copies, num_changes = tree.state_block_of_key, tree.offloaded, tree.num_changes
         changed = None if is_first else tree.changed_since(self._num_changes)
         if changed is None:
             changed = {*states, *copies} ^ published

@@ -284,7 +284,7 @@ def remove_rolling(slots: StateSlots, owner: RollingOwner) -> None:
         owner.rolling_block = -1
 
 
-def make_room_by_rolling(slots: StateSlots, owners: Iterable[RollingOwner], num_slots: int) -> None:
+def remove_rolling_states(slots: StateSlots, owners: Iterable[RollingOwner], num_slots: int) -> None:
     """Remove decode states of `owners`, which store newer ones now, until `num_slots` slots are free."""
     for owner in owners:
         if len(slots.free_slots) >= num_slots:
@@ -315,10 +315,10 @@ def reserve_slots[S: PathStep](
         wanted = [key for key in wanted if key not in dropped]
     if not slots.policy.refuses:
         decoding = [steps[certain[key][0]].path for key in wanted if certain[key][1].kind == "decode"]
-        make_room_by_rolling(slots, decoding, len(wanted))
+        remove_rolling_states(slots, decoding, len(wanted))
     unknown = {key for key in wanted if not steps[certain[key][0]].knows(certain[key][1])}
     planned = [planned_state(steps[certain[key][0]], certain[key][1], key) for key in wanted]
-    chosen = slots.make_room(planned, unknown)
+    chosen = slots.admit(planned, unknown)
     passed = unknown.union(chosen)  # what is unknown is noted once its tokens are known
     slots.tree.note_refused([key for key in wanted if key not in passed] + beyond)
     # States of drafts evict nothing, because the drafts may be wrong.

@@ -47,24 +47,19 @@ class PinnedPrefixes:
         """Distinct KV blocks that pinned prefixes hold."""
         return len(self._blocks)
 
-    def num_within_reach(self, shared: Iterable[int] = ()) -> int:
-        """How many KV blocks one sequence could hold, with those of the pinned ones that it shares."""
-        return self.num_unpinned_blocks + sum(map(self._blocks.__contains__, shared))
-
     @property
     def max_slots(self) -> int:
         """How many slots pins may keep now, so that running requests can have the others."""
         return self._max_slots - (self._units.num_lent_slots if self._units else 0)
 
-    @property
-    def num_unpinned_blocks(self) -> int:
-        """How many KV blocks one sequence can surely have while the pins stay."""
+    def max_sequence_blocks(self, shared: Iterable[int] = ()) -> int:
+        """How many KV blocks one sequence can hold while the pins stay, with pinned ones that it shares."""
+        num_blocks = self._kv_blocks.total_count
         if self._units is not None:
             num_units = self._units.num_units_for_pins([slot for _, slot in self.held.values()])
             num_for_kv = self._units.num_units - num_units - self._units.num_spare_units
             num_blocks = max(self._units.num_kv_units, num_for_kv) * self._units.blocks_per_unit
-            return max(0, num_blocks - self.num_blocks)
-        return self._kv_blocks.total_count - self.num_blocks
+        return max(0, num_blocks - self.num_blocks) + sum(map(self._blocks.__contains__, shared))
 
     def pin(self, blocks: list[int], num_tokens: int) -> PinnedPrefix:
         """Pin the prefix that the registered `blocks` store; the last block must have a state."""

@@ -34,7 +34,7 @@ class PrefixTree:
         self._origin = num_blocks  # one more than the last block
         self.block_of_key: dict[int, int] = {}
         self.ghosts = GhostList(2 * num_blocks)
-        self.copies: HostTier | frozenset[int] = frozenset()  # hashes with a copy in a tier
+        self.offloaded: HostTier | frozenset[int] = frozenset()  # hashes with a copy in a tier
         self.slot_of_block: dict[int, int] = {}  # of the state at its end, in the order of commits
         self.state_block_of_key: dict[int, int] = {}  # prefix hash -> the block whose state it finds
         self.used: set[int] = set()  # slots from which a request resumed since their commit
@@ -294,7 +294,7 @@ class PrefixTree:
 
     def holds_state(self, block: int) -> bool:
         """Whether the registered block's state is in a slot, or has a copy in a tier."""
-        return block in self.slot_of_block or self._keys[block] in self.copies
+        return block in self.slot_of_block or self._keys[block] in self.offloaded
 
     def states_by_recency(self) -> list[int]:
         """The slots of all states, least recently used first: the same on all ranks, under all policies."""

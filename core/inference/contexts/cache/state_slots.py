@@ -38,7 +38,7 @@ class StateSlots:
         self.tree = tree
         self.tier = tier
         if tier is not None:
-            tree.copies = tier
+            tree.offloaded = tier
         self._units = units
         self.live: set[int] = set()  # empty where live states have a pool of their own
         self.free_slots = self._unused_slots()
@@ -87,7 +87,7 @@ class StateSlots:
 
     # ---- reservations
 
-    def make_room(self, planned: Sequence[PlannedState], unknown: Iterable[int] = ()) -> list[int]:
+    def admit(self, planned: Sequence[PlannedState], unknown: Iterable[int] = ()) -> list[int]:
         """Plan these states, evict what is worth less; the hashes that got a slot. `unknown`: of none."""
         policy = self.policy
         self._unknown.update(unknown)
@@ -114,7 +114,7 @@ class StateSlots:
             self.tree.note_refused([keys[depth - 1]])
 
     def reserve(self, block_ids: Sequence[int], keys: Sequence[int] = ()) -> list[int]:
-        """Allocate one slot for each block's state; may evict. `keys`: the hashes from `make_room`."""
+        """Allocate one slot for each block's state; may evict. `keys`: the hashes from `admit`."""
         slots = self._allocate(len(block_ids))
         self.reserved.update(zip(slots, block_ids, strict=True))
         self._planned.update(zip(slots, keys, strict=False))
@@ -159,7 +159,7 @@ class StateSlots:
                 self.policy.discard_planned(key)
             self._unknown.clear()
             self._planned.clear()
-            self.policy.remove_planned(None)  # also what an interrupted `make_room` planned
+            self.policy.remove_planned(None)  # also what an interrupted `admit` planned
             slots = [slot for slot in self.reserved if slot not in self.pins]
         for slot in slots:
             del self.reserved[slot]

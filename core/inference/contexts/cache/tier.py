@@ -20,18 +20,18 @@ class TierSlots:
     def __init__(self, num_slots: int, dirty: DirtyEntries | None = None) -> None:
         self.num_slots = num_slots
         self.dirty = dirty or DirtyEntries()
-        self.copies: OrderedDict[int, tuple[int, int]] = OrderedDict()  # hash -> slot, serial; oldest first
+        self.entries: OrderedDict[int, tuple[int, int]] = OrderedDict()  # hash -> slot, serial; oldest first
         self.free_slots = list(range(num_slots))
         self._pinned: int | None = None
 
     def __contains__(self, key: object) -> bool:
-        return key in self.copies
+        return key in self.entries
 
     def __len__(self) -> int:
-        return len(self.copies)
+        return len(self.entries)
 
     def use(self, key: int) -> None:
-        self.copies.move_to_end(key)
+        self.entries.move_to_end(key)
 
     def pin(self, key: int | None) -> None:
         """Protect this copy, and no other, from eviction; None for none."""
@@ -43,33 +43,33 @@ class TierSlots:
             slot = self.free_slots.pop()
             self.dirty.clean([slot])
             return slot, 0
-        victim = next((key for key in self.copies if key != self._pinned), 0)
+        victim = next((key for key in self.entries if key != self._pinned), 0)
         if not victim:
             return -1, 0
-        slot, _ = self.copies.pop(victim)
+        slot, _ = self.entries.pop(victim)
         self.dirty.clean([slot])  # a copy that failed may be in it
         return slot, victim
 
     def register(self, key: int, slot: int, serial: int) -> None:
         """Index the state in a slot from `allocate` under its hash; no other state ever had this `serial`."""
-        self.copies[key] = slot, serial
+        self.entries[key] = slot, serial
 
     def remove(self, keys: Iterable[int]) -> list[int]:
         """Remove the copies under these hashes, and return their slots, which are free."""
-        keys = [key for key in keys if key in self.copies]
-        slots = [self.copies.pop(key)[0] for key in keys]
+        keys = [key for key in keys if key in self.entries]
+        slots = [self.entries.pop(key)[0] for key in keys]
         self.dirty.note(slots)
         self.free_slots += slots
         return slots
 
     def clear(self) -> None:
         """Remove every copy."""
-        self.copies.clear()
+        self.entries.clear()
         self.repair()
 
     def repair(self) -> None:
         """After an interrupted change: free what is not indexed; O(slots)."""
-        used = {slot for slot, _ in self.copies.values()}
+        used = {slot for slot, _ in self.entries.values()}
         if self.dirty.is_active:
             self.dirty.note(set(range(self.num_slots)).difference(used, self.free_slots))
         self.free_slots = [slot for slot in range(self.num_slots) if slot not in used]
@@ -77,7 +77,7 @@ class TierSlots:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the index contradicts itself; O(slots)."""
-        slots = [*(slot for slot, _ in self.copies.values()), *self.free_slots]
+        slots = [*(slot for slot, _ in self.entries.values()), *self.free_slots]
         assert sorted(slots) == list(range(self.num_slots)), "a slot of a tier is nowhere, or twice"
         assert self._pinned is None, "a copy of a tier is pinned"
 
@@ -148,7 +148,7 @@ class HostTier:
 
     def __iter__(self) -> Iterator[int]:
         """The hashes with a copy, each once."""
-        return iter(dict.fromkeys((*self.host.copies, *self.files.copies)))
+        return iter(dict.fromkeys((*self.host.entries, *self.files.entries)))
 
     def stats(self) -> TierStats:
         return TierStats(
@@ -237,7 +237,7 @@ class HostTier:
         try:
             loaded = not from_file or self._load(key)
             if loaded:
-                host_slot, serial = self.host.copies[key]
+                host_slot, serial = self.host.entries[key]
                 good = self.copies.fetch(host_slot, slot, serial)
         except Exception:
             logger.warning("a state could not be copied back; its tokens are computed", exc_info=True)
@@ -257,7 +257,7 @@ class HostTier:
         host_slot = self._allocate(self.host)
         if host_slot < 0:
             return False
-        file, serial = self.files.copies[key]
+        file, serial = self.files.entries[key]
         self.host.register(key, host_slot, serial)
         self.host.pin(key)
         return self.copies.load(file, host_slot, serial)
@@ -291,4 +291,4 @@ class HostTier:
         """Raise AssertionError where the indexes contradict themselves, or a hash has no registered block."""
         for tier in (self.host, self.files):
             tier.check_integrity()
-            assert all(map(known, tier.copies)), "a tier keeps a state whose KV is gone"
+            assert all(map(known, tier.entries)), "a tier keeps a state whose KV is gone"

@@ -238,7 +238,7 @@ def test_pages_change_no_bit_of_an_answer(kind: str, monkeypatch: pytest.MonkeyP
 
 def spec_of(states: Sequence[StateTensor], layers: int, kv_heads: int, head_dim: int) -> HybridStateSpec:
     return HybridStateSpec(
-        tuple(states), layers, kv_heads, head_dim, BFLOAT16, 1000, torch.device("cpu"), replays=True,
+        tuple(states), layers, kv_heads, head_dim, BFLOAT16, 1000, torch.device("cpu"), supports_replay=True,
         strided_blocks=True,
     )  # fmt: skip
 

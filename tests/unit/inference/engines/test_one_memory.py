@@ -173,7 +173,7 @@ def test_pinned_states_leave_room_for_one_longest_sequence() -> None:
         engine.check_integrity()
     pins = engine.context.prefix_cache.pins
     assert len(pins.held) > 2
-    reach = pins.num_unpinned_blocks * BLOCK
+    reach = pins.max_sequence_blocks() * BLOCK
     long = random_tokens(min(62, reach - 3), 99)
     serve_checked(engine, [long], length=2)
 

@@ -317,7 +317,7 @@ class Borrowers(RuleBasedStateMachine):
         if not (
             self.paths or self.cache.slots.live
         ):  # what pins leave is within reach, and so are the live slots of all rows
-            assert kv.is_memory_available(pins.num_unpinned_blocks, 0, ())
+            assert kv.is_memory_available(pins.max_sequence_blocks(), 0, ())
             assert self.cache.slots.num_available >= self.division.num_live - len(self.cache.slots.live)
 
 

@@ -185,7 +185,7 @@ def test_pins_are_listed_in_order_and_given_back_without_the_handle():
     assert (len(cache.pins.held), cache.pins.num_blocks) == (2, 4)  # they share one
     shared = cache.match(chain_of([1, 2, 3, 4, 9]), 5).blocks
     assert set(shared) <= cache.pins.block_references.keys()
-    assert (cache.pins.num_within_reach(), cache.pins.num_within_reach(shared)) == (12, 14)
+    assert (cache.pins.max_sequence_blocks(), cache.pins.max_sequence_blocks(shared)) == (12, 14)
     for pin in list(cache.pins.held):
         cache.pins.unpin(pin)
         cache.check_integrity([])

@@ -184,6 +184,6 @@ def test_slots_are_given_to_the_worthiest_and_free_ones_are_left_for_guesses(
         else:
             continue
         chosen.append(candidate)
-    assert slots.make_room(planned(*certain)) == chosen
+    assert slots.admit(planned(*certain)) == chosen
     assert len(slots.free_slots) == len(chosen) + free
     assert len(slots.tree.slot_of_block) == evictable

@@ -27,7 +27,7 @@ def test_the_copy_used_longest_ago_leaves_first() -> None:
     slot, left = tier.allocate()
     assert left == 12
     tier.register(13, slot, 13)
-    assert list(tier.copies) == [11, 13]
+    assert list(tier.entries) == [11, 13]
     tier.pin(11)
     assert tier.allocate()[1] == 13
     assert tier.allocate() == (-1, 0)
@@ -175,9 +175,9 @@ def test_the_least_recent_states_are_in_host_memory() -> None:
         (slot,) = slots.reserve([block])
         memory[slot] = BooksMachine.content(block)
         slots.commit([slot])
-    assert list(tier.host.copies) == [102, 103, 104]
+    assert list(tier.host.entries) == [102, 103, 104]
     for block in (2, 3, 4):
-        assert torch.equal(copies.rows[tier.host.copies[block + 100][0]], BooksMachine.content(block))
+        assert torch.equal(copies.rows[tier.host.entries[block + 100][0]], BooksMachine.content(block))
 
 
 def test_a_copy_that_takes_the_row_of_a_copy_that_failed_is_not_zeroed() -> None:
@@ -203,7 +203,7 @@ def test_a_bad_copy_that_cost_another_state_is_reported() -> None:
     copies.rows ^= 1
     assert slots.fetch_state([4, 5], [104, 105], 1, 1)
     assert not slots.tree.slot_of_block
-    assert list(tier.host.copies) == [104]
+    assert list(tier.host.entries) == [104]
     assert slots.fetch_state([4], [104], 0, 1)
     assert 4 in slots.tree.slot_of_block
 

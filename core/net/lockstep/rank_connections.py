@@ -10,7 +10,7 @@ import torch
 from ...parallel_groups import ParallelGroups
 from ..all_ranks import Notes, RankDiedError, attempt
 from ..channel import Listener, PeerLostError, host_name
-from .following import WATCH_S, Abort, Close, Failure, Hello, Lost, Outcome
+from .follower import WATCH_S, Abort, Close, Failure, Hello, Lost, Outcome
 
 _CLOSING_S = 5.0
 _LOOK_S = 0.1
@@ -18,7 +18,7 @@ _END_S = 5.0
 """A rank may be inside a function of all ranks for so long after another rank failed in it."""
 
 
-class Followers:
+class RankConnections:
     """The connections to all followers, and what each of them answered.
 
     Every rank has an outcome for each call: what it raised. A call whose outcome is not the same on all ranks

@@ -17,11 +17,11 @@ MAX_GB_ON_CPU = 16.0
 def with_total_gb(config: InferenceConfig, device: torch.device) -> InferenceConfig:
     """`config`, with `total_gb` where no pool has a size."""
     if config.total_gb is None and config.num_kv_blocks is None:
-        return replace(config, total_gb=free_gb(device))
+        return replace(config, total_gb=available_gb(device))
     return config
 
 
-def free_gb(device: torch.device) -> float:
+def available_gb(device: torch.device) -> float:
     """The memory that pools get where no size is given, in 2**30 bytes."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
