@@ -166,7 +166,7 @@ class RequestResult:
         num_prompt_tokens: tokens of the prompt.
         num_resumed_tokens: prompt tokens before the cached state that the request first started from.
         computed_by_reason: the other prompt tokens, by why they were computed.
-        num_recomputed_tokens: tokens computed again after the request was preempted.
+        num_recomputed_tokens: tokens computed again after the request was preempted; None of a replica.
         ttft_s: seconds from the arrival to the first token; None without one.
         finish_reason: "length", "stop" (a stop token, or the caller found the end), "cancelled", "reset"
             (the engine was reset) or "invalid_logits" (the model's logits for the next token were NaN or
@@ -181,7 +181,7 @@ class RequestResult:
     num_prompt_tokens: int
     num_resumed_tokens: int
     computed_by_reason: Mapping["ComputeReason", int]
-    num_recomputed_tokens: int
+    num_recomputed_tokens: int | None
     ttft_s: float | None
     finish_reason: FinishReason
 

@@ -191,7 +191,7 @@ class FleetAnswer(Answer):
             num_prompt_tokens=len(self._request.prompt),
             num_resumed_tokens=figures.num_resumed_tokens,
             computed_by_reason=figures.computed_by_reason,
-            num_recomputed_tokens=0,  # not known
+            num_recomputed_tokens=None,
             ttft_s=self._ttft_s,
             finish_reason=finish_reason,
         )

@@ -335,7 +335,7 @@ class DynamicInferenceEngine:
                 num_tokens=result.num_prompt_tokens + 1,
                 num_resumed_tokens=result.num_resumed_tokens,
                 computed_by_reason=result.computed_by_reason,
-                num_recomputed_tokens=result.num_recomputed_tokens,
+                num_recomputed_tokens=result.num_recomputed_tokens or 0,
                 finish_reason=result.finish_reason,
             )
             for request, result in zip(requests, results, strict=True)
