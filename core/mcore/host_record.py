@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..inference.contexts.cache.hashing import GhostList
-from ..inference.contexts.cache.paths import Span, TokenLedger
+from ..inference.contexts.cache.paths import Span
 from ..inference.contexts.cache.pool_stats import ComputeReason, SlotCounts, StateRemovalCause, Turnover
+from ..inference.contexts.request import TokenLedger
 from .versions import INFERENCE_REQUEST
 
 

@@ -12,13 +12,12 @@ from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec
 from .admission import Admission
 from .available_memory import with_total_gb
-from .cache.paths import TokenLedger
 from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
 from .padding import largest_shape
 from .pool_sizes import PoolSizes
-from .request import DynamicInferenceRequest, RequestStep
+from .request import DynamicInferenceRequest, RequestStep, TokenLedger
 from .states import EncodedStates, ReplayedStates, RequestStates
 from .step_builder import Padding, StepBuffer, StepBuilder
 from .step_inputs import StepInputs, StepObserver
