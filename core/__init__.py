@@ -5,7 +5,8 @@ A name is imported at its first use: `import mambaslots` and the cache alone nee
 llm, loaded_model            a model with its text, and an engine of a size for this machine
 config, request              settings of an engine; what a request asks for and returns
 cache_stats                  what became of prompt tokens, and how full the pools are
-state_spec, parallel_groups  what a model keeps of a sequence; how a model is split over ranks
+state_spec, model_parts      what a model keeps of a sequence; which part of it a rank holds
+parallel_groups              the process groups of a split model
 devices                      the current device, and numbers that the host sends to one
 files, errors, validation    a model's files; errors of capacity and of an engine; argument checks
 version                      this version, and the newest tested ones of others

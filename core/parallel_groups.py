@@ -1,4 +1,4 @@
-"""How a model is split over ranks: the part that one rank holds, process groups, and their collectives."""
+"""The process groups of a split model, and their collectives, which another thread may abort."""
 
 import threading
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .devices import on_device_of
-from .validation import boolean, instance, integer, shown
+from .validation import boolean, instance, shown
 
 _LOOK_S = 0.25
 """So often a thread that waits in a collective of gloo looks whether the groups were aborted."""
@@ -21,46 +21,6 @@ _ABORT_S = 10.0
 _aborted: dict[ProcessGroup, str] = {}  # a model's group -> why it was aborted
 _aborts: dict[ProcessGroup, threading.Thread] = {}  # of nccl's, that run
 _replaced: dict[ProcessGroup, ProcessGroup] = {}  # a model's group -> the one that has replaced it
-
-
-@dataclass(frozen=True)
-class Part:
-    """[start, stop) of `total` heads, groups or layers."""
-
-    start: int
-    stop: int
-    total: int
-
-    def __post_init__(self) -> None:
-        integer("total", self.total, 0)
-        integer("stop", self.stop, 0, self.total)
-        integer("start", self.start, 0, self.stop)
-
-    @classmethod
-    def of_rank(cls, total: int, rank: int, size: int) -> "Part":
-        """The part of a rank of `size`, which divides `total`; or is a multiple of it, and ranks share."""
-        start = total * rank // size
-        return cls(start, start + max(1, total // size), total)
-
-    @property
-    def count(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def indices(self) -> range:
-        return range(self.start, self.stop)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShard:
-    """The attention layers and KV heads whose KV one rank of a split model holds; ranks may share a head."""
-
-    attention_layers: Part
-    kv_heads: Part
-
-    def __post_init__(self) -> None:
-        instance("attention_layers", self.attention_layers, Part)
-        instance("kv_heads", self.kv_heads, Part)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from .parallel_groups import ModelShard, ParallelGroups, Part
+from .model_parts import ModelShard, Part, StateSegment, StateSplit
+from .parallel_groups import ParallelGroups
 from .validation import (
     INT32_MAX,
     boolean,
@@ -53,39 +54,6 @@ class InputTensor:
         if self.layout == "ring":
             return (self.taps + num_drafts, *self.shape)
         return (*self.shape, chunk_size) if self.layout == "by_head" else (chunk_size, *self.shape)
-
-
-@dataclass(frozen=True)
-class StateSegment:
-    """Entries of a tensor's first dimension: this rank's units, heads for example, of `width` entries."""
-
-    part: Part
-    width: int = 1
-
-    def __post_init__(self) -> None:
-        check_fields(self, instance, part=(Part,))
-        check_fields(self, integer, width=(1, INT32_MAX))
-
-    @property
-    def size(self) -> int:
-        """Entries on this rank."""
-        return self.part.count * self.width
-
-
-@dataclass(frozen=True)
-class StateSplit:
-    """Which part of the whole model's tensor this rank holds: layers, and segments of the first dimension."""
-
-    layers: Part
-    segments: tuple[StateSegment, ...]
-
-    def __post_init__(self) -> None:
-        instance("layers", self.layers, Part)
-        if not isinstance(self.segments, Sequence) or not self.segments:
-            raise ValueError(f"segments is {shown(self.segments)}; accepted: one or more StateSegments")
-        set_field(self, "segments", tuple(self.segments))
-        for index, segment in enumerate(self.segments):
-            instance(f"segments[{index}]", segment, StateSegment)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..files import CONFIG, ModelFolderError
-from ..parallel_groups import ModelShard, ParallelGroups, Part
+from ..model_parts import ModelShard, Part
+from ..parallel_groups import ParallelGroups
 from ..state_spec import (
     HybridStateSpec,
     StateTensor,

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..model_parts import Part
 from ..models.layer_steps import attend
-from ..parallel_groups import Part
 from ..validation import shown
 from .current_step import CurrentStep
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from ..parallel_groups import ParallelGroups, Part
+from ..model_parts import Part
+from ..parallel_groups import ParallelGroups
 from ..validation import shown
 from .architectures import ARCHITECTURES, architecture_of
 from .fused_modules import mlp_projections

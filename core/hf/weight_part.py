@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..parallel_groups import ParallelGroups, Part
+from ..model_parts import Part
+from ..parallel_groups import ParallelGroups
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from ..inference.kernels.operands import compute_dtype
-from ..parallel_groups import ModelShard, ParallelGroups, Part
+from ..model_parts import ModelShard, Part
+from ..parallel_groups import ParallelGroups
 from ..state_spec import StateTensor, gated_delta_net_states, mamba2_states, short_conv_states
 from ..validation import INT32_MAX, float_dtype, integer, real, shown
 

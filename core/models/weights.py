@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..files import CONFIG, ModelFolderError, check_regular, read_object, replacing
-from ..parallel_groups import ParallelGroups, Part
+from ..model_parts import Part
+from ..parallel_groups import ParallelGroups
 from ..validation import shown
 from .hybrid_config import HybridConfig
 

@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 import torch
 from mambaslots.inference.contexts.cache.hashing import PUBLIC_ROOT, SaltKey
+from mambaslots.model_parts import ModelShard, Part
 from mambaslots.net import TransferChannel
 from mambaslots.net.transfer.format import PrefixForest, PrefixFormat, Shard, shard_of
 from mambaslots.net.transfer.hand_over import SendReport
 from mambaslots.net.transfer.placement import ImportReport
 from mambaslots.net.transfer.shard import PrefixShard, shapes_of
-from mambaslots.parallel_groups import ModelShard, Part
 from mambaslots.state_spec import gated_delta_net_states, mamba2_states, short_conv_states
 from oracle.kv_index import eviction_order
 from oracle.serving import small_model

@@ -12,10 +12,11 @@ from typing import Any
 import mambaslots as ms
 import torch
 from fuzzing.target import REFUSED, Target, any_value, end_of
+from mambaslots.model_parts import ModelShard, Part, StateSegment, StateSplit
 from mambaslots.models import HybridConfig, HybridLM
-from mambaslots.parallel_groups import ModelShard, ParallelGroups, Part
+from mambaslots.parallel_groups import ParallelGroups
 from mambaslots.serve import ServerSettings
-from mambaslots.state_spec import StateSegment, StateSplit, StateTensor
+from mambaslots.state_spec import StateTensor
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from oracle.picture import picture

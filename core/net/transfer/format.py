@@ -11,8 +11,8 @@ import torch
 from msgspec import Meta
 
 from ...inference.contexts.cache.hashing import PUBLIC_ROOT, PrefixHashChain
-from ...parallel_groups import Part
-from ...state_spec import HybridStateSpec, StateSegment, StateTensor
+from ...model_parts import Part, StateSegment
+from ...state_spec import HybridStateSpec, StateTensor
 from ...validation import INT32_MAX, shown
 
 KV = "kv"

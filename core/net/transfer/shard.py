@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ...parallel_groups import Part
+from ...model_parts import Part
 from ...validation import shown
 from .format import (
     FORMAT_VERSION,

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.parallel_groups import ModelShard, Part
-from mambaslots.state_spec import StateSplit
+from mambaslots.model_parts import ModelShard, Part, StateSplit
 from oracle import bad_values as bad
 from oracle.bad_values import INT32_MAX, Bad, refuse, refuse_all
 from oracle.serving import small_model

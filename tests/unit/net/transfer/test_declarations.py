@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mambaslots.model_parts import ModelShard, Part, StateSegment, StateSplit
 from mambaslots.net import decode_prefixes, encode_prefixes, export_prefixes, import_prefixes
 from mambaslots.net.transfer.exports import CacheAccess
 from mambaslots.net.transfer.format import PrefixFormat, TensorFormat, TensorPart, TransferError, shard_of
-from mambaslots.parallel_groups import ModelShard, Part
-from mambaslots.state_spec import StateSegment, StateSplit, StateTensor
+from mambaslots.state_spec import StateTensor
 from oracle.budget import costly
 from oracle.serving import random_tokens
 from oracle.transfers import Declared, engine_of, maps_of

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mambaslots.model_parts import Part
 from mambaslots.net.transfer.format import PrefixFormat, Shard, TensorFormat, TensorPart, TransferError
 from mambaslots.net.transfer.shard import PrefixShard, join, shapes_of, sources_for
-from mambaslots.parallel_groups import Part
 from oracle.transfers import Declared, dense, random_export, random_forest
 
 PATTERNS = {
