@@ -307,7 +307,7 @@ class EngineRound(Fuzzer):
         tally.hits += result.num_resumed_tokens > 0
         events["hits behind a salt"] += result.num_resumed_tokens > 0 and entry.salt is not None
         tally.resumed_tokens += result.num_resumed_tokens
-        events["preempted"] += result.num_recomputed_tokens > 0
+        events["preempted"] += (result.num_recomputed_tokens or 0) > 0
         events["cancelled"] += result.finish_reason == "cancelled"
         events["invalid logits"] += result.finish_reason == "invalid_logits"
         if entry.mixed:
