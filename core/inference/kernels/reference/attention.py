@@ -16,8 +16,8 @@ def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, pos
     a block that holds any token are therefore finite, whatever the memory held before. A position of -1
     writes nothing; entries of one block stand side by side, in the order of their offsets and without gaps.
     """
-    real = positions >= 0
-    tokens, positions = tokens[real], positions[real]
+    if (positions < 0).any():
+        tokens, positions = tokens[positions >= 0], positions[positions >= 0]
     last_row = kv_cache.shape[2] - 1  # of a block; new blocks that the call does not fill become zeros
     begins = (positions % kv_cache.shape[2] == 0).nonzero().flatten()
     if len(begins):
@@ -42,12 +42,12 @@ def paged_attention(
             part = slice(first, first + new)
             grouped = torch.unflatten(query[part].to(dtype), 1, (kv_heads, -1)) * scale
             blocks = rows.block_table[row, : -(-length // block_size)]
-            keys, values = (
-                cache[blocks].flatten(0, 1)[:length].to(dtype).movedim(0, 1) for cache in kv_cache
-            )
-            future = torch.ones(new, length, dtype=torch.bool, device=query.device).triu(length - new + 1)
-            scores = (grouped.permute(1, 2, 0, 3) @ keys[:, None].mT).masked_fill(future, float("-inf"))
-            attended = scores.softmax(-1) @ values[:, None]
+            keys, values = kv_cache[:, blocks].flatten(1, 2)[:, :length].to(dtype).movedim(1, 2)[:, :, None]
+            scores = grouped.permute(1, 2, 0, 3) @ keys.mT
+            if new > 1:
+                future = torch.ones(new, length, dtype=torch.bool, device=query.device)
+                scores = scores.masked_fill_(future.triu_(length - new + 1), float("-inf"))
+            attended = scores.softmax(-1) @ values
             out[part] = attended.permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)
     return out
 

@@ -13,14 +13,14 @@ def rounded(result: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
 
 def read_states(states: Tensor, sources: Tensor) -> Tensor:
     """A copy of the states at `sources`, [rows, ...]; zeros for -1."""
-    named = (sources >= 0).view(-1, *[1] * (states.dim() - 1))
-    return states[sources.clamp(min=0)].masked_fill(~named, 0)
+    return states[sources.clamp(min=0)].masked_fill_((sources < 0).view(-1, *[1] * (states.dim() - 1)), 0)
 
 
 def write_states(states: Tensor, destinations: Tensor, values: Tensor) -> None:
     """Store `values` [rows, ...] at `destinations`; -1: nowhere."""
-    named = destinations >= 0
-    states[destinations[named]] = values[named].to(states.dtype)
+    if not (named := destinations >= 0).all():
+        destinations, values = destinations[named], values[named]
+    states[destinations] = values.to(states.dtype)
 
 
 def places(pool: Tensor, pages: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:

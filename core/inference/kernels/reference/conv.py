@@ -50,8 +50,8 @@ def _convolved(
     """The sum over the taps of one tensor of inputs each, in the compute dtype of inputs `of` a dtype."""
     dtype = compute_dtype(of)
     y = weight.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
-    for tap, shifted in enumerate(inputs):
-        y = y + shifted.to(dtype) * weight[:, tap].to(dtype)
+    for shifted, of_tap in zip(inputs, weight.to(dtype).unbind(1), strict=True):
+        y = y + shifted.to(dtype) * of_tap
     return F.silu(y) if activation else y
 
 
