@@ -85,6 +85,7 @@ def pytest_collection() -> Iterator[None]:
 def pytest_runtestloop(session: pytest.Session) -> None:
     if session.config.getoption("--forks", 0) and not session.config.option.collectonly:
         fresh_process.start()
+        fresh_process.start_warm()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -39,7 +39,7 @@ def run_stages(folder: Path, *arguments: str | Path) -> list[dict[str, Any]]:
     """What the two stages report."""
     paths = [str(ROOT / "tests"), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = run_script(str(SCRIPT), str(folder), *map(str, arguments), env=environment)
+    done = run_script(str(SCRIPT), str(folder), *map(str, arguments), env=environment, warm=True)
     errors = "\n".join(f"== {path.name}\n{path.read_text()}" for path in folder.glob("errors_of_stage_*"))
     assert done.returncode == 0, f"{errors}\n{done.stderr}"
     return [json.loads((folder / f"output_of_stage_{rank}").read_text()) for rank in range(2)]

@@ -128,9 +128,122 @@ def prepare_launches_once() -> None:
         return value if value.dtype is to else cast(self, value, to, *rounding, **named)
 
     TritonSemantic.broadcast_impl_value, TritonSemantic.cast = broadcast_unless_alike, cast_unless_alike
+    TritonSemantic.binary_op_type_checking_impl = _operands_of_one_dtype(
+        TritonSemantic.binary_op_type_checking_impl
+    )
+    interpreter.InterpreterBuilder.create_expand_dims = _expand_dims
+    interpreter.TensorHandle.__init__ = _init_handle(interpreter.TensorHandle)
+    core._unwrap_if_constexpr = _unwrapped(core._unwrap_if_constexpr)
     interpreter._patch_builtin, interpreter._patch_lang = patch_builtin, patch
     interpreter._get_np_dtype = np_dtype
     core.block_type.__init__, core.tensor.__init__ = init_block_type, init_tensor
+
+
+def _operands_of_one_dtype(check: Any) -> Any:
+    """`check` of two operands, without what two of one dtype, or one and a plain number, need nothing of.
+
+    numpy broadcasts the operands of an operation by itself: here they are only given the shape of the result.
+    """
+    from triton.language import core
+    from triton.runtime.interpreter import TensorHandle
+
+    numbers = {core.int32: int, core.int64: int, core.float32: float, core.float64: float}
+    kinds = {id(dtype): kind for dtype, kind in numbers.items()}  # those that no arithmetic promotes
+    ranges = {id(dtype): 2 ** (dtype.primitive_bitwidth - 1) for dtype in (core.int32, core.int64)}
+    arrays = {id(dtype): np.dtype(dtype.name.replace("fp", "float")) for dtype in numbers}
+    constants: dict[tuple[int, Any], Any] = {}
+    of_shapes: dict[tuple[Any, Any], Any] = {}
+    types: dict[tuple[int, Any], Any] = {}
+
+    def constant(value: Any, dtype: Any) -> Any:
+        """The tensor that `value` is beside one of `dtype`; None: `check` knows."""
+        key = id(dtype), value
+        if key not in constants:
+            if id(dtype) in ranges and not -ranges[id(dtype)] <= value < ranges[id(dtype)]:
+                return None
+            data = np.array([value or 0], arrays[id(dtype)])  # -0.0 is a null value, too
+            data.flags.writeable = False
+            if value != value:
+                return core.tensor(TensorHandle(data, dtype), dtype)
+            constants[key] = core.tensor(TensorHandle(data, dtype), dtype)
+        return constants[key]
+
+    def broadcast(lhs: Any, rhs: Any) -> Any:
+        """The shape of both; None: `check` knows."""
+        if len(lhs) != len(rhs):
+            return None
+        pairs = list(zip(lhs, rhs, strict=True))
+        fit = all(1 in pair or pair[0] == pair[1] for pair in pairs)
+        return tuple(max(pair) for pair in pairs) if fit else None
+
+    def shaped(operand: Any, shape: Any) -> Any:
+        of = operand.type
+        if shape is None or (isinstance(of, core.block_type) and of.shape == shape):
+            return operand
+        if id(operand.dtype) not in kinds:  # pointers
+            return core.tensor(operand.handle, core.block_type(operand.dtype, list(shape)))
+        key = id(operand.dtype), shape
+        if key not in types:
+            types[key] = core.block_type(operand.dtype, list(shape))
+        return core.tensor(operand.handle, types[key])
+
+    def check_operands(self: Any, lhs: Any, rhs: Any, *rules: Any, **named: Any) -> Any:
+        left, right = lhs, rhs
+        if type(right) in (int, float) and isinstance(left, core.tensor):
+            kind = kinds.get(id(left.dtype))
+            right = constant(right, left.dtype) if kind and kind in (float, type(right)) else None
+        elif type(left) in (int, float) and isinstance(right, core.tensor):
+            kind = kinds.get(id(right.dtype))
+            left = constant(left, right.dtype) if kind and kind in (float, type(left)) else None
+        if not isinstance(left, core.tensor) or not isinstance(right, core.tensor):
+            return check(self, lhs, rhs, *rules, **named)
+        if isinstance(left.dtype, core.pointer_type):
+            fits = rules[:1] == (True,) and id(right.dtype) in ranges
+        else:
+            fits = left.dtype is right.dtype and id(left.dtype) in kinds
+        if not fits:
+            return check(self, lhs, rhs, *rules, **named)
+        ours = left.type.shape if isinstance(left.type, core.block_type) else None
+        theirs = right.type.shape if isinstance(right.type, core.block_type) else None
+        if ours is theirs:
+            return left, right
+        if ours is not None and theirs is not None:
+            if (ours, theirs) not in of_shapes:
+                of_shapes[ours, theirs] = broadcast(ours, theirs)
+            shape = of_shapes[ours, theirs]
+            if shape is None:
+                return check(self, lhs, rhs, *rules, **named)
+        else:
+            shape = ours or theirs
+        return shaped(left, shape), shaped(right, shape)
+
+    return check_operands
+
+
+def _expand_dims(builder: Any, value: Any, axis: int) -> Any:
+    return type(value)(value.data[(slice(None),) * axis + (None,)], value.dtype.scalar)
+
+
+def _unwrapped(unwrap: Any) -> Any:
+    """`unwrap`, which most operands need nothing of: they are tensors."""
+    from triton.language import core
+
+    return lambda value: value if type(value) is core.tensor else unwrap(value)
+
+
+def _init_handle(handle: Any) -> Any:
+    """The constructor of a dataclass, with its check in a line."""
+    from triton.language import core
+
+    check = handle.__post_init__
+
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        size = data.itemsize
+        if size > 1 and not isinstance(dtype, core.pointer_type) and 8 * size > dtype.primitive_bitwidth:
+            check(self)
+
+    return init
 
 
 def _with_semantic(member: Any, semantic: Any) -> Any:

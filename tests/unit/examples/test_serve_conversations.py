@@ -36,7 +36,7 @@ def test_a_small_run(plan: str, tmp_path: Path) -> None:
         "--plot",
         str(plot_path),
     ]
-    run = run_script("examples/serve_conversations.py", *arguments)
+    run = run_script("examples/serve_conversations.py", *arguments, warm=plan == "every-block")
 
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()

@@ -11,8 +11,8 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import mambaslots as ms
 import pytest
 from mambaslots.serve import ServerSettings, serve
 from mambaslots.serve.middleware import add_host_header_check
+from oracle.fresh_process import Begun
 from oracle.served import serving, small_config, tiny_loaded
 from oracle.texts import blocks_of
 from starlette.applications import Starlette
@@ -32,11 +33,10 @@ PROMPT = [5 + i % 80 for i in range(100)]
 
 @dataclass
 class Process:
-    """A server, where it listens, and what it has printed."""
+    """A server, and where it listens."""
 
-    process: subprocess.Popen[str]
-    port: int = 0
-    lines: list[str] = field(default_factory=list)
+    process: Begun
+    port: int
 
     def ask(self, path: str, body: dict[str, Any] | None = None, **headers: str) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -60,30 +60,21 @@ class Process:
 
     def end(self) -> tuple[int, str]:
         """The exit code and what came on stderr."""
-        _, errors = self.process.communicate(timeout=60)
-        return self.process.returncode, errors
+        code = self.process.wait(60)
+        assert code is not None, "the server has not ended"
+        return code, self.process.errors
 
 
 @contextmanager
 def process(**settings: Any) -> Iterator[Process]:
     """A server on a free port; the environment finds this tree."""
     paths = [str(ROOT / "stubs"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, str(ROOT / "tests/oracle/serve_tiny.py"), json.dumps({"port": 0} | settings)]
-    started = subprocess.Popen(
-        command,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with started:
-        try:
-            assert started.stdout is not None
-            line = started.stdout.readline()
-            assert line.startswith("mambaslots serves tiny at http://127.0.0.1:"), started.communicate()
-            yield Process(started, int(line.rpartition(":")[2]))
-        finally:
-            started.kill()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    script = str(ROOT / "tests/oracle/serve_tiny.py")
+    with closing(Begun(script, json.dumps({"port": 0} | settings), env=environment)) as started:
+        line = started.first_line()
+        assert line.startswith("mambaslots serves tiny at http://127.0.0.1:"), started.errors
+        yield Process(started, int(line.rpartition(":")[2]))
 
 
 def events(response: http.client.HTTPResponse) -> list[Any]:
@@ -106,7 +97,7 @@ def test_sigterm_lets_answers_end_and_takes_no_new_ones() -> None:
         _closes_silent_connections(server)
         assert server.ask("/health", host="evil.example")[0] == 403
         connection, response = server.stream(num_tokens)
-        server.process.send_signal(signal.SIGTERM)
+        server.process.signal(signal.SIGTERM)
         health_until(server, 503)
         status, body = server.ask("/v1/completions", {"prompt": PROMPT})
         assert (status, json.loads(body)["error"]["code"]) == (503, "draining")
@@ -129,7 +120,7 @@ def test_sigterm_lets_answers_end_and_takes_no_new_ones() -> None:
 def test_control_c_cancels_what_takes_longer_than_the_drain() -> None:
     with process(drain_timeout_s=0.2) as server:
         connection, response = server.stream(1900)
-        server.process.send_signal(signal.SIGINT)
+        server.process.signal(signal.SIGINT)
         error = events(response)[-1]["error"]
         connection.close()
         assert error["code"] == "cancelled"
@@ -142,9 +133,9 @@ def test_control_c_cancels_what_takes_longer_than_the_drain() -> None:
 def test_a_second_signal_ends_the_drain() -> None:
     with process(drain_timeout_s=1000) as server:
         connection, response = server.stream(1900)
-        server.process.send_signal(signal.SIGTERM)
+        server.process.signal(signal.SIGTERM)
         health_until(server, 503)
-        server.process.send_signal(signal.SIGTERM)
+        server.process.signal(signal.SIGTERM)
         assert events(response)[-1]["error"]["code"] == "cancelled"
         connection.close()
         code, errors = server.end()
@@ -167,7 +158,7 @@ def test_a_step_that_hangs_holds_no_process(num_signals: int, reason: str) -> No
         connection.request("POST", "/v1/completions", sent, {"content-type": "application/json"})
         time.sleep(0.5)
         for _ in range(num_signals):
-            server.process.send_signal(signal.SIGTERM)
+            server.process.signal(signal.SIGTERM)
             health_until(server, 503) if num_signals < 3 else time.sleep(0.2)
         code, errors = server.end()
         connection.close()
@@ -206,7 +197,7 @@ def test_streams_that_nobody_reads_hold_no_process() -> None:
             unread.append(client)
         time.sleep(1)  # their writers wait for room in the sockets
         begin = time.monotonic()
-        server.process.send_signal(signal.SIGTERM)
+        server.process.signal(signal.SIGTERM)
         code, _ = server.end()
         took = time.monotonic() - begin
         for client in unread:
@@ -325,10 +316,10 @@ def _closes_silent_connections(server: Process) -> None:
         for connection in kept:
             clients.callback(connection.close)
             assert health_over(connection) == 200
-        server.process.send_signal(signal.SIGSTOP)  # it finds all of them at once
+        server.process.signal(signal.SIGSTOP)  # it finds all of them at once
         for _ in range(200):
             clients.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
-        server.process.send_signal(signal.SIGCONT)
+        server.process.signal(signal.SIGCONT)
         begun_s = time.monotonic()
         assert server.ask("/health")[0] == 200
         assert time.monotonic() - begun_s < 10

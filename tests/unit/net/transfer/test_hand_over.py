@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from mambaslots.net.transfer.hand_over import SendReport
 from mambaslots.net.transfer.pieces import PartCopies
 from mambaslots.net.transfer.pipe import MessagePipe
 from mambaslots.net.transfer.placement import ImportReport, Placement
+from oracle.fresh_process import Begun
 from oracle.serving import random_tokens, serve_checked
 from oracle.transfers import engine_of, maps_of, receive_once, send_once
 
@@ -345,6 +346,7 @@ import os, sys
 sys.path[:0] = sys.argv[2:]
 import torch.distributed as dist
 from mambaslots.net.transfer.pipe import MessagePipe
+from oracle.fresh_process import Begun
 from oracle.serving import random_tokens, serve_checked
 from oracle.transfers import engine_of, send_once
 
@@ -445,25 +447,24 @@ time.sleep(60)
 @pytest.mark.sampled(after=("while it waits",))
 @pytest.mark.parametrize("after", ["before the call", "while it waits"])
 def test_a_store_that_stops_answering(source: ms.DynamicInferenceEngine, after: str) -> None:
-    with subprocess.Popen([sys.executable, "-c", FROZEN], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        port = int(process.stdout.readline())
+    with closing(Begun(code=FROZEN)) as process:
+        port = int(process.first_line())
         calls: list[tuple[Callable[..., Any], str]] = [(send_once, "x"), (receive_once, "y")]
         stores: list[Any] = [dist.TCPStore("127.0.0.1", port, is_master=False) for _ in calls]
         waits = 0.0 if after == "before the call" else 0.5
         begin, before = time.monotonic(), maps_of(source)
         with ThreadPoolExecutor(2) as threads:
             if not waits:
-                process.send_signal(signal.SIGSTOP)
+                process.signal(signal.SIGSTOP)
             reports = [
                 threads.submit(call, source, store, name, timeout_s=1.5)
                 for store, (call, name) in zip(stores, calls, strict=True)
             ]
             time.sleep(waits)
-            process.send_signal(signal.SIGSTOP)
+            process.signal(signal.SIGSTOP)
             failures = [report.result().failure for report in reports]
         took = time.monotonic() - begin
-        process.kill()
+        process.signal(signal.SIGKILL)
     assert took < 4.0
     assert all(failures)
     assert maps_of(source) == before
