@@ -83,9 +83,10 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before there are forks
 def pytest_runtestloop(session: pytest.Session) -> None:
-    if session.config.getoption("--forks", 0) and not session.config.option.collectonly:
-        fresh_process.start()
-        fresh_process.start_warm()
+    if not session.config.option.collectonly and "WORLD_SIZE" not in os.environ:
+        fresh_process.start_warm()  # of a process in which no test has run
+        if session.config.getoption("--forks", 0):
+            fresh_process.start()
 
 
 @pytest.hookimpl(tryfirst=True)

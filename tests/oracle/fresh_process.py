@@ -8,6 +8,7 @@ Where a test looks at no import, its process is a copy of one that has imported 
 
 import atexit
 import json
+import logging
 import os
 import select
 import shutil
@@ -111,6 +112,8 @@ def start_warm() -> str:
             os.dup2(stdin, 0)
             os.close(stays)
             sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+            logging.getLogger().handlers.clear()  # pytest's, as are its filters
+            warnings.resetwarnings()
             sys.argv = ["", str(listener.fileno())]
             exec(WAITS, {"__name__": "waits"})
         finally:
