@@ -108,41 +108,54 @@ def update(pool: str, tokens: int, heads: int, dim: int) -> Specialisation:
 PAGE = 16  # tokens whose inputs lie in a KV block of Qwen3.5-4B
 PAGE_STRIDES = "k_page_stride", "v_page_stride"
 INDICES = {"input_rows": "*i64", "pages": "*i32"}
+TAPS = 4
+RAW = "weight", "A_log", "dt_bias", "conv_states", "conv_inputs", "conv_destinations"
+RAW_STRIDES = "conv_slot_stride", "ring_stride"
 
 
 def kept_rows() -> list[Specialisation]:
-    """What decodes of one token and of four keep, and prefills' tails, inputs of each dtype."""
+    """What decodes of one token and of four make of raw tokens and keep, and prefills' tails."""
     found = []
     for dtype in TORCH:
         for heads, dim in HEADS:
             sizes = {"KEY_HEADS": KEY_HEADS, "VALUE_HEADS": heads, "KEY_DIM": dim, "VALUE_DIM": dim}
-            slot_strides = dict.fromkeys([*PAGE_STRIDES, *(f"{x}_row_stride" for x in GATES)], "i64")
             for tokens, tails in ((1, False), (4, False), (CHUNK, True)):
-                pointers = dict.fromkeys([*"qkv", "queries", "k_inputs", "v_inputs"], f"*{dtype}")
-                nothing = {"new_v": None, "new_v_inputs": None, "new_v_page_stride": 0}
+                of_dtype = [*"qkv", "queries", "k_inputs", "v_inputs"]
+                of_float32 = [f"{x}_inputs" for x in GATES]
+                pages, strides = [*PAGE_STRIDES, *(f"{x}_row_stride" for x in GATES)], list[str]()
+                constants = dict.fromkeys((f"{x}_dim_stride" for x in "kv"), 1)
+                constants |= dict.fromkeys((f"{x}_inner_stride" for x in GATES), 1)
+                indices = INDICES | {"starts": "*i64" if tails else "*i32", "ends": "*i32"}
+                if tails:
+                    of_float32 += GATES
+                    constants |= dict.fromkeys((*RAW, *RAW_STRIDES), None)
+                    constants |= {"KERNEL": 0, "WINDOW": 0, "RING": 0}
+                else:
+                    of_dtype += [*GATES, "weight", "dt_bias", "conv_states", "conv_inputs"]
+                    of_float32 += ["A_log"]
+                    indices |= {"conv_destinations": "*i64"}
+                    pages += RAW_STRIDES
+                    constants |= {"KERNEL": TAPS, "WINDOW": TAPS - 1, "RING": TAPS - 1 + tokens}
                 if tails and dtype != "fp32":
-                    pointers |= dict.fromkeys(("new_v", "new_v_inputs"), f"*{dtype}")
-                    nothing = {}
-                pointers |= dict.fromkeys((*GATES, *(f"{x}_inputs" for x in GATES)), "*fp32")
-                pointers |= INDICES | {"starts": "*i64" if tails else "*i32", "ends": "*i32"}
-                strides = [f"{x}_{axis}_stride" for x in "qkv" for axis in ("token", "head")]
-                strides += [f"{x}_token_stride" for x in GATES]
-                ones = [*(f"{x}_dim_stride" for x in "qkv"), *(f"{x}_head_stride" for x in GATES)]
+                    of_dtype += ["new_v", "new_v_inputs"]
+                    pages += ["new_v_page_stride"]
+                else:
+                    constants |= {"new_v": None, "new_v_inputs": None, "new_v_page_stride": 0}
+                pointers = dict.fromkeys(of_dtype, f"*{dtype}") | dict.fromkeys(of_float32, "*fp32") | indices
+                strides += [f"{x}_{axis}_stride" for x in "kv" for axis in ("token", "head")]
+                strides += [f"{x}_{axis}_stride" for x in GATES for axis in ("token", "outer")]
                 found.append(
                     Specialisation(
                         name=f"keep_rows {dtype} T={tokens} {heads} x {dim}",
                         kernel=delta_replay.keep_rows_kernel,
-                        signature=pointers
-                        | dict.fromkeys(strides, "i32")
-                        | slot_strides
-                        | ({} if nothing else {"new_v_page_stride": "i64"}),
-                        constexprs=dict.fromkeys(ones, 1)
-                        | nothing
+                        signature=pointers | dict.fromkeys(strides, "i32") | dict.fromkeys(pages, "i64"),
+                        constexprs=constants
                         | sizes
                         | {"CHUNK": CHUNK, "PAGE_TOKENS": PAGE, "TOKENS": tokens, "TAILS": tails}
-                        | delta_replay.keep_blocks(tokens, KEY_HEADS, heads, dim, dim),
-                        divisible_by_16=(*pointers, *strides, *slot_strides),
-                        num_warps=delta_replay.KEEP_WARPS,
+                        | {"INNER": heads, "DOUBLED": False, "bias": None}
+                        | delta_replay.keep_blocks(tokens, heads, dim, dim),
+                        divisible_by_16=(*pointers, *strides, *pages),
+                        num_warps=delta.OPERAND_WARPS,
                         wide=("load", "store"),
                     )
                 )

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.layer_steps import convolve, gated_rms_norm_over_ranks, scan_gated_delta_rule, scan_ssd
+from ..inference.kernels.operands import DeltaNet
+from ..models.layer_steps import convolve, gated_rms_norm_over_ranks, run_delta_net, scan_ssd
 from .current_step import CurrentStep
 from .fused_modules import scaled
 from .joint_linear import JointLinear
@@ -90,7 +91,6 @@ class GatedDeltaNetForward:
         self._is_by_key_head = len(names) == 2
         self._norm, self._last = ("o_norm", "o_proj") if hasattr(mixer, "o_norm") else ("norm", "out_proj")
         key_dim, value_dim, heads = mixer.key_dim, mixer.value_dim, mixer.num_v_heads
-        self._parts = [key_dim, key_dim, value_dim]
         self._projected = [2 * key_dim + value_dim, value_dim, heads, heads]
         self._key_heads = (mixer.num_k_heads, mixer.head_k_dim)
         self._value_heads = (heads, mixer.head_v_dim)
@@ -100,14 +100,9 @@ class GatedDeltaNetForward:
         mixer, inputs, kernels = self._mixer, self._step.inputs, self._step.kernels
         raw, gate, b, a = (self._by_key_head if self._is_by_key_head else self._project)(hidden_states[0])
         doubled = bool(getattr(mixer, "allow_neg_eigval", False))  # beta may then lie between 0 and 2
-        g, beta = kernels.delta_gates(a, b, mixer.A_log, mixer.dt_bias, doubled=doubled)
-        conv = mixer.conv1d
-        weight, layer = conv.weight.squeeze(1), self._layer
-        qkv = convolve(raw, weight, conv.bias, "gdn_conv", layer, inputs, kernels)
-        q, k, v = torch.split_with_sizes(qkv, self._parts, dim=-1)
-        q, k = torch.unflatten(q, -1, self._key_heads), torch.unflatten(k, -1, self._key_heads)
-        v = torch.unflatten(v, -1, self._value_heads)
-        out = scan_gated_delta_rule(q, k, v, g, beta, layer, inputs, kernels)
+        made_of = mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, mixer.A_log, mixer.dt_bias
+        net = DeltaNet(*made_of, self._key_heads, self._value_heads, doubled)
+        out = run_delta_net(raw, a, b, net, self._layer, inputs, kernels)
         norm = getattr(mixer, self._norm)
         normed = kernels.rms_norm_gated(out, gate, norm.weight, norm.variance_epsilon)
         projected: Tensor = getattr(mixer, self._last)(normed.flatten(1))

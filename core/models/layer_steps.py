@@ -12,19 +12,20 @@ from torch import Tensor
 
 from ..inference.contexts.step_inputs import Replay, StepInputs
 from ..inference.kernels.kernel_set import KernelSet
+from ..inference.kernels.operands import DeltaNet
 from ..parallel_groups import ParallelGroups
 
 
 def convolve(
     raw: Tensor, weight: Tensor, bias: Tensor | None, name: str, layer: int, inputs: StepInputs,
-    kernels: KernelSet, activation: bool = True,
+    kernels: KernelSet, activation: bool = True, decodes_too: bool = True,
 ) -> Tensor:  # fmt: skip
     """A causal depthwise convolution of raw [T, channels], then SiLU if `activation`; writes its windows."""
     conv_states, replay = inputs.state_pool[name][layer], inputs.replay
     kept = _kept(replay, layer, conv_inputs=f"{name}_in")
     out = torch.empty(raw.shape, dtype=raw.dtype, device=raw.device)
     decodes, sources = inputs.num_decodes, inputs.state_sources[inputs.num_decodes :]
-    if decodes:
+    if decodes and decodes_too:
         rows, out_rows = _decodes(inputs, raw, out)
         step = rows, weight, bias, conv_states
         if replay is None:
@@ -81,27 +82,33 @@ _READ_BACK = {
 """Argument -> inputs of which the state after a chunk is computed."""
 
 
-def scan_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: int, inputs: StepInputs,
-    kernels: KernelSet,
-) -> Tensor:  # fmt: skip
-    """The gated delta rule of raw q and k and v [T, heads, dim]; writes its states."""
+def run_delta_net(
+    raw: Tensor, a: Tensor, b: Tensor, net: DeltaNet, layer: int, inputs: StepInputs, kernels: KernelSet
+) -> Tensor:
+    """The gated delta rule of raw [T, channels] before the convolution, a and b; writes the states."""
     pool, replay = inputs.state_pool["delta"], inputs.replay
     kept = _kept(replay, layer, new_v_inputs="delta_new_v", **_READ_BACK)
     outputs = []
-    if inputs.num_decodes:
+    if replay is not None and inputs.num_decodes:
+        q, k, v, of_g, of_beta = _decodes(inputs, *net.heads(raw), a, b)
+        step = q, k, v, of_g, of_beta, pool[layer]
+        new, later = _replayed_chunk(inputs, replay), kept["inverses"] is not None
+        windows, rings = inputs.state_pool["gdn_conv"][layer], replay.pool["gdn_conv_in"][layer]
+        named = kept | new | {"raw": (net, windows, rings, new["destinations"])}
+        named |= {"destinations": None} if later else {}
+        outputs.append(kernels.gated_delta_rule_replay(*step, **named).flatten(0, 1))
+        if later and layer == len(pool) - 1:  # of all layers by one launch: a model runs each, in order
+            del new["starts"], new["lengths"]
+            kernels.complete_delta_chunks(pool, **_kept(replay, slice(None), **_READ_BACK), **new)
+        if not inputs.num_prefills:
+            return outputs[0]
+    g, beta = kernels.delta_gates(a, b, net.A_log, net.dt_bias, doubled=net.doubled)
+    convolution = raw, net.weight, net.bias, "gdn_conv", layer, inputs, kernels
+    q, k, v = net.heads(convolve(*convolution, decodes_too=replay is None))
+    if inputs.num_decodes and replay is None:
         q_rows, k_rows, v_rows, g_rows, beta_rows = _decodes(inputs, q, k, v, g, beta)
         step = q_rows, k_rows, v_rows, g_rows, beta_rows, pool[layer]
-        if replay is None:
-            out = kernels.gated_delta_rule_update(*step, **_updated(inputs))
-        else:
-            new, later = _replayed_chunk(inputs, replay), kept["inverses"] is not None
-            written = {"destinations": None} if later else {}
-            out = kernels.gated_delta_rule_replay(*step, **(kept | new | written))
-            if later and layer == len(pool) - 1:  # of all layers by one launch: a model runs each, in order
-                del new["starts"], new["lengths"]
-                kernels.complete_delta_chunks(pool, **_kept(replay, slice(None), **_READ_BACK), **new)
-        outputs.append(out.flatten(0, 1))
+        outputs.append(kernels.gated_delta_rule_update(*step, **_updated(inputs)).flatten(0, 1))
     if inputs.num_prefills:
         q_rows, k_rows, v_rows, g_rows, beta_rows = _prefills(inputs, q, k, v, g, beta)
         step = q_rows, k_rows, v_rows, g_rows, beta_rows, pool[layer]

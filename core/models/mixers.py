@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.kernels.kernel_set import KernelSet
+from ..inference.kernels.operands import DeltaNet
 from .hybrid_config import HybridConfig
-from .layer_steps import attend, convolve, gated_rms_norm_over_ranks, scan_gated_delta_rule, scan_ssd
+from .layer_steps import attend, convolve, gated_rms_norm_over_ranks, run_delta_net, scan_ssd
 from .weights import ModelWeights, channels
 
 
@@ -109,13 +110,9 @@ class GatedDeltaNet(nn.Module):
         gate, raw, b, a = torch.split(
             F.linear(hidden, self.in_proj), [values, config.delta_conv_dim, heads, heads], dim=-1
         )
-        g, beta = kernels.delta_gates(a, b, self.A_log, self.dt_bias)
-        qkv = convolve(raw, self.conv_weight, None, "gdn_conv", self.layer_index, inputs, kernels)
-        keys = (config.delta_conv_dim - values) // 2
-        q, k, v = torch.split(qkv, [keys, keys, values], dim=-1)
-        q, k = (torch.unflatten(part, -1, (config.delta_num_key_heads, -1)) for part in (q, k))
-        v = torch.unflatten(v, -1, (heads, -1))
-        o = scan_gated_delta_rule(q, k, v, g, beta, self.layer_index, inputs, kernels)
+        sizes = (config.delta_num_key_heads, config.delta_key_dim), (heads, config.delta_value_dim)
+        net = DeltaNet(self.conv_weight, None, self.A_log, self.dt_bias, *sizes)
+        o = run_delta_net(raw, a, b, net, self.layer_index, inputs, kernels)
         normed = kernels.rms_norm_gated(o, torch.unflatten(gate, -1, (heads, -1)), self.norm, config.norm_eps)
         return F.linear(normed.flatten(1), self.out_proj)
 

@@ -15,6 +15,9 @@ The tail of a prefill takes the first two. They do what fla-core's stages and `d
 whole chunk. Inputs of float32 use the scan itself.
 """
 
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005 - kernels join tuples by +, to which mypy gives one type; Triton unpacks no tuples
+
 from typing import NamedTuple
 
 import torch
@@ -22,22 +25,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .conv import convolved
 from .delta import OPERAND_TOKENS, OPERAND_WARPS, normalised, scan_chunks
 from .delta_solve import decay_sums, of_blocks, solve_rows
-from .operands import check_slots, page_table
+from .gates import gates_of
+from .operands import RawTokens, check_slots, page_table
 from .tiles import in_page
 
 OUTPUT_WARPS, OUTPUT_REGISTERS = 4, 128
 COMPLETION_WARPS, COMPLETION_STAGES, COMPLETION_ROWS, COMPLETION_GROUPS = 4, 2, 128, 16
 
 
-class KeptInputs(NamedTuple):
-    """What requests keep of the tokens since the last grid point, as `KernelSet` has it."""
-
-    keys: Tensor
-    values: Tensor
-    gates: Tensor
-    strengths: Tensor
+Pools = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Keys, values, gates and strengths of the tokens since the last grid point, as `KernelSet` has them."""
 
 
 class NewRows(NamedTuple):
@@ -54,15 +54,16 @@ def gated_delta_rule_replay(
     v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None,
     inverses: Tensor | None, input_rows: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor,
     destinations: Tensor | None, chunk_size: int, *, pages: Tensor | None = None,
+    raw: RawTokens | None = None,
 ) -> Tensor:  # fmt: skip
     """As `reference.delta.gated_delta_rule_replay`, in four launches; float32 takes a scan of each chunk."""
     rows, tokens, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
-    kept = KeptInputs(k_inputs, v_inputs, g_inputs, beta_inputs)
+    kept = k_inputs, v_inputs, g_inputs, beta_inputs
     queries = torch.empty(rows * tokens, key_heads, key_dim, dtype=v.dtype, device=v.device)
     q, k, v_rows, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
     decodes = NewRows(input_rows, page_table(pages, input_rows), starts, lengths)
-    _keep_rows(q, k, v_rows, g, beta, None, queries, kept, None, decodes, tokens, tails=False)
+    _keep_rows(q, k, v_rows, g, beta, None, queries, kept, None, decodes, tokens, raw, tails=False)
     if inverses is None or new_v_inputs is None:
         assert destinations is not None, "the scan writes the states"
         return _scanned(queries, kept, states, decodes, sources, destinations, v.shape)
@@ -110,20 +111,20 @@ def keep_delta_inputs(
     input_rows: Tensor, tail_starts: Tensor, query_start_loc: Tensor, *, pages: Tensor | None = None,
 ) -> None:  # fmt: skip
     """As `reference.delta.keep_delta_inputs`, in two launches."""
-    kept, chunk_size = KeptInputs(k_inputs, v_inputs, g_inputs, beta_inputs), g_inputs.shape[1]
+    kept, chunk_size = (k_inputs, v_inputs, g_inputs, beta_inputs), g_inputs.shape[1]
     tails = NewRows(input_rows, page_table(pages, input_rows), tail_starts, query_start_loc)
-    _keep_rows(k, k, v, g, beta, new_v, k, kept, new_v_inputs, tails, chunk_size, tails=True)
+    _keep_rows(k, k, v, g, beta, new_v, k, kept, new_v_inputs, tails, chunk_size, None, tails=True)
     if inverses is not None:
         solve_rows(None, k_inputs, g_inputs, beta_inputs, inverses, *tails, chunk_size)
 
 
 def _scanned(
-    queries: Tensor, kept: KeptInputs, states: Tensor, decodes: NewRows, sources: Tensor,
+    queries: Tensor, kept: Pools, states: Tensor, decodes: NewRows, sources: Tensor,
     destinations: Tensor, shape: torch.Size,
 ) -> Tensor:  # fmt: skip
     """The scan of each row's chunk, whose later tokens are zeros."""
     input_rows, pages, starts, lengths = decodes
-    (rows, tokens), chunk_size, device = shape[:2], kept.gates.shape[1], input_rows.device
+    (rows, tokens), chunk_size, device = shape[:2], kept[2].shape[1], input_rows.device
     row, token = torch.arange(rows, device=device)[:, None], torch.arange(chunk_size, device=device)
     new = token - (starts % chunk_size)[:, None]  # the number of a new token
     is_new = (new >= 0) & (new < lengths[:, None]) & (input_rows >= 0)[:, None]
@@ -150,35 +151,45 @@ def _scanned(
 
 def _keep_rows(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, new_v: Tensor | None, queries: Tensor,
-    kept: KeptInputs, new_v_inputs: Tensor | None, rows: NewRows, tokens: int, tails: bool,
+    kept: Pools, new_v_inputs: Tensor | None, rows: NewRows, tokens: int, raw: RawTokens | None,
+    tails: bool,
 ) -> None:  # fmt: skip
     """Launch `keep_rows_kernel`: for rows of `tokens` packed tokens; with `tails`, for packed rows' tails."""
     k_inputs, v_inputs, g_inputs, beta_inputs = kept
     check_slots(k_inputs=k_inputs, v_inputs=v_inputs, g_inputs=g_inputs, beta_inputs=beta_inputs)
     (page_tokens, key_heads, key_dim), (heads, value_dim) = k_inputs.shape[1:], v.shape[1:]
-    sizes = keep_blocks(tokens, key_heads, heads, key_dim, value_dim)
-    tiles = (1 if tails else 2) * triton.cdiv(tokens * key_heads, KEEP_ROWS)
-    tiles += triton.cdiv(tokens * heads, KEEP_ROWS) + triton.cdiv(tokens, sizes["BLOCK_G"])
+    q, k = (q, k) if q.stride() == k.stride() else (q.contiguous(), k.contiguous())
+    g, beta = (x if x.dim() == 3 else x[:, None] for x in (g, beta))
+    sizes = keep_blocks(tokens, heads, key_dim, value_dim)
+    tiles = (1 if tails else 2) * triton.cdiv(tokens * key_heads, sizes["BLOCK_R"])
+    tiles += triton.cdiv(tokens * heads, sizes["BLOCK_R"]) + triton.cdiv(tokens, sizes["BLOCK_G"])
+    made_of: tuple[object, ...] = (None,) * 7 + (0, 0, 0, 0, 0, False)
+    if raw is not None:
+        net, states, rings = raw[:3]
+        dense = {"weight": net.weight[None], "A_log": net.A_log[None], "dt_bias": net.dt_bias[None]}
+        check_slots(conv_states=states, conv_inputs=rings, **dense)
+        slots, sizes_of_conv = (states.stride(0), rings.stride(0)), (states.shape[2], rings.shape[1])
+        made_of = *net[:4], *raw[1:], *slots, net.weight.shape[1], *sizes_of_conv, net.doubled
     keep_rows_kernel[(rows.input_rows.shape[0] * tiles,)](
-        q, k, v, g, beta, new_v, queries, *kept, new_v_inputs, *rows,
-        *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
+        q, k, v, g, beta, new_v, queries, *kept, new_v_inputs, *rows, *made_of[:9],
+        *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
         *(pool.stride(0) for pool in kept), 0 if new_v_inputs is None else new_v_inputs.stride(0),
-        KEY_HEADS=key_heads, VALUE_HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        KEY_HEADS=key_heads, VALUE_HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, INNER=g.shape[2],
         TOKENS=tokens, CHUNK=g_inputs.shape[1], PAGE_TOKENS=page_tokens, TAILS=tails,
-        **sizes, num_warps=KEEP_WARPS,
+        **dict(zip(("KERNEL", "WINDOW", "RING", "DOUBLED"), made_of[9:], strict=True)),
+        **sizes, num_warps=OPERAND_WARPS,
     )  # fmt: skip
 
 
-KEEP_ROWS, KEEP_WARPS = OPERAND_TOKENS, OPERAND_WARPS
-"""Rows of a tile: the scan's, because a row's norm has the bits of its tile."""
+def keep_blocks(tokens: int, heads: int, key_dim: int, value_dim: int) -> dict[str, int]:
+    """A program's tile: BLOCK_R rows, each a head of a token, or the gates of some tokens.
 
-
-def keep_blocks(tokens: int, key_heads: int, heads: int, key_dim: int, value_dim: int) -> dict[str, int]:
-    """A program's tile: KEEP_ROWS rows, each a head of a token, or the gates of some tokens."""
-    block_h = triton.next_power_of_2(heads)
+    A row's norm has the bits of the scan's tile, which has more rows: 8 numbers of a row lie in one thread.
+    """
+    block_h, block_k = triton.next_power_of_2(heads), triton.next_power_of_2(key_dim)
     return {
-        "BLOCK_R": KEEP_ROWS,
-        "BLOCK_K": triton.next_power_of_2(key_dim),
+        "BLOCK_R": max(1, min(OPERAND_TOKENS, 256 * OPERAND_WARPS // block_k)),
+        "BLOCK_K": block_k,
         "BLOCK_V": triton.next_power_of_2(value_dim),
         "BLOCK_H": block_h,
         "BLOCK_G": min(triton.next_power_of_2(tokens), max(1, 1024 // block_h)),
@@ -186,29 +197,84 @@ def keep_blocks(tokens: int, key_heads: int, heads: int, key_dim: int, value_dim
 
 
 @triton.jit
+def _raw_at(x, token_stride, ring, at, start, inside, RING: tl.constexpr, CHANNELS: tl.constexpr):
+    """What the convolution reads of tokens `at` of a row, below 0 from the ring; zeros before position 0."""
+    of_ring = (at < 0) & (start + at >= 0)
+    new = tl.load(x + (at * token_stride)[:, None], mask=inside & (at >= 0)[:, None], other=0.0)
+    place = (start + at + RING) % RING  # C's remainder of a negative number would be negative
+    kept = tl.load(ring + (place * CHANNELS)[:, None], mask=inside & of_ring[:, None], other=0.0)
+    return tl.where((at >= 0)[:, None], new.to(tl.float32), kept.to(tl.float32))
+
+
+@triton.jit
+def _numbers(
+    x, token_stride, head_stride, dim_stride, first_token, token, head, n, inside, length, channels, start,
+    weight, bias, windows, rings, destination,
+    DIM: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Numbers of heads of a row's tokens; with KERNEL kept, and convolved as in `conv_replay`."""
+    x += (first_token * token_stride + head * head_stride)[:, None] + n[None, :] * dim_stride
+    channel = (channels + head * DIM)[:, None] + n[None, :]
+    if KERNEL == 0:
+        return tl.load(x + (token * token_stride)[:, None], mask=inside, other=0.0)
+    else:
+        WIDTH: tl.constexpr = KERNEL - 1
+        weights, inputs = (), ()
+        if KERNEL <= 4:  # a channel's weights are neighbours: read together, then sorted by tap
+            tap = tl.arange(0, 4)[None, None, :]
+            of_taps = weight + channel[:, :, None] * KERNEL + tap
+            of_taps = tl.load(of_taps, mask=inside[:, :, None] & (tap < KERNEL), other=0.0)
+            even, odd = tl.split(tl.reshape(of_taps, (channel.shape[0], channel.shape[1], 2, 2)))
+            first, third = tl.split(even)
+            second, fourth = tl.split(odd)
+            weights = (first, second, third, fourth)
+        taps = (0.0 if bias is None else tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32),)
+        for column in tl.static_range(KERNEL):
+            at = token + (column - WIDTH)
+            if KERNEL > 4:
+                weights = weights + (tl.load(weight + channel * KERNEL + column, mask=inside, other=0.0),)
+            taps = taps + (weights[column].to(tl.float32),)
+            inputs = inputs + (_raw_at(x, token_stride, rings + channel, at, start, inside, RING, CHANNELS),)
+        ring = rings + ((start + token) % RING * CHANNELS)[:, None] + channel
+        tl.store(ring, inputs[WIDTH].to(rings.dtype.element_ty), mask=inside)
+        if destination >= 0:
+            window = windows + channel.to(tl.int64) * WINDOW
+            of_first = inside & (token == 0)[:, None]
+            for column in tl.static_range(WIDTH):
+                at = token + length + (column - WIDTH)
+                raw = _raw_at(x, token_stride, rings + channel, at, start, of_first, RING, CHANNELS)
+                tl.store(window + column, raw.to(windows.dtype.element_ty), mask=of_first)
+        return convolved(taps, inputs, 0, KERNEL, True).to(x.dtype.element_ty)
+
+
+@triton.jit
 def keep_rows_kernel(
     # Pointers
     q, k, v, g, beta, new_v, queries, k_inputs, v_inputs, g_inputs, beta_inputs, new_v_inputs,
     input_rows, pages, starts, ends,
+    weight, bias, A_log, dt_bias, conv_states, conv_inputs, conv_destinations,
     # Strides
-    q_token_stride, q_head_stride, q_dim_stride,
+    conv_slot_stride: tl.int64, ring_stride: tl.int64,
     k_token_stride, k_head_stride, k_dim_stride,
     v_token_stride, v_head_stride, v_dim_stride,
-    g_token_stride, g_head_stride,
-    beta_token_stride, beta_head_stride,
+    g_token_stride, g_outer_stride, g_inner_stride,
+    beta_token_stride, beta_outer_stride, beta_inner_stride,
     k_page_stride: tl.int64, v_page_stride: tl.int64, g_row_stride: tl.int64, beta_row_stride: tl.int64,
     new_v_page_stride: tl.int64,
     # Meta-parameters
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TOKENS: tl.constexpr, CHUNK: tl.constexpr, PAGE_TOKENS: tl.constexpr, TAILS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    INNER: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    TAILS: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr,
+    DOUBLED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """Store what new tokens keep, and their normalised queries. A program has a row and one tile.
 
     `starts` are positions and `ends` numbers of tokens; with TAILS, `starts` are packed tokens that begin
-    chunks, `ends` [rows + 1] are where packed rows begin, and no query is stored. `new_v` is packed.
+    chunks, `ends` [rows + 1] are where packed rows begin, and no query is stored. `new_v` is packed. With
+    KERNEL, tokens are raw, as `RawTokens` says.
     """
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     KEY_TILES: tl.constexpr = (TOKENS * KEY_HEADS + BLOCK_R - 1) // BLOCK_R
     VALUE_TILES: tl.constexpr = (TOKENS * VALUE_HEADS + BLOCK_R - 1) // BLOCK_R
     GATE_TILES: tl.constexpr = (TOKENS + BLOCK_G - 1) // BLOCK_G
@@ -221,36 +287,44 @@ def keep_rows_kernel(
     if TAILS:
         first = tl.load(starts + row).to(tl.int64)
         length = tl.load(ends + row + 1) - first
-        start = 0
+        position, start = 0, 0
     else:
         first = row * TOKENS
         length = tl.load(ends + row)
-        start = tl.load(starts + row) % CHUNK
+        position = tl.load(starts + row)
+        start = position % CHUNK
     if input_row >= 0:
         n = tl.arange(0, BLOCK_K)
-        if part < QUERY_TILES:
-            place, token, head = _heads_of_tokens(part, KEY_HEADS, BLOCK_R)
+        destination = -1
+        if KERNEL > 0:
+            conv_inputs += input_row * ring_stride
+            destination = tl.load(conv_destinations + row)
+            conv_states += destination * conv_slot_stride
+        if part < QUERY_TILES + KEY_TILES:
+            is_key = part >= QUERY_TILES
+            place, token, head = _heads_of_tokens(part % KEY_TILES, KEY_HEADS, BLOCK_R)
             inside = (token < length)[:, None] & (n < KEY_DIM)[None, :]
-            raw = q + ((first + token) * q_token_stride + head * q_head_stride)[:, None]
-            query = normalised(tl.load(raw + n[None, :] * q_dim_stride, mask=inside, other=0.0))
-            into = queries + (first * KEY_HEADS + place)[:, None] * KEY_DIM + n[None, :]
-            tl.store(into, query.to(queries.dtype.element_ty), mask=inside)
-        elif part < QUERY_TILES + KEY_TILES:
-            place, token, head = _heads_of_tokens(part - QUERY_TILES, KEY_HEADS, BLOCK_R)
-            inside = (token < length)[:, None] & (n < KEY_DIM)[None, :]
-            raw = k + ((first + token) * k_token_stride + head * k_head_stride)[:, None]
-            key = normalised(tl.load(raw + n[None, :] * k_dim_stride, mask=inside, other=0.0))
-            kept = in_page(
-                pages, start + token, token < length, k_page_stride, PAGE_TOKENS, KEY_HEADS * KEY_DIM
-            )
-            kept = k_inputs + (kept + head * KEY_DIM)[:, None]
-            tl.store(kept + n[None, :], key.to(k_inputs.dtype.element_ty), mask=inside)
+            key = _numbers(
+                tl.where(is_key, k, q), k_token_stride, k_head_stride, k_dim_stride, first, token, head, n,
+                inside, length, is_key * KEY_HEADS * KEY_DIM, position, weight, bias, conv_states,
+                conv_inputs, destination, KEY_DIM, KERNEL, WINDOW, RING, CHANNELS,
+            )  # fmt: skip
+            key, real = normalised(key), (token < length) & is_key
+            kept = in_page(pages, start + token, real, k_page_stride, PAGE_TOKENS, KEY_HEADS * KEY_DIM)
+            kept = k_inputs + (kept + head * KEY_DIM)[:, None] + n[None, :]
+            tl.store(kept, key.to(k_inputs.dtype.element_ty), mask=inside & is_key)
+            if not TAILS:
+                into = queries + (first * KEY_HEADS + place)[:, None] * KEY_DIM + n[None, :]
+                tl.store(into, key.to(queries.dtype.element_ty), mask=inside & (part < QUERY_TILES))
         elif part < QUERY_TILES + KEY_TILES + VALUE_TILES:
             place, token, head = _heads_of_tokens(part - QUERY_TILES - KEY_TILES, VALUE_HEADS, BLOCK_R)
             p = tl.arange(0, BLOCK_V)
             inside = (token < length)[:, None] & (p < VALUE_DIM)[None, :]
-            raw = v + ((first + token) * v_token_stride + head * v_head_stride)[:, None]
-            value = tl.load(raw + p[None, :] * v_dim_stride, mask=inside, other=0.0)
+            value = _numbers(
+                v, v_token_stride, v_head_stride, v_dim_stride, first, token, head, p, inside, length,
+                2 * KEY_HEADS * KEY_DIM, position, weight, bias, conv_states, conv_inputs, destination,
+                VALUE_DIM, KERNEL, WINDOW, RING, CHANNELS,
+            )  # fmt: skip
             kept = in_page(
                 pages, start + token, token < length, v_page_stride, PAGE_TOKENS, VALUE_HEADS * VALUE_DIM
             )
@@ -271,12 +345,17 @@ def keep_rows_kernel(
             gate_head = tl.arange(0, BLOCK_H)[None, :]
             is_gate = (gate_token < length) & (gate_head < VALUE_HEADS)
             of_row = (start + gate_token) * VALUE_HEADS + gate_head
-            of_g = g + (first + gate_token) * g_token_stride + gate_head * g_head_stride
-            gate = tl.load(of_g, mask=is_gate, other=0.0)
+            outer, inner = gate_head // INNER, gate_head % INNER
+            of_g = g + outer * g_outer_stride + inner * g_inner_stride
+            of_beta = beta + outer * beta_outer_stride + inner * beta_inner_stride
+            gate = tl.load(of_g + (first + gate_token) * g_token_stride, mask=is_gate, other=0.0)
+            strength = tl.load(of_beta + (first + gate_token) * beta_token_stride, mask=is_gate, other=0.0)
+            if KERNEL > 0:
+                rate = tl.load(A_log + gate_head, mask=gate_head < VALUE_HEADS, other=0.0)
+                of_step = tl.load(dt_bias + gate_head, mask=gate_head < VALUE_HEADS, other=0.0)
+                gate, strength = gates_of(gate, strength, rate, of_step, DOUBLED)
             kept_g = g_inputs + input_row * g_row_stride + of_row
             tl.store(kept_g, gate.to(g_inputs.dtype.element_ty), mask=is_gate)
-            of_beta = beta + (first + gate_token) * beta_token_stride + gate_head * beta_head_stride
-            strength = tl.load(of_beta, mask=is_gate, other=0.0)
             kept_beta = beta_inputs + input_row * beta_row_stride + of_row
             tl.store(kept_beta, strength.to(beta_inputs.dtype.element_ty), mask=is_gate)
 

@@ -186,6 +186,15 @@ def delta_gates(
     return g, beta
 
 
+@triton.jit
+def gates_of(step, raw, rate, bias, DOUBLED: tl.constexpr):
+    """g and beta of a delta net, in float32."""
+    strength = sigmoid(raw.to(tl.float32))
+    if DOUBLED:
+        strength *= 2.0
+    return -tl.exp(rate.to(tl.float32)) * softplus(step.to(tl.float32) + bias.to(tl.float32)), strength
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def delta_gates_kernel(
     # Pointers
@@ -207,13 +216,11 @@ def delta_gates_kernel(
     inside = (token < tokens)[:, None] & is_head[None, :]
     a += (head // INNER * a_outer_stride + head % INNER * a_inner_stride)[None, :]
     b += (head // INNER * b_outer_stride + head % INNER * b_inner_stride)[None, :]
-    step = tl.load(a + token[:, None] * a_token_stride, mask=inside, other=0.0).to(tl.float32)
-    raw = tl.load(b + token[:, None] * b_token_stride, mask=inside, other=0.0).to(tl.float32)
-    rate = tl.load(A_log + head * rate_stride, mask=is_head, other=0.0).to(tl.float32)
-    bias = tl.load(dt_bias + head * bias_stride, mask=is_head, other=0.0).to(tl.float32)
+    step = tl.load(a + token[:, None] * a_token_stride, mask=inside, other=0.0)
+    raw = tl.load(b + token[:, None] * b_token_stride, mask=inside, other=0.0)
+    rate = tl.load(A_log + head * rate_stride, mask=is_head, other=0.0)[None, :]
+    bias = tl.load(dt_bias + head * bias_stride, mask=is_head, other=0.0)[None, :]
+    decay, strength = gates_of(step, raw, rate, bias, DOUBLED)
     place = token[:, None] * HEADS + head[None, :]
-    tl.store(g + place, -tl.exp(rate)[None, :] * softplus(step + bias[None, :]), mask=inside)
-    strength = sigmoid(raw)
-    if DOUBLED:
-        strength *= 2.0
+    tl.store(g + place, decay, mask=inside)
     tl.store(beta + place, strength, mask=inside)

@@ -44,6 +44,32 @@ class CodedTensor(NamedTuple):
     scale_axis: int | None = None
 
 
+class DeltaNet(NamedTuple):
+    """What makes q, k, v, g and beta of a gated delta net's projections: raw tokens, a and b.
+
+    Arguments of `causal_conv1d_update`, with SiLU, and of `delta_gates`; `keys` are Hk and Dk, `values` Hv
+    and Dv. In decodes by replay on a GPU all tensors are contiguous.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    A_log: Tensor
+    dt_bias: Tensor
+    keys: tuple[int, int]
+    values: tuple[int, int]
+    doubled: bool = False
+
+    def heads(self, qkv: Tensor) -> list[Tensor]:
+        """Views of q, k and v by heads, of [..., channels]."""
+        shapes = self.keys, self.keys, self.values
+        parts = torch.split_with_sizes(qkv, [heads * size for heads, size in shapes], dim=-1)
+        return [torch.unflatten(part, -1, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+RawTokens = tuple[DeltaNet, Tensor, Tensor, Tensor]
+"""Of a decode by replay: `conv_states`, `conv_inputs` and `destinations` of the convolution, too."""
+
+
 def check_slots(**pools: Tensor) -> None:
     """Raise a ValueError that names a pool [slots, ...] whose slots have gaps."""
     for name, pool in pools.items():

@@ -24,6 +24,7 @@ class KernelSet:
             multiplies q by Dk ** -0.5
         v, g, beta: of a delta net, [tokens, Hv, Dv]; [tokens, Hv] log decays, 0 or less, finite; [tokens, Hv]
             strengths as they are used
+        raw: None, or what makes q, k, v, g and beta of the arguments that stand in their places
         sources: [rows] slot of the state before a row, -1: zeros
         destinations: slot for the state after it, -1: nowhere. [rows]; in updates [rows, T], one for each
             token; in `gated_delta_rule_replay` named only where the row completes its chunk, None where

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.step_inputs import StepInputs
 from mambaslots.inference.kernels.kernel_set import KernelSet
+from mambaslots.inference.kernels.operands import DeltaNet
 from mambaslots.models import hybrid_lm
 from oracle.budget import costly
 from oracle.drafters import MODES, speculating
@@ -56,8 +57,8 @@ TABLE = {
     "gated_delta_rule_scan": SCAN,
     "gated_delta_rule_update": UPDATE,
     "gated_delta_rule_replay": Indices(
-        ("states",), ("sources",), ("destinations",), ("input_rows",),
-        ("k_inputs", "v_inputs", "g_inputs", "beta_inputs"),
+        ("states", "raw_states"), ("sources",), ("destinations", "raw_destinations"), ("input_rows",),
+        ("k_inputs", "v_inputs", "g_inputs", "beta_inputs", "raw_inputs"),
     ),
     "keep_delta_inputs": Indices(
         (), (), (), ("input_rows",), ("k_inputs", "v_inputs", "g_inputs", "beta_inputs")
@@ -70,6 +71,8 @@ TABLE = {
 }  # fmt: skip
 """Every kernel that is given indices of slots, of rings of inputs, or of KV rows."""
 INDEX_NAMES = {"sources", "destinations", "input_rows", "chunk_destinations", "checkpoint_destinations"}
+RAW = "net", "raw_states", "raw_inputs", "raw_destinations"
+"""The parts of an argument `raw`."""
 GUARD = 2
 """Slots before and behind a pool; -1 names one of them where it is taken for a number."""
 
@@ -81,6 +84,7 @@ def test_every_kernel_with_indices_is_in_the_table() -> None:
         names = set(signature(getattr(KernelSet, name)).parameters)
         if names & INDEX_NAMES or ("kv_cache" in names and name != "paged_attention"):
             known = TABLE[name]
+            names |= {*RAW} if "raw" in names else set()
             assert {*known.pools, *known.reads, *known.writes, *known.slots, *known.rings} <= names
             assert names & INDEX_NAMES <= {*known.reads, *known.writes, *known.slots}
 
@@ -100,6 +104,8 @@ class Recording:
         def noting(*args: Any, **named: Any) -> Any:
             bound = signature(function).bind(*args, **named).arguments
             bound.pop("out", None)
+            if (raw := bound.pop("raw", None)) is not None:
+                bound |= dict(zip(RAW, raw, strict=True))
             known = TABLE[name]
             index = [bound[of] for of in (*known.reads, *known.writes, *known.slots)]
             named_slots = [int((tensor >= 0).sum()) for tensor in index]
@@ -158,6 +164,9 @@ class Guarded:
         self.arguments = {
             of: value.to(device) if isinstance(value, Tensor) else value for of, value in arguments.items()
         }
+        if "net" in arguments:
+            net = (x.to(device) if isinstance(x, Tensor) else x for x in arguments["net"])
+            self.arguments["net"] = DeltaNet(*net)
         for of in (*known.pools, *known.rings):
             axis = known.axis
             pool = self.arguments[of]
@@ -181,7 +190,10 @@ class Guarded:
             self.before[of].fill_(float("nan"))
 
     def call(self, function: Any) -> list[Tensor]:
-        found = function(**self.arguments)
+        given = dict(self.arguments)
+        if "net" in given:
+            given["raw"] = tuple(given.pop(name) for name in RAW)
+        found = function(**given)
         return [found] if isinstance(found, Tensor) else list(found or ())
 
     def changed(self, of: str) -> set[int]:

@@ -13,8 +13,10 @@ recurrence goes from that state over these inputs, token by token.
 import torch
 from torch import Tensor
 
-from ..operands import compute_dtype
+from ..operands import RawTokens, compute_dtype
 from .chunks import PaddedChunks, pass_states, places, read_states, write_states
+from .conv import causal_conv1d_replay
+from .pointwise import delta_gates
 
 _NORM_EPSILON = 1e-6
 
@@ -117,9 +119,18 @@ def gated_delta_rule_replay(
     v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None,
     inverses: Tensor | None, input_rows: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor,
     destinations: Tensor | None, chunk_size: int, *, pages: Tensor | None = None,
+    raw: RawTokens | None = None,
 ) -> Tensor:  # fmt: skip
     """`gated_delta_rule_scan` of the tokens since each row's last grid point; the outputs of the new ones."""
     rows, tokens = v.shape[:2]
+    if raw is not None:
+        net, windows, rings, slots = raw
+        conv = torch.cat([x.flatten(2) for x in (q, k, v)], dim=2), net.weight, net.bias, windows, rings
+        x = causal_conv1d_replay(*conv, input_rows, starts, lengths, slots)
+        q, k, v = net.heads(x)
+        a, b = g.flatten(0, 1), beta.flatten(0, 1)
+        made = delta_gates(a, b, net.A_log, net.dt_bias, doubled=net.doubled)
+        g, beta = (torch.unflatten(x, 0, (rows, tokens)) for x in made)
     dtype, device = compute_dtype(v.dtype), v.device
     token = torch.arange(tokens, device=device)
     firsts, lengths = starts.long() % chunk_size, lengths.long().masked_fill(input_rows < 0, 0)

@@ -8,6 +8,7 @@ import contextlib
 import os
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import oracle.ssd
@@ -15,10 +16,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.kernels import delta_replay, delta_solve
+from mambaslots.inference.kernels import conv_replay, delta_replay, delta_solve, gates
 from mambaslots.inference.kernels.delta import delta_operands, gated_delta_rule_scan
 from mambaslots.inference.kernels.kernel_set import KernelSet
-from mambaslots.inference.kernels.operands import compute_dtype
+from mambaslots.inference.kernels.operands import DeltaNet, compute_dtype
 from mambaslots.inference.kernels.reference.delta import normalised
 from oracle.budget import dear, is_quick
 from oracle.fla_stages import one_configuration
@@ -433,6 +434,116 @@ class TestRecurrence:
                 assert error(o[row, : move.accepted], expected[move.start - point :]) <= tolerance
                 if row in walk.completed:
                     assert error(walk.completed[row], states[-1]) <= state_tolerance
+
+
+FUNCTIONS = conv_replay.causal_conv1d_replay, gates.delta_gates, delta_replay.gated_delta_rule_replay
+TRITON = SimpleNamespace(**{function.__name__: function for function in FUNCTIONS})
+
+
+class TestRawTokens:
+    """What makes q, k, v, g and beta in the launch that keeps them has the bits of launches before it."""
+
+    def check(
+        self, kernels: Any, layer: Layer, device: torch.device, tokens: int, chunk: int, *, taps: int = 4,
+        has_bias: bool = False, by_key_head: bool = False,
+    ) -> None:  # fmt: skip
+        """Rows at the start of a sequence, behind a grid point, without all tokens, and at a chunk's end."""
+        generator = torch.Generator().manual_seed(tokens)
+
+        def normal(*shape: int, dtype: torch.dtype = layer.dtype) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        def index(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        Hk, Hv, widths = layer.Hk, layer.Hv, [layer.Hk * layer.Dk] * 2 + [layer.Hv * layer.Dv]
+        raw, channels = normal(5, tokens, sum(widths) + 8)[..., 4:-4], sum(widths)
+        gates_of_heads = (Hk, Hv // Hk) if by_key_head else (Hv,)
+        a, b = normal(5, tokens, *gates_of_heads, 2).unbind(-1)
+        own = {
+            "k_inputs": normal(6, chunk, Hk, layer.Dk), "v_inputs": normal(6, chunk, Hv, layer.Dv),
+            "g_inputs": -normal(6, chunk, Hv, dtype=torch.float32).abs(),
+            "beta_inputs": normal(6, chunk, Hv, dtype=torch.float32).sigmoid(),
+        }  # fmt: skip
+        solves = layer.dtype.itemsize == 2 and kernels is not KernelSet
+        own |= {"new_v_inputs": normal(6, chunk, Hv, layer.Dv) if solves else None}
+        shape = 6, Hv, (chunk + 16) // 2, chunk
+        own |= {"inverses": normal(*shape, dtype=torch.float32) / 8 if solves else None}
+        own |= {"states": normal(8, Hv, layer.Dk, layer.Dv, dtype=torch.float32)}
+        own |= {"rings": normal(6, taps + tokens, channels), "windows": normal(8, channels, taps)}
+        last = chunk - tokens
+        at = {
+            "input_rows": index(4, 0, -1, 2, 3),
+            "starts": index(0, 1, 0, chunk + 3, 3 * chunk + last, dtype=torch.int32),
+            "lengths": index(tokens, tokens, 0, 1, tokens, dtype=torch.int32),
+        }
+        ends = {"sources": index(-1, -1, -1, 5, 1), "destinations": index(-1, -1, -1, -1, 1)}
+        windows = index(-1, 0, -1, 6, 1)
+        made = normal(channels, taps), normal(channels) if has_bias else None
+        rates = normal(Hv, dtype=torch.float32), normal(Hv)
+        found = []
+        for fused in (False, True):
+            pools = {name: x if x is None else x.clone() for name, x in own.items()}
+            rings, pool = pools.pop("rings"), pools.pop("windows")
+            x, g, beta, of_launch = raw, a, b, None
+            if fused:
+                sizes = (Hk, layer.Dk), (Hv, layer.Dv)
+                of_launch = DeltaNet(*made, *rates, *sizes, layer.doubled), pool, rings, windows
+            else:
+                x = kernels.causal_conv1d_replay(raw, *made, pool, rings, **at, destinations=windows)
+                flat = (part.flatten(0, 1) for part in (a, b))
+                gates_of_step = kernels.delta_gates(*flat, *rates, doubled=layer.doubled)
+                g, beta = (part.unflatten(0, (5, tokens)) for part in gates_of_step)
+            parts = x.split(widths, dim=2)
+            by_heads = zip(parts, (Hk, Hk, Hv), strict=True)
+            q, k, v = (part.unflatten(2, (heads, -1)) for part, heads in by_heads)
+            with poisoned_allocations():
+                out = kernels.gated_delta_rule_replay(
+                    q, k, v, g, beta, **pools, **at, **ends, chunk_size=chunk, raw=of_launch
+                )
+            out = torch.cat([out[[0, 1, 4]].flatten(0, 1), out[3, :1]])
+            found.append({"out": out, "rings": rings, "windows": pool} | pools)
+        for name, expected in found[0].items():
+            assert expected is None or same_bits(found[1][name], expected), name
+        for name in ("rings", "windows", "k_inputs", "v_inputs", "g_inputs", "beta_inputs", "states"):
+            assert not same_bits(found[1][name], own[name]), name
+
+    @pytest.mark.sampled(tokens=(1, 3), dtype=1, by_key_head=(True,))
+    @pytest.mark.parametrize("kernels", [TRITON, KernelSet], ids=["triton", "torch"])
+    @pytest.mark.parametrize("tokens", [1, 3])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("by_key_head", [False, True])
+    def test_bits_of_separate_launches(self, device, kernels, dtype, tokens, by_key_head):
+        layer = Layer(Hk=2, Hv=4, Dk=16, Dv=24, dtype=dtype, doubled=by_key_head)
+        self.check(kernels, layer, device, tokens, 16, has_bias=by_key_head, by_key_head=by_key_head)
+
+    @pytest.mark.parametrize("kernels", [TRITON, KernelSet], ids=["triton", "torch"])
+    @pytest.mark.parametrize(
+        ("sizes", "taps"), [({"Hk": 33, "Hv": 33, "Dk": 8, "Dv": 8}, 3), ({"Dk": 48, "Dv": 12}, 5)], ids=str
+    )
+    def test_heads_and_kernels_of_other_sizes(self, device, kernels, sizes, taps):
+        """Heads of more than a tile, and of no power of two; weights that are no 4 of a channel."""
+        self.check(kernels, Layer(**sizes, dtype=torch.float16), device, 2, 16, taps=taps)
+
+    def test_weights_in_pieces_are_refused(self):
+        layer, token = Layer(), torch.zeros(1, 1, 4, 8)
+        net = DeltaNet(torch.zeros(4, 80).T, None, torch.zeros(4), torch.zeros(4), (2, 8), (4, 12))
+        kept = [torch.zeros(1, 16, *shape) for shape in ((2, 8), (4, 12), (4,), (4,))]
+        raw = net, torch.zeros(1, 80, 3), torch.zeros(1, 4, 80), torch.tensor([-1])
+        indices = [torch.tensor([0])] * 5
+        with pytest.raises(ValueError, match=r"weight has strides .* accepted: contiguous slots"):
+            delta_replay.gated_delta_rule_replay(
+                token[:, :, :2], token[:, :, :2], torch.zeros(1, 1, 4, 12), token[..., 0], token[..., 0],
+                layer.pool(1), *kept, None, None, *indices, 16, raw=raw,
+            )  # fmt: skip
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("tokens", [1, 4])
+    @pytest.mark.parametrize("value_heads", [32, 48])
+    def test_bits_at_full_size(self, value_heads, tokens):
+        """Qwen3.5's layers, and Qwen3-Next's, whose gates lie by key head."""
+        layer = Layer(Hk=16, Hv=value_heads, Dk=128, Dv=128, dtype=torch.bfloat16)
+        self.check(TRITON, layer, kernel_device("cuda"), tokens, 64, by_key_head=value_heads == 48)
 
 
 class TestCost:
