@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from mambaslots.net.lockstep import followers
+from mambaslots.net.lockstep import rank_connections
 from mambaslots.net.transfer.format import TransferError
 from oracle.budget import costly, is_quick
 from oracle.distributed_world import World, splits
@@ -322,7 +322,7 @@ def meet_others_or_raise(engine: ms.DynamicInferenceEngine, ranks: list[int]) ->
 def test_no_rank_waits_in_a_function_for_one_where_it_raised(
     rank: int, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(followers, "_END_S", 0.1)
+    monkeypatch.setattr(rank_connections, "_END_S", 0.1)
     engine = small_engine()
     with pytest.raises((RuntimeError, InjectedError), match=error):
         engine.call_on_all(meet_others_or_raise, [rank])
