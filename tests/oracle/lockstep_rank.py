@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mambaslots.net import channel
-from mambaslots.net.lockstep import following
+from mambaslots.net.lockstep import follower
 from mambaslots.parallel_groups import ParallelGroups
 from oracle.serving import random_tokens, small_config, small_engine
 
@@ -125,7 +125,7 @@ def _work(rank: int, ranks: int, port: int, role: str, silence_s: float) -> None
     timeout = timedelta(seconds=GROUP_TIMEOUT_S) if role == "idles" else LONG
     group = dist.new_group(list(range(ranks)), timeout=timeout)
     channel.SILENCE_S = silence_s
-    following.Link = partial(following.Link, silence_s=silence_s)  # type: ignore[assignment,misc]
+    follower.Link = partial(follower.Link, silence_s=silence_s)  # type: ignore[assignment,misc]
     model = ms.models.HybridLM(small_config(), groups=ParallelGroups(tensor=group))
     if rank:
         msd.follow(small_engine(model=model))
