@@ -221,20 +221,27 @@ def megatron() -> str:
 
 def vllm() -> str:
     """One GPU, the same requests and the same clock."""
-    found = results("vllm_peer_h100")
-    models = found["models"]
-    sides = [side for model in models.values() for side in model.values()]
+    found, answers = results("vllm_peer_h100"), results("vllm_peer_answers_h100")["equal_answers_of_24"]
+    models = {model: sides for model, sides in found["models"].items() if "vllm" in sides}
     names = [f"{model}: {side}" for model, found in models.items() for side in found]
+    sides = [
+        figures | {"equal": answers[model].get(side, {})}
+        for model, found in models.items()
+        for side, figures in found.items()
+    ]
 
     def row(what: str, group: str, key: str, unit: str = "") -> list[str]:
         figures = [side.get(group, {}).get(key) for side in sides]
         return [what, *("-" if figure is None else f"{figure:,}{unit}" for figure in figures)]
 
-    equal = "equal_answers_of_24"
     rows = [
         *(
             row(f"first token of {int(n):,} tokens, ms", "first_token_ms", n)
             for n in ("512", "4096", "16384")
+        ),
+        *(
+            row(f"first token of 512 after {int(n):,} known, ms", "first_token_after_hit_ms", n)
+            for n in ("2048", "8192", "32768", "131072")
         ),
         *(row(f"decode step of 1 at {int(n):,} tokens, ms", "decode_of_1_ms", n) for n in ("512", "4096")),
         *(row(f"decode step of {n} at 3,000 tokens, ms", "decode_at_3000_ms", n) for n in ("8", "32", "128")),
@@ -243,8 +250,8 @@ def vllm() -> str:
         row("conversations: tokens a second", "conversations", "tokens_per_s"),
         row("256 requests: tokens a second", "throughput", "nothing shared"),
         row("the same, 768 tokens shared", "throughput", "768 shared"),
-        row("equal answers, cold and warm", equal, "cold and warm", " of 24"),
-        row("equal answers, alone and in a batch", equal, "alone and in one batch", " of 24"),
+        row("equal answers, cold and warm", "equal", "cold and warm", " of 24"),
+        row("equal answers, alone and in a batch", "equal", "alone and in one batch", " of 24"),
     ]
     return markdown([f"one {found['device']}", *names], rows)
 
@@ -292,7 +299,8 @@ def readme() -> str:
         side: peers["Nemotron-H-8B"][side]["conversations"]["first_token_ms"]
         for side in ("vllm", "mambaslots")
     }
-    same = peers["Qwen3.5-4B"]["mambaslots, batch_invariant"]["equal_answers_of_24"]["cold and warm"]
+    answers = results("vllm_peer_answers_h100")["equal_answers_of_24"]["Qwen3.5-4B"]
+    same = answers["mambaslots, batch_invariant"]["cold and warm"]
     tier = results("host_tier_h100")["resumed"]
     more = results("encoded_states_h100")["slots"][0]["slots"]["int8"]
     rows = [

@@ -46,7 +46,8 @@ def main() -> None:
     bars(off_on, ["an 8B hybrid"], sides)
     off_on.set_title("Time to first token, ms", fontsize=12)
 
-    models = results("vllm_peer_h100")["models"]
+    found = results("vllm_peer_h100")["models"]
+    models = {name: sides for name, sides in found.items() if "vllm" in sides}
     first = {
         side: [model[side]["conversations"]["first_token_ms"] for model in models.values()]
         for side in ("vllm", "mambaslots")
