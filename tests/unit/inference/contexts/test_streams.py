@@ -110,7 +110,7 @@ def tier_traffic(
     patches.setattr(host_copies, "_runtime", lambda: runtime)
     copies = HostCopies(4, BYTES, memory.__getitem__, CUDA, files, scrubs)  # type: ignore[arg-type]
     rows = copies.rows
-    files.entries = SimpleNamespace(_versions=copies._versions)
+    files.copies = SimpleNamespace(_versions=copies._versions)
     held = HostTier(4, copies, num_files=8, scrubs=scrubs)
     slots = StateSlots(3, "lru", host_tree(), 12, tier=held)
 
