@@ -301,7 +301,8 @@ class Admission:
             other.chain.extend_to(other.tokens)
         size = self._block_size
         keys = [other.chain.keys[: other.max_resume_tokens // size] for other in others]
-        return best_shared_depth(request.chain.keys, keys, match.resume_tokens // size) * size
+        own = request.chain.keys[: len(request.tokens) // size]  # a replay's chain has the answer to come
+        return best_shared_depth(own, keys, match.resume_tokens // size) * size
 
     def _branch_tokens(self, match: PrefixMatch, request: DynamicInferenceRequest) -> int:
         """After how many tokens the request departs from an earlier or a waiting one; 0: from none.
@@ -310,7 +311,8 @@ class Admission:
         """
         depth, keys = match.seen_tokens // self._block_size, request.chain.keys
         shared = request.shared_tokens
-        branches = 0 < depth < len(keys) and self._cache.tree.was_continued(keys[depth - 1])
+        is_inside = 0 < depth < len(request.tokens) // self._block_size
+        branches = is_inside and self._cache.tree.was_continued(keys[depth - 1])
         return max(match.seen_tokens if branches else 0, shared if shared > match.resume_tokens else 0)
 
     def _boundaries(self, allocation: Allocation, start: int, stop: int) -> tuple[Boundary, ...]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import mambaslots as ms
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.eviction import EVICTION_POLICIES
 from mambaslots.inference.contexts.request import RequestStep
@@ -101,6 +101,9 @@ def serve(
     max_requests=st.integers(2, 4),
     policy=st.sampled_from(EVICTION_POLICIES),
 )
+@example(
+    seed=628, num_slots=1, num_blocks=60, max_requests=2, policy="lru"
+)  # a waiting prompt holds an answer to come
 def test_a_replay_decides_as_a_real_engine(
     seed: int, num_slots: int, num_blocks: int, max_requests: int, policy: str
 ) -> None:
