@@ -32,11 +32,13 @@ def test_a_worker_that_ends_is_a_failure_of_its_test(pytester: pytest.Pytester, 
         test_three="def test_c(): pass",
     )
     result = run()  # type: ignore[operator]
-    result.assert_outcomes(passed=1, failed=1)  # the worker had taken one more
+    passed = result.parseoutcomes().get("passed", 0)
+    assert passed in (1, 2)  # the worker had taken one more, or the other one was faster
+    result.assert_outcomes(passed=passed, failed=1)
     result.stdout.fnmatch_lines(
         [
             "*the worker ended with exit code 3 in test_one.py::test_a*",
-            "*workers ended before they ran 2 of their tests*",
+            f"*workers ended before they ran {3 - passed} of their tests*",
         ]
     )
     assert result.ret == pytest.ExitCode.TESTS_FAILED
