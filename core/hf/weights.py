@@ -2,14 +2,12 @@
 
 import logging
 import re
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -22,6 +20,7 @@ from transformers.core_model_loading import (
 )
 
 from ..files import ModelFolderError
+from ..progress import ProgressBar
 from .moved_hooks import names_moved_hooks
 from .weight_files import WeightFiles
 from .weight_part import WeightPart, set_weight
@@ -226,18 +225,17 @@ def load_weights(
             scales = joined_names(files.activation_scales)
             logger.info("%s: not used, activations are not quantised: %s", folder, scales)
         wanted = model.state_dict()
-        bar = tqdm(
+        with ProgressBar(
             desc=folder.name, total=sum(wanted[source.target].nbytes for source in sources), unit="B",
-            unit_scale=True, delay=PROGRESS_S, mininterval=PROGRESS_S, disable=sys.stderr is None,
-        )  # fmt: skip
-        for source in sources:
-            name, empty = source.target, wanted[source.target]
-            if name not in parts or parts[name] is not None:
-                made = source.weight(empty.shape, files, device, empty.dtype, parts.get(name))
-                set_weight(model, name, made)
-                del made
-            bar.update(empty.nbytes)
-        bar.close()
+            unit_scale=True, delay=PROGRESS_S, mininterval=PROGRESS_S,
+        ) as bar:  # fmt: skip
+            for source in sources:
+                name, empty = source.target, wanted[source.target]
+                if name not in parts or parts[name] is not None:
+                    made = source.weight(empty.shape, files, device, empty.dtype, parts.get(name))
+                    set_weight(model, name, made)
+                    del made
+                bar.update(empty.nbytes)
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     if blocks is not None:
         logger.info("%s: FP8 in blocks of %d x %d, loaded as %s", folder, *blocks, model.dtype)

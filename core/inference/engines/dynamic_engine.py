@@ -1,16 +1,14 @@
 """Continuous batching over a `DynamicInferenceContext`."""
 
 import logging
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, get_args
 
-from tqdm import tqdm
-
 from ...cache_stats import EngineStats
 from ...config import InferenceConfig
+from ...progress import ProgressBar
 from ...request import EarlyEnd, RequestResult, SamplingParams, ScoreResult
 from ...validation import INT64_MAX, boolean, instance, integer, one_of, shown
 from ..contexts.available_memory import with_total_gb
@@ -345,12 +343,12 @@ class DynamicInferenceEngine:
         self, requests: Sequence[DynamicInferenceRequest], progress: bool = False, *, is_users: bool = True
     ) -> list[RequestResult]:
         """Add new requests and serve them to the end."""
-        hidden = not boolean("progress", progress) or sys.stderr is None
+        hidden = not boolean("progress", progress)
         try:
             for request in requests:
                 self.factory.assign_id(request, is_users=is_users, owned=True)
                 self._apply(self.core.add, request)
-            with tqdm(total=len(requests), unit="request", disable=hidden) as bar:
+            with ProgressBar(total=len(requests), unit="request", disable=hidden) as bar:
                 for request in requests:
                     while request.result is None:
                         self._advance()

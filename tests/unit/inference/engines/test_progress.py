@@ -43,12 +43,18 @@ def test_the_bar_counts_requests_and_tokens(
     assert [each.tokens for each in results] == [each.tokens for each in plain]
 
 
-class Closed(io.StringIO):
+class Failing(io.StringIO):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
     def write(self, text: str) -> int:
-        raise ValueError("I/O operation on closed file")
+        raise self._error
 
 
-@pytest.mark.parametrize("stream", [None, Closed()])
+@pytest.mark.parametrize(
+    "stream", [None, Failing(ValueError("closed")), Failing(BrokenPipeError(32, "broken"))]
+)
 def test_a_stderr_that_cannot_be_written_fails_nothing(
     engine: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch, stream: io.StringIO | None
 ) -> None:
