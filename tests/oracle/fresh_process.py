@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 # answers with the number of its process, and later with the exit code. The end of standard input ends the
 # process.
 WAITS = """
-import json, os, runpy, select, socket, sys, traceback
+import atexit, json, os, runpy, select, socket, sys, threading, traceback
 import torch
 listener = socket.socket(fileno=int(sys.argv[1]))
 while True:
@@ -72,7 +72,9 @@ for line in jobs:
             print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
-    finally:
+    finally:  # as an interpreter ends: it waits for threads, and runs what was registered
+        threading._shutdown()
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -153,11 +155,10 @@ def _jobs(of: int, warm: bool) -> TextIO:
     return jobs
 
 
-def _begin(jobs: TextIO, argv: list[str], code: str | None, env: Any, out: str, err: str) -> int:
-    """The number of the process that does the job."""
+def _begin(jobs: TextIO, argv: list[str], code: str | None, env: Any, out: str, err: str) -> None:
+    """Its answer is the number of the process that does the job."""
     job = {"argv": argv, "code": code, "env": dict(env or os.environ), "out": out, "err": err}
     print(json.dumps(job), file=jobs, flush=True)
-    return int(jobs.readline())
 
 
 def _run(
@@ -166,7 +167,7 @@ def _run(
     jobs = _jobs(os.getpid(), warm)
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
         _begin(jobs, argv, code, env, out.name, err.name)
-        exit_code = int(jobs.readline())
+        _, exit_code = jobs.readline(), int(jobs.readline())
         return CompletedProcess(argv, exit_code, out.read(), err.read())
 
 
@@ -176,9 +177,10 @@ class Begun:
     def __init__(self, *command: str, code: str | None = None, env: Mapping[str, str] | None = None) -> None:
         self._out, self._err = (tempfile.NamedTemporaryFile("r") for _ in range(2))  # noqa: SIM115
         self._connection = _connected(start_warm())
-        self._jobs = self._connection.makefile("rw")
         argv = list(command) if code is None else ["-c", *command]
-        self.pid = _begin(self._jobs, argv, code, env, self._out.name, self._err.name)
+        with self._connection.makefile("w") as jobs:
+            _begin(jobs, argv, code, env, self._out.name, self._err.name)
+        self.pid = self._number()
         self._status: int | None = None
 
     @property
@@ -202,8 +204,15 @@ class Begun:
     def wait(self, timeout_s: float) -> int | None:
         """The exit code; None if the process has not ended."""
         if self._status is None and select.select([self._connection], [], [], timeout_s)[0]:
-            self._status = int(self._jobs.readline())
+            self._status = self._number()
         return self._status
+
+    def _number(self) -> int:
+        """The next line, and no byte behind it: what is not read can be waited for."""
+        line = b""
+        while not line.endswith(b"\n"):
+            line += self._connection.recv(1) or b"\n"
+        return int(line)
 
     def signal(self, number: signal.Signals) -> None:
         if self.is_alive():
@@ -213,7 +222,7 @@ class Begun:
         """Kill it if it has not ended."""
         self.signal(signal.SIGKILL)
         self.wait(60)
-        for end in (self._jobs, self._connection, self._out, self._err):
+        for end in (self._connection, self._out, self._err):
             end.close()
 
 
