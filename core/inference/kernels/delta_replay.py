@@ -163,21 +163,22 @@ def _keep_rows(
     sizes = keep_blocks(tokens, heads, key_dim, value_dim)
     tiles = (1 if tails else 2) * triton.cdiv(tokens * key_heads, sizes["BLOCK_R"])
     tiles += triton.cdiv(tokens * heads, sizes["BLOCK_R"]) + triton.cdiv(tokens, sizes["BLOCK_G"])
-    made_of: tuple[object, ...] = (None,) * 7 + (0, 0, 0, 0, 0, False)
+    made_of, conv_strides = (None,) * 7, (0, 0)
+    conv = {"KERNEL": 0, "WINDOW": 0, "RING": 0, "DOUBLED": False}
     if raw is not None:
-        net, states, rings = raw[:3]
+        net, states, rings, destinations = raw
         dense = {"weight": net.weight[None], "A_log": net.A_log[None], "dt_bias": net.dt_bias[None]}
         check_slots(conv_states=states, conv_inputs=rings, **dense)
-        slots, sizes_of_conv = (states.stride(0), rings.stride(0)), (states.shape[2], rings.shape[1])
-        made_of = *net[:4], *raw[1:], *slots, net.weight.shape[1], *sizes_of_conv, net.doubled
+        made_of, conv_strides = (*net[:4], states, rings, destinations), (states.stride(0), rings.stride(0))
+        sizes_of_conv = net.weight.shape[1], states.shape[2], rings.shape[1], net.doubled
+        conv = dict(zip(conv, sizes_of_conv, strict=True))
     keep_rows_kernel[(rows.input_rows.shape[0] * tiles,)](
-        q, k, v, g, beta, new_v, queries, *kept, new_v_inputs, *rows, *made_of[:9],
+        q, k, v, g, beta, new_v, queries, *kept, new_v_inputs, *rows, *made_of, *conv_strides,
         *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
         *(pool.stride(0) for pool in kept), 0 if new_v_inputs is None else new_v_inputs.stride(0),
         KEY_HEADS=key_heads, VALUE_HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, INNER=g.shape[2],
         TOKENS=tokens, CHUNK=g_inputs.shape[1], PAGE_TOKENS=page_tokens, TAILS=tails,
-        **dict(zip(("KERNEL", "WINDOW", "RING", "DOUBLED"), made_of[9:], strict=True)),
-        **sizes, num_warps=OPERAND_WARPS,
+        **conv, **sizes, num_warps=OPERAND_WARPS,
     )  # fmt: skip
 
 
