@@ -3,7 +3,6 @@
 import ast
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 
@@ -12,7 +11,8 @@ def importer(namespace: dict[str, Any]) -> Callable[[str], Any]:
 
     It makes the imports of the package's block `if TYPE_CHECKING:`, each when its name is first read.
     """
-    package, source = namespace["__name__"], Path(namespace["__file__"]).read_text()
+    package = namespace["__name__"]
+    source = namespace["__spec__"].loader.get_source(package)
     block: Any = next(each for each in ast.parse(source).body if isinstance(each, ast.If))
     module_of = {alias.name: node.module for node in block.body for alias in node.names}
 
