@@ -355,8 +355,10 @@ class _Calls:
     def await_lost(self) -> None:
         """Wait until rank 0 says who is lost, 1 s at most: an exit may drop what has not left the process."""
         deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline and not any(isinstance(one, Lost) for one in self._received):
+        while time.monotonic() < deadline:
             with self._lock:
+                if any(isinstance(one, Lost) for one in self._received):
+                    return
                 self._receive(_LOOK_S)
 
     def close(self) -> None:
