@@ -258,7 +258,9 @@ def largest_fitting_config(
                     "%.3g GB hold %d requests at once (of %d) and a context of %s tokens (of %s)",
                     total_gb, chosen[0], rows, f"{chosen[1]:,}", f"{length:,}",
                 )  # fmt: skip
-            return config(*chosen, total_gb)
+            found = config(*chosen, total_gb)
+            log_room(_with_inputs(found, spec), spec)
+            return found
     assert error is not None  # `sizes` is not empty
     raise error
 
@@ -266,6 +268,21 @@ def largest_fitting_config(
 def _with_inputs(config: InferenceConfig, spec: HybridStateSpec) -> InferenceConfig:
     """With the memory that `batch_invariant` takes, where a check of the model will decide."""
     return replace(config, batch_invariant=True) if config.why_not_invariant(spec.device) is None else config
+
+
+def log_room(config: InferenceConfig, spec: HybridStateSpec) -> None:
+    """Say how many conversations of 4,096 tokens the pools hold: KV and two states each."""
+    sizes, tokens = PoolSizes.of(config, spec), min(4096, config.max_sequence_length)
+    blocks = -(-tokens // config.block_size_tokens)
+    if sizes.division is not None:
+        units = sizes.division.num_units
+        room = units // (2 + -(-blocks // max(1, sizes.num_kv_blocks // units)))
+    else:
+        room = min(sizes.num_kv_blocks // blocks, max(1, sizes.num_mamba_slots // 2))
+    logger.info(
+        "%d requests at once, a context of %s tokens, room for about %s conversations of %s tokens",
+        config.max_requests, f"{config.max_sequence_length:,}", f"{room:,}", f"{tokens:,}",
+    )  # fmt: skip
 
 
 def _halved(start: int, end: int) -> Iterator[int]:

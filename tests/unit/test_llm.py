@@ -1,6 +1,7 @@
 """`LLM`: text in and text out over an engine whose sizes fit the memory."""
 
 import json
+import re
 from pathlib import Path
 
 import mambaslots as ms
@@ -95,6 +96,19 @@ def test_sizes_that_are_given_are_kept_or_refused() -> None:
     assert (kept.max_requests, kept.max_sequence_length) == (5, 777)
     with pytest.raises(ValueError, match=r"total_gb is 0.001; accepted: at least"):
         largest_fitting_config(spec, 4096, total_gb=0.001, max_requests=64, max_sequence_length=4096)
+
+
+def test_a_start_says_how_many_conversations_there_is_room_for(caplog: pytest.LogCaptureFixture) -> None:
+    spec = ms.load(MODEL).model.state_spec()
+    with caplog.at_level("INFO"):
+        config = largest_fitting_config(spec, 4096, total_gb=1.0, max_requests=3)
+    said = (
+        r"3 requests at once, a context of 4,096 tokens, room for about (\d+) conversations of 4,096 tokens"
+    )
+    (room,) = re.findall(said, caplog.text)
+    num_blocks = 4096 // config.block_size_tokens
+    conversation = num_blocks * spec.kv_block_bytes(config.block_size_tokens) + 2 * spec.slot_bytes
+    assert 0.8 * 2**30 < int(room) * conversation <= 2**30
 
 
 def test_memory_of_a_cpu_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
