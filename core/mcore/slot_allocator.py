@@ -13,7 +13,7 @@ from ..errors import MambaSlotCapacityError
 from ..inference.contexts.cache.checkpoint_plan import MAX_COMPARED, CheckpointPlan, best_shared_depth
 from ..inference.contexts.cache.eviction import PolicyChoice
 from ..inference.contexts.cache.paths import remove_rolling_states
-from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
+from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator, WrittenState
 from ..inference.kernels.operands import ConvAndSsm
 from ..inference.kernels.state_copy import copy_states
 from ..validation import integers
@@ -193,23 +193,22 @@ class HostSlotAllocator(MambaSlotAllocator):
         """Let the context's record have the counts of now; it outlives the context."""
         self._record.slots, self._record.dropped = self.slots.counts, self.num_dropped
 
-    def _commit(
-        self, inner: list[int], scratch_rows: list[int], ends: list[int], rows: list[int], keys: list[int]
-    ) -> None:
+    def _commit(self, states: list[WrittenState]) -> None:
         reached = self.answers.reached() if self.answers is not None else {}
-        crossed = [(block, crossing) for block, crossing in reached.items() if block not in (*inner, *ends)]
+        blocks = {state.block for state in states}
+        crossed = [(block, crossing) for block, crossing in reached.items() if block not in blocks]
         if self.answers is None or not crossed:
-            super()._commit(inner, scratch_rows, ends, rows, keys)
+            super()._commit(states)
             return
         tracks = [self._record.tracks[crossing.request_id] for _, crossing in crossed]
-        remove_rolling_states(self.slots, tracks, len(crossed) + len(keys))
-        room = max(0, self.slots.num_available - len(keys))  # the states of prompts come first
+        remove_rolling_states(self.slots, tracks, len(crossed) + len(states))
+        room = max(0, self.slots.num_available - len(states))  # the states of prompts come first
         self.slots.tree.note_refused(self._keys_of([block for block, _ in crossed[room:]]))
         del crossed[room:]
         slots = self.slots.reserve([block for block, _ in crossed])
         try:
             self.store_from_live_batch(slots, [crossing.row for _, crossing in crossed])
-            super()._commit(inner, scratch_rows, ends, rows, keys)
+            super()._commit(states)
         except BaseException:
             self.slots.release(slots)
             raise
@@ -220,15 +219,15 @@ class HostSlotAllocator(MambaSlotAllocator):
     def abort_step(self) -> None:
         """The rows of the host are gone: nothing planned, pinned or reserved for them remains."""
         self.unpin_restores()
-        self._clear_pending()
+        self._clear_planned()
         self.slots.release()
 
     def reset(self) -> None:
         super().reset()
         self._restore_pins.clear()
 
-    def _clear_pending(self) -> None:
-        super()._clear_pending()
+    def _clear_planned(self) -> None:
+        super()._clear_planned()
         if self.answers is not None:
             self.answers.uncommitted.clear()
 
@@ -237,29 +236,29 @@ class HostSlotAllocator(MambaSlotAllocator):
     def release_pool(self) -> None:
         """Forget every state and free the durable tensors; scratch stays, because graphs may write it."""
         self.reset()
-        self._durable = self._new_states(0, self.ssm_states.device)
+        self.conv_states, self.ssm_states = self._new_states(0, self.ssm_states.device)
         self._backup = None
 
     def retire(self) -> None:
         """Free scratch, too: the host drops its graphs, and builds another allocator."""
         self.note_counts()
-        conv, ssm = self._scratch
-        self._scratch = ConvAndSsm(conv[:, :0].clone(), ssm[:, :0].clone())
+        self.intermediate_conv_out = self.intermediate_conv_out[:, :0].clone()
+        self.intermediate_ssm_out = self.intermediate_ssm_out[:, :0].clone()
 
     def offload_pool(self) -> None:
         """Move the durable tensors to host memory; synchronises."""
         self._backup = ConvAndSsm(_to_host(self.conv_states), _to_host(self.ssm_states))
-        self._durable = self._new_states(0, self.ssm_states.device)
+        self.conv_states, self.ssm_states = self._new_states(0, self.ssm_states.device)
 
     def resume_pool(self) -> None:
         """Allocate the durable tensors again, offloaded or zero. A call that raises can be repeated."""
-        own, backup, device = self._durable, self._backup, self.ssm_states.device
-        if any(states.shape[1] != self.max_slots for states in own):
+        backup, device = self._backup, self.ssm_states.device
+        if any(states.shape[1] != self.max_slots for states in self._durable):
             with torch.inference_mode(False):  # others than inference tensors can be written anywhere
-                self._durable = (
-                    ConvAndSsm(backup.conv.to(device), backup.ssm.to(device))
-                    if backup is not None
-                    else self._new_states(self.max_slots, device)
+                self.conv_states, self.ssm_states = (
+                    self._new_states(self.max_slots, device)
+                    if backup is None
+                    else (states.to(device) for states in backup)
                 )
         self._backup = None
 

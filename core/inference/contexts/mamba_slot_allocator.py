@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from operator import countOf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,16 +32,25 @@ from .host_context import HostTree, block_count, device_of_live_states, size_of
 _MAX_OFFSETS = 3  # a request's, as megatron-core sizes its scratch
 
 
+class WrittenState(NamedTuple):
+    """A state that a step has written, to be copied to a durable slot for the block that it follows."""
+
+    block: int
+    source: int  # row of scratch, or of the request whose live state it is
+    key: int
+    in_scratch: bool
+
+
 class MambaSlotAllocator:
     """A pool of durable state slots, which a host's context holds for its prefix cache.
 
     `allocate_slots_batch` returns slots that enter the maps at once; the caller fills them (`store_from_*`)
     before it registers a hash. `reserve` returns slots that no index contains until `commit`. The context
     must have a `kv_block_allocator` with a block count and `block_hashes`, and live states
-    (`mamba_conv_states`, `mamba_ssm_states`, [layers, live slots, ...]). Where the KV allocator reports
-    deregistered blocks (`observe_deregistration`, or megatron-core's `on_blocks_deregistered`), the
-    constructor subscribes, so that a reused KV block never keeps the state of its former prefix. Copies from
-    and to live states read `mamba_metadata.request_to_mamba_state_idx`.
+    (`mamba_conv_states`, `mamba_ssm_states`, [layers, live slots, ...]). A reused KV block must not keep the
+    state of its former prefix: the constructor subscribes to a `KVBlockAllocator`, or to an allocator with
+    megatron-core's `on_blocks_deregistered`; with another one, the host calls `on_kv_blocks_deregistered`.
+    Copies from and to live states read `mamba_metadata.request_to_mamba_state_idx`.
 
     States inside a prefill: `compute_and_store_offsets` plans the row of a request when a chunk is added; the
     step's kernels write states to scratch; `commit_intermediate_states` copies them, and those at the ends of
@@ -56,7 +65,7 @@ class MambaSlotAllocator:
         block_size_tokens                        tokens of a KV block, by default as the kernels' multiple
 
     A subclass may override what the host answers (`_device`, `_policy`, `_checkpoint_plan`, `_kernel_grid`,
-    `_shared_tokens`), and what a step calls (`_commit`, `_clear_pending`).
+    `_shared_tokens`), and what a step calls (`_commit`, `_clear_planned`).
 
     Example: `MambaSlotAllocator(context, 64, 24, (4096, 4), (64, 64, 128), torch.bfloat16, torch.float32)`
     keeps 64 states of 24 layers. With blocks of 256 tokens, 600 tokens of a prompt planned and a `marks` plan
@@ -100,7 +109,7 @@ class MambaSlotAllocator:
         self._grid = self._kernel_grid()
         self._block_size = size_of(context, "block_size_tokens", self._grid, minimum=1)
         self._plan.check_block_size(self._block_size)
-        self._durable = self._new_states(self.max_slots, self._device())
+        self.conv_states, self.ssm_states = self._new_states(self.max_slots, self._device())
         kv = context.kv_block_allocator
         tree = kv.tree if isinstance(kv, KVBlockAllocator) else HostTree(self._num_blocks, kv)
         self.slots = StateSlots(self.max_slots, policy, tree)
@@ -112,18 +121,22 @@ class MambaSlotAllocator:
                 stacklevel=2,
             )
         self.max_intermediate_count = size_of(context, "max_mamba_intermediate_states_per_step")
-        self._scratch = self._new_states(self.max_intermediate_count, self.ssm_states.device)
+        scratch = self._new_states(self.max_intermediate_count, self.ssm_states.device)
+        self.intermediate_conv_out, self.intermediate_ssm_out = scratch
         self._has_intermediates = False
         self._planned_rows: set[int] = set()  # those of the tensors below that are not clear
         self._worth: dict[int, int] = {}  # block -> rank of the kind of its planned boundary, 0 the worthiest
         self.num_dropped = 0
         rows = size_of(context, "max_requests")
         self._offsets, self._counts = np.zeros((rows, _MAX_OFFSETS), np.int32), np.zeros(rows, np.int32)
-        self._inner_blocks, self._end_blocks = np.full_like(self._offsets, -1), np.full_like(self._counts, -1)
+        self._intermediate_blocks, self._end_blocks = (
+            np.full_like(self._offsets, -1),
+            np.full_like(self._counts, -1),
+        )
         with torch.inference_mode(False):  # others than inference tensors can be written anywhere
             self._intermediate_offsets_cpu = torch.from_numpy(self._offsets)  # numpy writes it faster
             self._intermediate_counts_cpu = torch.from_numpy(self._counts)
-            self._intermediate_block_ids_cpu = torch.from_numpy(self._inner_blocks)
+            self._intermediate_block_ids_cpu = torch.from_numpy(self._intermediate_blocks)
             self._eos_cache_block_id_cpu = torch.from_numpy(self._end_blocks)
         if isinstance(kv, KVBlockAllocator):
             kv.observe_deregistration(self.on_kv_blocks_deregistered)
@@ -166,20 +179,12 @@ class MambaSlotAllocator:
         )
 
     @property
-    def conv_states(self) -> Tensor:
-        return self._durable.conv
+    def _durable(self) -> ConvAndSsm:
+        return ConvAndSsm(self.conv_states, self.ssm_states)
 
     @property
-    def ssm_states(self) -> Tensor:
-        return self._durable.ssm
-
-    @property
-    def intermediate_conv_out(self) -> Tensor:
-        return self._scratch.conv
-
-    @property
-    def intermediate_ssm_out(self) -> Tensor:
-        return self._scratch.ssm
+    def _scratch(self) -> ConvAndSsm:
+        return ConvAndSsm(self.intermediate_conv_out, self.intermediate_ssm_out)
 
     def _live_states(self) -> ConvAndSsm:
         return ConvAndSsm(self.context.mamba_conv_states, self.context.mamba_ssm_states)
@@ -204,8 +209,6 @@ class MambaSlotAllocator:
 
     def has_state(self, block_id: int) -> bool:
         """Whether a committed slot holds the state after block `block_id`."""
-        if type(block_id) is int and 0 <= block_id < self._num_blocks:
-            return block_id in self.slots.tree.slot_of_block
         return self.get_slot(block_id) >= 0
 
     def get_slot(self, block_id: int) -> int:
@@ -245,8 +248,7 @@ class MambaSlotAllocator:
         self.slots.pin(self._checked_committed(slot))
 
     def unpin(self, slot: int) -> None:
-        slot = self._checked_slot(slot)
-        if slot not in self.slots.pins:
+        if integer("slot", slot, 0, self.max_slots - 1) not in self.slots.pins:
             raise ValueError(f"slot is {slot}; accepted: a pinned slot")
         self.slots.unpin(slot)
 
@@ -273,8 +275,7 @@ class MambaSlotAllocator:
 
     def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
         """Free the slot of every listed block, at every deregistration; `hashes_to_delete` is not needed."""
-        listed = self._checked_blocks(block_ids_list, "block_ids_list")
-        self.slots.remove(listed, with_blocks=True)
+        self.slots.remove(self._checked_blocks(block_ids_list, "block_ids_list"), with_blocks=True)
 
     def register_block_hashes_batch(self, block_ids: list[int], hashes: list[int]) -> None:
         """Make the states of blocks findable by prefix hash; hashes <= 0 are skipped.
@@ -377,6 +378,7 @@ class MambaSlotAllocator:
         where finished is `req.finished_chunk_token_count`. Of the blocks after those that earlier parts
         allocated, `num_matched_blocks` were found in the KV cache. A request without block hashes
         (`req.precomputed_block_hashes` is empty) stores no state, because no request could find the state.
+        `matched_block_ids` and `overall_required_blocks` are megatron-core's arguments, and not used.
         """
         context, block = self.context, self._block_size
         row = integer("current_id", current_id, 0, len(self._intermediate_counts_cpu) - 1)
@@ -408,7 +410,7 @@ class MambaSlotAllocator:
         self.num_dropped += len(inside) - len(chosen)
         for column, position in enumerate(chosen):
             self._offsets[row, column] = position - start
-            self._inner_blocks[row, column] = blocks[position // block - 1]
+            self._intermediate_blocks[row, column] = blocks[position // block - 1]
         self._counts[row] = len(chosen)
         if any(b.position == stop for b in boundaries):
             self._end_blocks[row] = blocks[stop // block - 1]
@@ -444,83 +446,69 @@ class MambaSlotAllocator:
         not fail.
         """
         try:
-            self._commit(*self._collect_commit_data())
+            self._commit(self._written_states())
         finally:
-            self._clear_intermediate_state()
+            self._clear_rows(self._prefill_rows())
+            self._has_intermediates = False
 
-    def _commit(
-        self, inner: list[int], scratch_rows: list[int], ends: list[int], rows: list[int], keys: list[int]
-    ) -> None:
-        """Copy and commit what `_collect_commit_data` returns, as far as slots go."""
-        if not inner and not ends:
-            return
-        slots, blocks, sources = self.slots, inner + ends, scratch_rows + rows
-        by_worth = sorted(range(len(blocks)), key=lambda place: self._worth.get(blocks[place], 0))
-        count = min(len(blocks), slots.num_available)
-        slots.tree.note_refused([keys[place] for place in by_worth[count:]])
+    def _commit(self, states: list[WrittenState]) -> None:
+        """Copy and commit the states, those in scratch first, as far as slots go."""
+        by_worth = sorted(states, key=lambda state: self._worth.get(state.block, 0))
+        count = min(len(states), self.slots.num_available) if states else 0
+        self.slots.tree.note_refused([state.key for state in by_worth[count:]])
         if not count:
             return
-        kept = sorted(by_worth[:count])
-        chosen, sources = [blocks[place] for place in kept], [sources[place] for place in kept]
-        num_inner = sum(place < len(inner) for place in kept)
-        taken = slots.allocate(chosen)
+        kept = set(by_worth[:count])
+        chosen = list(filter(kept.__contains__, states))
+        blocks, sources = [state.block for state in chosen], [state.source for state in chosen]
+        num_in_scratch = sum(state.in_scratch for state in chosen)
+        taken = self.slots.allocate(blocks)
         try:
-            self._copy_intermediate_to_cache(sources[:num_inner], taken[:num_inner])
-            self.store_from_live_batch(taken[num_inner:], sources[num_inner:])
+            copy_states(self._scratch, sources[:num_in_scratch], self._durable, taken[:num_in_scratch])
+            self.store_from_live_batch(taken[num_in_scratch:], sources[num_in_scratch:])
         except BaseException:
-            slots.remove(chosen)
+            self.slots.remove(blocks)
             raise
-        self.register_block_hashes_batch(chosen, [keys[place] for place in kept])
+        self.register_block_hashes_batch(blocks, [state.key for state in chosen])
 
-    def _collect_commit_data(self) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-        """Planned boundaries without state: inner blocks, scratch rows, end blocks, their rows, keys."""
+    def _written_states(self) -> list[WrittenState]:
+        """The states at the step's planned boundaries whose blocks have none yet, those in scratch first."""
         context, rows = self.context, self._prefill_rows()
         if rows.start == rows.stop:
-            return [], [], [], [], []
-        ends = self._end_blocks[rows].tolist()
-        places = [(block, row, False) for row, block in enumerate(ends, rows.start)]
+            return []
+        places: list[tuple[int, int, bool]] = []
         if context.mamba_metadata.intermediate_count > 0:
-            planned = self._inner_blocks[rows].tolist()
+            planned = self._intermediate_blocks[rows].tolist()
             counts = context.mamba_metadata.per_request_intermediate_counts
             in_order = [block for row, count in zip(planned, counts, strict=False) for block in row[:count]]
-            places = [(block, row, True) for row, block in enumerate(in_order)] + places
-        places = [place for place in places if place[0] >= 0]
+            places += ((block, row, True) for row, block in enumerate(in_order))
+        ends = enumerate(self._end_blocks[rows].tolist(), rows.start)
+        places += ((block, row, False) for row, block in ends)
+        places = [place for place in places if place[0] >= 0]  # a host may have cleared rows
         if not places:
-            return [], [], [], [], []
+            return []
         keys = self._keys_of([block for block, *_ in places])
         tree, reserved = self.slots.tree, set(self.slots.reserved.values())
-        found: dict[int, tuple[int, int, bool]] = {}
-        for (block, row, is_inner), key in zip(places, keys, strict=True):
+        found: dict[int, WrittenState] = {}
+        for (block, row, in_scratch), key in zip(places, keys, strict=True):
             findable = key > 0 and tree.state_block_of_key.get(key, block) == block
             if findable and block not in reserved and block not in tree.slot_of_block:
-                found.setdefault(block, (row, key, is_inner))
-        num_inner = sum(is_inner for _, _, is_inner in found.values())
-        blocks, sources = list(found), [row for row, _, _ in found.values()]
-        keys = [key for _, key, _ in found.values()]
-        return blocks[:num_inner], sources[:num_inner], blocks[num_inner:], sources[num_inner:], keys
-
-    def _copy_intermediate_to_cache(self, src_offsets: list[int], slots: list[int]) -> None:
-        copy_states(self._scratch, src_offsets, self._durable, slots)
-
-    def _clear_intermediate_state(self) -> None:
-        rows = self._prefill_rows()
-        if rows.start < rows.stop:
-            self._clear_rows(rows)
-        self._has_intermediates = False
+                found.setdefault(block, WrittenState(block, row, key, in_scratch))
+        return list(found.values())
 
     def _clear_rows(self, rows: slice) -> None:
         self._offsets[rows], self._counts[rows] = 0, 0
-        self._inner_blocks[rows], self._end_blocks[rows] = -1, -1
+        self._intermediate_blocks[rows], self._end_blocks[rows] = -1, -1
         self._planned_rows.difference_update(range(*rows.indices(len(self._counts))))
 
     # ---- reset and checks
 
     def reset(self) -> None:
-        """Remove every state, reservation, pin, pending checkpoint and ghost, and zero the scratch."""
+        """Remove every state, reservation, pin, planned boundary and ghost, and zero the scratch."""
         self.slots.clear()
-        self._clear_pending()
+        self._clear_planned()
 
-    def _clear_pending(self) -> None:
+    def _clear_planned(self) -> None:
         self._clear_rows(slice(None))
         self._worth.clear()
         self._has_intermediates = False
@@ -534,9 +522,6 @@ class MambaSlotAllocator:
     def _checked_blocks(self, block_ids: Sequence[int], name: str = "block_ids") -> list[int]:
         return checked_integers(name, block_ids, 0, self._num_blocks - 1)
 
-    def _checked_slot(self, slot: int) -> int:
-        return integer("slot", slot, 0, self.max_slots - 1)
-
     def _checked_slots(self, slots: Sequence[int]) -> list[int]:
         return integers("slots", slots, 0, self.max_slots - 1)
 
@@ -548,6 +533,6 @@ class MambaSlotAllocator:
         return slots
 
     def _checked_committed(self, slot: int) -> int:
-        if self.slots.tree.block_of(self._checked_slot(slot)) < 0:
+        if self.slots.tree.block_of(integer("slot", slot, 0, self.max_slots - 1)) < 0:
             raise ValueError(f"slot is {slot}; accepted: a committed slot")
         return int(slot)

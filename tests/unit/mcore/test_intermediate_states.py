@@ -113,15 +113,15 @@ def test_collected_scratch_rows_follow_the_kernels_order():
     host.plan(slots, chunks[1], [4, 5, 6])
     host.kv_block_allocator.register(range(1, 7), range(11, 17))
     host.forward(slots, chunks)
-    hashes = [11, 12, 14, 15, 13, 16]
-    assert slots._collect_commit_data() == ([1, 2, 4, 5], [0, 1, 2, 3], [3, 6], [0, 1], hashes)
+    in_scratch = [(1, 0, 11, True), (2, 1, 12, True), (4, 2, 14, True), (5, 3, 15, True)]
+    assert slots._written_states() == [*in_scratch, (3, 0, 13, False), (6, 1, 16, False)]
 
 
 def test_there_is_nothing_to_collect_without_prefills_or_plans():
     host, slots = make()
-    assert slots._collect_commit_data() == ([], [], [], [], [])
+    assert slots._written_states() == []
     host.batch_dimensions.prefill_req_count = 2
-    assert slots._collect_commit_data() == ([], [], [], [], [])
+    assert slots._written_states() == []
 
 
 def test_a_commit_clears_the_rows_of_this_steps_prefills_alone():
