@@ -91,7 +91,7 @@ class AnswerStates:
                 self.uncommitted.append((crossing, slot))
                 continue
             block = self._slots.reserved[slot]
-            self._slots.commit([slot])
+            self._slots.commit_slots([slot])
             self._roll(tracks[crossing.request_id], crossing, block, slot)
 
     def commit_known(self) -> None:
@@ -109,7 +109,7 @@ class AnswerStates:
                 block = register_block(self._context, row, track, crossing.position)
                 if block < 0:
                     self._slots.release([slot])
-                elif self._slots.commit([slot], [block]) == [slot]:
+                elif self._slots.commit_slots([slot], [block]) == [slot]:
                     self._roll(track, crossing, block, slot)
 
     def remove(self, request_ids: Sequence[int]) -> None:

@@ -205,7 +205,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         room = max(0, self.slots.num_available - len(states))  # the states of prompts come first
         self.slots.tree.note_refused(self._keys_of([block for block, _ in crossed[room:]]))
         del crossed[room:]
-        slots = self.slots.reserve([block for block, _ in crossed])
+        slots = self.slots.reserve_slots([block for block, _ in crossed])
         try:
             self.store_from_live_batch(slots, [crossing.row for _, crossing in crossed])
             super()._commit(states)

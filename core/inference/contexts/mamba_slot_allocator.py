@@ -218,12 +218,12 @@ class MambaSlotAllocator:
     # ---- reservations
 
     def reserve(self, block_ids: Sequence[int]) -> list[int]:
-        """See `StateSlots.reserve`."""
+        """See `StateSlots.reserve_slots`."""
         blocks = self._checked_blocks(block_ids)
         taken = {*self.slots.reserved.values(), *self.slots.tree.slot_of_block}
         if len(set(blocks)) < len(blocks) or not taken.isdisjoint(blocks):
             raise ValueError(f"block_ids is {blocks}; accepted: distinct blocks without state or reservation")
-        return self.slots.reserve(blocks)
+        return self.slots.reserve_slots(blocks)
 
     def commit(self, slots: Sequence[int], block_ids: Sequence[int] | None = None) -> list[int]:
         """Make reserved, written slots findable, for `block_ids`; None for those they are reserved for.
@@ -237,7 +237,7 @@ class MambaSlotAllocator:
             raise ValueError(
                 f"block_ids has {len(blocks)} entries; accepted: one for each of the {len(slots)} slots"
             )
-        return self.slots.commit(slots, blocks)
+        return self.slots.commit_slots(slots, blocks)
 
     def release_reservation(self, slots: Sequence[int]) -> None:
         """See `StateSlots.release`."""

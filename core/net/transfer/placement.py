@@ -90,7 +90,7 @@ class Placement:
 
     def _reserve(self, placed: Sequence[tuple[int, list[int]]]) -> None:
         nodes = [node for node, _ in placed]
-        slots = self._slots.reserve([self._block_of[node] for node in nodes])
+        slots = self._slots.reserve_slots([self._block_of[node] for node in nodes])
         self.new_slots = dict(zip(nodes, slots, strict=True))
 
     def _hold_known(self) -> None:
@@ -180,7 +180,7 @@ class Placement:
                 self._slots.note_use(self._known_slots[node])
             elif node in self.new_slots:
                 slot = self.new_slots[node]
-                holders = self._slots.commit([slot])  # commits or frees the slot
+                holders = self._slots.commit_slots([slot])  # commits or frees the slot
                 del self.new_slots[node]
                 if holders == [slot]:
                     committed.add(node)

@@ -79,10 +79,10 @@ def test_a_refused_commit_changes_nothing() -> None:
     serve_checked(engine, [LONG[:33]])
     slots, tree = engine.context.prefix_cache.slots, engine.context.prefix_cache.kv_blocks.tree
     one, other, *_ = (block for block in tree.block_of_key.values() if block not in slots.tree.slot_of_block)
-    (slot,) = slots.reserve([one], [tree.key_of(one)])
+    (slot,) = slots.reserve_slots([one], [tree.key_of(one)])
     before = slots.counts, dict(slots.reserved), dict(slots._planned)
     with pytest.raises(ValueError, match=f"the block of hash {tree.key_of(one)}, whose state the slot"):
-        slots.commit([slot], [other])
+        slots.commit_slots([slot], [other])
     assert (slots.counts, slots.reserved, slots._planned) == before
     slots.reserved[slot] = other
     with pytest.raises(AssertionError, match="a slot is reserved for another prefix's block"):

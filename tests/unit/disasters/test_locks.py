@@ -172,7 +172,7 @@ def test_an_import_that_holds_every_slot_stops_no_request(monkeypatch: pytest.Mo
         assert len(slots.reserved) == len(slots.reserved | slots.tree.slot_of_block) > 0
         if not slots.num_available:
             with pytest.raises(ms.MambaSlotCapacityError):
-                slots.reserve([10**6])
+                slots.reserve_slots([10**6])
             looked.append(len(slots.reserved))
         slots.check_integrity()
         write_rows(*arguments)

@@ -74,7 +74,7 @@ PLACES: dict[str, Callable[[Engine], tuple[object, str]]] = {
     "build": lambda engine: (engine.context, "begin_step"),
     "forward": lambda engine: (engine, "model"),
     "register": lambda engine: (engine.context.prefix_cache.tree, "register"),
-    "commit": lambda engine: (engine.context.prefix_cache.slots, "commit"),
+    "commit": lambda engine: (engine.context.prefix_cache.slots, "commit_slots"),
     "sampling": lambda engine: (ms.inference.engines.step_runner.SampledStep, "read_tokens"),
     "release": lambda engine: (engine.context, "release"),
     "end": lambda engine: (engine.core, "_end"),

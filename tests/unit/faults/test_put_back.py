@@ -132,9 +132,9 @@ FAULTS = {
         (
             (
                 CONTEXTS + "mamba_slot_allocator.py",
-                "        self.slots.remove(listed, with_blocks=True)\n",
+                "        self.slots.remove(self._checked_blocks(",
                 "        if hashes_to_delete & self.slots.tree.state_block_of_key.keys():\n"
-                "            self.slots.remove(listed, with_blocks=True)\n",
+                "            self.slots.remove(self._checked_blocks(",
             ),
         ),
     ),
@@ -185,8 +185,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "mamba_slot_allocator.py",
-                "count = min(len(blocks), slots.num_available)",
-                "count = len(blocks)",
+                "count = min(len(states), self.slots.num_available) if states else 0",
+                "count = len(states)",
             ),
         ),
     ),

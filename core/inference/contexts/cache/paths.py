@@ -291,7 +291,7 @@ def remove_rolling_states(slots: StateSlots, owners: Iterable[RollingOwner], num
         remove_rolling(slots, owner)
 
 
-def reserve_slots[S: PathStep](
+def reserve_states[S: PathStep](
     slots: StateSlots, steps: Sequence[S], max_inner_states: int | None = None
 ) -> list[S]:
     """Reserve a slot for each boundary that has no state yet, as far as slots go; may evict states."""
@@ -317,7 +317,7 @@ def reserve_slots[S: PathStep](
         remove_rolling_states(slots, decoding, len(wanted))
     unknown = {key for key in wanted if not steps[certain[key][0]].knows(certain[key][1])}
     planned = [planned_state(steps[certain[key][0]], certain[key][1], key) for key in wanted]
-    chosen = slots.admit(planned, unknown)
+    chosen = slots.plan_states(planned, unknown)
     passed = unknown.union(chosen)  # what is unknown is noted once its tokens are known
     slots.tree.note_refused([key for key in wanted if key not in passed] + beyond)
     # States of drafts evict nothing, because the drafts may be wrong.
@@ -326,7 +326,7 @@ def reserve_slots[S: PathStep](
     places = [certain.get(key) or guessed[key] for key in chosen]
     blocks = [steps[number].block_at(boundary.position) for number, boundary in places]
     destinations: dict[int, dict[int, int]] = {}
-    for (number, boundary), slot in zip(places, slots.reserve(blocks, chosen), strict=True):
+    for (number, boundary), slot in zip(places, slots.reserve_slots(blocks, chosen), strict=True):
         destinations.setdefault(number, {})[boundary.position] = slot
     return [
         replace(step, destinations=destinations[number]) if number in destinations else step

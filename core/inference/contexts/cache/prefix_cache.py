@@ -22,7 +22,7 @@ from .paths import (
     TableRow,
     planned_state,
     remove_rolling,
-    reserve_slots,
+    reserve_states,
     updated_match,
 )
 from .pins import PinnedPrefix, PinnedPrefixes
@@ -321,7 +321,7 @@ class PrefixCache:
             states = self.tree.state_block_of_key
             wanted = {step.key_at(boundary.position) for step in steps for boundary in step.boundaries}
             self._borrowing.borrow_slots(sum(key not in states for key in wanted))
-        return reserve_slots(self.slots, steps, max_inner_states)
+        return reserve_states(self.slots, steps, max_inner_states)
 
     def after_verification[S: PathStep](self, planned: Sequence[S], accepted: Sequence[S]) -> list[S]:
         """Release the slots of boundaries that the `accepted` steps do not reach; reserve refused ones.
@@ -338,7 +338,7 @@ class PrefixCache:
                 missing = tuple(b for b in after.boundaries if after.key_at(b.position) not in reserved)
                 if missing:
                     unserved.append(replace(after, boundaries=missing, destinations={}))
-        return reserve_slots(self.slots, unserved)
+        return reserve_states(self.slots, unserved)
 
     def commit(self, step: PathStep) -> dict[int, int]:
         """Make a launched step's states findable, after its blocks; returns boundary -> slot, or -1."""
@@ -354,7 +354,7 @@ class PrefixCache:
             if step.decoding:  # planned only now that the tokens are known, and drafts right
                 slots.policy.insert_planned(path.chain.keys, depth, "decode", path.policy_ticket)
                 slots.expect(slot, path.chain.keys[depth - 1])
-            (committed[position],) = slots.commit([slot], [block])
+            (committed[position],) = slots.commit_slots([slot], [block])
             if step.decoding:
                 keeps = any(b.position == position and b.keeps for b in step.boundaries)
                 remove_rolling(slots, path)

@@ -87,7 +87,7 @@ class StateSlots:
 
     # ---- reservations
 
-    def admit(self, planned: Sequence[PlannedState], unknown: Iterable[int] = ()) -> list[int]:
+    def plan_states(self, planned: Sequence[PlannedState], unknown: Iterable[int] = ()) -> list[int]:
         """Plan these states, evict what is worth less; the hashes that got a slot. `unknown`: of none."""
         policy = self.policy
         self._unknown.update(unknown)
@@ -113,8 +113,8 @@ class StateSlots:
             self.policy.remove_planned(keys[depth - 1])
             self.tree.note_refused([keys[depth - 1]])
 
-    def reserve(self, block_ids: Sequence[int], keys: Sequence[int] = ()) -> list[int]:
-        """Allocate one slot for each block's state; may evict. `keys`: the hashes from `admit`."""
+    def reserve_slots(self, block_ids: Sequence[int], keys: Sequence[int] = ()) -> list[int]:
+        """Allocate one slot for each block's state; may evict. `keys`: the hashes from `plan_states`."""
         slots = self._allocate(len(block_ids))
         self.reserved.update(zip(slots, block_ids, strict=True))
         self._planned.update(zip(slots, keys, strict=False))
@@ -127,7 +127,7 @@ class StateSlots:
             self._remove_planned(planned)
             self._planned[slot] = key
 
-    def commit(self, slots: Sequence[int], blocks: Sequence[int] | None = None) -> list[int]:
+    def commit_slots(self, slots: Sequence[int], blocks: Sequence[int] | None = None) -> list[int]:
         """Make written slots findable as states of `blocks`; returns the slot with each state now, or -1."""
         blocks = [self.reserved[slot] for slot in slots] if blocks is None else blocks
         keys = [self.tree.key_of(block) if block >= 0 else -1 for block in blocks]
@@ -159,7 +159,7 @@ class StateSlots:
                 self.policy.discard_planned(key)
             self._unknown.clear()
             self._planned.clear()
-            self.policy.remove_planned(None)  # also what an interrupted `admit` planned
+            self.policy.remove_planned(None)  # also what an interrupted `plan_states` planned
             slots = [slot for slot in self.reserved if slot not in self.pins]
         for slot in slots:
             del self.reserved[slot]
@@ -188,7 +188,7 @@ class StateSlots:
                 continue
             tier.pin(key)
             try:
-                (slot,) = self.reserve([block])
+                (slot,) = self.reserve_slots([block])
             except MambaSlotCapacityError:
                 tier.pin(None)
                 return changed
@@ -196,7 +196,7 @@ class StateSlots:
             good = tier.fetch(key, slot)
             self.tree.note_copies_lost(tier.take_lost())
             if good:
-                self.commit([slot])
+                self.commit_slots([slot])
                 return True
             self.release([slot])
         return changed

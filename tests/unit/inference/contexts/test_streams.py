@@ -127,9 +127,9 @@ def tier_traffic(
                 slots.fetch_state([block], [block + 1], 0, 1)
             copies._checksum = checksum
             if block not in slots.tree.slot_of_block:
-                (slot,) = slots.reserve([block])
+                (slot,) = slots.reserve_slots([block])
                 memory[slot].copy_(simulator.device_memory(pattern(block)), non_blocking=True)
-                slots.commit([slot])
+                slots.commit_slots([slot])
             row = memory[slots.tree.slot_of(block)]
             simulator.launch(expect(row, pattern(block), "a step"), [row], [], "a step reads a state")
 

@@ -186,7 +186,7 @@ def commit(cache: PrefixCache, number: int) -> int:
     chain.extend_to([number] * BLOCK)
     (block,) = cache.kv_blocks.allocate_memory_blocks(1)
     cache.kv_blocks.register_chain(chain.root, [block], chain.keys, chain.tokens)
-    cache.slots.commit(cache.slots.reserve([block]))
+    cache.slots.commit_slots(cache.slots.reserve_slots([block]))
     cache.kv_blocks.release_memory_blocks([block])
     return chain.keys[0]
 

@@ -420,7 +420,7 @@ def test_slots_are_counted_and_reserved_once(
 ) -> None:
     """Not once a state: counting looks at all pins, and reserving at all reservations."""
     target, calls = engine_of(), []
-    count, reserve = StateSlots.num_available.fget, StateSlots.reserve
+    count, reserve = StateSlots.num_available.fget, StateSlots.reserve_slots
     assert count is not None
 
     def counted(self: StateSlots) -> int:
@@ -432,7 +432,7 @@ def test_slots_are_counted_and_reserved_once(
         return reserve(self, blocks)
 
     monkeypatch.setattr(StateSlots, "num_available", property(counted))
-    monkeypatch.setattr(StateSlots, "reserve", reserved)
+    monkeypatch.setattr(StateSlots, "reserve_slots", reserved)
     assert import_prefixes(target, export_prefixes(source)).imported.states > 2
     assert calls.count("num_available") == 1
     assert calls.count("reserve") == 1
@@ -673,10 +673,10 @@ def test_a_copy_that_fails_is_undone(
     assert min(serve(target)) > 0
 
 
-@pytest.mark.sampled(method=("reserve", "commit", "pin"), after=(0,))
+@pytest.mark.sampled(method=("reserve_slots", "commit_slots", "pin"), after=(0,))
 @pytest.mark.parametrize(
     ("method", "after"),
-    [("reserve", 0), ("commit", 0), ("commit", 2), ("pin", 0), ("pin", 2), ("note_use", 1)],
+    [("reserve_slots", 0), ("commit_slots", 0), ("commit_slots", 2), ("pin", 0), ("pin", 2), ("note_use", 1)],
 )
 def test_bookkeeping_that_fails_leaves_nothing_held(
     source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch, method: str, after: int

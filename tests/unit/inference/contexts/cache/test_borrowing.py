@@ -220,7 +220,7 @@ class Borrowers(RuleBasedStateMachine):
         for block in path.blocks[-takes:] if takes else ():
             cache._borrowing.borrow_slots(1)
             if block not in cache.slots.tree.slot_of_block and cache.slots.num_available:
-                cache.slots.commit(cache.slots.reserve([block]))
+                cache.slots.commit_slots(cache.slots.reserve_slots([block]))
 
     @precondition(lambda self: self.paths)
     @rule(data=st.data())

@@ -114,7 +114,7 @@ class LastInFirstOut(EvictionPolicy):
 def test_a_policy_of_ones_own_decides(policy):
     slots = StateSlots(2, checked_policy("eviction_policy", policy), host_tree())
     for block in (1, 2, 3):
-        assert len(slots.commit(slots.reserve([block]))) == 1
+        assert len(slots.commit_slots(slots.reserve_slots([block]))) == 1
         slots.check_integrity()
     assert list(slots.tree.slot_of_block) == [1, 3]
 

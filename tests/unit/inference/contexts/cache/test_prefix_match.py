@@ -62,7 +62,7 @@ def computed(cache, tokens, depths=(), salt=b""):
 
 
 def take_state(cache, path, depth):
-    cache.slots.commit(cache.slots.reserve([path.blocks[depth - 1]]))
+    cache.slots.commit_slots(cache.slots.reserve_slots([path.blocks[depth - 1]]))
 
 
 def copied(match):
@@ -342,7 +342,7 @@ class RememberedMatches(RuleBasedStateMachine):
         self.cache.register(path, tokens, len(tokens))
         block = data.draw(st.sampled_from(path.blocks))
         if block not in self.cache.slots.tree.slot_of_block and self.cache.slots.num_available:
-            self.cache.slots.commit(self.cache.slots.reserve([block]))
+            self.cache.slots.commit_slots(self.cache.slots.reserve_slots([block]))
         self.cache.release(path)
 
     @precondition(lambda self: self.paths)
@@ -366,7 +366,7 @@ class RememberedMatches(RuleBasedStateMachine):
         path, slots = self.path(data), self.cache.slots
         blocks = [b for b in path.blocks[: path.num_registered] if b not in slots.tree.slot_of_block]
         if blocks and slots.num_available:
-            slots.commit(slots.reserve([data.draw(st.sampled_from(blocks))]))
+            slots.commit_slots(slots.reserve_slots([data.draw(st.sampled_from(blocks))]))
 
     @precondition(lambda self: self.paths)
     @rule(data=st.data())

@@ -51,9 +51,9 @@ class SharedSlotsMachine(RuleBasedStateMachine):
         number = min(number, self.num_available)
         blocks = list(range(self.next_block, self.next_block + number))
         self.next_block += number
-        reserved = self.slots.reserve(blocks)
+        reserved = self.slots.reserve_slots(blocks)
         self.evict(number)
-        assert self.slots.commit(reserved) == reserved
+        assert self.slots.commit_slots(reserved) == reserved
         self.order += blocks
 
     @precondition(lambda self: len(self.rows) < ROWS)
@@ -139,7 +139,7 @@ TestSharedSlots = SharedSlotsMachine.TestCase
 
 def test_more_than_can_be_had_is_refused_and_changes_nothing() -> None:
     slots = make_slots(3)
-    (pinned,) = slots.commit(slots.reserve([0]))
+    (pinned,) = slots.commit_slots(slots.reserve_slots([0]))
     slots.pin(pinned)
     assert slots.num_available < 3
     with pytest.raises(ms.MambaSlotCapacityError) as raised:
@@ -164,7 +164,7 @@ def planned(*keys: int) -> list[PlannedState]:
 
 def held(slots: StateSlots, num_free: int, num_evictable: int) -> StateSlots:
     """A pool with so many slots free, and so many of states."""
-    slots.commit(slots.reserve(range(num_evictable)))
+    slots.commit_slots(slots.reserve_slots(range(num_evictable)))
     assert len(slots.free_slots) == num_free
     return slots
 
@@ -184,6 +184,6 @@ def test_slots_are_given_to_the_worthiest_and_free_ones_are_left_for_guesses(
         else:
             continue
         chosen.append(candidate)
-    assert slots.admit(planned(*certain)) == chosen
+    assert slots.plan_states(planned(*certain)) == chosen
     assert len(slots.free_slots) == len(chosen) + free
     assert len(slots.tree.slot_of_block) == evictable

@@ -115,10 +115,10 @@ class BooksMachine(RuleBasedStateMachine):
     def take(self, block: int) -> None:
         self.registered.add(block)
         if block not in self.slots.tree.slot_of_block:
-            (slot,) = self.slots.reserve([block])
+            (slot,) = self.slots.reserve_slots([block])
             self.memory[slot] = 255  # a reader of what was here must have read it
             self.memory[slot] = self.content(block)
-            self.slots.commit([slot])
+            self.slots.commit_slots([slot])
             self.ever.add(block)
 
     @rule(block=st.integers(0, 9))
@@ -172,9 +172,9 @@ def test_the_least_recent_states_are_in_host_memory() -> None:
     tier = HostTier(3, copies)
     slots = StateSlots(2, "lru", host_tree(100), tier=tier)
     for block in range(7):
-        (slot,) = slots.reserve([block])
+        (slot,) = slots.reserve_slots([block])
         memory[slot] = BooksMachine.content(block)
-        slots.commit([slot])
+        slots.commit_slots([slot])
     assert list(tier.host.entries) == [102, 103, 104]
     for block in (2, 3, 4):
         assert torch.equal(copies.rows[tier.host.entries[block + 100][0]], BooksMachine.content(block))
@@ -199,7 +199,7 @@ def test_a_bad_copy_that_cost_another_state_is_reported() -> None:
     tier = HostTier(3, copies)
     slots = StateSlots(1, "lru", host_tree(100), tier=tier)
     for block in (5, 4):
-        slots.commit(slots.reserve([block]))
+        slots.commit_slots(slots.reserve_slots([block]))
     copies.rows ^= 1
     assert slots.fetch_state([4, 5], [104, 105], 1, 1)
     assert not slots.tree.slot_of_block
@@ -212,7 +212,7 @@ def test_a_tier_without_tensors_finds_every_copy() -> None:
     tier = HostTier(4)
     slots = StateSlots(1, "lru", host_tree(100), tier=tier)
     for block in (1, 2):
-        slots.commit(slots.reserve([block]))
+        slots.commit_slots(slots.reserve_slots([block]))
     assert slots.fetch_state([1], [101], 0, 1)
     assert 1 in slots.tree.slot_of_block
     assert tier.stats().num_states_fetched == 1
