@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
+import oracle.audit_hook  # noqa: F401 - before what imports filelock
 import pytest
 import torch
 from hypothesis import settings

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-IMPORTED = ("hypothesis.stateful", "mambaslots.hf.load", "oracle.distributed_world")
+IMPORTED = ("oracle.audit_hook", "hypothesis.stateful", "mambaslots.hf.load", "oracle.distributed_world")
 ARCHITECTURES = (
     "bamba", "granitemoehybrid", "lfm2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next",
 )  # fmt: skip

@@ -1,29 +1,22 @@
 """Ranks of a split model as processes of their own: one leads, others follow, and something ends one of them.
 
-A server that has imported everything forks them: on a busy machine the imports would take longer than a test.
+They are copies of a process that has imported what tests do.
 """
 
-import multiprocessing
-import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from multiprocessing import forkserver
-from pathlib import Path
-from typing import Any
 
 import mambaslots as ms
 import mambaslots.net as msd
-import pytest
-import torch
 import torch.distributed as dist
 from mambaslots.net import channel
 from mambaslots.net.lockstep import follower
 from mambaslots.parallel_groups import ParallelGroups
+from oracle.fresh_process import Begun
 from oracle.serving import random_tokens, small_config, small_engine
 
 STARTING_S = 60.0
@@ -35,56 +28,35 @@ SILENCE_S = 2.5
 """A peer that stands still for so long is lost; the channel's own limit is longer."""
 SERVED = "served"
 ONE = ms.SamplingParams(max_tokens=1)
-PROCESSES: Any = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["oracle.lockstep_rank"])
+STARTS = "import sys; from oracle.lockstep_rank import work; work(*sys.argv[1:])"
 
 
-def _start_server() -> None:
-    """The server of Python 3.12 ignores this process's `sys.path`, without a word, but reads PYTHONPATH."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
-        forkserver.ensure_running()
-
-
-class RankProcess:
+class RankProcess(Begun):
     """A process, and what it says on stdout and stderr."""
 
-    def __init__(self, log: Path, work: Callable[..., None], *arguments: object) -> None:
-        self.log = log
-        log.touch()
-        _start_server()
-        self.process = PROCESSES.Process(target=_logged, args=(log, work, *arguments))
-        self.process.start()
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*map(str, arguments), code=STARTS)
 
     @property
     def said(self) -> str:
-        return self.log.read_text()
+        return super().said + self.errors
 
     def await_saying(self, text: str) -> None:
         deadline = time.monotonic() + STARTING_S
         while text not in self.said:
-            assert self.process.is_alive() or text in self.said, self.said
+            assert self.is_alive() or text in self.said, self.said
             assert time.monotonic() < deadline, self.said
             time.sleep(0.01)
 
-    def signal(self, number: signal.Signals) -> None:
-        os.kill(self.process.pid, number)
-
     def status(self) -> int:
         """Once it has ended."""
-        self.process.join(STARTING_S)
-        assert not self.process.is_alive(), self.said
-        return int(self.process.exitcode)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
+        status = self.wait(STARTING_S)
+        assert status is not None, self.said
+        return status
 
 
 @contextmanager
-def led_ranks(
-    folder: Path, role: str, ranks: int = 2, silence_s: float = SILENCE_S
-) -> Iterator[list[RankProcess]]:
+def led_ranks(role: str, ranks: int = 2, silence_s: float = SILENCE_S) -> Iterator[list[RankProcess]]:
     """A leading rank with a role, and its followers; all have served a request.
 
     Roles: "idles" for longer than the groups' timeout, serves and closes; "serves" again and again; "waits"
@@ -95,22 +67,12 @@ def led_ranks(
     processes: list[RankProcess] = []
     try:
         for rank in range(ranks):
-            processes.append(
-                RankProcess(folder / f"rank {rank}", _work, rank, ranks, store.port, role, silence_s)
-            )
+            processes.append(RankProcess(rank, ranks, store.port, role, silence_s))
         processes[0].await_saying(SERVED)
-        yield processes
+        yield list(processes)
     finally:
         for process in processes:
-            process.end()
-
-
-def _logged(log: Path, work: Callable[..., None], *arguments: object) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(descriptor, stream.fileno())
-    torch.set_num_threads(1)
-    work(*arguments)
+            process.close()
 
 
 def exit_last(engine: ms.DynamicInferenceEngine) -> None:
@@ -119,7 +81,10 @@ def exit_last(engine: ms.DynamicInferenceEngine) -> None:
         raise SystemExit("what this rank cannot do")
 
 
-def _work(rank: int, ranks: int, port: int, role: str, silence_s: float) -> None:
+def work(*arguments: str) -> None:
+    role = arguments[3]
+    rank, ranks, port = map(int, arguments[:3])
+    silence_s = float(arguments[4])
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=LONG)
     timeout = timedelta(seconds=GROUP_TIMEOUT_S) if role == "idles" else LONG
