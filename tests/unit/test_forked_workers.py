@@ -10,6 +10,7 @@ pytest_plugins = ["pytester"]
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> object:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    pytester.makeini("[pytest]")  # no other's, of a folder above
     options = ("-p", "no:cacheprovider", "-p", "oracle.forked_workers", "--forks", "2")
     return lambda *more: pytester.runpytest_subprocess(*options, *more)
 
