@@ -59,7 +59,10 @@ _ACCEPTED: dict[str, Callable[[Any], bool]] = {
     "return_token_ids": lambda value: isinstance(value, bool),
     "stream_options": lambda value: False,
     "cache_salt": lambda value: value in ("x", "7"),
-    "presence_penalty": lambda value: value == 0 and type(value) is int,
+    "presence_penalty": lambda value: type(value) is int and -2 <= value <= 2,
+    "repetition_penalty": lambda value: type(value) in (int, float) and 0 < value <= 100,
+    "min_p": lambda value: type(value) is int and value == 0,
+    "min_tokens": lambda value: type(value) is int and 0 <= value <= 4,
     "logit_bias": lambda value: value == {},
     "response_format": lambda value: False,
 }
@@ -78,6 +81,7 @@ _OWN: dict[str, dict[str, Callable[[Any], bool]]] = {
         "tools": lambda value: value == [],
         "tool_choice": lambda value: False,
         "chat_template_kwargs": lambda value: value == {} or value == {"a": 1},
+        "stream_options": lambda value: value == {},  # this one streams
         "max_completion_tokens": lambda value: False,  # beside max_tokens, which is another number
         "prompt": lambda value: False,
     },
@@ -94,6 +98,16 @@ _WRONG_PROMPTS: list[Any] = [
     [-1], [10**9], [1.5], [True], [[1], "x"], ["x", 3], [[1, "x"]], [["x"]], [[]], [[1], [10**9]], [None],
     {"a": 1},
 ]  # fmt: skip
+
+
+def wrong_values(path: str) -> list[dict[str, Any]]:
+    """A good body with one value that is refused: every field, and each of the scalars above."""
+    return [
+        GOOD[path] | {name: value}
+        for name, accepts in (_ACCEPTED | _OWN[path]).items()
+        for value in _SCALARS
+        if not accepts(value)
+    ]
 
 
 class Malformed:
@@ -119,10 +133,7 @@ class Malformed:
     # ---- the kinds
 
     def wrong_value(self, path: str) -> dict[str, Any]:
-        fields = _ACCEPTED | _OWN[path]
-        name = self._random.choice(list(fields))
-        wrong = [value for value in _SCALARS if not fields[name](value)]
-        return GOOD[path] | {name: self._random.choice(wrong)}
+        return self._random.choice(wrong_values(path))
 
     def unknown_field(self, path: str) -> dict[str, Any]:
         name = self._random.choice(["temprature", "", "\0", "é" * 200, "max_token", "__class__", "modl"])

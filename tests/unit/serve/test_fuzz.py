@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from oracle.served import Served, serving, small_config, tiny_loaded
 
 sys.path.append(str(Path(__file__).parents[3] / "tools"))
-from fuzzing.malformed_bodies import CHATS, COMPLETIONS, GOOD, JSON, KINDS, MAX_BODY_BYTES, Malformed
+from fuzzing.malformed_bodies import (
+    CHATS,
+    COMPLETIONS,
+    GOOD,
+    JSON,
+    KINDS,
+    MAX_BODY_BYTES,
+    Malformed,
+    wrong_values,
+)
 from server_fuzz import fault_of
 
 NUM_BODIES = settings.default.max_examples  # type: ignore[union-attr]
@@ -50,6 +59,13 @@ def test_a_malformed_request_is_refused_in_a_sentence(served: Served, kind: str)
         sent = malformed.of(kind)
         reply = served.send("POST", sent.path, sent.body, sent.headers)
         assert fault_of(reply.status, reply.headers, reply.body) is None, (sent, reply)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_every_wrong_value_is_refused(served: Served, path: str) -> None:
+    for body in wrong_values(path):
+        reply = served.post(path, body)
+        assert 400 <= reply.status < 500, (body, reply)
 
 
 JSON_VALUES = st.recursive(
