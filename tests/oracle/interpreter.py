@@ -117,6 +117,10 @@ def prepare_launches_once() -> None:
     eq_dtype, eq_pointer = core.dtype.__eq__, core.pointer_type.__eq__
     core.dtype.__eq__ = lambda self, other: self is other or eq_dtype(self, other)
     core.pointer_type.__eq__ = lambda self, other: self is other or eq_pointer(self, other)
+    eq_tuple = core.tuple.__eq__
+    core.tuple.__eq__ = lambda self, other: (
+        core.constexpr(self.values == other.values) if type(other) is core.tuple else eq_tuple(self, other)
+    )
     broadcast, cast = TritonSemantic.broadcast_impl_value, TritonSemantic.cast
 
     def broadcast_unless_alike(self: Any, lhs: Any, rhs: Any) -> Any:
@@ -225,10 +229,11 @@ def _expand_dims(builder: Any, value: Any, axis: int) -> Any:
 
 
 def _unwrapped(unwrap: Any) -> Any:
-    """`unwrap`, which most operands need nothing of: they are tensors."""
+    """`unwrap`, which most values need nothing of: they are no constants, and hold none."""
     from triton.language import core
 
-    return lambda value: value if type(value) is core.tensor else unwrap(value)
+    plain = {core.tensor, core.dtype, core.block_type, core.pointer_type, int, bool, float, str, type(None)}
+    return lambda value: value if type(value) in plain else unwrap(value)
 
 
 def _init_handle(handle: Any) -> Any:
