@@ -470,7 +470,7 @@ class TestRawTokens:
         shape = 6, Hv, (chunk + 16) // 2, chunk
         own |= {"inverses": normal(*shape, dtype=torch.float32) / 8 if solves else None}
         own |= {"states": normal(8, Hv, layer.Dk, layer.Dv, dtype=torch.float32)}
-        own |= {"rings": normal(6, taps + tokens, channels), "windows": normal(8, channels, taps)}
+        own |= {"rings": normal(6, taps + tokens, channels), "windows": normal(8, channels, taps - 1)}
         last = chunk - tokens
         at = {
             "input_rows": index(4, 0, -1, 2, 3),
