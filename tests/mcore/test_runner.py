@@ -25,14 +25,17 @@ runpy.run_module(name, run_name="__main__", alter_sys=True)
 """
 
 
-def run(*command: str | Path, exit_code: int = 0) -> dict[str, Any]:
-    """What `python command` prints on its last line, and `stderr`, without mcore_rig's own settings."""
+def run(*command: str | Path, exit_code: int = 0, warm: bool = False) -> dict[str, Any]:
+    """What `python command` prints on its last line, and `stderr`, without mcore_rig's own settings.
+
+    `warm`: megatron-core is imported already, with these settings.
+    """
     settings = {name: value for name, value in os.environ.items() if name not in WITHOUT_CUDA}
     paths = [str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
     environment = settings | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     words = list(map(str, command))
     if words[0] == "-m":
-        done = run_code(AS_MAIN, *words[1:], env=environment)
+        done = run_code(AS_MAIN, *words[1:], env=environment, warm=warm)
     else:
         done = run_script(*words, env=environment)
     assert done.returncode == exit_code, done.stdout + done.stderr
@@ -73,7 +76,7 @@ def test_a_script_that_knows_nothing_of_us_serves_right_answers_from_our_cache_a
     written = tmp_path / "stats.json"
     names = {"SCRIPT": str(SCRIPT), "stats.json": str(written)}
     command = [names.get(word, word) for word in command]
-    ran = run(*command, "--fail", "-x", "y", exit_code=3)
+    ran = run(*command, "--fail", "-x", "y", exit_code=3, warm=True)
     assert ran["answers"] == right_answers
     assert ran["resumed"] == [0, 64]
     assert ran["arguments"] == ["--fail", "-x", "y"]

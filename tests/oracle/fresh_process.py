@@ -226,9 +226,11 @@ class Begun:
             end.close()
 
 
-def run_code(code: str, *arguments: str, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
+def run_code(
+    code: str, *arguments: str, env: Mapping[str, str] | None = None, warm: bool = False
+) -> CompletedProcess[str]:
     """As `python -c code arguments` in the repository's root; `env` replaces the environment."""
-    return _run(["-c", *arguments], code, env)
+    return _run(["-c", *arguments], code, env, warm)
 
 
 def printed_by(code: str, *arguments: str, env: Mapping[str, str] | None = None) -> str:
