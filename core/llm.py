@@ -11,8 +11,7 @@ import torch
 
 from .config import InferenceConfig
 from .files import CONFIG, read_object
-from .inference.contexts.available_memory import available_gb
-from .inference.contexts.pool_sizes import PoolSizes
+from .inference.contexts.pool_sizes import PoolSizes, available_gb
 from .inference.contexts.request import GeneratedToken
 from .inference.engines.dynamic_engine import DynamicInferenceEngine
 from .inference.engines.streams import TokenStream

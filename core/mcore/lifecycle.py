@@ -29,8 +29,15 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
             "depend on where the answer resumed, because decodes round states otherwise than prefills do"
         )
     host = importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])
-    own = _affordable_slots(self, mamba_gb)
-    slots = _fewest(own, self.pipeline_parallel_group, host)
+    state = _state_bytes(self)
+    scratch = int(self.max_mamba_intermediate_states_per_step)
+    slots = own = max(0, min(INT32_MAX, int(mamba_gb * 2**30) // state - scratch)) if state else INT32_MAX
+    if host.get_pg_size(self.pipeline_parallel_group) > 1:
+        fewest = torch.tensor(own, dtype=torch.int64, device=torch.cuda.current_device())
+        torch.distributed.all_reduce(
+            fewest, op=torch.distributed.ReduceOp.MIN, group=self.pipeline_parallel_group
+        )
+        slots = int(fewest)
     if slots < 1:
         elsewhere = (
             f", room for {own} durable slots on this pipeline stage, but another stage has room for fewer "
@@ -49,36 +56,16 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
         conv_states_dtype=self.mamba_conv_states_dtype,
         ssm_states_dtype=self.mamba_ssm_states_dtype,
     )
-    state = _state_bytes(self)
-    scratch = self.mamba_slot_allocator.max_intermediate_count
     _logger.info(
         "%d durable slots (%.1f MiB), %d scratch slots (%.1f MiB), %.1f KiB a state",
         slots, slots * state / 2**20, scratch, scratch * state / 2**20, state / 2**10,
     )  # fmt: skip
 
 
-def _fewest(slots: int, group: Any, host: Any) -> int:
-    """The smallest of the pipeline stages' numbers."""
-    if host.get_pg_size(group) == 1:
-        return slots
-    fewest = torch.tensor(slots, dtype=torch.int64, device=torch.cuda.current_device())
-    torch.distributed.all_reduce(fewest, op=torch.distributed.ReduceOp.MIN, group=group)
-    return int(fewest)
-
-
 def _state_bytes(context: Any) -> int:
     conv = math.prod(context.mamba_conv_states_shape) * context.mamba_conv_states_dtype.itemsize
     ssm = math.prod(context.mamba_ssm_states_shape) * context.mamba_ssm_states_dtype.itemsize
     return int(context.num_mamba_layers * (conv + ssm))
-
-
-def _affordable_slots(context: Any, mamba_gb: float) -> int:
-    """Durable slots that this stage can pay for, after the scratch of one step."""
-    state = _state_bytes(context)
-    if state == 0:
-        return INT32_MAX
-    scratch = int(context.max_mamba_intermediate_states_per_step)
-    return max(0, min(INT32_MAX, int(mamba_gb * 2**30) // state - scratch))
 
 
 @override(DYNAMIC_CONTEXT, "reset_metadata", faults=(6, 7))

@@ -245,25 +245,22 @@ class HostSlotAllocator(MambaSlotAllocator):
         self.intermediate_conv_out = self.intermediate_conv_out[:, :0].clone()
         self.intermediate_ssm_out = self.intermediate_ssm_out[:, :0].clone()
 
+    @torch.inference_mode(False)  # others than inference tensors can be written anywhere
     def offload_pool(self) -> None:
         """Move the durable tensors to host memory; synchronises."""
-        self._backup = ConvAndSsm(_to_host(self.conv_states), _to_host(self.ssm_states))
+        own = self._durable
+        backup = [torch.empty_like(each, device="cpu", pin_memory=each.is_cuda).copy_(each) for each in own]
+        self._backup = ConvAndSsm(*backup)
         self.conv_states, self.ssm_states = self._new_states(0, self.ssm_states.device)
 
+    @torch.inference_mode(False)
     def resume_pool(self) -> None:
         """Allocate the durable tensors again, offloaded or zero. A call that raises can be repeated."""
         backup, device = self._backup, self.ssm_states.device
         if any(states.shape[1] != self.max_slots for states in self._durable):
-            with torch.inference_mode(False):  # others than inference tensors can be written anywhere
-                self.conv_states, self.ssm_states = (
-                    self._new_states(self.max_slots, device)
-                    if backup is None
-                    else (states.to(device) for states in backup)
-                )
+            self.conv_states, self.ssm_states = (
+                self._new_states(self.max_slots, device)
+                if backup is None
+                else (states.to(device) for states in backup)
+            )
         self._backup = None
-
-
-@torch.inference_mode(False)
-def _to_host(states: Tensor) -> Tensor:
-    backup = torch.empty_like(states, device="cpu", pin_memory=states.is_cuda)
-    return backup.copy_(states)

@@ -94,6 +94,6 @@ def make_faulty(
     assert isinstance(tier.copies, HostCopies)
     copies = kind(tier.copies, random, share)
     tier.copies = copies
-    if tier.host.dirty.is_active:
+    if tier.host.dirty._zero is not None:
         tier.host.dirty._zero = copies.zero
     return copies

@@ -4,7 +4,7 @@ request, admission                   a request, and how it gets a row, a live sl
 step_inputs, step_builder            what a model reads, prefills in chunks; the one buffer it crosses in
 padding                              the sizes that steps are padded to
 states, device_memory, pool_sizes    where each state is; the tensors of the pools, and how large they are
-input_pages, available_memory        inputs of decodes by replay; memory of pools where no size is given
+input_pages                          inputs of decodes by replay
 tier_copies, state_files             the bytes of the tiers: pinned host memory, and files
 dynamic_context                      all of it: schedule, begin_step, end_step
 mamba_slot_allocator, host_context   states for another engine, with a KV cache of its own, and its settings

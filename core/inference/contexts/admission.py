@@ -210,17 +210,12 @@ class Admission:
         self, request: DynamicInferenceRequest, allocation: Allocation
     ) -> RequestStep | None:
         """A decode, perhaps of a token that only the device knows."""
-        start, path, size, kv = (
-            allocation.num_computed,
-            allocation.path,
-            self._block_size,
-            self._cache.kv_blocks,
-        )
+        start, path, size = allocation.num_computed, allocation.path, self._block_size
         is_ahead, needs_block = start == len(request.tokens), start == len(path.blocks) * size
         num_inputs = start % self._chunk_size + 1
         num_pages = self.page_table.num_missing(allocation, num_inputs) if self._has_pages else 0
         if needs_block + num_pages:
-            if not kv.is_memory_available(needs_block + num_pages):
+            if not self._cache.kv_blocks.is_memory_available(needs_block + num_pages):
                 return None
             self._cache.grow(path, len(path.blocks) + needs_block)
             if num_pages:
@@ -297,22 +292,18 @@ class Admission:
         others = [other for other in waiting if other is not request] if self._caches else []
         if not others:
             return 0
-        for other in others:
-            other.chain.extend_to(other.tokens)
-        size = self._block_size
-        keys = [other.chain.keys[: other.max_resume_tokens // size] for other in others]
-        own = request.chain.keys[: len(request.tokens) // size]  # a replay's chain has the answer to come
-        return best_shared_depth(own, keys, match.resume_tokens // size) * size
+        keys = [other.keys_to(other.max_resume_tokens) for other in others]
+        num_resumed = match.resume_tokens // self._block_size
+        return best_shared_depth(request.keys_to(len(request.tokens)), keys, num_resumed) * self._block_size
 
     def _branch_tokens(self, match: PrefixMatch, request: DynamicInferenceRequest) -> int:
         """After how many tokens the request departs from an earlier or a waiting one; 0: from none.
 
         Example with blocks a, b, c, d and x: after an earlier [a b c d], [a b x] departs after a and b.
         """
-        depth, keys = match.seen_tokens // self._block_size, request.chain.keys
-        shared = request.shared_tokens
+        depth, shared = match.seen_tokens // self._block_size, request.shared_tokens
         is_inside = 0 < depth < len(request.tokens) // self._block_size
-        branches = is_inside and self._cache.tree.was_continued(keys[depth - 1])
+        branches = is_inside and self._cache.tree.was_continued(request.chain.keys[depth - 1])
         return max(match.seen_tokens if branches else 0, shared if shared > match.resume_tokens else 0)
 
     def _boundaries(self, allocation: Allocation, start: int, stop: int) -> tuple[Boundary, ...]:

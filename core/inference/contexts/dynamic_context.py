@@ -11,12 +11,11 @@ from ...cache_stats import CacheStats
 from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec
 from .admission import Admission
-from .available_memory import with_total_gb
 from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
 from .padding import largest_shape
-from .pool_sizes import PoolSizes
+from .pool_sizes import PoolSizes, with_total_gb
 from .request import DynamicInferenceRequest, RequestStep, TokenLedger
 from .states import EncodedStates, ReplayedStates, RequestStates
 from .step_builder import Padding, StepBuffer, StepBuilder

@@ -2,10 +2,7 @@
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ...validation import INT32_MAX, described, holds_data, integer, shown
+from ...validation import INT32_MAX, integer, shown
 from .cache.kv_block_allocator import KVBlockAllocator
 from .cache.prefix_tree import PrefixTree
 
@@ -29,15 +26,6 @@ def size_of(context: Any, name: str, default: int = 0, minimum: int = 0) -> int:
     """The size that the host states, or `default`."""
     value = getattr(context, name, None)
     return default if value is None else integer(f"context.{name}", value, minimum, INT32_MAX)
-
-
-def device_of_live_states(context: Any) -> torch.device:
-    live = getattr(context, "mamba_ssm_states", None)
-    if not isinstance(live, Tensor) or not holds_data(live):
-        raise ValueError(
-            f"context.mamba_ssm_states {described(live)}; accepted: the live states, a tensor that holds data"
-        )
-    return live.device
 
 
 def block_count(context: object) -> int:

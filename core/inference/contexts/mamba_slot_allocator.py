@@ -13,7 +13,9 @@ from ...validation import (
     INT32_MAX,
     addressable,
     checked_integers,
+    described,
     float_dtype,
+    holds_data,
     instance,
     integer,
     integers,
@@ -27,7 +29,7 @@ from .cache.checkpoint_plan import KINDS_BY_WORTH, CheckpointPlan, checked_bound
 from .cache.eviction import PolicyChoice, checked_policy
 from .cache.kv_block_allocator import MAX_HASH, KVBlockAllocator
 from .cache.state_slots import StateSlots
-from .host_context import HostTree, block_count, device_of_live_states, size_of
+from .host_context import HostTree, block_count, size_of
 
 _MAX_OFFSETS = 3  # a request's, as megatron-core sizes its scratch
 
@@ -145,7 +147,13 @@ class MambaSlotAllocator:
 
     def _device(self) -> torch.device:
         """Where the live states are."""
-        return device_of_live_states(self.context)
+        live = getattr(self.context, "mamba_ssm_states", None)
+        if not isinstance(live, Tensor) or not holds_data(live):
+            raise ValueError(
+                f"context.mamba_ssm_states {described(live)}; accepted: the live states, a tensor that holds "
+                "data"
+            )
+        return live.device
 
     def _checkpoint_plan(self) -> CheckpointPlan:
         """The checkpoint plan that the host states."""

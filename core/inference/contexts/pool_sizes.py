@@ -1,8 +1,12 @@
-"""How many KV blocks and durable slots a configuration buys, on one rank and on all ranks of a model."""
+"""How many KV blocks and durable slots a configuration buys, on one rank and on all of a model."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec
@@ -11,6 +15,9 @@ from .cache.memory import MemoryDivision, RankBudget, UnitSizes
 from .input_pages import NO_PAGES, InputPages, input_bytes, input_shapes, tokens_of_page
 
 GIGABYTE = 1 << 30
+SHARE_OF_FREE_GPU = 0.85  # the rest is for activations, graphs and the libraries' workspaces
+SHARE_OF_FREE_RAM = 0.5
+MAX_GB_ON_CPU = 16.0
 _UNLIMITED = INT32_MAX + 2
 """What a rank affords where a unit has no bytes. The minimum over the ranks counts."""
 
@@ -156,3 +163,49 @@ def _too_small(config: InferenceConfig, ranks: Sequence[RankMemory], least: Sequ
 def num_live_slots(config: InferenceConfig) -> int:
     """Live slots of all running requests: one each, and one for each draft unless decodes replay."""
     return config.max_requests * (1 if config.decodes_by_replay else 1 + config.num_speculative_tokens)
+
+
+# ---- where no size is given
+
+
+def with_total_gb(config: InferenceConfig, device: torch.device) -> InferenceConfig:
+    """`config`, with `total_gb` where no pool has a size."""
+    if config.total_gb is None and config.num_kv_blocks is None:
+        return replace(config, total_gb=available_gb(device))
+    return config
+
+
+def available_gb(device: torch.device) -> float:
+    """The memory that pools get where no size is given, in 2**30 bytes."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return SHARE_OF_FREE_GPU * torch.cuda.mem_get_info(device)[0] / GIGABYTE
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of torchrun on this machine
+    return min(MAX_GB_ON_CPU, SHARE_OF_FREE_RAM * _available_ram() / GIGABYTE) / ranks
+
+
+def _available_ram() -> int:
+    """Bytes of RAM that this process may still use: of the machine, and of its control group."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    try:
+        with open("/proc/meminfo") as lines:
+            named = dict(line.split(":", 1) for line in lines)
+        available = int(named["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        pass  # no Linux: what is known by now
+    of_group = _group_ram(Path("/sys/fs/cgroup"))
+    return max(available if of_group is None else min(available, of_group), 0)
+
+
+def _group_ram(group: Path) -> int | None:
+    """Bytes that a control group (version 2) may still use, its idle page cache too; None: no limit."""
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # "max" is no limit
+        return None
+    try:
+        named = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        reclaimable = int(named["inactive_file"])
+    except (OSError, KeyError, ValueError):
+        reclaimable = 0
+    return limit - max(used - reclaimable, 0)

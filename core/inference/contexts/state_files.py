@@ -65,13 +65,16 @@ class StateFiles:
         self._writer.work.put(partial(self._writer.write, self._name(file), head, row, checksum))
 
     def load(self, file: int, serial: int, row: Tensor) -> int | None:
-        """Read a state into `row`; its stored checksum, or None where the file is not whole, or another's."""
-        size = _HEAD.size + 4
+        """Read a state into `row`; its stored checksum, or None where the file cannot be read or has another.
+
+        ValueError for a file that is damaged.
+        """
+        size, damaged = _HEAD.size + 4, ValueError(f"{self._name(file)} is damaged")
         try:
             with open_regular(self._name(file)) as opened:
                 text = opened.read(size)
                 if len(text) < size or text[-4:] != _crc(text[:-4]):
-                    return None
+                    raise damaged
                 magic, state_bytes, written, checksum, model = _HEAD.unpack(text[:-4])
                 if (magic, state_bytes, written, model) != (_MAGIC, self._state_bytes, serial, self._model):
                     return None
@@ -79,7 +82,7 @@ class StateFiles:
                 while done < state_bytes:
                     num_read = opened.readinto(room[done:])
                     if not num_read:
-                        return None
+                        raise damaged
                     done += num_read
                 return int(checksum)
         except OSError:

@@ -12,10 +12,9 @@ import torch
 from ...config import InferenceConfig
 from ...devices import on_device_of
 from ...state_spec import HybridStateSpec
-from ..contexts.available_memory import with_total_gb
 from ..contexts.dynamic_context import check_replays
 from ..contexts.padding import power_of_two, rung, rungs
-from ..contexts.pool_sizes import PoolSizes
+from ..contexts.pool_sizes import PoolSizes, with_total_gb
 from ..kernels import attention
 from . import forward_check, product_check
 from .dummy_steps import DummySteps

@@ -11,10 +11,10 @@ from ...config import InferenceConfig
 from ...progress import ProgressBar
 from ...request import EarlyEnd, RequestResult, SamplingParams, ScoreResult
 from ...validation import INT64_MAX, boolean, instance, integer, one_of, shown
-from ..contexts.available_memory import with_total_gb
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
+from ..contexts.pool_sizes import with_total_gb
 from ..contexts.request import NO_ID, DynamicInferenceRequest, GeneratedToken
 from .arguments import Prompt, RequestFactory, Salt, agreed_salt_key, checked_drafter, named_prompts, one_each
 from .drafter import Drafter

@@ -1,7 +1,7 @@
-"""What is cached, where, and held by which sequence. Everything here is an integer; a host adds the tensors.
+"""What is cached, where, and held by which sequence: numbers and token ids; a host adds the tensors.
 
 A sequence calls `PrefixCache`, whose docstring lists the calls in their order. It works with one index, the
-pool of blocks and that of slots. No module outside of this folder changes the index:
+pool of blocks and that of slots. Elsewhere, only a host's slot allocator changes the index (`note_refused`):
 
     prefix_cache ---- kv_block_allocator, state_slots ---- prefix_tree
       |                     |                |
@@ -10,7 +10,7 @@ pool of blocks and that of slots. No module outside of this folder changes the i
 
 prefix_cache         the calls of a sequence
 paths                a sequence: what of it is cached and why no more, what it holds, what a step stores
-checkpoint_plan      which boundaries a step stores: the configuration, which imports no other part
+checkpoint_plan      which boundaries a step stores; imports no other part
 pins                 prefixes that stay until they are unpinned
 prefix_tree          the index: registered blocks, the states at their ends, what changed last
 free_lists           free blocks, dirty entries, and which leaf of the tree is freed next

@@ -51,15 +51,13 @@ class Borrowing:
                 self._give_to_states(whole[0])
                 continue
             best = min(self._candidates(), key=lambda c: (len(c.slots), c.last_use, c.unit), default=None)
-            if best is None or not self._is_worth_less(best.slots):
+            if best is None:
+                return
+            victims = best.slots and self._slots.next_victims(len(best.slots) + self.units.slots_per_unit)
+            if not set(best.slots).issubset(victims):  # the unit's states are worth more than others
                 return
             self._kv_blocks.evict_leaves(best.leaves)
             self._give_to_states(best.unit)
-
-    def _is_worth_less(self, slots: list[int]) -> bool:
-        """Whether a unit of KV with states in `slots` costs less: they are among the next victims."""
-        count = len(slots) + self.units.slots_per_unit
-        return not slots or set(slots).issubset(self._slots.next_victims(count))
 
     def _candidates(self) -> Iterator[KVUnit]:
         """Clock algorithm: units that could be emptied, of `MAX_LOOKS` from the hand on."""

@@ -167,10 +167,6 @@ class DirtyEntries:
         self._zero = zero
         self._entries: set[int] = set()
 
-    @property
-    def is_active(self) -> bool:
-        return self._zero is not None
-
     def note(self, entries: Iterable[int]) -> None:
         """Note that these entries are free."""
         if self._zero is not None:

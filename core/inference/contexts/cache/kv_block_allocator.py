@@ -41,6 +41,7 @@ class KVBlockAllocator:
         total_count: blocks of the pool.
         tree: the registered blocks, as `PrefixTree` keeps them.
         free_blocks: the free list.
+        num_cached: registered blocks that are not held.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class KVBlockAllocator:
         self.tree.clear_references()
         self.tree.set_references(self._lent_blocks, 1)
         self._last_release_ns = 0
-        self._num_cached = 0
+        self.num_cached = 0
         self._reset_free_list()
 
     def _reset_free_list(self) -> None:
@@ -115,14 +116,9 @@ class KVBlockAllocator:
         return len(self.free_blocks)
 
     @property
-    def num_cached(self) -> int:
-        """The number of registered blocks that are not held."""
-        return self._num_cached
-
-    @property
     def num_held(self) -> int:
         num_lent = self._units.num_lent_blocks if self._units else 0
-        return self.total_count - self.total_avail - self._num_cached - num_lent
+        return self.total_count - self.total_avail - self.num_cached - num_lent
 
     def is_memory_available(
         self, num_blocks: int, potential_matched_count: int = 0, pinned_slots: Sequence[int] | None = None
@@ -133,7 +129,7 @@ class KVBlockAllocator:
         """
         needed = integer("num_blocks", num_blocks, 0)
         matched = integer("potential_matched_count", potential_matched_count, 0)
-        missing = needed - (self.total_avail + self._num_cached - matched)
+        missing = needed - (self.total_avail + self.num_cached - matched)
         if missing <= 0 or self.borrowing is None:
             return missing <= 0
         return missing <= self.borrowing.num_blocks_to_borrow(pinned_slots)
@@ -150,8 +146,8 @@ class KVBlockAllocator:
         if num_blocks > self.total_avail and self.borrowing is not None:
             self.borrowing.borrow_blocks(num_blocks)
         missing = num_blocks - self.total_avail
-        if missing > self._num_cached:
-            raise KVBlockCapacityError(num_blocks, self.total_avail + self._num_cached)
+        if missing > self.num_cached:
+            raise KVBlockCapacityError(num_blocks, self.total_avail + self.num_cached)
         if missing > 0:
             self.evict_lru_blocks(missing)
         blocks = self.free_blocks.allocate(num_blocks)
@@ -161,7 +157,7 @@ class KVBlockAllocator:
 
     def add_references(self, block_ids: Sequence[int]) -> None:
         """Add one reference to each of these held or registered blocks; parents come before children."""
-        self._num_cached -= self.tree.hold(self._checked(block_ids))
+        self.num_cached -= self.tree.hold(self._checked(block_ids))
 
     def release_memory_blocks(self, block_ids: Sequence[int], discard: bool = False) -> None:
         """Remove one reference from each of these distinct blocks; those of a sequence come in order.
@@ -173,16 +169,11 @@ class KVBlockAllocator:
         tree, now_ns = self.tree, max(self._last_release_ns + 1, self._clock())
         cached, freed = tree.release(self._checked(block_ids), now_ns)
         self._last_release_ns = now_ns
-        self._num_cached += len(cached)
+        self.num_cached += len(cached)
         if freed:
             self._add_free(freed)
         if discard:
-            gone = []
-            for block in cached:
-                if not tree.num_children[block]:
-                    tree.take_leaf(block)
-                    gone.append(block)
-            self._deregister(gone, "discarded")
+            self._deregister([block for block in cached if tree.take_leaf(block)], "discarded")
 
     # ---- prefixes
 
@@ -237,8 +228,8 @@ class KVBlockAllocator:
             KVBlockCapacityError: fewer blocks are cached; nothing is changed.
         """
         num_blocks = integer("num_blocks", num_blocks)
-        if num_blocks > self._num_cached:
-            raise KVBlockCapacityError(num_blocks, self._num_cached)
+        if num_blocks > self.num_cached:
+            raise KVBlockCapacityError(num_blocks, self.num_cached)
         victims = self.tree.take_leaves(num_blocks)
         self._deregister(victims, "new_block")
         return victims
@@ -265,7 +256,7 @@ class KVBlockAllocator:
             self.tree.put_back(blocks)
             raise
         keys = self.tree.deregister(blocks, cause)
-        self._num_cached -= len(blocks)
+        self.num_cached -= len(blocks)
         self._add_free(blocks[::-1])
         self._notify(blocks, keys)
 
@@ -283,7 +274,7 @@ class KVBlockAllocator:
         """
         block_of_key = self.tree.block_of_key
         registered, keys = (list(block_of_key.values()), list(block_of_key)) if self._observers else ([], [])
-        self._num_cached = 0
+        self.num_cached = 0
         self.tree.clear()
         self._reset_free_list()
         self._notify(registered, keys)
@@ -293,7 +284,6 @@ class KVBlockAllocator:
 
         `keep_totals`: whether the counts of what entered and was removed stay.
         """
-        self._num_cached = 0
         self.tree.clear()
         if not keep_totals:
             self.tree.turnover.clear()
@@ -329,9 +319,6 @@ class KVBlockAllocator:
         assert registered.isdisjoint(lent), "a registered block's memory holds states"
         assert all(refs[block] == 1 for block in lent), "the memory of a block in use holds states"
         assert len(free) + len(held | registered) == self.total_count, "a block is nowhere"
-        assert len(cached) == self._num_cached, "the count of cached blocks is off"
+        assert len(cached) == self.num_cached, "the count of cached blocks is off"
         assert refs[self.total_count] == 1, "the origin of all prefixes is not held"
         self.tree.check_integrity(held)
-        leaves = {block for block in cached if not self.tree.num_children[block]}
-        assert leaves == self.tree.leaves.blocks, "the cached leaves are others"
-        self.tree.leaves.check_integrity()

@@ -168,17 +168,16 @@ class MemoryUnits:
     @property
     def lent_blocks(self) -> list[int]:
         """Blocks whose memory holds states; O(blocks)."""
-        return [block for unit in self._units_with(True) for block in self.blocks_of(unit)]
+        holds = enumerate(self.holds_states)
+        return [block for unit, states in holds if states for block in self.blocks_of(unit)]
 
     @property
     def lent_slots(self) -> list[int]:
         """Slots whose memory holds KV; O(slots)."""
-        return [slot for unit in self._units_with(False) for slot in self.slots_of(unit)]
+        holds = enumerate(self.holds_states)
+        return [slot for unit, states in holds if not states for slot in self.slots_of(unit)]
 
     @property
     def num_lent_blocks(self) -> int:
         """Blocks whose memory holds states; O(units)."""
         return sum(self.holds_states) * self.blocks_per_unit
-
-    def _units_with(self, states: bool) -> list[int]:
-        return [unit for unit, holds in enumerate(self.holds_states) if holds == states]

@@ -295,42 +295,41 @@ def reserve_states[S: PathStep](
     slots: StateSlots, steps: Sequence[S], max_inner_states: int | None = None
 ) -> list[S]:
     """Reserve a slot for each boundary that has no state yet, as far as slots go; may evict states."""
-    certain: dict[int, tuple[int, Boundary]] = {}  # hash -> number of the step, boundary
-    guessed: dict[int, tuple[int, Boundary]] = {}
-    for number, step in enumerate(steps):
+    certain: dict[int, tuple[S, Boundary]] = {}  # by hash
+    guessed: dict[int, tuple[S, Boundary]] = {}
+    for step in steps:
         for boundary in step.boundaries:
             key = step.key_at(boundary.position)
             if key not in slots.tree.state_block_of_key:
                 is_draft = step.drafts and boundary.position > len(step.sequence)
-                (guessed if is_draft else certain).setdefault(key, (number, boundary))
+                (guessed if is_draft else certain).setdefault(key, (step, boundary))
     if not (certain or guessed):
         return list(steps)
     wanted = sorted(certain, key=lambda key: KINDS_BY_WORTH.index(certain[key][1].kind))
     beyond: list[int] = []
     if max_inner_states is not None:
-        inner = [key for key in wanted if _is_inner(steps[certain[key][0]], certain[key][1])]
+        inner = [key for key in wanted if _is_inner(*certain[key])]
         beyond = inner[max_inner_states:]
         dropped = set(beyond)
         wanted = [key for key in wanted if key not in dropped]
     if not slots.policy.refuses:
-        decoding = [steps[certain[key][0]].path for key in wanted if certain[key][1].kind == "decode"]
+        decoding = [certain[key][0].path for key in wanted if certain[key][1].kind == "decode"]
         remove_rolling_states(slots, decoding, len(wanted))
-    unknown = {key for key in wanted if not steps[certain[key][0]].knows(certain[key][1])}
-    planned = [planned_state(steps[certain[key][0]], certain[key][1], key) for key in wanted]
-    chosen = slots.plan_states(planned, unknown)
+    unknown = {key for key in wanted if not certain[key][0].knows(certain[key][1])}
+    chosen = slots.plan_states([planned_state(*certain[key], key) for key in wanted], unknown)
     passed = unknown.union(chosen)  # what is unknown is noted once its tokens are known
     slots.tree.note_refused([key for key in wanted if key not in passed] + beyond)
     # States of drafts evict nothing, because the drafts may be wrong.
     num_free = len(slots.free_slots) - len(chosen)
     chosen += [key for key in guessed if key not in certain][:num_free]
     places = [certain.get(key) or guessed[key] for key in chosen]
-    blocks = [steps[number].block_at(boundary.position) for number, boundary in places]
-    destinations: dict[int, dict[int, int]] = {}
-    for (number, boundary), slot in zip(places, slots.reserve_slots(blocks, chosen), strict=True):
-        destinations.setdefault(number, {})[boundary.position] = slot
+    blocks = [step.block_at(boundary.position) for step, boundary in places]
+    destinations: dict[int, dict[int, int]] = {id(step): {} for step, _ in places}
+    for (step, boundary), slot in zip(places, slots.reserve_slots(blocks, chosen), strict=True):
+        destinations[id(step)][boundary.position] = slot
     return [
-        replace(step, destinations=destinations[number]) if number in destinations else step
-        for number, step in enumerate(steps)
+        replace(step, destinations=destinations[id(step)]) if id(step) in destinations else step
+        for step in steps
     ]
 
 

@@ -18,8 +18,6 @@ from .tier import HostTier
 
 Parent = int | bytes
 """What precedes a registered block: the block before it, or the root digest of a prefix's first block."""
-
-
 _MAX_CHANGES = 4096
 
 
@@ -230,10 +228,13 @@ class PrefixTree:
             self._note_child_taken(self.parents[block])
         return taken
 
-    def take_leaf(self, block: int) -> None:
-        """Remove this leaf from the order and from the counts of children."""
-        self.leaves.discard(block)
-        self._note_child_taken(self.parents[block])
+    def take_leaf(self, block: int) -> bool:
+        """Take this cached block; False, with nothing done, where another block continues it."""
+        is_leaf = not self.num_children[block]
+        if is_leaf:
+            self.leaves.discard(block)
+            self._note_child_taken(self.parents[block])
+        return is_leaf
 
     def _note_child_taken(self, parent: int) -> None:
         self.num_children[parent] = num_children = self.num_children[parent] - 1
@@ -420,6 +421,9 @@ class PrefixTree:
             assert self._serials[block] <= self.block_version, "a block is newer than the version"
         held_parents = {self.parents[block] for block in registered & held}
         assert held_parents <= held | {self._origin}, "a block is held, its parent is not"
+        leaves = {block for block in registered - held if not self.num_children[block]}
+        assert leaves == self.leaves.blocks, "the cached leaves are others"
+        self.leaves.check_integrity()
 
     def check_states(self) -> None:
         """Raise AssertionError where the maps of states contradict each other or the hashes of blocks."""

@@ -70,8 +70,7 @@ class TierSlots:
     def repair(self) -> None:
         """After an interrupted change: free what is not indexed; O(slots)."""
         used = {slot for slot, _ in self.entries.values()}
-        if self.dirty.is_active:
-            self.dirty.note(set(range(self.num_slots)).difference(used, self.free_slots))
+        self.dirty.note(set(range(self.num_slots)).difference(used, self.free_slots))
         self.free_slots = [slot for slot in range(self.num_slots) if slot not in used]
         self._pinned = None
 
@@ -100,7 +99,7 @@ class StateCopies:
         """Write a slot of host memory to a file, later."""
 
     def load(self, file: int, host_slot: int, serial: int) -> bool:
-        """Read a file; whether it is whole, and was written under `serial`."""
+        """Read a file; False where none was written under `serial`. ValueError for a damaged one."""
         return True
 
     def delete(self, files: Sequence[int] | None) -> None:
@@ -233,10 +232,10 @@ class HostTier:
     def fetch(self, key: int, slot: int) -> bool:
         """Copy a pinned state to a reserved slot; False, and removed on all ranks, if it is bad on one."""
         from_file = key not in self.host
-        good = loaded = False
+        good, exists = False, True
         try:
-            loaded = not from_file or self._load(key)
-            if loaded:
+            exists = not from_file or self._load(key)
+            if exists:
                 host_slot, serial = self.host.entries[key]
                 good = self.copies.fetch(host_slot, slot, serial)
         except Exception:
@@ -244,8 +243,8 @@ class HostTier:
         self.pin(None)
         if not self._agree(good):
             self.remove([key])
-            self.num_damaged += loaded
-            self.num_not_written += not loaded
+            self.num_damaged += exists
+            self.num_not_written += not exists
             self._lost.append(key)
             return False
         self.num_fetched += 1

@@ -12,8 +12,9 @@ _FORK, _SUPERSEDED, _ABANDONED = 5, 11, 14  # first number of each kind of class
 _STEP_END = _SUPERSEDED + 2
 _TURN_CLASSES = (0, 0, 1, 2, 3, 3, 4)  # turns before a frontier state -> class; more turns: the last one
 _USE_CLASSES = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # uses of a fork -> class; more uses: the last one
-# Expected uses a request at age 0 of the 16 classes, before `UseRates` has learned any: longer sessions and
-# forks of more uses are used sooner, superseded and abandoned states seldom. Two states' worth of evidence.
+# For each of the 16 classes, how many uses the next request is expected to bring a state that came into the
+# class just now, before `UseRates` has learned any: longer sessions and forks of more uses are used sooner,
+# superseded and abandoned states seldom. Two states' worth of evidence.
 _PRIORS = (0.3, 0.4, 0.6, 0.7, 0.8, 0.4, 0.5, 0.8, 1.0, 1.2, 1.5, 0.04, 0.04, 0.02, 0.02, 0.04)
 _RESCORED_PER_REQUEST = 16
 _MAX_SESSION_USES = 6  # a place that more requests ended at is no place of one session

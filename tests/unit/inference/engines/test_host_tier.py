@@ -180,6 +180,35 @@ def test_a_file_that_was_never_written_is_not_called_damaged(tmp_path: Path) -> 
     assert tiers.num_copies_not_written > 0
 
 
+def test_a_file_with_a_damaged_head_is_not_called_unwritten(tmp_path: Path) -> None:
+    engine = toy_engine(1, 2, disk_cache=(str(tmp_path), 1e-4))
+    converse(engine)
+    copies = tier_of(engine).copies
+    assert isinstance(copies, HostCopies)
+    assert copies._files is not None
+    wait_for(copies._files)
+    for file in tmp_path.glob("*/*.state"):
+        file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    before = engine.stats().cache.tiers
+    converse(engine, turns=1)
+    tiers = engine.stats().cache.tiers
+    assert tiers.num_copies_damaged > before.num_copies_damaged == 0
+    assert tiers.num_copies_not_written == before.num_copies_not_written
+
+
+@pytest.mark.parametrize("length", [0, 30, 70, -1])
+def test_a_file_that_ends_early_is_damaged(tmp_path: Path, length: int) -> None:
+    files, row = StateFiles(str(tmp_path), 8, "model"), torch.zeros(8, dtype=torch.uint8)
+    files.save(0, 1, row, lambda: 5)
+    wait_for(files)
+    assert files.load(0, 2, row) is None  # another state's
+    (file,) = files.directory.glob("*.state")
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(ValueError, match=r"0\.state is damaged"):
+        files.load(0, 1, row)
+    files.close()
+
+
 def test_a_pipe_in_place_of_a_file_is_a_miss(tmp_path: Path) -> None:
     """Opened as a file is, it would block the engine until it is written to."""
     files, row = StateFiles(str(tmp_path), 8, "model"), torch.zeros(8, dtype=torch.uint8)
