@@ -29,3 +29,7 @@ class ProgressBar(tqdm):  # type: ignore[misc]
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(file=_Stderr(), **settings)
+
+    def is_due(self) -> bool:
+        """Whether a change would be shown now: the caller need not count before."""
+        return bool(self._time() - self.last_print_t >= self.mininterval)

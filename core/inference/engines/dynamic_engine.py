@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, get_args
+
+import torch
 
 from ...cache_stats import EngineStats
 from ...config import InferenceConfig
@@ -16,12 +18,12 @@ from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pool_sizes import with_total_gb
 from ..contexts.request import NO_ID, DynamicInferenceRequest, GeneratedToken
+from ..kernels.kernel_set import kernel_set
 from .arguments import Prompt, RequestFactory, Salt, agreed_salt_key, checked_drafter, named_prompts, one_each
 from .drafter import Drafter
 from .engine_core import EngineCore
 from .engine_observer import EngineObserver, StepReport
 from .model_protocol import Model
-from .step_runner import describe_steps
 from .streams import RequestSource, TokenStream
 
 logger = logging.getLogger(__name__)
@@ -343,18 +345,19 @@ class DynamicInferenceEngine:
         self, requests: Sequence[DynamicInferenceRequest], progress: bool = False, *, is_users: bool = True
     ) -> list[RequestResult]:
         """Add new requests and serve them to the end."""
-        hidden = not boolean("progress", progress)
+        boolean("progress", progress)
         try:
             for request in requests:
                 self.factory.assign_id(request, is_users=is_users, owned=True)
                 self._apply(self.core.add, request)
-            with ProgressBar(total=len(requests), unit="request", disable=hidden) as bar:
+            with ProgressBar(total=len(requests), unit="request") if progress else nullcontext() as bar:
                 for request in requests:
                     while request.result is None:
                         self._advance()
-                        if not hidden:
-                            bar.set_postfix(tokens=sum(each.num_new for each in requests), refresh=False)
-                            bar.update(sum(each.result is not None for each in requests) - bar.n)
+                        if bar is not None and bar.is_due():
+                            _show(bar, requests)
+                if bar is not None:
+                    _show(bar, requests)
             return [request.result for request in requests if request.result is not None]
         except BaseException as error:
             for request in requests:
@@ -499,8 +502,37 @@ class DynamicInferenceEngine:
 
     def describe(self) -> str:
         """What serves the model, a line each: device, kernels and why no better ones, graphs, steps ahead."""
-        runner = self.core.step_runner
-        return "\n".join((*describe_steps(self.context, runner.graphs), *self._describe_promise()))
+        config, spec, tier = self.config, self.context.spec, self.context.prefix_cache.tier
+        graphs = self.core.step_runner.graphs
+        device = torch.cuda.get_device_name(spec.device) if spec.device.type == "cuda" else "no GPU"
+        steps = "launched before the tokens of the step before are read"
+        if (because := config.why_steps_wait(spec.device)) is not None:
+            steps = f"wait for the tokens of the step before, because of {because}"
+        decodes = "update a state at each token"
+        if not any(tensor.num_layers for tensor in spec.states):
+            decodes = "the model has no states"
+        elif config.decodes_by_replay:
+            chunk = spec.chunk_tokens(config.block_size_tokens)
+            decodes = f"replay the inputs since the last multiple of {chunk} tokens, where a state is written"
+        captured = "none; on a GPU, num_cuda_graphs captures them, except in float64"
+        evicted = "are dropped; host_cache_gb keeps them in host memory"
+        if tier is not None:
+            files, back = "", f"{tier.min_tokens} tokens"
+            if tier.files.num_slots:
+                files = f", {tier.files.num_slots} in files"
+                back += f", from a file {tier.min_tokens_from_file}"
+            evicted = (
+                f"{tier.host.num_slots} in host memory{files}; come back where that saves at least {back}"
+            )
+        lines = (
+            f"device: {spec.device} ({device}), KV in {str(spec.kv_dtype).removeprefix('torch.')}",
+            *kernel_set(spec.device, spec.kv_dtype).describe(spec),
+            f"CUDA graphs: {captured if graphs is None else graphs.describe()}",
+            f"decode steps: {steps}",
+            f"decodes: {decodes}",
+            f"evicted states: {evicted}",
+        )
+        return "\n".join((*lines, *self._describe_promise()))
 
     def _describe_promise(self) -> tuple[str, ...]:
         if self.core.step_runner.invariance is not None:
@@ -531,3 +563,8 @@ class DynamicInferenceEngine:
         if self.context.spec.groups.is_split:  # ranks that failed at different requests get the same ids
             users, other = self.factory.next_ids
             self.factory.next_ids = ((users >> 32) + 1) << 32, other
+
+
+def _show(bar: ProgressBar, requests: Sequence[DynamicInferenceRequest]) -> None:
+    bar.set_postfix(tokens=sum(each.num_new for each in requests), refresh=False)
+    bar.update(sum(each.result is not None for each in requests) - bar.n)

@@ -3,20 +3,20 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import batched
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import batched, repeat
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...devices import tensor_on
-from ...request import SamplingParams, TopLogProbs
+from ...request import SamplingParams
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.padding import padded_to_ladder
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
 from ..contexts.step_inputs import StepInputs, StepShape
-from ..kernels.kernel_set import kernel_set, runs_triton
+from ..kernels.kernel_set import runs_triton
 from ..kernels.log_probs import log_probs_of, top_log_probs
 from ..kernels.operands import WHOLE, TokenDraw
 from ..kernels.reference import token_draws
@@ -28,6 +28,9 @@ from .scheduler import Scheduler
 
 if TYPE_CHECKING:
     from .batch_invariance import BatchInvariance
+
+ColumnName = str | tuple[str, int]
+"""Of the numbers of drawn rows; with a request's id, of the rows of its scored prompt."""
 
 
 class StepRunner:
@@ -108,40 +111,6 @@ class StepRunner:
         return logits[: inputs.num_logits]
 
 
-def describe_steps(context: DynamicInferenceContext, graphs: GraphRunner | None) -> tuple[str, ...]:
-    """A line each: device, kernels, graphs, when decode steps are launched, how decodes compute, the tier."""
-    config, spec, tier = context.config, context.spec, context.prefix_cache.tier
-    device = torch.cuda.get_device_name(spec.device) if spec.device.type == "cuda" else "no GPU"
-    kernels = kernel_set(spec.device, spec.kv_dtype)
-    because, chunk = config.why_steps_wait(spec.device), spec.chunk_tokens(config.block_size_tokens)
-    steps = "launched before the tokens of the step before are read"
-    if because is not None:
-        steps = f"wait for the tokens of the step before, because of {because}"
-    decodes = "update a state at each token"
-    if not any(tensor.num_layers for tensor in spec.states):
-        decodes = "the model has no states"
-    elif config.decodes_by_replay:
-        decodes = f"replay the inputs since the last multiple of {chunk} tokens, where a state is written"
-    captured = "none; on a GPU, num_cuda_graphs captures them, except in float64"
-    if graphs is not None:
-        captured = graphs.describe()
-    evicted = "are dropped; host_cache_gb keeps them in host memory"
-    if tier is not None:
-        files, back = "", f"{tier.min_tokens} tokens"
-        if tier.files.num_slots:
-            files = f", {tier.files.num_slots} in files"
-            back += f", from a file {tier.min_tokens_from_file}"
-        evicted = f"{tier.host.num_slots} in host memory{files}; come back where that saves at least {back}"
-    return (
-        f"device: {spec.device} ({device}), KV in {str(spec.kv_dtype).removeprefix('torch.')}",
-        *kernels.describe(spec),
-        f"CUDA graphs: {captured}",
-        f"decode steps: {steps}",
-        f"decodes: {decodes}",
-        f"evicted states: {evicted}",
-    )
-
-
 class SampledStep:
     """A step that runs on the device, and its new tokens there; perhaps they are not computed yet."""
 
@@ -155,22 +124,23 @@ class SampledStep:
         self._sampled = [step for step in steps if step.samples_token]
         self._drawn: Tensor | None = None
         self._tokens: NewTokens | None = None
-        columns: list[Tensor] = []  # of a scored step: log-probs, largest logits
+        columns: dict[ColumnName, Tensor] = {}
         rows: list[int] = []
         stop = 0
         for step in steps:
             first, stop = stop, stop + len(step.logit_positions)
             if not step.decoding and step.scored_positions:
-                own = logits[first : first + len(step.scored_positions)]
-                targets = tensor_on(logits.device, step.request.target_tokens(step.scored_positions))
-                columns += [log_probs_of(own, targets), own.amax(dim=-1)]
+                own, request = logits[first : first + len(step.scored_positions)], step.request
+                targets = tensor_on(logits.device, request.target_tokens(step.scored_positions))
+                columns["log_probs", request.request_id] = log_probs_of(own, targets)
+                columns["largest", request.request_id] = own.amax(dim=-1)
             if step.samples_token:
                 rows += range(stop - 1 - len(step.drafts), stop)
         if self._sampled:
-            columns += self._draw(_rows_of(logits, rows), changes)
+            columns |= self._draw(_rows_of(logits, rows), changes)
         self._results = Results(columns)
 
-    def _draw(self, logits: Tensor, changes: LogitsChanges) -> list[Tensor]:
+    def _draw(self, logits: Tensor, changes: LogitsChanges) -> dict[ColumnName, Tensor]:
         """Drawn tokens, largest logits; where asked for, log-probs, and ids and log-probs of top tokens."""
         rows = [(step, number) for step in self._sampled for number in range(1 + len(step.drafts))]
         params = [step.request.sampling for step, _ in rows]
@@ -181,12 +151,13 @@ class SampledStep:
         if are_changed:
             changes.count(drawn)
         self._drawn = drawn
-        columns = [drawn, largest]
+        columns: dict[ColumnName, Tensor] = {"tokens": drawn, "largest": largest}
         if any(one.return_log_probs for one in params):
-            columns.append(log_probs_of(logits, drawn))
+            columns["log_probs"] = log_probs_of(logits, drawn)
         if width := max(one.num_top_log_probs for one in params):
             wanting = _rows_of(logits, [row for row, one in enumerate(params) if one.num_top_log_probs])
-            columns += [column.flatten() for column in top_log_probs(wanting, width)]
+            ids, log_probs = top_log_probs(wanting, width)
+            columns |= {"top_ids": ids.flatten(), "top_log_probs": log_probs.flatten()}
         return columns
 
     def tokens_of(self, requests: Sequence[DynamicInferenceRequest]) -> Tensor:
@@ -215,20 +186,14 @@ class SampledStep:
         """Append the new tokens to their requests, and return them by request id."""
         if self._tokens is not None:
             return self._tokens
-        numbers = iter(self._results.read())
-        scored = [(step.request, step, next(numbers), next(numbers)) for step in self._scored]
+        columns = self._results.read()
         invalid = {
-            request.request_id
-            for request, _, _, largest in scored
-            if request.result is None and not all(map(math.isfinite, largest))
+            request_id
+            for request_id, request in ((step.request.request_id, step.request) for step in self._scored)
+            if request.result is None and not all(map(math.isfinite, columns["largest", request_id]))
         }
-        drawn = list(map(int, next(numbers, ())))
-        largest = next(numbers, ())
+        drawn, largest = self._drawn_tokens(columns), columns.get("largest", [])
         all_finite = all(map(math.isfinite, largest))
-        nothing: Sequence[None] = [None] * len(drawn)
-        returned = any(step.request.sampling.return_log_probs for step in self._sampled)
-        log_probs: Sequence[float | None] = next(numbers) if returned else nothing
-        tops = self._top_log_probs(numbers) or nothing
         now_s = time.perf_counter()
         generated: NewTokens = {}
         stop = 0
@@ -236,33 +201,40 @@ class SampledStep:
             request, first, stop = step.request, stop, stop + 1 + len(step.drafts)
             if request.result is not None or len(request.tokens) != step.stop - len(step.drafts):
                 continue
-            tokens = drawn[first:stop]
-            if step.drafts:
-                tokens = accepted_tokens(step.drafts, tokens, request.sampling.stops)
-            reached = slice(first, first + len(tokens))  # rows after the first wrong draft mean nothing
-            if not all_finite and not all(map(math.isfinite, largest[reached])):
+            new = drawn[first:stop]
+            if step.drafts:  # rows after the first wrong draft mean nothing
+                right = accepted_tokens(step.drafts, [one.token for one in new], request.sampling.stops)
+                new = new[: len(right)]
+            if not all_finite and not all(map(math.isfinite, largest[first : first + len(new)])):
                 invalid.add(request.request_id)
             if request.request_id in invalid:
                 continue
-            values = (log_probs if request.sampling.return_log_probs else nothing)[reached]
-            generated[request.request_id] = tuple(map(GeneratedToken, tokens, values, tops[reached]))
-            request.append(tokens, values, now_s, tops[reached])
-        for request, step, own, _ in scored:
-            if request.request_id not in invalid and request.result is None:
-                request.set_prompt_log_probs(step.scored_positions, own)
+            generated[request.request_id] = tuple(new)
+            tokens, log_probs, tops = zip(*new, strict=True)
+            request.append(tokens, log_probs, now_s, tops)
+        for step in self._scored:
+            if step.request.request_id not in invalid and step.request.result is None:
+                own = columns["log_probs", step.request.request_id]
+                step.request.set_prompt_log_probs(step.scored_positions, own)
         self.invalid = tuple(sorted(invalid))
         self._tokens = generated
         return generated
 
-    def _top_log_probs(self, numbers: Iterator[list[float]]) -> list[TopLogProbs | None]:
-        """The most likely tokens of each drawn row; empty where no request returns them."""
-        rows = (step for step in self._sampled for _ in range(1 + len(step.drafts)))
-        wanted = [step.request.sampling.num_top_log_probs for step in rows]
-        if not any(wanted):
-            return []
-        pairs = zip(map(int, next(numbers)), next(numbers), strict=True)
-        returned = batched(pairs, max(wanted))
-        return [next(returned)[:number] if number else None for number in wanted]
+    def _drawn_tokens(self, columns: dict[ColumnName, list[float]]) -> list[GeneratedToken]:
+        """What was drawn in each row, with what its request asks for."""
+        params = [step.request.sampling for step in self._sampled for _ in range(1 + len(step.drafts))]
+        width = max((one.num_top_log_probs for one in params), default=0)
+        pairs = zip(map(int, columns.get("top_ids", ())), columns.get("top_log_probs", ()), strict=True)
+        tops = batched(pairs, max(1, width))
+        log_probs: Iterable[float | None] = columns.get("log_probs", repeat(None))
+        return [
+            GeneratedToken(
+                int(token),
+                log_prob if one.return_log_probs else None,
+                next(tops)[: one.num_top_log_probs] if one.num_top_log_probs else None,
+            )
+            for token, log_prob, one in zip(columns.get("tokens", ()), log_probs, params, strict=False)
+        ]
 
 
 def _rows_of(logits: Tensor, rows: Sequence[int]) -> Tensor:
@@ -313,12 +285,12 @@ def _uniform(seed: int, position: int) -> float:
 class Results:
     """The numbers of 1-D tensors, on their way to the CPU in one copy. float64 holds token ids exactly."""
 
-    def __init__(self, columns: Sequence[Tensor]) -> None:
-        self._lengths = [len(column) for column in columns]
+    def __init__(self, columns: Mapping[ColumnName, Tensor]) -> None:
+        self._lengths = {name: len(column) for name, column in columns.items()}
         self._copied: torch.cuda.Event | None = None
         if not columns:
             return
-        self._numbers = torch.cat([column.double() for column in columns])
+        self._numbers = torch.cat([column.double() for column in columns.values()])
         if self._numbers.device.type == "cuda":
             there = self._numbers
             self._numbers = torch.empty(there.shape, dtype=there.dtype, pin_memory=True, device="cpu")
@@ -326,13 +298,14 @@ class Results:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
-    def read(self) -> list[list[float]]:
-        """The numbers of each tensor. Waits until they are here."""
+    def read(self) -> dict[ColumnName, list[float]]:
+        """The numbers of each tensor, by its name. Waits until they are here."""
         if not self._lengths:
-            return []
+            return {}
         if self._copied is not None:
             self._copied.synchronize()
-        return [part.tolist() for part in torch.split(self._numbers, self._lengths)]
+        parts = torch.split(self._numbers, list(self._lengths.values()))
+        return {name: part.tolist() for name, part in zip(self._lengths, parts, strict=True)}
 
 
 def accepted_tokens(drafts: Sequence[int], drawn: Sequence[int], stops: Collection[int | None]) -> list[int]:

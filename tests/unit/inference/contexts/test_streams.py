@@ -183,9 +183,9 @@ def sampled(simulator: Simulator, random: Random) -> None:
     previous = None
     for number in range(5):
         logits.fill_(number)
-        results = Results([logits[:2], logits[2:]])
+        results = Results({"first": logits[:2], "last": logits[2:]})
         if previous is not None:
-            assert previous.read() == [[number - 1.0] * 2] * 2
+            assert previous.read() == dict.fromkeys(("first", "last"), [number - 1.0] * 2)
             simulator.host([previous._numbers], (), "the host reads tokens")
         previous = results
 
