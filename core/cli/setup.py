@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from ..config import InferenceConfig
+from ..engine_sizes import context_length, largest_fitting_config, served_dtype
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.model_protocol import Model
-from ..llm import context_length, largest_fitting_config, served_dtype
 from ..loaded_model import LoadedModel, load
 from ..parallel_groups import ParallelGroups
 from ..replay.cache_rows import PolicyRow

@@ -9,7 +9,7 @@ from ..inference.contexts.cache.pool_stats import ComputeReason
 from ..inference.contexts.pool_sizes import GIGABYTE
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 
-logger = logging.getLogger("mambaslots.monitor")
+logger = logging.getLogger(__package__)
 
 MAX_LOST_SHARE = 0.2
 WINDOW_TOKENS = 50_000

@@ -10,7 +10,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-logger = logging.getLogger(__package__)
+logger = logging.getLogger(__name__)
 
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _FAILURE_S = 0.5

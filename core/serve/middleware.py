@@ -193,7 +193,7 @@ def add_host_header_check(app: Starlette, settings: ServerSettings) -> None:
     if settings.api_keys:
         return
     if not _is_loopback(settings.host):
-        logging.getLogger(__package__).warning(
+        logger.warning(
             "the server listens at %s and has no API keys: every client that reaches the port is served%s",
             settings.host,
             "" if settings.admin_key else ", and sees the operator's page and the metrics",

@@ -19,7 +19,7 @@ from mambaslots.errors import KVBlockCapacityError, QueueFullError
 from mambaslots.fleet.replica_answers import EngineRequest, ReplicaLostError, answer_parts
 from mambaslots.inference.engines.async_engine import AsyncEngine
 from mambaslots.net.channel import Link, Listener, PeerLostError
-from mambaslots.net.lockstep.follower import Failure, Hello, Outcome
+from mambaslots.net.lockstep.messages import Failure, Hello, Outcome
 from mambaslots.net.prefill_decode import messages
 from mambaslots.net.prefill_decode.messages import Answer, Cancel, Computed, Prefill, Question
 from mambaslots.net.prefill_decode.prefill_client import PrefillClient, RemotePrefill

@@ -22,7 +22,7 @@ from ...inference.engines.model_protocol import Model
 from ...parallel_groups import ParallelGroups
 from ...validation import LONGEST_TIMEOUT_S, real, shown
 from ..all_ranks import RankDiedError
-from .follower import CallFunction, FindFunction, Outcome, check_plain, message_of, name_of
+from .messages import CallFunction, FindFunction, Outcome, check_plain, message_of, name_of
 from .rank_connections import RankConnections
 
 _CAPACITY = (KVBlockCapacityError, MambaSlotCapacityError)

@@ -249,7 +249,9 @@ def test_a_server_that_everybody_reaches_warns(
     app = Starlette()
     add_host_header_check(app, ServerSettings(model_name="tiny", **settings))
     assert len(app.user_middleware) == checks
-    messages = [record.getMessage() for record in caplog.records if record.name == "mambaslots.serve"]
+    messages = [
+        record.getMessage() for record in caplog.records if record.name == "mambaslots.serve.middleware"
+    ]
     assert len(messages) == (warns is not None)
     assert warns is None or warns in messages[0]
     assert ("sees" in caplog.text) == (warns is not None and "sees" in warns)

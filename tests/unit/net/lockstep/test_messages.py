@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from mambaslots.inference.contexts.request import DynamicInferenceRequest
-from mambaslots.net.lockstep.follower import (
+from mambaslots.net.lockstep.messages import (
     Add,
     Call,
     CallMethod,
