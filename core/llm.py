@@ -134,10 +134,8 @@ class LLM:
             yield from detokenizer.pieces(generated.token for generated in stream)
 
     def _answers(self, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
-        return [
-            Completion(self.loaded.codec.decode(result.tokens), result)
-            for result in self.engine.generate(prompts, params)
-        ]
+        codec, results = self.loaded.codec, self.engine.generate(prompts, params)
+        return [Completion(codec.decode(result.tokens), result) for result in results]
 
     def _params(self, given: SamplingParams | None, params: dict[str, Any]) -> SamplingParams:
         if given is None:

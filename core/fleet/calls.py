@@ -71,10 +71,8 @@ class ReplicaCalls:
 async def answer_of(replica: Any, method: str, *arguments: object) -> Any:
     """The answer of one replica, a `RunningReplica`, however many requests it has; raises what Ray raises."""
     name = secrets.token_hex(8)
-    question = PendingRequest([*arguments], {}, RequestMetadata(name, name, call_method=method))
-    return await replica._actor_replica_wrapper.send_request_python(
-        question, with_rejection=False
-    ).get_async()
+    asked = PendingRequest([*arguments], {}, RequestMetadata(name, name, call_method=method))
+    return await replica._actor_replica_wrapper.send_request_python(asked, with_rejection=False).get_async()
 
 
 async def answers_of(replicas: Iterable[Any], method: str, timeout_s: float, *arguments: object) -> list[Any]:

@@ -12,6 +12,8 @@ from ..monitor.monitor import NUM_REQUESTS
 from ..serve.metrics import families, monitor_metrics, text_of
 from ..serve.served_engine import LocalEngine
 
+Numbers = Mapping[str, int]
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
@@ -20,11 +22,11 @@ class ReplicaReport:
     replica: str
     metrics: tuple[Metric, ...]
     snapshot: Mapping[str, Any]
-    ingresses: Mapping[str, Mapping[str, int]]
+    ingresses: Mapping[str, Numbers]
 
 
 async def replica_report(
-    engine: LocalEngine, replica: str, ingresses: Mapping[str, Mapping[str, int]]
+    engine: LocalEngine, replica: str, ingresses: Mapping[str, Numbers]
 ) -> ReplicaReport:
     """Made in another thread, so that the event loop does not wait."""
     metrics = await asyncio.to_thread(lambda: tuple(monitor_metrics(engine.monitor)))
@@ -44,9 +46,7 @@ _COUNTERS = {
 }
 
 
-def numbers_of_all(
-    ingress: str, numbers: Mapping[str, int], reports: Sequence[ReplicaReport]
-) -> Counter[str]:
+def numbers_of_all(ingress: str, numbers: Numbers, reports: Sequence[ReplicaReport]) -> Counter[str]:
     """`numbers` of this ingress and those of the others, added; of what replicas know, the newest."""
     by_ingress: dict[str, Counter[str]] = {}
     for report in reports:
@@ -55,9 +55,7 @@ def numbers_of_all(
     return sum((by_ingress | {ingress: Counter(numbers)}).values(), Counter())
 
 
-def fleet_metrics_text(
-    numbers: Mapping[str, int], reports: Sequence[ReplicaReport] = ()
-) -> tuple[bytes, str]:
+def fleet_metrics_text(numbers: Numbers, reports: Sequence[ReplicaReport] = ()) -> tuple[bytes, str]:
     """A reply to Prometheus and its content type; `numbers` are the fleet's own, others are 0."""
     kinds = ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
     metrics = [
@@ -84,10 +82,7 @@ _SIZES = ("bytes_each", "block_size_tokens")
 
 
 def merged_snapshot(snapshots: Mapping[str, Snapshot]) -> dict[str, Any]:
-    """One snapshot of several replicas, by their names: counts, pools and points of the series are added.
-
-    Percentiles cannot be: each is that of the slowest replica, and eviction ages are of the youngest victims.
-    """
+    """One snapshot of replicas, by their names: sums, but the slowest percentile and the youngest victim."""
     every = list(snapshots.values())
     merged: dict[str, Any] = _merged(every)
     for name, pool in merged["pools"].items():

@@ -53,10 +53,7 @@ class FleetEngine:
         reports: Callable[[], Awaitable[Sequence[ReplicaReport]]],
         max_waiting_requests: int = 1024,
     ) -> None:
-        """`call` chooses a replica and yields its `answer_parts`; `num_replicas` returns at once.
-
-        The queue's limit is this ingress' own.
-        """
+        """`call` chooses a replica and yields its `answer_parts`; the queue's limit is this ingress' own."""
         self.facts = facts
         self._salt_key = salt_key  # that of the replicas
         self._call = call

@@ -111,23 +111,20 @@ class KnownReplicas:
         with self._lock:
             self._routes.pop(request_id, None)
 
-    def ranked(self, request: EngineRequest, queue_lengths: Mapping[str, int | None]) -> tuple[str, ...]:
+    def ranked(self, request: EngineRequest, queued: Mapping[str, int | None]) -> tuple[str, ...]:
         """The replicas in the order in which a request tries them, those that it has lost last.
 
-        A request that tries the same ones again has the order that it had: it counts once. `queue_lengths`,
+        A request that tries the same ones again has the order that it had: it counts once. `queued`,
         as Ray last knew, lack what is chosen and not sent: by them alone, a burst would go to one replica.
         """
         with self._lock:
             route = self._routes.get(request.request_id, _Route())
-            if set(route.order) != queue_lengths.keys():
+            if set(route.order) != queued.keys():
                 counts = Counter(one.replica for one in self._routes.values())
-                loads = [
-                    ReplicaLoad(name, max(counts[name], length or 0))
-                    for name, length in queue_lengths.items()
-                ]
+                loads = [ReplicaLoad(name, max(counts[name], length or 0)) for name, length in queued.items()]
                 others = [load for load in loads if load.replica not in request.lost]
                 best = self._router.choose(request.route, others or loads)
-                route.order = *best, *(queue_lengths.keys() - best)
+                route.order = *best, *(queued.keys() - best)
                 route.replica = best[0]
             return route.order
 

@@ -64,10 +64,7 @@ class AnswerPart:
 async def answer_parts(
     engine: ServedEngine, request: EngineRequest, replica: str = ""
 ) -> AsyncGenerator[AnswerPart]:
-    """Serve a request and yield its answer; closing or cancelling this generator cancels the request.
-
-    ReplicaLostError: the engine refuses requests, its steps fail, or it was drained or reset.
-    """
+    """Serve a request and yield its answer; ReplicaLostError where the engine refuses, fails or is reset."""
     try:
         stream = await engine.stream(
             request.prompt,

@@ -35,10 +35,8 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
         if pending_request is None or request is None or not replicas:
             return [[replica] for replica in replicas.values()]
         pending_request.routing_context.should_backoff = True  # one round tries all replicas
-        queue_lengths = {
-            name: self.replica_queue_len_cache.get(replica.replica_id) for name, replica in replicas.items()
-        }
-        return [[replicas[name]] for name in self._known.ranked(request, queue_lengths)]
+        queued = {name: self.replica_queue_len_cache.get(one.replica_id) for name, one in replicas.items()}
+        return [[replicas[name]] for name in self._known.ranked(request, queued)]
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, **options: Any

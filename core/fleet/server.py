@@ -70,10 +70,7 @@ def connected_cluster() -> Iterator[bool]:
 
 
 def with_resources(settings: FleetSettings, device: str, joined: bool) -> FleetSettings:
-    """The settings with what Ray reserves for each rank: a GPU and a core, or else a share of the cores.
-
-    On a cluster that is joined a rank has a core. ValueError: an own cluster has too few GPUs.
-    """
+    """With what Ray reserves for each rank; ValueError where an own cluster has too few GPUs."""
     resources = ray.cluster_resources()
     num_gpus, num_cpus = resources.get("GPU", 0.0), resources.get("CPU", 1.0)
     num_ranks = settings.max_replicas * settings.ranks

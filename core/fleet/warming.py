@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 STATES_PER_ROUND = 32
 """States of one hand-over: the source runs no step during a hand-over."""
-_MEETING_S = 5.0
+_MEET_S = 5.0
 _LONGEST_ROUND_S = 10.0
 _LOOKS_FOR_DONORS = 3
 _LOOK_S = 0.5
@@ -44,10 +44,7 @@ class HandOver(NamedTuple):
 
 
 async def warm_from_donor(replica: str, settings: FleetSettings, engine: AsyncEngine) -> None:
-    """Let a replica that has states hand over those that were used last.
-
-    A donor that does not come or dies costs at most `warm_timeout_s`; this one then starts with what it has.
-    """
+    """Let a replica that has states hand over those used last; costs `warm_timeout_s` at most."""
     timeout_s = settings.warm_timeout_s
     begun_s, deadline = time.monotonic(), time.monotonic() + timeout_s
     num_states = 0
@@ -61,8 +58,8 @@ async def warm_from_donor(replica: str, settings: FleetSettings, engine: AsyncEn
         host = ray.util.get_node_ip_address()
         store = await asyncio.to_thread(meeting_store, host, 0, timeout_s, is_master=True)
         order = HandOver(f"{replica}-{secrets.token_hex(4)}", host, store.port)
-        await answers_of([known.replicas[donor]], "hand_over", _MEETING_S, order)
-        announced = await _read(store, order.name, min(deadline, time.monotonic() + _MEETING_S))
+        await answers_of([known.replicas[donor]], "hand_over", _MEET_S, order)
+        announced = await _read(store, order.name, min(deadline, time.monotonic() + _MEET_S))
         for number in range(int(announced or 0)):
             name = f"{order.name}-{number}"
             await asyncio.to_thread(store.set, name, "ready")
@@ -82,7 +79,7 @@ async def warm_from_donor(replica: str, settings: FleetSettings, engine: AsyncEn
 async def _donor(known: KnownReplicas) -> str:
     """The replica that holds most states; "" where none holds any."""
     for _ in range(_LOOKS_FOR_DONORS):
-        statuses = await answers_of(known.replicas.values(), "status", _MEETING_S)
+        statuses = await answers_of(known.replicas.values(), "status", _MEET_S)
         if statuses:
             num_states, name = max((one.num_states, one.replica) for one in statuses)
             return name if num_states else ""
@@ -123,9 +120,7 @@ def _round_s(deadline: float) -> float:
     return max(0.1, min(deadline - time.monotonic(), _LONGEST_ROUND_S))
 
 
-def meeting_store(
-    host: str, port: int, timeout_s: float = _MEETING_S, *, is_master: bool = False
-) -> TCPStore:
+def meeting_store(host: str, port: int, timeout_s: float = _MEET_S, *, is_master: bool = False) -> TCPStore:
     """A store over which processes meet; the master with port 0 listens on a free one."""
     timeout = timedelta(seconds=timeout_s)
     return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)

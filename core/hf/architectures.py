@@ -294,10 +294,7 @@ def _state_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
 
 @names_moved_hooks
 def skeleton(config: "PreTrainedConfig", dtype: torch.dtype) -> "PreTrainedModel":
-    """The text model of a config, as transformers builds it, on the meta device; see `restore_buffers`.
-
-    Raises a ValueError where the architecture, or something that the config asks for, is not served.
-    """
+    """The text model of a config on the meta device; ValueError for what is not served."""
     from transformers import AutoModelForCausalLM
 
     text = text_config(config)

@@ -33,10 +33,7 @@ def attention_forward(
     scaling: float, *, sliding_window: int | None = None, softcap: float | None = None,
     s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The attention function that transformers calls; a ValueError names attention that is not served.
-
-    query is [1, heads, T, D], key and value are [1, kv heads, T, D], rotated, normalised and scaled.
-    """
+    """The attention that transformers calls, [1, heads, T, D]; ValueError for what is not served."""
     unserved = {
         "attention_mask": attention_mask,
         "sliding_window": sliding_window,

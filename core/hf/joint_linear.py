@@ -33,12 +33,7 @@ class JointLinear:
         return torch.cat([self._modules[name](x) for name in self._names], dim=-1)
 
     def join(self, num_users: Counter[int]) -> bool:
-        """Lay the weights in one tensor, and free those that held them; returns whether that was done now.
-
-        Not done where a parameter is on the meta device, of a class of its own or has other users
-        (`num_users`: parameters at each address), where kinds differ, or where a module is more than a linear
-        one.
-        """
+        """Lay plain weights without other users in one tensor; returns whether that was done now."""
         if self._is_joined():
             return False
         self._weight, self._bias = None, None
@@ -61,12 +56,8 @@ class JointLinear:
 
     def _is_joined(self) -> bool:
         """Whether all parameters lie where `join` put them."""
-        if self._weight is None:
-            return False
-        return all(
-            _place(self._modules[name]) == place
-            for name, place in zip(self._names, self._places, strict=True)
-        )
+        places = [_place(self._modules[name]) for name in self._names]
+        return self._weight is not None and places == self._places
 
 
 def _place(part: nn.Module) -> tuple[object, ...]:

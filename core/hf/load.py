@@ -24,11 +24,7 @@ _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 def model_folder(path_or_name: str | Path) -> Path:
-    """The folder of a model, downloaded where `path_or_name` is an "organisation/model" of the hub.
-
-    Raises a ModelFolderError where there is no such folder or name, a ConnectionError where the hub cannot be
-    reached, an OSError where the files cannot be written.
-    """
+    """The folder of a model, downloaded by its name on the hub; ModelFolderError, or OSError without it."""
     if folder := existing_folder("path_or_name", path_or_name):
         return folder
     name = str(path_or_name)

@@ -137,10 +137,8 @@ def short_conv_forward(mixer: Any, layer: int, step: CurrentStep) -> Callable[..
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         B, C, x = mixer.in_proj(hidden_states[0]).chunk(3, dim=-1)
         weight, bias = mixer.conv.weight.squeeze(1), mixer.conv.bias
-        convolved = convolve(
-            B * x, weight, bias, "short_conv", layer, step.inputs, step.kernels, activation=False
-        )
-        out: Tensor = mixer.out_proj(C * convolved)
+        y = convolve(B * x, weight, bias, "short_conv", layer, step.inputs, step.kernels, activation=False)
+        out: Tensor = mixer.out_proj(C * y)
         return out[None]
 
     return forward

@@ -11,8 +11,12 @@ from ..text import TextCodec
 from ..text.chat import Cut
 
 _FILES = (
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
-    *("vocab.json", "vocab.txt", "*.tiktoken"),
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "*.tiktoken",
 )
 
 

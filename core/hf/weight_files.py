@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from ..files import CONFIG, ModelFolderError, read_object, section
 from ..validation import INT32_MAX, ints_within
@@ -59,7 +60,7 @@ class WeightFiles(ExitStack):
 
     def read(
         self, name: str, device: torch.device, dtype: torch.dtype, part: WeightPart | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """A new tensor on `device`, of `part` alone if there is one; floating point becomes `dtype`."""
         if name not in self._scaled or self._blocks is None:
             return self._read(name, device, dtype, part)
@@ -69,7 +70,7 @@ class WeightFiles(ExitStack):
 
     def _read(
         self, name: str, device: torch.device, dtype: torch.dtype | None, part: WeightPart | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         path, file = self._files[name]
         try:
             stored, elements = self._stored_dtype(name), torch.Size(self.shape(name)).numel()
@@ -190,9 +191,7 @@ def weight_block_size(folder: Path, config: Mapping[str, Any]) -> tuple[int, int
     return blocks[0], blocks[1]
 
 
-def dequantize(
-    weight: torch.Tensor, scale: torch.Tensor, blocks: tuple[int, int], dtype: torch.dtype
-) -> torch.Tensor:
+def dequantize(weight: Tensor, scale: Tensor, blocks: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """`weight` [..., rows, columns] times the scale of each element's block, in at least float32."""
     columns, compute = weight.shape[-1], torch.promote_types(dtype, torch.float32)
     result = torch.empty(weight.shape, dtype=dtype, device=weight.device)

@@ -107,10 +107,7 @@ class WeightSource:
 def find_sources(
     model: PreTrainedModel, files: WeightFiles
 ) -> tuple[list[WeightSource], list[str], set[str]]:
-    """The source of each weight, tensors that transformers ignores, too, and weights tied to another one.
-
-    A ModelFolderError names a missing, superfluous or misshapen weight.
-    """
+    """The source of each weight, tensors to ignore, and tied weights; a ModelFolderError names others."""
     wanted, kind = model.state_dict(), type(model).__name__
     by_target, strange = _match(model, wanted, files.names)
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
@@ -212,11 +209,7 @@ def load_weights(
     model: PreTrainedModel, folder: Path, blocks: tuple[int, int] | None, device: torch.device,
     parts: Parts,
 ) -> None:  # fmt: skip
-    """Give `model`, on the device "meta", the weights in `folder`; after an error it is of no use.
-
-    All names and shapes are checked before the first weight is read. At no time more is allocated than the
-    weights, and once more the largest tensor that is made of several or stored in another dtype.
-    """
+    """Give `model`, on "meta", the weights in `folder`, of which all names and shapes are checked first."""
     with WeightFiles(folder, blocks) as files:
         sources, ignored, missing = find_sources(model, files)
         if ignored:

@@ -147,10 +147,7 @@ class HybridConfig:
             raise ValueError(
                 f"pattern is {self.pattern!r}; accepted: at least one layer for each of {stages} stages"
             )
-
-        return ModelShard(
-            attention_layers=self.layers_of("*", groups), kv_heads=self.part_of("num_kv_heads", groups)
-        )
+        return ModelShard(self.layers_of("*", groups), self.part_of("num_kv_heads", groups))
 
     def layers_of(self, kind: str, groups: ParallelGroups) -> Part:
         """The layers of this letter that this rank holds, of all such layers."""

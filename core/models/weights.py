@@ -115,8 +115,12 @@ WEIGHTS = "model.safetensors"
 _WIDE = (".dt_bias", ".A_log", ".D")  # parameters that are kept in float32 or wider
 # What other libraries write into a config, and what says nothing about the shape.
 _IGNORED = {
-    *("model_type", "architectures", "transformers_version"),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    "model_type",
+    "architectures",
+    "transformers_version",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
 }
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -148,10 +152,7 @@ def read_config(folder: Path, dtype: torch.dtype | None) -> HybridConfig:
 
 
 def write(folder: Path, config: HybridConfig, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Write both files, wide weights in float32 or wider; both are complete before one is replaced.
-
-    The config is replaced last: a folder with a config has its weights.
-    """
+    """Write both files; both are complete before one is replaced, and the config is replaced last."""
     folder.mkdir(parents=True, exist_ok=True)
     wide = torch.promote_types(dtype, torch.float32)
     stored = {

@@ -100,13 +100,7 @@ class _End:
 class Listener(_End):
     """Receives messages of any number of peers, and answers each by its name; peers connect to `address`."""
 
-    def __init__(
-        self,
-        messages: Any,
-        *,
-        hosts: tuple[str, ...] = (),
-        max_queued: int = 1000,
-    ) -> None:
+    def __init__(self, messages: Any, *, hosts: tuple[str, ...] = (), max_queued: int = 1000) -> None:
         """Listen on the first of this machine's `hosts`, or on all of its addresses; OSError where it cannot.
 
         Peers send `messages`, a struct or a union of tagged structs. `send` raises where more than
@@ -214,10 +208,7 @@ class Link(_End):
         super().close()
 
     def receive(self, timeout_s: float) -> tuple[Any, memoryview | None] | None:
-        """(Message, payload) of the next message; None if none comes in time.
-
-        PeerLostError: the listener is gone and all its messages were received, or one is invalid.
-        """
+        """(Message, payload) of the next message, or None; PeerLostError once all of a lost peer are read."""
         deadline = time.monotonic() + timeout_s
         while self._poller.poll(round(1000 * max(0.0, deadline - time.monotonic()))):
             frames = self._received(0.0)

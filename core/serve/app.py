@@ -59,9 +59,7 @@ def make_app(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: Serv
     return app
 
 
-def make_app_over(
-    served: ServedEngine, loaded: LoadedModel | LoadedText, settings: ServerSettings
-) -> FastAPI:
+def make_app_over(served: ServedEngine, loaded: LoadedText, settings: ServerSettings) -> FastAPI:
     """The application over any `ServedEngine`, which is started and closed with it; no `monitor`."""
     app = FastAPI(
         title="mambaslots",

@@ -44,13 +44,8 @@ class Connection(H11Protocol):
         return not (has_request or self.transport.is_closing() or self.transport.get_write_buffer_size())
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        cycle = self.cycle
-        if (
-            cycle is None
-            or cycle.response_complete
-            or cycle.more_body
-            or cycle.scope["http_version"] == "1.0"
-        ):
+        last = self.cycle
+        if last is None or last.response_complete or last.more_body or last.scope["http_version"] == "1.0":
             return False
         if not self.has_ended:
             self.has_ended = True
@@ -61,9 +56,8 @@ class Connection(H11Protocol):
         """Send something until the answer begins: where nobody reads, the connection is lost."""
         if self.transport.is_closing() or self.cycle.response_started:
             return
-        self.transport.write(
-            self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
-        )
+        going_on = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+        self.transport.write(self.conn.send(going_on))
         self.loop.call_later(seconds, self._probe, min(2 * seconds, _LONGEST_PROBE_S))
 
     def on_response_complete(self) -> None:
@@ -106,11 +100,7 @@ class FailedAccepts:
         closed = silent[: (len(silent) + 1) // 2]
         for one in closed:
             one.shutdown()
-        logger.error(
-            "no connection can be accepted (%s): of %d that are open %d have no request, and %d of these are "
-            "closed",
-            error.strerror,
-            len(connections),
-            len(silent),
-            len(closed),
+        counts = (
+            f"of {len(connections)} that are open {len(silent)} have no request, and {len(closed)} of these"
         )
+        logger.error("no connection can be accepted (%s): %s are closed", error.strerror, counts)

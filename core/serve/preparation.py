@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from ..loaded_model import LoadedModel, LoadedText
+from ..loaded_model import LoadedText
 from ..request import SamplingParams
 from ..text import TextCodec
 from ..validation import INT64_MAX
@@ -52,9 +52,7 @@ class Job:
 class Preparation:
     """Turns bodies into jobs, in any thread; a RequestError says what is wrong with a body."""
 
-    def __init__(
-        self, facts: EngineFacts, loaded: LoadedModel | LoadedText, settings: ServerSettings
-    ) -> None:
+    def __init__(self, facts: EngineFacts, loaded: LoadedText, settings: ServerSettings) -> None:
         self.longest = min(facts.max_sequence_length, facts.pool_tokens)
         self._facts = facts
         self._loaded = loaded

@@ -83,10 +83,8 @@ def _checked_ids(name: str, value: Any, highest: int) -> list[int]:
         raise bad_field(name, f"{name} is {shortened(value)}; accepted: a list of integers")
     if not value or ints_within(value, 0, highest):
         return value
-    i, wrong = next(
-        (i, one) for i, one in enumerate(value) if type(one) is not int or not 0 <= one <= highest
-    )
-    raise bad_field(name, f"{name}[{i}] is {shortened(wrong)}; accepted: an integer from 0 to {highest}")
+    i, bad = next((i, one) for i, one in enumerate(value) if type(one) is not int or not 0 <= one <= highest)
+    raise bad_field(name, f"{name}[{i}] is {shortened(bad)}; accepted: an integer from 0 to {highest}")
 
 
 def _biases(biases: dict[str, Any], info: ValidationInfo) -> dict[int, float]:

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import EngineDeadError, KVBlockCapacityError, NoReplicaError, QueueFullError
 from ..inference.engines.streams import AsyncStream
-from ..loaded_model import LoadedModel, LoadedText
+from ..loaded_model import LoadedText
 from ..request import RequestResult
 from ..text import TextCodec
 from .errors import JSONAnswer, RequestError, bad_argument, json_bytes, refusal
@@ -43,9 +43,7 @@ class Service:
     The parser of JSON lets no other thread run: `max_body_bytes` bounds how long all streams stop for a body.
     """
 
-    def __init__(
-        self, engine: ServedEngine, loaded: LoadedModel | LoadedText, settings: ServerSettings
-    ) -> None:
+    def __init__(self, engine: ServedEngine, loaded: LoadedText, settings: ServerSettings) -> None:
         self.engine = engine
         self.settings = settings
         facts = engine.facts

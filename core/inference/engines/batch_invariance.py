@@ -126,11 +126,7 @@ class BatchInvariance:
 def decide(
     model: Model, spec: HybridStateSpec, config: InferenceConfig
 ) -> tuple[InferenceConfig, BatchInvariance | None, str]:
-    """`config` with `batch_invariant` decided where it is None, the mode, and why it is off.
-
-    Where the model is split, this is a collective; ranks decide alike. A setting of True raises a ValueError
-    in place of a reason.
-    """
+    """`config` with `batch_invariant` decided, alike on all ranks; the mode, and why it is off."""
     refusal, wanted = "", with_total_gb(replace(config, batch_invariant=True), spec.device)
     try:
         check_replays(spec, wanted)

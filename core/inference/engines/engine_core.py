@@ -103,9 +103,7 @@ class EngineCore:
     # ---- changes
 
     @contextmanager
-    def changing(
-        self, *harmless: type[Exception], repair: Callable[[], None] | None = None
-    ) -> Iterator[None]:
+    def changing(self, *allowed: type[Exception], repair: Callable[[], None] | None = None) -> Iterator[None]:
         """Inside, requests and the cache may be changed; a change inside another is a part of it."""
         if self._in_change:
             self.step_runner.in_model = False  # if the model's call fails, this change may be half made
@@ -118,7 +116,7 @@ class EngineCore:
             try:
                 yield
                 self._complete()
-            except harmless:
+            except allowed:
                 self._complete()
                 raise
             except BaseException as error:

@@ -44,11 +44,8 @@ class _Changes:
     def is_of(self, steps: Sequence[RequestStep]) -> bool:
         """Whether these are its requests, in its order, counted up to here and forbidden the same tokens."""
         return (
-            len(steps) == len(self.requests)
-            and all(
-                step.request is request and not step.drafts
-                for step, request in zip(steps, self.requests, strict=True)
-            )
+            [step.request for step in steps] == self.requests
+            and not any(step.drafts for step in steps)
             and [step.answer_length >= step.request.sampling.min_tokens for step in steps] == self.is_free
             and all(counted.num_tokens == steps[row].answer_length for row, counted in self.counted)
         )
@@ -179,14 +176,12 @@ class LogitsChanges:
             self._counts = larger
         return row
 
-    def _biases(
-        self, rows: Sequence[Row], vocabulary: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor] | None:
+    def _biases(self, rows: Sequence[Row], width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """`logit_bias`, and -inf for what would end an answer before `min_tokens`."""
         listed: list[tuple[int, float]] = []
         for row, (step, number) in enumerate(rows):
             sampling = step.request.sampling
-            first = row * vocabulary
+            first = row * width
             listed += [(first + token, bias) for token, bias in sampling.biases]
             if step.answer_length + number < sampling.min_tokens:
                 listed += [(first + token, -math.inf) for token in sorted({*sampling.stops})]

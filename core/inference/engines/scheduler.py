@@ -104,11 +104,7 @@ class Scheduler:
             self.preempt(self.running[-1])
 
     def steps_ahead(self) -> list[RequestStep]:
-        """Steps that can be launched before the tokens of the step under way are read; perhaps none.
-
-        Every decode is one of them, unless its answer is then as long as it may be. Parts of prefills and
-        waiting requests come after the decodes, as in `schedule`.
-        """
+        """Steps to launch before the last tokens are read: all decodes that go on, then prefills; or none."""
         if self._drafter or self._awaits_uncommitted():
             return []
         decodes, prefills = [], []

@@ -78,13 +78,11 @@ class StepRunner:
         if self.graphs is not None:
             self.graphs.clear_graphs()
 
-    def _launch(
-        self, model: Model, scheduled: Sequence[RequestStep], sampled_tokens: Tensor | None
-    ) -> "SampledStep":
-        """Launch a step. `sampled_tokens`: on the device, of its decodes that are ahead."""
+    def _launch(self, model: Model, scheduled: Sequence[RequestStep], tokens: Tensor | None) -> "SampledStep":
+        """Launch a step. `tokens`: on the device, of its decodes that are ahead."""
         if self.invariance is not None:
             self.invariance.check_switches()
-        inputs = self._context.begin_step(scheduled, self.padded, sampled_tokens)  # reserve, build
+        inputs = self._context.begin_step(scheduled, self.padded, tokens)  # reserve, build
         sampled = SampledStep(self._context.steps, self.run_model(model, inputs), self.logits_changes)
         # Register, commit, advance. Waits for drafts, and, unless steps follow unread ones, where blocks or
         # states become findable.

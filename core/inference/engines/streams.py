@@ -53,11 +53,9 @@ class TokenStream[Item](Iterator[Item], AsyncIterator[Item]):
     @property
     def prompt_figures(self) -> PromptFigures | None:
         """What became of the prompt; None until a token, or the result, is there."""
-        figures, result = self._source.prompt_figures, self.result
-        if figures is None and result is not None:
-            return PromptFigures(
-                result.num_resumed_tokens, result.computed_by_reason, result.prompt_log_probs
-            )
+        figures, ended = self._source.prompt_figures, self.result
+        if figures is None and ended is not None:
+            return PromptFigures(ended.num_resumed_tokens, ended.computed_by_reason, ended.prompt_log_probs)
         return figures
 
     def take(self) -> tuple[GeneratedToken, ...]:

@@ -354,13 +354,11 @@ class _Step:
                 rows.positions[rows.num_decode_tokens :], self._segments, out[:, heads],
             )  # fmt: skip
 
-    def _attend_own(
-        self, query: Tensor, first_row: int, num_rows: int, longest: int
-    ) -> tuple[Tensor, Tensor]:
+    def _attend_own(self, query: Tensor, first: int, num_rows: int, longest: int) -> tuple[Tensor, Tensor]:
         """What queries find in their own segments, with a first dimension of stride 0 for the segment."""
         touched = 1 + -(-(longest - 1) // self._segments.short)  # at most, by the longest row
         touched, longest = min(self._num_segments, touched), min(longest, self._segments.long)
-        pairs = self._pairs(query, first_row, num_rows, Readers.WITHIN, touched, longest)
+        pairs = self._pairs(query, first, num_rows, Readers.WITHIN, touched, longest)
         found, log_sums = self._attend(query, self._kv_cache, pairs, self._scale, is_causal=True)
         count = self._num_segments
         return found.expand(count, *found.shape), log_sums.expand(count, *log_sums.shape)

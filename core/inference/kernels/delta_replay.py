@@ -183,10 +183,7 @@ def _keep_rows(
 
 
 def keep_blocks(tokens: int, heads: int, key_dim: int, value_dim: int) -> dict[str, int]:
-    """A program's tile: BLOCK_R rows, each a head of a token, or the gates of some tokens.
-
-    A row's norm has the bits of the scan's tile, which has more rows: 8 numbers of a row lie in one thread.
-    """
+    """A tile of BLOCK_R rows (a head of a token), or gates; norms have the bits of the scan's tile."""
     block_h, block_k = triton.next_power_of_2(heads), triton.next_power_of_2(key_dim)
     return {
         "BLOCK_R": max(1, min(OPERAND_TOKENS, 256 * OPERAND_WARPS // block_k)),

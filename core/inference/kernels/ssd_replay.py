@@ -348,10 +348,7 @@ def keep_ssd_inputs(
     input_rows: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
     *, pages: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As `reference.ssd.keep_ssd_inputs`; sums of dt * A have the bits of `chunk_cumsum`.
-
-    A ValueError where the last stride of x or B is not 1.
-    """
+    """As `reference.ssd.keep_ssd_inputs`, with `chunk_cumsum`'s bits; ValueError for strided rows."""
     check_last_stride(x=x, B=B)
     check_slots(x_inputs=x_inputs, B_inputs=B_inputs, gates=gates)
     table = page_table(pages, input_rows)

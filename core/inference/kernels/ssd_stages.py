@@ -121,12 +121,8 @@ def chunk_scan(
     operands = entering_states.dtype
     blocks, num_warps, num_stages = scan_blocks(chunk_size, head_dim, state_dim, operands)
     y = torch.empty(tokens, heads, head_dim, dtype=x.dtype, device=x.device) if out is None else out
-    grid = (
-        triton.cdiv(chunk_size, blocks["BLOCK_M"]) * triton.cdiv(head_dim, blocks["BLOCK_P"]),
-        heads,
-        chunks,
-    )
-    chunk_scan_kernel[grid](
+    tiles = triton.cdiv(chunk_size, blocks["BLOCK_M"]) * triton.cdiv(head_dim, blocks["BLOCK_P"])
+    chunk_scan_kernel[(tiles, heads, chunks)](
         x, dt, log_decays, C, CB, D, entering_states, cu_chunk_seqlens, y,
         x.stride(0), x.stride(1), C.stride(0), C.stride(1), D.stride(0), dt.stride(0),
         heads, groups, head_dim, state_dim, chunk_size,

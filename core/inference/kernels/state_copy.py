@@ -14,13 +14,14 @@ from .kernel_set import runs_triton
 from .operands import CodedTensor, ConvAndSsm
 from .reference import state_copy as reference
 
+Slots = Sequence[int]
+"""Of states; -1 in a pair of lists skips the pair."""
 
-def copy_states(
-    source: ConvAndSsm, sources: Sequence[int], destination: ConvAndSsm, destinations: Sequence[int]
-) -> None:
+
+def copy_states(source: ConvAndSsm, sources: Slots, destination: ConvAndSsm, destinations: Slots) -> None:
     """Copy states `source[:, i]` to `destination[:, j]`, pair by pair: both tensors, all layers, same bits.
 
-    A pair with a -1 is skipped; a destination is named once, and is no other pair's source. Pools may differ
+    A destination is named once, and is no other pair's source. Pools may differ
     in their number of slots only. Raises a ValueError where the lengths differ, an index lies outside its
     pool, or a CUDA graph is captured, whose every replay would use the slots of the capture.
     """
@@ -36,23 +37,17 @@ def copy_states(
         copy(source, read, destination, write)
 
 
-def encode_states(
-    tensors: Sequence[CodedTensor], sources: Sequence[int], destinations: Sequence[int]
-) -> None:
+def encode_states(tensors: Sequence[CodedTensor], sources: Slots, destinations: Slots) -> None:
     """Store states `sources` in durable slots `destinations`, as `copy_states` does, one launch a tensor."""
     _run(tensors, sources, destinations, encodes=True)
 
 
-def decode_states(
-    tensors: Sequence[CodedTensor], sources: Sequence[int], destinations: Sequence[int]
-) -> None:
+def decode_states(tensors: Sequence[CodedTensor], sources: Slots, destinations: Slots) -> None:
     """Restore the states of durable slots `sources` to slots `destinations`: `encode_states` backwards."""
     _run(tensors, sources, destinations, encodes=False)
 
 
-def _run(
-    tensors: Sequence[CodedTensor], sources: Sequence[int], destinations: Sequence[int], *, encodes: bool
-) -> None:
+def _run(tensors: Sequence[CodedTensor], sources: Slots, destinations: Slots, *, encodes: bool) -> None:
     tensors = [tensor for tensor in tensors if tensor.states.numel()]
     if not tensors:
         return
@@ -71,9 +66,7 @@ def _run(
             code(tensor, reads, writes, encodes=encodes)
 
 
-def _slot_pairs(
-    sources: Sequence[int], read: Tensor, destinations: Sequence[int], written: Tensor
-) -> tuple[Tensor, ...]:
+def _slot_pairs(sources: Slots, read: Tensor, destinations: Slots, written: Tensor) -> tuple[Tensor, ...]:
     """The pairs without a -1: sources and destinations, int64 tensors on the device of `written`."""
     if len(destinations) != len(sources):
         raise ValueError(

@@ -56,10 +56,7 @@ class PartMove(NamedTuple):
 
 
 def copy_states(source: ConvAndSsm, read: Tensor, destination: ConvAndSsm, write: Tensor) -> None:
-    """Copy states `source[:, read]` to `destination[:, write]` in one launch, which a graph can capture.
-
-    Raises a ValueError where states cannot move between the pools as bytes.
-    """
+    """Copy `source[:, read]` to `destination[:, write]` in one launch; ValueError where bytes cannot move."""
     conv, ssm = (PartMove.between(*pools) for pools in zip(source, destination, strict=True))
     layers, pairs = destination.ssm.shape[0], len(write)
     if tiles := layers * pairs * (conv.tiles + ssm.tiles):

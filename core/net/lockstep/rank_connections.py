@@ -28,11 +28,7 @@ class RankConnections:
     """
 
     def __init__(self, groups: ParallelGroups, device: torch.device, timeout_s: float) -> None:
-        """Wait on rank 0 until all other ranks of the model follow.
-
-        `timeout_s`: to follow, and to end a call once rank 0 has ended it. RankDiedError: a rank did not
-        connect in time. RuntimeError: this rank cannot listen.
-        """
+        """Wait until all ranks follow, `timeout_s` at most, as later for a call; else RankDiedError."""
         is_one_host = len(set(groups.gather(host_name(), device))) == 1
 
         def listen(notes: Notes) -> Listener:
@@ -112,10 +108,7 @@ class RankConnections:
                 raise
 
     def differences(self) -> list[str]:
-        """Wait until each rank has made all calls; how ranks and rank 0 differ, a text for each.
-
-        RankDiedError: a rank is lost. TimeoutError: a rank does not end a call.
-        """
+        """Wait for all calls; how ranks differ from rank 0. RankDiedError, TimeoutError for a late rank."""
         self.await_answers(self._timeout_s)
         self.check_ranks()
         if missing := [rank for rank, number in self._num_open.items() if number]:
@@ -161,12 +154,8 @@ class RankConnections:
     def _note_losses(self) -> None:
         """Note who is lost; where a rank failed, or is lost, let no other one wait for it."""
         with self._lock:
-            for peer, rank in self._ranks.items():
-                if (
-                    rank not in self._gone
-                    and not self._listener.is_connected(peer)
-                    and not self._receive(0.0)
-                ):
+            for one, rank in self._ranks.items():
+                if rank not in self._gone and not self._listener.is_connected(one) and not self._receive(0.0):
                     self._note_lost(rank, "died, or left: its connection is closed")
             if self._closed.is_set():
                 return

@@ -184,14 +184,12 @@ class DisaggregatedEngine(AsyncEngine):
             return RemotePrefill(failure="the engine drains")
         try:
             async with asyncio.timeout(self._prefill_timeout_s):
-                answer = await self._client.prefill(tokens[:whole], salt)
+                one = await self._client.prefill(tokens[:whole], salt)
         except TimeoutError:
-            answer = RemotePrefill(failure="the prefill worker did not answer in time")
-        missed = bool(answer.failure)
-        self._count(
-            remote=not missed, missed=missed, imported_tokens=answer.imported.tokens, bytes=answer.bytes
-        )
-        return answer
+            one = RemotePrefill(failure="the prefill worker did not answer in time")
+        missed = bool(one.failure)
+        self._count(remote=not missed, missed=missed, imported_tokens=one.imported.tokens, bytes=one.bytes)
+        return one
 
     async def _cached_tokens(self, tokens: list[int], salt: bytes | None) -> int:
         chain = PrefixHashChain(self._engine.config.block_size_tokens, self._engine.salt_key.root(salt))

@@ -17,7 +17,7 @@ from ..channel import Address, Link, PeerLostError
 from ..transfer.hand_over import TransferChannel
 from ..transfer.placement import PrefixCounts
 from . import messages
-from .messages import PROTOCOL_VERSION, Answer, Cancel, Computed, EngineCall, Hello, Prefill
+from .messages import Answer, Cancel, Computed, EngineCall, Hello, Prefill, connected_channel
 
 logger = logging.getLogger(__name__)
 
@@ -106,12 +106,10 @@ class PrefillClient:
             raise PeerLostError(f"the store has no address of it: {error}") from error
         name = f"{self._key}/{secrets.token_hex(16)}"
         async with (
-            messages.connected_channel(
-                self._call, self._store, name, "destination", self._timeout_s
-            ) as channel,
+            connected_channel(self._call, self._store, name, "destination", self._timeout_s) as channel,
             self._linked(address) as link,
         ):
-            link.send(Hello(PROTOCOL_VERSION, name))
+            link.send(Hello(messages.PROTOCOL_VERSION, name))
             first = await self._next(link)
             if not isinstance(first, messages.Beat):
                 raise PeerLostError(

@@ -153,10 +153,7 @@ class PromptRoom:
 
 @asynccontextmanager
 async def computed_prefix(server: AsyncEngine, tokens: list[int], salt: bytes | None) -> AsyncIterator[None]:
-    """Compute a prefix of whole blocks; inside, it is pinned.
-
-    ValueError: it can never be computed. PrefixLostError: it was not, or no state was cached.
-    """
+    """Compute a prefix of whole blocks, pinned inside; ValueError or PrefixLostError where that fails."""
     pins: list[PinnedPrefix] = []  # only the engine's thread touches it
 
     def unpin(engine: DynamicInferenceEngine) -> None:

@@ -1,15 +1,13 @@
 """Changes of a replica's resumable states, as messages; docs/fleet.md describes their bytes."""
 
-import msgspec
+from msgspec import Struct
 
 from ...validation import INT64_MAX, shown
 
 _LARGEST = (1 << 64) - 1
 
 
-class StateEvents(
-    msgspec.Struct, frozen=True, array_like=True, tag="state-events-2", forbid_unknown_fields=True
-):
+class StateEvents(Struct, frozen=True, array_like=True, tag="state-events-2", forbid_unknown_fields=True):
     """The changes of a replica's resumable states since its previous message.
 
     Example: StateEvents("r0", epoch=7, sequence=3, inserted=(5, 9), removed=(4,)): r0 can now resume after

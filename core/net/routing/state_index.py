@@ -61,10 +61,7 @@ class StateIndex:
             del self._replicas[replica]
 
     def deepest(self, keys: Sequence[int]) -> dict[str, int]:
-        """Replica -> the number of blocks after which it can resume, the deepest first; O(blocks).
-
-        With states of "a" after block 2 and of "b" after blocks 1 and 3, four blocks give {"b": 3, "a": 2}.
-        """
+        """Replica -> blocks after which it can resume, the deepest first, as {"b": 3, "a": 2}; O(blocks)."""
         found: dict[str, int] = {}
         for depth in range(len(keys), 0, -1):
             for replica in self._holders.get(keys[depth - 1], ()):

@@ -163,9 +163,7 @@ def _result[T](attempt: Attempt[T], directory: object) -> T:
     """This rank's value; where a rank failed, raises as `save_prefixes` says."""
     if isinstance(attempt.error, ValueError):  # this rank's own argument is wrong
         raise attempt.error
-    return attempt.result(
-        lambda reason: OSError(f"prefixes could not be saved in {str(directory)!r}: {reason}")
-    )
+    return attempt.result(lambda why: OSError(f"prefixes could not be saved in {str(directory)!r}: {why}"))
 
 
 def load_prefixes(engine: DynamicInferenceEngine, directory: str | os.PathLike[str]) -> ImportReport:

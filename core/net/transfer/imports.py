@@ -96,17 +96,7 @@ def import_prefixes(engine: DynamicInferenceEngine, pieces: Piece | Sequence[Pie
 
 
 def import_received(access: CacheAccess, receive: Callable[[], Incoming]) -> ImportReport:
-    """Import prefixes once every rank of the replica has received them; then each rank fills its pools.
-
-    `receive` checks the caller's arguments, with a ValueError that is no TransferError, and receives.
-
-    Raises, on every rank alike and with nothing imported:
-        ValueError: an argument is wrong on any rank; a rank with a wrong argument raises its own error.
-        TransferError: a rank received nothing, or other prefixes than another rank.
-        CopyError: a rank could not fill its part. Hits may be lost.
-
-    Any other error means that this replica itself failed, for instance lost a rank. Ranks may then differ.
-    """
+    """Import what all ranks have received, or raise on all: ValueError, TransferError or CopyError."""
 
     def work(notes: Notes) -> Incoming:
         try:

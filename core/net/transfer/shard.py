@@ -78,11 +78,7 @@ class PrefixShard:
 
 
 def join(pieces: Sequence[PrefixShard], shard: Shard) -> PrefixShard:
-    """Put the part `shard` together from pieces of one export, which may overlap and hold more.
-
-    The result's tensors are new, unless one piece is of exactly this shard. TransferError: the pieces lack
-    something of `shard`, or hold different prefixes; two exports of the same prefixes are not distinguished.
-    """
+    """Put the part `shard` together from pieces of one export; TransferError where they lack something."""
     if not pieces:
         raise TransferError("pieces is empty; accepted: at least one part of an export")
     first = pieces[0]
@@ -107,14 +103,8 @@ def join(pieces: Sequence[PrefixShard], shard: Shard) -> PrefixShard:
 
 
 def sources_for(holders: Sequence[Shard], shard: Shard) -> dict[int, dict[str, TensorPart]]:
-    """Index into `holders` -> the part to read from this holder, so that the parts together are `shard`.
-
-    What several holders hold comes from the first of them; only where two overlap in part may something come
-    twice. Holders of nothing that is needed are left out. TransferError: all together lack something.
-    """
-    lacking = {
-        name: np.zeros((part.layers.total, part.units.total), dtype=bool) for name, part in shard.items()
-    }
+    """Index of a holder -> the part to read from it, so that all are `shard`; else a TransferError."""
+    lacking = {name: np.zeros((part.layers.total, part.units.total), bool) for name, part in shard.items()}
     for name, part in shard.items():
         lacking[name][part.slices] = True
     sources = {}

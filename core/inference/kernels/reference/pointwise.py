@@ -48,13 +48,11 @@ def qk_norm_rotary(
     Dimension i is paired with i + R / 2, for i below R / 2 (arXiv 2104.09864, in the order of transformers).
     """
     weighted = (query, query_weight), (key, key_weight)
-    query, key = (_norm_rotary(x, cos, sin, weight, eps, offset) for x, weight in weighted)
+    query, key = (_rotated(x, cos, sin, weight, eps, offset) for x, weight in weighted)
     return query, key
 
 
-def _norm_rotary(
-    x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, offset: float
-) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
     dtype, rotary = compute_dtype(x.dtype), cos.shape[-1]
     wide = x.to(dtype)
     if weight is not None:
