@@ -147,7 +147,8 @@ class HybridConfig:
             raise ValueError(
                 f"pattern is {self.pattern!r}; accepted: at least one layer for each of {stages} stages"
             )
-        return ModelShard(self.layers_of("*", groups), self.part_of("num_kv_heads", groups))
+        layers, kv_heads = self.layers_of("*", groups), self.part_of("num_kv_heads", groups)
+        return ModelShard(attention_layers=layers, kv_heads=kv_heads)
 
     def layers_of(self, kind: str, groups: ParallelGroups) -> Part:
         """The layers of this letter that this rank holds, of all such layers."""
