@@ -435,6 +435,36 @@ def test_a_closed_engine_makes_no_calls() -> None:
         engine.add_request(PROMPTS[0])
 
 
+def close(engine: ms.DynamicInferenceEngine) -> None:
+    if isinstance(engine, msd.LeadingEngine):
+        engine.close()
+
+
+@on_leader
+def test_an_engine_is_not_closed_from_inside_its_own_call() -> None:
+    refused: list[RuntimeError] = []
+
+    class Closing:
+        def step_begun(self, *arguments: object) -> None:
+            with pytest.raises(RuntimeError, match="close is called from inside a call") as error:
+                close(engine)
+            refused.append(error.value)
+
+        def step_ended(self, *arguments: object) -> None:
+            pass
+
+    engine = small_engine()
+    engine.context.observers.append(Closing())
+    results = engine.generate(PROMPTS[:1], EIGHT)
+    assert refused
+    assert results[0].tokens == answer(tuple(PROMPTS[0]))[0][:8]
+    engine.context.observers.clear()
+    assert isinstance(engine, msd.LeadingEngine)
+    with pytest.raises(RuntimeError, match="close is called from inside a call"):
+        engine.call_on_all(close)
+    assert engine.generate(PROMPTS[:1], EIGHT)[0].tokens == results[0].tokens
+
+
 @on_leader
 def test_no_second_engine_is_built_over_groups_that_another_thread_uses() -> None:
     engine = small_engine()

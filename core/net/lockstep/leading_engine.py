@@ -273,7 +273,7 @@ class LeadingEngine(DynamicInferenceEngine):
         followers = self._open_followers
         followers.send(run)
         error: Exception | None = None
-        self._runs_on_all = True
+        self._runs_on_all, self._calling = True, threading.get_ident()
         try:
             with on_device_of(self.context.spec.device):
                 value = function()
@@ -283,7 +283,7 @@ class LeadingEngine(DynamicInferenceEngine):
             self._break(raised)
             raise
         finally:
-            self._runs_on_all = False
+            self._runs_on_all, self._calling = False, None
             followers.note_own(Outcome.of(error, self.core.broken_by is not None))
         followers.await_answers(math.inf)
         differences = followers.differences()
@@ -320,7 +320,12 @@ class LeadingEngine(DynamicInferenceEngine):
         """End the calls: `follow` returns on all other ranks. A second call does nothing.
 
         Waits for a call under way, 10 s at most. Requests that have not ended stay where they are, unserved.
+
+        Raises:
+            RuntimeError: a call of this engine calls it, for which it would wait in vain; nothing is closed.
         """
+        if self._calling == threading.get_ident():
+            raise RuntimeError("close is called from inside a call of the engine; call it afterwards")
         self._finalizer()
 
     def __enter__(self) -> Self:

@@ -193,7 +193,7 @@ def test_a_worker_survives_what_connects(place: Place, greets: bool, monkeypatch
 def test_a_worker_of_another_protocol_is_a_miss_that_says_so(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill_client, "PROTOCOL_VERSION", 7)
+    monkeypatch.setattr(prefill_client.messages, "PROTOCOL_VERSION", 7)
 
     async def body() -> None:
         async with place.worker(engine_of()), place.server(engine_of(), connects=False) as server:
