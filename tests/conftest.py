@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 from oracle import fresh_process
 from oracle.budget import mark_long
-from oracle.interpreter import accept_masks_of_any_integer, prepare_launches_once
+from oracle.interpreter import accept_masks_of_any_integer, add_products_in_order, prepare_launches_once
 from oracle.model_kinds import KINDS, kind_of_model
 
 if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and (gpus := os.environ.get("CUDA_VISIBLE_DEVICES")):
@@ -23,6 +23,7 @@ if not torch.cuda.is_available():  # read by triton, and by megatron-core's kern
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["MAMBA_DETERMINISTIC"] = "1"  # one autotuning configuration: nothing is timed
     accept_masks_of_any_integer()
+    add_products_in_order()
     prepare_launches_once()
 
 # torch's TCPStore looks up names: at each connection a name server that does not answer costs 1 s, not 5 s.

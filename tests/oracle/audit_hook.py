@@ -1,4 +1,4 @@
-"""Imports filelock without its audit hook, which would take a tenth of the tests' time.
+"""Imports filelock without its audit hook, which would take a fiftieth of the tests' time.
 
 Python calls such a hook at each `id`, import and open of a process. filelock's refuses forks while another
 thread opens or closes a lock: no process of the tests does both.

@@ -27,6 +27,28 @@ def accept_masks_of_any_integer() -> None:
         setattr(InterpreterBuilder, name, with_bool_mask(getattr(InterpreterBuilder, name), place))
 
 
+def add_products_in_order() -> None:
+    """Let a product of float32 have the bits of tensor cores' order: 16 terms at once, then the next.
+
+    OpenBLAS has an order for each size, layout and processor, so that slices of a product had other bits than
+    the whole. Sums of 16 are rounded once, from float64.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    multiply = InterpreterBuilder.create_dot
+
+    def create_dot(builder: Any, a: Any, b: Any, d: Any, *rules: Any) -> Any:
+        if d.data.dtype != np.float32 or a.data.dtype.kind != "f" or a.dtype.primitive_bitwidth == 8:
+            return multiply(builder, a, b, d, *rules)
+        sums, left, right = d.data, a.data.astype(np.float64), b.data.astype(np.float64)
+        for first in range(0, left.shape[-1], 16):
+            terms = slice(first, first + 16)
+            sums = sums + (left[..., terms] @ right[..., terms, :]).astype(np.float32)
+        return TensorHandle(sums, d.dtype.scalar)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
 def prepare_launches_once() -> None:
     """Spare launches what they have in common: it spares three quarters of the time of a test of kernels.
 
