@@ -120,7 +120,7 @@ class Traffic:
             self.texts.append((self.texts[0][:20] + result.tokens)[:70])
 
 
-@pytest.mark.sampled(mode=("in place", "ahead"), pools=3)
+@pytest.mark.sampled(mode=("in place", "ahead"), pools=2)
 @pytest.mark.usefixtures("kind")
 @every_split
 @pytest.mark.parametrize("mode", ["plain", "mixed", "in place", "ahead"])
