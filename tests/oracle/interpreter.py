@@ -28,10 +28,10 @@ def accept_masks_of_any_integer() -> None:
 
 
 def add_products_in_order() -> None:
-    """Let a product of float32 have the bits of tensor cores' order: 16 terms at once, then the next.
+    """Add products of float32 in one order: 16 terms, the depth of a tensor core's instruction, then more.
 
     OpenBLAS has an order for each size, layout and processor, so that slices of a product had other bits than
-    the whole. Sums of 16 are rounded once, from float64.
+    the whole. Sums of 16 are rounded once, from float64; how a GPU rounds inside of 16 is not modelled.
     """
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
