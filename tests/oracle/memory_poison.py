@@ -123,9 +123,9 @@ class MemoryPoison:
                 for position in range(max(0, first), stop) if allocation.decoding else ():
                     free[allocation.row, position % length] = False
             if entry.name == "delta_inverse":
-                unused = inputs[0, 0, 0].numel() - chunk * (chunk + 16) // 2  # where another grid is larger
-                rows = functional.pad(free[:, _rows_of_inverse(chunk)], (0, unused), value=True)
-                rows = rows.view(1, -1, 1, *inputs.shape[3:])
+                rows = free[:, _rows_of_inverse(chunk)].repeat(1, inputs.shape[2])  # kernels pack heads
+                unused = inputs[0, 0].numel() - rows.shape[1]  # at the end, where the grid is coarser
+                rows = functional.pad(rows, (0, unused), value=True).view(1, -1, *inputs.shape[2:])
                 inputs.masked_fill_(_sent(rows, inputs.device), float("nan"))
                 continue
             shape = [1] * inputs.dim()

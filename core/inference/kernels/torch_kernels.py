@@ -61,7 +61,7 @@ class KernelSet:
         new_v, new_v_inputs, inverses: for 16-bit tokens on a GPU, else None. [tokens, Hv, Dv] what each token
             adds to the value of its key; [pages, tokens, Hv, Dv]; [requests, Hv, (chunk_size + 16) // 2,
             chunk_size] float32, the inverses of the chunks' triangular systems in blocks of 16 x 16 on and
-            below the diagonal
+            below the diagonal; of a larger row, the first numbers, without gaps between heads
 
     Example: `kernel_set(torch.device("cpu"), torch.bfloat16).rms_norm(x, weight, 1e-5)` with x [7, 512] and
     weight [512] computes in float32 and returns bfloat16 [7, 512].

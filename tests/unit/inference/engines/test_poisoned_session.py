@@ -129,6 +129,7 @@ def test_a_planted_read_shows_with_poison(plant: str, device: str, monkeypatch: 
 TRITON_MODES: dict[str, dict[str, Any]] = {
     "": {},
     "replay": {"decode_by_replay": True},
+    "replay of float16": {"decode_by_replay": True},
     "drafts": {"num_speculative_tokens": 3, "make_drafter": lambda: ms.NgramDrafter(1, 1)},
     "encoded": {"durable_state_dtype": "int8"},
     "ahead": {"async_scheduling": True},
@@ -145,10 +146,13 @@ def test_the_kernels_of_a_gpu_read_nothing_either(mode: str, monkeypatch: pytest
 
     monkeypatch.setattr(hybrid_lm, "kernel_set", lambda device, dtype: GpuKernelSet)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())  # which fla-core's stages enter
-    model = ms.models.HybridLM(small_config(16, torch.float32), seed=3)
+    replays_halves = mode == "replay of float16"  # the interpreter's products of bfloat16 are not numbers
+    small = ms.models.HybridLM(small_config(16, torch.float32), seed=3)
+    model = tiny_model(torch.float16) if replays_halves else small  # grids of 16 and 32 tokens, or of 16
+    settings = {"model": model, "block_size_tokens": 32 if replays_halves else 16}
 
     def answers() -> list[list[int]]:
-        engine = small_engine(model=model, block_size_tokens=16, **TRITON_MODES[mode])
+        engine = small_engine(**settings | TRITON_MODES[mode])
         params = ms.SamplingParams(max_tokens=3)
         prompts = [PROMPTS[0], PROMPTS[2]]
         return [result.tokens for _ in range(2) for result in engine.generate(prompts, params)]
