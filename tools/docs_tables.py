@@ -87,7 +87,7 @@ def gpu() -> str:
 
 
 def bits_cost() -> str:
-    models = results("bits_h100")["models"]
+    models = {name: model for name, model in results("bits_h200")["models"].items() if "costs" in model}
     ratios = {
         name: {cost["what"]: cost["ratio"] for cost in model["costs"]} for name, model in models.items()
     }
@@ -99,7 +99,7 @@ def bits_cost() -> str:
         ]
         for work in works
     ]
-    return markdown(["time with the setting, one H100", *models], rows)
+    return markdown(["time with the setting, one H200", *models], rows)
 
 
 def hand_over() -> str:
