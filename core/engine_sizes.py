@@ -1,4 +1,4 @@
-"""The sizes of an engine that nobody gives: by its model, the device and the memory that is there."""
+"""The sizes of an engine that are not given: by its model, the device and the memory that is there."""
 
 import logging
 from collections.abc import Iterator
@@ -68,12 +68,12 @@ def largest_fitting_config(
     if not pools_are_given and total_gb is None:
         total_gb = available_gb(spec.device)
     settings.setdefault("num_cuda_graphs", CUDA_GRAPHS if kind == "cuda" else None)
-    steps = settings.pop("max_tokens_per_step", None)
+    step_tokens = settings.pop("max_tokens_per_step", None)
 
     def config(rows: int, length: int, gb: float | None) -> InferenceConfig:
         return InferenceConfig(
             block_size_tokens=block, max_requests=rows, max_sequence_length=length, total_gb=gb,
-            max_tokens_per_step=max(2048, rows, block) if steps is None else steps, **settings,
+            max_tokens_per_step=max(2048, rows, block) if step_tokens is None else step_tokens, **settings,
         )  # fmt: skip
 
     rows = MAX_REQUESTS[kind] if max_requests is None else max_requests

@@ -1,4 +1,4 @@
-"""A small process for each process of the fleet, which kills it where it stands still.
+"""A small process for each process of the fleet, which kills it where it is stopped.
 
 SIGKILL reaches a stopped process. Ray's own end of an actor is a call that a stopped process does not answer:
 Ray takes it for dead, while it keeps its memory, and its share of the CPUs and GPUs.

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..cache_stats import CacheStats, EngineStats
-from ..inference.contexts.cache.pool_stats import ComputeReason
+from ..inference.contexts.cache.pool_stats import STATE_EVICTIONS, ComputeReason
 from ..inference.contexts.pool_sizes import GIGABYTE
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 
@@ -98,7 +98,7 @@ class MissWatch:
         states = differences(now.states_removed_by_cause, before.states_removed_by_cause)
         blocks = differences(now.kv_blocks_removed_by_cause, before.kv_blocks_removed_by_cause)
         num_refused = max(0, now.num_states_refused - before.num_states_refused)
-        num_states = max(1, states["new_state"] + states["live_state"] + num_refused)
+        num_states = max(1, sum(states[cause] for cause in STATE_EVICTIONS) + num_refused)
         num_blocks = max(1, blocks["new_block"])
         advice: dict[tuple[ComputeReason, ...], str] = {
             ("state_evicted", "capacity"): f"raise num_mamba_slots by up to {num_states}, or total_gb by "

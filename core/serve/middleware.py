@@ -153,7 +153,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _bearer(headers: _Headers) -> bytes:
-    """The key in the headers; b"", which is nobody's, where there is none or more than one."""
+    """The key in the headers; b"", which is no tenant's, where there is none or more than one."""
     values = [value for name, value in headers if name == b"authorization"]
     scheme, _, key = values[0].strip().partition(b" ") if len(values) == 1 else (b"", b"", b"")
     return key.strip() if scheme.lower() == b"bearer" else b""

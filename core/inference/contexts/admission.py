@@ -130,7 +130,7 @@ class Admission:
                 continue
             allocation = request.allocation
             assert allocation is not None, "a row is taken by a request that holds nothing"
-            assert allocation.row == row, "a request sits in another row"
+            assert allocation.row == row, "a request has another row"
             assert len(allocation.live_slots) == self._slots_per_row, "a row has too few live slots"
             self.page_table.check_integrity(allocation)
             if not self._one_pool:

@@ -69,7 +69,7 @@ class LeadingEngine(DynamicInferenceEngine):
             model, config, drafter, seed: as for `DynamicInferenceEngine`; the same on all ranks.
             timeout_s: how long another rank may take to follow, and to end a call after this rank, in
                 seconds. It bounds a rank that hangs while its process runs. Whatever it is, a process that
-                has ended is noticed within 1 s, and one that stands still or is cut off within 13 s: 2.5 s at
+                has ended is noticed within 1 s, and one that is stopped or cut off within 13 s: 2.5 s at
                 most until its silence begins, 10 s of silence, 0.5 s until the ranks look.
 
         Raises:

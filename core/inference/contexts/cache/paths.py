@@ -95,7 +95,8 @@ def updated_match(
     max_resume_tokens: int | None, known: PrefixMatch | None,
 ) -> PrefixMatch:  # fmt: skip
     """See `PrefixCache.match`; `num_held` of `path_blocks` are registered, states within do not count."""
-    # What stands of `known` is not looked up again: only leaves are removed, and what came back is newer.
+    # The blocks of `known` that are still there are not looked up again: only leaves are removed, and a block
+    # that was removed and came back is newer.
     ghosts, keys, size = tree.ghosts, chain.keys, chain.block_size_tokens
     blocks, num_seen, whole = tuple(path_blocks[:num_held]), 0, num_tokens // size
     if known is not None and _is_prefix_of(known.basis, chain, num_tokens, num_held, max_resume_tokens):
@@ -336,7 +337,7 @@ def reserve_states[S: PathStep](
 def planned_state(step: PathStep, boundary: Boundary, key: int) -> PlannedState:
     keys, depth = step.path.chain.keys, boundary.position // step.path.chain.block_size_tokens
     keys = keys if step.knows(boundary) else [*keys[: depth - 1], key]
-    return keys, depth, boundary.kind, step.path.policy_ticket
+    return PlannedState(keys, depth, boundary.kind, step.path.policy_ticket)
 
 
 def _is_inner(step: PathStep, boundary: Boundary) -> bool:

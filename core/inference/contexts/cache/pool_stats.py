@@ -55,8 +55,10 @@ COMPUTE_REASONS: tuple[ComputeReason, ...] = get_args(ComputeReason)
 """All values of `ComputeReason`, whose documentation explains each."""
 STATE_REMOVAL_CAUSES: tuple[StateRemovalCause, ...] = get_args(StateRemovalCause)
 KV_REMOVAL_CAUSES: tuple[KVRemovalCause, ...] = get_args(KVRemovalCause)
-EVICTIONS = frozenset({"new_state", "live_state", "kv_evicted", "new_block"})
-"""The causes that are want of memory: the prefix may still be asked for."""
+STATE_EVICTIONS: frozenset[StateRemovalCause] = frozenset({"new_state", "live_state"})
+"""Another state needed the slot."""
+EVICTIONS = STATE_EVICTIONS | {"kv_evicted", "new_block"}
+"""The causes that are want of memory, of states or KV: the prefix may still be asked for."""
 
 AGE_BOUNDS_S = (0.1, 1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 """Upper bounds of the classes in which ages are counted; a last class has none."""

@@ -9,6 +9,7 @@ from .hashing import GhostList
 from .pool_stats import (
     EVICTIONS,
     KV_REMOVAL_CAUSES,
+    STATE_EVICTIONS,
     STATE_REMOVAL_CAUSES,
     KVRemovalCause,
     StateRemovalCause,
@@ -365,7 +366,7 @@ class PrefixTree:
             removed = [block for block in blocks if block in slot_of_block]
             slots = [slot_of_block[block] for block in removed]
         keys = [key for slot in slots if (key := key_of_slot[slot])]
-        if cause in ("new_state", "live_state"):
+        if cause in STATE_EVICTIONS:
             self.ghosts.add_all(keys, "state")
         self.note_changes(keys)
         for key in keys:  # the key goes first, because it is what makes a state findable
@@ -377,7 +378,7 @@ class PrefixTree:
         if slots and cause in EVICTIONS:
             last_used_ns = self._last_used_ns
             turnover.note_ages(max(self._latest_ns, now_ns), [last_used_ns[slot] for slot in slots])
-            turnover.num_unused += len(slots) - len(self.used and self.used.intersection(slots))
+            turnover.num_unused += sum(slot not in self.used for slot in slots)
         if self.used:
             self.used.difference_update(slots)
         if removed:

@@ -2,18 +2,29 @@
 
 import time
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from ....errors import MambaSlotCapacityError
 from .eviction import LRUEviction, PolicyChoice
 from .free_lists import DirtyEntries
 from .memory import MemoryUnits
-from .pool_stats import EVICTIONS, Clock, SlotCounts, StateRemovalCause
+from .pool_stats import EVICTIONS, STATE_EVICTIONS, Clock, SlotCounts, StateRemovalCause
 from .prefix_tree import PrefixTree
 from .tier import HostTier
 from .value_eviction import ValueEviction
 
-PlannedState = tuple[Sequence[int], int, str, int]
-"""A state that a step will store: the arguments of `EvictionPolicy.insert_planned`."""
+
+class PlannedState(NamedTuple):
+    """A state that a step will store: the arguments of `EvictionPolicy.insert_planned`."""
+
+    keys: Sequence[int]
+    depth: int
+    kind: str
+    request: int
+
+    @property
+    def key(self) -> int:
+        return self.keys[self.depth - 1]
 
 
 class StateSlots:
@@ -69,7 +80,7 @@ class StateSlots:
             reserved=len(self.reserved),
             committed=len(self.tree.slot_of_block),
             committed_total=turnover.num_entered,
-            evicted_total=turnover.by_cause["new_state"] + turnover.by_cause["live_state"],
+            evicted_total=sum(turnover.by_cause[cause] for cause in STATE_EVICTIONS),
             live=len(self.live),
         )
 
@@ -88,12 +99,15 @@ class StateSlots:
     # ---- reservations
 
     def plan_states(self, planned: Sequence[PlannedState], unknown: Iterable[int] = ()) -> list[int]:
-        """Plan these states, evict what is worth less; the hashes that got a slot. `unknown`: of none."""
+        """Plan these states, evict what is worth less; returns the hashes that got a slot.
+
+        `unknown` are hashes that stand for states whose last token is not sampled yet.
+        """
         policy = self.policy
         self._unknown.update(unknown)
         for state in planned:
             policy.insert_planned(*state)
-        wanted = dict.fromkeys(keys[depth - 1] for keys, depth, _, _ in planned)
+        wanted = dict.fromkeys(state.key for state in planned)
         while len(wanted) > len(self.free_slots):
             slot, key = policy.least_valuable(lambda slot: slot not in self.pins, wanted)
             if slot >= 0:
@@ -107,11 +121,10 @@ class StateSlots:
 
     def note_refused(self, state: PlannedState) -> None:
         """Remember the demand for a state that got no slot while its token was unknown."""
-        keys, depth, _, _ = state
-        if keys[depth - 1] not in self._planned.values():
+        if state.key not in self._planned.values():
             self.policy.insert_planned(*state)
-            self.policy.remove_planned(keys[depth - 1])
-            self.tree.note_refused([keys[depth - 1]])
+            self.policy.remove_planned(state.key)
+            self.tree.note_refused([state.key])
 
     def reserve_slots(self, block_ids: Sequence[int], keys: Sequence[int] = ()) -> list[int]:
         """Allocate one slot for each block's state; may evict. `keys`: the hashes from `plan_states`."""
@@ -147,8 +160,8 @@ class StateSlots:
                 self.register([block], [slot], [key])
             else:
                 self._add_free([slot])
-            if planned >= 0:  # does nothing where the state is there now
-                self.policy.remove_planned(planned)
+                if planned >= 0:
+                    self.policy.remove_planned(planned)
             results.append(-1 if gone else self.tree.slot_of(block))
         return results
 
@@ -225,9 +238,10 @@ class StateSlots:
     def allocate_live(
         self, num_slots: int, resume_slot: int = -1, evict_last: Iterable[int] = ()
     ) -> list[int]:
-        """Allocate slots for a running request; evicts unpinned states, `evict_last` last, from their end.
+        """Allocate slots for a running request; evicts unpinned states, those in the slots `evict_last` last.
 
-        Where only the state in `resume_slot` could be evicted for the last slot, the request takes the slot.
+        Of these, the last ones go first. Where only the state in `resume_slot` could be evicted for the last
+        slot, the request takes the slot.
         """
         room, pins = self.num_available - num_slots, self.pins
         unpinned = (

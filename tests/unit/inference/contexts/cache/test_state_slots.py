@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from mambaslots.inference.contexts.cache.eviction import LRUEviction
 from mambaslots.inference.contexts.cache.state_slots import PlannedState, StateSlots
 from oracle.kv_index import eviction_order, host_tree
 
@@ -159,7 +160,7 @@ def test_a_slot_that_is_lost_or_in_two_hands_is_found() -> None:
 
 
 def planned(*keys: int) -> list[PlannedState]:
-    return [([key], 1, "tail", -1) for key in keys]
+    return [PlannedState([key], 1, "tail", -1) for key in keys]
 
 
 def held(slots: StateSlots, num_free: int, num_evictable: int) -> StateSlots:
@@ -187,3 +188,19 @@ def test_slots_are_given_to_the_worthiest_and_free_ones_are_left_for_guesses(
     assert slots.plan_states(planned(*certain)) == chosen
     assert len(slots.free_slots) == len(chosen) + free
     assert len(slots.tree.slot_of_block) == evictable
+
+
+def test_a_policy_removes_from_its_plans_what_was_not_stored_alone() -> None:
+    removed: list[int | None] = []
+
+    class Policy(LRUEviction):
+        def remove_planned(self, key: int | None) -> None:
+            removed.append(key)
+
+    slots = StateSlots(2, Policy, host_tree())
+    key = slots.tree.key_of(0)
+    for number in (0, 1):  # the second state has a twin by the time it is written
+        assert slots.plan_states(planned(key)) == [key]
+        slots.commit_slots(slots.reserve_slots([0], [key]))
+        assert removed == [key] * number
+    slots.check_integrity()
