@@ -193,6 +193,19 @@ class HostSlotAllocator(MambaSlotAllocator):
         """Let the context's record have the counts of now; it outlives the context."""
         self._record.slots, self._record.dropped = self.slots.counts, self.num_dropped
 
+    def _collect_commit_data(self) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+        """The written states as the host's own method returns them, which its tests replace."""
+        states = super()._written_states()
+        num_inner = sum(state.in_scratch for state in states)  # those come first
+        blocks, sources = [state.block for state in states], [state.source for state in states]
+        inner, ends = (blocks[:num_inner], sources[:num_inner]), (blocks[num_inner:], sources[num_inner:])
+        return *inner, *ends, [state.key for state in states]
+
+    def _written_states(self) -> list[WrittenState]:
+        inner, scratch_rows, ends, rows, keys = self._collect_commit_data()
+        places = enumerate(zip(inner + ends, scratch_rows + rows, keys, strict=True))
+        return [WrittenState(*written, in_scratch=place < len(inner)) for place, written in places]
+
     def _commit(self, states: list[WrittenState]) -> None:
         reached = self.answers.reached() if self.answers is not None else {}
         blocks = {state.block for state in states}

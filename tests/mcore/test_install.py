@@ -226,10 +226,9 @@ def interface(slots: Any) -> dict[str, Any]:
 
 
 def test_our_allocator_has_all_that_the_hosts_classes_and_tests_read_of_its_own() -> None:
-    """But what only the stock allocator itself calls: evictions, its lists of slots, copies, a commit."""
+    """But what only the stock allocator itself calls: evictions, its lists of slots, copies to the GPU."""
     stock = interface(make_context().mamba_slot_allocator)
     own = {
-        "_clear_intermediate_state", "_collect_commit_data", "_copy_intermediate_to_cache",
         "_evict_lru_slots_batch", "_intermediate_counts_gpu", "_intermediate_offsets_gpu",
         "_invalidate_blocks_batch", "free_slots", "transfer_intermediate_to_gpu",
     } | ({"_evictable_block_ids"} if SERIES == "0.20" else set())  # fmt: skip

@@ -174,9 +174,8 @@ class DynamicInferenceContext:
         """Register KV, commit states and advance requests, once the forward is launched. No synchronisation.
 
         `num_accepted`, for a request with drafts: how many of its tokens are right; the call appends them.
-        `is_valid`: whether a request's logits are finite, asked where its step makes something findable, of
-        which nothing is kept if they are not. `commits_later`: what depends on logits or sampled tokens waits
-        for `commit_steps`.
+        `is_valid`: whether a request's logits are finite; if not, nothing of its step becomes findable.
+        `commits_later`: what depends on logits or sampled tokens waits for `commit_steps`.
         """
         if is_valid is not None and not commits_later:
             self._remove_invalid(is_valid)

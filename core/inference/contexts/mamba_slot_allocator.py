@@ -456,8 +456,7 @@ class MambaSlotAllocator:
         try:
             self._commit(self._written_states())
         finally:
-            self._clear_rows(self._prefill_rows())
-            self._has_intermediates = False
+            self._clear_intermediate_state()
 
     def _commit(self, states: list[WrittenState]) -> None:
         """Copy and commit the states, those in scratch first, as far as slots go."""
@@ -472,7 +471,7 @@ class MambaSlotAllocator:
         num_in_scratch = sum(state.in_scratch for state in chosen)
         taken = self.slots.allocate(blocks)
         try:
-            copy_states(self._scratch, sources[:num_in_scratch], self._durable, taken[:num_in_scratch])
+            self._copy_intermediate_to_cache(sources[:num_in_scratch], taken[:num_in_scratch])
             self.store_from_live_batch(taken[num_in_scratch:], sources[num_in_scratch:])
         except BaseException:
             self.slots.remove(blocks)
@@ -503,6 +502,13 @@ class MambaSlotAllocator:
             if findable and block not in reserved and block not in tree.slot_of_block:
                 found.setdefault(block, WrittenState(block, row, key, in_scratch))
         return list(found.values())
+
+    def _copy_intermediate_to_cache(self, src_offsets: list[int], slots: list[int]) -> None:
+        copy_states(self._scratch, src_offsets, self._durable, slots)
+
+    def _clear_intermediate_state(self) -> None:
+        self._clear_rows(self._prefill_rows())
+        self._has_intermediates = False
 
     def _clear_rows(self, rows: slice) -> None:
         self._offsets[rows], self._counts[rows] = 0, 0

@@ -1,5 +1,4 @@
 """One rank of a split model leads: it takes the calls of an engine, and the other ranks follow.
 
-leading_engine, follower     the two sides
-messages, rank_connections   what they send; how far each rank is, and which is lost
+leading_engine, follower, messages, rank_connections: the two sides, what they send, which rank is lost
 """

@@ -99,10 +99,7 @@ class StateSlots:
     # ---- reservations
 
     def plan_states(self, planned: Sequence[PlannedState], unknown: Iterable[int] = ()) -> list[int]:
-        """Plan these states, evict what is worth less; returns the hashes that got a slot.
-
-        `unknown` are hashes that stand for states whose last token is not sampled yet.
-        """
+        """Plan these states, evict what is worth less; the hashes with a slot. `unknown`: of later tokens."""
         policy = self.policy
         self._unknown.update(unknown)
         for state in planned:
