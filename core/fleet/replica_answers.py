@@ -64,7 +64,7 @@ class AnswerPart:
 async def answer_parts(
     engine: ServedEngine, request: EngineRequest, replica: str = ""
 ) -> AsyncGenerator[AnswerPart]:
-    """Serve a request and yield its answer; ReplicaLostError where the engine refuses, fails or is reset."""
+    """Serve a request and yield its answer; closing this cancels it. ReplicaLostError: engine failed."""
     try:
         stream = await engine.stream(
             request.prompt,

@@ -31,7 +31,8 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
     host = importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])
     state = _state_bytes(self)
     scratch = int(self.max_mamba_intermediate_states_per_step)
-    slots = own = max(0, min(INT32_MAX, int(mamba_gb * 2**30) // state - scratch)) if state else INT32_MAX
+    affordable = int(mamba_gb * 2**30) // state - scratch if state else INT32_MAX
+    slots = own = max(0, min(INT32_MAX, affordable))
     if host.get_pg_size(self.pipeline_parallel_group) > 1:
         fewest = torch.tensor(own, dtype=torch.int64, device=torch.cuda.current_device())
         torch.distributed.all_reduce(

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-_LONGEST = 400
+_MAX_LENGTH = 400
 """Characters of a message. Messages may quote values of the client, of any length."""
 _SHORT = reprlib.Repr(maxstring=60, maxlist=3, maxdict=3, maxlevel=2, maxlong=30, maxother=60)
 _TYPES = {
@@ -33,7 +33,7 @@ class RequestError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message if len(message) <= _LONGEST else message[: _LONGEST - 3] + "..."
+        self.message = message if len(message) <= _MAX_LENGTH else message[: _MAX_LENGTH - 3] + "..."
         self.param = param
         self.code = code
         self.headers = dict(headers or {})

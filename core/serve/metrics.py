@@ -36,7 +36,7 @@ def metrics_text(monitor: Monitor) -> tuple[bytes, str]:
 
 def connections_text(num_failed_accepts: int) -> bytes:
     """What a server that accepts connections itself adds to the metrics of its engine."""
-    row = FAILED_ACCEPTS.name, _text(FAILED_ACCEPTS), num_failed_accepts, ""
+    row = FAILED_ACCEPTS.name, _help(FAILED_ACCEPTS), num_failed_accepts, ""
     return text_of(families(CounterMetricFamily, [row]))[0]
 
 
@@ -49,16 +49,16 @@ def monitor_metrics(monitor: Monitor) -> Iterator[Metric]:
         {"version": VERSION, "model": monitor.model_name},
     )
     for kind, table in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
-        yield from families(kind, ((one.name, _text(one), one.value(figures), one.label) for one in table))
+        yield from families(kind, ((one.name, _help(one), one.value(figures), one.label) for one in table))
     for figure in DURATIONS:
         duration: Latency = figure.value(figures)
         bounds = [*map(str, duration.bounds), "+Inf"]
         buckets = list(zip(bounds, accumulate(duration.counts), strict=True))
         name = f"mambaslots_{figure.name}_seconds"
-        yield HistogramMetricFamily(name, _text(figure), buckets=buckets, sum_value=duration.sum)
+        yield HistogramMetricFamily(name, _help(figure), buckets=buckets, sum_value=duration.sum)
 
 
-def _text(figure: Figure) -> str:
+def _help(figure: Figure) -> str:
     return f"{figure.help[0].upper()}{figure.help[1:]}."
 
 

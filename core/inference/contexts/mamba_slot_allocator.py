@@ -131,10 +131,8 @@ class MambaSlotAllocator:
         self.num_dropped = 0
         rows = size_of(context, "max_requests")
         self._offsets, self._counts = np.zeros((rows, _MAX_OFFSETS), np.int32), np.zeros(rows, np.int32)
-        self._intermediate_blocks, self._end_blocks = (
-            np.full_like(self._offsets, -1),
-            np.full_like(self._counts, -1),
-        )
+        self._intermediate_blocks = np.full_like(self._offsets, -1)
+        self._end_blocks = np.full_like(self._counts, -1)
         with torch.inference_mode(False):  # others than inference tensors can be written anywhere
             self._intermediate_offsets_cpu = torch.from_numpy(self._offsets)  # numpy writes it faster
             self._intermediate_counts_cpu = torch.from_numpy(self._counts)

@@ -69,12 +69,12 @@ class StateFiles:
 
         ValueError for a file that is damaged.
         """
-        size, damaged = _HEAD.size + 4, ValueError(f"{self._name(file)} is damaged")
+        size, damaged = _HEAD.size + 4, f"{self._name(file)} is damaged"
         try:
             with open_regular(self._name(file)) as opened:
                 text = opened.read(size)
                 if len(text) < size or text[-4:] != _crc(text[:-4]):
-                    raise damaged
+                    raise ValueError(damaged)
                 magic, state_bytes, written, checksum, model = _HEAD.unpack(text[:-4])
                 if (magic, state_bytes, written, model) != (_MAGIC, self._state_bytes, serial, self._model):
                     return None
@@ -82,7 +82,7 @@ class StateFiles:
                 while done < state_bytes:
                     num_read = opened.readinto(room[done:])
                     if not num_read:
-                        raise damaged
+                        raise ValueError(damaged)
                     done += num_read
                 return int(checksum)
         except OSError:

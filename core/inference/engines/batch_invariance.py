@@ -126,7 +126,7 @@ class BatchInvariance:
 def decide(
     model: Model, spec: HybridStateSpec, config: InferenceConfig
 ) -> tuple[InferenceConfig, BatchInvariance | None, str]:
-    """`config` with `batch_invariant` decided, alike on all ranks; the mode, and why it is off."""
+    """`config` with `batch_invariant` decided by all ranks together; the mode; why it is off, or an error."""
     refusal, wanted = "", with_total_gb(replace(config, batch_invariant=True), spec.device)
     try:
         check_replays(spec, wanted)

@@ -186,9 +186,9 @@ class SampledStep:
             return self._tokens
         columns = self._results.read()
         invalid = {
-            request_id
-            for request_id, request in ((step.request.request_id, step.request) for step in self._scored)
-            if request.result is None and not all(map(math.isfinite, columns["largest", request_id]))
+            request.request_id
+            for request in (step.request for step in self._scored)
+            if request.result is None and not all(map(math.isfinite, columns["largest", request.request_id]))
         }
         drawn, largest = self._drawn_tokens(columns), columns.get("largest", [])
         all_finite = all(map(math.isfinite, largest))

@@ -184,12 +184,12 @@ class DisaggregatedEngine(AsyncEngine):
             return RemotePrefill(failure="the engine drains")
         try:
             async with asyncio.timeout(self._prefill_timeout_s):
-                one = await self._client.prefill(tokens[:whole], salt)
+                answer = await self._client.prefill(tokens[:whole], salt)
         except TimeoutError:
-            one = RemotePrefill(failure="the prefill worker did not answer in time")
-        missed = bool(one.failure)
-        self._count(remote=not missed, missed=missed, imported_tokens=one.imported.tokens, bytes=one.bytes)
-        return one
+            answer = RemotePrefill(failure="the prefill worker did not answer in time")
+        missed, num_imported = bool(answer.failure), answer.imported.tokens
+        self._count(remote=not missed, missed=missed, imported_tokens=num_imported, bytes=answer.bytes)
+        return answer
 
     async def _cached_tokens(self, tokens: list[int], salt: bytes | None) -> int:
         chain = PrefixHashChain(self._engine.config.block_size_tokens, self._engine.salt_key.root(salt))

@@ -238,7 +238,8 @@ class TransferChannel:
         timeout_s = _check_timeout(access.spec.groups, self._timeout_s if timeout_s is None else timeout_s)
         if self._session is None:
             kind = Source if self._side == "source" else Destination
-            self._session = kind(self._store, access.spec.device, self._engine.config.free_memory == "zero")
+            scrubs = self._engine.config.free_memory == "zero"
+            self._session = kind(self._store, access.spec.device, scrubs=scrubs)
         self._session.timeout_s, self._session.deadline = timeout_s, time.monotonic() + timeout_s
         return self._session
 

@@ -78,7 +78,7 @@ class PrefixShard:
 
 
 def join(pieces: Sequence[PrefixShard], shard: Shard) -> PrefixShard:
-    """Put the part `shard` together from pieces of one export; TransferError where they lack something."""
+    """The part `shard` of pieces of one export, in new tensors unless one is it; else a TransferError."""
     if not pieces:
         raise TransferError("pieces is empty; accepted: at least one part of an export")
     first = pieces[0]
@@ -103,7 +103,7 @@ def join(pieces: Sequence[PrefixShard], shard: Shard) -> PrefixShard:
 
 
 def sources_for(holders: Sequence[Shard], shard: Shard) -> dict[int, dict[str, TensorPart]]:
-    """Index of a holder -> the part to read from it, so that all are `shard`; else a TransferError."""
+    """Index of the first holder of each part of `shard` -> what to read of it; else a TransferError."""
     lacking = {name: np.zeros((part.layers.total, part.units.total), bool) for name, part in shard.items()}
     for name, part in shard.items():
         lacking[name][part.slices] = True
