@@ -8,6 +8,8 @@ torchrun these tests are not collected. On a machine with a GPU for each rank th
 `gpu`, and run on those, over nccl.
 """
 
+import faulthandler
+import gc
 import json
 import os
 import shutil
@@ -19,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from mambaslots.inference.engines.cuda_graphs import GraphRunner
 from oracle.distributed_world import TIMEOUT, World
 from oracle.model_kinds import KINDS, OF_TRANSFORMERS, PLAIN, SHAPES, kind_of_model
 
@@ -138,7 +141,12 @@ def world() -> Iterator[World]:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if ON_GPUS else "gloo", timeout=TIMEOUT)
     yield World(device)
+    gc.collect()
+    for runner in [one for one in gc.get_objects() if type(one) is GraphRunner]:
+        runner.clear_graphs()  # engines that were not closed; nccl ends no communicator that a graph captured
+    faulthandler.dump_traceback_later(60, exit=True)
     dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture

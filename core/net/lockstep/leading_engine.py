@@ -317,7 +317,7 @@ class LeadingEngine(DynamicInferenceEngine):
     # ---- the end
 
     def close(self) -> None:
-        """End the calls: `follow` returns on all other ranks. A second call does nothing.
+        """End the calls, and CUDA graphs: `follow` returns on all other ranks. A second call does nothing.
 
         Waits for a call under way, 10 s at most. Requests that have not ended stay where they are, unserved.
 
@@ -326,7 +326,10 @@ class LeadingEngine(DynamicInferenceEngine):
         """
         if self._calling == threading.get_ident():
             raise RuntimeError("close is called from inside a call of the engine; call it afterwards")
+        hangs = bool(self._followers and self._followers.lost)
         self._finalizer()
+        if not hangs and self._calling is None:
+            self.core.step_runner.clear_graphs()  # nccl ends no communicator that a graph has captured
 
     def __enter__(self) -> Self:
         return self
