@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import pytest
 from mambaslots.serve import ServerSettings, serve
 from mambaslots.serve.middleware import add_host_header_check
 from oracle.fresh_process import Begun
-from oracle.served import serving, small_config, tiny_loaded
+from oracle.served import Reply, serving, small_config, tiny_loaded
 from oracle.texts import blocks_of
 from starlette.applications import Starlette
 from starlette.responses import Response
@@ -260,14 +259,23 @@ def test_a_server_that_everybody_reaches_warns(
 @pytest.mark.parametrize("streams", [pytest.param(False, marks=pytest.mark.long), True])
 def test_what_runs_when_the_drain_is_over_is_cancelled(streams: bool) -> None:
     config = small_config(num_kv_blocks=64)
-    with serving(tiny_loaded(), config, drain_timeout_s=0.1) as served, ThreadPoolExecutor(1) as threads:
-        body = {"prompt": PROMPT, "max_tokens": 1900, "stream": streams}
-        reply = threads.submit(served.post, "/v1/completions", body)
+    with (
+        serving(tiny_loaded(), config, drain_timeout_s=0.1) as served,
+        closing(http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)) as client,
+    ):
+        sent = json.dumps({"prompt": PROMPT, "max_tokens": 1900, "stream": streams})
+        client.request("POST", "/v1/completions", sent, {"content-type": "application/json"})
+        if streams:  # the client has its first event before the drain begins
+            response = client.getresponse()
+            assert response.readline().startswith(b"data: ")
+            response.readline()
         core = served.app.state.engine._engine.core
         while not any(one.num_new for one in list(core.requests.values())):
             time.sleep(0.001)
         assert served.do(served.app.state.service.drain) is False
-        answer = reply.result()
+        if not streams:
+            response = client.getresponse()
+        answer = Reply(response.status, {}, response.read())
         error = answer.events[-1]["error"] if streams else answer.error
         assert error["code"] == "cancelled"
         assert answer.status == (200 if streams else 503)
