@@ -1,6 +1,7 @@
 import gc
 import logging
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -89,6 +90,8 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         fresh_process.start_warm()  # of a process in which no test has run
         if session.config.getoption("--forks", 0):
             fresh_process.start()
+            if bad_values := sys.modules.get("oracle.bad_values"):
+                bad_values.prepare()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from mambaslots.inference.contexts.request import RequestStep
 from mambaslots.inference.contexts.step_inputs import StepInputs
 from oracle.agreement import Agreement, DisagreementError
+from oracle.budget import is_quick
 from oracle.distributed_world import SPLITS, World, splits
 from oracle.drafters import MODES
 from oracle.serving import SEED, random_tokens, small_config, small_engine
@@ -44,8 +45,9 @@ def test_a_busy_cache_decides_alike_on_all_ranks(world: World, split: str, mode:
     engine = small_engine(model=world.model(split), **TIGHT, **MODES.get(mode, {}))  # type: ignore[arg-type]
     random, steps, asked, num_ghosts = np.random.default_rng(7), 0, [], 0
     with agreeing(world, engine) as agreement:
-        for turn in range(60):
-            if turn < 40 and random.random() < 0.6:
+        last = 40 // (1 + is_quick())
+        for turn in range(last + 20):
+            if turn < last and random.random() < 0.6:
                 prompt = (HEADS + FORKS)[random.integers(len(HEADS + FORKS))]
                 length = int(random.integers(1, 16))
                 temperature = random.choice([0.0, 0.8])
@@ -53,7 +55,7 @@ def test_a_busy_cache_decides_alike_on_all_ranks(world: World, split: str, mode:
                 asked.append(engine.add_request(prompt, params))
             if turn % 13 == 12 and asked[-1] in engine.core.requests:
                 engine.cancel(asked[-1])
-            if turn == 25:
+            if turn == last - 15:
                 engine.reset_prefix_cache()
             engine.step()
             engine.context.check_integrity()

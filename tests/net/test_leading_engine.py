@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from mambaslots.inference.engines import step_runner
 from mambaslots.net.lockstep import rank_connections
 from mambaslots.net.transfer.format import TransferError
-from oracle.budget import costly, is_quick
+from oracle.budget import dear, is_quick
 from oracle.distributed_world import World, splits
 from oracle.faults import InjectedError
 from oracle.led_ranks import begin, check_alike, compare_steps, fail_in, on_leader, present
@@ -170,7 +170,7 @@ calls = st.lists(
 
 
 @given(calls=calls, ahead=st.booleans())
-@settings(costly(), phases=[Phase.explicit, Phase.generate])
+@settings(dear(), phases=[Phase.explicit, Phase.generate])
 def _make_any_calls(calls: list[tuple[Any, Any]], ahead: bool) -> None:
     with pressed_engine(async_scheduling=ahead) as engine:
         compare_steps(engine)
@@ -408,7 +408,7 @@ ASYNC_CALLS = [name for name in traffic.CALLS if name != "preempts"]  # by a cha
     calls=st.lists(st.tuples(st.sampled_from(ASYNC_CALLS), st.integers(0, 60)), max_size=4),
     end=traffic.ends,
 )
-@settings(costly(), phases=[Phase.explicit, Phase.generate])
+@settings(dear(), phases=[Phase.explicit, Phase.generate])
 def _serve_any_traffic(sizes: dict[str, Any], visits: list[Any], calls: list[Any], end: str) -> None:
     with small_engine(**sizes) as engine:
         asyncio.run(traffic.Server(engine, []).run(visits, calls, end))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.inference.engines import cuda_graphs, step_runner
+from oracle.budget import is_quick
 from oracle.distributed_world import TIMEOUT, World, splits
 from oracle.drafters import MODES
 from oracle.recorded_graphs import fix_addresses
@@ -138,7 +139,7 @@ def test_random_traffic(world: World, split: str, pools: dict[str, object], mode
     settings = {"max_sequence_length": 112} | pools | MODES.get(mode, {})
     engines = engines_of(world, split, **settings)
     # Three slots keep few states: among a dozen requests, none may be asked for again.
-    requests = 30 if pools.get("num_mamba_slots") == 3 else 12
+    requests = (30 if pools.get("num_mamba_slots") == 3 else 12) // (1 + is_quick())
     Traffic(world, engines, seed=len(mode) + len(pools)).run(requests, arrivals=0.4)
     stats = world.gathered(engines[0].context.cache_stats())
     assert all(each == stats[0] for each in stats)

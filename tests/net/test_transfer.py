@@ -155,7 +155,10 @@ def test_files_from_any_split_to_any_other(world: World, folder: Path, source: S
         pytest.param(MIX, (2, 2), (4, 1), marks=[pytest.mark.ranks(4), pytest.mark.long]),
         *(
             pytest.param(
-                kind, (2, 1), (1, 1), marks=[pytest.mark.ranks(2), *[pytest.mark.long] * ("delta" in kind)]
+                kind,
+                (2, 1),
+                (1, 1),
+                marks=[pytest.mark.ranks(2), *[pytest.mark.long] * ("conv" not in kind)],
             )
             for kind in OF_TRANSFORMERS
         ),

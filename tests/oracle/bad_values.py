@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle.budget import costly, is_quick
+from oracle.budget import dear, is_quick
 
 INT32_MAX = 2**31 - 1
 UNPRINTABLE = 10**5000  # Python refuses to print an integer this long
@@ -246,8 +246,13 @@ def refuse_all(
             failure.add_note(f"bad value: {_shown(value)}")
             raise
     unchanged()
-    checked = settings(examples or costly(), database=None)
+    checked = settings(examples or dear(), database=None)
     checked(given(bad.more)(refused))()
+
+
+def prepare() -> None:
+    """Let hypothesis look through the strategies, 1.5 s of CPU time, before there are forks."""
+    settings(dear(), database=None)(given(_anything)(lambda value: None))()
 
 
 def refuse(target: str, call: Callable[[], object], named: str, error: type[Exception] = ValueError) -> None:

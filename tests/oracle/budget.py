@@ -35,7 +35,7 @@ class Profile(NamedTuple):
     steps: int
 
 
-PROFILES = {"quick": Profile(6, 3, 2, 8), "long": Profile(600, 60, 20, 50)}
+PROFILES = {"quick": Profile(4, 3, 2, 6), "long": Profile(600, 60, 20, 50)}
 for _name, _profile in PROFILES.items():
     settings.register_profile(
         _name,

@@ -54,9 +54,9 @@ def ordering_calls() -> list[Site]:
     """All calls in the package that order streams, by file and line."""
     sites = set()
     for path in sorted(CORE.rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        if "torch.cuda" in path.read_text():
-            for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        if "torch.cuda" in (source := path.read_text()):
+            tree = ast.walk(ast.parse(source))
+            for function in (node for node in tree if isinstance(node, ast.FunctionDef)):
                 for node in ast.walk(function):
                     called = node.func if isinstance(node, ast.Call) else None
                     if isinstance(called, ast.Attribute) and called.attr in ORDERING:

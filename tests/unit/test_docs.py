@@ -117,6 +117,21 @@ def test_what_stands_in_backticks_exists() -> None:
     assert found == []
 
 
+WRONG_NAMES = (
+    "core/none.py", "core/errors.py:NoError", "core/request.py:RequestResult.none", "examples/none_*.py",
+    "ms.none", "mambaslots.net.none", "engine.none", "engine.generate(prompts, none=4)",
+    "InferenceConfig.none", "InferenceConfig(none=4)",
+)  # fmt: skip
+WRONG_COMMANDS = (
+    "make none", "python examples/none.py", "python -m mambaslots.none", "pytest tests/unit -k fault_99",
+)  # fmt: skip
+
+
+def test_a_wrong_name_and_a_wrong_command_are_noticed() -> None:
+    assert [wrong for wrong in WRONG_NAMES if not list(objections(wrong))] == []
+    assert [wrong for wrong in WRONG_COMMANDS if not list(objections_to_command(wrong))] == []
+
+
 @every_text
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(path)):
@@ -144,21 +159,6 @@ def test_nothing_cites_a_text_that_is_not_here(folder: str) -> None:
             lines = (ROOT / file).read_text().splitlines()
             citing += [f"{file}:{number}" for number, line in enumerate(lines, 1) if CITATION.search(line)]
     assert citing == []
-
-
-WRONG_NAMES = (
-    "core/none.py", "core/errors.py:NoError", "core/request.py:RequestResult.none", "examples/none_*.py",
-    "ms.none", "mambaslots.net.none", "engine.none", "engine.generate(prompts, none=4)",
-    "InferenceConfig.none", "InferenceConfig(none=4)",
-)  # fmt: skip
-WRONG_COMMANDS = (
-    "make none", "python examples/none.py", "python -m mambaslots.none", "pytest tests/unit -k fault_99",
-)  # fmt: skip
-
-
-def test_a_wrong_name_and_a_wrong_command_are_noticed() -> None:
-    assert [wrong for wrong in WRONG_NAMES if not list(objections(wrong))] == []
-    assert [wrong for wrong in WRONG_COMMANDS if not list(objections_to_command(wrong))] == []
 
 
 # ---- what single texts promise

@@ -54,20 +54,12 @@ RIGHT: dict[str, Callable[[], Any]] = {
 }
 
 
-# The kinds are float64, too, a dtype below it is bfloat16, and the example's own test checks the example.
-LONG = (
-    "hybrid float64",
-    "hybrid float32",
-    "long chunks",
-    "averages",
-    "averages float32",
-    "example",
-    "chunks of one token",
-)
+# States in place are of the mix, in float64; a dtype below it is bfloat16. The kinds' other tests are many.
+QUICK = ("hybrid bfloat16", "in place")
 FEW = settings(max_examples=5, deadline=None)
 
 
-@pytest.mark.sampled(name=(*(name for name in RIGHT if name not in {*KINDS, *LONG}), MIX))
+@pytest.mark.sampled(name=QUICK)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_model_passes(name: str) -> None:
     model = RIGHT[name]()
@@ -113,7 +105,7 @@ def test_texts_are_of_the_vocabulary_that_is_asked_for() -> None:
             seen.update(token for row in rows for token in row.tokens)
             return super().__call__(inputs)
 
-    check_model(Watched(), vocabulary=[3, 4, 11])
+    check_model(Watched(), vocabulary=[3, 4, 11], seed=np.int64(3))  # numpy's integers are integers
     assert seen == {3, 4, 11}
 
 
@@ -216,7 +208,3 @@ def test_the_gpus_kernels_keep_all_rules_in_the_interpreter(monkeypatch: pytest.
 def test_every_kind_of_state_keeps_all_rules(pattern: str) -> None:
     config = ms.models.HybridConfig.tiny(dtype=torch.float64, hidden_size=32, pattern=pattern)
     check_model(ms.models.HybridLM(config))
-
-
-def test_numpy_integers_are_integers() -> None:
-    check_model(EmaLM(), seed=np.int64(3), padded_shapes=False)

@@ -215,7 +215,7 @@ def test_an_interrupt_at_any_line_of_a_move_leaves_nothing_wrong(first: int) -> 
     engine = engine_of(4)
     Churn(engine)
     traffic(engine, rounds=2)
-    step = 97 if first else 7
+    step = 149 if first else 7
     for number in range(1 + step * first, 1500, step):
         prompts = [random_tokens(50 - 30 * (number % 2), 10_000 + 10 * number + i) for i in range(3)]
         for prompt in prompts:

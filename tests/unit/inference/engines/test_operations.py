@@ -654,7 +654,7 @@ def test_a_suspended_engine_can_be_reset_and_stays_suspended() -> None:
 
 
 def test_a_reset_at_any_moment_leaves_a_new_engine() -> None:
-    for moment in thinned(range(0, steps_of_busy_client(), 4), every=3):
+    for moment in thinned(range(0, steps_of_busy_client(), 4), every=5):
         client = busy_client()
         engine = client.engine
         stream = engine.stream(LONG[:9], ONE)

@@ -432,7 +432,7 @@ class TestOthers:
             small_engine(**TIGHT),
         ):
             for seed in range(4):
-                engine.add_request(random_tokens(20, seed), ms.SamplingParams(max_tokens=40))
+                engine.add_request(random_tokens(20, seed), ms.SamplingParams(max_tokens=28))
             story = []
             while engine.has_unfinished_requests():
                 report = engine.step()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mambaslots.model_parts import Part
 from mambaslots.net.transfer.format import PrefixFormat, Shard, TensorFormat, TensorPart, TransferError
 from mambaslots.net.transfer.shard import PrefixShard, join, shapes_of, sources_for
+from oracle.budget import thinned
 from oracle.transfers import Declared, dense, random_export, random_forest
 
 PATTERNS = {
@@ -73,9 +74,9 @@ def test_every_split_rejoins_to_every_other(kind: str, groups: int, kv_heads: in
     model = declared(PATTERNS[kind], groups, kv_heads)
     whole = random_export(model.spec())
     expected = {size: sliced(whole, model, *size) for size in SIZES}
-    for size in SIZES:
+    for index, size in enumerate(SIZES):
         pieces = [whole.cut(shard) for shard in model.shards(*size)]
-        for other in SIZES:
+        for other in thinned(SIZES[index % 2 :] + SIZES[: index % 2], every=2):
             for shard, tensors in zip(model.shards(*other), expected[other], strict=True):
                 joined = join(pieces, shard)
                 joined.check()
