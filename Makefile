@@ -6,8 +6,9 @@ FOR_SERVER := .venv/.installed-serve
 FOR_DEV := .venv/.installed-dev
 OTHER_MEGATRONS := 0.19.0
 PYTEST := pytest -p no:cacheprovider
-# Six workers, because tests of servers wait.
-SEVERAL_AT_A_TIME := -p oracle.forked_workers --forks 6
+# Two workers more than processors, because tests of servers wait; each computes anew what others know.
+FORKS := $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n + 2 : 6)))
+SEVERAL_AT_A_TIME := -p oracle.forked_workers --forks $(FORKS)
 # Six workers a GPU. Forks cannot use one of which their parent has asked.
 SEVERAL_ON_A_GPU = -n $$((6 * gpus)) --dist worksteal
 # A test that hangs prints all stacks (pyproject.toml says after how long); here it ends its process as well.

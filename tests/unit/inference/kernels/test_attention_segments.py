@@ -38,12 +38,13 @@ def segment_of_8(monkeypatch) -> None:
     monkeypatch.setattr(attention_segments, "SEGMENTS", EIGHT)
 
 
-@pytest.fixture(scope="module", params=[EIGHT, GROWING], ids=["even", "growing"])
+@pytest.fixture(scope="module", params=["even", "growing"])
 def cut(request) -> Iterator[Segments]:
     """Where sequences are cut."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(attention_segments, "SEGMENTS", request.param)
-        yield request.param
+        segments = EIGHT if request.param == "even" else GROWING
+        patched.setattr(attention_segments, "SEGMENTS", segments)
+        yield segments
 
 
 def attend(batch: AttentionBatch, scale: float | None = None) -> Tensor:
@@ -68,6 +69,7 @@ def steps(draw: st.DrawFn) -> dict:
     return {"decodes": decodes, "prefills": prefills, "decode_tokens": width, "padding": padding}
 
 
+@pytest.mark.in_turn("cut")
 @pytest.mark.usefixtures("cut")
 class TestDefinition:
     @few
@@ -152,6 +154,7 @@ def whole(sequences, cut) -> Tensor:
     return sequences.attend(prefills=[(0, 0, 43)])[0]
 
 
+@pytest.mark.in_turn("cut")
 @pytest.mark.usefixtures("cut")
 class TestBits:
     """Float32 on a CPU: every row against one prefill of the whole sequence."""
