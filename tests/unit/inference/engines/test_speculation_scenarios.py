@@ -11,14 +11,23 @@ COUNTS_STEPS = {
     "test_float32_is_equal_or_nearly_tied",  # makes its engines itself
 }
 pytestmark = [
-    pytest.mark.in_turn("mode"),
     pytest.mark.sampled(2),
     pytest.mark.usefixtures("kind"),
 ]
-globals().update({k: v for k, v in scenarios("test_dynamic_engine").items() if k not in COUNTS_STEPS})
+TESTS = {k: v for k, v in scenarios("test_dynamic_engine").items() if k not in COUNTS_STEPS}
+globals().update(TESTS)
 
 
-@pytest.fixture(autouse=True, params=list(MODES))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """In quick runs the next mode for each test: thousands of products need not be made."""
+    modes = list(MODES)
+    if "not long" in metafunc.config.option.markexpr:
+        place = list(TESTS).index(metafunc.function.__name__) % len(modes)
+        modes = modes[place : place + 1]
+    metafunc.parametrize("mode", modes, indirect=True)
+
+
+@pytest.fixture(autouse=True)
 def mode(kind: str, request: pytest.FixtureRequest):
     with speculating(request.param):
         yield request.param
